@@ -1,0 +1,1 @@
+"""One host's pool of KV blocks."""

@@ -1,0 +1,1 @@
+"""Places every request by where its KV already is. Pure."""

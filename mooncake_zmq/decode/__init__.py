@@ -1,0 +1,1 @@
+"""Produces the later tokens in a continuous batch. Pure."""

@@ -1,0 +1,87 @@
+"""What a model is to the rest of the system: its shape and identity, and the methods every engine has."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.engine.kv_cache import SequenceKV
+
+KV_ITEM_BYTES = {"float32": 4}
+
+LayerCallback = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Shape and identity of one model. `fingerprint` covers shape and weights, not the tokenizer."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab_size: int
+    max_positions: int
+    rope_theta: float
+    norm_eps: float
+    tied: bool
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    fingerprint: str
+    kv_dtype: str = "float32"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.layers * 2 * self.kv_heads * self.head_dim * KV_ITEM_BYTES[self.kv_dtype]
+
+    def layer_part_shape(self, block_tokens: int) -> tuple[int, int, int, int]:
+        """One layer's part of a block: [k/v, token, kv_head, head_dim]."""
+        return (2, block_tokens, self.kv_heads, self.head_dim)
+
+
+class Engine(Protocol):
+    """One model in one process. Not thread-safe: one compute thread calls prefill and decode."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def new_sequence(self, capacity_tokens: int) -> SequenceKV: ...
+
+    def prefill(
+        self,
+        sequence: SequenceKV,
+        tokens: NDArray[np.int32],
+        *,
+        before_layer: LayerCallback | None = None,
+        after_layer: LayerCallback | None = None,
+        logits_at: Sequence[int] | None = (-1,),
+    ) -> NDArray[np.float32] | None:
+        """Append `tokens` at `sequence.length`; return the logits at the asked indices into `tokens`.
+
+        `before_layer(l)` runs before layer l first reads earlier KV, `after_layer(l)` once layer l's KV of these tokens
+        is stored. What they raise propagates, and `sequence.length` stays as it was.
+        """
+        ...
+
+    def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """One token for each sequence; returns logits [len(sequences), vocab_size]."""
+        ...
+
+
+def check_room(sequence: SequenceKV, token_count: int) -> None:
+    """Raise ValueError unless `token_count` more tokens fit."""
+    if token_count < 1:
+        raise ValueError("no tokens given")
+    if sequence.length + token_count > sequence.capacity:
+        raise ValueError(f"{sequence.length} + {token_count} tokens exceed the sequence's capacity of {sequence.capacity}")
+
+
+def check_tokens(tokens: NDArray[Any], vocab_size: int) -> None:
+    """Raise ValueError when an id lies outside the vocabulary."""
+    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
+        raise ValueError(f"token id out of range: the vocabulary has {vocab_size} ids")

@@ -1,0 +1,108 @@
+"""A tiny exact engine for tests and simulations: wrong KV anywhere in a sequence changes its next token."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
+
+MODULUS = 1 << 20  # running sums below 2**20 are exact in float32
+EOS_ID = 256
+
+TOY_SPEC = ModelSpec(
+    name="toy",
+    layers=3,
+    hidden=2,
+    heads=1,
+    kv_heads=1,
+    head_dim=2,
+    ffn=2,
+    vocab_size=512,
+    max_positions=4096,
+    rope_theta=10000.0,
+    norm_eps=1e-5,
+    tied=True,
+    eos_ids=(EOS_ID,),
+    bos_id=None,
+    fingerprint=xxhash.xxh3_128_hexdigest(b"mooncake_zmq toy engine 1"),
+)
+
+# One odd multiplier per cell of a token's KV, [layer, k/v, 1, 1, head_dim], so that no two cells carry the same sums.
+_CELL_MULTIPLIER = (np.arange(3 * 2 * 2, dtype=np.int64).reshape(3, 2, 1, 1, 2) * 40503 + 10007) | 1
+
+
+class ToyEngine:
+    """KV of token i = KV of token i-1 (read from the cache) + f(token, i, cell), modulo 2**20; logits hash all KV.
+
+    Bitwise the same however a prompt is chunked or batched. `delay_s_per_token` sleeps, to stand for compute.
+    """
+
+    def __init__(self, *, delay_s_per_token: float = 0.0, spec: ModelSpec = TOY_SPEC) -> None:
+        self.spec = spec
+        self._delay_s_per_token = delay_s_per_token
+
+    def new_sequence(self, capacity_tokens: int) -> SequenceKV:
+        spec = self.spec
+        return SequenceKV(layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity_tokens=capacity_tokens)
+
+    def prefill(
+        self,
+        sequence: SequenceKV,
+        tokens: NDArray[np.int32],
+        *,
+        before_layer: LayerCallback | None = None,
+        after_layer: LayerCallback | None = None,
+        logits_at: Sequence[int] | None = (-1,),
+    ) -> NDArray[np.float32] | None:
+        tokens = np.asarray(tokens, dtype=np.int32)
+        check_room(sequence, len(tokens))
+        check_tokens(tokens, self.spec.vocab_size)
+        start, stop = sequence.length, sequence.length + len(tokens)
+        # Without callbacks all layers go in one step: a simulation runs thousands of decode steps.
+        whole = before_layer is None and after_layer is None
+        for layer in (slice(None),) if whole else (slice(index, index + 1) for index in range(self.spec.layers)):
+            if before_layer:
+                before_layer(layer.start)
+            self._append(sequence, layer, start, tokens)
+            if after_layer:
+                after_layer(layer.start)
+        sequence.length = stop
+        if logits_at is None:
+            return None
+        lengths = [start + range(len(tokens))[at] + 1 for at in logits_at]
+        return np.stack([self._logits(sequence, length) for length in lengths])
+
+    def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        if len(sequences) != len(tokens):
+            raise ValueError("decode needs one token for each sequence")
+        result = np.empty((len(sequences), self.spec.vocab_size), dtype=np.float32)
+        for row, sequence in enumerate(sequences):
+            logits = self.prefill(sequence, tokens[row : row + 1])
+            assert logits is not None
+            result[row] = logits[0]
+        return result
+
+    def _append(self, sequence: SequenceKV, layers: slice, start: int, tokens: NDArray[np.int32]) -> None:
+        positions = np.arange(start, start + len(tokens), dtype=np.int64)
+        steps = (tokens.astype(np.int64) + 1) * 7919 + (positions + 1) * 104729
+        steps ^= steps >> 7
+        cells = steps[:, None, None] * _CELL_MULTIPLIER[layers]
+        if start:
+            cells[:, :, 0] += sequence.kv[layers, :, start - 1].astype(np.int64)
+        if len(tokens) > 1:
+            np.cumsum(cells, axis=2, out=cells)
+        sequence.kv[layers, :, start : start + len(tokens)] = cells & (MODULUS - 1)
+        if self._delay_s_per_token:
+            time.sleep(self._delay_s_per_token * len(tokens) * len(cells) / self.spec.layers)
+
+    def _logits(self, sequence: SequenceKV, length: int) -> NDArray[np.float32]:
+        digest = xxhash.xxh3_128()
+        for layer in range(self.spec.layers):
+            for half in range(2):
+                digest.update(memoryview(sequence.kv[layer, half, :length]))
+        bits = np.random.Philox(key=digest.intdigest()).random_raw(self.spec.vocab_size)
+        return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)

@@ -1,0 +1,1 @@
+"""The owner of requests and the face to clients."""

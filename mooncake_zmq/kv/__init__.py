@@ -1,0 +1,1 @@
+"""What a block is: layout, hash keys, checksums, leases. Pure."""

@@ -1,0 +1,41 @@
+"""Block keys: a chain of SHA-256 digests over token ids. Never Python's `hash()`, which differs per process."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+KEY_BYTES = 16
+Key = bytes
+
+
+def namespace(*, model: str, layout: str, salt: str = "") -> bytes:
+    """The chain's root: two namespaces that differ in weights, layout or tenant salt never share a key."""
+    digest = hashlib.sha256()
+    for part in (model, layout, salt):
+        raw = part.encode()
+        digest.update(len(raw).to_bytes(4, "little") + raw)
+    return digest.digest()[:KEY_BYTES]
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32 bytes, the form in which they travel."""
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+def unpack_tokens(raw: bytes) -> list[int]:
+    """The inverse of `pack_tokens`."""
+    return [int(token) for token in np.frombuffer(raw, dtype="<i4")]
+
+
+def extend_keys(parent: bytes, tokens: bytes, block_tokens: int) -> list[Key]:
+    """Keys of the complete blocks in `tokens` (int32 bytes) that follow `parent` (a key, or the namespace).
+
+    key[i] = SHA-256(key[i-1] || tokens of block i), cut to 16 bytes: collision-resistant, as tenants share the pool.
+    """
+    keys: list[Key] = []
+    size = block_tokens * 4
+    for start in range(0, len(tokens) - size + 1, size):
+        parent = hashlib.sha256(parent + tokens[start : start + size]).digest()[:KEY_BYTES]
+        keys.append(parent)
+    return keys

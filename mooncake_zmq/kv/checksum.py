@@ -1,0 +1,21 @@
+"""Checksums of a block's copy: one per layer part, and one over those, so a single pass serves both granularities.
+
+A layer can be verified alone while it streams; the 8-byte block checksum that travels in messages covers all of them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+Buffer = bytes | bytearray | memoryview
+
+
+def part_checksum(part: Buffer) -> int:
+    """xxh3-64 of one layer's part."""
+    return xxhash.xxh3_64_intdigest(part)
+
+
+def block_checksum(parts: Sequence[int]) -> int:
+    """xxh3-64 over the little-endian part checksums of all layers, in order."""
+    return xxhash.xxh3_64_intdigest(np.asarray(parts, dtype="<u8").tobytes())

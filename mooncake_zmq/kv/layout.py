@@ -1,0 +1,60 @@
+"""The shape of a KV block: where each layer's part lies in a slot, and the fingerprint two nodes must share."""
+
+import hashlib
+from dataclasses import dataclass
+
+PAGE_BYTES = 4096
+
+
+def div_ceil(a: int, b: int) -> int:
+    """Smallest integer not below a / b."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """`block_tokens` tokens' KV of all layers as `[layer, k/v, token, kv_head, head_dim]`, contiguous.
+
+    A layer's part is a contiguous range, so layer-wise streaming and block storage are the same bytes.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: str = "float32"
+    itemsize: int = 4
+
+    @property
+    def part_shape(self) -> tuple[int, int, int, int]:
+        """Shape of one layer's part: `[k/v, token, kv_head, head_dim]`."""
+        return (2, self.block_tokens, self.kv_heads, self.head_dim)
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one layer's part."""
+        return 2 * self.block_tokens * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block: every layer's part."""
+        return self.layers * self.part_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: a block rounded up to whole 4 KiB pages, as O_DIRECT and DMA want it."""
+        return div_ceil(self.block_bytes, PAGE_BYTES) * PAGE_BYTES
+
+    def part_range(self, layer: int) -> tuple[int, int]:
+        """Byte range `[start, stop)` of a layer's part within a slot."""
+        return layer * self.part_bytes, (layer + 1) * self.part_bytes
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens, the last one perhaps partial."""
+        return div_ceil(tokens, self.block_tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of everything that must agree before two nodes exchange block bytes."""
+        text = f"v1 {self.layers} 2 {self.block_tokens} {self.kv_heads} {self.head_dim} {self.dtype}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,480 @@
+"""Every message on the wire: frozen, tagged, bounded. `encode` and `decode` live only here.
+
+The wire is MessagePack; types are checked on arrival. Messages name blocks and never carry a KV byte. They send durations,
+never clock readings: a holder counts `ttl_s` from when it *sent* the request, the granter from when it handled it, so the
+holder always stops first. Delivery (at most once, in order, within a conversation) is `runtime.session`'s work.
+"""
+
+from enum import Enum
+from typing import Annotated, Any
+
+import msgpack
+import msgspec
+from msgspec import Meta, Struct
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 4 << 20
+MAX_BLOCKS = 16_384
+"""Blocks one message may name; longer lists are split by the sender."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=64)]
+Text = Annotated[str, Meta(max_length=512)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
+Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+Checksum = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e7)]
+Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_BLOCKS)]
+Tokens = Annotated[bytes, Meta(max_length=2 << 20)]
+"""Token ids as little-endian int32 bytes."""
+
+
+class ProtocolError(Exception):
+    """Bytes that are no message of ours: the peer's fault; drop and count."""
+
+
+class _Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
+    """A part of a message."""
+
+
+class Sampling(_Record, frozen=True):
+    """How to choose a token. Temperature 0 is greedy; top_k 0 and top_p 1 cut nothing. Randomness: (seed, position) alone."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    top_k: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+
+
+class StopRule(_Record, frozen=True):
+    """When a request's tokens end; the one place that decides it, for gateway and decode alike."""
+
+    max_tokens: Count
+    min_tokens: Count = 0
+    eos_ids: Annotated[tuple[int, ...], Meta(max_length=64)] = ()
+
+    def reason(self, token: int, count: int) -> str | None:
+        """Finish reason after `count` output tokens, the last being `token`; None to go on."""
+        if token in self.eos_ids and count > self.min_tokens:
+            return "stop"
+        return "length" if count >= self.max_tokens else None
+
+
+class SegmentRef(_Record, frozen=True):
+    """Where a node's block slots can be read: a shared-memory file on its host, a data endpoint from elsewhere."""
+
+    path: Text
+    endpoint: Text
+    slots: Count
+
+
+class SlotRef(_Record, frozen=True):
+    """One copy of a block for reading. Checksum 0: not committed yet, see `work.BlockLoad`."""
+
+    node: Name
+    incarnation: Count
+    slot: Count
+    generation: Count
+    checksum: Checksum
+
+
+Slots = Annotated[tuple[SlotRef, ...], Meta(max_length=MAX_BLOCKS)]
+
+
+class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, tag=True):
+    """Base of all messages: encodes as `[tag, field, ...]`."""
+
+
+class Hello(_Message, frozen=True):
+    """The first message of every conversation. Fingerprints must be equal, or the peer is refused."""
+
+    protocol: Count
+    role: Name
+    host: Name
+    model: Text
+    tokenizer: Text
+    layout: Text
+    segment: SegmentRef | None = None
+
+
+# --- gateway <-> conductor
+
+
+class Schedule(_Message, frozen=True):
+    """Place this request: `keys` of its complete blocks, `tokens` in the prompt (and output so far)."""
+
+    request_id: RequestId
+    attempt: Count
+    keys: Keys
+    tokens: Count
+    max_tokens: Count
+    exclude: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
+
+
+class Placed(_Message, frozen=True):
+    """Use this pair. Reuse up to `reuse_blocks` leading blocks; what the prefill's host misses is at `sources`."""
+
+    request_id: RequestId
+    attempt: Count
+    prefill: Name
+    decode: Name
+    reuse_blocks: Count
+    sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
+    ttft_s: Seconds
+    tbt_s: Seconds
+
+
+class RejectReason(Enum):
+    """Why a request was not placed."""
+
+    TTFT = "ttft_slo"
+    TBT = "tbt_slo"
+    NO_PREFILL = "no_prefill"
+    NO_DECODE = "no_decode"
+
+
+class Rejected(_Message, frozen=True):
+    """The request would miss its SLO, or no node can serve it: HTTP 429 or 503 with Retry-After."""
+
+    request_id: RequestId
+    attempt: Count
+    reason: RejectReason
+    retry_after_s: Seconds
+
+
+class RequestEnded(_Message, frozen=True):
+    """Gateway -> conductor: forget the booking of this attempt."""
+
+    request_id: RequestId
+    attempt: Count
+
+
+# --- nodes -> conductor
+
+
+class PrefillLoad(_Message, frozen=True):
+    """A prefill's load, sent every report interval (lossy). `queued_s`: predicted work ahead of a new job."""
+
+    queued_jobs: Count
+    queued_tokens: Count
+    queued_s: Seconds
+    token_s: Seconds
+    """Measured seconds per computed prompt token, 0 if nothing was measured yet."""
+    draining: bool
+
+
+class DecodeLoad(_Message, frozen=True):
+    """A decode's load, sent every report interval (lossy)."""
+
+    running: Count
+    reserved: Count
+    free_tokens: Count
+    capacity_tokens: Count
+    step_s: Seconds
+    """Measured duration of a recent step, 0 if none."""
+    draining: bool
+
+
+class BlocksAnnounced(_Message, frozen=True):
+    """Cache-node -> conductors: what its host now holds and no longer holds. After a PeerUp the whole set is sent anew."""
+
+    stored: Keys = ()
+    removed: Keys = ()
+
+
+# --- gateway <-> prefill
+
+
+class StartPrefill(_Message, frozen=True):
+    """Compute the KV of `tokens`, sample the token after them, hand off to `decode`.
+
+    `first_index`: output index of the token to sample: 0, or more when the request resumes from its tokens so far.
+    """
+
+    request_id: RequestId
+    attempt: Count
+    tokens: Tokens
+    keys: Keys
+    first_index: Count
+    sampling: Sampling
+    stop: StopRule
+    decode: Name
+    reuse_blocks: Count
+    sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
+    deadline_s: Seconds
+
+
+class FirstToken(_Message, frozen=True):
+    """Prefill -> gateway. `own`, `local`, `remote`: tokens whose KV was loaded and verified, by where it came from."""
+
+    request_id: RequestId
+    attempt: Count
+    index: Count
+    token: int
+    own: Count
+    local: Count
+    remote: Count
+    queue_s: Seconds
+    prefill_s: Seconds
+
+
+class AttemptFailed(_Message, frozen=True):
+    """Prefill or decode -> gateway: this attempt is over here; place the request again from its tokens so far."""
+
+    request_id: RequestId
+    attempt: Count
+    reason: Text
+
+
+class CancelRequest(_Message, frozen=True):
+    """Gateway -> prefill and decode: drop everything of this attempt and older ones."""
+
+    request_id: RequestId
+    attempt: Count
+
+
+# --- prefill <-> decode
+
+
+class ReserveDecode(_Message, frozen=True):
+    """Reserve KV for `tokens` prompt tokens and their output. `reuse_keys`: leading blocks the decode's own host may hold."""
+
+    request_id: RequestId
+    attempt: Count
+    gateway: Name
+    tokens: Count
+    reuse_keys: Keys
+    last_key: bytes
+    """Key of the last complete prompt block, or the namespace: parent of the blocks that decode will complete."""
+    tail: Tokens
+    """Prompt tokens after the last complete block."""
+    first_index: Count
+    sampling: Sampling
+    stop: StopRule
+    deadline_s: Seconds
+
+
+class DecodeReserved(_Message, frozen=True):
+    """The decode loads the first `held_blocks` from its own host's pool; hand off the rest."""
+
+    request_id: RequestId
+    attempt: Count
+    held_blocks: Count
+
+
+class DecodeDenied(_Message, frozen=True):
+    """No KV for this request here, or draining."""
+
+    request_id: RequestId
+    attempt: Count
+    reason: Text
+
+
+class HandoffBlocks(_Message, frozen=True):
+    """Blocks from `first_block` on can be read at `sources`, all layers now (`ready`) or each after its `LayerReady`."""
+
+    request_id: RequestId
+    attempt: Count
+    first_block: Count
+    sources: Slots
+    ready: bool
+
+
+class LayerReady(_Message, frozen=True):
+    """`layer` of the blocks announced at `first_block` is written."""
+
+    request_id: RequestId
+    attempt: Count
+    first_block: Count
+    layer: Count
+
+
+class HandoffDone(_Message, frozen=True):
+    """Everything is written. The handoff counts only if `blocks` blocks of `layers` layers fold to `checksum`."""
+
+    request_id: RequestId
+    attempt: Count
+    layers: Count
+    blocks: Count
+    checksum: Checksum
+    """`block_checksum` over the block checksums of the blocks handed off, in order."""
+    token: int
+    index: Count
+
+
+class HandoffReceived(_Message, frozen=True):
+    """Decode -> prefill: all bytes are here; slots and leases may go."""
+
+    request_id: RequestId
+    attempt: Count
+
+
+class HandoffFailed(_Message, frozen=True):
+    """Either side -> the other: this attempt is over; free what it holds."""
+
+    request_id: RequestId
+    attempt: Count
+    reason: Text
+
+
+# --- decode -> gateway
+
+
+class TokensDecoded(_Message, frozen=True):
+    """One step's tokens for one gateway: (request_id, attempt, output index, token) each."""
+
+    entries: Annotated[tuple[tuple[RequestId, Count, Count, int], ...], Meta(max_length=4096)]
+
+
+# --- clients of a cache-node: prefill, decode, other cache-nodes
+
+
+class LeaseBlocks(_Message, frozen=True):
+    """Promise not to evict the longest leading run of `keys`; first fetch what is missing from `sources`, in at most `fetch_s`."""
+
+    lease_id: Count
+    keys: Keys
+    sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
+    fetch_s: Seconds
+    ttl_s: Seconds
+
+
+class LeasedBlock(_Record, frozen=True):
+    """`remote`: fetched from another host for this lease."""
+
+    source: SlotRef
+    remote: bool
+
+
+class BlocksLeased(_Message, frozen=True):
+    """The leading run, perhaps empty, held until `ttl_s` after the holder *sent* its request."""
+
+    lease_id: Count
+    blocks: Annotated[tuple[LeasedBlock, ...], Meta(max_length=MAX_BLOCKS)]
+
+
+class ReleaseLease(_Message, frozen=True):
+    """The holder reads no more."""
+
+    lease_id: Count
+
+
+class ReserveSlots(_Message, frozen=True):
+    """First phase of a put: slots for those of `keys` that are not held yet. The writer stops `ttl_s` after sending this."""
+
+    put_id: Count
+    keys: Keys
+    ttl_s: Seconds
+
+
+class GrantedSlot(_Record, frozen=True):
+    """Write block `index` of the request into `slot` while its generation is `generation`."""
+
+    index: Count
+    slot: Count
+    generation: Count
+
+
+class SlotsReserved(_Message, frozen=True):
+    """Granted slots; `held` keys exist or are being written (dedup), `denied` found no room or a limit."""
+
+    put_id: Count
+    grants: Annotated[tuple[GrantedSlot, ...], Meta(max_length=MAX_BLOCKS)]
+    held: Count
+    denied: Count
+
+
+class CommitSlots(_Message, frozen=True):
+    """Second phase: (index, checksum) of the blocks written; every other grant of the put is given back."""
+
+    put_id: Count
+    checksums: Annotated[tuple[tuple[Count, Checksum], ...], Meta(max_length=MAX_BLOCKS)]
+
+
+Message = (
+    Hello
+    | Schedule
+    | Placed
+    | Rejected
+    | RequestEnded
+    | PrefillLoad
+    | DecodeLoad
+    | BlocksAnnounced
+    | StartPrefill
+    | FirstToken
+    | AttemptFailed
+    | CancelRequest
+    | ReserveDecode
+    | DecodeReserved
+    | DecodeDenied
+    | HandoffBlocks
+    | LayerReady
+    | HandoffDone
+    | HandoffReceived
+    | HandoffFailed
+    | TokensDecoded
+    | LeaseBlocks
+    | BlocksLeased
+    | ReleaseLease
+    | ReserveSlots
+    | SlotsReserved
+    | CommitSlots
+)
+
+
+class Envelope(_Record, frozen=True):
+    """What one ZeroMQ frame holds: who speaks, in which conversation, and one encoded message or none (a ping).
+
+    The fields' rules are told in `runtime.session`.
+    """
+
+    version: Count
+    sender: Name
+    incarnation: Count
+    epoch: Count
+    to_incarnation: Count
+    floor: Count
+    sequence: Count
+    ack_epoch: Count
+    ack: Count
+    body: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)] = b""
+
+
+def encode(message: Message | Envelope) -> bytes:
+    """MessagePack bytes of a message or an envelope."""
+    packed: bytes = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
+    if len(packed) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"{type(message).__name__} of {len(packed)} bytes exceeds {MAX_MESSAGE_BYTES}; split it")
+    return packed
+
+
+def _unpack(raw: bytes) -> Any:
+    try:
+        return msgpack.unpackb(
+            raw,
+            max_bin_len=MAX_MESSAGE_BYTES,
+            max_str_len=4096,
+            max_array_len=MAX_BLOCKS,
+            max_map_len=0,
+            max_ext_len=0,
+            strict_map_key=True,
+        )
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError, OverflowError) as error:
+        raise ProtocolError(f"not MessagePack within limits: {error}") from None
+
+
+def decode(raw: bytes) -> Message:
+    """The message in `raw`; raises ProtocolError, and nothing else, on any other bytes."""
+    try:
+        message: Message = msgspec.convert(_unpack(raw), Message, builtin_types=(bytes,))
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise ProtocolError(f"not a message: {error}") from None
+    return message
+
+
+def decode_envelope(raw: bytes) -> Envelope:
+    """The envelope in `raw`; raises ProtocolError, and nothing else, on any other bytes."""
+    try:
+        return msgspec.convert(_unpack(raw), Envelope, builtin_types=(bytes,))
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise ProtocolError(f"not an envelope: {error}") from None

@@ -1,0 +1,1 @@
+"""Builds KV for prompts and the first token. Pure."""

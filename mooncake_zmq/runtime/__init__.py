@@ -1,0 +1,1 @@
+"""Actors, sessions and the ZeroMQ runtime that drives them."""

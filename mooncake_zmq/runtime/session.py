@@ -1,0 +1,325 @@
+"""Conversations with peers: liveness, incarnations, and messages at most once and in order. PURE.
+
+Retries live here and nowhere else. ZeroMQ loses what was queued when a connection breaks; a session numbers its messages,
+resends them until acknowledged and drops duplicates. When a peer restarts, falls silent or stops acknowledging, the whole
+*conversation* ends: the actor learns `PeerDown`, then `PeerUp` when a fresh one begins, and may rely on nothing said before.
+
+Each direction of a conversation is an *epoch* of its sender. Rules, for an envelope from peer P to us:
+- P's incarnation older than known, or P's epoch older than known or than our floor: an old life speaks; dropped, counted.
+- P's incarnation or epoch newer than known: P began anew; our side of the old conversation ends.
+- `floor` above our epoch: P gave up on our epoch; we begin a new one at `floor`.
+- `to_incarnation` neither 0 nor ours: meant for our former life; dropped, counted.
+The first message of an epoch is `Hello`; a peer is up once its Hello arrived in its current epoch.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from mooncake_zmq.messages import (
+    PROTOCOL_VERSION,
+    Envelope,
+    Hello,
+    Message,
+    ProtocolError,
+    decode,
+    decode_envelope,
+    encode,
+)
+from mooncake_zmq.runtime.actor import PeerDown, PeerUp, Received
+
+SessionEvent = PeerUp | PeerDown | Received
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """Liveness and retransmission. Times in seconds."""
+
+    heartbeat_s: float = 0.5
+    """Every peer hears from us at least this often."""
+    peer_timeout_s: float = 3.0
+    """A peer silent for this long is down. Three heartbeats at least, and longer than a busy core may keep one waiting."""
+    retransmit_s: float = 0.4
+    """An unacknowledged message is resent after this; well above a heartbeat's acknowledgement on a busy machine."""
+    window_messages: int = 8192
+    """Unacknowledged messages per peer; one more ends the conversation, as a peer this far behind is not serving."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heartbeat_s * 3 <= self.peer_timeout_s:
+            raise ValueError("peer_timeout_s must be at least 3 * heartbeat_s")
+        if not 0 < self.retransmit_s < self.peer_timeout_s:
+            raise ValueError("retransmit_s must be positive and below peer_timeout_s")
+        if self.window_messages < 16:
+            raise ValueError("window_messages must be at least 16")
+
+
+REORDER_LIMIT = 256
+"""Messages kept that arrived ahead of a gap; more are dropped and come again by retransmission."""
+ACK_EVERY = 32
+"""Received messages after which an acknowledgement is sent without waiting for the tick."""
+
+
+@dataclass(slots=True)
+class _Unacked:
+    sequence: int
+    body: bytes
+    sent_at: float
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Our view of one peer. `epoch` is ours towards it, `remote_epoch` its own towards us."""
+
+    name: str
+    heard_at: float
+    incarnation: int = 0
+    epoch: int = 1
+    remote_epoch: int = 0
+    floor: int = 1
+    hello: Hello | None = None
+    next_sequence: int = 1
+    unacked: deque[_Unacked] = field(default_factory=deque)
+    expected: int = 1
+    early: dict[int, bytes] = field(default_factory=dict)
+    unreported: int = 0
+    sent_at: float = float("-inf")
+
+    @property
+    def up(self) -> bool:
+        return self.hello is not None
+
+
+class Session:
+    """All conversations of one process. `outgoing` collects (peer, frame) pairs for the runtime to transmit."""
+
+    def __init__(
+        self, *, me: str, incarnation: int, hello: Hello, peers: Iterable[str], settings: SessionSettings, now: float
+    ) -> None:
+        self.me = me
+        self.incarnation = incarnation
+        self.outgoing: list[tuple[str, bytes]] = []
+        self.counts: dict[str, int] = {}
+        self.refusals: dict[str, str] = {}
+        """Why a peer's Hello was refused, by peer: for the log and the state dump."""
+        self._hello = hello
+        self._settings = settings
+        self._peers = {name: _Peer(name, heard_at=now) for name in sorted(peers) if name != me}
+
+    @property
+    def tick_s(self) -> float:
+        """How often the runtime calls `tick`."""
+        return min(self._settings.heartbeat_s, self._settings.retransmit_s) / 2
+
+    @property
+    def up_peers(self) -> Mapping[str, Hello]:
+        """The peers we are in conversation with."""
+        return {name: peer.hello for name, peer in self._peers.items() if peer.hello is not None}
+
+    @property
+    def unacknowledged(self) -> int:
+        """Messages to peers that are up and not acknowledged yet: what a draining process waits for."""
+        return sum(len(peer.unacked) for peer in self._peers.values() if peer.up)
+
+    def start(self, now: float) -> None:
+        """Greet every peer."""
+        for peer in self._peers.values():
+            self._begin_epoch(now, peer, peer.epoch)
+
+    def send(self, now: float, to: str, message: Message, *, lossy: bool = False) -> list[SessionEvent]:
+        """Queue a message. A peer that does not acknowledge a whole window is given up, which is why events may come back."""
+        peer = self._peers.get(to)
+        if peer is None or not peer.up:
+            self._count("dropped[reason=peer_down]")
+            return []
+        if lossy:
+            self._transmit(now, peer, 0, encode(message))
+            return []
+        if len(peer.unacked) >= self._settings.window_messages:
+            self._count("windows_full")
+            return self._give_up(now, peer, "window full")
+        self._send_sequenced(now, peer, encode(message))
+        return []
+
+    def receive(self, now: float, frame: bytes) -> list[SessionEvent]:
+        """Take one frame off the wire."""
+        try:
+            envelope = decode_envelope(frame)
+        except ProtocolError:
+            self._count("dropped[reason=malformed]")
+            return []
+        peer = self._peers.get(envelope.sender)
+        reason = self._refusal(peer, envelope)
+        if peer is None or reason is not None:
+            self._count(f"dropped[reason={reason}]")
+            return []
+        events = self._follow(now, peer, envelope)
+        peer.heard_at = now
+        if envelope.ack_epoch == peer.epoch:
+            while peer.unacked and peer.unacked[0].sequence <= envelope.ack:
+                peer.unacked.popleft()
+        if envelope.sequence > 0:
+            events += self._accept_sequenced(now, peer, envelope)
+        elif envelope.body and peer.up:
+            events += self._deliver(now, peer, envelope.body)
+        return events
+
+    def tick(self, now: float) -> list[SessionEvent]:
+        """Heartbeats, retransmissions and timeouts; call every `tick_s`."""
+        events: list[SessionEvent] = []
+        for peer in self._peers.values():
+            if peer.up and now - peer.heard_at > self._settings.peer_timeout_s:
+                self._count("timeouts")
+                events += self._give_up(now, peer, "silent")
+            if peer.unacked and now - peer.unacked[0].sent_at >= self._settings.retransmit_s:
+                self._resend(now, peer)
+            if peer.unreported or now - peer.sent_at >= self._settings.heartbeat_s:
+                self._transmit(now, peer, 0, b"")
+        return events
+
+    def dump(self) -> dict[str, object]:
+        """JSON-able picture for debugging."""
+        return {
+            "me": self.me,
+            "incarnation": self.incarnation,
+            "refusals": self.refusals,
+            "counts": self.counts,
+            "peers": {
+                p.name: {
+                    "up": p.up,
+                    "incarnation": p.incarnation,
+                    "epoch": p.epoch,
+                    "remote_epoch": p.remote_epoch,
+                    "unacked": len(p.unacked),
+                }
+                for p in self._peers.values()
+            },
+        }
+
+    def _refusal(self, peer: _Peer | None, envelope: Envelope) -> str | None:
+        if envelope.version != PROTOCOL_VERSION:
+            return "version"
+        if peer is None:
+            return "stranger"
+        if envelope.to_incarnation not in (0, self.incarnation):
+            return "former_life"
+        if envelope.incarnation < peer.incarnation:
+            return "old_incarnation"
+        if envelope.incarnation == peer.incarnation and envelope.epoch < max(peer.remote_epoch, peer.floor):
+            return "old_epoch"
+        return None
+
+    def _follow(self, now: float, peer: _Peer, envelope: Envelope) -> list[SessionEvent]:
+        """Follow the peer into its current life and epoch, and into a new epoch of ours if it gave up on the old one."""
+        events: list[SessionEvent] = []
+        reborn = envelope.incarnation > peer.incarnation
+        if reborn or envelope.epoch > peer.remote_epoch:
+            events += self._down(peer, "restarted" if reborn else "began anew")
+            known_before = peer.incarnation
+            peer.incarnation, peer.remote_epoch = envelope.incarnation, envelope.epoch
+            peer.expected = 1
+            peer.early.clear()
+            if reborn:
+                peer.floor = 1
+                if known_before:
+                    self._begin_epoch(now, peer, peer.epoch + 1)
+        if envelope.to_incarnation == self.incarnation and envelope.floor > peer.epoch:
+            events += self._down(peer, "peer gave up")
+            peer.floor = max(peer.floor, 1)
+            self._begin_epoch(now, peer, envelope.floor)
+        return events
+
+    def _accept_sequenced(self, now: float, peer: _Peer, envelope: Envelope) -> list[SessionEvent]:
+        peer.unreported += 1
+        if envelope.sequence > peer.expected:
+            if len(peer.early) < REORDER_LIMIT:
+                peer.early[envelope.sequence] = envelope.body
+            return []
+        if envelope.sequence < peer.expected:
+            self._count("duplicates")
+            return []
+        events: list[SessionEvent] = []
+        body: bytes | None = envelope.body
+        epoch = peer.remote_epoch
+        while body is not None:
+            peer.expected += 1
+            events += self._deliver(now, peer, body)
+            body = peer.early.pop(peer.expected, None)
+        if peer.unreported >= ACK_EVERY and epoch == peer.remote_epoch:
+            self._transmit(now, peer, 0, b"")
+        return events
+
+    def _deliver(self, now: float, peer: _Peer, body: bytes) -> list[SessionEvent]:
+        try:
+            message = decode(body)
+        except ProtocolError:
+            self._count("dropped[reason=invalid]")
+            return []
+        if isinstance(message, Hello):
+            return self._greeted(peer, message)
+        if not peer.up:
+            self._count("dropped[reason=no_hello]")
+            return []
+        return [Received(peer.name, message)]
+
+    def _greeted(self, peer: _Peer, hello: Hello) -> list[SessionEvent]:
+        mine = self._hello
+        for what in ("protocol", "model", "tokenizer", "layout"):
+            theirs, ours = getattr(hello, what), getattr(mine, what)
+            if theirs != ours:
+                self._count(f"refused[reason={what}]")
+                self.refusals[peer.name] = f"{what} differs: {peer.name} has {theirs}, {self.me} has {ours}"
+                return []
+        self.refusals.pop(peer.name, None)
+        peer.hello = hello
+        return [PeerUp(peer.name, peer.incarnation, hello)]
+
+    def _give_up(self, now: float, peer: _Peer, reason: str) -> list[SessionEvent]:
+        events = self._down(peer, reason)
+        peer.floor = peer.remote_epoch + 1
+        self._begin_epoch(now, peer, peer.epoch + 1)
+        return events
+
+    def _down(self, peer: _Peer, reason: str) -> list[SessionEvent]:
+        was_up, peer.hello = peer.up, None
+        return [PeerDown(peer.name, reason)] if was_up else []
+
+    def _begin_epoch(self, now: float, peer: _Peer, epoch: int) -> None:
+        peer.epoch = epoch
+        peer.next_sequence = 1
+        peer.unacked.clear()
+        self._send_sequenced(now, peer, encode(self._hello))
+
+    def _send_sequenced(self, now: float, peer: _Peer, body: bytes) -> None:
+        sequence = peer.next_sequence
+        peer.next_sequence += 1
+        peer.unacked.append(_Unacked(sequence, body, now))
+        self._transmit(now, peer, sequence, body)
+
+    def _resend(self, now: float, peer: _Peer) -> None:
+        """Go back to the oldest unacknowledged message; the receiver keeps what arrives ahead of a gap."""
+        for unacked in list(peer.unacked)[:REORDER_LIMIT]:
+            self._count("retransmits")
+            unacked.sent_at = now
+            self._transmit(now, peer, unacked.sequence, unacked.body)
+
+    def _transmit(self, now: float, peer: _Peer, sequence: int, body: bytes) -> None:
+        peer.sent_at = now
+        peer.unreported = 0
+        frame = encode(
+            Envelope(
+                version=PROTOCOL_VERSION,
+                sender=self.me,
+                incarnation=self.incarnation,
+                epoch=peer.epoch,
+                to_incarnation=peer.incarnation,
+                floor=peer.floor,
+                sequence=sequence,
+                ack_epoch=peer.remote_epoch,
+                ack=peer.expected - 1,
+                body=body,
+            )
+        )
+        self.outgoing.append((peer.name, frame))
+
+    def _count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1

@@ -1,0 +1,1 @@
+"""The same actors under virtual time and seeded faults."""

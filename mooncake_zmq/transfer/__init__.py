@@ -1,0 +1,1 @@
+"""Moves KV bytes: shared memory, network, CUDA."""

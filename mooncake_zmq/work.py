@@ -1,0 +1,159 @@
+"""Every long work an actor can ask for, and how it may end. PURE data: an executor (live or simulated) carries it out.
+
+All of them move or make KV bytes. A failed read never raises in the actor: it is reported per block and is a miss.
+"""
+
+from dataclasses import dataclass
+
+from mooncake_zmq.messages import Sampling, SlotRef
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGrant:
+    """Permission to write one slot of `node`'s segment while its generation is `generation` (odd)."""
+
+    node: str
+    incarnation: int
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """Copy layers `[first_layer, stop_layer)` of `source` into block `block` of a sequence; its first `tokens` tokens count.
+
+    A source with checksum 0 is still being written: verify the parts against the segment's part checksums alone, and
+    accept its granted (odd) generation or the next (committed) one. Otherwise the generation must be equal and the part
+    checksums must fold to `source.checksum`.
+    """
+
+    block: int
+    source: SlotRef
+    first_layer: int
+    stop_layer: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeChunk:
+    """Prefill: run `tokens` (int32 bytes) at position `start` of `sequence`, whose blocks are `block_tokens` long.
+
+    `prefix` are blocks to load just in time, layer by layer, before layer l first reads them. Each layer's new KV is copied to
+    `outputs`, the slots of the blocks from `start` on, the last perhaps partial (`start` is a multiple of the block size).
+    `sampling`: sample the next token, at position `start + len(tokens)`, or None while more chunks follow.
+    """
+
+    sequence: int
+    start: int
+    tokens: bytes
+    prefix: tuple[BlockLoad, ...]
+    outputs: tuple[SlotGrant, ...]
+    sampling: Sampling | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerComputed:
+    """Progress of `ComputeChunk`: `layer` of every output slot is written and its part checksum set."""
+
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkComputed:
+    """`checksums`: one per output block. `failed`: prefix blocks that did not verify; then nothing else is valid."""
+
+    checksums: tuple[int, ...]
+    token: int | None
+    elapsed_s: float
+    failed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PullBlocks:
+    """Decode: copy blocks, or single layers of them, into a sequence's KV, from shared memory or over the network."""
+
+    sequence: int
+    loads: tuple[BlockLoad, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksPulled:
+    """`parts`: (block, layer, part checksum) of all that arrived and verified. `failed`: blocks that did not."""
+
+    parts: tuple[tuple[int, int, int], ...]
+    failed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """Feed `token` at `position`; sample the one for `position + 1`."""
+
+    sequence: int
+    token: int
+    position: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One step of the continuous batch."""
+
+    entries: tuple[StepEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecoded:
+    """The sampled token per entry, in order."""
+
+    tokens: tuple[int, ...]
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBlock:
+    """Block `block` (complete) of a running sequence, as a source."""
+
+    sequence: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Copy whole blocks into granted slots: pool puts (from a sequence or the own slab) and fetches from another host.
+
+    Checked before and after: the source as `BlockLoad` tells; the target's generation must still be the granted one.
+    """
+
+    copies: tuple[tuple[SlotRef | SequenceBlock, SlotGrant], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCopied:
+    """Per copy: the checksum of what now stands in the target, or None if it failed."""
+
+    checksums: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeProcess:
+    """Is the life `incarnation` of `node`, on this host, over? Answered by its lock: dropped by the kernel at death only."""
+
+    node: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessProbed:
+    alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkFailed:
+    """The work as a whole did not happen, or not in time."""
+
+    reason: str
+
+
+Work = ComputeChunk | PullBlocks | DecodeStep | CopyBlocks | ProbeProcess
+Progress = LayerComputed
+Result = ChunkComputed | BlocksPulled | StepDecoded | BlocksCopied | ProcessProbed | WorkFailed
