@@ -194,6 +194,8 @@ class StartPrefill(_Message, frozen=True):
     request_id: RequestId
     attempt: Count
     tokens: Tokens
+    root: Key
+    """Namespace digest: the parent of the first block's key."""
     keys: Keys
     first_index: Count
     sampling: Sampling
@@ -244,8 +246,8 @@ class ReserveDecode(_Message, frozen=True):
     gateway: Name
     tokens: Count
     reuse_keys: Keys
-    last_key: bytes
-    """Key of the last complete prompt block, or the namespace: parent of the blocks that decode will complete."""
+    last_key: Key
+    """Key of the last complete prompt block, or the root: parent of the blocks that decode will complete."""
     tail: Tokens
     """Prompt tokens after the last complete block."""
     first_index: Count
@@ -330,7 +332,7 @@ class TokensDecoded(_Message, frozen=True):
 
 
 class LeaseBlocks(_Message, frozen=True):
-    """Promise not to evict the longest leading run of `keys`; first fetch what is missing from `sources`, in at most `fetch_s`."""
+    """Promise not to evict the longest leading run of `keys`; fetch what is missing from `sources`, in at most `fetch_s`."""
 
     lease_id: Count
     keys: Keys
@@ -351,6 +353,19 @@ class BlocksLeased(_Message, frozen=True):
 
     lease_id: Count
     blocks: Annotated[tuple[LeasedBlock, ...], Meta(max_length=MAX_BLOCKS)]
+
+
+class RenewLease(_Message, frozen=True):
+    """The holder still reads. Once `LeaseRenewed` confirms it, the lease lasts until `ttl_s` after this was sent."""
+
+    lease_id: Count
+    ttl_s: Seconds
+
+
+class LeaseRenewed(_Message, frozen=True):
+    """Confirms the oldest unconfirmed `RenewLease` of this lease; a lease that is gone is not confirmed."""
+
+    lease_id: Count
 
 
 class ReleaseLease(_Message, frozen=True):
@@ -391,6 +406,18 @@ class CommitSlots(_Message, frozen=True):
     checksums: Annotated[tuple[tuple[Count, Checksum], ...], Meta(max_length=MAX_BLOCKS)]
 
 
+class ReclaimSlots(_Message, frozen=True):
+    """Cache-node -> writer whose put ran past its ttl: answer `CommitSlots` (with nothing) as soon as no copy of it runs."""
+
+    put_id: Count
+
+
+class ReportCorrupt(_Message, frozen=True):
+    """These copies did not verify when read: forget them, so that they are misses."""
+
+    slots: Slots
+
+
 Message = (
     Hello
     | Schedule
@@ -415,10 +442,14 @@ Message = (
     | TokensDecoded
     | LeaseBlocks
     | BlocksLeased
+    | RenewLease
+    | LeaseRenewed
     | ReleaseLease
     | ReserveSlots
     | SlotsReserved
     | CommitSlots
+    | ReclaimSlots
+    | ReportCorrupt
 )
 
 

@@ -1,8 +1,48 @@
-"""The owner of requests: placement, attempts, tokens, resume, cancel. PURE."""
+"""The owner of requests: placement, attempts, tokens, resume, cancel. PURE.
 
-from dataclasses import dataclass
+A request lives here from arrival to its one end. Whatever goes wrong elsewhere ends an *attempt*; the next one resumes from
+the prompt and the tokens so far, so the client sees a pause, never an error or a repeated token.
+"""
 
-from mooncake_zmq.messages import Sampling, StopRule
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.messages import (
+    AttemptFailed,
+    CancelRequest,
+    FirstToken,
+    Hello,
+    Placed,
+    Rejected,
+    RejectReason,
+    RequestEnded,
+    Sampling,
+    Schedule,
+    StartPrefill,
+    StopRule,
+    TokensDecoded,
+)
+from mooncake_zmq.runtime.actor import (
+    CancelTimer,
+    Drained,
+    DrainWanted,
+    Effect,
+    Event,
+    FromClient,
+    PeerDown,
+    PeerUp,
+    Received,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+    ToClient,
+    WorkDone,
+    WorkProgress,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +98,448 @@ class Failed:
 
 
 ClientOutput = TokenOut | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsSettings:
+    """How a gateway drives its requests."""
+
+    conductors: tuple[str, ...] = ()
+    """In order of preference: the first one alive decides, the others only listen."""
+    max_open: int = 256
+    """Requests at once; a further one is answered 503."""
+    deadline_s: float = 600.0
+    """Every request ends by then, with an error if need be."""
+    placement_wait_s: float = 10.0
+    """How long a new request waits for a live conductor before it is answered 503."""
+    stall_s: float = 60.0
+    """An attempt that brings no token for this long is given up and placed again: longer than the longest prefill's queue."""
+    max_attempts: int = 30
+    """Attempts of one request; one that fails this often gets an error."""
+    backoff_s: float = 0.05
+    """Pause before the second attempt; doubled for each further one."""
+    backoff_max_s: float = 1.0
+    """Longest pause between attempts."""
+
+    def __post_init__(self) -> None:
+        if min(self.max_open, self.max_attempts) < 1:
+            raise ValueError("max_open and max_attempts must be at least 1")
+        if min(self.deadline_s, self.placement_wait_s, self.stall_s, self.backoff_s) <= 0:
+            raise ValueError("deadline_s, placement_wait_s, stall_s and backoff_s must be positive")
+        if self.backoff_max_s < self.backoff_s:
+            raise ValueError("backoff_max_s must not be below backoff_s")
+
+
+EARLY_TOKENS = 256
+"""Tokens kept that arrived ahead of a missing one (the decode's may overtake the prefill's first)."""
+
+
+class RequestState(Enum):
+    """Life of a request."""
+
+    WAITING = "waiting"
+    """For a conductor, or for the pause before the next attempt."""
+    PLACING = "placing"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+NEXT_STATE: dict[tuple[RequestState, str], RequestState] = {
+    (RequestState.WAITING, "schedule"): RequestState.PLACING,
+    (RequestState.PLACING, "placed"): RequestState.PREFILLING,
+    (RequestState.PREFILLING, "first token"): RequestState.DECODING,
+    (RequestState.PLACING, "retry"): RequestState.WAITING,
+    (RequestState.PREFILLING, "retry"): RequestState.WAITING,
+    (RequestState.DECODING, "retry"): RequestState.WAITING,
+    (RequestState.WAITING, "end"): RequestState.ENDED,
+    (RequestState.PLACING, "end"): RequestState.ENDED,
+    (RequestState.PREFILLING, "end"): RequestState.ENDED,
+    (RequestState.DECODING, "end"): RequestState.ENDED,
+}
+
+
+@dataclass(slots=True)
+class _Request:
+    request_id: str
+    client: ClientRequest
+    deadline: float
+    state: RequestState = RequestState.WAITING
+    attempt: int = 0
+    scheduled: bool = False
+    """Is an attempt under way that a conductor may have booked?"""
+    conductor: str = ""
+    prefill: str = ""
+    decode: str = ""
+    first_index: int = 0
+    """Output tokens the client had when this attempt began."""
+    output: list[int] = field(default_factory=list)
+    early: dict[int, int] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()
+    cached: tuple[int, int, int] | None = None
+    arrived_at: float = 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.client.tokens) // 4
+
+
+class Requests:
+    """All requests of one gateway."""
+
+    def __init__(self, *, name: str, host: str, incarnation: int, settings: RequestsSettings, layout: BlockLayout) -> None:
+        self.name = name
+        self.host = host
+        self.incarnation = incarnation
+        self.counts: dict[str, int] = {}
+        self.transitions: dict[str, int] = {}
+        self._settings = settings
+        self._layout = layout
+        self._peers: dict[str, Hello] = {}
+        self._requests: dict[str, _Request] = {}
+        self._draining = False
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        """See `runtime.actor`."""
+        return self._dispatch(now, event) + self._drained()
+
+    def _dispatch(self, now: float, event: Event) -> list[Effect]:
+        match event:
+            case FromClient(request_id, ClientRequest() as client):
+                return self._on_client(now, request_id, client)
+            case FromClient(request_id, ClientGone()):
+                return self._on_gone(request_id)
+            case Received(sender, Placed() as message):
+                return self._on_placed(now, sender, message)
+            case Received(sender, Rejected() as message):
+                return self._on_rejected(now, sender, message)
+            case Received(sender, FirstToken() as message):
+                return self._on_first_token(sender, message)
+            case Received(sender, TokensDecoded() as message):
+                return self._on_tokens(sender, message)
+            case Received(sender, AttemptFailed() as message):
+                return self._on_failed(now, sender, message)
+            case PeerUp() as up:
+                self._peers[up.peer] = up.hello
+                return self._on_conductor_up(now) if up.hello.role == "conductor" else []
+            case PeerDown(peer, _):
+                return self._on_peer_down(now, peer)
+            case TimerFired(("attempt", str(request_id))):
+                return self._begin_attempt(now, self._requests.get(request_id))
+            case TimerFired(("placement", str(request_id))):
+                return self._on_placement_late(request_id)
+            case TimerFired(("stall", str(request_id))):
+                return self._on_stalled(now, request_id)
+            case TimerFired(("deadline", str(request_id))):
+                late = self._requests.get(request_id)
+                limit = f"no answer within {self._settings.deadline_s:g} s"
+                return [] if late is None else self._fail(late, Failed(status=504, code="deadline_exceeded", message=limit))
+            case DrainWanted():
+                self._draining = True
+                return []
+            case Received(_, message):
+                self._count(f"unexpected_messages[type={type(message).__name__}]")
+                return []
+            case Started() | TimerFired() | WorkProgress() | WorkDone():
+                return []
+            case _:
+                raise TypeError(event)
+
+    def check(self, now: float) -> None:
+        """See `runtime.actor`."""
+        for request in self._requests.values():
+            assert request.state is not RequestState.ENDED
+            assert len(request.early) <= EARLY_TOKENS
+            assert len(request.output) < max(1, request.client.stop.max_tokens), "the last token ends a request"
+            assert request.scheduled == (request.state is not RequestState.WAITING)
+        assert len(self._requests) <= self._settings.max_open
+
+    def gauges(self, now: float) -> dict[str, float]:
+        """See `runtime.actor`."""
+        states = [request.state for request in self._requests.values()]
+        return {f"requests_{state.value}": states.count(state) for state in RequestState if state is not RequestState.ENDED}
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """See `runtime.actor`."""
+        return {
+            "gauges": self.gauges(now),
+            "draining": self._draining,
+            "peers": {name: hello.role for name, hello in self._peers.items()},
+            "requests": [
+                {
+                    "request": r.request_id,
+                    "state": r.state.value,
+                    "attempt": r.attempt,
+                    "age_s": now - r.arrived_at,
+                    "prompt_tokens": r.prompt_tokens,
+                    "output_tokens": len(r.output),
+                    "prefill": r.prefill,
+                    "decode": r.decode,
+                }
+                for r in self._requests.values()
+            ],
+        }
+
+    def peers(self, role: str) -> list[str]:
+        """Live peers of a role, for `/health`."""
+        return [name for name, hello in self._peers.items() if hello.role == role]
+
+    # --- the client
+
+    def _on_client(self, now: float, request_id: str, client: ClientRequest) -> list[Effect]:
+        if request_id in self._requests:
+            return []
+        if self._draining or len(self._requests) >= self._settings.max_open:
+            self._count("requests_refused")
+            why = "the gateway is shutting down" if self._draining else "too many open requests"
+            refused = Failed(status=503, code="overloaded", message=why, retry_after_s=1.0)
+            return [ToClient(request_id, refused)]
+        request = _Request(request_id, client, now + self._settings.deadline_s, arrived_at=now)
+        self._requests[request_id] = request
+        self._count("requests")
+        timers: list[Effect] = [
+            SetTimer(("deadline", request_id), self._settings.deadline_s),
+            SetTimer(("placement", request_id), self._settings.placement_wait_s),
+        ]
+        return timers + self._begin_attempt(now, request)
+
+    def _on_gone(self, request_id: str) -> list[Effect]:
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        self._count("requests_cancelled")
+        return self._let_go(request) + self._end(request)
+
+    # --- placement
+
+    def _begin_attempt(self, now: float, request: _Request | None) -> list[Effect]:
+        """Ask the first live conductor; with none alive, wait for one."""
+        if request is None or request.state is not RequestState.WAITING:
+            return []
+        conductor = next((name for name in self._settings.conductors if name in self._peers), None)
+        if conductor is None:
+            return []
+        self._move(request, "schedule")
+        request.attempt += 1
+        request.scheduled = True
+        request.conductor, request.prefill, request.decode = conductor, "", ""
+        request.first_index = len(request.output)
+        request.early.clear()
+        schedule = Schedule(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            keys=tuple(self._keys(request)),
+            tokens=request.prompt_tokens + len(request.output),
+            max_tokens=request.client.stop.max_tokens - len(request.output),
+            exclude=request.exclude,
+        )
+        return [Send(conductor, schedule), self._stall_timer(request)]
+
+    def _keys(self, request: _Request) -> list[bytes]:
+        """Keys of the complete blocks of prompt and tokens so far."""
+        client, size = request.client, self._layout.block_tokens
+        full = len(client.keys) * size * 4
+        parent = client.keys[-1] if client.keys else client.root
+        return [*client.keys, *extend_keys(parent, client.tokens[full:] + pack_tokens(request.output), size)]
+
+    def _on_placed(self, now: float, sender: str, message: Placed) -> list[Effect]:
+        request = self._current(message.request_id, message.attempt)
+        if request is None or request.state is not RequestState.PLACING or request.conductor != sender:
+            return []
+        self._move(request, "placed")
+        request.prefill, request.decode = message.prefill, message.decode
+        for node in (message.prefill, message.decode):
+            if node not in self._peers:
+                return self._retry(now, request, exclude=node)
+        client = request.client
+        start = StartPrefill(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            tokens=client.tokens + pack_tokens(request.output),
+            root=client.root,
+            keys=tuple(self._keys(request)),
+            first_index=len(request.output),
+            sampling=client.sampling,
+            stop=client.stop,
+            decode=message.decode,
+            reuse_blocks=message.reuse_blocks,
+            sources=message.sources,
+            deadline_s=max(0.0, request.deadline - now),
+        )
+        return [CancelTimer(("placement", request.request_id)), Send(message.prefill, start), self._stall_timer(request)]
+
+    def _on_rejected(self, now: float, sender: str, message: Rejected) -> list[Effect]:
+        request = self._current(message.request_id, message.attempt)
+        if request is None or request.state is not RequestState.PLACING or request.conductor != sender:
+            return []
+        request.exclude = ()
+        if message.attempt > 1:  # it was admitted once: it is resumed as soon as nodes are there again
+            return self._retry(now, request)
+        overloaded = message.reason in (RejectReason.TTFT, RejectReason.TBT)
+        failed = Failed(
+            status=429 if overloaded else 503,
+            code=message.reason.value,
+            message="the request would miss its SLO" if overloaded else "no node can serve the request now",
+            retry_after_s=message.retry_after_s,
+        )
+        self._count(f"requests_rejected[reason={message.reason.value}]")
+        return self._fail(request, failed)
+
+    def _on_placement_late(self, request_id: str) -> list[Effect]:
+        request = self._requests.get(request_id)
+        if request is None or request.attempt > 1 or request.state not in (RequestState.WAITING, RequestState.PLACING):
+            return []
+        failed = Failed(status=503, code="no_conductor", message="no conductor answers", retry_after_s=2.0)
+        return self._fail(request, failed)
+
+    def _on_conductor_up(self, now: float) -> list[Effect]:
+        """Requests that found none alive go on; one that pauses between attempts may as well begin now."""
+        effects: list[Effect] = []
+        for request in list(self._requests.values()):
+            effects += self._begin_attempt(now, request)
+        return effects
+
+    # --- tokens
+
+    def _on_first_token(self, sender: str, message: FirstToken) -> list[Effect]:
+        request = self._current(message.request_id, message.attempt)
+        if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING:
+            return []
+        self._move(request, "first token")
+        if request.cached is None:
+            request.cached = (message.own, message.local, message.remote)
+        return self._take(request, message.index, message.token)
+
+    def _on_tokens(self, sender: str, message: TokensDecoded) -> list[Effect]:
+        effects: list[Effect] = []
+        for request_id, attempt, index, token in message.entries:
+            request = self._current(request_id, attempt)
+            if request is not None and request.decode == sender:
+                effects += self._take(request, index, token)
+        return effects
+
+    def _take(self, request: _Request, index: int, token: int) -> list[Effect]:
+        """Token `index` of the current attempt: passed on in order, once."""
+        if index < len(request.output):
+            self._count("duplicate_tokens")
+            return []
+        if len(request.early) < EARLY_TOKENS:
+            request.early[index] = token
+        effects: list[Effect] = []
+        while len(request.output) in request.early:
+            effects += self._emit(request, request.early.pop(len(request.output)))
+            if request.state is RequestState.ENDED:
+                return effects
+        return [*effects, self._stall_timer(request)]
+
+    def _emit(self, request: _Request, token: int) -> list[Effect]:
+        effects: list[Effect] = [ToClient(request.request_id, TokenOut(len(request.output), token))]
+        request.output.append(token)
+        reason = request.client.stop.reason(token, len(request.output))
+        if reason is None:
+            return effects
+        own, local, remote = request.cached or (0, 0, 0)
+        finished = Finished(
+            reason=reason,
+            prompt_tokens=request.prompt_tokens,
+            completion_tokens=len(request.output),
+            cached_own=own,
+            cached_local=local,
+            cached_remote=remote,
+            prefill=request.prefill,
+            decode=request.decode,
+            attempts=request.attempt,
+        )
+        self._count(f"requests_finished[reason={reason}]")
+        return [*effects, ToClient(request.request_id, finished), *self._forget_booking(request), *self._end(request)]
+
+    # --- attempts that end early
+
+    def _on_failed(self, now: float, sender: str, message: AttemptFailed) -> list[Effect]:
+        request = self._current(message.request_id, message.attempt)
+        if request is None or sender not in (request.prefill, request.decode):
+            return []
+        self._count(f"attempts_failed[by={self._peers[sender].role}]")
+        return self._retry(now, request, exclude=sender)
+
+    def _on_stalled(self, now: float, request_id: str) -> list[Effect]:
+        request = self._requests.get(request_id)
+        if request is None or request.state is RequestState.WAITING:
+            return []
+        self._count("attempts_stalled")
+        return self._retry(now, request)
+
+    def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
+        self._peers.pop(peer, None)
+        effects: list[Effect] = []
+        for request in list(self._requests.values()):
+            placing = request.state is RequestState.PLACING and request.conductor == peer
+            prefilling = request.state is RequestState.PREFILLING and peer in (request.prefill, request.decode)
+            decoding = request.state is RequestState.DECODING and request.decode == peer
+            if placing or prefilling or decoding:
+                self._count(f"attempts_lost[state={request.state.value}]")
+                effects += self._retry(now, request, exclude="" if placing else peer)
+        return effects
+
+    def _retry(self, now: float, request: _Request, *, exclude: str = "") -> list[Effect]:
+        """Give this attempt up everywhere and begin the next one after a pause that grows."""
+        effects = self._let_go(request)
+        if request.attempt >= self._settings.max_attempts:
+            limit = f"gave up after {request.attempt} attempts"
+            return effects + self._fail(
+                request, Failed(status=503, code="attempts_exhausted", message=limit, retry_after_s=5.0)
+            )
+        self._move(request, "retry")
+        self._count("attempts_retried")
+        if exclude:
+            request.exclude = (*[node for node in request.exclude if node != exclude], exclude)[-4:]
+        pause = min(self._settings.backoff_max_s, self._settings.backoff_s * 2.0 ** min(request.attempt - 1, 16))
+        return [*effects, CancelTimer(("stall", request.request_id)), SetTimer(("attempt", request.request_id), pause)]
+
+    def _let_go(self, request: _Request) -> list[Effect]:
+        """Cancel the current attempt at every hop."""
+        if not request.scheduled:
+            return []
+        cancel = CancelRequest(request_id=request.request_id, attempt=request.attempt)
+        nodes = [node for node in (request.prefill, request.decode) if node in self._peers]
+        return [*[Send(node, cancel) for node in nodes], *self._forget_booking(request)]
+
+    def _forget_booking(self, request: _Request) -> list[Effect]:
+        request.scheduled = False
+        if request.conductor not in self._peers:
+            return []
+        return [Send(request.conductor, RequestEnded(request_id=request.request_id, attempt=request.attempt))]
+
+    def _fail(self, request: _Request, failed: Failed) -> list[Effect]:
+        self._count(f"requests_failed[code={failed.code}]")
+        return [ToClient(request.request_id, failed), *self._let_go(request), *self._end(request)]
+
+    def _end(self, request: _Request) -> list[Effect]:
+        self._move(request, "end")
+        del self._requests[request.request_id]
+        return [CancelTimer((timer, request.request_id)) for timer in ("deadline", "placement", "attempt", "stall")]
+
+    def _drained(self) -> list[Effect]:
+        return [Drained()] if self._draining and not self._requests else []
+
+    # --- leaves
+
+    def _current(self, request_id: str, attempt: int) -> _Request | None:
+        """The request, if this is its attempt under way; anything of an older attempt is dropped."""
+        request = self._requests.get(request_id)
+        if request is None or request.attempt != attempt or request.state is RequestState.WAITING:
+            self._count("stale_attempt_messages")
+            return None
+        return request
+
+    def _stall_timer(self, request: _Request) -> SetTimer:
+        return SetTimer(("stall", request.request_id), self._settings.stall_s)
+
+    def _move(self, request: _Request, event: str) -> None:
+        before = request.state
+        request.state = NEXT_STATE[(before, event)]
+        name = f"gateway request {before.value} -> {request.state.value}"
+        self.transitions[name] = self.transitions.get(name, 0) + 1
+
+    def _count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1

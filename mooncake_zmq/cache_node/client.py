@@ -1,0 +1,219 @@
+"""A pool client's half of leases and puts, used by prefill and decode: clocks that stop first, and bounded puts. PURE."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.lease import HeldLease
+from mooncake_zmq.messages import (
+    BlocksLeased,
+    CommitSlots,
+    LeaseBlocks,
+    LeasedBlock,
+    LeaseRenewed,
+    ReclaimSlots,
+    ReleaseLease,
+    RenewLease,
+    ReportCorrupt,
+    ReserveSlots,
+    SlotRef,
+    SlotsReserved,
+)
+from mooncake_zmq.runtime.actor import Effect, PeerUp, Send, Start
+from mooncake_zmq.work import BlocksCopied, CopyBlocks, SequenceBlock, SlotGrant, WorkFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolClientSettings:
+    """How prefill and decode use their host's pool."""
+
+    lease_ttl_s: float = 15.0
+    """How long a lease or a put lasts unless renewed. Above session.peer_timeout_s: a cut-off client must not outlive it."""
+    fetch_s: float = 5.0
+    """What other hosts have not delivered after this is computed instead."""
+    max_puts: int = 64
+    """Puts in flight; a further one is skipped and counted: the pool is a cache, the request does not wait for it."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fetch_s < self.lease_ttl_s:
+            raise ValueError("fetch_s must be positive and below lease_ttl_s")
+        if self.max_puts < 1:
+            raise ValueError("max_puts must be at least 1")
+
+
+COPY_MARGIN = 0.25
+"""Part of a lease's time kept back: a copy must end this much before the lease does."""
+
+
+@dataclass(slots=True)
+class _Put:
+    token: object
+    keys: tuple[Key, ...]
+    sources: tuple[SlotRef | SequenceBlock, ...]
+    sent_at: float
+    indexes: list[int] = field(default_factory=list)
+    copying: bool = False
+
+
+@dataclass(slots=True)
+class PutEnded:
+    """What a step of the put protocol asks for; `token`: the put that just ended, if one did."""
+
+    effects: list[Effect] = field(default_factory=list)
+    tokens: list[object] = field(default_factory=list)
+
+
+class PoolClient:
+    """Talks to the cache-node of `host`, whichever that is. Ids come from the owning actor, which also lends its `counts`."""
+
+    def __init__(self, host: str, settings: PoolClientSettings, counts: dict[str, int]) -> None:
+        self.settings = settings
+        self._counts = counts
+        self.node: str | None = None
+        """The host's cache-node while it is up."""
+        self._host = host
+        self._leases: dict[int, HeldLease] = {}
+        self._puts: dict[int, _Put] = {}
+        self._copies: dict[int, int] = {}
+
+    @property
+    def leases(self) -> int:
+        """Leases held or asked for."""
+        return len(self._leases)
+
+    @property
+    def puts(self) -> int:
+        """Puts in flight."""
+        return len(self._puts)
+
+    def peer_up(self, up: PeerUp) -> None:
+        """A cache-node of our host appeared."""
+        if up.hello.role == "cache-node" and up.hello.host == self._host:
+            self.node = up.peer
+
+    def peer_down(self, peer: str) -> PutEnded:
+        """Our cache-node is gone: leases are void, puts that have not begun to copy end."""
+        ended = PutEnded()
+        if peer != self.node:
+            return ended
+        self.node = None
+        self._leases.clear()
+        for put_id in [i for i, put in self._puts.items() if not put.copying]:
+            ended.tokens.append(self._puts.pop(put_id).token)
+        return ended
+
+    # --- leases
+
+    def lease(self, now: float, lease_id: int, keys: Sequence[Key], sources: Sequence[str], *, fetch: bool) -> list[Effect]:
+        """Ask for the leading run of `keys`. Only while `node` is not None."""
+        assert self.node is not None
+        fetch_s = self.settings.fetch_s if fetch else 0.0
+        self._leases[lease_id] = HeldLease(now + self.settings.lease_ttl_s)
+        ask = LeaseBlocks(
+            lease_id=lease_id, keys=tuple(keys), sources=tuple(sources), fetch_s=fetch_s, ttl_s=self.settings.lease_ttl_s
+        )
+        return [Send(self.node, ask)]
+
+    def on_leased(self, message: BlocksLeased) -> tuple[LeasedBlock, ...] | None:
+        """The blocks of a lease still wanted, else None. An empty lease is over at once."""
+        if message.lease_id not in self._leases:
+            return None
+        if not message.blocks:
+            del self._leases[message.lease_id]
+        return message.blocks
+
+    def reading_time_s(self, now: float, lease_id: int | None) -> float:
+        """How long a copy that begins now may take; 0 if the lease is over or nearly so."""
+        lease = None if lease_id is None else self._leases.get(lease_id)
+        if lease is None:
+            return 0.0
+        return max(0.0, lease.expires_at - now - COPY_MARGIN * self.settings.lease_ttl_s)
+
+    def renew(self, now: float) -> list[Effect]:
+        """Renew every lease held; call at least every quarter of `lease_ttl_s`."""
+        effects: list[Effect] = []
+        for lease_id, lease in self._leases.items():
+            if lease.renewal_sent_at is None and self.node is not None:
+                lease.renewal_sent_at = now
+                effects.append(Send(self.node, RenewLease(lease_id=lease_id, ttl_s=self.settings.lease_ttl_s)))
+        return effects
+
+    def on_renewed(self, message: LeaseRenewed) -> None:
+        """The lease lasts `lease_ttl_s` from when the renewal was sent."""
+        lease = self._leases.get(message.lease_id)
+        if lease is not None and lease.renewal_sent_at is not None:
+            lease.expires_at = lease.renewal_sent_at + self.settings.lease_ttl_s
+            lease.renewal_sent_at = None
+
+    def release(self, lease_id: int) -> list[Effect]:
+        """No more reading under this lease."""
+        if self._leases.pop(lease_id, None) is None or self.node is None:
+            return []
+        return [Send(self.node, ReleaseLease(lease_id=lease_id))]
+
+    def report_corrupt(self, refs: Sequence[SlotRef]) -> list[Effect]:
+        """Tell the pool which of its copies did not verify."""
+        ours = tuple(ref for ref in refs if ref.node == self.node)
+        return [Send(self.node, ReportCorrupt(slots=ours))] if self.node is not None and ours else []
+
+    # --- puts
+
+    def put(
+        self, now: float, put_id: int, keys: Sequence[Key], sources: Sequence[SlotRef | SequenceBlock], token: object
+    ) -> list[Effect] | None:
+        """Offer blocks to the pool. None if it was skipped; else `token` returns in `PutEnded.tokens` when sources may go."""
+        if self.node is None or len(self._puts) >= self.settings.max_puts or not keys:
+            if keys:
+                self._count("puts_skipped", len(keys))
+            return None
+        self._puts[put_id] = _Put(token, tuple(keys), tuple(sources), now)
+        return [Send(self.node, ReserveSlots(put_id=put_id, keys=tuple(keys), ttl_s=self.settings.lease_ttl_s))]
+
+    def on_reserved(self, now: float, message: SlotsReserved, incarnation: int, work_id: int) -> PutEnded:
+        """Copy into the granted slots of the cache-node's life `incarnation`, as work `work_id`."""
+        put = self._puts.get(message.put_id)
+        ended = PutEnded()
+        if put is None or put.copying or self.node is None:
+            return ended
+        time_left = put.sent_at + self.settings.lease_ttl_s * (1 - COPY_MARGIN) - now
+        if not message.grants or time_left <= 0 or any(g.index >= len(put.keys) for g in message.grants):
+            del self._puts[message.put_id]
+            ended.tokens.append(put.token)
+            if message.grants:
+                ended.effects.append(Send(self.node, CommitSlots(put_id=message.put_id, checksums=())))
+            return ended
+        put.copying = True
+        put.indexes = [grant.index for grant in message.grants]
+        self._copies[work_id] = message.put_id
+        copies = tuple((put.sources[g.index], SlotGrant(self.node, incarnation, g.slot, g.generation)) for g in message.grants)
+        ended.effects.append(Start(work_id, CopyBlocks(copies), time_left))
+        return ended
+
+    def copying(self, work_id: int) -> bool:
+        """Is this work one of ours?"""
+        return work_id in self._copies
+
+    def on_copied(self, work_id: int, result: BlocksCopied | WorkFailed) -> PutEnded:
+        """Commit what was written."""
+        put_id = self._copies.pop(work_id)
+        put = self._puts.pop(put_id)
+        checksums: list[tuple[int, int]] = []
+        if isinstance(result, BlocksCopied):
+            for index, checksum in zip(put.indexes, result.checksums, strict=True):
+                if checksum is not None:
+                    checksums.append((index, checksum))
+        self._count("put_failures", len(put.indexes) - len(checksums))
+        effects: list[Effect] = []
+        if self.node is not None:
+            effects.append(Send(self.node, CommitSlots(put_id=put_id, checksums=tuple(checksums))))
+        return PutEnded(effects, [put.token])
+
+    def on_reclaim(self, message: ReclaimSlots) -> list[Effect]:
+        """The pool asks about a put that ran past its time: answer unless a copy of it still runs."""
+        if message.put_id in self._puts or self.node is None:
+            return []
+        return [Send(self.node, CommitSlots(put_id=message.put_id, checksums=()))]
+
+    def _count(self, name: str, amount: int = 1) -> None:
+        if amount:
+            self._counts[name] = self._counts.get(name, 0) + amount

@@ -1,0 +1,680 @@
+"""The actor that produces the later tokens: reservation, verified handoff, continuous batch, preemption, puts. PURE.
+
+It owns its running batch and the KV budget behind it. A request that cannot go on here ends with `AttemptFailed` to the
+gateway, which resumes it elsewhere from prompt and tokens so far.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from mooncake_zmq.cache_node.client import PoolClient, PoolClientSettings, PutEnded
+from mooncake_zmq.decode.batch import step_members, victim
+from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.messages import (
+    AttemptFailed,
+    BlocksLeased,
+    CancelRequest,
+    DecodeDenied,
+    DecodeLoad,
+    DecodeReserved,
+    HandoffBlocks,
+    HandoffDone,
+    HandoffFailed,
+    HandoffReceived,
+    Hello,
+    LayerReady,
+    LeaseRenewed,
+    ReclaimSlots,
+    ReserveDecode,
+    SlotRef,
+    SlotsReserved,
+    TokensDecoded,
+)
+from mooncake_zmq.runtime.actor import (
+    CancelTimer,
+    CloseSequence,
+    Drained,
+    DrainWanted,
+    Effect,
+    Event,
+    OpenSequence,
+    PeerDown,
+    PeerUp,
+    Received,
+    Send,
+    SetTimer,
+    Start,
+    Started,
+    TimerFired,
+    WorkDone,
+    WorkProgress,
+)
+from mooncake_zmq.work import (
+    BlockLoad,
+    BlocksCopied,
+    BlocksPulled,
+    DecodeStep,
+    PullBlocks,
+    SequenceBlock,
+    StepDecoded,
+    StepEntry,
+    WorkFailed,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSettings:
+    """One decode instance."""
+
+    capacity_tokens: int = 16_384
+    """KV budget in tokens; 46 kB each with the default model. At least one request of the full length."""
+    max_batch: int = 16
+    """Requests in one step."""
+    max_requests: int = 64
+    """Requests that hold KV, waiting ones included; a further one is denied."""
+    report_s: float = 0.25
+    """How often the load is told to the conductors."""
+    pull_deadline_s: float = 30.0
+    """A handoff's copy that takes longer fails the attempt."""
+    step_deadline_s: float = 60.0
+    """A step that takes longer fails its requests here."""
+    pool: PoolClientSettings = field(default_factory=PoolClientSettings)
+
+    def __post_init__(self) -> None:
+        if min(self.capacity_tokens, self.max_batch, self.max_requests) < 1:
+            raise ValueError("capacity_tokens, max_batch and max_requests must be at least 1")
+        if min(self.report_s, self.pull_deadline_s, self.step_deadline_s) <= 0:
+            raise ValueError("report_s, pull_deadline_s and step_deadline_s must be positive")
+
+
+class RequestState(Enum):
+    """Life of a request here."""
+
+    RESERVING = "reserving"
+    """KV is reserved; the own pool is being asked which leading blocks it holds."""
+    LOADING = "loading"
+    READY = "ready"
+    """Handoff verified; may join the batch."""
+    STEPPING = "stepping"
+    CLOSING = "closing"
+    """Over, but a copy or step in flight still uses the sequence."""
+    ENDED = "ended"
+
+
+NEXT_STATE: dict[tuple[RequestState, str], RequestState] = {
+    (RequestState.RESERVING, "reserved"): RequestState.LOADING,
+    (RequestState.LOADING, "verified"): RequestState.READY,
+    (RequestState.READY, "step"): RequestState.STEPPING,
+    (RequestState.STEPPING, "stepped"): RequestState.READY,
+    (RequestState.RESERVING, "close"): RequestState.CLOSING,
+    (RequestState.LOADING, "close"): RequestState.CLOSING,
+    (RequestState.READY, "close"): RequestState.CLOSING,
+    (RequestState.STEPPING, "close"): RequestState.CLOSING,
+    (RequestState.CLOSING, "end"): RequestState.ENDED,
+}
+
+
+@dataclass(slots=True)
+class _Request:
+    request: ReserveDecode
+    prefill: str
+    order: int
+    sequence: int
+    budget_tokens: int
+    """KV reserved: whole blocks."""
+    state: RequestState = RequestState.RESERVING
+    in_flight: int = 0
+    """Works that use the sequence."""
+    lease_id: int | None = None
+    held_blocks: int = 0
+    sources: dict[int, SlotRef] = field(default_factory=dict)
+    """Handed-off blocks announced so far."""
+    groups: dict[int, int] = field(default_factory=dict)
+    """First block of a group announced before its layers are ready -> its number of blocks."""
+    wanted: list[tuple[int, int, int]] = field(default_factory=list)
+    """(block, first layer, stop layer) that can be copied now."""
+    pulling: bool = False
+    held_pull: bool = False
+    parts: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Block -> layer -> part checksum, of all that arrived and verified."""
+    done: HandoffDone | None = None
+    tokens: list[int] = field(default_factory=list)
+    """Output tokens of this attempt; the last one's KV is not computed yet."""
+    tail: bytes = b""
+    """Tokens after the last keyed block whose KV is computed or being computed."""
+    parent: Key = b""
+    keyed_blocks: int = 0
+
+    @property
+    def position(self) -> int:
+        """Where the last token stands."""
+        return self.request.tokens + len(self.tokens) - 1
+
+    @property
+    def count(self) -> int:
+        """Output tokens of the whole request so far."""
+        return self.request.first_index + len(self.tokens)
+
+
+class Decode:
+    """One decode instance."""
+
+    def __init__(self, *, name: str, host: str, incarnation: int, settings: DecodeSettings, layout: BlockLayout) -> None:
+        self.name = name
+        self.host = host
+        self.incarnation = incarnation
+        self.counts: dict[str, int] = {}
+        self.transitions: dict[str, int] = {}
+        self._settings = settings
+        self._layout = layout
+        self._pool = PoolClient(host, settings.pool, self.counts)
+        self._peers: dict[str, Hello] = {}
+        self._incarnations: dict[str, int] = {}
+        self._requests: OrderedDict[str, _Request] = OrderedDict()
+        """The live attempt of each request, in order of reservation."""
+        self._closing: list[_Request] = []
+        self._pulls: dict[int, _Request] = {}
+        self._step: tuple[int, list[_Request]] | None = None
+        self._free_tokens = settings.capacity_tokens // layout.block_tokens * layout.block_tokens
+        self._capacity_tokens = self._free_tokens
+        self._step_s = 0.0
+        self._next_id = 1
+        self._draining = False
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        """See `runtime.actor`."""
+        effects = self._dispatch(now, event)
+        return effects + self._begin_step(now) + self._drained()
+
+    def _dispatch(self, now: float, event: Event) -> list[Effect]:
+        match event:
+            case Received(sender, ReserveDecode() as message):
+                return self._on_reserve(now, sender, message)
+            case Received(sender, HandoffBlocks() as message):
+                return self._on_blocks(now, sender, message)
+            case Received(sender, LayerReady() as message):
+                return self._on_layer(now, sender, message)
+            case Received(sender, HandoffDone() as message):
+                return self._on_done(now, sender, message)
+            case Received(sender, HandoffFailed() as message):
+                return self._on_handoff_failed(sender, message)
+            case Received(sender, CancelRequest() as message):
+                return self._on_cancel(sender, message)
+            case Received(_, BlocksLeased() as message):
+                return self._on_leased(now, message)
+            case Received(_, LeaseRenewed() as message):
+                self._pool.on_renewed(message)
+                return []
+            case Received(_, SlotsReserved() as message):
+                node = self._pool.node
+                incarnation = self._incarnations[node] if node is not None else 0
+                return self._put_ended(self._pool.on_reserved(now, message, incarnation, self._new_id()))
+            case Received(_, ReclaimSlots() as message):
+                return self._pool.on_reclaim(message)
+            case WorkDone(work_id, BlocksPulled() | WorkFailed() as result) if work_id in self._pulls:
+                return self._on_pulled(now, self._pulls.pop(work_id), result)
+            case WorkDone(work_id, StepDecoded() | WorkFailed() as result) if self._step and self._step[0] == work_id:
+                return self._on_stepped(now, result)
+            case WorkDone(work_id, BlocksCopied() | WorkFailed() as result) if self._pool.copying(work_id):
+                return self._put_ended(self._pool.on_copied(work_id, result))
+            case PeerUp() as up:
+                self._peers[up.peer] = up.hello
+                self._incarnations[up.peer] = up.incarnation
+                self._pool.peer_up(up)
+                return []
+            case PeerDown(peer, _):
+                return self._on_peer_down(now, peer)
+            case TimerFired(("report",)):
+                return self._report()
+            case TimerFired(("renew",)):
+                return [*self._pool.renew(now), self._renew_timer()]
+            case TimerFired(("deadline", str(request_id), int(attempt))):
+                request = self._requests.get(request_id)
+                if request is None or request.request.attempt != attempt:
+                    return []
+                return self._fail(request, "deadline passed in decode")
+            case Started():
+                return [SetTimer(("report",), self._settings.report_s), self._renew_timer()]
+            case DrainWanted():
+                self._draining = True
+                return self._report()
+            case Received(_, message):
+                self._count(f"unexpected_messages[type={type(message).__name__}]")
+                return []
+            case TimerFired() | WorkProgress() | WorkDone():
+                return []
+            case _:
+                raise TypeError(event)
+
+    def check(self, now: float) -> None:
+        """See `runtime.actor`."""
+        live = [*self._requests.values(), *self._closing]
+        assert self._free_tokens + sum(r.budget_tokens for r in live) == self._capacity_tokens
+        assert self._free_tokens >= 0
+        for request in live:
+            assert (request.state is RequestState.CLOSING) == (request in self._closing)
+            assert request.state is not RequestState.ENDED
+            assert request.request.tokens + len(request.tokens) - 1 <= request.budget_tokens
+        stepping = sum(1 for r in live if r.state is RequestState.STEPPING)
+        assert stepping == 0 or self._step is not None
+
+    def gauges(self, now: float) -> dict[str, float]:
+        """See `runtime.actor`."""
+        running = sum(1 for r in self._requests.values() if r.state in (RequestState.READY, RequestState.STEPPING))
+        return {
+            "capacity_tokens": self._capacity_tokens,
+            "reserved_tokens": self._capacity_tokens - self._free_tokens,
+            "requests_running": running,
+            "requests_waiting": len(self._requests) - running,
+            "requests_closing": len(self._closing),
+            "leases": self._pool.leases,
+            "puts": self._pool.puts,
+        }
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """See `runtime.actor`."""
+        return {
+            "gauges": self.gauges(now),
+            "step_s": self._step_s,
+            "draining": self._draining,
+            "requests": [
+                {
+                    "request": r.request.request_id,
+                    "attempt": r.request.attempt,
+                    "state": r.state.value,
+                    "prefill": r.prefill,
+                    "tokens": r.request.tokens,
+                    "output": r.count,
+                    "in_flight": r.in_flight,
+                    "parts": sum(len(layers) for layers in r.parts.values()),
+                    "handoff_done": r.done is not None,
+                }
+                for r in [*self._requests.values(), *self._closing]
+            ],
+        }
+
+    # --- reserving
+
+    def _on_reserve(self, now: float, sender: str, message: ReserveDecode) -> list[Effect]:
+        current = self._requests.get(message.request_id)
+        if current is not None and current.request.attempt >= message.attempt:
+            if current.request.attempt == message.attempt and current.prefill == sender:
+                return []
+            return [self._denied(sender, message, "a newer attempt is here")]
+        effects = self._close(current) if current is not None else []
+        budget = self._layout.blocks_for(message.tokens + 1) * self._layout.block_tokens
+        reason = self._refusal(message, budget)
+        if reason is not None:
+            self._count("reservations_denied")
+            return [*effects, self._denied(sender, message, reason)]
+        self._free_tokens -= budget
+        full = message.tokens // self._layout.block_tokens
+        request = _Request(
+            request=message,
+            prefill=sender,
+            order=self._new_id(),
+            sequence=self._new_id(),
+            budget_tokens=budget,
+            tail=message.tail,
+            parent=message.last_key,
+            keyed_blocks=full,
+        )
+        self._requests[message.request_id] = request
+        remaining = message.stop.max_tokens - message.first_index
+        effects.append(OpenSequence(request.sequence, message.tokens + max(1, remaining)))
+        effects.append(SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s))
+        elsewhere = self._peers[sender].host != self.host
+        if elsewhere and message.reuse_keys and self._pool.node is not None:
+            request.lease_id = self._new_id()
+            return effects + self._pool.lease(now, request.lease_id, message.reuse_keys, (), fetch=False)
+        return effects + self._reserved(request, 0)
+
+    def _refusal(self, message: ReserveDecode, budget: int) -> str | None:
+        if self._draining:
+            return "decode is draining"
+        if message.gateway not in self._peers:
+            return f"{message.gateway} is not reachable from {self.name}"
+        if len(self._requests) + len(self._closing) >= self._settings.max_requests:
+            return "too many requests"
+        if len(message.tail) != message.tokens % self._layout.block_tokens * 4:
+            return "tail does not match tokens"
+        return None if budget <= self._free_tokens else "no KV left"
+
+    def _on_leased(self, now: float, message: BlocksLeased) -> list[Effect]:
+        """Load the leading blocks that our own host holds; the prefill hands off the rest."""
+        blocks = self._pool.on_leased(message)
+        if blocks is None:
+            return []
+        request = next((r for r in self._requests.values() if r.lease_id == message.lease_id), None)
+        if request is None or request.state is not RequestState.RESERVING:
+            return self._pool.release(message.lease_id)
+        for block, leased in enumerate(blocks):
+            request.sources[block] = leased.source
+            request.wanted.append((block, 0, self._layout.layers))
+        request.held_pull = bool(blocks)
+        return self._reserved(request, len(blocks)) + self._pull(now, request)
+
+    def _reserved(self, request: _Request, held_blocks: int) -> list[Effect]:
+        self._move(request, "reserved")
+        request.held_blocks = held_blocks
+        self._count("handoff_blocks_held", held_blocks)
+        message = request.request
+        reserved = DecodeReserved(request_id=message.request_id, attempt=message.attempt, held_blocks=held_blocks)
+        return [Send(request.prefill, reserved)]
+
+    # --- the handoff
+
+    def _on_blocks(self, now: float, sender: str, message: HandoffBlocks) -> list[Effect]:
+        request = self._loading(sender, message.request_id, message.attempt)
+        if request is None:
+            return []
+        stop = message.first_block + len(message.sources)
+        if stop > self._layout.blocks_for(request.request.tokens):
+            return self._fail(request, "more blocks than the prompt has")
+        if not message.ready:
+            request.groups[message.first_block] = len(message.sources)
+        for block, source in enumerate(message.sources, message.first_block):
+            if block >= request.held_blocks:
+                request.sources[block] = source
+                if message.ready:
+                    request.wanted.append((block, 0, self._layout.layers))
+        return self._pull(now, request)
+
+    def _on_layer(self, now: float, sender: str, message: LayerReady) -> list[Effect]:
+        request = self._loading(sender, message.request_id, message.attempt)
+        if request is None or message.first_block not in request.groups or message.layer >= self._layout.layers:
+            return []
+        first = message.first_block
+        for block in range(max(first, request.held_blocks), first + request.groups[first]):
+            request.wanted.append((block, message.layer, message.layer + 1))
+        return self._pull(now, request)
+
+    def _pull(self, now: float, request: _Request) -> list[Effect]:
+        """Copy what is ready. One copy at a time per request: what becomes ready meanwhile goes into the next one."""
+        if request.pulling or not request.wanted:
+            return []
+        size, tokens = self._layout.block_tokens, request.request.tokens
+        loads = tuple(
+            BlockLoad(block, request.sources[block], first, stop, min(size, tokens - block * size))
+            for block, first, stop in request.wanted
+        )
+        deadline_s = self._settings.pull_deadline_s
+        if request.held_pull:
+            deadline_s = min(deadline_s, self._pool.reading_time_s(now, request.lease_id))
+            if deadline_s <= 0:
+                return self._fail(request, "lease ended before the held blocks were loaded")
+        request.wanted = []
+        request.pulling = True
+        request.in_flight += 1
+        work_id = self._new_id()
+        self._pulls[work_id] = request
+        return [Start(work_id, PullBlocks(request.sequence, loads), deadline_s)]
+
+    def _on_pulled(self, now: float, request: _Request, result: BlocksPulled | WorkFailed) -> list[Effect]:
+        request.in_flight -= 1
+        request.pulling = False
+        effects: list[Effect] = []
+        if request.held_pull and request.lease_id is not None:
+            request.held_pull = False
+            effects += self._pool.release(request.lease_id)
+            request.lease_id = None
+        if request.state is RequestState.CLOSING:
+            return effects + self._try_end(request)
+        if isinstance(result, WorkFailed):
+            return effects + self._fail(request, f"handoff copy failed: {result.reason}")
+        if result.failed:
+            self._count("handoff_blocks_failed", len(result.failed))
+            refs = [request.sources[block] for block in result.failed if request.sources[block].checksum]
+            effects += self._pool.report_corrupt(refs)
+            return effects + self._fail(request, "a handed-off block did not verify")
+        for block, layer, checksum in result.parts:
+            request.parts.setdefault(block, {})[layer] = checksum
+        return effects + self._pull(now, request) + self._verify(request)
+
+    def _on_done(self, now: float, sender: str, message: HandoffDone) -> list[Effect]:
+        request = self._loading(sender, message.request_id, message.attempt)
+        if request is None or request.done is not None:
+            return []
+        request.done = message
+        return self._verify(request)
+
+    def _verify(self, request: _Request) -> list[Effect]:
+        """The handoff counts only once every layer of every block is here and folds to the announced checksum."""
+        done, layers = request.done, self._layout.layers
+        if done is None or request.pulling or request.wanted:
+            return []
+        blocks = self._layout.blocks_for(request.request.tokens)
+        if done.layers != layers or done.blocks != blocks - request.held_blocks:
+            return self._fail(request, "handoff is incomplete")
+        rows = [request.parts.get(block, {}) for block in range(blocks)]
+        if any(len(row) != layers for row in rows):
+            return self._fail(request, "handoff is incomplete")
+        folded = [block_checksum([row[layer] for layer in range(layers)]) for row in rows]
+        if block_checksum(folded[request.held_blocks :]) != done.checksum:
+            self._count("handoffs_corrupt")
+            return self._fail(request, "handoff checksum differs")
+        self._move(request, "verified")
+        request.parts.clear()
+        request.sources.clear()
+        request.tokens.append(done.token)
+        message = request.request
+        received = HandoffReceived(request_id=message.request_id, attempt=message.attempt)
+        effects: list[Effect] = [Send(request.prefill, received)]
+        if message.stop.reason(done.token, request.count) is not None:
+            effects += self._close(request)
+        return effects
+
+    def _on_handoff_failed(self, sender: str, message: HandoffFailed) -> list[Effect]:
+        request = self._loading(sender, message.request_id, message.attempt)
+        return [] if request is None else self._close(request)
+
+    def _loading(self, prefill: str, request_id: str, attempt: int) -> _Request | None:
+        request = self._requests.get(request_id)
+        if request is None or request.request.attempt != attempt or request.prefill != prefill:
+            self._count("stale_handoff_messages")
+            return None
+        return request if request.state in (RequestState.RESERVING, RequestState.LOADING) else None
+
+    # --- the batch
+
+    def _begin_step(self, now: float) -> list[Effect]:
+        if self._step is not None:
+            return []
+        effects: list[Effect] = []
+        while True:
+            ready = [r for r in self._requests.values() if r.state is RequestState.READY]
+            members = step_members(ready, self._settings.max_batch)
+            short = [r for r in members if not self._grow(r)]
+            if not short or self._closing:  # what is closing gives its KV back: wait for that rather than preempt more
+                members = [r for r in members if r not in short]
+                break
+            effects += self._preempt()
+        if not members:
+            return effects
+        entries = []
+        for request in members:
+            self._move(request, "step")
+            request.in_flight += 1
+            entries.append(StepEntry(request.sequence, request.tokens[-1], request.position, request.request.sampling))
+        work_id = self._new_id()
+        self._step = (work_id, members)
+        return [*effects, Start(work_id, DecodeStep(tuple(entries)), self._settings.step_deadline_s)]
+
+    def _grow(self, request: _Request) -> bool:
+        """Make sure there is KV for the token to be fed; False if none is left."""
+        needed = request.position + 1 - request.budget_tokens
+        if needed <= 0:
+            return True
+        more = self._layout.blocks_for(needed) * self._layout.block_tokens
+        if more > self._free_tokens:
+            return False
+        self._free_tokens -= more
+        request.budget_tokens += more
+        return True
+
+    def _preempt(self) -> list[Effect]:
+        """The youngest request gives way. Its full blocks are in the pool already, so it resumes cheaply elsewhere."""
+        youngest = victim([r for r in self._requests.values() if r.state is not RequestState.STEPPING])
+        assert youngest is not None
+        self._count("preemptions")
+        return self._fail(youngest, "preempted")
+
+    def _on_stepped(self, now: float, result: StepDecoded | WorkFailed) -> list[Effect]:
+        assert self._step is not None
+        members = self._step[1]
+        self._step = None
+        effects: list[Effect] = []
+        batches: dict[str, list[tuple[str, int, int, int]]] = {}
+        if isinstance(result, StepDecoded):
+            self._step_s = result.elapsed_s if self._step_s == 0.0 else 0.8 * self._step_s + 0.2 * result.elapsed_s
+            self._count("steps")
+        for index, request in enumerate(members):
+            request.in_flight -= 1
+            if request.state is RequestState.CLOSING:
+                effects += self._try_end(request)
+                continue
+            self._move(request, "stepped")
+            if isinstance(result, WorkFailed):
+                effects += self._fail(request, f"step failed: {result.reason}")
+                continue
+            effects += self._take_token(now, request, result.tokens[index], batches)
+        sends: list[Effect] = [Send(gateway, TokensDecoded(entries=tuple(entries))) for gateway, entries in batches.items()]
+        return sends + effects
+
+    def _take_token(
+        self, now: float, request: _Request, token: int, batches: dict[str, list[tuple[str, int, int, int]]]
+    ) -> list[Effect]:
+        message = request.request
+        fed = request.tokens[-1]
+        request.tokens.append(token)
+        self._count("generation_tokens")
+        entry = (message.request_id, message.attempt, request.count - 1, token)
+        batches.setdefault(message.gateway, []).append(entry)
+        effects = self._key_block(now, request, fed)
+        if message.stop.reason(token, request.count) is not None:
+            effects += self._close(request)
+        return effects
+
+    def _key_block(self, now: float, request: _Request, fed: int) -> list[Effect]:
+        """The KV of `fed` is computed. When that completes a block, the pool gets it, so the next turn of a chat hits it."""
+        request.tail += pack_tokens([fed])
+        if len(request.tail) < self._layout.block_tokens * 4:
+            return []
+        key = extend_keys(request.parent, request.tail, self._layout.block_tokens)[0]
+        block = request.keyed_blocks
+        request.parent, request.tail = key, b""
+        request.keyed_blocks += 1
+        effects = self._pool.put(now, self._new_id(), [key], [SequenceBlock(request.sequence, block)], request)
+        if effects is None:
+            return []
+        request.in_flight += 1
+        return effects
+
+    def _put_ended(self, ended: PutEnded) -> list[Effect]:
+        effects = list(ended.effects)
+        for token in ended.tokens:
+            assert isinstance(token, _Request)
+            token.in_flight -= 1
+            if token.state is RequestState.CLOSING:
+                effects += self._try_end(token)
+        return effects
+
+    # --- ends
+
+    def _on_cancel(self, sender: str, message: CancelRequest) -> list[Effect]:
+        request = self._requests.get(message.request_id)
+        if request is None or request.request.gateway != sender or request.request.attempt > message.attempt:
+            return []
+        self._count("requests_cancelled")
+        return self._tell_prefill(request, "cancelled") + self._close(request)
+
+    def _fail(self, request: _Request, reason: str) -> list[Effect]:
+        self._count("requests_failed")
+        message = request.request
+        failed = AttemptFailed(request_id=message.request_id, attempt=message.attempt, reason=reason)
+        return [Send(message.gateway, failed), *self._tell_prefill(request, reason), *self._close(request)]
+
+    def _tell_prefill(self, request: _Request, reason: str) -> list[Effect]:
+        if request.state not in (RequestState.RESERVING, RequestState.LOADING):
+            return []
+        message = request.request
+        return [Send(request.prefill, HandoffFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))]
+
+    def _close(self, request: _Request) -> list[Effect]:
+        message = request.request
+        self._move(request, "close")
+        del self._requests[message.request_id]
+        self._closing.append(request)
+        effects: list[Effect] = [CancelTimer(("deadline", message.request_id, message.attempt))]
+        request.wanted = []
+        if request.lease_id is not None and not request.pulling:
+            effects += self._pool.release(request.lease_id)
+            request.lease_id = None
+        return effects + self._try_end(request)
+
+    def _try_end(self, request: _Request) -> list[Effect]:
+        if request.in_flight:
+            return []
+        self._move(request, "end")
+        self._closing.remove(request)
+        self._free_tokens += request.budget_tokens
+        return [CloseSequence(request.sequence)]
+
+    def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
+        self._peers.pop(peer, None)
+        effects = self._put_ended(self._pool.peer_down(peer))
+        for request in list(self._requests.values()):
+            unverified = request.state in (RequestState.RESERVING, RequestState.LOADING)
+            if request.request.gateway == peer:
+                effects += self._tell_prefill(request, f"{peer} is down") + self._close(request)
+            elif request.prefill == peer and unverified:
+                effects += self._fail(request, f"{peer} is down")
+            elif request.state is RequestState.RESERVING and self._pool.node is None:
+                request.lease_id = None
+                effects += self._reserved(request, 0)
+        return effects
+
+    def _report(self) -> list[Effect]:
+        running = sum(1 for r in self._requests.values() if r.state in (RequestState.READY, RequestState.STEPPING))
+        load = DecodeLoad(
+            running=running,
+            reserved=len(self._requests) - running,
+            free_tokens=self._free_tokens,
+            capacity_tokens=self._capacity_tokens,
+            step_s=self._step_s,
+            draining=self._draining,
+        )
+        reports: list[Effect] = [
+            Send(name, load, lossy=True) for name, hello in self._peers.items() if hello.role == "conductor"
+        ]
+        return [*reports, SetTimer(("report",), self._settings.report_s)]
+
+    def _drained(self) -> list[Effect]:
+        idle = not (self._requests or self._closing or self._pool.puts)
+        return [Drained()] if self._draining and idle else []
+
+    # --- leaves
+
+    def _denied(self, prefill: str, message: ReserveDecode, reason: str) -> Send:
+        return Send(prefill, DecodeDenied(request_id=message.request_id, attempt=message.attempt, reason=reason))
+
+    def _renew_timer(self) -> SetTimer:
+        return SetTimer(("renew",), self._settings.pool.lease_ttl_s / 5)
+
+    def _move(self, request: _Request, event: str) -> None:
+        before = request.state
+        request.state = NEXT_STATE[(before, event)]
+        name = f"decode request {before.value} -> {request.state.value}"
+        self.transitions[name] = self.transitions.get(name, 0) + 1
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _count(self, name: str, amount: int = 1) -> None:
+        if amount:
+            self.counts[name] = self.counts.get(name, 0) + amount

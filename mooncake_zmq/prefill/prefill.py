@@ -1,0 +1,759 @@
+"""The actor that builds KV for prompts and the first token: queue, reuse, chunks, handoff, puts. PURE.
+
+It owns its slab (the slots its KV is handed off and reused from) and its queue. A job that cannot go on here ends with
+`AttemptFailed` to the gateway, which places the request again: there is no other recovery to get wrong.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from mooncake_zmq.cache_node.client import PoolClient, PoolClientSettings, PutEnded
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.slots import Slots, SlotState
+from mooncake_zmq.messages import (
+    AttemptFailed,
+    BlocksLeased,
+    CancelRequest,
+    DecodeDenied,
+    DecodeReserved,
+    FirstToken,
+    HandoffBlocks,
+    HandoffDone,
+    HandoffFailed,
+    HandoffReceived,
+    Hello,
+    LayerReady,
+    LeaseRenewed,
+    PrefillLoad,
+    ReclaimSlots,
+    ReserveDecode,
+    SlotRef,
+    SlotsReserved,
+    StartPrefill,
+)
+from mooncake_zmq.prefill.chunking import chunk_stop, next_job
+from mooncake_zmq.runtime.actor import (
+    CancelTimer,
+    CancelWork,
+    CloseSequence,
+    Drained,
+    DrainWanted,
+    Effect,
+    Event,
+    Fence,
+    OpenSequence,
+    PeerDown,
+    PeerUp,
+    Received,
+    Send,
+    SetTimer,
+    Start,
+    Started,
+    TimerFired,
+    WorkDone,
+    WorkProgress,
+)
+from mooncake_zmq.work import (
+    BlockLoad,
+    BlocksCopied,
+    ChunkComputed,
+    ComputeChunk,
+    LayerComputed,
+    SlotGrant,
+    WorkFailed,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSettings:
+    """One prefill instance."""
+
+    slab_bytes: int = 512 << 20
+    """Shared-memory slots for the KV of running prompts and the node's own reuse. At least one prompt of the full length."""
+    chunk_tokens: int = 512
+    """Prompt tokens per chunk: about a second on one CPU core with the default model, the longest a short prompt waits."""
+    max_active: int = 4
+    """Prompts that hold KV and interleave their chunks."""
+    short_lane: int = 2
+    """Further places for prompts of at most one chunk, so that long ones holding every place do not keep them out."""
+    max_queued: int = 64
+    """Jobs waiting; a further one is refused and placed elsewhere."""
+    aging_tokens_per_s: float = 500.0
+    """See `chunking`: how fast a waiting prompt gains on shorter ones. About the speed of one core."""
+    report_s: float = 0.25
+    """How often the load is told to the conductors."""
+    work_deadline_s: float = 120.0
+    """A chunk that takes longer is given up."""
+    pool: PoolClientSettings = field(default_factory=PoolClientSettings)
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1 or self.max_active < 1 or self.short_lane < 0 or self.max_queued < 1:
+            raise ValueError("chunk_tokens, max_active and max_queued must be at least 1, short_lane at least 0")
+        if min(self.aging_tokens_per_s, self.report_s, self.work_deadline_s) <= 0 or self.slab_bytes <= 0:
+            raise ValueError("slab_bytes, aging_tokens_per_s, report_s and work_deadline_s must be positive")
+
+
+class JobState(Enum):
+    """Life of a job."""
+
+    QUEUED = "queued"
+    PREPARING = "preparing"
+    """Waiting for the decode's reservation, the pool's lease, and room in the slab."""
+    READY = "ready"
+    """Waiting for its turn to compute the next chunk."""
+    COMPUTING = "computing"
+    HANDING_OFF = "handing off"
+    """All computed; the decode is still reading."""
+    ABANDONED = "abandoned"
+    """Over, but a chunk in flight still writes its slots."""
+    ENDED = "ended"
+
+
+NEXT_STATE: dict[tuple[JobState, str], JobState] = {
+    (JobState.QUEUED, "activate"): JobState.PREPARING,
+    (JobState.PREPARING, "prepared"): JobState.READY,
+    (JobState.READY, "chunk"): JobState.COMPUTING,
+    (JobState.COMPUTING, "chunk done"): JobState.READY,
+    (JobState.COMPUTING, "all done"): JobState.HANDING_OFF,
+    (JobState.HANDING_OFF, "end"): JobState.ENDED,
+    (JobState.QUEUED, "end"): JobState.ENDED,
+    (JobState.PREPARING, "end"): JobState.ENDED,
+    (JobState.READY, "end"): JobState.ENDED,
+    (JobState.COMPUTING, "end"): JobState.ABANDONED,
+    (JobState.ABANDONED, "end"): JobState.ENDED,
+}
+
+
+@dataclass(slots=True)
+class _Job:
+    request: StartPrefill
+    gateway: str
+    order: int
+    arrived_at: float
+    waiting_since: float
+    state: JobState = JobState.QUEUED
+    sequence: int | None = None
+    computed: int = 0
+    """Tokens whose KV is in the sequence, or will be loaded by the next chunk."""
+    prefix: list[SlotRef] = field(default_factory=list)
+    """Reused blocks, in order, not loaded yet or loaded by the first chunk."""
+    loaded: bool = False
+    own_slots: list[int] = field(default_factory=list)
+    """Slab slots pinned as own hits."""
+    new_slots: list[int] = field(default_factory=list)
+    """Slab slots for the blocks computed here, the last perhaps partial."""
+    checksums: list[int] = field(default_factory=list)
+    """Of the blocks computed so far."""
+    lease_id: int | None = None
+    leased: bool = False
+    held_blocks: int | None = None
+    """Blocks the decode loads itself; None until it has reserved."""
+    local_blocks: int = 0
+    remote_blocks: int = 0
+    chunk_first_block: int = 0
+    chunk_stop: int = 0
+    started_at: float = 0.0
+
+    @property
+    def length(self) -> int:
+        return len(self.request.tokens) // 4
+
+    @property
+    def tokens_left(self) -> int:
+        return self.length - self.computed
+
+
+class Prefill:
+    """One prefill instance."""
+
+    def __init__(self, *, name: str, host: str, incarnation: int, settings: PrefillSettings, layout: BlockLayout) -> None:
+        if settings.chunk_tokens % layout.block_tokens:
+            raise ValueError(f"chunk_tokens must be a multiple of the block size {layout.block_tokens}")
+        self.name = name
+        self.host = host
+        self.incarnation = incarnation
+        self.slots = Slots(settings.slab_bytes // layout.slot_bytes)
+        self.counts: dict[str, int] = {}
+        self.job_transitions: dict[str, int] = {}
+        self._settings = settings
+        self._layout = layout
+        self._pool = PoolClient(host, settings.pool, self.counts)
+        self._peers: dict[str, Hello] = {}
+        self._incarnations: dict[str, int] = {}
+        self._jobs: OrderedDict[str, _Job] = OrderedDict()
+        """The live job of each request, in arrival order."""
+        self._abandoned: list[_Job] = []
+        self._computing: tuple[int, _Job] | None = None
+        self._next_id = 1
+        self._token_s = 0.0
+        self._draining = False
+
+    @property
+    def transitions(self) -> dict[str, int]:
+        """State transitions taken, for coverage."""
+        return self.job_transitions | self.slots.transitions
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        """See `runtime.actor`."""
+        effects = self._dispatch(now, event)
+        effects += self._schedule(now)
+        self.slots.evicted.clear()
+        fences = self.slots.take_fences()
+        head: list[Effect] = [Fence(fences)] if fences else []
+        return head + effects + self._drained()
+
+    def _dispatch(self, now: float, event: Event) -> list[Effect]:
+        match event:
+            case Received(sender, StartPrefill() as message):
+                return self._on_start(now, sender, message)
+            case Received(sender, CancelRequest() as message):
+                return self._on_cancel(now, sender, message)
+            case Received(sender, DecodeReserved() as message):
+                return self._on_reserved(now, sender, message)
+            case Received(sender, DecodeDenied() as message):
+                return self._on_denied(now, sender, message)
+            case Received(sender, HandoffReceived() as message):
+                return self._on_handoff_ended(now, sender, message.request_id, message.attempt)
+            case Received(sender, HandoffFailed() as message):
+                self._count("handoffs_failed")
+                return self._on_handoff_ended(now, sender, message.request_id, message.attempt)
+            case Received(_, BlocksLeased() as message):
+                return self._on_leased(now, message)
+            case Received(_, LeaseRenewed() as message):
+                self._pool.on_renewed(message)
+                return []
+            case Received(_, SlotsReserved() as message):
+                node = self._pool.node
+                incarnation = self._incarnations[node] if node is not None else 0
+                return self._put_ended(self._pool.on_reserved(now, message, incarnation, self._new_id()))
+            case Received(_, ReclaimSlots() as message):
+                return self._pool.on_reclaim(message)
+            case WorkProgress(work_id, LayerComputed(layer)):
+                return self._on_layer(work_id, layer)
+            case WorkDone(work_id, ChunkComputed() | WorkFailed() as result) if self._is_computing(work_id):
+                return self._on_chunk(now, result)
+            case WorkDone(work_id, BlocksCopied() | WorkFailed() as result) if self._pool.copying(work_id):
+                return self._put_ended(self._pool.on_copied(work_id, result))
+            case PeerUp() as up:
+                self._peers[up.peer] = up.hello
+                self._incarnations[up.peer] = up.incarnation
+                self._pool.peer_up(up)
+                return []
+            case PeerDown(peer, _):
+                return self._on_peer_down(now, peer)
+            case TimerFired(("report",)):
+                return self._report(now)
+            case TimerFired(("renew",)):
+                return [*self._pool.renew(now), self._renew_timer()]
+            case TimerFired(("deadline", str(request_id), int(attempt))):
+                return self._on_deadline(now, request_id, attempt)
+            case Started():
+                return [SetTimer(("report",), self._settings.report_s), self._renew_timer()]
+            case DrainWanted():
+                self._draining = True
+                return self._report(now)
+            case Received(_, message):
+                self._count(f"unexpected_messages[type={type(message).__name__}]")
+                return []
+            case TimerFired() | WorkProgress() | WorkDone():
+                return []
+            case _:
+                raise TypeError(event)
+
+    def check(self, now: float) -> None:
+        """See `runtime.actor`."""
+        self.slots.check()
+        live = [*self._jobs.values(), *self._abandoned]
+        for job in live:
+            assert job.state is not JobState.ENDED
+            assert (job.state is JobState.ABANDONED) == (job in self._abandoned)
+            assert job.state is not JobState.QUEUED or not (job.own_slots or job.new_slots or job.sequence)
+        writing = [slot for job in live for slot in job.new_slots if self.slots.state[slot] is SlotState.WRITING]
+        assert len(writing) == self.slots.count(SlotState.WRITING), "every slot being written is a job's"
+        computing = [job for job in live if job.state in (JobState.COMPUTING, JobState.ABANDONED)]
+        assert len(computing) == (self._computing is not None)
+
+    def gauges(self, now: float) -> dict[str, float]:
+        """See `runtime.actor`."""
+        states = [job.state for job in self._jobs.values()]
+        waiting = sum(1 for s in states if s in (JobState.QUEUED, JobState.PREPARING))
+        return {
+            "capacity_blocks": self.slots.capacity,
+            "cached_blocks": self.slots.count(SlotState.COMMITTED),
+            "pinned_blocks": sum(1 for pins in self.slots.pins if pins),
+            "writing_blocks": self.slots.count(SlotState.WRITING),
+            "requests_waiting": waiting,
+            "requests_running": len(self._jobs) - waiting + len(self._abandoned),
+            "leases": self._pool.leases,
+            "puts": self._pool.puts,
+        }
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """See `runtime.actor`."""
+        return {
+            "gauges": self.gauges(now),
+            "token_s": self._token_s,
+            "draining": self._draining,
+            "jobs": [
+                {
+                    "request": job.request.request_id,
+                    "attempt": job.request.attempt,
+                    "state": job.state.value,
+                    "age_s": now - job.arrived_at,
+                    "tokens": job.length,
+                    "computed": job.computed,
+                    "decode": job.request.decode,
+                    "lease": job.lease_id,
+                }
+                for job in [*self._jobs.values(), *self._abandoned]
+            ],
+        }
+
+    # --- the gateway's orders
+
+    def _on_start(self, now: float, sender: str, message: StartPrefill) -> list[Effect]:
+        current = self._jobs.get(message.request_id)
+        if current is not None and current.request.attempt >= message.attempt:
+            return []
+        effects = self._end(now, current) if current is not None else []
+        length = len(message.tokens) // 4
+        reason = self._refusal(message, length)
+        if reason is not None:
+            self._count("jobs_refused")
+            return [*effects, self._failed(sender, message, reason)]
+        job = _Job(request=message, gateway=sender, order=self._new_id(), arrived_at=now, waiting_since=now)
+        self._jobs[message.request_id] = job
+        return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
+
+    def _refusal(self, message: StartPrefill, length: int) -> str | None:
+        if self._draining:
+            return "prefill is draining"
+        if length == 0 or len(message.tokens) % 4:
+            return "no tokens"
+        if len(message.keys) != length // self._layout.block_tokens:
+            return "keys do not match tokens"
+        if self._layout.blocks_for(length) > self.slots.capacity:
+            return "prompt is longer than the slab"
+        if sum(1 for job in self._jobs.values() if job.state is JobState.QUEUED) >= self._settings.max_queued:
+            return "prefill queue is full"
+        return None if message.decode in self._peers else f"{message.decode} is not reachable from {self.name}"
+
+    def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
+        job = self._jobs.get(message.request_id)
+        if job is None or job.gateway != sender or job.request.attempt > message.attempt:
+            return []
+        self._count("jobs_cancelled")
+        return self._end(now, job)
+
+    def _on_deadline(self, now: float, request_id: str, attempt: int) -> list[Effect]:
+        job = self._jobs.get(request_id)
+        if job is None or job.request.attempt != attempt:
+            return []
+        return self._fail(now, job, "deadline passed in prefill")
+
+    # --- preparing: reservation, reuse, room
+
+    def _schedule(self, now: float) -> list[Effect]:
+        """Activate queued jobs while there are places, and give the engine its next chunk."""
+        effects: list[Effect] = []
+        while (job := self._next_to_activate(now)) is not None:
+            effects += self._activate(now, job)
+        for job in [j for j in self._jobs.values() if j.state is JobState.PREPARING]:
+            effects += self._prepare(now, job)
+        effects += self._break_standstill(now)
+        if self._computing is None:
+            ready = (j for j in self._jobs.values() if j.state is JobState.READY)
+            turn = next_job(now, ready, self._settings.aging_tokens_per_s)
+            if turn is not None:
+                effects += self._compute(now, turn)
+        return effects
+
+    def _break_standstill(self, now: float) -> list[Effect]:
+        """Jobs whose own hits fill the slab can wait for room in a circle: the youngest gives way and is placed anew."""
+        stuck = [j for j in self._jobs.values() if j.state is JobState.PREPARING]
+        waiting = (JobState.QUEUED, JobState.PREPARING)
+        moving = any(j.state not in waiting for j in self._jobs.values()) or bool(self._abandoned) or self._pool.puts > 0
+        if moving or not stuck or any(j.held_blocks is None or not j.leased for j in stuck):
+            return []
+        return self._fail(now, stuck[-1], "no room in the slab")
+
+    def _next_to_activate(self, now: float) -> _Job | None:
+        queued = [j for j in self._jobs.values() if j.state is JobState.QUEUED]
+        if not queued:
+            return None
+        active = sum(1 for j in self._jobs.values() if j.state in (JobState.PREPARING, JobState.READY, JobState.COMPUTING))
+        active += len(self._abandoned)
+        if active >= self._settings.max_active:
+            queued = [j for j in queued if j.length <= self._settings.chunk_tokens]
+            if active >= self._settings.max_active + self._settings.short_lane:
+                return None
+        return next_job(now, queued, self._settings.aging_tokens_per_s)
+
+    def _activate(self, now: float, job: _Job) -> list[Effect]:
+        """Pin own hits, lease more from the pool, ask the decode for KV: all at once, then wait for the answers."""
+        self._move(job, "activate")
+        job.started_at = now
+        request = job.request
+        reusable = request.keys[: (job.length - 1) // self._layout.block_tokens]
+        for slot in self.slots.leading_run(reusable):
+            self.slots.pin(slot)
+            job.own_slots.append(slot)
+            job.prefix.append(self._ref(slot))
+        effects: list[Effect] = []
+        wanted = reusable[len(job.prefix) :]
+        if wanted and self._pool.node is not None:
+            job.lease_id = self._new_id()
+            fetch = bool(request.sources) and len(job.prefix) < request.reuse_blocks
+            effects += self._pool.lease(now, job.lease_id, wanted, request.sources, fetch=fetch)
+        else:
+            job.leased = True
+        full = job.length // self._layout.block_tokens
+        reserve = ReserveDecode(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            gateway=job.gateway,
+            tokens=job.length,
+            reuse_keys=request.keys[: max(request.reuse_blocks, len(job.prefix))],
+            last_key=request.keys[-1] if request.keys else request.root,
+            tail=request.tokens[full * self._layout.block_tokens * 4 :],
+            first_index=request.first_index,
+            sampling=request.sampling,
+            stop=request.stop,
+            deadline_s=max(0.0, job.arrived_at + request.deadline_s - now),
+        )
+        return [*effects, Send(request.decode, reserve)]
+
+    def _on_leased(self, now: float, message: BlocksLeased) -> list[Effect]:
+        blocks = self._pool.on_leased(message)
+        job = next((j for j in self._jobs.values() if j.lease_id == message.lease_id), None)
+        if blocks is None:
+            return []
+        if job is None or job.state is not JobState.PREPARING or job.leased:
+            return self._pool.release(message.lease_id)
+        job.leased = True
+        for block in blocks:
+            job.prefix.append(block.source)
+            if block.remote:
+                job.remote_blocks += 1
+            else:
+                job.local_blocks += 1
+        return []
+
+    def _on_reserved(self, now: float, sender: str, message: DecodeReserved) -> list[Effect]:
+        job = self._job(sender, message.request_id, message.attempt)
+        if job is None:
+            return [self._handoff_failed(sender, message.request_id, message.attempt, "unknown job")]
+        if job.state is JobState.PREPARING and job.held_blocks is None:
+            job.held_blocks = message.held_blocks
+        return []
+
+    def _on_denied(self, now: float, sender: str, message: DecodeDenied) -> list[Effect]:
+        job = self._job(sender, message.request_id, message.attempt)
+        return [] if job is None else self._fail(now, job, f"{sender} denied: {message.reason}", tell_decode=False)
+
+    def _prepare(self, now: float, job: _Job) -> list[Effect]:
+        """Once reservation and lease are there and the slab has room: open the sequence, announce the reused blocks."""
+        if job.held_blocks is None or not job.leased:
+            return []
+        if job.lease_id is not None and self._pool.reading_time_s(now, job.lease_id) <= 0:
+            self._drop_pool_prefix(job)
+        blocks = self._layout.blocks_for(job.length) - len(job.prefix)
+        if blocks > self.slots.available:
+            return []
+        for index in range(len(job.prefix), len(job.prefix) + blocks):
+            key = job.request.keys[index] if index < len(job.request.keys) else None
+            slot = self.slots.reserve(None if key is None or self.slots.held(key) else key)
+            assert slot is not None
+            self.slots.pin(slot)
+            job.new_slots.append(slot)
+        self._move(job, "prepared")
+        job.waiting_since = now
+        job.computed = len(job.prefix) * self._layout.block_tokens
+        job.sequence = self._new_id()
+        job.chunk_first_block = len(job.prefix)
+        effects: list[Effect] = [OpenSequence(job.sequence, job.length)]
+        first = min(job.held_blocks, len(job.prefix))
+        if first < len(job.prefix):
+            effects.append(self._handoff_blocks(job, first, tuple(job.prefix[first:]), ready=True))
+        return effects
+
+    def _drop_pool_prefix(self, job: _Job) -> None:
+        """The lease is over, or nearly: those blocks are a miss."""
+        del job.prefix[len(job.own_slots) :]
+        job.local_blocks = job.remote_blocks = 0
+        self._count("prefix_leases_expired")
+
+    # --- computing
+
+    def _compute(self, now: float, job: _Job) -> list[Effect]:
+        assert job.sequence is not None
+        request, size = job.request, self._layout.block_tokens
+        deadline_s = self._settings.work_deadline_s
+        prefix: tuple[BlockLoad, ...] = ()
+        if not job.loaded and job.prefix:
+            pooled = job.lease_id is not None and len(job.prefix) > len(job.own_slots)
+            if pooled and self._pool.reading_time_s(now, job.lease_id) <= 0:
+                return self._fail(now, job, "lease ended before the prefix was loaded")
+            prefix = tuple(BlockLoad(i, ref, 0, self._layout.layers, size) for i, ref in enumerate(job.prefix))
+        job.loaded = True
+        start = job.computed
+        stop = chunk_stop(start, job.length, self._settings.chunk_tokens)
+        first_block, stop_block = start // size, self._layout.blocks_for(stop)
+        base = len(job.prefix)
+        slots = job.new_slots[first_block - base : stop_block - base]
+        job.chunk_first_block, job.chunk_stop = first_block, stop
+        self._move(job, "chunk")
+        work_id = self._new_id()
+        self._computing = (work_id, job)
+        work = ComputeChunk(
+            sequence=job.sequence,
+            start=start,
+            tokens=request.tokens[start * 4 : stop * 4],
+            prefix=prefix,
+            outputs=tuple(SlotGrant(self.name, self.incarnation, s, self.slots.generation[s]) for s in slots),
+            sampling=request.sampling if stop == job.length else None,
+        )
+        refs = tuple(self._ref(slot) for slot in slots)
+        return [self._handoff_blocks(job, first_block, refs, ready=False), Start(work_id, work, deadline_s)]
+
+    def _is_computing(self, work_id: int) -> bool:
+        return self._computing is not None and self._computing[0] == work_id
+
+    def _on_layer(self, work_id: int, layer: int) -> list[Effect]:
+        if self._computing is None or self._computing[0] != work_id:
+            return []
+        job = self._computing[1]
+        if job.state is not JobState.COMPUTING:
+            return []
+        request = job.request
+        ready = LayerReady(
+            request_id=request.request_id, attempt=request.attempt, first_block=job.chunk_first_block, layer=layer
+        )
+        return [Send(request.decode, ready)]
+
+    def _on_chunk(self, now: float, result: ChunkComputed | WorkFailed) -> list[Effect]:
+        assert self._computing is not None
+        job = self._computing[1]
+        self._computing = None
+        if job.state is JobState.ABANDONED:
+            return self._end(now, job)
+        if isinstance(result, WorkFailed):
+            self._count("chunks_failed")
+            return self._fail(now, job, f"chunk failed: {result.reason}")
+        if result.failed:
+            return self._on_prefix_failed(now, job, result.failed)
+        tokens = job.chunk_stop - job.computed
+        measured = result.elapsed_s / tokens
+        self._token_s = measured if self._token_s == 0.0 else 0.7 * self._token_s + 0.3 * measured
+        self._count("prompt_tokens_computed", tokens)
+        job.computed = job.chunk_stop
+        job.checksums += result.checksums
+        job.waiting_since = now
+        if job.computed < job.length:
+            self._move(job, "chunk done")
+            return []
+        assert result.token is not None
+        return self._finish(now, job, result.token)
+
+    def _on_prefix_failed(self, now: float, job: _Job, failed: tuple[int, ...]) -> list[Effect]:
+        """Reused blocks did not verify: nobody shall find those copies again, and the request is placed anew."""
+        refs = [job.prefix[block] for block in failed if block < len(job.prefix)]
+        self._count("prefix_blocks_corrupt", len(refs))
+        for ref in refs:
+            mine = ref.node == self.name and self.slots.state[ref.slot] is SlotState.COMMITTED
+            if mine and self.slots.generation[ref.slot] == ref.generation:
+                self.slots.forget(ref.slot)
+        effects = self._pool.report_corrupt(refs)
+        return effects + self._fail(now, job, "a reused block did not verify")
+
+    # --- handing off
+
+    def _finish(self, now: float, job: _Job, token: int) -> list[Effect]:
+        """Token to the gateway, proof of completeness to the decode, full blocks to own reuse and to the pool."""
+        self._move(job, "all done")
+        assert job.sequence is not None
+        assert job.held_blocks is not None
+        request, size = job.request, self._layout.block_tokens
+        own = len(job.own_slots) * size
+        first = FirstToken(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            index=request.first_index,
+            token=token,
+            own=own,
+            local=job.local_blocks * size,
+            remote=job.remote_blocks * size,
+            queue_s=max(0.0, job.started_at - job.arrived_at),
+            prefill_s=max(0.0, now - job.started_at),
+        )
+        self._count("prompt_tokens_cached[source=own]", own)
+        self._count("prompt_tokens_cached[source=local]", first.local)
+        self._count("prompt_tokens_cached[source=remote]", first.remote)
+        checksums = [ref.checksum for ref in job.prefix] + job.checksums
+        handed = checksums[job.held_blocks :]
+        done = HandoffDone(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            layers=self._layout.layers,
+            blocks=len(handed),
+            checksum=block_checksum(handed),
+            token=token,
+            index=request.first_index,
+        )
+        effects: list[Effect] = [Send(job.gateway, first), Send(request.decode, done), CloseSequence(job.sequence)]
+        job.sequence = None
+        base = len(job.prefix)
+        for index, (slot, checksum) in enumerate(zip(job.new_slots, job.checksums, strict=True)):
+            if base + index < len(request.keys):
+                if self.slots.key[slot] is None:
+                    self.slots.name(slot, request.keys[base + index])
+                self.slots.commit(slot, checksum)
+        return effects + self._offer_to_pool(now, job)
+
+    def _offer_to_pool(self, now: float, job: _Job) -> list[Effect]:
+        """Blocks that did not come from the pool go there, own hits too: the pool may have evicted them since."""
+        keys: list[Key] = []
+        slots: list[int] = []
+        own = list(enumerate(job.own_slots))
+        base = len(job.prefix)
+        for index, slot in own + [(base + i, s) for i, s in enumerate(job.new_slots)]:
+            if index < len(job.request.keys) and self.slots.state[slot] is SlotState.COMMITTED:
+                keys.append(job.request.keys[index])
+                slots.append(slot)
+        for slot in slots:
+            self.slots.pin(slot)
+        effects = self._pool.put(now, self._new_id(), keys, [self._ref(slot) for slot in slots], tuple(slots))
+        if effects is None:
+            self.slots.unpin(slots)
+            return []
+        return effects
+
+    def _put_ended(self, ended: PutEnded) -> list[Effect]:
+        for token in ended.tokens:
+            assert isinstance(token, tuple)
+            self.slots.unpin(token)
+        return ended.effects
+
+    def _on_handoff_ended(self, now: float, sender: str, request_id: str, attempt: int) -> list[Effect]:
+        job = self._job(sender, request_id, attempt)
+        if job is None:
+            return []
+        if job.state is JobState.HANDING_OFF:
+            return self._end(now, job)
+        return self._fail(now, job, f"{sender} gave up the handoff", tell_decode=False)
+
+    # --- ends
+
+    def _fail(self, now: float, job: _Job, reason: str, *, tell_decode: bool = True) -> list[Effect]:
+        self._count("jobs_failed")
+        request = job.request
+        effects: list[Effect] = [self._failed(job.gateway, request, reason)]
+        if tell_decode and job.state is not JobState.QUEUED:
+            effects.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
+        return effects + self._end(now, job)
+
+    def _end(self, now: float, job: _Job) -> list[Effect]:
+        """Let go of everything; of what a chunk in flight still writes, once it is done."""
+        self._move(job, "end")
+        request = job.request
+        effects: list[Effect] = []
+        if self._jobs.get(request.request_id) is job:
+            del self._jobs[request.request_id]
+            effects.append(CancelTimer(("deadline", request.request_id, request.attempt)))
+        if job.state is JobState.ABANDONED:
+            assert self._computing is not None
+            self._abandoned.append(job)
+            return [*effects, CancelWork(self._computing[0])]
+        if job in self._abandoned:
+            self._abandoned.remove(job)
+        if job.lease_id is not None:
+            effects += self._pool.release(job.lease_id)
+        if job.sequence is not None:
+            effects.append(CloseSequence(job.sequence))
+            job.sequence = None
+        self.slots.unpin(job.own_slots + job.new_slots)
+        for slot in job.new_slots:
+            if self.slots.state[slot] is SlotState.WRITING:
+                self.slots.free(slot)
+        return effects
+
+    def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
+        self._peers.pop(peer, None)
+        effects = self._put_ended(self._pool.peer_down(peer))
+        for job in list(self._jobs.values()):
+            if job.gateway == peer or job.request.decode == peer and job.state is JobState.HANDING_OFF:
+                effects += self._end(now, job)
+            elif job.request.decode == peer:
+                effects += self._fail(now, job, f"{peer} is down")
+            elif job.lease_id is not None and not job.leased and self._pool.node is None:
+                job.leased = True
+        return effects
+
+    def _report(self, now: float) -> list[Effect]:
+        waiting = [j for j in self._jobs.values() if j.state is not JobState.HANDING_OFF]
+        tokens = sum(job.tokens_left for job in waiting)
+        load = PrefillLoad(
+            queued_jobs=len(waiting),
+            queued_tokens=tokens,
+            queued_s=tokens * self._token_s,
+            token_s=self._token_s,
+            draining=self._draining,
+        )
+        conductors = [name for name, hello in self._peers.items() if hello.role == "conductor"]
+        reports: list[Effect] = [Send(name, load, lossy=True) for name in conductors]
+        return [*reports, SetTimer(("report",), self._settings.report_s)]
+
+    def _drained(self) -> list[Effect]:
+        idle = not (self._jobs or self._abandoned or self._pool.puts)
+        return [Drained()] if self._draining and idle else []
+
+    # --- leaves
+
+    def _job(self, decode: str, request_id: str, attempt: int) -> _Job | None:
+        job = self._jobs.get(request_id)
+        current = job is not None and job.request.attempt == attempt and job.request.decode == decode
+        return job if current else None
+
+    def _handoff_blocks(self, job: _Job, first_block: int, sources: tuple[SlotRef, ...], *, ready: bool) -> Send:
+        request = job.request
+        message = HandoffBlocks(
+            request_id=request.request_id, attempt=request.attempt, first_block=first_block, sources=sources, ready=ready
+        )
+        return Send(request.decode, message)
+
+    def _ref(self, slot: int) -> SlotRef:
+        committed = self.slots.state[slot] is SlotState.COMMITTED
+        return SlotRef(
+            node=self.name,
+            incarnation=self.incarnation,
+            slot=slot,
+            generation=self.slots.generation[slot],
+            checksum=self.slots.checksum[slot] if committed else 0,
+        )
+
+    def _failed(self, gateway: str, request: StartPrefill, reason: str) -> Send:
+        return Send(gateway, AttemptFailed(request_id=request.request_id, attempt=request.attempt, reason=reason))
+
+    def _handoff_failed(self, decode: str, request_id: str, attempt: int, reason: str) -> Send:
+        return Send(decode, HandoffFailed(request_id=request_id, attempt=attempt, reason=reason))
+
+    def _renew_timer(self) -> SetTimer:
+        return SetTimer(("renew",), self._settings.pool.lease_ttl_s / 5)
+
+    def _move(self, job: _Job, event: str) -> None:
+        before = job.state
+        job.state = NEXT_STATE[(before, event)]
+        name = f"prefill job {before.value} -> {job.state.value}"
+        self.job_transitions[name] = self.job_transitions.get(name, 0) + 1
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _count(self, name: str, amount: int = 1) -> None:
+        if amount:
+            self.counts[name] = self.counts.get(name, 0) + amount
