@@ -88,6 +88,8 @@ class PrefillSettings:
     """How often the load is told to the conductors."""
     work_deadline_s: float = 120.0
     """A chunk that takes longer is given up."""
+    own_reuse: bool = True
+    """Look into the own slab before the pool. Off, every reused block comes from the pool: for measuring it."""
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)
 
     def __post_init__(self) -> None:
@@ -399,7 +401,7 @@ class Prefill:
         job.started_at = now
         request = job.request
         reusable = request.keys[: (job.length - 1) // self._layout.block_tokens]
-        for slot in self.slots.leading_run(reusable):
+        for slot in self.slots.leading_run(reusable if self._settings.own_reuse else ()):
             self.slots.pin(slot)
             job.own_slots.append(slot)
             job.prefix.append(self._ref(slot))
@@ -543,12 +545,15 @@ class Prefill:
             return self._end(now, job)
         if isinstance(result, WorkFailed):
             self._count("chunks_failed")
+            self._move(job, "chunk done")
             return self._fail(now, job, f"chunk failed: {result.reason}")
         if result.failed:
+            self._move(job, "chunk done")
             return self._on_prefix_failed(now, job, result.failed)
         tokens = job.chunk_stop - job.computed
         measured = result.elapsed_s / tokens
-        self._token_s = measured if self._token_s == 0.0 else 0.7 * self._token_s + 0.3 * measured
+        weight = 0.3 * min(1.0, tokens / self._settings.chunk_tokens)  # a small chunk mostly measures its fixed costs
+        self._token_s = measured if self._token_s == 0.0 else (1 - weight) * self._token_s + weight * measured
         self._count("prompt_tokens_computed", tokens)
         job.computed = job.chunk_stop
         job.checksums += result.checksums

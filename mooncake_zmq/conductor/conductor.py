@@ -1,0 +1,383 @@
+"""The conductor actor: places requests by where their KV is and who has time for them. Owns soft state only. PURE.
+
+Everything it knows it was told since the conversations began: membership, block announcements, load reports. It remembers
+what it placed until reports show it, so that many requests between two reports do not all go to the same idle node.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from mooncake_zmq.conductor import admission, routing
+from mooncake_zmq.conductor.estimates import BookingKey, DecodeBatch, DecodeBooking, PrefillQueue
+from mooncake_zmq.conductor.membership import ROLES, Member, Membership
+from mooncake_zmq.conductor.prefix_index import PrefixIndex
+from mooncake_zmq.conductor.routing import DecodeOption, PrefillChoice, PrefillOption
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.messages import (
+    BlocksAnnounced,
+    DecodeLoad,
+    Message,
+    Placed,
+    PrefillLoad,
+    Rejected,
+    RejectReason,
+    RequestEnded,
+    Schedule,
+)
+from mooncake_zmq.runtime.actor import (
+    Drained,
+    DrainWanted,
+    Effect,
+    Event,
+    PeerDown,
+    PeerUp,
+    Received,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+
+__all__ = ["Conductor", "ConductorSettings"]
+
+EXPIRY = ("bookings",)
+EXPIRY_MIN_DELAY_S = 0.01
+"""Rounding may wake the timer a hair early; it must not spin."""
+MAX_PREDICTION_S = 1e7
+"""The most a message may say."""
+DUMPED_BOOKINGS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """One placement: the answer given, kept to answer a repeated `Schedule` alike."""
+
+    at: float
+    placed: Placed
+
+
+class Conductor:
+    """Places requests by Algorithm 1, and refuses those that would miss their SLO."""
+
+    def __init__(self, *, name: str, host: str, incarnation: int, settings: ConductorSettings, block_tokens: int) -> None:
+        self.name = name
+        self.host = host
+        self.incarnation = incarnation
+        self.counts: dict[str, int] = {}
+        self._settings = settings
+        self._block_tokens = block_tokens
+        self._members = Membership()
+        self._index = PrefixIndex(max_keys=settings.max_keys)
+        self._queues: dict[str, PrefillQueue] = {}
+        self._batches: dict[str, DecodeBatch] = {}
+        self._bookings: dict[BookingKey, Booking] = {}
+        """In the order they were made, which is the order they expire in."""
+        self._expiry_armed = False
+        self._turn = 0
+        self._last_chosen: dict[str, int] = {}
+        """The turn in which a prefill was last chosen, or a cache-node last named first as a source."""
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        """React to one event."""
+        match event:
+            case Received(sender, message):
+                return self._on_message(now, sender, message)
+            case PeerUp(peer, incarnation, hello):
+                self._on_peer_up(Member(peer, hello.role, hello.host, incarnation))
+            case PeerDown(peer, _):
+                self._forget(peer)
+            case TimerFired(key) if key == EXPIRY:
+                return self._on_expiry(now)
+            case DrainWanted():
+                return [Drained()]
+            case Started():
+                pass
+            case _:
+                raise TypeError(event)
+        return []
+
+    def check(self, now: float) -> None:
+        """Assert the invariants."""
+        self._index.check()
+        for node in self._index.counts:
+            assert self._members.role_of(node) == "cache-node", f"the index names {node}"
+        assert list(self._queues) == [member.name for member in self._members.of_role("prefill")]
+        assert list(self._batches) == [member.name for member in self._members.of_role("decode")]
+        for (gateway, request_id), booking in self._bookings.items():
+            assert self._members.role_of(gateway) == "gateway", f"booking of {gateway}"
+            assert request_id == booking.placed.request_id
+            assert booking.placed.prefill in self._queues, f"booking on {booking.placed.prefill}"
+            assert booking.placed.decode in self._batches, f"booking on {booking.placed.decode}"
+        for name, queue in self._queues.items():
+            assert queue.queue_s(now) >= 0
+            for key in queue.bookings:
+                assert self._bookings[key].placed.prefill == name, f"{key} is not booked on {name}"
+        for name, batch in self._batches.items():
+            assert batch.batch >= 0
+            for key in batch.bookings:
+                assert self._bookings[key].placed.decode == name, f"{key} is not booked on {name}"
+        assert self._expiry_armed or not self._bookings
+        assert len(self._bookings) <= self._settings.max_bookings
+
+    def gauges(self, now: float) -> dict[str, float]:
+        """Levels for metrics."""
+        return {
+            "bookings": len(self._bookings),
+            "queued_prefill_s": sum(queue.queue_s(now) for queue in self._queues.values()),
+            "decode_requests": sum(batch.batch for batch in self._batches.values()),
+            "cached_keys": len(self._index),
+            "cached_copies": sum(self._index.counts.values()),
+            "capacity_keys": self._settings.max_keys,
+            "capacity_prefills": len(self._queues),
+            "capacity_decodes": len(self._batches),
+            "capacity_cache_nodes": len(self._members.of_role("cache-node")),
+        }
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """JSON-able state; the first bookings only."""
+        members = [
+            {"name": m.name, "role": m.role, "host": m.host, "incarnation": m.incarnation, "draining": m.draining}
+            for role in ROLES
+            for m in self._members.of_role(role)
+        ]
+        return {
+            "name": self.name,
+            "host": self.host,
+            "incarnation": self.incarnation,
+            "members": members,
+            "prefills": {
+                name: {"queue_s": queue.queue_s(now), "token_s": queue.token_s, "bookings": len(queue.bookings)}
+                for name, queue in self._queues.items()
+            },
+            "decodes": {
+                name: {
+                    "batch": batch.batch,
+                    "step_s": batch.step_s(batch.batch),
+                    "free_tokens": batch.free_tokens if batch.reported else None,
+                    "bookings": len(batch.bookings),
+                }
+                for name, batch in self._batches.items()
+            },
+            "index": {"keys": len(self._index), "by_node": self._index.counts},
+            "bookings": [
+                {
+                    "gateway": gateway,
+                    "request_id": request_id,
+                    "attempt": booking.placed.attempt,
+                    "prefill": booking.placed.prefill,
+                    "decode": booking.placed.decode,
+                    "age_s": now - booking.at,
+                }
+                for (gateway, request_id), booking in list(self._bookings.items())[:DUMPED_BOOKINGS]
+            ],
+        }
+
+    # --- who is there
+
+    def _on_peer_up(self, member: Member) -> None:
+        self._forget(member.name)
+        if member.role not in ROLES:
+            self._count("strangers")
+            return
+        self._members.join(member)
+        if member.role == "prefill":
+            self._queues[member.name] = PrefillQueue(self._settings)
+            self._queues = dict(sorted(self._queues.items()))
+        elif member.role == "decode":
+            self._batches[member.name] = DecodeBatch(self._settings)
+            self._batches = dict(sorted(self._batches.items()))
+
+    def _forget(self, peer: str) -> None:
+        """Nothing said by or placed on this peer counts any more; a cache-node announces its whole set when it is back."""
+        touched = [
+            key for key, booking in self._bookings.items() if peer in (key[0], booking.placed.prefill, booking.placed.decode)
+        ]
+        for key in touched:
+            self._unbook(key)
+        self._members.leave(peer)
+        self._queues.pop(peer, None)
+        self._batches.pop(peer, None)
+        self._index.drop(peer)
+        self._last_chosen.pop(peer, None)
+
+    # --- what they tell
+
+    def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
+        match self._members.role_of(sender), message:
+            case "gateway", Schedule() as schedule:
+                return self._on_schedule(now, sender, schedule)
+            case "gateway", RequestEnded(request_id=request_id, attempt=attempt):
+                booking = self._bookings.get((sender, request_id))
+                if booking is not None and booking.placed.attempt <= attempt:
+                    self._unbook((sender, request_id))
+            case "prefill", PrefillLoad() as load:
+                self._queues[sender].report(now, load)
+                self._set_draining(sender, load.draining)
+            case "decode", DecodeLoad() as load:
+                self._batches[sender].report(now, load)
+                self._set_draining(sender, load.draining)
+            case "cache-node", BlocksAnnounced(stored=stored, removed=removed):
+                self._index.removed(sender, removed)
+                self._count("keys_dropped", self._index.stored(sender, stored))
+            case _:
+                self._count(f"unexpected[message={type(message).__name__}]")
+        return []
+
+    def _set_draining(self, name: str, draining: bool) -> None:
+        member = self._members.get(name)
+        assert member is not None
+        member.draining = draining
+
+    # --- placement
+
+    def _on_schedule(self, now: float, gateway: str, schedule: Schedule) -> list[Effect]:
+        key = (gateway, schedule.request_id)
+        effects = self._on_expiry(now) if self._expired(now) else []
+        booking = self._bookings.get(key)
+        if booking is not None and booking.placed.attempt >= schedule.attempt:
+            if booking.placed.attempt > schedule.attempt:
+                self._count("stale_schedules")
+                return effects
+            self._count("repeated_schedules")
+            return [*effects, Send(gateway, booking.placed)]
+        if booking is not None:
+            self._unbook(key)
+        answer = self._place(now, key, schedule)
+        if isinstance(answer, Placed) and not self._expiry_armed:
+            self._expiry_armed = True
+            effects.append(SetTimer(EXPIRY, self._settings.booking_ttl_s))
+        return [*effects, Send(gateway, answer)]
+
+    def _place(self, now: float, key: BookingKey, schedule: Schedule) -> Placed | Rejected:
+        limit = routing.reusable_blocks(tokens=schedule.tokens, keys=len(schedule.keys), block_tokens=self._block_tokens)
+        matches = self._index.match(schedule.keys[:limit])
+        prefill = self._choose_prefill(now, schedule, matches)
+        if prefill is None:
+            return self._reject(schedule, RejectReason.NO_PREFILL, admission.NO_NODE_RETRY_S)
+        need_tokens = self._room_for(schedule)
+        preferred, last_resort = (
+            self._decode_options(now, members, prefill.queue_s) for members in self._members.usable("decode", schedule.exclude)
+        )
+        decode = self._choose_decode(preferred, prefill, need_tokens)
+        decode = decode or self._choose_decode(last_resort, prefill, need_tokens)
+        if decode is None:
+            retry_after_s = admission.retry_after_room(self._settings, preferred + last_resort)
+            return self._reject(schedule, RejectReason.NO_DECODE, retry_after_s)
+        refusal = admission.refusal(self._settings, attempt=schedule.attempt, prefill=prefill, decode=decode)
+        if refusal is not None:
+            return self._reject(schedule, *refusal)
+        placed = Placed(
+            request_id=schedule.request_id,
+            attempt=schedule.attempt,
+            prefill=prefill.name,
+            decode=decode.name,
+            reuse_blocks=prefill.reuse_blocks,
+            sources=self._choose_sources(prefill, matches) if prefill.fetch else (),
+            ttft_s=min(prefill.ttft_s, MAX_PREDICTION_S),
+            tbt_s=min(decode.tbt_s, MAX_PREDICTION_S),
+        )
+        self._book(now, key, placed, work_s=prefill.work_s, need_tokens=need_tokens)
+        return placed
+
+    def _room_for(self, schedule: Schedule) -> int:
+        """KV a decode must have free: whole blocks for prompt and one token, on which it insists, and the expected output."""
+        insisted = (schedule.tokens // self._block_tokens + 1) * self._block_tokens
+        return max(insisted, schedule.tokens + min(schedule.max_tokens, self._settings.expected_output_tokens))
+
+    def _choose_prefill(self, now: float, schedule: Schedule, matches: dict[str, int]) -> PrefillChoice | None:
+        held_by_host: dict[str, int] = {}
+        for cache_node in self._members.of_role("cache-node"):
+            held = matches.get(cache_node.name, 0)
+            held_by_host[cache_node.host] = max(held, held_by_host.get(cache_node.host, 0))
+        preferred, last_resort = self._members.usable("prefill", schedule.exclude)
+        options = [
+            PrefillOption(
+                name=member.name,
+                host=member.host,
+                queue_s=self._queues[member.name].queue_s(now),
+                token_s=self._queues[member.name].token_s,
+                local_blocks=held_by_host.get(member.host, 0),
+                can_fetch=member.host in held_by_host,
+                last_chosen=self._last_chosen.get(member.name, 0),
+            )
+            for member in preferred or last_resort
+        ]
+        return routing.choose_prefill(
+            options,
+            settings=self._settings,
+            tokens=schedule.tokens,
+            best_blocks=max(matches.values(), default=0),
+            block_tokens=self._block_tokens,
+        )
+
+    def _decode_options(self, now: float, members: Collection[Member], wait_s: float) -> list[DecodeOption]:
+        options = []
+        for member in members:
+            node = self._batches[member.name]
+            batch, free_tokens = node.after(now, wait_s)
+            options.append(DecodeOption(member.name, member.host, node.step_s(batch + 1), free_tokens, batch))
+        return options
+
+    def _choose_decode(self, options: list[DecodeOption], prefill: PrefillChoice, need_tokens: int) -> DecodeOption | None:
+        return routing.choose_decode(options, settings=self._settings, host=prefill.host, need_tokens=need_tokens)
+
+    def _choose_sources(self, prefill: PrefillChoice, matches: dict[str, int]) -> tuple[str, ...]:
+        hosts = {member.name: member.host for member in self._members.of_role("cache-node")}
+        local = max((blocks for node, blocks in matches.items() if hosts[node] == prefill.host), default=0)
+        return routing.choose_sources(
+            matches, hosts=hosts, host=prefill.host, local_blocks=local, last_fetched=self._last_chosen
+        )
+
+    def _reject(self, schedule: Schedule, reason: RejectReason, retry_after_s: float) -> Rejected:
+        self._count(f"rejected[reason={reason.value}]")
+        return Rejected(request_id=schedule.request_id, attempt=schedule.attempt, reason=reason, retry_after_s=retry_after_s)
+
+    # --- bookings
+
+    def _book(self, now: float, key: BookingKey, placed: Placed, *, work_s: float, need_tokens: int) -> None:
+        self._count("placed")
+        self._count(f"plans[prefix={_plan_of(placed)}]")
+        self._turn += 1
+        for chosen in (placed.prefill, *placed.sources[:1]):
+            self._last_chosen[chosen] = self._turn
+        if len(self._bookings) >= self._settings.max_bookings:
+            self._count("bookings_dropped")
+            self._unbook(next(iter(self._bookings)))
+        self._bookings[key] = Booking(now, placed)
+        self._queues[placed.prefill].book(now, key, work_s)
+        self._batches[placed.decode].book(key, DecodeBooking(now, now + placed.ttft_s, need_tokens))
+
+    def _unbook(self, key: BookingKey) -> None:
+        placed = self._bookings.pop(key).placed
+        self._queues[placed.prefill].unbook(key)
+        self._batches[placed.decode].unbook(key)
+
+    def _expired(self, now: float) -> list[BookingKey]:
+        keys: list[BookingKey] = []
+        for key, booking in self._bookings.items():
+            if now - booking.at < self._settings.booking_ttl_s:
+                break
+            keys.append(key)
+        return keys
+
+    def _on_expiry(self, now: float) -> list[Effect]:
+        """Drop what is too old, and come back when the next one is."""
+        for key in self._expired(now):
+            self._count("bookings_expired")
+            self._unbook(key)
+        self._expiry_armed = bool(self._bookings)
+        if not self._bookings:
+            return []
+        oldest = next(iter(self._bookings.values()))
+        return [SetTimer(EXPIRY, max(EXPIRY_MIN_DELAY_S, oldest.at + self._settings.booking_ttl_s - now))]
+
+    def _count(self, name: str, by: int = 1) -> None:
+        if by:
+            self.counts[name] = self.counts.get(name, 0) + by
+
+
+def _plan_of(placed: Placed) -> str:
+    if placed.sources:
+        return "fetched"
+    return "local" if placed.reuse_blocks else "none"

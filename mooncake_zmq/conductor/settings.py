@@ -1,0 +1,74 @@
+"""The conductor's settings: its SLOs, its cost model, its limits. PURE."""
+
+import math
+from dataclasses import dataclass
+
+POSITIVE = (
+    "tie_ratio",
+    "prefill_token_s",
+    "kv_bytes_per_token",
+    "load_bytes_per_s",
+    "transfer_bytes_per_s",
+    "decode_step_s",
+    "expected_output_tokens",
+    "booking_ttl_s",
+    "max_keys",
+    "max_bookings",
+)
+NOT_NEGATIVE = ("ttft_slo_s", "tbt_slo_s", "prefill_square_s", "decode_slope", "report_grace_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConductorSettings:
+    """Times in seconds. The cost fields only seed the estimates: what the nodes measure and report rescales them."""
+
+    ttft_slo_s: float = 30.0
+    """Longest predicted time to the first token that is still admitted; 0 or inf admits all. The paper's bound end to end."""
+    tbt_slo_s: float = 1.0
+    """Longest predicted gap between tokens that is still admitted; 0 or inf admits all. Far above a healthy step even on a
+    CPU, so that by default only an overfull or stalled decode rejects; a GPU deployment sets 0.1 to 0.3 as the paper does."""
+    kvcache_balancing_threshold: float = 1.05
+    """Algorithm 1: a prefill fetches from another host only if the best match is at least this many times its own match
+    (1 or more, a ratio). At a match of 0 the ratio counts as infinite if anyone holds anything, and as 1 if nobody does.
+    Slightly above 1: recomputed blocks enter the pool just as fetched ones do, so a higher value saves no memory, only one
+    wait on another host, and that is worth a block or two; what a fetch costs is weighed apart from this, in seconds."""
+    tie_ratio: float = 0.05
+    """Predictions within this share of the best are ties, and ties rotate. The estimates err by more than this, and
+    one shared leading block of a long prompt must not outweigh spreading."""
+    prefill_token_s: float = 3e-3
+    """Prefill time of n tokens is this * n + prefill_square_s * n^2; seconds per token. The default model on one CPU core."""
+    prefill_square_s: float = 6e-7
+    """Seconds per squared token: attention's share of the same. The paper's 70B model on 8 A800: 1.147e-4 and 7.181e-10."""
+    kv_bytes_per_token: int = 46_080
+    """KV bytes of one token, all layers. The default model: 30 layers, 2 (k and v), 3 heads, 64 values of 4 bytes."""
+    load_bytes_per_s: float = 4e9
+    """Host pool to engine, bytes per second: one core copying cold shared memory."""
+    transfer_bytes_per_s: float = 1e9
+    """Between hosts, bytes per second: a 10 Gbit link, or loopback TCP with cold buffers."""
+    decode_step_s: float = 0.05
+    """Duration of a decode step of one request before any was measured: the default model's weights read once by a core."""
+    decode_slope: float = 0.0195
+    """Growth of a step per request in the batch, as a share of the step's fixed part: .0149 / .765 in the paper's figure."""
+    expected_output_tokens: int = 512
+    """Output tokens a request is taken to produce: how long it stays, and, up to its own max_tokens, the room its decode must
+    have besides the prompt. The paper's mean is 343; a decode that runs short preempts, so asking for more leaves KV unused."""
+    booking_ttl_s: float = 30.0
+    """A booking nobody ends is dropped after this: long after reports have taken its place."""
+    report_grace_s: float = 0.25
+    """A load report counts a request once it was placed this long before: the way from here over the gateway to the node."""
+    max_keys: int = 2_000_000
+    """Keys in the prefix index; new ones past it are dropped and counted. At 145 bytes per key (measured): 290 MB."""
+    max_bookings: int = 65_536
+    """Bookings held; past it the oldest is dropped and counted. 2,000 requests per second for a whole booking_ttl_s."""
+
+    def __post_init__(self) -> None:
+        for name in POSITIVE + NOT_NEGATIVE:
+            value = getattr(self, name)
+            if math.isnan(value) or value < 0 or (name in POSITIVE and value == 0):
+                raise ValueError(f"{name} must be {'positive' if name in POSITIVE else '0 or more'}, not {value}")
+        if not self.kvcache_balancing_threshold >= 1:
+            raise ValueError(f"kvcache_balancing_threshold must be 1 or more, not {self.kvcache_balancing_threshold}")
+        if self.tie_ratio >= 1:
+            raise ValueError(f"tie_ratio must be below 1, not {self.tie_ratio}")
+        if self.booking_ttl_s <= self.report_grace_s:
+            raise ValueError("booking_ttl_s must be above report_grace_s")

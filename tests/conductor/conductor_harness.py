@@ -1,0 +1,124 @@
+"""A conductor with a whole cluster of silent peers around it, checked after every event."""
+
+import hashlib
+import json
+from dataclasses import replace
+
+from mooncake_zmq.conductor.conductor import Conductor, ConductorSettings
+from mooncake_zmq.messages import (
+    BlocksAnnounced,
+    DecodeLoad,
+    Hello,
+    Placed,
+    PrefillLoad,
+    Rejected,
+    RequestEnded,
+    Schedule,
+    decode,
+    encode,
+)
+from mooncake_zmq.runtime.actor import PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
+
+BLOCK = 256
+BASE = ConductorSettings(ttft_slo_s=0, tbt_slo_s=0)
+
+
+def key(*parts):
+    return hashlib.sha256(repr(parts).encode()).digest()[:16]
+
+
+def keys(name, count, start=0):
+    return tuple(key(name, i) for i in range(start, start + count))
+
+
+def hello(role, host):
+    return Hello(protocol=1, role=role, host=host, model="m", tokenizer="t", layout="l")
+
+
+class Cluster:
+    """`hosts` hosts with one prefill, decode and cache-node each, named p0, d0, c0 ..., and the gateway g."""
+
+    def __init__(self, hosts=2, *, reports=True, **settings):
+        self.settings = replace(BASE, **settings)
+        self.conductor = Conductor(name="k", host="h0", incarnation=1, settings=self.settings, block_tokens=BLOCK)
+        self.now = 100.0
+        self.timers = {}
+        self.serial = 0
+        self.handle(Started())
+        self.up("g", "gateway", "h0")
+        for i in range(hosts):
+            self.up(f"p{i}", "prefill", f"h{i}")
+            self.up(f"d{i}", "decode", f"h{i}")
+            self.up(f"c{i}", "cache-node", f"h{i}")
+            if reports:
+                self.prefill_load(f"p{i}")
+                self.decode_load(f"d{i}")
+
+    def handle(self, event):
+        effects = self.conductor.handle(self.now, event)
+        self.conductor.check(self.now)
+        json.dumps(self.conductor.dump(self.now))
+        for effect in effects:
+            if isinstance(effect, SetTimer):
+                self.timers[effect.key] = self.now + effect.delay_s
+            if isinstance(effect, Send):
+                assert decode(encode(effect.message)) == effect.message
+        return effects
+
+    def advance(self, seconds):
+        end = self.now + seconds
+        while due := [(at, k) for k, at in self.timers.items() if at <= end]:
+            at, timer = min(due)
+            del self.timers[timer]
+            self.now = max(self.now, at)
+            self.handle(TimerFired(timer))
+        self.now = end
+
+    def up(self, name, role, host, incarnation=1):
+        self.handle(PeerUp(name, incarnation, hello(role, host)))
+
+    def down(self, name):
+        self.handle(PeerDown(name, "test"))
+
+    def say(self, sender, message):
+        return self.handle(Received(sender, message))
+
+    def prefill_load(self, name, queued_s=0.0, token_s=0.0, draining=False):
+        load = PrefillLoad(queued_jobs=0, queued_tokens=0, queued_s=queued_s, token_s=token_s, draining=draining)
+        self.say(name, load)
+
+    def decode_load(self, name, running=0, reserved=0, free=1_000_000, step_s=0.0, draining=False):
+        load = DecodeLoad(
+            running=running,
+            reserved=reserved,
+            free_tokens=free,
+            capacity_tokens=1_000_000,
+            step_s=step_s,
+            draining=draining,
+        )
+        self.say(name, load)
+
+    def announce(self, node, stored=(), removed=()):
+        self.say(node, BlocksAnnounced(stored=tuple(stored), removed=tuple(removed)))
+
+    def schedule(self, block_keys=(), tokens=None, *, request_id=None, attempt=1, exclude=(), max_tokens=100):
+        """Ask for a placement, return the answer."""
+        self.serial += 1
+        message = Schedule(
+            request_id=request_id or f"r{self.serial}",
+            attempt=attempt,
+            keys=tuple(block_keys),
+            tokens=len(block_keys) * BLOCK + 10 if tokens is None else tokens,
+            max_tokens=max_tokens,
+            exclude=exclude,
+        )
+        sends = [effect for effect in self.say("g", message) if isinstance(effect, Send)]
+        if not sends:
+            return None
+        (send,) = sends
+        assert send.to == "g"
+        assert isinstance(send.message, Placed | Rejected)
+        return send.message
+
+    def end(self, answer):
+        self.say("g", RequestEnded(request_id=answer.request_id, attempt=answer.attempt))
