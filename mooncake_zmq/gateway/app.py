@@ -1,0 +1,322 @@
+"""The gateway's HTTP face: routes, streaming and the client's hanging up. What requests mean is decided elsewhere."""
+
+import asyncio
+import contextlib
+import functools
+import secrets
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mooncake_zmq import __version__
+from mooncake_zmq.gateway.edge import Call, Edge, EdgeSettings, Full, HungUp
+from mooncake_zmq.gateway.openai import (
+    DONE,
+    SEEDS,
+    ChatBody,
+    CompletionBody,
+    Prepared,
+    Reply,
+    RequestError,
+    prepare,
+    server_sent,
+)
+from mooncake_zmq.gateway.pages import front_page
+from mooncake_zmq.gateway.requests import ClientOutput, Failed
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status in log and metrics when the client hung up; nobody receives it."""
+CLIENT_ID_CHARS = 256
+"""A longer x-request-id is not echoed."""
+
+_log = structlog.get_logger("gateway")
+
+
+def create_app(edge: Edge) -> Starlette:
+    """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`."""
+    pool = ThreadPoolExecutor(edge.settings.tokenize_threads, thread_name_prefix="tokenize")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        yield
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", _Generation(edge, CompletionBody, pool), methods=["POST"]),
+            Route("/v1/chat/completions", _Generation(edge, ChatBody, pool), methods=["POST"]),
+            *_plain_routes(edge),
+        ],
+        middleware=[Middleware(_Envelope, edge=edge)],
+        exception_handlers={HTTPException: _routing_error, RequestError: _request_error, Exception: _our_bug},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _plain_routes(edge: Edge) -> list[Route]:
+    created = int(time.time())
+
+    def card() -> dict[str, Any]:
+        return {
+            "id": edge.model.id,
+            "object": "model",
+            "created": created,
+            "owned_by": "mooncake_zmq",
+            "root": edge.model.id,
+            "parent": None,
+            "max_model_len": edge.model.max_model_len,
+        }
+
+    async def models(_request: Request) -> Response:
+        return _json({"object": "list", "data": [card()]})
+
+    async def model(request: Request) -> Response:
+        wanted = request.path_params["model"]
+        if wanted != edge.model.id:
+            raise RequestError(404, f"no model {wanted!r} here: it is {edge.model.id!r}", code="model_not_found", param="model")
+        return _json(card())
+
+    async def health(_request: Request) -> Response:
+        ok, detail = edge.health()
+        return _json(detail, 200 if ok else 503, {} if ok else {"retry-after": "1"})
+
+    async def live(_request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def version(_request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(_request: Request) -> Response:
+        return Response(edge.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def front(request: Request) -> Response:
+        return HTMLResponse(front_page(str(request.base_url), edge.model.id, edge.model.max_model_len))
+
+    return [
+        Route("/", front),
+        Route("/v1/models", models),
+        Route("/v1/models/{model:path}", model),
+        Route("/health", health),
+        Route("/ready", health),
+        Route("/ping", health),
+        Route("/live", live),
+        Route("/version", version),
+        Route("/metrics", metrics),
+    ]
+
+
+class _Generation:
+    """POST /v1/completions or /v1/chat/completions, as an ASGI application."""
+
+    def __init__(self, edge: Edge, kind: type[CompletionBody] | type[ChatBody], pool: ThreadPoolExecutor) -> None:
+        self._edge = edge
+        self._kind = kind
+        self._pool = pool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._edge.call() as call:
+                raw = await _read_body(Request(scope, receive), self._edge.settings)
+                watcher = asyncio.create_task(_watch(receive, call))
+                try:
+                    await self._answer(call, raw, scope, send)
+                finally:
+                    watcher.cancel()
+        except (HungUp, ClientDisconnect):
+            scope["state"]["status"] = CLIENT_CLOSED_REQUEST
+        except Full as full:
+            retry_after_s = self._edge.settings.full_retry_after_s
+            raise RequestError(503, str(full), code="overloaded", retry_after_s=retry_after_s) from None
+
+    async def _answer(self, call: Call, raw: bytes, scope: Scope, send: Send) -> None:
+        prepared = await self._prepare(raw)
+        call.submit(prepared.requests)
+        reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
+        try:
+            if prepared.body.stream:
+                await _Stream(call, reply, send, self._edge.settings.send_timeout_s).run()
+            else:
+                while not reply.done:
+                    _accept(call, reply, await call.take())
+                await _json(reply.whole())(scope, _nothing, send)
+        finally:
+            scope["state"]["facts"] = {
+                "prompt_tokens": sum(len(choice.prompt_ids) for choice in prepared.choices),
+                "completion_tokens": sum(choice.completion_tokens for choice in prepared.choices),
+                "finish_reasons": [choice.finish_reason for choice in prepared.choices],
+            }
+
+    async def _prepare(self, raw: bytes) -> Prepared:
+        settings, model = self._edge.settings, self._edge.model
+        work = functools.partial(prepare, raw, self._kind, model, settings, lambda: secrets.randbelow(SEEDS))
+        if len(raw) <= settings.inline_body_bytes:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+class _Stream:
+    """A reply as server-sent events. Nothing is sent before the first output, so an early failure keeps its status."""
+
+    def __init__(self, call: Call, reply: Reply, send: Send, send_timeout_s: float) -> None:
+        self._call = call
+        self._reply = reply
+        self._send = send
+        self._send_timeout_s = send_timeout_s
+
+    async def run(self) -> None:
+        reply = self._reply
+        _accept(self._call, reply, await self._call.take())
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._write({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            await self._say(self._news())
+            while not reply.done:
+                _accept(self._call, reply, await self._call.take())
+                await self._say(self._news())
+        except RequestError as error:
+            await self._say(self._news() + server_sent(error.body()), last=True)
+            return
+        usage = server_sent(reply.usage_chunk()) if reply.body.include_usage else b""
+        await self._say(usage + DONE, last=True)
+
+    def _news(self) -> bytes:
+        return b"".join(server_sent(chunk) for chunk in self._reply.chunks())
+
+    async def _say(self, events: bytes, *, last: bool = False) -> None:
+        if events:
+            await self._write({"type": "http.response.body", "body": events, "more_body": not last})
+
+    async def _write(self, message: Message) -> None:
+        """A client that takes nothing for long is as good as gone."""
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            raise HungUp from None
+
+
+def _accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -> None:
+    """Feed the choices; raises RequestError at the first failure. One failed choice fails the call."""
+    for index, output in outputs:
+        choice = reply.choices[index]
+        if choice.finish_reason is not None:
+            continue  # came before the actor learned of the stop string
+        if isinstance(output, Failed):
+            raise RequestError.of(output)
+        choice.accept(output)
+        if choice.finish_reason is not None and choice.finished is None:
+            call.stop(index)
+
+
+async def _read_body(request: Request, settings: EdgeSettings) -> bytes:
+    limit = settings.max_body_bytes
+    too_large = RequestError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and (len(length) > 18 or int(length) > limit):
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        text = f"the body did not arrive within {settings.body_timeout_s:g} s"
+        raise RequestError(408, text, code="body_timeout") from None
+    return bytes(body)
+
+
+async def _watch(receive: Receive, call: Call) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    call.hang_up()
+
+
+class _Envelope:
+    """Around every call: its id, the x-request-id echo, and one line in the log when it ends."""
+
+    def __init__(self, app: ASGIApp, edge: Edge) -> None:
+        self._app = app
+        self._edge = edge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began_at = self._edge.clock()
+        headers = dict(scope["headers"])
+        own_id = self._edge.new_id()
+        client_id = headers.get(b"x-request-id", b"")
+        echoed = client_id if 0 < len(client_id) <= CLIENT_ID_CHARS else own_id.encode()
+        # A fresh dict: the server may share its own between all calls.
+        state = scope["state"] = {**scope.get("state", {}), "id": own_id, "echoed": echoed, "status": 500, "facts": {}}
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                state["status"] = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", echoed)]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            self._edge.count(f"edge_http_responses[status={state['status']}]")
+            log = _log.info if scope["path"].startswith("/v1/") else _log.debug
+            log(
+                "http",
+                method=scope["method"],
+                path=scope["path"],
+                status=state["status"],
+                duration_s=round(self._edge.clock() - began_at, 6),
+                id=own_id,
+                client_id=client_id[:CLIENT_ID_CHARS].decode("latin-1"),
+                traceparent=headers.get(b"traceparent", b"")[:CLIENT_ID_CHARS].decode("latin-1"),
+                **state["facts"],
+            )
+
+
+def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+async def _request_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    # The rest of a body that was refused half-way is not worth reading: close.
+    close = {"connection": "close"} if error.status in (408, 413) else {}
+    return _json(error.body(), error.status, {**error.headers(), **close})
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    return _json(RequestError(error.status_code, text, code=code).body(), error.status_code, dict(error.headers or {}))
+
+
+async def _our_bug(request: Request, _error: Exception) -> Response:
+    """Starlette raises the error again once this is sent, so that the server logs it."""
+    error = RequestError(500, "internal error of the gateway", code="internal_error")
+    return _json(error.body(), 500, {"x-request-id": request.state.echoed.decode("latin-1")})
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}

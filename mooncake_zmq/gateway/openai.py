@@ -1,0 +1,514 @@
+"""The OpenAI surface: JSON to validated requests, outputs to JSON. Pure: no socket, clock or randomness of its own."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mooncake_zmq.gateway.edge import EdgeSettings, ServedModel
+from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, TokenOut
+from mooncake_zmq.kv.block_hash import pack_tokens
+from mooncake_zmq.messages import Sampling, StopRule
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of /v1/completions; a chat may use the whole context."""
+SEEDS = 1 << 63
+
+
+class RequestError(Exception):
+    """An HTTP error in OpenAI's shape."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.retry_after_s = 1.0 if retry_after_s is None and status in (429, 503) else retry_after_s
+
+    @classmethod
+    def of(cls, failed: Failed) -> "RequestError":
+        """The actor's one explicit error."""
+        status = failed.status if 400 <= failed.status <= 599 else 500
+        return cls(status, failed.message, code=failed.code, retry_after_s=failed.retry_after_s)
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's error type."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Retry-After in whole seconds, never early, and to the millisecond for clients that know it."""
+        if self.retry_after_s is None:
+            return {}
+        return {
+            "retry-after": str(max(1, math.ceil(self.retry_after_s))),
+            "retry-after-ms": str(max(1, math.ceil(self.retry_after_s * 1000))),
+        }
+
+
+def _invalid(param: str | None, message: str, code: str = "invalid_value") -> RequestError:
+    return RequestError(400, message, param=param, code=code)
+
+
+# --- what clients send; unknown fields are ignored, null means absent
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Filled = Annotated[str, Meta(min_length=1)]
+TokenCount = Annotated[int, Meta(ge=1, le=1 << 48)]
+ChatTurn = dict[str, Any]
+Prompt = str | list[int] | list[ChatTurn]
+
+
+class StreamOptions(Struct, frozen=True):
+    """What a stream tells beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(Struct, frozen=True, kw_only=True):
+    """What both endpoints accept. vLLM's extensions: top_k, ignore_eos, min_tokens, return_token_ids, cache_salt."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
+    seed: Annotated[int, Meta(ge=-SEEDS, le=SEEDS - 1)] | None = None
+    stop: Filled | Annotated[list[Filled], Meta(max_length=16)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
+    n: Annotated[int, Meta(ge=1, le=8)] | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Filled | None = None
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def sampling(self, seed: int) -> Sampling:
+        """OpenAI samples at temperature 1 unless told otherwise."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(0, self.top_k or 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=seed,
+        )
+
+    def stop_rule(self, prompt_tokens: int, default_tokens: int, model: ServedModel, param: str) -> StopRule:
+        """Fit the output into the model's context: a wish that does not fit is an error, a default is clipped."""
+        room = model.max_model_len - prompt_tokens
+        if room < 1:
+            text = f"the prompt has {prompt_tokens} tokens; prompt and output together may have {model.max_model_len}"
+            raise _invalid(param, text, "context_length_exceeded")
+        wish = self.max_completion_tokens or self.max_tokens
+        if wish is not None and wish > room:
+            text = f"{prompt_tokens} prompt tokens and {wish} output tokens exceed the context of {model.max_model_len} tokens"
+            name = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+            raise _invalid(name, text, "context_length_exceeded")
+        max_tokens = wish or min(default_tokens, room)
+        min_tokens = self.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise _invalid("min_tokens", f"min_tokens is {min_tokens}, but at most {max_tokens} tokens will be made")
+        eos_ids = () if self.ignore_eos else model.tokenizer.eos_ids
+        return StopRule(max_tokens=max_tokens, min_tokens=min_tokens, eos_ids=eos_ids)
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]]
+    echo: bool | None = None
+
+    def prompts(self) -> list[Prompt]:
+        """One prompt, or a list of them; a list of ids is one prompt."""
+        given = self.prompt
+        if isinstance(given, str):
+            texts_or_ids: list[Prompt] = [given]
+        elif all(isinstance(item, int) for item in given):
+            texts_or_ids = [[item for item in given if isinstance(item, int)]]
+        elif all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
+            texts_or_ids = [item for item in given if not isinstance(item, int)]
+        else:
+            raise _invalid("prompt", "the prompts of one list must be all texts, all token ids or all lists of token ids")
+        if not all(texts_or_ids):
+            raise _invalid("prompt", "the prompt is empty")
+        return texts_or_ids
+
+
+class TextPart(Struct, frozen=True):
+    """A part of a message; only text is supported."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+
+    def turn(self) -> ChatTurn:
+        """As chat templates read it. Text parts are joined by line breaks, as vLLM does."""
+        if not isinstance(self.content, list):
+            return {"role": self.role, "content": self.content or ""}
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise _invalid("messages", f"content parts of type {part.type!r} are not supported: only 'text' with a text")
+        return {"role": self.role, "content": "\n".join(part.text or "" for part in self.content)}
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+
+    def prompts(self) -> list[Prompt]:
+        """The conversation is one prompt."""
+        return [[message.turn() for message in self.messages]]
+
+
+def _parse(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        # "... - at `$.stop[0]`" or "Object missing required field `prompt`"
+        found = re.search(r"`\$\.(\w+)|required field `(\w+)`$", str(error))
+        raise _invalid(found and (found[1] or found[2]), str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _invalid(None, f"the body is not JSON: {error}", "invalid_json") from None
+
+
+# --- one HTTP body to requests
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A valid HTTP body, tokenized: `requests[i]` is answered by `choices[i]`; `n` choices for each prompt, in order."""
+
+    body: CompletionBody | ChatBody
+    requests: list[ClientRequest]
+    choices: "list[Choice]"
+
+
+def prepare(
+    raw: bytes,
+    kind: type[CompletionBody] | type[ChatBody],
+    model: ServedModel,
+    settings: EdgeSettings,
+    draw_seed: Callable[[], int],
+) -> Prepared:
+    """Parse, check, tokenize and hash. Raises RequestError. Long bodies come here in a thread."""
+    body = _parse(raw, kind)
+    if body.model is not None and body.model != model.id:
+        raise RequestError(404, f"no model {body.model!r} here: it is {model.id!r}", code="model_not_found", param="model")
+    prompts = body.prompts()
+    n = body.choices_per_prompt
+    if len(prompts) * n > settings.max_choices:
+        raise _invalid("n" if n > 1 else "prompt", f"{len(prompts)} prompts of {n} choices exceed {settings.max_choices}")
+    chat = isinstance(body, ChatBody)
+    param = "messages" if chat else "prompt"
+    seed = draw_seed() if body.seed is None else body.seed
+    prepared = Prepared(body, [], [])
+    for prompt in prompts:
+        ids = _tokenize(prompt, model, param)
+        stop = body.stop_rule(len(ids), model.max_model_len if chat else DEFAULT_COMPLETION_TOKENS, model, param)
+        tokens = pack_tokens(ids)
+        root, keys = model.hash_prompt(tokens, body.cache_salt or "")
+        echo = _echo(body, prompt, model)
+        for nth in range(n):
+            index = len(prepared.choices)
+            sampling = body.sampling((seed + nth) % SEEDS)
+            prepared.requests.append(ClientRequest(tokens=tokens, root=root, keys=keys, sampling=sampling, stop=stop))
+            prepared.choices.append(Choice(index, ids, model, stops=body.stops, min_tokens=stop.min_tokens, echo=echo))
+    return prepared
+
+
+def _tokenize(prompt: Prompt, model: ServedModel, param: str) -> list[int]:
+    if isinstance(prompt, str):
+        ids = model.tokenizer.encode(prompt)
+    elif isinstance(prompt[0], int):
+        ids = [item for item in prompt if isinstance(item, int)]
+        if max(ids) >= model.tokenizer.vocab_size:
+            raise _invalid(param, f"token id {max(ids)} is out of range: the vocabulary has {model.tokenizer.vocab_size} ids")
+    else:
+        try:
+            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)])
+        except ValueError as error:
+            raise _invalid(param, str(error)) from None
+    if not ids:
+        raise _invalid(param, "the prompt has no tokens")
+    return ids
+
+
+def _echo(body: CompletionBody | ChatBody, prompt: Prompt, model: ServedModel) -> str:
+    if isinstance(body, ChatBody) or not body.echo:
+        return ""
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode([item for item in prompt if isinstance(item, int)])
+
+
+# --- an answer as it grows
+
+
+class StopScanner:
+    """Finds the first stop string to be completed, holding back text that may be the start of one (Knuth-Morris-Pratt)."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._matched = [0] * len(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """What may go out, and whether a stop string was found; what follows a stop string is cut."""
+        if not self._stops:
+            return text, False
+        start, text = len(self._held), self._held + text
+        for end in range(start, len(text)):
+            found = self._step(text[end])
+            if found:
+                return text[: end + 1 - found], True
+        free = len(text) - max(self._matched)
+        self._held = text[free:]
+        return text[:free], False
+
+    def flush(self) -> str:
+        """What was held back in vain."""
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, char: str) -> int:
+        """Advance all stops by a character; the length of the longest one completed, or 0."""
+        found = 0
+        for which, (stop, borders) in enumerate(self._stops):
+            matched = self._matched[which]
+            while matched and stop[matched] != char:
+                matched = borders[matched - 1]
+            matched += stop[matched] == char
+            self._matched[which] = matched
+            if matched == len(stop):
+                found = max(found, matched)
+        return found
+
+
+def _borders(text: str) -> list[int]:
+    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(text)
+    length = 0
+    for end in range(1, len(text)):
+        while length and text[end] != text[length]:
+            length = borders[length - 1]
+        length += text[end] == text[length]
+        borders[end] = length
+    return borders
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a choice has to say since it was last asked."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Choice:
+    """One answer: detokenizes, cuts at stop strings, ends once."""
+
+    def __init__(
+        self, index: int, prompt_ids: list[int], model: ServedModel, *, stops: Sequence[str], min_tokens: int, echo: str
+    ) -> None:
+        self.index = index
+        self.prompt_ids = prompt_ids
+        self.completion_tokens = 0
+        self.finish_reason: str | None = None
+        self.finished: Finished | None = None
+        """The actor's account; None also after a stop string, which the actor does not know of."""
+        self.pieces_taken = 0
+        self.has_news = False
+        """Whether anything came since the last `take`."""
+        self._eos_ids = model.tokenizer.eos_ids
+        self._detokenizer = model.tokenizer.stream()
+        self._scanner = StopScanner(stops)
+        self._min_tokens = min_tokens
+        self._text = [echo]
+        self._token_ids: list[int] = []
+
+    def accept(self, output: TokenOut | Finished) -> None:
+        """Take the actor's next output; the text of an end-of-sequence token is no part of the answer."""
+        assert self.finish_reason is None
+        self.has_news = True
+        if isinstance(output, TokenOut):
+            assert output.index == self.completion_tokens, f"token {output.index} after {self.completion_tokens} tokens"
+            self.completion_tokens += 1
+            self._token_ids.append(output.token)
+            if output.token not in self._eos_ids:
+                self._add(self._detokenizer.push(output.token))
+            return
+        self.finished = output
+        self._add(self._detokenizer.flush())
+        if self.finish_reason is None:
+            self._text.append(self._scanner.flush())
+            self.finish_reason = output.reason
+
+    def take(self) -> Piece:
+        piece = Piece("".join(self._text), self._token_ids)
+        self._text, self._token_ids, self.has_news = [], [], False
+        self.pieces_taken += 1
+        return piece
+
+    def _add(self, text: str) -> None:
+        stopped = False
+        if self.completion_tokens > self._min_tokens:
+            text, stopped = self._scanner.push(text)
+        self._text.append(text)
+        if stopped:
+            self.finish_reason = "stop"
+
+
+# --- what clients receive
+
+
+class Reply:
+    """The JSON of one HTTP call, whole or in chunks."""
+
+    def __init__(self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int) -> None:
+        self.body = prepared.body
+        self.choices = prepared.choices
+        self._chat = isinstance(self.body, ChatBody)
+        self._head = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
+            "object": ("chat.completion" if self._chat else "text_completion"),
+            "created": created,
+            "model": model.id,
+        }
+
+    @property
+    def done(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def whole(self) -> dict[str, Any]:
+        """The body of a call that does not stream."""
+        body: dict[str, Any] = {**self._head, "choices": [self._choice(choice) for choice in self.choices]}
+        if self._chat and self.body.return_token_ids:
+            body["prompt_token_ids"] = self.choices[0].prompt_ids
+        return {**body, "usage": self._usage(), "mooncake": self._served()}
+
+    def chunks(self) -> Iterator[dict[str, Any]]:
+        """What there is to say now."""
+        for choice in self.choices:
+            if choice.has_news:
+                yield from self._chunks(choice)
+
+    def _chunks(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        """The first output always says something: a client times it."""
+        first = choice.pieces_taken == 0
+        piece = choice.take()
+        if first and self._chat:
+            chunk = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
+            if self.body.return_token_ids:
+                chunk["prompt_token_ids"] = choice.prompt_ids
+            yield chunk
+        told = self.body.return_token_ids or self.body.continuous_usage
+        if not (piece.text or choice.finish_reason or (first and not self._chat) or (told and piece.token_ids)):
+            return
+        content = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
+        ids: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            ids["token_ids"] = piece.token_ids
+            if first and not self._chat:
+                ids["prompt_token_ids"] = choice.prompt_ids
+        yield self._chunk(choice, content, choice.finish_reason, ids)
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The chunk before [DONE], when asked for."""
+        return {**self._chunk_head(), "choices": [], "usage": self._usage(), "mooncake": self._served()}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        piece = choice.take()
+        text = {"message": {"role": "assistant", "content": piece.text}} if self._chat else {"text": piece.text}
+        whole: dict[str, Any] = {"index": choice.index, **text, "logprobs": None, "finish_reason": choice.finish_reason}
+        if self.body.return_token_ids:
+            whole["token_ids"] = piece.token_ids
+            if not self._chat:
+                whole["prompt_token_ids"] = choice.prompt_ids
+        return whole
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
+
+    def _chunk(
+        self, choice: Choice, content: dict[str, Any], finish_reason: str | None = None, ids: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        said = {"index": choice.index, **content, "logprobs": None, "finish_reason": finish_reason, **(ids or {})}
+        chunk = {**self._chunk_head(), "choices": [said]}
+        if self.body.continuous_usage:
+            chunk["usage"] = _usage(len(choice.prompt_ids), choice.completion_tokens)
+        return chunk
+
+    @property
+    def _first_choices(self) -> list[Choice]:
+        """One for each prompt: a prompt counts once, however many choices it has."""
+        return self.choices[:: self.body.choices_per_prompt]
+
+    def _usage(self) -> dict[str, Any]:
+        usage = _usage(
+            sum(len(choice.prompt_ids) for choice in self._first_choices),
+            sum(choice.completion_tokens for choice in self.choices),
+        )
+        served = self._served()
+        cached = served and {"cached_tokens": served["cached_own"] + served["cached_local"] + served["cached_remote"]}
+        return {**usage, "prompt_tokens_details": cached}
+
+    def _served(self) -> dict[str, Any] | None:
+        """Who served, and what was reused; nodes and attempts are the first choice's. None where it is not known."""
+        accounts = [choice.finished for choice in self._first_choices if choice.finished is not None]
+        if len(accounts) < len(self._first_choices):
+            return None
+        return {
+            "cached_own": sum(account.cached_own for account in accounts),
+            "cached_local": sum(account.cached_local for account in accounts),
+            "cached_remote": sum(account.cached_remote for account in accounts),
+            "prefill": accounts[0].prefill,
+            "decode": accounts[0].decode,
+            "attempts": accounts[0].attempts,
+        }
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def server_sent(event: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"

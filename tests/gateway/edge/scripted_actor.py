@@ -1,0 +1,168 @@
+"""A gateway without a cluster: an actor that plays a script, and clients to speak with it."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+
+from mooncake_zmq.engine.tokenizer import byte_tokenizer
+from mooncake_zmq.gateway.app import create_app
+from mooncake_zmq.gateway.edge import Edge, EdgeSettings, ServedModel
+from mooncake_zmq.gateway.requests import ClientOutput, ClientRequest, Failed, Finished, TokenOut
+from mooncake_zmq.messages import Hello
+from mooncake_zmq.runtime.actor import FromClient, ToClient
+
+EOS = 256
+Batches = list[list[ClientOutput]]
+
+
+def tokens(text: str | bytes, start: int = 0) -> list[ClientOutput]:
+    raw = text.encode() if isinstance(text, str) else text
+    return [TokenOut(start + index, byte) for index, byte in enumerate(raw)]
+
+
+def finished(reason: str = "stop", **changes: Any) -> Finished:
+    account = {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "cached_own": 1,
+        "cached_local": 2,
+        "cached_remote": 1,
+        "prefill": "prefill-0",
+        "decode": "decode-0",
+        "attempts": 1,
+    }
+    return Finished(reason=reason, **(account | changes))
+
+
+def one_by_one(outputs: Iterable[ClientOutput]) -> Batches:
+    """Each output in its own loop iteration, as decode steps come."""
+    return [[output] for output in outputs]
+
+
+def hello(role: str) -> Hello:
+    return Hello(protocol=1, role=role, host="h", model="m", tokenizer="t", layout="l")
+
+
+@dataclass
+class ScriptedActor:
+    """Answers every request with the batches of `script(request, number)`; a script without an end waits for a cancel."""
+
+    script: Callable[[ClientRequest, int], Batches] = lambda _request, _number: [[*tokens("ok"), finished()]]
+    settings: EdgeSettings = field(default_factory=EdgeSettings)
+    max_model_len: int = 64
+    requests: dict[str, ClientRequest] = field(default_factory=dict)
+    cancelled: list[str] = field(default_factory=list)
+    up: dict[str, Hello] = field(default_factory=lambda: {role: hello(role) for role in ("conductor", "prefill", "decode")})
+    actor_counts: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        model = ServedModel(
+            id="toy",
+            max_model_len=self.max_model_len,
+            block_tokens=4,
+            model_fingerprint="weights",
+            layout_fingerprint="layout",
+            tokenizer=byte_tokenizer(),
+        )
+        self.edge = Edge(name="gw", incarnation=0xABC, model=model, settings=self.settings, backing=self)
+        self.app = create_app(self.edge)
+        self._playing: set[asyncio.Task[None]] = set()
+
+    @property
+    def only(self) -> ClientRequest:
+        (request,) = self.requests.values()
+        return request
+
+    def inject(self, event: FromClient) -> None:
+        if not isinstance(event.input, ClientRequest):
+            self.cancelled.append(event.request_id)
+            return
+        assert event.request_id not in self.requests
+        task = asyncio.create_task(self._play(event.request_id, self.script(event.input, len(self.requests))))
+        self.requests[event.request_id] = event.input
+        self._playing.add(task)
+        task.add_done_callback(self._playing.discard)
+
+    def peers(self) -> dict[str, Hello]:
+        return self.up
+
+    def refusals(self) -> dict[str, str]:
+        return {"prefill-9": "model differs"}
+
+    def counts(self) -> dict[str, float]:
+        return self.actor_counts
+
+    def gauges(self) -> dict[str, float]:
+        return {"requests[state=placing]": 0.0}
+
+    async def _play(self, request_id: str, batches: Batches) -> None:
+        for batch in batches:
+            for output in batch:
+                self.edge.deliver(ToClient(request_id, output))
+            for _ in range(12):  # let the reader come around to waiting again
+                await asyncio.sleep(0)
+
+    def call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        """One HTTP call in a loop of its own; afterwards nothing may be left open."""
+
+        async def go() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+                return await client.request(method, path, **arguments)
+
+        response = asyncio.run(go())
+        self.check_idle()
+        return response
+
+    def complete(self, **body: Any) -> httpx.Response:
+        return self.call("POST", "/v1/completions", json={"model": "toy", "prompt": "hello", **body})
+
+    def chat(self, **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "hi"}]
+        return self.call("POST", "/v1/chat/completions", json={"model": "toy", "messages": messages, **body})
+
+    def check_idle(self) -> None:
+        assert self.edge.open_requests == 0
+        assert self.edge.slots_taken == 0
+
+    def serve(self, client: Callable[[int], Awaitable[None]]) -> None:
+        """Run `client(port)` against a real server on a loopback port."""
+
+        async def go() -> None:
+            server = uvicorn.Server(uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="error", lifespan="on"))
+            serving = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.005)
+            try:
+                await client(server.servers[0].sockets[0].getsockname()[1])
+            finally:
+                server.should_exit = True
+                await serving
+
+        asyncio.run(go())
+        self.check_idle()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for `condition`, at most 5 s."""
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The JSON of a stream; [DONE] as text."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    parts = response.text.split("\n\n")
+    assert parts.pop() == ""
+    payloads = [part.removeprefix("data: ") for part in parts]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+def failing(status: int = 503, retry_after_s: float | None = 2.5) -> Failed:
+    return Failed(status=status, code="no_decode", message="no decode node", retry_after_s=retry_after_s)
