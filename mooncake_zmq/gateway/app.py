@@ -34,7 +34,7 @@ from mooncake_zmq.gateway.openai import (
     server_sent,
 )
 from mooncake_zmq.gateway.pages import front_page
-from mooncake_zmq.gateway.requests import ClientOutput, Failed
+from mooncake_zmq.gateway.requests import ClientOutput, Failed, TokenOut
 
 CLIENT_CLOSED_REQUEST = 499
 """Status in log and metrics when the client hung up; nobody receives it."""
@@ -217,8 +217,10 @@ def _accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -
     """Feed the choices; raises RequestError at the first failure. One failed choice fails the call."""
     for index, output in outputs:
         choice = reply.choices[index]
-        if choice.finish_reason is not None:
-            continue  # came before the actor learned of the stop string
+        if choice.finish_reason is not None:  # a stop string was found
+            if not isinstance(output, TokenOut):  # else it came before the actor learned of it
+                choice.settle(output)
+            continue
         if isinstance(output, Failed):
             raise RequestError.of(output)
         choice.accept(output)

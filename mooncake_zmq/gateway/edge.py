@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 from mooncake_zmq.messages import Hello
 from mooncake_zmq.runtime.actor import FromClient, ToClient
@@ -246,6 +246,11 @@ class Edge:
             self.metrics.count_end(request, finished_reason, self.clock())
             self.backing.inject(FromClient(request_id, ClientGone()))
 
+    def stop(self, request_id: str) -> None:
+        """A stop string was found: the actor cancels the rest and still gives its account."""
+        if request_id in self._open:
+            self.backing.inject(FromClient(request_id, StopFound()))
+
 
 class Call:
     """One HTTP call: its slots, its requests (one for each choice) and the mailbox of their outputs."""
@@ -308,7 +313,7 @@ class Call:
 
     def stop(self, index: int) -> None:
         """A stop string ended this choice: the rest of it is not wanted."""
-        self._edge.cancel(self._ids[index], "stop")
+        self._edge.stop(self._ids[index])
 
     def _cancel_all(self, finished_reason: str) -> None:
         for request_id in self._ids:

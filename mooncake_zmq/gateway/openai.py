@@ -346,7 +346,9 @@ class Choice:
         self.completion_tokens = 0
         self.finish_reason: str | None = None
         self.finished: Finished | None = None
-        """The actor's account; None also after a stop string, which the actor does not know of."""
+        """The actor's account; None if it failed just as a stop string ended the choice."""
+        self.settled = False
+        """Whether the actor is done with it: after a stop string its account comes last."""
         self.pieces_taken = 0
         self.has_news = False
         """Whether anything came since the last `take`."""
@@ -368,11 +370,16 @@ class Choice:
             if output.token not in self._eos_ids:
                 self._add(self._detokenizer.push(output.token))
             return
-        self.finished = output
+        self.settle(output)
         self._add(self._detokenizer.flush())
         if self.finish_reason is None:
             self._text.append(self._scanner.flush())
             self.finish_reason = output.reason
+
+    def settle(self, output: Finished | Failed) -> None:
+        """The actor's last word."""
+        self.settled = True
+        self.finished = output if isinstance(output, Finished) else None
 
     def take(self) -> Piece:
         piece = Piece("".join(self._text), self._token_ids)
@@ -408,7 +415,7 @@ class Reply:
 
     @property
     def done(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return all(choice.settled for choice in self.choices)
 
     def whole(self) -> dict[str, Any]:
         """The body of a call that does not stream."""

@@ -58,10 +58,15 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
-    """The client hung up, or a stop string was found: cancel at every hop. Nothing more is sent to the client."""
+    """The client hung up: cancel at every hop. Nothing more is sent to the client."""
 
 
-ClientInput = ClientRequest | ClientGone
+@dataclass(frozen=True, slots=True)
+class StopFound:
+    """The edge found a stop string in the text: cancel at every hop and answer `Finished`."""
+
+
+ClientInput = ClientRequest | ClientGone | StopFound
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,8 @@ class _Request:
     deadline: float
     state: RequestState = RequestState.WAITING
     attempt: int = 0
+    admitted: bool = False
+    """Has a conductor ever placed it?"""
     scheduled: bool = False
     """Is an attempt under way that a conductor may have booked?"""
     conductor: str = ""
@@ -209,6 +216,8 @@ class Requests:
                 return self._on_client(now, request_id, client)
             case FromClient(request_id, ClientGone()):
                 return self._on_gone(request_id)
+            case FromClient(request_id, StopFound()):
+                return self._on_stop_found(request_id)
             case Received(sender, Placed() as message):
                 return self._on_placed(now, sender, message)
             case Received(sender, Rejected() as message):
@@ -310,6 +319,10 @@ class Requests:
         self._count("requests_cancelled")
         return self._let_go(request) + self._end(request)
 
+    def _on_stop_found(self, request_id: str) -> list[Effect]:
+        request = self._requests.get(request_id)
+        return [] if request is None else [*self._let_go(request), *self._finish(request, "stop")]
+
     # --- placement
 
     def _begin_attempt(self, now: float, request: _Request | None) -> list[Effect]:
@@ -347,10 +360,12 @@ class Requests:
         if request is None or request.state is not RequestState.PLACING or request.conductor != sender:
             return []
         self._move(request, "placed")
+        request.admitted = True
         request.prefill, request.decode = message.prefill, message.decode
+        effects: list[Effect] = [CancelTimer(("placement", request.request_id))]
         for node in (message.prefill, message.decode):
             if node not in self._peers:
-                return self._retry(now, request, exclude=node)
+                return effects + self._retry(now, request, exclude=node)
         client = request.client
         start = StartPrefill(
             request_id=request.request_id,
@@ -366,14 +381,14 @@ class Requests:
             sources=message.sources,
             deadline_s=max(0.0, request.deadline - now),
         )
-        return [CancelTimer(("placement", request.request_id)), Send(message.prefill, start), self._stall_timer(request)]
+        return [*effects, Send(message.prefill, start), self._stall_timer(request)]
 
     def _on_rejected(self, now: float, sender: str, message: Rejected) -> list[Effect]:
         request = self._current(message.request_id, message.attempt)
         if request is None or request.state is not RequestState.PLACING or request.conductor != sender:
             return []
         request.exclude = ()
-        if message.attempt > 1:  # it was admitted once: it is resumed as soon as nodes are there again
+        if request.admitted:  # it is resumed as soon as nodes are there again
             return self._retry(now, request)
         overloaded = message.reason in (RejectReason.TTFT, RejectReason.TBT)
         failed = Failed(
@@ -387,7 +402,7 @@ class Requests:
 
     def _on_placement_late(self, request_id: str) -> list[Effect]:
         request = self._requests.get(request_id)
-        if request is None or request.attempt > 1 or request.state not in (RequestState.WAITING, RequestState.PLACING):
+        if request is None or request.admitted:
             return []
         failed = Failed(status=503, code="no_conductor", message="no conductor answers", retry_after_s=2.0)
         return self._fail(request, failed)
@@ -416,6 +431,8 @@ class Requests:
             request = self._current(request_id, attempt)
             if request is not None and request.decode == sender:
                 effects += self._take(request, index, token)
+            elif request is None:  # our cancel overtook the prefill's reservation there: without another it runs to its end
+                effects.append(Send(sender, CancelRequest(request_id=request_id, attempt=attempt)))
         return effects
 
     def _take(self, request: _Request, index: int, token: int) -> list[Effect]:
@@ -436,8 +453,9 @@ class Requests:
         effects: list[Effect] = [ToClient(request.request_id, TokenOut(len(request.output), token))]
         request.output.append(token)
         reason = request.client.stop.reason(token, len(request.output))
-        if reason is None:
-            return effects
+        return effects if reason is None else [*effects, *self._forget_booking(request), *self._finish(request, reason)]
+
+    def _finish(self, request: _Request, reason: str) -> list[Effect]:
         own, local, remote = request.cached or (0, 0, 0)
         finished = Finished(
             reason=reason,
@@ -451,7 +469,7 @@ class Requests:
             attempts=request.attempt,
         )
         self._count(f"requests_finished[reason={reason}]")
-        return [*effects, ToClient(request.request_id, finished), *self._forget_booking(request), *self._end(request)]
+        return [ToClient(request.request_id, finished), *self._end(request)]
 
     # --- attempts that end early
 

@@ -12,7 +12,7 @@ import uvicorn
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.app import create_app
 from mooncake_zmq.gateway.edge import Edge, EdgeSettings, ServedModel
-from mooncake_zmq.gateway.requests import ClientOutput, ClientRequest, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.requests import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
 from mooncake_zmq.messages import Hello
 from mooncake_zmq.runtime.actor import FromClient, ToClient
 
@@ -81,6 +81,9 @@ class ScriptedActor:
     def inject(self, event: FromClient) -> None:
         if not isinstance(event.input, ClientRequest):
             self.cancelled.append(event.request_id)
+            if isinstance(event.input, StopFound):
+                account = ToClient(event.request_id, finished())
+                asyncio.get_running_loop().call_soon(self.edge.deliver, account)
             return
         assert event.request_id not in self.requests
         task = asyncio.create_task(self._play(event.request_id, self.script(event.input, len(self.requests))))

@@ -39,8 +39,8 @@ def test_vllm_metrics():
     samples = scrape(actor)
     assert value(samples, "vllm:prompt_tokens_total") == 15
     assert value(samples, "vllm:generation_tokens_total") == 8
-    assert value(samples, "vllm:prefix_cache_queries_total") == 10
-    assert value(samples, "vllm:prefix_cache_hits_total") == 8
+    assert value(samples, "vllm:prefix_cache_queries_total") == 15
+    assert value(samples, "vllm:prefix_cache_hits_total") == 12
     assert value(samples, "vllm:time_to_first_token_seconds_count") == 3
     assert value(samples, "vllm:inter_token_latency_seconds_count") == 5
     assert value(samples, "vllm:e2e_request_latency_seconds_count") == 4
