@@ -1,0 +1,622 @@
+"""Carries out an actor's works live: model steps on one thread, local copies on another, reads from other hosts on a third.
+
+All KV moves as a one-sided read by its destination: from a mapped segment, or from a data server. RDMA or CUDA IPC would
+be a third way to do the same read. What arrives is verified; what does not verify is reported per block, as a miss.
+
+A work may have several parties (a chunk's computation and the loading of its prefix). Its `WorkDone` is emitted when the
+last of them has let go, so that nothing of a work touches memory after its end.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.sampling import sample
+from mooncake_zmq.engine.spec import Engine
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.messages import Hello, SlotRef
+from mooncake_zmq.runtime.actor import WorkDone, WorkProgress
+from mooncake_zmq.transfer.block_copy import copy_block, granted, load_layers, store_block, store_part
+from mooncake_zmq.transfer.directory import SegmentDirectory
+from mooncake_zmq.transfer.network import Configure, ReadBatch, RemoteRead, RemoteReader, plain
+from mooncake_zmq.transfer.process_lock import is_alive
+from mooncake_zmq.transfer.shared_memory import Segment
+from mooncake_zmq.work import (
+    BlockLoad,
+    BlocksCopied,
+    BlocksPulled,
+    ChunkComputed,
+    ComputeChunk,
+    CopyBlocks,
+    DecodeStep,
+    LayerComputed,
+    ProbeProcess,
+    ProcessProbed,
+    PullBlocks,
+    Result,
+    SequenceBlock,
+    SlotGrant,
+    StepDecoded,
+    Work,
+    WorkFailed,
+)
+
+log = structlog.get_logger()
+
+Emit = Callable[[WorkProgress | WorkDone], None]
+
+
+class Executor:
+    """Methods are for the runtime's thread; `emit` and `on_crash` are called from the executor's own threads as well."""
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        incarnation: int,
+        host: str,
+        layout: BlockLayout,
+        segment: Segment | None,
+        engine: Engine | None,
+        runtime_dir: str | Path,
+        emit: Emit,
+        on_crash: Callable[[BaseException], None],
+        window_bytes: int = 32 << 20,
+        configure: Configure = plain,
+    ) -> None:
+        self._segment = segment
+        self._layout = layout
+        self._engine = engine
+        self._runtime_dir = runtime_dir
+        self._emit = emit
+        self._on_crash = on_crash
+        self._lock = threading.Lock()
+        """Guards `_jobs`, their parties and results, and `_sequences`."""
+        self._jobs: dict[int, _Job] = {}
+        self._sequences: dict[int, _OpenSequence] = {}
+        self._closed = False
+        self._directory = SegmentDirectory(node, incarnation, host, layout, segment)
+        self._reader = RemoteReader(layout, on_crash=on_crash, window_bytes=window_bytes, configure=configure)
+        self._compute = _Worker("compute", on_crash)
+        self._copy = _Worker("copy", on_crash)
+
+    # --- peers, sequences, generations
+
+    def learn_peer(self, name: str, incarnation: int, hello: Hello) -> None:
+        """Remember where this life's slots can be read; an older life of it is forgotten."""
+        life = (name, incarnation)
+        replaced = self._directory.learn(life, hello.host, hello.segment)
+        if replaced:
+            self._reader.forget(replaced)
+        endpoint = self._directory.endpoint(life)
+        if endpoint:
+            self._reader.learn(life, endpoint)
+
+    def forget_peer(self, name: str) -> None:
+        """Drop what is known of a peer; reads of it over the network fail at once, copies under way finish."""
+        life = self._directory.forget(name)
+        if life:
+            self._reader.forget(life)
+
+    def fence(self, generations: Iterable[tuple[int, int]]) -> None:
+        """Set (slot, generation) in the own segment."""
+        assert self._segment, "a node without a segment has nothing to fence"
+        for slot, generation in generations:
+            self._segment.set_generation(slot, generation)
+
+    def open_sequence(self, sequence: int, capacity_tokens: int) -> None:
+        assert self._engine, "a node without an engine has no sequences"
+        assert sequence not in self._sequences, f"sequence {sequence} is open already"
+        opened = _OpenSequence(self._engine.new_sequence(capacity_tokens))
+        with self._lock:
+            self._sequences[sequence] = opened
+
+    def close_sequence(self, sequence: int) -> None:
+        """Free a sequence's KV, at the end of the last work that uses it."""
+        with self._lock:
+            opened = self._sequences.pop(sequence)
+            opened.closing = True
+            idle = opened.uses == 0
+        if idle:
+            opened.kv.close()
+
+    # --- works
+
+    def start(self, work_id: int, work: Work, deadline_s: float) -> None:
+        """Begin a work that may take `deadline_s` from now. It ends with exactly one `WorkDone`, whatever happens."""
+        job = _Job(work_id, work, time.monotonic() + deadline_s)
+        with self._lock:
+            assert not self._closed, "the executor is closed"
+            assert work_id not in self._jobs, f"work id {work_id} is in use"
+            for sequence in _sequences_of(work):
+                opened = job.sequences[sequence] = self._sequences[sequence]
+                opened.uses += 1
+            self._jobs[work_id] = job
+        match work:
+            case ComputeChunk():
+                self._start_chunk(job, work)
+            case PullBlocks():
+                self._start_pull(job, work)
+            case CopyBlocks():
+                self._start_copy(job, work)
+            case DecodeStep():
+                self._begin(job, [(self._compute, partial(self._decode, job, work))], [])
+            case ProbeProcess():
+                self._begin(job, [(self._copy, partial(self._probe, work))], [])
+
+    def cancel(self, work_id: int) -> None:
+        """Ask a work to stop early; one that has ended is none."""
+        with self._lock:
+            job = self._jobs.get(work_id)
+        if job:
+            self._stop(job, "cancelled")
+
+    def close(self) -> None:
+        """End all works, stop the threads, free all sequences. May be called twice."""
+        with self._lock:
+            self._closed = True
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            self._stop(job, "closed")
+        self._compute.close()
+        self._copy.close()
+        self._reader.close()
+        assert not self._jobs, "a work was left without its end"
+        for sequence in list(self._sequences):
+            self.close_sequence(sequence)
+        self._directory.clear()
+
+    # --- a job's parties
+
+    def _begin(self, job: "_Job", turns: "list[tuple[_Worker, Turn]]", reads: list[RemoteRead]) -> None:
+        """Hand a job to its parties. All are counted before the first may finish."""
+        job.parties = 1 + len(turns) + bool(reads)
+        if reads:
+            batch = self._reader.submit(reads, job.deadline, lambda: self._leave(job, None))
+            with self._lock:
+                job.batch = batch
+        for worker, turn in turns:
+            worker.put(partial(self._take_turn, job, turn))
+        self._leave(job, None)
+
+    def _take_turn(self, job: "_Job", turn: "Turn") -> None:
+        result: Result | None
+        try:
+            job.check()
+            result = turn()
+        except _Stopped as stopped:
+            result = WorkFailed(stopped.reason)
+        except Exception as error:
+            self._leave(job, WorkFailed(f"bug: {error!r}"))
+            raise
+        self._leave(job, result)
+
+    def _leave(self, job: "_Job", result: Result | None) -> None:
+        """One party is done. The last one to leave ends the job with the first result that was given."""
+        with self._lock:
+            job.result = job.result or result
+            job.parties -= 1
+            last = job.parties == 0
+        if isinstance(result, WorkFailed | ChunkComputed) and not last:
+            self._stop(job, "its other half ended")
+        if not last:
+            return
+        outcome = job.result or (WorkFailed(job.stopped) if job.stopped else job.conclude())
+        with self._lock:
+            del self._jobs[job.work_id]
+            for opened in job.sequences.values():
+                opened.uses -= 1
+            unused = [opened.kv for opened in job.sequences.values() if opened.closing and not opened.uses]
+        for kv in unused:
+            kv.close()
+        self._emit(WorkDone(job.work_id, outcome))
+
+    def _stop(self, job: "_Job", reason: str) -> None:
+        with self._lock:
+            job.stopped = job.stopped or reason
+            batch = job.batch
+        if job.prefix:
+            job.prefix.wake()
+        if batch:
+            self._reader.cancel(batch)
+
+    # --- loading blocks into sequences
+
+    def _start_pull(self, job: "_Job", work: PullBlocks) -> None:
+        pulled = _Pulled()
+        job.conclude = pulled.result
+        sequence = job.sequences[work.sequence].kv
+        here, far = self._split(work.loads)
+        turns: list[tuple[_Worker, Turn]] = []
+        if here:
+            order = [(range(load.first_layer, load.stop_layer), load) for load in here]
+            turns.append((self._copy, partial(self._load_blocks, job, order, sequence, pulled)))
+        self._begin(
+            job, turns, [self._sequence_read(load, range(load.first_layer, load.stop_layer), sequence, pulled) for load in far]
+        )
+
+    def _split(self, loads: Iterable[BlockLoad]) -> tuple[list[BlockLoad], list[BlockLoad]]:
+        """Loads of this host, or of nowhere, and those of other hosts."""
+        here: list[BlockLoad] = []
+        far: list[BlockLoad] = []
+        for load in loads:
+            (far if self._directory.endpoint((load.source.node, load.source.incarnation)) else here).append(load)
+        return here, far
+
+    def _load_blocks(self, job: "_Job", order: "Iterable[_LayersOfBlock]", sequence: SequenceKV, record: "_LoadRecord") -> None:
+        """Load in the given order. What comes too late has failed."""
+        for layers, load in order:
+            segment = self._directory.segment((load.source.node, load.source.incarnation))
+            checksums = None
+            if segment and not job.is_late() and load.block not in record.failed:
+                checksums = load_layers(segment, load, layers, sequence)
+            if checksums is None:
+                record.fail(load.block)
+            else:
+                record.arrived(load.block, layers, checksums)
+            if job.stopped:
+                return
+
+    def _sequence_read(self, load: BlockLoad, layers: range, sequence: SequenceKV, record: "_LoadRecord") -> RemoteRead:
+        return RemoteRead(load.source, layers, _SequenceSink(load, sequence, self._layout, record))
+
+    # --- computing
+
+    def _start_chunk(self, job: "_Job", work: ComputeChunk) -> None:
+        sequence = job.sequences[work.sequence].kv
+        turns: list[tuple[_Worker, Turn]] = []
+        reads: list[RemoteRead] = []
+        if work.prefix:
+            prefix = job.prefix = _Prefix(self._layout.layers, work.prefix)
+            here, far = self._split(work.prefix)
+            if here:
+                order = prefix.until_failed(_by_layer(self._layout.layers, here))
+                turns.append((self._copy, partial(self._load_blocks, job, order, sequence, prefix)))
+            reads = [
+                self._sequence_read(load, layers, sequence, prefix) for layers, load in _by_layer(self._layout.layers, far)
+            ]
+        turns.append((self._compute, partial(self._compute_chunk, job, work, sequence)))
+        self._begin(job, turns, reads)
+
+    def _compute_chunk(self, job: "_Job", work: ComputeChunk, sequence: SequenceKV) -> Result:
+        assert self._engine
+        began = time.perf_counter()
+        tokens: NDArray[np.int32] = np.frombuffer(work.tokens, "<i4").astype(np.int32, copy=False)
+
+        def before_layer(layer: int) -> None:
+            job.check()
+            if job.prefix:
+                job.prefix.wait(layer, job)
+
+        def after_layer(layer: int) -> None:
+            job.check()
+            self._store_outputs(work, sequence, layer, len(tokens))
+            self._emit(WorkProgress(job.work_id, LayerComputed(layer)))
+
+        try:
+            sequence.set_length(work.start)
+            logits = self._engine.prefill(
+                sequence,
+                tokens,
+                before_layer=before_layer,
+                after_layer=after_layer,
+                logits_at=None if work.sampling is None else (-1,),
+            )
+            for layer in range(self._layout.layers):  # an engine that skipped one must not have used what is not there
+                before_layer(layer)
+        except _PrefixFailed as failure:
+            return ChunkComputed((), None, time.perf_counter() - began, failure.blocks)
+        token = None
+        if work.sampling is not None:
+            assert logits is not None
+            token = sample(logits[0], work.sampling, work.start + len(tokens))
+        return ChunkComputed(self._output_checksums(work), token, time.perf_counter() - began)
+
+    def _store_outputs(self, work: ComputeChunk, sequence: SequenceKV, layer: int, token_count: int) -> None:
+        """Copy one layer of the new tokens to the output slots, which lie in the own segment."""
+        block_tokens = self._layout.block_tokens
+        stop = work.start + token_count
+        assert len(work.outputs) <= self._layout.blocks_for(token_count)
+        for index, grant in enumerate(work.outputs):
+            assert self._segment
+            if not granted(self._segment, grant):
+                raise _Stopped(f"output slot {grant.slot} is no longer granted")
+            first = work.start + index * block_tokens
+            store_part(sequence, layer, first, min(first + block_tokens, stop), self._segment, grant.slot)
+
+    def _output_checksums(self, work: ComputeChunk) -> tuple[int, ...]:
+        segment = self._segment
+        return tuple(block_checksum(segment.parts(grant.slot).tolist()) for grant in work.outputs if segment)
+
+    def _decode(self, job: "_Job", work: DecodeStep) -> Result:
+        assert self._engine
+        began = time.perf_counter()
+        sequences = [job.sequences[entry.sequence].kv for entry in work.entries]
+        for sequence, entry in zip(sequences, work.entries, strict=True):
+            if sequence.length != entry.position:
+                sequence.set_length(entry.position)
+        logits = self._engine.decode(sequences, np.array([entry.token for entry in work.entries], np.int32))
+        tokens = tuple(sample(logits[row], entry.sampling, entry.position + 1) for row, entry in enumerate(work.entries))
+        return StepDecoded(tokens, time.perf_counter() - began)
+
+    # --- copying whole blocks
+
+    def _start_copy(self, job: "_Job", work: CopyBlocks) -> None:
+        copied = _Copied(len(work.copies))
+        job.conclude = copied.result
+        here: list[int] = []
+        reads: list[RemoteRead] = []
+        for index, (source, grant) in enumerate(work.copies):
+            target = self._directory.segment((grant.node, grant.incarnation), writable=True)
+            if isinstance(source, SlotRef) and target and self._directory.endpoint((source.node, source.incarnation)):
+                reads.append(RemoteRead(source, range(self._layout.layers), _SlotSink(index, target, grant, copied)))
+            else:
+                here.append(index)
+        turns: list[tuple[_Worker, Turn]] = []
+        if here:
+            turns.append((self._copy, partial(self._copy_blocks, job, work, here, copied)))
+        self._begin(job, turns, reads)
+
+    def _copy_blocks(self, job: "_Job", work: CopyBlocks, indices: list[int], copied: "_Copied") -> None:
+        for index in indices:
+            if job.stopped or job.is_late():
+                return
+            source, grant = work.copies[index]
+            target = self._directory.segment((grant.node, grant.incarnation), writable=True)
+            if target is None:
+                continue
+            if isinstance(source, SequenceBlock):
+                copied.checksums[index] = store_block(job.sequences[source.sequence].kv, source.block, target, grant)
+                continue
+            segment = self._directory.segment((source.node, source.incarnation))
+            if segment:
+                copied.checksums[index] = copy_block(segment, source, target, grant)
+
+    def _probe(self, work: ProbeProcess) -> Result:
+        return ProcessProbed(is_alive(self._runtime_dir, work.node, work.incarnation))
+
+
+_LayersOfBlock = tuple[range, BlockLoad]
+
+Turn = Callable[[], Result | None]
+"""One party's share of a job; a result ends the job for the other parties too."""
+
+
+class _Stopped(Exception):
+    """The work is to end without a result."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class _PrefixFailed(Exception):
+    """Blocks of the prefix did not verify."""
+
+    def __init__(self, blocks: tuple[int, ...]) -> None:
+        super().__init__(blocks)
+        self.blocks = blocks
+
+
+@dataclass(slots=True, eq=False)
+class _OpenSequence:
+    kv: SequenceKV
+    uses: int = 0
+    closing: bool = False
+
+
+def _nothing() -> Result:
+    raise AssertionError("a work without parties that give a result")
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A started work. `stopped`: why its parties should end early."""
+
+    work_id: int
+    work: Work
+    deadline: float
+    parties: int = 0
+    stopped: str = ""
+    result: Result | None = None
+    conclude: Callable[[], Result] = _nothing
+    prefix: "_Prefix | None" = None
+    batch: ReadBatch | None = None
+    sequences: dict[int, _OpenSequence] = field(default_factory=dict)
+
+    def is_late(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def check(self) -> None:
+        if self.stopped:
+            raise _Stopped(self.stopped)
+        if self.is_late():
+            raise _Stopped("deadline")
+
+
+class _LoadRecord(Protocol):
+    """Learns of loaded parts; from the copy thread and the reader's thread alike."""
+
+    failed: dict[int, None]
+
+    def arrived(self, block: int, layers: range, checksums: Sequence[int]) -> None: ...
+
+    def fail(self, block: int) -> None: ...
+
+
+class _Pulled:
+    """Record of a `PullBlocks`. Both writers only append, which needs no lock."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, int, int]] = []
+        self.failed: dict[int, None] = {}
+
+    def arrived(self, block: int, layers: range, checksums: Sequence[int]) -> None:
+        self.parts.extend((block, layer, checksum) for layer, checksum in zip(layers, checksums, strict=True))
+
+    def fail(self, block: int) -> None:
+        self.failed[block] = None
+
+    def result(self) -> Result:
+        good = sorted(part for part in self.parts if part[0] not in self.failed)
+        return BlocksPulled(tuple(good), tuple(sorted(self.failed)))
+
+
+class _Prefix:
+    """Record of a chunk's prefix: the compute thread waits here for each layer of it."""
+
+    def __init__(self, layers: int, loads: Iterable[BlockLoad]) -> None:
+        self._missing = [0] * layers
+        for load in loads:
+            for layer in range(load.first_layer, load.stop_layer):
+                self._missing[layer] += 1
+        self._changed = threading.Condition()
+        self.failed: dict[int, None] = {}
+
+    def arrived(self, block: int, layers: range, checksums: Sequence[int]) -> None:
+        with self._changed:
+            for layer in layers:
+                self._missing[layer] -= 1
+            self._changed.notify_all()
+
+    def fail(self, block: int) -> None:
+        with self._changed:
+            self.failed[block] = None
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, layer: int, job: _Job) -> None:
+        """Return when this layer of every block is here; raise when that will not be."""
+        with self._changed:
+            while not self.failed and self._missing[layer]:
+                job.check()
+                self._changed.wait(max(0.0, job.deadline - time.monotonic()))
+            if self.failed:
+                job.check()  # it may have failed only because the work was stopped or is late
+                raise _PrefixFailed(tuple(sorted(self.failed)))
+
+    def until_failed(self, order: "Iterable[_LayersOfBlock]") -> "Iterator[_LayersOfBlock]":
+        """Go on to the end of the layer that failed, so as to report all its blocks that do, but not beyond."""
+        current = range(0)
+        for layers, load in order:
+            if self.failed and layers != current:
+                return
+            current = layers
+            yield layers, load
+
+
+class _Copied:
+    """Record of a `CopyBlocks`; every index has one writer."""
+
+    def __init__(self, count: int) -> None:
+        self.checksums: list[int | None] = [None] * count
+
+    def result(self) -> Result:
+        return BlocksCopied(tuple(self.checksums))
+
+
+class _SequenceSink:
+    """Puts a block that comes from another host into a sequence."""
+
+    def __init__(self, load: BlockLoad, sequence: SequenceKV, layout: BlockLayout, record: _LoadRecord) -> None:
+        self._load = load
+        self._sequence = sequence
+        self._layout = layout
+        self._record = record
+
+    def buffer(self) -> memoryview | None:
+        return None
+
+    def part(self, layer: int, payload: memoryview, checksum: int) -> None:
+        part: NDArray[Any] = np.frombuffer(payload, self._layout.dtype).reshape(self._layout.part_shape)
+        load = self._load
+        self._sequence.write_part(layer, load.block * self._layout.block_tokens, part[:, : load.tokens])
+        self._record.arrived(load.block, range(layer, layer + 1), (checksum,))
+
+    def end(self, verified: bool) -> None:
+        if not verified:
+            self._record.fail(self._load.block)
+
+
+class _SlotSink:
+    """Puts a block that comes from another host straight into a granted slot."""
+
+    def __init__(self, index: int, target: Segment, grant: SlotGrant, copied: _Copied) -> None:
+        self._index = index
+        self._target = target
+        self._grant = grant
+        self._copied = copied
+        self._checksums: list[int] = []
+
+    def buffer(self) -> memoryview | None:
+        if not granted(self._target, self._grant):
+            return None
+        return self._target.layers_view(self._grant.slot, 0, self._target.layout.layers)
+
+    def part(self, layer: int, payload: memoryview, checksum: int) -> None:
+        self._checksums.append(checksum)
+
+    def end(self, verified: bool) -> None:
+        if verified and granted(self._target, self._grant):
+            self._target.parts(self._grant.slot)[:] = self._checksums
+            self._copied.checksums[self._index] = block_checksum(self._checksums)
+
+
+class _Worker:
+    """A thread that runs what it is given, in order."""
+
+    def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
+        self._on_crash = on_crash
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, task: Callable[[], None]) -> None:
+        self._queue.put(task)
+
+    def close(self) -> None:
+        """Finish what was given, then stop."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while task := self._queue.get():
+            try:
+                task()
+            except Exception as error:
+                # A thread has no caller that could crash: the process must learn that it is not to go on.
+                log.critical("worker_crashed", thread=self._thread.name, exc_info=error)
+                self._on_crash(error)
+
+
+def _by_layer(layers: int, loads: Sequence[BlockLoad]) -> "list[_LayersOfBlock]":
+    """One layer of all blocks after the other."""
+    order = ((range(layer, layer + 1), load) for layer in range(layers) for load in loads)
+    return [(layer, load) for layer, load in order if load.first_layer <= layer.start < load.stop_layer]
+
+
+def _sequences_of(work: Work) -> list[int]:
+    """The sequences a work reads or writes, each once."""
+    match work:
+        case ComputeChunk() | PullBlocks():
+            return [work.sequence]
+        case DecodeStep():
+            return list(dict.fromkeys(entry.sequence for entry in work.entries))
+        case CopyBlocks():
+            return list(dict.fromkeys(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock)))
+        case ProbeProcess():
+            return []

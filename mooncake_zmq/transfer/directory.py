@@ -1,0 +1,88 @@
+"""Where the slots of each life of each node can be reached: own memory, a neighbour's mapped file, a data endpoint."""
+
+import threading
+from dataclasses import dataclass, field
+
+import structlog
+
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.messages import SegmentRef
+from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError
+
+log = structlog.get_logger()
+
+Life = tuple[str, int]
+"""(node, incarnation)."""
+
+
+@dataclass(slots=True)
+class _Neighbour:
+    """A peer's segment. `mappings` by whether it is writable; most peers' memory is only ever mapped for reading."""
+
+    segment: SegmentRef
+    is_local: bool
+    mappings: dict[bool, Segment] = field(default_factory=dict)
+
+
+class SegmentDirectory:
+    """Knows one life of each peer, the newest. Mappings are made at first use and vanish with their last reader."""
+
+    def __init__(self, node: str, incarnation: int, host: str, layout: BlockLayout, own: Segment | None) -> None:
+        self._own_life = (node, incarnation)
+        self._own = own
+        self._host = host
+        self._layout = layout
+        self._neighbours: dict[str, tuple[int, _Neighbour]] = {}
+        self._lock = threading.Lock()
+
+    def learn(self, life: Life, host: str, segment: SegmentRef | None) -> Life | None:
+        """Remember a peer, unless it is an older life; returns the life that it replaced, which is forgotten."""
+        node, incarnation = life
+        with self._lock:
+            known = self._neighbours.get(node)
+            if known and known[0] > incarnation:
+                return None
+            if segment is None:
+                self._neighbours.pop(node, None)
+            elif not (known and known[0] == incarnation and known[1].segment == segment):
+                self._neighbours[node] = (incarnation, _Neighbour(segment, host == self._host))
+            return (node, known[0]) if known and known[0] < incarnation else None
+
+    def forget(self, node: str) -> Life | None:
+        """Drop what is known of a peer; returns the life that was known."""
+        with self._lock:
+            known = self._neighbours.pop(node, None)
+        return (node, known[0]) if known else None
+
+    def endpoint(self, life: Life) -> str | None:
+        """The data endpoint of a life on another host; None for one on this host or not known."""
+        neighbour = self._neighbour(life)
+        return neighbour.segment.endpoint if neighbour and not neighbour.is_local else None
+
+    def segment(self, life: Life, *, writable: bool = False) -> Segment | None:
+        """The mapped segment of a life on this host; None if there is none, or no longer."""
+        if life == self._own_life:
+            return self._own
+        neighbour = self._neighbour(life)
+        if neighbour is None or not neighbour.is_local:
+            return None
+        with self._lock:
+            mapped = neighbour.mappings.get(True) or neighbour.mappings.get(writable)
+            if mapped is None:
+                try:
+                    mapped = Segment.attach(neighbour.segment.path, self._layout, life[1], writable=writable)
+                except SharedMemoryError as error:
+                    log.warning("segment_lost", node=life[0], incarnation=life[1], error=str(error))
+                    return None
+                neighbour.mappings[writable] = mapped
+            return mapped
+
+    def clear(self) -> None:
+        """Drop every mapping."""
+        with self._lock:
+            self._neighbours.clear()
+
+    def _neighbour(self, life: Life) -> _Neighbour | None:
+        with self._lock:
+            known = self._neighbours.get(life[0])
+        return known[1] if known and known[0] == life[1] else None

@@ -1,0 +1,97 @@
+"""The life of a process on its host: a locked file that the kernel frees at death and at nothing less (SIGSTOP keeps it)."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+TRIES = 20
+TRY_INTERVAL_S = 0.01
+"""A probe holds the lock for microseconds; only a live process holds it for longer than TRIES * TRY_INTERVAL_S."""
+
+
+class ProcessLockError(Exception):
+    """The lock belongs to another live process, or its file cannot be used."""
+
+
+class ProcessLock:
+    """`<runtime_dir>/<node>.lock`, held by one process and for all its life; it stores "pid incarnation".
+
+    The file is never removed, as it remembers the last incarnation. Its descriptor is closed on exec, so child programs do
+    not inherit it; a bare fork would, which is one more reason to only ever spawn.
+    """
+
+    def __init__(self, fd: int, path: Path, incarnation: int) -> None:
+        self._fd = fd
+        self.path = path
+        self.incarnation = incarnation
+
+    @classmethod
+    def acquire(cls, runtime_dir: str | Path, node: str) -> "ProcessLock":
+        """Begin a new life: its incarnation is greater than that of every life before it, even if the clock went back."""
+        path = _path(runtime_dir, node)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if not _try_exclusive(fd):
+                pid, _ = _stored(fd)
+                raise ProcessLockError(f"{node} is already running as pid {pid}: it holds {path}")
+            _, last = _stored(fd)
+            # Milliseconds, as an incarnation travels in a field of 48 bits.
+            incarnation = max(time.time_ns() // 1_000_000, last + 1)
+            text = f"{os.getpid()} {incarnation}\n".encode()
+            os.pwrite(fd, text, 0)
+            os.ftruncate(fd, len(text))
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, path, incarnation)
+
+    def release(self) -> None:
+        """End this life. May be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def is_alive(runtime_dir: str | Path, node: str, incarnation: int) -> bool:
+    """Does the life `incarnation` of `node` still hold its lock? When a new life is just starting, errs towards True."""
+    try:
+        fd = os.open(_path(runtime_dir, node), os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        # Read after the lock was seen held: a holder that has not yet written its number shows its forerunner's.
+        return _stored(fd)[1] == incarnation
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _path(runtime_dir: str | Path, node: str) -> Path:
+    if not node or "/" in node or node.startswith("."):
+        raise ProcessLockError(f"{node!r} is no name for a node")
+    return Path(runtime_dir) / f"{node}.lock"
+
+
+def _try_exclusive(fd: int) -> bool:
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(TRY_INTERVAL_S)
+        else:
+            return True
+    return False
+
+
+def _stored(fd: int) -> tuple[int, int]:
+    """(pid, incarnation) in the file; zeros when it is new or damaged."""
+    try:
+        pid, incarnation = os.pread(fd, 128, 0).split()
+        return int(pid), int(incarnation)
+    except ValueError:
+        return 0, 0

@@ -1,0 +1,266 @@
+"""A segment: fixed-size block slots in one file under /dev/shm, which every process of the host can map.
+
+    page 0       header: identity and shape
+    next         generations  uint64[slots]          odd: being written; even: committed; changed before every reuse
+    next         checksums    uint64[slots, layers]  of each layer's part, 0: not written since the slot was granted
+    data_offset  slots        [slots, slot_bytes]
+
+A generation works as a seqlock's counter: a reader looks before and after its copy. Loads and stores of it are single
+aligned 8-byte accesses; on CPUs that reorder them the part checksums, compared on every read, catch what it misses.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
+
+MAGIC = b"MOONKV\r\n"
+VERSION = 1
+FILE_PREFIX = "mooncake"
+HUGE_PAGE_BYTES = 2 << 20
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name it yet
+_HEADER = struct.Struct("<8sI16sQQIQQ")
+
+
+class SharedMemoryError(Exception):
+    """A segment cannot be created, or what stands at a path is not the segment expected there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offsets:
+    """Where the tables and the data of a segment lie in its file."""
+
+    generations: int
+    checksums: int
+    data: int
+    total: int
+
+    @classmethod
+    def of(cls, layout: BlockLayout, slots: int) -> "_Offsets":
+        checksums = PAGE_BYTES + _pages(slots * 8)
+        tables_end = checksums + _pages(slots * layout.layers * 8)
+        data_bytes = slots * layout.slot_bytes
+        # Large segments begin their data on a huge page, where the kernel may then use such.
+        align = HUGE_PAGE_BYTES if data_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
+        data = div_ceil(tables_end, align) * align
+        return cls(PAGE_BYTES, checksums, data, data + data_bytes)
+
+
+class Segment:
+    """One process's slots, mapped here. The creator owns the file and removes it; attachers may come and go.
+
+    Safe to read from several threads. An attached segment needs no `close`: it is unmapped when nothing refers to it any
+    more, so that a reader in another thread never sees its memory vanish.
+    """
+
+    def __init__(
+        self, mapping: mmap.mmap, path: Path, layout: BlockLayout, slots: int, incarnation: int, owner_fd: int
+    ) -> None:
+        self.path = path
+        self.layout = layout
+        self.slots = slots
+        self.incarnation = incarnation
+        self._mapping = mapping
+        self._owner_fd = owner_fd
+        offsets = _Offsets.of(layout, slots)
+        slot_bytes, part_bytes, dtype = layout.slot_bytes, layout.part_bytes, np.dtype(layout.dtype)
+        assert dtype.itemsize == layout.itemsize
+        strides = (slot_bytes, part_bytes, *_strides(layout.part_shape, dtype.itemsize))
+        shape = (slots, layout.layers, *layout.part_shape)
+        self._generations: NDArray[np.uint64] = np.ndarray((slots,), np.uint64, mapping, offsets.generations)
+        self._checksums: NDArray[np.uint64] = np.ndarray((slots, layout.layers), np.uint64, mapping, offsets.checksums)
+        self._parts: NDArray[Any] = np.ndarray(shape, dtype, mapping, offsets.data, strides)
+        self._bytes: NDArray[np.uint8] = np.ndarray((slots, slot_bytes), np.uint8, mapping, offsets.data)
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | Path,
+        cluster: str,
+        node: str,
+        layout: BlockLayout,
+        slots: int,
+        incarnation: int,
+        *,
+        setting: str = "slots",
+    ) -> "Segment":
+        """Make the file with all its memory, or fail with a reason. `setting`: what an operator lowers to need less."""
+        path = Path(directory) / _file_name(cluster, node, incarnation)
+        offsets = _Offsets.of(layout, slots)
+        _check_space(Path(directory), offsets.total, f"{slots} slots of {layout.slot_bytes} bytes for {node}; lower {setting}")
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise SharedMemoryError(f"cannot create {path}: {error.strerror}") from error
+        try:
+            # Held as long as we live: a sweep from elsewhere, under whatever runtime directory, leaves the file alone.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A hole would kill whoever first touches it when memory has run out by then (SIGBUS).
+            os.posix_fallocate(fd, 0, offsets.total)
+            mapping = _map(fd, offsets.total, writable=True)
+            with contextlib.suppress(OSError):  # an older kernel: pages are then mapped as they are touched
+                mapping.madvise(MADV_POPULATE_WRITE)
+            header = (layout.fingerprint.encode(), slots, layout.slot_bytes, layout.layers, incarnation, offsets.total)
+            mapping[: _HEADER.size] = _HEADER.pack(MAGIC, VERSION, *header)
+        except OSError as error:
+            os.unlink(path)
+            os.close(fd)
+            reason = f"{offsets.total} bytes: {error.strerror}; lower {setting}"
+            raise SharedMemoryError(f"cannot create {path} of {reason}") from error
+        return cls(mapping, path, layout, slots, incarnation, fd)
+
+    @classmethod
+    def attach(cls, path: str | Path, layout: BlockLayout, incarnation: int, *, writable: bool = False) -> "Segment":
+        """Map a neighbour's segment, after checking that it is that life's and of our layout."""
+        path = Path(path)
+        try:
+            fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        except OSError as error:
+            raise SharedMemoryError(f"cannot attach {path}: {error.strerror}") from error
+        try:
+            slots = _check_header(path, os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, layout, incarnation)
+            mapping = _map(fd, _Offsets.of(layout, slots).total, writable=writable)
+        except OSError as error:
+            raise SharedMemoryError(f"cannot attach {path}: {error.strerror}") from error
+        finally:
+            os.close(fd)
+        return cls(mapping, path, layout, slots, incarnation, -1)
+
+    def generation(self, slot: int) -> int:
+        return int(self._generations[slot])
+
+    def set_generation(self, slot: int, generation: int) -> None:
+        """Change a slot's generation. An odd one also forgets its parts' checksums: none passes before it is written."""
+        self._generations[slot] = generation
+        if generation % 2:
+            self._checksums[slot] = 0
+
+    def parts(self, slot: int) -> NDArray[np.uint64]:
+        """The checksums of a slot's parts, one per layer; a view."""
+        row: NDArray[np.uint64] = self._checksums[slot]
+        return row
+
+    def part_view(self, slot: int, layer: int) -> NDArray[Any]:
+        """One layer's part, of `layout.part_shape`; a view."""
+        part: NDArray[Any] = self._parts[slot, layer]
+        return part
+
+    def slot_bytes_view(self, slot: int) -> memoryview:
+        """All bytes of a slot, padding included."""
+        view: memoryview = self._bytes[slot].data
+        return view
+
+    def layers_view(self, slot: int, first_layer: int, stop_layer: int) -> memoryview:
+        """The bytes of a range of layers' parts, which are contiguous."""
+        part_bytes = self.layout.part_bytes
+        view: memoryview = self._bytes[slot, first_layer * part_bytes : stop_layer * part_bytes].data
+        return view
+
+    def close(self) -> None:
+        """Owner: remove the file and give up the mapping. May be called twice; the segment is not used afterwards."""
+        if self._owner_fd >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._owner_fd)
+            self._owner_fd = -1
+        self._generations = self._checksums = np.empty((0, 0), np.uint64)
+        self._parts = self._bytes = np.empty((0, 0), np.uint8)
+        # A frame may still be on its way out of this memory: it is then unmapped when that view is gone.
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
+
+
+def sweep(directory: str | Path, cluster: str, is_alive: Callable[[str, int], bool]) -> list[Path]:
+    """Remove this cluster's segments whose life is over: `is_alive(node, incarnation)` is false and nobody owns the file."""
+    removed = []
+    for path in sorted(Path(directory).glob(f"{FILE_PREFIX}=*")):
+        named = _parse_name(path.name)
+        if named is None or named[0] != cluster or is_alive(named[1], named[2]):
+            continue
+        if not _owned(path):
+            path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
+
+
+def _file_name(cluster: str, node: str, incarnation: int) -> str:
+    # Quoting leaves no "=" and no "/" in a name, so the parts can be told apart again.
+    return f"{FILE_PREFIX}={quote(cluster, safe='')}={quote(node, safe='')}={incarnation}"
+
+
+def _parse_name(name: str) -> tuple[str, str, int] | None:
+    """(cluster, node, incarnation), or None for a file that is not ours."""
+    parts = name.split("=")
+    if len(parts) != 4 or not parts[3].isascii() or not parts[3].isdigit():
+        return None
+    return unquote(parts[1]), unquote(parts[2]), int(parts[3])
+
+
+def _owned(path: Path) -> bool:
+    """Does a living creator hold the file's lock?"""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return True  # gone already, or another user's: not ours to remove
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _check_space(directory: Path, needed: int, why: str) -> None:
+    try:
+        room = os.statvfs(directory)
+    except OSError as error:
+        raise SharedMemoryError(f"cannot use {directory}: {error.strerror}") from error
+    free = room.f_bavail * room.f_frsize
+    if free < needed:
+        raise SharedMemoryError(f"{directory} has {free >> 20} MiB free of the {div_ceil(needed, 1 << 20)} MiB needed: {why}")
+
+
+def _check_header(path: Path, raw: bytes, size: int, layout: BlockLayout, incarnation: int) -> int:
+    """The number of slots, when header and size are those of the segment expected; else SharedMemoryError."""
+    if len(raw) < _HEADER.size:
+        raise SharedMemoryError(f"{path} is too short for a segment")
+    magic, version, fingerprint, slots, slot_bytes, layers, written, total = _HEADER.unpack(raw)
+    if magic != MAGIC or version != VERSION:
+        raise SharedMemoryError(f"{path} is no segment of version {VERSION}")
+    if fingerprint != layout.fingerprint.encode() or slot_bytes != layout.slot_bytes or layers != layout.layers:
+        raise SharedMemoryError(f"{path} has another layout: {fingerprint!r} instead of {layout.fingerprint!r}")
+    if written != incarnation:
+        raise SharedMemoryError(f"{path} belongs to incarnation {written}, not {incarnation}")
+    if not total == size == _Offsets.of(layout, slots).total:
+        raise SharedMemoryError(f"{path} has {size} bytes, its header says {total}")
+    return int(slots)
+
+
+def _map(fd: int, size: int, *, writable: bool) -> mmap.mmap:
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    with contextlib.suppress(OSError):  # only where shmem_enabled is "advise" does it change anything
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def _pages(size: int) -> int:
+    return div_ceil(size, PAGE_BYTES) * PAGE_BYTES
+
+
+def _strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides = [itemsize]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * length)
+    return tuple(reversed(strides))

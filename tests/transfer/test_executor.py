@@ -1,0 +1,533 @@
+"""The live executor with the toy engine: one token of wrong KV anywhere would change what is sampled."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mooncake_zmq.engine.toy import ToyEngine
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.messages import Hello, Sampling, SegmentRef, SlotRef
+from mooncake_zmq.runtime import executor as executor_module
+from mooncake_zmq.runtime.actor import WorkDone, WorkProgress
+from mooncake_zmq.runtime.executor import Executor
+from mooncake_zmq.transfer.block_copy import load_layers
+from mooncake_zmq.transfer.network import DataServer
+from mooncake_zmq.transfer.process_lock import ProcessLock
+from mooncake_zmq.work import (
+    BlockLoad,
+    BlocksCopied,
+    BlocksPulled,
+    ChunkComputed,
+    ComputeChunk,
+    CopyBlocks,
+    DecodeStep,
+    LayerComputed,
+    ProbeProcess,
+    ProcessProbed,
+    PullBlocks,
+    SequenceBlock,
+    SlotGrant,
+    StepDecoded,
+    StepEntry,
+    WorkFailed,
+)
+
+TIMEOUT_S = 20.0
+GREEDY = Sampling()
+PROMPT = np.arange(3, 3 + 14, dtype=np.int32)  # three blocks of four tokens and a tail of two
+STEPS = 6
+
+
+class Rig:
+    """A process without its actor: a segment, an executor, perhaps a data server, and the events in their order."""
+
+    def __init__(self, name, segment, crashes, runtime_dir, *, host="here", engine=None, serve=False):
+        self.name, self.segment, self.host = name, segment, host
+        self.events = []
+        self.changed = threading.Condition()
+        self.next_id = 0
+        self.executor = Executor(
+            node=name,
+            incarnation=1,
+            host=host,
+            layout=segment.layout,
+            segment=segment,
+            engine=engine or ToyEngine(),
+            runtime_dir=runtime_dir,
+            emit=self.emit,
+            on_crash=crashes.append,
+        )
+        self.server = DataServer(segment, "tcp://127.0.0.1:*", on_crash=crashes.append) if serve else None
+
+    def emit(self, event):
+        with self.changed:
+            self.events.append(event)
+            self.changed.notify_all()
+
+    def hello(self):
+        endpoint = self.server.endpoint if self.server else "none"
+        ref = SegmentRef(path=str(self.segment.path), endpoint=endpoint, slots=self.segment.slots)
+        return Hello(protocol=1, role="prefill", host=self.host, model="m", tokenizer="t", layout="l", segment=ref)
+
+    def meet(self, *others):
+        for other in others:
+            self.executor.learn_peer(other.name, 1, other.hello())
+
+    def start(self, work, deadline_s=TIMEOUT_S):
+        self.next_id += 1
+        self.executor.start(self.next_id, work, deadline_s)
+        return self.next_id
+
+    def wait_for(self, predicate):
+        with self.changed:
+            assert self.changed.wait_for(lambda: any(map(predicate, self.events)), TIMEOUT_S)
+
+    def result(self, work_id):
+        self.wait_for(lambda event: isinstance(event, WorkDone) and event.work_id == work_id)
+        (done,) = (event for event in self.events if isinstance(event, WorkDone) and event.work_id == work_id)
+        return done.result
+
+    def run(self, work, deadline_s=TIMEOUT_S):
+        return self.result(self.start(work, deadline_s))
+
+    def grants(self, *slots):
+        """Reserve slots, as the actor would."""
+        made = []
+        for slot in slots:
+            generation = self.segment.generation(slot) // 2 * 2 + 1
+            self.executor.fence([(slot, generation)])
+            made.append(SlotGrant(self.name, 1, slot, generation))
+        return tuple(made)
+
+    def commit(self, grants, checksums):
+        self.executor.fence([(grant.slot, grant.generation + 1) for grant in grants])
+        return [
+            SlotRef(node=self.name, incarnation=1, slot=grant.slot, generation=grant.generation + 1, checksum=checksum)
+            for grant, checksum in zip(grants, checksums, strict=True)
+        ]
+
+    def compute(self, sequence, start, tokens, *, prefix=(), outputs=(), sampling=None, deadline_s=TIMEOUT_S):
+        return self.start(ComputeChunk(sequence, start, tokens.tobytes(), tuple(prefix), tuple(outputs), sampling), deadline_s)
+
+    def prefill(self, sequence=1, slots=(0, 1, 2, 3)):
+        """Prefill PROMPT in two chunks into `slots`: the references and the first token."""
+        self.executor.open_sequence(sequence, 32)
+        grants = self.grants(*slots)
+        first = self.result(self.compute(sequence, 0, PROMPT[:8], outputs=grants[:2]))
+        second = self.result(self.compute(sequence, 8, PROMPT[8:], outputs=grants[2:], sampling=GREEDY))
+        assert isinstance(first, ChunkComputed)
+        assert first.token is None
+        return self.commit(grants, first.checksums + second.checksums), second.token
+
+    def decode(self, sequence, token, steps=STEPS):
+        tokens = []
+        for position in range(len(PROMPT), len(PROMPT) + steps):
+            result = self.run(DecodeStep((StepEntry(sequence, token, position, GREEDY),)))
+            assert isinstance(result, StepDecoded)
+            (token,) = result.tokens
+            tokens.append(token)
+        return tokens
+
+    def close(self):
+        self.executor.close()
+        if self.server:
+            self.server.close()
+
+
+@pytest.fixture
+def make_rig(make_segment, crashes, tmp_path):
+    rigs = []
+
+    def make(name, **options):
+        rigs.append(Rig(name, make_segment(name, slots=options.pop("slots", 16)), crashes, tmp_path, **options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+        ended = [event.work_id for event in rig.events if isinstance(event, WorkDone)]
+        assert sorted(ended) == list(range(1, rig.next_id + 1)), "every work ends exactly once"
+
+
+def reference():
+    """First token and STEPS more of PROMPT, by the engine alone."""
+    engine = ToyEngine()
+    sequence = engine.new_sequence(64)
+    tokens = [int(engine.prefill(sequence, PROMPT)[0].argmax())]
+    for _ in range(STEPS):
+        tokens.append(int(engine.decode([sequence], np.array(tokens[-1:], np.int32))[0].argmax()))
+    return tokens[0], tokens[1:]
+
+
+def loads(refs, tokens=len(PROMPT), layers=range(3)):
+    return tuple(BlockLoad(block, ref, layers.start, layers.stop, min(4, tokens - 4 * block)) for block, ref in enumerate(refs))
+
+
+def opened(ref):
+    """The same slot as its readers know it before the commit."""
+    return SlotRef(node=ref.node, incarnation=1, slot=ref.slot, generation=ref.generation - 1, checksum=0)
+
+
+def test_chunks_then_steps_equal_the_bare_engine(make_rig):
+    rig = make_rig("a")
+    token, more = reference()
+    refs, first = rig.prefill()
+    assert first == token
+    assert rig.decode(1, first) == more
+    layers = [event.progress for event in rig.events if not isinstance(event, WorkDone)]
+    assert layers == [LayerComputed(layer) for layer in range(3)] * 2
+    for ref in refs:
+        assert ref.checksum == block_checksum(rig.segment.parts(ref.slot).tolist())
+
+
+def test_a_batch_of_two_sequences_is_sampled_in_order(make_rig):
+    rig = make_rig("a")
+    first, more = reference()
+    rig.prefill(1, (0, 1, 2, 3))
+    rig.prefill(2, (4, 5, 6, 7))
+    entries = (StepEntry(2, first, 14, GREEDY), StepEntry(1, 9, 14, GREEDY))
+    two, one = rig.run(DecodeStep(entries)).tokens
+    assert two == more[0]
+    # Sequence 1 goes back one step: what it was fed before does not count.
+    assert rig.decode(1, first) == more
+    assert one != more[0]
+
+
+@pytest.mark.parametrize("where", ["own", "neighbour", "remote"])
+def test_a_loaded_prefix_gives_the_same_tokens(make_rig, where):
+    source = make_rig("a", host="there" if where == "remote" else "here", serve=where == "remote")
+    rig = source if where == "own" else make_rig("b")
+    token, more = reference()
+    refs, _ = source.prefill()
+    rig.meet(source)
+    rig.executor.open_sequence(9, 32)
+    outputs = rig.grants(8)
+    work = rig.compute(9, 12, PROMPT[12:], prefix=loads(refs[:3]), outputs=outputs, sampling=GREEDY)
+    result = rig.result(work)
+    assert (result.token, result.failed) == (token, ())
+    assert result.checksums == (refs[3].checksum,)
+    assert rig.decode(9, token) == more
+
+
+def test_loading_a_layer_overlaps_with_computing_the_one_before(make_rig, monkeypatch):
+    source, rig = make_rig("a"), make_rig("b")
+    refs, token = source.prefill()
+    rig.meet(source)
+    rig.executor.open_sequence(1, 32)
+    computed_at_load = {}
+
+    def load_late(segment, load, layers, sequence):
+        """Layer l is loaded only once layer l - 1 is computed: no progress unless the two overlap."""
+        (layer,) = layers
+        if layer:
+            rig.wait_for(lambda event: event == WorkProgress(1, LayerComputed(layer - 1)))
+        computed_at_load[layer] = len(rig.events)
+        return load_layers(segment, load, layers, sequence)
+
+    monkeypatch.setattr(executor_module, "load_layers", load_late)
+    work = rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY)
+    assert rig.result(work).token == token
+    assert computed_at_load == {0: 0, 1: 1, 2: 2}, "and none is computed before it is loaded"
+
+
+@pytest.mark.parametrize("host", ["here", "there"])
+def test_a_decode_pulls_what_a_prefill_wrote(make_rig, host):
+    source, rig = make_rig("a", host=host, serve=True), make_rig("b")
+    token, more = reference()
+    refs, _ = source.prefill()
+    rig.meet(source)
+    rig.executor.open_sequence(1, 32)
+    result = rig.run(PullBlocks(1, loads(refs)))
+    assert isinstance(result, BlocksPulled)
+    assert result.failed == ()
+    expected = [
+        (block, layer, sum_) for block, ref in enumerate(refs) for layer, sum_ in enumerate(source.segment.parts(ref.slot))
+    ]
+    assert list(result.parts) == expected
+    assert rig.decode(1, token) == more
+    assert (source.server.counts["reads"] > 0) is (host == "there")
+
+
+@pytest.mark.parametrize("host", ["here", "there"])
+def test_a_decode_pulls_layers_before_the_commit(make_rig, host):
+    source, rig = make_rig("a", host=host, serve=True), make_rig("b")
+    token, more = reference()
+    refs, _ = source.prefill()
+    source.executor.fence([(refs[0].slot, refs[0].generation)])
+    rig.meet(source)
+    rig.executor.open_sequence(1, 32)
+    for layer in range(3):
+        result = rig.run(PullBlocks(1, loads([opened(ref) for ref in refs], layers=range(layer, layer + 1))))
+        assert [(block, at) for block, at, _ in result.parts] == [(block, layer) for block in range(4)]
+    assert rig.decode(1, token) == more
+
+
+@pytest.mark.parametrize("host", ["here", "there"])
+def test_failed_blocks_are_named_and_the_others_arrive(make_rig, host):
+    source, rig = make_rig("a", host=host, serve=True), make_rig("b")
+    refs, _ = source.prefill()
+    source.segment.slot_bytes_view(refs[1].slot)[3] ^= 1
+    source.grants(refs[2].slot)
+    rig.meet(source)
+    rig.executor.open_sequence(1, 32)
+    result = rig.run(PullBlocks(1, loads(refs)))
+    assert result.failed == (1, 2)
+    assert {block for block, _, _ in result.parts} == {0, 3}
+    rig.executor.open_sequence(2, 32)
+    work = rig.compute(2, 12, PROMPT[12:], prefix=loads(refs[:3]), sampling=GREEDY)
+    chunk = rig.result(work)
+    assert isinstance(chunk, ChunkComputed)
+    assert set(chunk.failed) <= {1, 2}
+    assert chunk.failed
+    assert (chunk.token, chunk.checksums) == (None, ())
+
+
+def test_sources_of_unknown_or_dead_lives_fail_per_block(make_rig, make_segment, tmp_path):
+    source, rig = make_rig("a"), make_rig("b")
+    refs, _ = source.prefill()
+    rig.executor.open_sequence(1, 32)
+    assert rig.run(PullBlocks(1, loads(refs))).failed == (0, 1, 2, 3)
+    rig.meet(source)
+    os.rename(source.segment.path, tmp_path / "away")
+    assert rig.run(PullBlocks(1, loads(refs))).failed == (0, 1, 2, 3)
+    os.rename(tmp_path / "away", source.segment.path)
+    assert rig.run(PullBlocks(1, loads(refs))).failed == ()
+    rig.executor.learn_peer("a", 2, source.hello())
+    assert rig.run(PullBlocks(1, loads(refs))).failed == (0, 1, 2, 3)
+    rig.meet(source)  # an older life than the one known
+    assert rig.run(PullBlocks(1, loads(refs))).failed == (0, 1, 2, 3)
+
+
+def test_a_remote_source_that_is_forgotten_fails_at_once(make_rig):
+    source, rig = make_rig("a", host="there", serve=True), make_rig("b")
+    refs, _ = source.prefill()
+    rig.meet(source)
+    rig.executor.forget_peer("a")
+    rig.executor.open_sequence(1, 32)
+    assert rig.run(PullBlocks(1, loads(refs))).failed == (0, 1, 2, 3)
+
+
+def test_puts_to_a_neighbours_slots(make_rig):
+    rig, pool = make_rig("a"), make_rig("pool")
+    refs, _ = rig.prefill()
+    rig.meet(pool)
+    pool.meet(rig)
+    grants = pool.grants(0, 1, 2, 3)
+    pool.grants(3)
+    void = SlotGrant("pool", 1, 3, grants[3].generation + 2)
+    bad = SlotRef(node="a", incarnation=1, slot=0, generation=2, checksum=1)
+    copies = ((refs[0], grants[0]), (SequenceBlock(1, 1), grants[1]), (bad, grants[2]), (refs[2], void))
+    result = rig.run(CopyBlocks(copies))
+    assert result == BlocksCopied((refs[0].checksum, refs[1].checksum, None, None))
+    stored = pool.commit(grants[:2], result.checksums[:2])
+    reader = make_rig("c")
+    reader.meet(pool)
+    reader.executor.open_sequence(1, 32)
+    assert reader.run(PullBlocks(1, loads(stored))).failed == ()
+
+
+def test_fetches_from_another_host_into_own_slots(make_rig):
+    source, pool = make_rig("a", host="there", serve=True), make_rig("pool")
+    refs, _ = source.prefill()
+    pool.meet(source)
+    grants = pool.grants(5, 6, 7)
+    source.segment.slot_bytes_view(refs[1].slot)[70] ^= 1
+    void = SlotGrant("pool", 1, 7, 99)
+    result = pool.run(CopyBlocks(((refs[0], grants[0]), (refs[1], grants[1]), (refs[2], void), (refs[3], grants[2]))))
+    assert result == BlocksCopied((refs[0].checksum, None, None, refs[3].checksum))
+    (stored, _) = pool.commit((grants[0], grants[2]), (refs[0].checksum, refs[3].checksum))
+    pool.executor.open_sequence(1, 32)
+    assert pool.run(PullBlocks(1, loads([stored]))).failed == ()
+
+
+def test_a_lock_tells_whether_a_life_is_over(make_rig, tmp_path):
+    rig = make_rig("a")
+    lock = ProcessLock.acquire(tmp_path, "other")
+    assert rig.run(ProbeProcess("other", lock.incarnation)) == ProcessProbed(True)
+    assert rig.run(ProbeProcess("other", lock.incarnation - 1)) == ProcessProbed(False)
+    lock.release()
+    assert rig.run(ProbeProcess("other", lock.incarnation)) == ProcessProbed(False)
+
+
+class GatedEngine(ToyEngine):
+    """Stops before its first layer until it is let on."""
+
+    def __init__(self):
+        super().__init__()
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.sequences = []
+
+    def new_sequence(self, capacity_tokens):
+        self.sequences.append(super().new_sequence(capacity_tokens))
+        return self.sequences[-1]
+
+    def prefill(self, sequence, tokens, **options):
+        self.entered.set()
+        assert self.go.wait(TIMEOUT_S)
+        return super().prefill(sequence, tokens, **options)
+
+
+def test_late_and_cancelled_works_fail(make_rig):
+    engine = GatedEngine()
+    rig = make_rig("a", engine=engine)
+    rig.executor.open_sequence(1, 32)
+    running = rig.compute(1, 0, PROMPT, sampling=GREEDY)
+    assert engine.entered.wait(TIMEOUT_S)
+    late = rig.start(DecodeStep((StepEntry(1, 1, 14, GREEDY),)), deadline_s=0.0)
+    waiting = rig.start(DecodeStep((StepEntry(1, 1, 14, GREEDY),)))
+    rig.executor.cancel(waiting)
+    rig.executor.cancel(running)
+    rig.executor.cancel(12345)
+    engine.go.set()
+    assert rig.result(running) == WorkFailed("cancelled")
+    assert rig.result(late) == WorkFailed("deadline")
+    assert rig.result(waiting) == WorkFailed("cancelled")
+    assert rig.run(PullBlocks(1, ()), deadline_s=0.0) == BlocksPulled((), ())
+    assert rig.run(CopyBlocks(((SequenceBlock(1, 0), SlotGrant("a", 1, 0, 1)),)), deadline_s=0.0) == WorkFailed("deadline")
+    # The rig still works, and the cancelled chunk can be computed again.
+    assert rig.result(rig.compute(1, 0, PROMPT, sampling=GREEDY)).token == reference()[0]
+
+
+def test_a_cancelled_chunk_frees_the_compute_thread_while_its_load_still_runs(make_rig, monkeypatch):
+    source, rig = make_rig("a"), make_rig("b")
+    refs, token = source.prefill()
+    rig.meet(source)
+    for sequence in (1, 2):
+        rig.executor.open_sequence(sequence, 32)
+    loading, go = threading.Event(), threading.Event()
+
+    def load_slowly(*args):
+        loading.set()
+        assert go.wait(TIMEOUT_S)
+        return load_layers(*args)
+
+    monkeypatch.setattr(executor_module, "load_layers", load_slowly)
+    work = rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY)
+    assert loading.wait(TIMEOUT_S)
+    other = rig.compute(2, 0, PROMPT, sampling=GREEDY)
+    rig.executor.cancel(work)
+    assert rig.result(other).token == token
+    assert not any(isinstance(event, WorkDone) and event.work_id == work for event in rig.events), "it may still write"
+    go.set()
+    assert rig.result(work) == WorkFailed("cancelled")
+
+
+class SilentServer:
+    """Accepts connections and never answers."""
+
+    def __init__(self):
+        import socket
+
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self.socket.getsockname()[1]}"
+
+    def close(self):
+        self.socket.close()
+
+
+@pytest.mark.parametrize(("how", "reason"), [("deadline", "deadline"), ("cancel", "cancelled"), ("close", "closed")])
+def test_a_chunk_does_not_wait_for_ever_for_its_prefix(make_rig, how, reason):
+    source, rig = make_rig("a", host="there"), make_rig("b")
+    refs, _ = source.prefill()
+    source.server = SilentServer()
+    rig.meet(source)
+    rig.executor.open_sequence(1, 32)
+    work = rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), deadline_s=0.2 if how == "deadline" else TIMEOUT_S)
+    pull = rig.start(PullBlocks(1, loads(refs)), deadline_s=0.2 if how == "deadline" else TIMEOUT_S)
+    if how == "cancel":
+        rig.executor.cancel(work)
+        rig.executor.cancel(pull)
+    elif how == "close":
+        rig.executor.close()
+    assert rig.result(work) == WorkFailed(reason)
+    assert rig.result(pull) == (BlocksPulled((), (0, 1, 2, 3)) if how == "deadline" else WorkFailed(reason))
+
+
+def test_slow_remote_reads_do_not_hold_up_local_ones(make_rig):
+    far, near, rig = make_rig("a", host="there"), make_rig("n"), make_rig("b")
+    far_refs, _ = far.prefill()
+    near_refs, _ = near.prefill()
+    far.server = SilentServer()
+    rig.meet(far, near)
+    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(2, 32)
+    slow = rig.start(PullBlocks(1, loads(far_refs)))
+    assert rig.run(PullBlocks(2, loads(near_refs))).failed == ()
+    assert not any(isinstance(event, WorkDone) and event.work_id == slow for event in rig.events)
+    rig.executor.cancel(slow)
+    assert rig.result(slow) == WorkFailed("cancelled")
+
+
+def test_an_output_slot_that_was_taken_away_ends_the_chunk(make_rig):
+    rig = make_rig("a")
+    rig.executor.open_sequence(1, 32)
+    (grant,) = rig.grants(0)
+    rig.executor.fence([(0, 5)])
+    assert rig.result(rig.compute(1, 0, PROMPT[:4], outputs=(grant,))) == WorkFailed("output slot 0 is no longer granted")
+
+
+def test_a_sequence_is_freed_after_its_last_work(make_rig):
+    engine = GatedEngine()
+    rig = make_rig("a", engine=engine)
+    rig.executor.open_sequence(1, 32)
+    work = rig.compute(1, 0, PROMPT, sampling=GREEDY)
+    assert engine.entered.wait(TIMEOUT_S)
+    rig.executor.close_sequence(1)
+    assert engine.sequences[0].capacity == 32
+    engine.go.set()
+    assert rig.result(work).token == reference()[0]
+    assert engine.sequences[0].capacity == 0
+    with pytest.raises(KeyError):
+        rig.start(PullBlocks(1, ()))
+    rig.next_id -= 1
+    rig.executor.open_sequence(1, 32)
+
+
+class BrokenEngine(ToyEngine):
+    def prefill(self, *args, **options):
+        raise ArithmeticError("planted")
+
+
+def test_a_bug_ends_the_work_and_is_told(make_rig, crashes):
+    rig = make_rig("a", engine=BrokenEngine())
+    rig.executor.open_sequence(1, 32)
+    result = rig.result(rig.compute(1, 0, PROMPT))
+    assert isinstance(result, WorkFailed)
+    assert "planted" in result.reason
+    rig.executor.close()
+    assert isinstance(crashes.pop(), ArithmeticError)
+
+
+def test_closing_leaves_no_thread_descriptor_or_mapping(make_segment, crashes, tmp_path):
+    def live_once(number):
+        source = Rig("a", make_segment(f"a{number}"), crashes, tmp_path, host="there", serve=True)
+        rig = Rig("b", make_segment(f"b{number}"), crashes, tmp_path)
+        near = Rig("n", make_segment(f"n{number}"), crashes, tmp_path)
+        refs, _ = source.prefill()
+        rig.meet(source, near)
+        rig.executor.open_sequence(1, 32)
+        assert rig.run(PullBlocks(1, loads(refs))).failed == ()
+        near_refs, _ = near.prefill()
+        assert rig.run(PullBlocks(1, loads(near_refs))).failed == ()
+        for one in (rig, near, source):
+            one.close()
+            one.segment.close()
+
+    def held():
+        threads = sorted(thread.name for thread in threading.enumerate())
+        maps = Path("/proc/self/maps").read_text().count("mooncake=")
+        return threads, len(os.listdir("/proc/self/fd")), maps
+
+    live_once(0)  # pyzmq starts a thread of its own at the first zero-copy frame
+    before = held()
+    for number in (1, 2):
+        live_once(number)
+    deadline = time.monotonic() + TIMEOUT_S
+    while held() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert held() == before
+    assert before[2] == 0

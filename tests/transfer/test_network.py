@@ -1,0 +1,422 @@
+"""Reads from another host: what verifies arrives, all else ends as a failure; no peer makes either side hang or crash."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.transfer.network import DataServer, ReadReply, ReadRequest, ReadStatus, RemoteRead, RemoteReader
+
+LIFE = ("a", 1)
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class Sink:
+    """Keeps what it is given."""
+
+    into: memoryview | None = None
+    parts: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    verified: bool | None = None
+
+    def buffer(self):
+        return self.into
+
+    def part(self, layer, payload, checksum):
+        assert self.verified is None
+        self.parts[layer] = (bytes(payload), checksum)
+
+    def end(self, verified):
+        assert self.verified is None, "a read ends once"
+        self.verified = verified
+
+
+@pytest.fixture
+def segment(make_segment, fill):
+    made = make_segment("a")
+    made.refs = [fill(made, slot) for slot in range(8)]
+    return made
+
+
+@pytest.fixture
+def reader(layout, crashes):
+    made = RemoteReader(layout, on_crash=crashes.append)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["tcp://127.0.0.1:*", "ipc"])
+def server(request, segment, crashes, tmp_path):
+    endpoint = f"ipc://{tmp_path}/data" if request.param == "ipc" else request.param
+    made = DataServer(segment, endpoint, on_crash=crashes.append)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tcp_server(segment, crashes):
+    made = DataServer(segment, "tcp://127.0.0.1:*", on_crash=crashes.append)
+    yield made
+    made.close()
+
+
+def fetch(reader, reads, deadline_s=TIMEOUT_S):
+    done = threading.Event()
+    reader.submit(reads, time.monotonic() + deadline_s, done.set)
+    assert done.wait(TIMEOUT_S)
+
+
+def read(ref, layers=range(3), **sink):
+    return RemoteRead(ref, layers, Sink(**sink))
+
+
+def eventually(condition):
+    """The server counts after it has answered."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def changed(ref, **fields):
+    return type(ref)(**({name: getattr(ref, name) for name in ref.__struct_fields__} | fields))
+
+
+def test_blocks_arrive_as_they_are(server, reader, segment, layout):
+    reader.learn(LIFE, server.endpoint)
+    reads = [read(ref) for ref in segment.refs] + [read(segment.refs[3], range(1, 2))]
+    fetch(reader, reads)
+    for one in reads:
+        assert one.sink.verified is True
+        assert list(one.sink.parts) == list(one.layers)
+        for layer, (payload, checksum) in one.sink.parts.items():
+            assert payload == segment.part_view(one.source.slot, layer).tobytes()
+            assert checksum == segment.parts(one.source.slot)[layer]
+    assert reader.counts["reads"] == 9
+    eventually(lambda: server.counts["reads"] == 9)
+    assert reader.counts["bytes"] == 8 * layout.block_bytes + layout.part_bytes
+
+
+def test_bytes_can_land_straight_in_memory(server, reader, segment, layout):
+    reader.learn(LIFE, server.endpoint)
+    memory = bytearray(layout.block_bytes)
+    one = read(segment.refs[2], into=memoryview(memory))
+    fetch(reader, [one])
+    assert one.sink.verified
+    assert bytes(memory) == bytes(segment.layers_view(2, 0, 3))
+
+
+def test_a_read_that_is_refused_fails_alone(server, reader, segment):
+    reader.learn(LIFE, server.endpoint)
+    ref = segment.refs[0]
+    wrong = [
+        read(changed(ref, generation=4)),
+        read(changed(ref, checksum=ref.checksum ^ 1)),
+        read(changed(ref, slot=8)),
+        read(ref, range(2, 4)),
+        read(changed(ref, generation=0, checksum=0)),
+        read(changed(ref, incarnation=2)),
+        read(changed(ref, node="stranger")),
+    ]
+    good = [read(ref), read(changed(ref, generation=1, checksum=0)), read(changed(ref, checksum=0), range(1))]
+    fetch(reader, wrong + good)
+    assert [one.sink.verified for one in wrong] == [False] * len(wrong)
+    assert [one.sink.verified for one in good] == [True] * len(good)
+    assert not any(one.sink.parts for one in wrong)
+
+
+def test_a_new_life_at_the_same_endpoint_is_not_mistaken_for_the_old(server, reader, segment):
+    reader.learn(("a", 7), server.endpoint)
+    one = read(changed(segment.refs[0], incarnation=7))
+    fetch(reader, [one])
+    assert one.sink.verified is False
+    eventually(lambda: server.counts["refused"] == 1)
+
+
+def test_checksums_read_while_the_slot_changes_hands_are_not_sent(tcp_server, reader, segment):
+    reader.learn(LIFE, tcp_server.endpoint)
+    parts = segment.parts
+
+    def evicted_meanwhile(slot):
+        segment.set_generation(slot, 4)
+        return parts(slot)
+
+    segment.parts = evicted_meanwhile
+    one = read(changed(segment.refs[0], checksum=0))
+    fetch(reader, [one])
+    assert one.sink.verified is False
+    eventually(lambda: tcp_server.counts["refused"] == 1)
+
+
+@pytest.mark.parametrize("straight", [True, False])
+def test_a_flipped_bit_is_caught(tcp_server, reader, segment, layout, straight):
+    reader.learn(LIFE, tcp_server.endpoint)
+    segment.slot_bytes_view(1)[layout.part_range(1)[0] + 5] ^= 1
+    memory = memoryview(bytearray(layout.block_bytes)) if straight else None
+    bad, good = read(segment.refs[1], into=memory), read(segment.refs[2])
+    fetch(reader, [bad, good])
+    assert (bad.sink.verified, good.sink.verified) == (False, True)
+    assert list(bad.sink.parts) == [0]
+    segment.parts(2)[0] ^= 1
+    bad = read(segment.refs[2])
+    fetch(reader, [bad])
+    assert bad.sink.verified is False
+
+
+def test_more_than_the_window_is_read_in_turn(tcp_server, layout, segment, crashes):
+    reader = RemoteReader(layout, on_crash=crashes.append, window_bytes=1)
+    reader.learn(LIFE, tcp_server.endpoint)
+    reads = [read(segment.refs[index % 8]) for index in range(40)]
+    fetch(reader, reads)
+    assert all(one.sink.verified for one in reads)
+    reader.close()
+
+
+def test_a_writer_that_never_stops_gives_misses_but_no_wrong_block(tcp_server, reader, segment, fill):
+    reader.learn(LIFE, tcp_server.endpoint)
+    stop = threading.Event()
+    random = np.random.default_rng(3)
+
+    def scribble():
+        while not stop.is_set():
+            segment.part_view(0, 1)[...] = random.standard_normal((2, 4, 1, 2))
+
+    writer = threading.Thread(target=scribble)
+    writer.start()
+    for _ in range(20):
+        one = read(segment.refs[0])
+        fetch(reader, [one])
+        if one.sink.verified:
+            assert all(part_checksum(payload) == checksum for payload, checksum in one.sink.parts.values())
+            assert block_checksum([checksum for _, checksum in one.sink.parts.values()]) == segment.refs[0].checksum
+    stop.set()
+    writer.join()
+
+
+GARBAGE = [
+    [b""],
+    [b"\xc1"],
+    [b"x" * 200],
+    [b"x" * 100_000],
+    [msgspec.msgpack.encode([1] * 6)],
+    [msgspec.msgpack.encode([1, 1, -5, 2, True, 0, 1])],
+    [msgspec.msgpack.encode([1, 1, 2**63, 2, True, 0, 1])],
+    [msgspec.msgpack.encode([1, 1, 0, 2, True, 0, 1]), b"more"],
+    [b"\x91" * 250],
+    [os.urandom(100)],
+]
+
+
+def test_garbage_does_not_disturb_the_server(tcp_server, reader, segment):
+    context = zmq.Context()
+    for frames in GARBAGE:
+        stranger = context.socket(zmq.DEALER)
+        stranger.linger = 1000
+        stranger.connect(tcp_server.endpoint)
+        stranger.send_multipart(frames)
+        stranger.send(msgspec.msgpack.encode(ReadRequest(5, 1, 2**40, 0, True, 3, 1)))
+        stranger.close()
+    context.term()
+    reader.learn(LIFE, tcp_server.endpoint)
+    one = read(segment.refs[0])
+    fetch(reader, [one])
+    assert one.sink.verified
+    eventually(lambda: tcp_server.counts["garbage"] > 0)
+
+
+def test_a_reader_that_does_not_take_its_replies_is_cut_off_alone(tcp_server, reader, segment):
+    context = zmq.Context()
+    glutton = context.socket(zmq.DEALER)
+    glutton.linger, glutton.rcvhwm, glutton.sndhwm = 0, 1, 100_000
+    glutton.connect(tcp_server.endpoint)
+    request = msgspec.msgpack.encode(ReadRequest(1, 1, 0, 2, True, 0, 3))
+    deadline = time.monotonic() + TIMEOUT_S
+    while not tcp_server.counts["dropped"]:
+        glutton.send(request)
+        assert time.monotonic() < deadline
+    reader.learn(LIFE, tcp_server.endpoint)
+    one = read(segment.refs[0])
+    fetch(reader, [one])
+    assert one.sink.verified
+    glutton.close()
+    context.term()
+
+
+@pytest.fixture
+def impostor():
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.linger = 0
+    socket.rcvtimeo = int(TIMEOUT_S * 1000)
+    socket.bind("tcp://127.0.0.1:*")
+    yield socket
+    socket.close()
+    context.term()
+
+
+def test_garbage_from_a_server_fails_the_read(impostor, reader, segment, layout):
+    reader.learn(LIFE, impostor.get_string(zmq.LAST_ENDPOINT))
+    checksums = tuple(segment.parts(0).tolist())
+    block = bytes(segment.layers_view(0, 0, 3))
+
+    def answer(make):
+        peer, raw = impostor.recv_multipart()
+        impostor.send_multipart([peer, *make(msgspec.msgpack.decode(raw, type=ReadRequest).read_id)])
+
+    def reply(read_id, status=ReadStatus.OK, sums=checksums):
+        return msgspec.msgpack.encode(ReadReply(read_id, status, sums))
+
+    bad = [
+        lambda i: [reply(i)],
+        lambda i: [reply(i, sums=()), block],
+        lambda i: [reply(i, sums=(*checksums, 1)), block],
+        lambda i: [reply(i), block[:-1]],
+        lambda i: [reply(i), block + b"x"],
+        lambda i: [reply(i), b""],
+        lambda i: [reply(i, ReadStatus.OUT_OF_RANGE), block, block],
+    ]
+    for make in bad:
+        for into in (None, memoryview(bytearray(layout.block_bytes))):
+            one = read(segment.refs[0], into=into)
+            done = threading.Event()
+            reader.submit([one], time.monotonic() + TIMEOUT_S, done.set)
+            answer(make)
+            assert done.wait(TIMEOUT_S)
+            assert one.sink.verified is False
+
+
+def test_replies_that_nobody_asked_for_are_ignored(impostor, reader, segment):
+    reader.learn(LIFE, impostor.get_string(zmq.LAST_ENDPOINT))
+    one, done = read(segment.refs[0]), threading.Event()
+    reader.submit([one], time.monotonic() + TIMEOUT_S, done.set)
+    peer, raw = impostor.recv_multipart()
+    checksums, block = tuple(segment.parts(0).tolist()), bytes(segment.layers_view(0, 0, 3))
+    read_id = msgspec.msgpack.decode(raw, type=ReadRequest).read_id
+    reply = msgspec.msgpack.encode(ReadReply(read_id, ReadStatus.OK, checksums))
+    impostor.send_multipart([peer, b"\xc1 junk", b"more", reply])
+    impostor.send_multipart([peer, msgspec.msgpack.encode(ReadReply(1 << 40, ReadStatus.OK, checksums)), block])
+    impostor.send_multipart([peer, reply, block, b"trailing"])
+    impostor.send_multipart([peer, reply, block])
+    assert done.wait(TIMEOUT_S)
+    assert one.sink.verified is True
+
+
+def test_a_silent_server_costs_the_deadline_and_no_more(impostor, reader, segment):
+    reader.learn(LIFE, impostor.get_string(zmq.LAST_ENDPOINT))
+    late = [read(segment.refs[0]), read(segment.refs[1])]
+    patient, done = read(segment.refs[0]), threading.Event()
+    reader.submit([patient], time.monotonic() + TIMEOUT_S, done.set)
+    began = time.monotonic()
+    fetch(reader, late, deadline_s=0.2)
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    assert [one.sink.verified for one in late] == [False, False]
+    # The link began anew, and what was not late is asked again over it.
+    asked = [impostor.recv_multipart() for _ in range(4)]
+    assert len({peer for peer, _ in asked}) == 2
+    request = msgspec.msgpack.decode(asked[-1][1], type=ReadRequest)
+    reply = msgspec.msgpack.encode(ReadReply(request.read_id, ReadStatus.OK, tuple(segment.parts(0).tolist())))
+    impostor.send_multipart([asked[-1][0], reply, bytes(segment.layers_view(0, 0, 3))])
+    assert done.wait(TIMEOUT_S)
+    assert patient.sink.verified
+
+
+def test_nobody_at_the_endpoint_fails_at_once(reader, segment):
+    reader.learn(LIFE, "tcp://127.0.0.1:9")
+    reader.learn(("b", 1), "nonsense://")
+    began = time.monotonic()
+    reads = [read(segment.refs[0]), read(changed(segment.refs[0], node="b"))]
+    fetch(reader, reads, deadline_s=TIMEOUT_S)
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    assert [one.sink.verified for one in reads] == [False, False]
+
+
+def test_forgetting_and_cancelling_end_reads_early(impostor, reader, segment):
+    reader.learn(LIFE, impostor.get_string(zmq.LAST_ENDPOINT))
+    for end in (lambda _: reader.forget(LIFE), reader.cancel):
+        reader.learn(LIFE, impostor.get_string(zmq.LAST_ENDPOINT))
+        one, done = read(segment.refs[0]), threading.Event()
+        batch = reader.submit([one], time.monotonic() + 1000, done.set)
+        impostor.recv_multipart()
+        end(batch)
+        assert done.wait(TIMEOUT_S)
+        assert one.sink.verified is False
+
+
+def test_closing_ends_what_is_under_way(impostor, layout, segment, crashes):
+    reader = RemoteReader(layout, on_crash=crashes.append)
+    reader.learn(LIFE, impostor.get_string(zmq.LAST_ENDPOINT))
+    one, done = read(segment.refs[0]), threading.Event()
+    reader.submit([one], time.monotonic() + 1000, done.set)
+    impostor.recv_multipart()
+    reader.close()
+    reader.close()
+    assert done.is_set()
+    assert one.sink.verified is False
+
+
+def test_a_crash_in_a_sink_is_told_and_ends_the_batch(tcp_server, reader, segment, crashes):
+    reader.learn(LIFE, tcp_server.endpoint)
+
+    class Broken(Sink):
+        def part(self, layer, payload, checksum):
+            raise ArithmeticError("planted")
+
+    one = RemoteRead(segment.refs[0], range(3), Broken())
+    fetch(reader, [one])
+    assert one.sink.verified is False
+    reader.close()
+    assert isinstance(crashes.pop(), ArithmeticError)
+
+
+SERVER = """
+import sys
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.transfer.network import DataServer
+from mooncake_zmq.transfer.shared_memory import Segment
+layout = BlockLayout(layers=4, kv_heads=4, head_dim=64, block_tokens=128)
+segment = Segment.attach(sys.argv[1], layout, 1)
+server = DataServer(segment, "tcp://127.0.0.1:*", on_crash=print)
+print(server.endpoint, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_server_killed_in_the_middle_fails_reads_at_once(make_segment, fill, crashes):
+    layout = BlockLayout(layers=4, kv_heads=4, head_dim=64, block_tokens=128)
+    segment = make_segment("a", slots=16, layout=layout)
+    refs = [fill(segment, slot) for slot in range(16)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(segment.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    reader = RemoteReader(layout, on_crash=crashes.append, window_bytes=4 << 20)
+    reader.learn(LIFE, process.stdout.readline().strip())
+    first, done = threading.Event(), threading.Event()
+
+    class Telling(Sink):
+        def end(self, verified):
+            super().end(verified)
+            first.set()
+
+    reads = [RemoteRead(refs[index % 16], range(4), Telling()) for index in range(2000)]
+    began = time.monotonic()
+    reader.submit(reads, began + 1000, done.set)
+    assert first.wait(TIMEOUT_S)
+    process.kill()
+    process.communicate()
+    assert done.wait(TIMEOUT_S)
+    outcomes = [one.sink.verified for one in reads]
+    assert outcomes[0] is True
+    assert False in outcomes
+    assert None not in outcomes
+    reader.close()
