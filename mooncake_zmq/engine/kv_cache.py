@@ -1,10 +1,16 @@
 """The KV of one running sequence, contiguous. Blocks exist only at its seam: `write_part` and `read_part`.
 
+Layout, by measurement (OpenBLAS, one thread, 3 KV heads of 64, 4,096 tokens, per layer of a decode step): scores against
+keys kept as blocks keep them, [token, kv_head, dim], take 0.87 ms; against transposed tiles of 64 tokens, 0.11 ms. Each
+product is then small and contiguous, which is where BLAS uses kernels that read the keys in place. Values are kept per
+head, [token, dim]: 0.11 ms instead of 0.32. Re-laying out a part on the way in or out costs a small part of that, once.
+
 Threads. A copy thread may call `write_part` and `read_part` while the compute thread runs a layer: the sequence is
 append-only, every (layer, token) cell is written once, and each thread touches cells that the other has finished with
 (the engine's `before_layer` and `after_layer` are where they agree). Nothing is moved or resized.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,26 +19,34 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.engine.backend import allocate_zeros, to_host
 
+KEY_TILE = 64  # tokens in one transposed tile of keys
+
 
 class SequenceKV:
-    """`length` tokens of valid KV out of `capacity`; memory is committed as it is written and returned by `close`."""
+    """`length` tokens of valid KV out of `capacity`; memory is committed as it is written and returned by `close`.
 
-    __slots__ = ("_release", "capacity", "kv", "length")
+    `keys` is [layer, kv_head, tile, head_dim, KEY_TILE], `values` [layer, kv_head, token, head_dim]; engines read them.
+    """
+
+    __slots__ = ("_releases", "_xp", "capacity", "keys", "length", "values")
 
     def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity_tokens: int, xp: ModuleType = np) -> None:
         if capacity_tokens < 1:
             raise ValueError("a sequence needs room for at least one token")
-        # [layer, k/v, token, kv_head, head_dim]: the layout of blocks, so that a layer's part is two contiguous copies.
-        self.kv: Any
-        self.kv, self._release = allocate_zeros(xp, (layers, 2, capacity_tokens, kv_heads, head_dim))
+        tiles = -(-capacity_tokens // KEY_TILE)
+        self.keys: Any
+        self.values: Any
+        self.keys, release_keys = allocate_zeros(xp, (layers, kv_heads, tiles, head_dim, KEY_TILE))
+        self.values, release_values = allocate_zeros(xp, (layers, kv_heads, capacity_tokens, head_dim))
+        self._releases: tuple[Callable[[], None], ...] = (release_keys, release_values)
+        self._xp = xp
         self.capacity = capacity_tokens
         self.length = 0
 
     def write_part(self, layer: int, start: int, part: NDArray[np.float32]) -> None:
         """Store one layer's part of a block, [k/v, n, kv_head, head_dim], at tokens start..start+n."""
-        stop = start + part.shape[1]
-        self._check_range(start, stop)
-        self.kv[layer, :, start:stop] = part
+        on_device = self._xp.asarray(part)
+        self.store(layer, start, on_device[0], on_device[1])
 
     def read_part(self, layer: int, start: int, stop: int, out: NDArray[np.float32]) -> None:
         """Copy one layer's tokens start..stop into `out`, [k/v, stop - start, kv_head, head_dim].
@@ -40,7 +54,21 @@ class SequenceKV:
         `stop` may lie beyond `length`: after `after_layer(l)` a layer can be read while later layers still compute.
         """
         self._check_range(start, stop)
-        out[...] = to_host(self.kv[layer, :, start:stop])
+        out[1] = to_host(self.values[layer, :, start:stop]).transpose(1, 0, 2)
+        for tiles, columns, tokens in _tile_runs(start, stop):
+            source = to_host(self.keys[layer, :, tiles, :, columns])
+            target = out[0, tokens].reshape(source.shape[1], source.shape[3], source.shape[0], source.shape[2])
+            target[...] = source.transpose(1, 3, 0, 2)
+
+    def store(self, layer: int, start: int, keys: Any, values: Any) -> None:
+        """Store keys and values, each [n, kv_head, head_dim], at tokens start..start+n of one layer."""
+        stop = start + len(keys)
+        self._check_range(start, stop)
+        self.values[layer, :, start:stop] = values.transpose(1, 0, 2)
+        for tiles, columns, tokens in _tile_runs(start, stop):
+            target = self.keys[layer, :, tiles, :, columns]
+            source = keys[tokens].reshape(target.shape[1], target.shape[3], target.shape[0], target.shape[2])
+            target[...] = source.transpose(2, 0, 3, 1)
 
     def set_length(self, length: int) -> None:
         if not 0 <= length <= self.capacity:
@@ -48,11 +76,34 @@ class SequenceKV:
         self.length = length
 
     def close(self) -> None:
-        """Give the memory back to the OS. May be called twice; the sequence is not used afterwards."""
+        """Give the memory back to the OS, once no copy is in flight. May be called twice; then the sequence is dead."""
         self.length = self.capacity = 0
-        self.kv = None
-        self._release()
+        self.keys = self.values = None
+        for release in self._releases:
+            release()
+        self._releases = ()
 
     def _check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.capacity:
             raise ValueError(f"tokens {start}..{stop} are outside the sequence's capacity of {self.capacity}")
+
+
+def _tile_runs(start: int, stop: int) -> list[tuple[slice, slice, slice]]:
+    """Cut tokens start..stop into at most three runs of (tiles, columns in each, tokens counted from start).
+
+    start                                       stop
+      |..tail of a tile..|== whole tiles ==|..head of a tile..|
+    """
+    runs = []
+    at = start
+    while at < stop:
+        tile, column = divmod(at, KEY_TILE)
+        whole = (stop - at) // KEY_TILE if column == 0 else 0
+        if whole:
+            tiles, columns, end = slice(tile, tile + whole), slice(0, KEY_TILE), at + whole * KEY_TILE
+        else:
+            end = min(stop, (tile + 1) * KEY_TILE)
+            tiles, columns = slice(tile, tile + 1), slice(column, column + end - at)
+        runs.append((tiles, columns, slice(at - start, end - start)))
+        at = end
+    return runs

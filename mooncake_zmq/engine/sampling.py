@@ -1,31 +1,13 @@
 """Choosing the next token. The random numbers depend on (seed, position) alone, so a resumed request repeats itself."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
+
+from mooncake_zmq.messages import Sampling
 
 TIE_MARGIN = 0.01  # I3: a choice whose score leads by less may differ between batch shapes
 CUTOFF_MARGIN = 1e-3  # I3: so may one with a top-k or top-p cutoff this near
 NUCLEUS_TRY = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How to choose: greedy at temperature 0; `top_k` 0 and `top_p` 1 cut nothing."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError("temperature must be zero or positive")
-        if self.top_k < 0:
-            raise ValueError("top_k must be zero (off) or positive")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError("top_p must be above 0 and at most 1")
 
 
 def sample(logits: NDArray[np.float32], sampling: Sampling, position: int) -> int:
@@ -41,10 +23,9 @@ def scores(logits: NDArray[np.float32], sampling: Sampling, position: int) -> ND
     Gumbel-max: the largest of (logit / temperature + Gumbel noise) is distributed as softmax. Unlike an inverse CDF, a
     change of 1e-6 in the logits then matters only where two scores lie that close, which is what I3 measures.
     """
-    scaled = logits.astype(np.float64)
     if sampling.temperature == 0.0:
-        return scaled
-    scaled /= sampling.temperature
+        return logits.astype(np.float64)
+    scaled = _scaled(logits, sampling)
     noise = _gumbel(sampling.seed, position, len(scaled))
     noise += scaled
     if sampling.top_k or sampling.top_p < 1.0:
@@ -60,10 +41,19 @@ def near_tie(logits: NDArray[np.float32], sampling: Sampling, position: int) -> 
         return True
     if sampling.temperature == 0.0 or (sampling.top_k == 0 and sampling.top_p == 1.0):
         return False
-    scaled = logits.astype(np.float64) / sampling.temperature
+    scaled = _scaled(logits, sampling)
     threshold = _cutoff(scaled, sampling)
     below = scaled[scaled < threshold]
     return bool(below.size and threshold - below.max() < CUTOFF_MARGIN)
+
+
+def _scaled(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float64]:
+    """(logit - best) / temperature: however cold, the best stays 0 and nothing becomes infinite but the hopeless."""
+    scaled = logits.astype(np.float64)
+    scaled -= scaled.max()
+    with np.errstate(over="ignore"):
+        scaled /= sampling.temperature
+    return scaled
 
 
 def _cutoff(scaled: NDArray[np.float64], sampling: Sampling) -> float:
@@ -79,13 +69,12 @@ def _cutoff(scaled: NDArray[np.float64], sampling: Sampling) -> float:
 
 def _nucleus_edge(scaled: NDArray[np.float64], top_p: float) -> float:
     """The score at which the falling cumulative probability first reaches `top_p`."""
-    best = scaled.max()
-    target = top_p * float(np.exp(scaled - best).sum())
+    target = top_p * float(np.exp(scaled).sum())
     # Sorting a whole vocabulary costs ten times the rest; the few best nearly always hold the nucleus.
     for count in (NUCLEUS_TRY, len(scaled)):
         head = np.partition(scaled, -count)[-count:] if count < len(scaled) else scaled
         falling = np.sort(head)[::-1]
-        last = int(np.searchsorted(np.cumsum(np.exp(falling - best)), target))
+        last = int(np.searchsorted(np.cumsum(np.exp(falling)), target))
         if last < len(falling):
             return float(falling[last])
     return float(falling[-1])

@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
 from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
 
 MODULUS = 1 << 20  # running sums below 2**20 are exact in float32
@@ -92,17 +92,29 @@ class ToyEngine:
         steps ^= steps >> 7
         cells = steps[:, None, None] * _CELL_MULTIPLIER[layers]
         if start:
-            cells[:, :, 0] += sequence.kv[layers, :, start - 1].astype(np.int64)
+            tile, column = divmod(start - 1, KEY_TILE)
+            cells[:, 0, 0] += sequence.keys[layers, :, tile, :, column].astype(np.int64)
+            cells[:, 1, 0] += sequence.values[layers, :, start - 1].astype(np.int64)
         if len(tokens) > 1:
             np.cumsum(cells, axis=2, out=cells)
-        sequence.kv[layers, :, start : start + len(tokens)] = cells & (MODULUS - 1)
+        kv = (cells & (MODULUS - 1)).astype(np.float32)
+        if len(tokens) > 1:
+            for offset, layer in enumerate(range(self.spec.layers)[layers]):
+                sequence.store(layer, start, kv[offset, 0], kv[offset, 1])
+        else:
+            tile, column = divmod(start, KEY_TILE)
+            sequence.keys[layers, :, tile, :, column] = kv[:, 0, 0]
+            sequence.values[layers, :, start] = kv[:, 1, 0]
         if self._delay_s_per_token:
             time.sleep(self._delay_s_per_token * len(tokens) * len(cells) / self.spec.layers)
 
     def _logits(self, sequence: SequenceKV, length: int) -> NDArray[np.float32]:
         digest = xxhash.xxh3_128()
+        tile, column = divmod(length, KEY_TILE)
         for layer in range(self.spec.layers):
-            for half in range(2):
-                digest.update(memoryview(sequence.kv[layer, half, :length]))
+            digest.update(memoryview(sequence.values[layer, 0, :length]))
+            digest.update(memoryview(sequence.keys[layer, 0, :tile]))
+            if column:
+                digest.update(sequence.keys[layer, 0, tile, :, :column].tobytes())
         bits = np.random.Philox(key=digest.intdigest()).random_raw(self.spec.vocab_size)
         return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)

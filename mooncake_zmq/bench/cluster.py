@@ -1,0 +1,166 @@
+"""A cluster of its own for a benchmark: started on a free port, measured over HTTP, stopped at the end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+
+from mooncake_zmq.config import Config
+from mooncake_zmq.up import collect_dumps
+
+START_TIMEOUT_S = 300.0
+STATE_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 300.0
+BUSY = ("puts", "fetches", "requests_", "writing_", "unacknowledged")
+"""Gauges that are zero at a node that does nothing."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One streamed completion. Times in seconds since the request was sent."""
+
+    token_times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.token_times[0]
+
+    @property
+    def served(self) -> dict[str, Any]:
+        """Which nodes served it and where its reused tokens came from."""
+        mooncake: dict[str, Any] = self.usage["mooncake"]
+        return mooncake
+
+
+class BenchCluster:
+    """A running cluster: its address, and the processes behind it."""
+
+    def __init__(self, url: str, runtime_dir: Path, nodes: list[str]) -> None:
+        self.url = url
+        self._runtime_dir = runtime_dir
+        self._nodes = nodes
+
+    def complete(self, tokens: list[int], *, max_tokens: int) -> Answer:
+        """Stream a greedy completion of a token-id prompt that ends only at `max_tokens`."""
+        body = {
+            "model": self._model(),
+            "prompt": tokens,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        answer = Answer()
+        began = time.perf_counter()
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S) as response:
+            if response.status_code != 200:
+                response.read()
+                raise click.ClickException(f"the cluster answered {response.status_code}: {response.text}")
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                now = time.perf_counter() - began
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise click.ClickException(f"the cluster failed: {chunk['error']['message']}")
+                if chunk.get("usage"):
+                    answer.usage = {**chunk["usage"], "mooncake": chunk.get("mooncake", {})}
+                for choice in chunk["choices"]:
+                    ids = choice.get("token_ids") or []
+                    answer.tokens += ids
+                    answer.token_times += [now] * len(ids)
+                    answer.text += choice["text"]
+        return answer
+
+    def pid(self, node: str) -> int:
+        """Process id of a node, from its lock file."""
+        return int((self._runtime_dir / f"{node}.lock").read_text().split()[0])
+
+    @contextmanager
+    def paused(self, node: str) -> Iterator[None]:
+        """SIGSTOP a node until the cluster has noticed; continue it afterwards and wait until it is back."""
+        os.kill(self.pid(node), signal.SIGSTOP)
+        try:
+            self._wait(lambda live: node not in live, f"{node} to be missed")
+            yield
+        finally:
+            os.kill(self.pid(node), signal.SIGCONT)
+            self._wait(lambda live: node in live, f"{node} to be back")
+
+    def settle(self) -> None:
+        """Wait until every node is idle: the blocks of what was asked so far are in the pool, and the conductor knows."""
+        deadline = time.monotonic() + STATE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            gauges = [dump["gauges"] for dump in collect_dumps(self._runtime_dir, self._nodes).values()]
+            if not any(value for node in gauges for name, value in node.items() if name.startswith(BUSY)):
+                return
+        raise click.ClickException(f"the cluster was not idle within {STATE_TIMEOUT_S:g} s")
+
+    def _wait(self, condition: Callable[[str], bool], what: str) -> None:
+        deadline = time.monotonic() + STATE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if condition(httpx.get(f"{self.url}/health", timeout=STATE_TIMEOUT_S).text):
+                return
+            time.sleep(0.1)
+        raise click.ClickException(f"waited {STATE_TIMEOUT_S:g} s in vain for {what}")
+
+    def _model(self) -> str:
+        models = httpx.get(f"{self.url}/v1/models", timeout=STATE_TIMEOUT_S).json()
+        return str(models["data"][0]["id"])
+
+
+@contextmanager
+def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iterator[BenchCluster]:
+    """Start the cluster of `config`, read from `path`, with `overrides` ("section.key" -> TOML value) in a runtime directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="mczmq-") as directory, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        settings = {"cluster.runtime_dir": directory, "cluster.name": Path(directory).name.lower().replace("_", "-")}
+        settings |= {"gateway.http_port": str(port), **overrides}
+        variables = {f"MOONCAKE_ZMQ_{key.upper().replace('.', '__')}": value for key, value in settings.items()}
+        log = Path(directory) / "up.log"
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "mooncake_zmq", "up", "--config", str(path)]
+            up = subprocess.Popen(command, env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_healthy(url, up, log)
+            yield BenchCluster(url, Path(directory), [node.name for node in config.nodes])
+        finally:
+            up.send_signal(signal.SIGINT)
+            try:
+                up.wait(60)
+            except subprocess.TimeoutExpired:
+                up.kill()
+                up.wait()
+
+
+def _wait_healthy(url: str, up: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and up.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise click.ClickException("the cluster did not start:\n" + "\n".join(log.read_text().splitlines()[-20:]))

@@ -1,0 +1,102 @@
+"""The one shape of every benchmark's result: a table, one JSON object, a plot."""
+
+import json
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure beside its reference, both medians of one run. `ratio` above 1: better than the reference."""
+
+    name: str
+    unit: str
+    value: float
+    reference: float
+    higher_is_better: bool
+
+    @property
+    def ratio(self) -> float:
+        """How many times better than the reference."""
+        better, worse = (self.value, self.reference) if self.higher_is_better else (self.reference, self.value)
+        return better / worse if worse else float("inf")
+
+
+@dataclass(slots=True)
+class Report:
+    """All rows of one benchmark run."""
+
+    bench: str
+    rows: list[Row] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """`{"bench", "commit", "machine", "rows": [{"name", "unit", "value", "reference", "ratio"}]}`."""
+        rows = [
+            {"name": r.name, "unit": r.unit, "value": r.value, "reference": r.reference, "ratio": r.ratio} for r in self.rows
+        ]
+        return {"bench": self.bench, "commit": commit(), "machine": machine(), "rows": rows}
+
+    def show(self, *, as_json: bool, plot: Path | None) -> None:
+        """Print to standard output, and draw to a file if asked."""
+        if as_json:
+            click.echo(json.dumps(self.as_json()))
+        else:
+            Console().print(self._table())
+        if plot is not None:
+            self._draw(plot)
+
+    def _table(self) -> Table:
+        table = Table(title=f"bench {self.bench}  ({commit()}, {machine()})")
+        for column in ("name", "unit", "value", "reference", "ratio"):
+            table.add_column(column, justify="left" if column in ("name", "unit") else "right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(row.name, row.unit, f"{row.value:.4g}", f"{row.reference:.4g}", f"{row.ratio:.3f}")
+        return table
+
+    def _draw(self, path: Path) -> None:
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
+        figure = Figure(figsize=(9, 0.5 * len(self.rows) + 1.5), layout="constrained")
+        axes = figure.add_subplot()
+        names = [f"{row.name} [{row.unit}]" for row in self.rows]
+        axes.barh(names, [row.ratio for row in self.rows], color="#4477aa")
+        axes.axvline(1.0, color="black", linewidth=1)
+        axes.invert_yaxis()
+        axes.set_xlabel("ratio to the reference (above 1 is better)")
+        axes.set_title(f"bench {self.bench}, {commit()}")
+        figure.savefig(path)
+
+
+def commit() -> str:
+    """Short hash of the checkout this package runs from, with + if it was changed; "unknown" outside one."""
+    here = Path(__file__).parent
+    try:
+        run = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return run.stdout.strip() or "unknown"
+
+
+def machine() -> str:
+    """Processor and core count, as a reader of the figures needs them."""
+    model = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+        import os
+
+        cores = len(os.sched_getaffinity(0))
+    except OSError:
+        return model
+    return f"{model}, {cores} cores"

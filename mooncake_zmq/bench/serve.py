@@ -1,0 +1,174 @@
+"""`bench serve`: the cluster against the bare engine with the same BLAS threads, both in one run, other nodes idle.
+
+Cold: TTFT of a prompt nobody has seen, against the engine's own prefill of as many tokens. Warm: the same prefix again with a
+new tail, served by the pool (the prefill's own reuse is off), from this host or from the other, against cold. Decode: tokens
+per second of one decode node, against the engine's own batched loop. The two sides of a row alternate round by round.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.bench.cluster import Answer, BenchCluster, bench_cluster
+from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.config import load
+from mooncake_zmq.engine.sampling import sample
+from mooncake_zmq.engine.spec import Engine
+from mooncake_zmq.engine.weights import default_cache_dir, load_engine, prepare
+from mooncake_zmq.messages import Sampling
+
+COLD_TOKENS = (64, 512, 2048, 4096)
+PREFIX_TOKENS, TAIL_TOKENS = 2048, 64
+DECODE_PROMPT, DECODE_TOKENS = 64, 96
+BATCHES = (1, 8)
+
+Progress = Callable[[str], None]
+
+
+def bench_serve(config: Path, *, rounds: int, progress: Progress) -> Report:
+    """Run it all. Raises click.ClickException when the cluster cannot be started or answers an error."""
+    settings = load(config).config
+    progress("opening the bare engine")
+    cache_dir = Path(settings.model.cache_dir) if settings.model.cache_dir else default_cache_dir()
+    engine = load_engine(prepare(settings.model.path, cache_dir, lambda what, part: None), device="cpu")
+    report = Report("serve")
+    overrides = {"prefill.own_reuse": "false", "conductor.ttft_slo_s": "0", "conductor.tbt_slo_s": "0"}
+    progress("starting the cluster")
+    with bench_cluster(config, settings, overrides) as cluster:
+        run = _Run(engine, cluster, rounds, progress)
+        run.warm_up()
+        for tokens in COLD_TOKENS:
+            report.rows.append(run.cold(tokens))
+        report.rows += run.warm()
+        decodes = [node.name for node in settings.of_role("decode")]
+        for batch in BATCHES:
+            report.rows.append(run.decode(batch, decodes))
+    return report
+
+
+class _Run:
+    def __init__(self, engine: Engine, cluster: BenchCluster, rounds: int, progress: Progress) -> None:
+        self._engine = engine
+        self._cluster = cluster
+        self._rounds = rounds
+        self._progress = progress
+        self._random = np.random.default_rng(time.time_ns())  # a prompt of an earlier run must not be warm
+
+    def warm_up(self) -> None:
+        """First use of every page of weights, of every code path, on every node: a few unmeasured requests."""
+        self._progress("warming up")
+        for _ in range(3):
+            self._cluster.complete(self._prompt(96), max_tokens=4)
+            self._prefill_s(self._prompt(96))
+
+    def cold(self, tokens: int) -> Row:
+        ours: list[float] = []
+        bare: list[float] = []
+        for number in range(self._rounds):
+            self._progress(f"cold {tokens} tokens, round {number + 1} of {self._rounds}")
+            self._cluster.settle()
+            ours.append(self._cluster.complete(self._prompt(tokens), max_tokens=2).ttft_s)
+            bare.append(self._prefill_s(self._prompt(tokens)))
+        self._progress(f"  TTFT {[round(1e3 * s) for s in ours]} ms, engine {[round(1e3 * s) for s in bare]} ms")
+        return _milliseconds(f"cold TTFT, {tokens} tokens / engine prefill", ours, bare)
+
+    def warm(self) -> list[Row]:
+        cold: list[float] = []
+        local: list[float] = []
+        remote: list[float] = []
+        for number in range(self._rounds):
+            self._progress(f"warm {PREFIX_TOKENS} + {TAIL_TOKENS} tokens, round {number + 1} of {self._rounds}")
+            prefix = self._prompt(PREFIX_TOKENS)
+            self._cluster.settle()
+            first = self._cluster.complete(prefix + self._prompt(TAIL_TOKENS), max_tokens=2)
+            cold.append(first.ttft_s)
+            self._cluster.settle()
+            again = self._cluster.complete(prefix + self._prompt(TAIL_TOKENS), max_tokens=2)
+            _expect(again, "cached_local")
+            local.append(again.ttft_s)
+            self._cluster.settle()
+            with self._cluster.paused(first.served["prefill"]):
+                elsewhere = self._cluster.complete(prefix + self._prompt(TAIL_TOKENS), max_tokens=2)
+            _expect(elsewhere, "cached_remote")
+            remote.append(elsewhere.ttft_s)
+        return [
+            _milliseconds("warm TTFT, prefix in own host's pool / cold", local, cold),
+            _milliseconds("warm TTFT, prefix in other host's pool / cold", remote, cold),
+        ]
+
+    def decode(self, batch: int, decodes: list[str]) -> Row:
+        ours: list[float] = []
+        bare: list[float] = []
+        for number in range(self._rounds):
+            self._progress(f"decode, batch {batch}, round {number + 1} of {self._rounds}")
+            self._cluster.settle()
+            bare.append(self._engine_tokens_per_s(batch))
+            ours.append(self._cluster_tokens_per_s(batch, decodes))
+        name = f"decode, batch {batch} / engine"
+        return Row(name=name, unit="tokens/s", value=median(ours), reference=median(bare), higher_is_better=True)
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return [int(t) for t in self._random.integers(100, self._engine.spec.vocab_size - 100, tokens)]
+
+    def _prefill_s(self, prompt: list[int]) -> float:
+        sequence = self._engine.new_sequence(len(prompt))
+        began = time.perf_counter()
+        logits = self._engine.prefill(sequence, np.array(prompt, np.int32), logits_at=(-1,))
+        assert logits is not None
+        sample(logits[0], Sampling(), len(prompt))
+        took = time.perf_counter() - began
+        sequence.close()
+        return took
+
+    def _engine_tokens_per_s(self, batch: int) -> float:
+        sequences = [self._engine.new_sequence(DECODE_PROMPT + DECODE_TOKENS) for _ in range(batch)]
+        for sequence in sequences:
+            self._engine.prefill(sequence, np.array(self._prompt(DECODE_PROMPT), np.int32), logits_at=None)
+        tokens: NDArray[np.int32] = np.full(batch, 100, np.int32)
+        began = time.perf_counter()
+        for _ in range(DECODE_TOKENS - 1):
+            logits = self._engine.decode(sequences, tokens)
+            positions = [sequence.length for sequence in sequences]
+            tokens = np.array([sample(row, Sampling(), p) for row, p in zip(logits, positions, strict=True)], np.int32)
+        took = time.perf_counter() - began
+        for sequence in sequences:
+            sequence.close()
+        return batch * (DECODE_TOKENS - 1) / took
+
+    def _cluster_tokens_per_s(self, batch: int, decodes: list[str]) -> float:
+        if batch == 1:
+            answer = self._cluster.complete(self._prompt(DECODE_PROMPT), max_tokens=DECODE_TOKENS)
+            return (len(answer.token_times) - 1) / (answer.token_times[-1] - answer.token_times[0])
+        with self._cluster.paused(decodes[-1]):
+            return self._batch_tokens_per_s(batch)
+
+    def _batch_tokens_per_s(self, batch: int) -> float:
+        """Tokens per second while all of the batch are decoding, from arrival times at the clients."""
+        tokens = DECODE_TOKENS + 48  # the first ones run while the last prompts are still being prefilled
+        epoch = time.perf_counter()
+
+        def one(prompt: list[int]) -> list[float]:
+            sent = time.perf_counter() - epoch
+            return [sent + at for at in self._cluster.complete(prompt, max_tokens=tokens).token_times]
+
+        with ThreadPoolExecutor(batch) as pool:
+            times = list(pool.map(one, [self._prompt(DECODE_PROMPT) for _ in range(batch)]))
+        begin = max(arrivals[1] for arrivals in times)
+        end = min(arrivals[-1] for arrivals in times)
+        together = sum(1 for arrivals in times for at in arrivals if begin < at <= end)
+        return together / (end - begin)
+
+
+def _expect(answer: Answer, source: str) -> None:
+    """A warm figure counts only if the prefix really came from there."""
+    reused = answer.served[source]
+    assert reused >= PREFIX_TOKENS - 64, f"{source} is {reused}, so this run measured something else: {answer.served}"
+
+
+def _milliseconds(name: str, ours: list[float], reference: list[float]) -> Row:
+    return Row(name=name, unit="ms", value=1e3 * median(ours), reference=1e3 * median(reference), higher_is_better=False)

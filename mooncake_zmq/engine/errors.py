@@ -1,0 +1,9 @@
+"""The error that a user can act on: one line that says what is wrong with a model and what to do."""
+
+
+class ModelError(Exception):
+    """A model or its tokenizer cannot be obtained, read or used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message

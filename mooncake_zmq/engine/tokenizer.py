@@ -1,0 +1,283 @@
+"""Text to token ids and back, and a conversation to token ids by the model's own template, run in a sandbox."""
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+from mooncake_zmq.engine.errors import ModelError
+
+VOCABULARY_FILE = "tokenizer.json"
+CONVERSATION_FILE = "conversation.json"
+
+REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+PENDING_TOKENS_MAX = 16  # a character has at most 4 bytes, so 16 tokens that end in none are invalid bytes: let them out
+
+
+class TemplateFailed(ValueError):
+    """The model's chat template refused these messages, or tried something the sandbox forbids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """How a model's conversations are written: what a tokenizer needs beside the vocabulary."""
+
+    template: str | None
+    eos_ids: tuple[int, ...]
+    bos_id: int | None = None
+    bos_token: str = ""
+    eos_token: str = ""
+    add_bos: bool = False
+
+
+class Vocabulary(Protocol):
+    """Text and ids, nothing else."""
+
+    @property
+    def size(self) -> int: ...
+    def identity(self) -> bytes: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Tokenizer:
+    """One model's vocabulary and conversation format. Safe to share between threads."""
+
+    def __init__(self, vocabulary: Vocabulary, conversation: Conversation) -> None:
+        self._vocabulary = vocabulary
+        self._conversation = conversation
+        self._template = _compile(conversation.template) if conversation.template else None
+        self.vocab_size = vocabulary.size
+        self.eos_ids = conversation.eos_ids
+        identity = vocabulary.identity() + b"\0" + json.dumps(asdict(conversation), sort_keys=True).encode()
+        self.fingerprint = hashlib.sha256(identity).hexdigest()[:32]
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of `text`; with `special`, after what the model puts before a text (its BOS, if it wants one)."""
+        ids = self._vocabulary.encode(_encodable(text))
+        if special and self._conversation.add_bos and self._conversation.bos_id is not None:
+            return [self._conversation.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, without special tokens."""
+        return self._vocabulary.decode(ids)
+
+    def stream(self) -> "TokenStream":
+        return TokenStream(self._vocabulary)
+
+    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """The ids of a conversation, as the model's template writes it. Raises TemplateFailed."""
+        return self._vocabulary.encode(_encodable(self.chat_text(messages, add_generation_prompt)))
+
+    def chat_text(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        if self._template is None:
+            raise TemplateFailed("this model has no chat template: use /v1/completions")
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self._conversation.bos_token,
+                eos_token=self._conversation.eos_token,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+            raise TemplateFailed(f"the chat template refused the messages: {error}") from error
+
+
+class TokenStream:
+    """Incremental text of a growing sequence: what is pushed out never ends inside a character.
+
+    The text of token n can depend on its left neighbour (a space may be dropped at the start), so each step decodes
+    from `_prefix`, the start of the last emitted piece, and emits what came after `_read`.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._ids: list[int] = []
+        self._read = 0
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        return self._emit(whole=len(self._ids) - self._read > PENDING_TOKENS_MAX)
+
+    def flush(self) -> str:
+        """What is still held back, complete or not."""
+        return self._emit(whole=True)
+
+    def _emit(self, *, whole: bool) -> str:
+        emitted = self._vocabulary.decode(self._ids[: self._read])
+        text = self._vocabulary.decode(self._ids)
+        if len(text) <= len(emitted) or (text.endswith(REPLACEMENT) and not whole):
+            return ""
+        del self._ids[: self._read]
+        self._read = len(self._ids)
+        return text[len(emitted) :]
+
+
+class BpeVocabulary:
+    """A vocabulary in the format of the `tokenizers` library."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def identity(self) -> bytes:
+        text: str = self._tokenizer.to_str()
+        return text.encode()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+class ByteVocabulary:
+    """ids 0..255 are bytes, then a few special tokens; ids beyond have no text of their own and read as <id>."""
+
+    SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+    END_ID = 256
+
+    def __init__(self, size: int = 512) -> None:
+        assert size >= 256 + len(self.SPECIAL)
+        self.size = size
+        self._special_ids = {token: 256 + offset for offset, token in enumerate(self.SPECIAL)}
+        self._split = re.compile("(" + "|".join(map(re.escape, self.SPECIAL)) + ")")
+        self._pieces = [bytes([byte]) for byte in range(256)] + [b""] * len(self.SPECIAL)
+        self._pieces += [f"<{token}>".encode() for token in range(len(self._pieces), size)]
+
+    def identity(self) -> bytes:
+        return b"bytes " + json.dumps([self.size, self.SPECIAL]).encode()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self._split.split(text):
+            ids += [self._special_ids[piece]] if piece in self._special_ids else piece.encode()
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self._pieces[token] for token in ids).decode("utf-8", errors="replace")
+
+
+BYTE_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer(vocab_size: int = 512) -> Tokenizer:
+    """For "toy" and "dummy:*": one id per byte of UTF-8."""
+    end_id = ByteVocabulary.END_ID
+    conversation = Conversation(template=BYTE_TEMPLATE, eos_ids=(end_id,), eos_token=ByteVocabulary.SPECIAL[0])
+    return Tokenizer(ByteVocabulary(vocab_size), conversation)
+
+
+def open_tokenizer(path: Path | str) -> Tokenizer:
+    """The tokenizer of a prepared model directory, or of "toy"."""
+    if str(path) == "toy":
+        return byte_tokenizer()
+    directory = Path(path)
+    try:
+        fields = json.loads((directory / CONVERSATION_FILE).read_text())
+        if fields.pop("kind") == "bytes":
+            return byte_tokenizer(fields["vocab_size"])
+        conversation = Conversation(**(fields | {"eos_ids": tuple(fields["eos_ids"])}))
+        return Tokenizer(BpeVocabulary(read_vocabulary(directory / VOCABULARY_FILE)), conversation)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{directory} is not a prepared model: {error}") from error
+
+
+def read_vocabulary(path: Path) -> tokenizers.Tokenizer:
+    """A tokenizer.json."""
+    with _library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
+        return tokenizers.Tokenizer.from_file(str(path))
+
+
+@contextlib.contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """The tokenizers library raises bare `Exception`, which is caught here and nowhere else."""
+    try:
+        yield
+    except Exception as error:
+        raise ModelError(f"{what}: {error}") from error
+
+
+def write_conversation(directory: Path, conversation: Conversation) -> None:
+    (directory / CONVERSATION_FILE).write_text(json.dumps({"kind": "bpe"} | asdict(conversation), indent=1))
+
+
+def write_byte_conversation(directory: Path, vocab_size: int) -> None:
+    (directory / CONVERSATION_FILE).write_text(json.dumps({"kind": "bytes", "vocab_size": vocab_size}))
+
+
+def byte_level_bpe(
+    *, tokens: Sequence[str], merges: Iterable[tuple[str, str]], special: Sequence[bool], pre: str
+) -> tokenizers.Tokenizer:
+    """Build a tokenizer from the parts that a GGUF file carries. `pre` names its pre-tokenizer."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    with _library_errors("the model's tokenizer is damaged"):
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=list(merges)))
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    added = [token for token, is_special in zip(tokens, special, strict=True) if is_special]
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in added])
+    return tokenizer
+
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _pre_tokenizer(pre: str) -> Any:
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    match pre:
+        case "smollm":
+            digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+            return tokenizers.pre_tokenizers.Sequence([digits, byte_level(add_prefix_space=False, use_regex=True)])
+        case "gpt-2" | "default":
+            return byte_level(add_prefix_space=False, use_regex=True)
+        case "llama-bpe" | "llama3":
+            split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated")
+            return tokenizers.pre_tokenizers.Sequence([split, byte_level(add_prefix_space=False, use_regex=False)])
+    known = "smollm, gpt-2, default, llama-bpe"
+    raise ModelError(f"GGUF pre-tokenizer {pre!r} is not supported ({known}): use the model's Hugging Face directory")
+
+
+def _encodable(text: str) -> str:
+    """`text` with lone surrogates, which JSON can carry and UTF-8 cannot, replaced."""
+    return text if text.isascii() else text.encode("utf-8", errors="replace").decode()
+
+
+def _compile(template: str) -> jinja2.Template:
+    """As Hugging Face compiles it, so that templates written for it give the same text here."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise ModelError(f"the model's chat template does not parse: {error}") from error
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)

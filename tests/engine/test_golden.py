@@ -1,0 +1,70 @@
+"""The engine alone against Hugging Face transformers in float32 on the same GGUF (golden/make_golden.py)."""
+
+import numpy as np
+import pytest
+
+TOLERANCE = 1e-3
+TIE_MARGIN = 0.01
+TIES_MAX_SHARE = 0.02
+PROMPTS = range(9)
+
+
+def assert_rows_match(golden, prompt, logits_of):
+    """Compare every recorded position of one prompt; `logits_of` maps position to logits."""
+    for row in np.flatnonzero(golden["row_prompt"] == prompt):
+        logits = logits_of[int(golden["row_position"][row])]
+        np.testing.assert_allclose(logits[golden["top_ids"][row]], golden["top_logits"][row], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(logits[golden["fixed_ids"]], golden["fixed_logits"][row], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("chunk", [None, 333])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_logits(default_model, golden, golden_prompts, prompt, chunk):
+    tokens = golden_prompts[prompt]
+    chunk = chunk or len(tokens)
+    wanted = golden["row_position"][golden["row_prompt"] == prompt]
+    sequence = default_model.new_sequence(len(tokens))
+    logits_of = {}
+    for start in range(0, len(tokens), chunk):
+        inside = [int(position) for position in wanted if start <= position < start + chunk]
+        logits = default_model.prefill(
+            sequence, tokens[start : start + chunk], logits_at=[position - start for position in inside] or None
+        )
+        logits_of |= dict(zip(inside, logits if inside else [], strict=True))
+    sequence.close()
+    assert_rows_match(golden, prompt, logits_of)
+
+
+def test_greedy_tokens_by_i3(default_model, golden, golden_prompts):
+    """All prompts in one continuous batch. Each step is given the reference's tokens and must choose the next one."""
+    sequences, logits = [], []
+    for tokens in golden_prompts:
+        sequences.append(default_model.new_sequence(len(tokens) + 48))
+        logits.append(default_model.prefill(sequences[-1], tokens)[0])
+    ties = 0
+    for step in range(golden["greedy"].shape[1]):
+        for prompt, row in enumerate(logits):
+            second, best = np.partition(row, -2)[-2:]
+            if best - second < TIE_MARGIN:
+                ties += 1
+            else:
+                assert row.argmax() == golden["greedy"][prompt, step], f"prompt {prompt}, token {step}"
+        logits = default_model.decode(sequences, golden["greedy"][:, step])
+    for sequence in sequences:
+        sequence.close()
+    assert ties <= TIES_MAX_SHARE * golden["greedy"].size
+
+
+def test_token_ids(default_tokenizer, golden):
+    expected = np.split(golden["text_ids"], np.cumsum(golden["text_lengths"])[:-1])
+    for text, ids in zip(golden["texts"], expected, strict=True):
+        assert default_tokenizer.encode(str(text)) == ids.tolist()
+
+
+def test_chat_template(default_tokenizer, golden):
+    chat = [
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "Paris."},
+        {"role": "user", "content": "And of Japan? Answer in 1 word."},
+    ]
+    assert default_tokenizer.chat(chat) == golden["chat_ids"].tolist()

@@ -1,0 +1,82 @@
+"""Parts in, parts out, and memory that returns."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mooncake_zmq.engine.kv_cache import SequenceKV
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_parts_come_back_as_written_at_any_offset():
+    random = np.random.default_rng(3)
+    sequence = SequenceKV(layers=2, kv_heads=3, head_dim=8, capacity_tokens=500)
+    plain = np.zeros((2, 2, 500, 3, 8), dtype=np.float32)
+    for _ in range(300):
+        layer, start = int(random.integers(2)), int(random.integers(500))
+        stop = int(random.integers(start, 501))
+        part = random.standard_normal((2, stop - start, 3, 8), dtype=np.float32)
+        sequence.write_part(layer, start, part)
+        plain[layer, :, start:stop] = part
+        start = int(random.integers(500))
+        stop = int(random.integers(start, 501))
+        out = np.full((2, stop - start, 3, 8), np.nan, dtype=np.float32)
+        sequence.read_part(layer, start, stop, out)
+        np.testing.assert_array_equal(out, plain[layer, :, start:stop])
+
+
+def test_parts_may_be_views_of_something_larger():
+    sequence = SequenceKV(layers=1, kv_heads=2, head_dim=4, capacity_tokens=300)
+    part = np.random.default_rng(4).standard_normal((2, 300, 2, 4), dtype=np.float32)
+    sequence.write_part(0, 20, part[:, ::2])
+    large = np.zeros((2, 300, 2, 8), dtype=np.float32)
+    sequence.read_part(0, 20, 170, large[:, ::2, :, 4:])
+    np.testing.assert_array_equal(large[:, ::2, :, 4:], part[:, ::2])
+    assert not large[:, 1::2].any()
+
+
+def test_memory_is_committed_as_written_and_returned_by_close():
+    before = resident_bytes()
+    sequence = SequenceKV(layers=30, kv_heads=3, head_dim=64, capacity_tokens=100_000)  # 4.6 GB if it were committed
+    assert resident_bytes() - before < 8 << 20
+    part = np.ones((2, 2048, 3, 64), dtype=np.float32)
+    for layer in range(30):
+        sequence.write_part(layer, 0, part)
+    assert resident_bytes() - before > 80 << 20
+    view = sequence.values  # a view that someone still holds must not keep the memory
+    sequence.close()
+    sequence.close()
+    assert resident_bytes() - before < 16 << 20
+    assert view[0, 0, 0, 0] == 0
+
+
+def test_ranges_outside_the_capacity_are_refused():
+    sequence = SequenceKV(layers=1, kv_heads=1, head_dim=2, capacity_tokens=100)
+    part = np.zeros((2, 10, 1, 2), dtype=np.float32)
+    for start in (-1, 91, 100):
+        with pytest.raises(ValueError):
+            sequence.write_part(0, start, part)
+        with pytest.raises(ValueError):
+            sequence.read_part(0, start, start + 10, part)
+    for length in (-1, 101):
+        with pytest.raises(ValueError):
+            sequence.set_length(length)
+
+
+def test_a_copy_thread_reads_while_another_writes_later_tokens():
+    sequence = SequenceKV(layers=1, kv_heads=1, head_dim=4, capacity_tokens=64 * 200)
+    first = np.random.default_rng(5).standard_normal((2, 100, 1, 4), dtype=np.float32)
+    sequence.write_part(0, 0, first)
+    part = np.ones((2, 37, 1, 4), dtype=np.float32)
+    writer = threading.Thread(target=lambda: [sequence.write_part(0, at, part) for at in range(100, 12_000, 37)])
+    writer.start()
+    out = np.empty_like(first)
+    while writer.is_alive():
+        sequence.read_part(0, 0, 100, out)
+        np.testing.assert_array_equal(out, first)
+    writer.join()

@@ -1,0 +1,127 @@
+"""Round trips, streams that never cut a character, and templates that cannot leave the sandbox."""
+
+import pytest
+
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.tokenizer import (
+    ByteVocabulary,
+    Conversation,
+    TemplateFailed,
+    Tokenizer,
+    byte_level_bpe,
+    byte_tokenizer,
+    open_tokenizer,
+)
+
+TEXTS = [
+    "plain text, 12345 and more",
+    "naïve café, Zürich, 東京, русский, 🙂👩\u200d🚀",
+    "\n\n  indented\tcode()\n",
+    "a replacement \ufffd inside, and one last \ufffd",
+    "",
+]
+
+
+@pytest.fixture(scope="module", params=["bytes", "smollm2"])
+def tokenizer(request):
+    return byte_tokenizer() if request.param == "bytes" else request.getfixturevalue("default_tokenizer")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_round_trip(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_stream_emits_whole_characters_that_add_up(tokenizer, text):
+    stream = tokenizer.stream()
+    pieces = [stream.push(token) for token in tokenizer.encode(text)]
+    for piece in pieces:
+        assert set(piece) <= set(text)
+    assert "".join(pieces) + stream.flush() == text
+
+
+def test_stream_gives_up_on_bytes_that_are_no_text():
+    stream = byte_tokenizer().stream()
+    pieces = [stream.push(0xFF) for _ in range(100)]
+    assert sum(map(len, pieces)) > 80
+    assert len("".join(pieces) + stream.flush()) == 100
+    assert [stream.push(token) for token in b"ok"] == ["o", "k"]
+
+
+def test_special_tokens_leave_no_text():
+    tokenizer = open_tokenizer("toy")
+    ids = tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert ids[0] > 255
+    assert tokenizer.decode(ids) == "hi"
+    assert tokenizer.decode([400]) == "<400>"
+
+
+def test_lone_surrogates_do_not_raise(tokenizer):
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
+    tokenizer.chat([{"role": "user", "content": "\udfff"}])
+
+
+def test_many_special_tokens_in_a_text():
+    assert byte_tokenizer().encode("<|end|>" * 5000) == [256] * 5000
+
+
+def test_bos_is_added_when_the_model_wants_it():
+    conversation = Conversation(template=None, eos_ids=(256,), bos_id=257, add_bos=True)
+    tokenizer = Tokenizer(ByteVocabulary(), conversation)
+    assert tokenizer.encode("a") == [257, 97]
+    assert tokenizer.encode("a", special=False) == [97]
+    with pytest.raises(TemplateFailed, match="no chat template"):
+        tokenizer.chat([])
+
+
+def with_template(template):
+    return Tokenizer(ByteVocabulary(), Conversation(template=template, eos_ids=(256,), eos_token="<|end|>"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ messages[0].content.missing.attribute }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_the_sandbox_holds(template):
+    with pytest.raises(TemplateFailed):
+        with_template(template).chat([{"role": "user", "content": "x"}])
+
+
+def test_templates_as_hugging_face_writes_them():
+    template = """{% for message in messages %}
+    {% if loop.index0 == 1 %}{% continue %}{% endif %}
+{{ message['role'] }}={{ message['content'] | tojson }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}go{% endif %}"""
+    messages = [{"role": "a", "content": "<é>"}, {"role": "b", "content": "no"}]
+    assert with_template(template).chat_text(messages) == 'a="<é>"<|end|>\ngo'
+
+
+def test_a_template_that_does_not_parse():
+    with pytest.raises(ModelError, match="does not parse"):
+        with_template("{% if %}")
+
+
+def test_fingerprint_covers_vocabulary_and_template():
+    prints = {
+        byte_tokenizer().fingerprint,
+        byte_tokenizer(1024).fingerprint,
+        with_template("a").fingerprint,
+        with_template("b").fingerprint,
+    }
+    assert len(prints) == 4
+    assert byte_tokenizer().fingerprint == open_tokenizer("toy").fingerprint
+
+
+def test_an_unknown_pre_tokenizer_is_named():
+    with pytest.raises(ModelError, match="tekken"):
+        byte_level_bpe(tokens=["a"], merges=[], special=[False], pre="tekken")
