@@ -18,13 +18,15 @@ MAX_BLOCKS = 16_384
 """Blocks one message may name; longer lists are split by the sender."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
-Text = Annotated[str, Meta(max_length=512)]
+MAX_TEXT = 512
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 Checksum = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=1e7)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_BLOCKS)]
+Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Tokens = Annotated[bytes, Meta(max_length=2 << 20)]
 """Token ids as little-endian int32 bytes."""
 
@@ -46,12 +48,17 @@ class Sampling(_Record, frozen=True):
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
+def clip(reason: str) -> str:
+    """A reason cut to what `Text` holds: one that quotes an exception or a peer's reason may be of any length."""
+    return reason[:MAX_TEXT]
+
+
 class StopRule(_Record, frozen=True):
     """When a request's tokens end; the one place that decides it, for gateway and decode alike."""
 
     max_tokens: Count
     min_tokens: Count = 0
-    eos_ids: Annotated[tuple[int, ...], Meta(max_length=64)] = ()
+    eos_ids: Annotated[tuple[Token, ...], Meta(max_length=64)] = ()
 
     def reason(self, token: int, count: int) -> str | None:
         """Finish reason after `count` output tokens, the last being `token`; None to go on."""
@@ -212,7 +219,7 @@ class FirstToken(_Message, frozen=True):
     request_id: RequestId
     attempt: Count
     index: Count
-    token: int
+    token: Token
     own: Count
     local: Count
     remote: Count
@@ -300,7 +307,7 @@ class HandoffDone(_Message, frozen=True):
     blocks: Count
     checksum: Checksum
     """`block_checksum` over the block checksums of the blocks handed off, in order."""
-    token: int
+    token: Token
     index: Count
 
 
@@ -325,7 +332,7 @@ class HandoffFailed(_Message, frozen=True):
 class TokensDecoded(_Message, frozen=True):
     """One step's tokens for one gateway: (request_id, attempt, output index, token) each."""
 
-    entries: Annotated[tuple[tuple[RequestId, Count, Count, int], ...], Meta(max_length=4096)]
+    entries: Annotated[tuple[tuple[RequestId, Count, Count, Token], ...], Meta(max_length=4096)]
 
 
 # --- clients of a cache-node: prefill, decode, other cache-nodes

@@ -129,7 +129,10 @@ class BenchCluster:
 
 @contextmanager
 def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iterator[BenchCluster]:
-    """Start the cluster of `config`, read from `path`, with `overrides` ("section.key" -> TOML value) in a runtime directory of its own."""
+    """Start the cluster of `config`, read from `path`, in a runtime directory of its own.
+
+    `overrides`: "section.key" -> TOML value.
+    """
     with tempfile.TemporaryDirectory(prefix="mczmq-") as directory, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,8 +1,10 @@
 """The one shape of every benchmark's result: a table, one JSON object, a plot."""
 
 import json
+import os
 import platform
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ class Report:
         if as_json:
             click.echo(json.dumps(self.as_json()))
         else:
-            Console().print(self._table())
+            Console(width=None if sys.stdout.isatty() else 120).print(self._table())
         if plot is not None:
             self._draw(plot)
 
@@ -94,8 +96,6 @@ def machine() -> str:
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
                 break
-        import os
-
         cores = len(os.sched_getaffinity(0))
     except OSError:
         return model

@@ -72,6 +72,8 @@ class CacheNodeSettings:
             raise ValueError("pool_bytes must be positive")
         if min(self.max_lease_s, self.fetch_lease_s, self.probe_s) <= 0:
             raise ValueError("max_lease_s, fetch_lease_s and probe_s must be positive")
+        if self.fetch_lease_s > self.max_lease_s:
+            raise ValueError("fetch_lease_s must be at most max_lease_s, or the granter stops before the holder")
         if not 1 <= self.fetch_batch_blocks <= MAX_BLOCKS:
             raise ValueError(f"fetch_batch_blocks must be in 1..{MAX_BLOCKS}")
         if min(self.max_leases_per_client, self.max_quarantined_per_client) < 1:
@@ -250,7 +252,7 @@ class CacheNode:
         pending = _Pending(
             holder=holder,
             keys=message.keys,
-            sources=[s for s in message.sources if s != self.name and s in self._peers],
+            sources=[s for s in message.sources if s in self._peers and self._peers[s].role == "cache-node"],
             deadline=now + fetch_s,
             ttl_s=min(message.ttl_s, self._settings.max_lease_s),
         )
@@ -337,7 +339,8 @@ class CacheNode:
                 self._count("fetch_failures")
                 if isinstance(result, BlocksCopied):
                     corrupt.append(ref)
-        if pending is not None and None not in checksums and not corrupt and len(fetch.copies) == len(fetch.keys):
+        whole = None not in checksums and not corrupt and len(fetch.copies) == len(fetch.keys)
+        if pending is not None and whole and fetch.source in self._peers:
             pending.sources.insert(0, fetch.source)  # it held all of this batch and may hold the next
         fetch.copies = []
         effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
@@ -403,9 +406,12 @@ class CacheNode:
 
     def _on_lease_expired(self, now: float, holder: HolderId) -> list[Effect]:
         lease = self._leases.get(holder)
-        if lease is not None and now >= lease.expires_at - 1e-9:
-            self._count("leases_expired")
-            self._end_lease(holder)
+        if lease is None:
+            return []
+        if now < lease.expires_at - 1e-9:
+            return [SetTimer(("lease", holder.node, holder.incarnation, holder.number), lease.expires_at - now)]
+        self._count("leases_expired")
+        self._end_lease(holder)
         return []
 
     def _end_lease(self, holder: HolderId) -> None:
@@ -531,6 +537,8 @@ class CacheNode:
         effects: list[Effect] = []
         for holder in [h for h in self._pending if h.node == peer]:
             self.slots.unpin(list(self._pending.pop(holder).pinned.values()))
+        for pending in self._pending.values():
+            pending.sources = [source for source in pending.sources if source != peer]
         for fetch_id in [i for i, f in self._fetches.items() if f.source == peer and not f.copies]:
             effects += self._end_fetch(now, fetch_id)
         return effects

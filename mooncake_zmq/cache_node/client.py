@@ -86,9 +86,14 @@ class PoolClient:
         """Puts in flight."""
         return len(self._puts)
 
+    @property
+    def tokens(self) -> list[object]:
+        """Tokens of the puts in flight, for the owner's `check`."""
+        return [put.token for put in self._puts.values()]
+
     def peer_up(self, up: PeerUp) -> None:
         """A cache-node of our host appeared."""
-        if up.hello.role == "cache-node" and up.hello.host == self._host:
+        if self.node is None and up.hello.role == "cache-node" and up.hello.host == self._host:
             self.node = up.peer
 
     def peer_down(self, peer: str) -> PutEnded:
@@ -118,7 +123,9 @@ class PoolClient:
         """The blocks of a lease still wanted, else None. An empty lease is over at once."""
         if message.lease_id not in self._leases:
             return None
-        if not message.blocks:
+        if message.blocks:
+            self._leases[message.lease_id].granted = True
+        else:
             del self._leases[message.lease_id]
         return message.blocks
 
@@ -130,10 +137,13 @@ class PoolClient:
         return max(0.0, lease.expires_at - now - COPY_MARGIN * self.settings.lease_ttl_s)
 
     def renew(self, now: float) -> list[Effect]:
-        """Renew every lease held; call at least every quarter of `lease_ttl_s`."""
+        """Renew every lease granted; call at least every quarter of `lease_ttl_s`.
+
+        One only asked for would not be confirmed, and so never be renewed again.
+        """
         effects: list[Effect] = []
         for lease_id, lease in self._leases.items():
-            if lease.renewal_sent_at is None and self.node is not None:
+            if lease.granted and lease.renewal_sent_at is None and self.node is not None:
                 lease.renewal_sent_at = now
                 effects.append(Send(self.node, RenewLease(lease_id=lease_id, ttl_s=self.settings.lease_ttl_s)))
         return effects

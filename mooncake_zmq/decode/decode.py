@@ -29,10 +29,12 @@ from mooncake_zmq.messages import (
     LayerReady,
     LeaseRenewed,
     ReclaimSlots,
+    ReportCorrupt,
     ReserveDecode,
     SlotRef,
     SlotsReserved,
     TokensDecoded,
+    clip,
 )
 from mooncake_zmq.runtime.actor import (
     CancelTimer,
@@ -300,12 +302,12 @@ class Decode:
     # --- reserving
 
     def _on_reserve(self, now: float, sender: str, message: ReserveDecode) -> list[Effect]:
-        current = self._requests.get(message.request_id)
+        current, newer = self._requests.get(message.request_id), "a newer attempt is here"
         if current is not None and current.request.attempt >= message.attempt:
             if current.request.attempt == message.attempt and current.prefill == sender:
                 return []
-            return [self._denied(sender, message, "a newer attempt is here")]
-        effects = self._close(current) if current is not None else []
+            return [self._denied(sender, message, newer)]
+        effects = [] if current is None else self._tell_prefill(current, newer) + self._close(current)
         budget = self._layout.blocks_for(message.tokens + 1) * self._layout.block_tokens
         reason = self._refusal(message, budget)
         if reason is not None:
@@ -340,8 +342,13 @@ class Decode:
             return f"{message.gateway} is not reachable from {self.name}"
         if len(self._requests) + len(self._closing) >= self._settings.max_requests:
             return "too many requests"
-        if len(message.tail) != message.tokens % self._layout.block_tokens * 4:
-            return "tail does not match tokens"
+        size = self._layout.block_tokens
+        if (
+            message.tokens < 1
+            or len(message.tail) != message.tokens % size * 4
+            or len(message.reuse_keys) * size > message.tokens
+        ):
+            return "tail or keys do not match tokens"
         return None if budget <= self._free_tokens else "no KV left"
 
     def _on_leased(self, now: float, message: BlocksLeased) -> list[Effect]:
@@ -430,6 +437,9 @@ class Decode:
             self._count("handoff_blocks_failed", len(result.failed))
             refs = [request.sources[block] for block in result.failed if request.sources[block].checksum]
             effects += self._pool.report_corrupt(refs)
+            theirs = tuple(ref for ref in refs if ref.node != self._pool.node)
+            if theirs:  # else the prefill would reuse them for the next attempt, and fail again
+                effects.append(Send(request.prefill, ReportCorrupt(slots=theirs)))
             return effects + self._fail(request, "a handed-off block did not verify")
         for block, layer, checksum in result.parts:
             request.parts.setdefault(block, {})[layer] = checksum
@@ -469,15 +479,18 @@ class Decode:
         return effects
 
     def _on_handoff_failed(self, sender: str, message: HandoffFailed) -> list[Effect]:
-        request = self._loading(sender, message.request_id, message.attempt)
-        return [] if request is None else self._close(request)
+        request = self._requests.get(message.request_id)
+        current = request is not None and (request.request.attempt, request.prefill) == (message.attempt, sender)
+        if request is None or not current or request.state not in (RequestState.RESERVING, RequestState.LOADING):
+            return []
+        return self._close(request)
 
     def _loading(self, prefill: str, request_id: str, attempt: int) -> _Request | None:
         request = self._requests.get(request_id)
         if request is None or request.request.attempt != attempt or request.prefill != prefill:
             self._count("stale_handoff_messages")
             return None
-        return request if request.state in (RequestState.RESERVING, RequestState.LOADING) else None
+        return request if request.state is RequestState.LOADING else None
 
     # --- the batch
 
@@ -595,14 +608,15 @@ class Decode:
     def _fail(self, request: _Request, reason: str) -> list[Effect]:
         self._count("requests_failed")
         message = request.request
-        failed = AttemptFailed(request_id=message.request_id, attempt=message.attempt, reason=reason)
+        failed = AttemptFailed(request_id=message.request_id, attempt=message.attempt, reason=clip(reason))
         return [Send(message.gateway, failed), *self._tell_prefill(request, reason), *self._close(request)]
 
     def _tell_prefill(self, request: _Request, reason: str) -> list[Effect]:
         if request.state not in (RequestState.RESERVING, RequestState.LOADING):
             return []
         message = request.request
-        return [Send(request.prefill, HandoffFailed(request_id=message.request_id, attempt=message.attempt, reason=reason))]
+        failed = HandoffFailed(request_id=message.request_id, attempt=message.attempt, reason=clip(reason))
+        return [Send(request.prefill, failed)]
 
     def _close(self, request: _Request) -> list[Effect]:
         message = request.request

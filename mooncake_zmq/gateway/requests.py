@@ -178,8 +178,6 @@ class _Request:
     conductor: str = ""
     prefill: str = ""
     decode: str = ""
-    first_index: int = 0
-    """Output tokens the client had when this attempt began."""
     output: list[int] = field(default_factory=list)
     early: dict[int, int] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
@@ -336,7 +334,6 @@ class Requests:
         request.attempt += 1
         request.scheduled = True
         request.conductor, request.prefill, request.decode = conductor, "", ""
-        request.first_index = len(request.output)
         request.early.clear()
         schedule = Schedule(
             request_id=request.request_id,
@@ -440,7 +437,7 @@ class Requests:
         if index < len(request.output):
             self._count("duplicate_tokens")
             return []
-        if len(request.early) < EARLY_TOKENS:
+        if index == len(request.output) or len(request.early) < EARLY_TOKENS:
             request.early[index] = token
         effects: list[Effect] = []
         while len(request.output) in request.early:

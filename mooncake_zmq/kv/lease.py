@@ -25,8 +25,5 @@ class HeldLease:
     """The holder's side: counts `ttl_s` from when it *sent* the request, so it stops reading before the granter forgets."""
 
     expires_at: float
+    granted: bool = False
     renewal_sent_at: float | None = None
-
-    def covers(self, now: float, duration_s: float) -> bool:
-        """May a copy that takes `duration_s` begin now?"""
-        return now + duration_s <= self.expires_at

@@ -5,6 +5,7 @@ It owns its slab (the slots its KV is handed off and reused from) and its queue.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -30,10 +31,12 @@ from mooncake_zmq.messages import (
     LeaseRenewed,
     PrefillLoad,
     ReclaimSlots,
+    ReportCorrupt,
     ReserveDecode,
     SlotRef,
     SlotsReserved,
     StartPrefill,
+    clip,
 )
 from mooncake_zmq.prefill.chunking import chunk_stop, next_job
 from mooncake_zmq.runtime.actor import (
@@ -234,6 +237,8 @@ class Prefill:
                 return self._put_ended(self._pool.on_reserved(now, message, incarnation, self._new_id()))
             case Received(_, ReclaimSlots() as message):
                 return self._pool.on_reclaim(message)
+            case Received(_, ReportCorrupt(slots=refs)):
+                return self._on_corrupt(refs)
             case WorkProgress(work_id, LayerComputed(layer)):
                 return self._on_layer(work_id, layer)
             case WorkDone(work_id, ChunkComputed() | WorkFailed() as result) if self._is_computing(work_id):
@@ -276,6 +281,9 @@ class Prefill:
             assert job.state is not JobState.QUEUED or not (job.own_slots or job.new_slots or job.sequence)
         writing = [slot for job in live for slot in job.new_slots if self.slots.state[slot] is SlotState.WRITING]
         assert len(writing) == self.slots.count(SlotState.WRITING), "every slot being written is a job's"
+        pinned = [slot for job in live for slot in job.own_slots + job.new_slots]
+        pinned += [slot for token in self._pool.tokens if isinstance(token, tuple) for slot in token]
+        assert sorted(pinned) == [s for s, pins in enumerate(self.slots.pins) for _ in range(pins)], "a job's or a put's"
         computing = [job for job in live if job.state in (JobState.COMPUTING, JobState.ABANDONED)]
         assert len(computing) == (self._computing is not None)
 
@@ -321,7 +329,7 @@ class Prefill:
         current = self._jobs.get(message.request_id)
         if current is not None and current.request.attempt >= message.attempt:
             return []
-        effects = self._end(now, current) if current is not None else []
+        effects = self._drop(now, current, "a newer attempt is here") if current is not None else []
         length = len(message.tokens) // 4
         reason = self._refusal(message, length)
         if reason is not None:
@@ -349,7 +357,7 @@ class Prefill:
         if job is None or job.gateway != sender or job.request.attempt > message.attempt:
             return []
         self._count("jobs_cancelled")
-        return self._end(now, job)
+        return self._drop(now, job, "cancelled")
 
     def _on_deadline(self, now: float, request_id: str, attempt: int) -> list[Effect]:
         job = self._jobs.get(request_id)
@@ -367,11 +375,12 @@ class Prefill:
         for job in [j for j in self._jobs.values() if j.state is JobState.PREPARING]:
             effects += self._prepare(now, job)
         effects += self._break_standstill(now)
-        if self._computing is None:
+        while self._computing is None:
             ready = (j for j in self._jobs.values() if j.state is JobState.READY)
             turn = next_job(now, ready, self._settings.aging_tokens_per_s)
-            if turn is not None:
-                effects += self._compute(now, turn)
+            if turn is None:
+                break
+            effects += self._compute(now, turn)  # or fails it, and the next one gets the turn
         return effects
 
     def _break_standstill(self, now: float) -> list[Effect]:
@@ -461,7 +470,8 @@ class Prefill:
         """Once reservation and lease are there and the slab has room: open the sequence, announce the reused blocks."""
         if job.held_blocks is None or not job.leased:
             return []
-        if job.lease_id is not None and self._pool.reading_time_s(now, job.lease_id) <= 0:
+        pooled = len(job.prefix) > len(job.own_slots)
+        if pooled and self._pool.reading_time_s(now, job.lease_id) <= 0:
             self._drop_pool_prefix(job)
         blocks = self._layout.blocks_for(job.length) - len(job.prefix)
         if blocks > self.slots.available:
@@ -497,7 +507,7 @@ class Prefill:
         deadline_s = self._settings.work_deadline_s
         prefix: tuple[BlockLoad, ...] = ()
         if not job.loaded and job.prefix:
-            pooled = job.lease_id is not None and len(job.prefix) > len(job.own_slots)
+            pooled = len(job.prefix) > len(job.own_slots)
             if pooled and self._pool.reading_time_s(now, job.lease_id) <= 0:
                 return self._fail(now, job, "lease ended before the prefix was loaded")
             prefix = tuple(BlockLoad(i, ref, 0, self._layout.layers, size) for i, ref in enumerate(job.prefix))
@@ -567,13 +577,17 @@ class Prefill:
     def _on_prefix_failed(self, now: float, job: _Job, failed: tuple[int, ...]) -> list[Effect]:
         """Reused blocks did not verify: nobody shall find those copies again, and the request is placed anew."""
         refs = [job.prefix[block] for block in failed if block < len(job.prefix)]
+        return self._on_corrupt(refs) + self._fail(now, job, "a reused block did not verify")
+
+    def _on_corrupt(self, refs: Sequence[SlotRef]) -> list[Effect]:
+        """Found by ourselves or by the decode that read them."""
         self._count("prefix_blocks_corrupt", len(refs))
         for ref in refs:
-            mine = ref.node == self.name and self.slots.state[ref.slot] is SlotState.COMMITTED
-            if mine and self.slots.generation[ref.slot] == ref.generation:
+            mine = (ref.node, ref.incarnation) == (self.name, self.incarnation) and ref.slot < self.slots.capacity
+            stands = mine and self.slots.generation[ref.slot] == ref.generation
+            if stands and self.slots.state[ref.slot] is SlotState.COMMITTED:
                 self.slots.forget(ref.slot)
-        effects = self._pool.report_corrupt(refs)
-        return effects + self._fail(now, job, "a reused block did not verify")
+        return self._pool.report_corrupt(refs)
 
     # --- handing off
 
@@ -661,6 +675,15 @@ class Prefill:
             effects.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return effects + self._end(now, job)
 
+    def _drop(self, now: float, job: _Job, reason: str) -> list[Effect]:
+        """End a job its gateway no longer wants. The decode is told: what the gateway told it may have come before our
+        reservation did, and then that would stand, unused, until the deadline."""
+        request = job.request
+        told: list[Effect] = []
+        if job.state is not JobState.QUEUED:
+            told.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
+        return told + self._end(now, job)
+
     def _end(self, now: float, job: _Job) -> list[Effect]:
         """Let go of everything; of what a chunk in flight still writes, once it is done."""
         self._move(job, "end")
@@ -690,7 +713,9 @@ class Prefill:
         self._peers.pop(peer, None)
         effects = self._put_ended(self._pool.peer_down(peer))
         for job in list(self._jobs.values()):
-            if job.gateway == peer or job.request.decode == peer and job.state is JobState.HANDING_OFF:
+            if job.gateway == peer:
+                effects += self._drop(now, job, f"{peer} is down")
+            elif job.request.decode == peer and job.state is JobState.HANDING_OFF:
                 effects += self._end(now, job)
             elif job.request.decode == peer:
                 effects += self._fail(now, job, f"{peer} is down")
@@ -741,10 +766,10 @@ class Prefill:
         )
 
     def _failed(self, gateway: str, request: StartPrefill, reason: str) -> Send:
-        return Send(gateway, AttemptFailed(request_id=request.request_id, attempt=request.attempt, reason=reason))
+        return Send(gateway, AttemptFailed(request_id=request.request_id, attempt=request.attempt, reason=clip(reason)))
 
     def _handoff_failed(self, decode: str, request_id: str, attempt: int, reason: str) -> Send:
-        return Send(decode, HandoffFailed(request_id=request_id, attempt=attempt, reason=reason))
+        return Send(decode, HandoffFailed(request_id=request_id, attempt=attempt, reason=clip(reason)))
 
     def _renew_timer(self) -> SetTimer:
         return SetTimer(("renew",), self._settings.pool.lease_ttl_s / 5)

@@ -9,7 +9,9 @@ Each direction of a conversation is an *epoch* of its sender. Rules, for an enve
 - P's incarnation or epoch newer than known: P began anew; our side of the old conversation ends.
 - `floor` above our epoch: P gave up on our epoch; we begin a new one at `floor`.
 - `to_incarnation` neither 0 nor ours: meant for our former life; dropped, counted.
-The first message of an epoch is `Hello`; a peer is up once its Hello arrived in its current epoch.
+- P began anew while we were up, yet demands no new epoch of ours (its greeting to our former life reached us late): we
+  give up too, or it would take what we said before as said after.
+The first message of an epoch is `Hello`, sent once; a peer is up once its Hello arrived in its current epoch.
 """
 
 from collections import deque
@@ -38,7 +40,8 @@ class SessionSettings:
     heartbeat_s: float = 0.5
     """Every peer hears from us at least this often."""
     peer_timeout_s: float = 3.0
-    """A peer silent for this long is down. Three heartbeats at least, and longer than a busy core may keep one waiting."""
+    """A peer silent, or acknowledging nothing, for this long is down. Three heartbeats at least, and longer than a busy core
+    may keep one waiting."""
     retransmit_s: float = 0.4
     """An unacknowledged message is resent after this; well above a heartbeat's acknowledgement on a busy machine."""
     window_messages: int = 8192
@@ -54,7 +57,7 @@ class SessionSettings:
 
 
 REORDER_LIMIT = 256
-"""Messages kept that arrived ahead of a gap; more are dropped and come again by retransmission."""
+"""Messages from a gap on that are kept, and that a retransmission repeats; those further ahead come again later."""
 ACK_EVERY = 32
 """Received messages after which an acknowledgement is sent without waiting for the tick."""
 
@@ -83,6 +86,8 @@ class _Peer:
     early: dict[int, bytes] = field(default_factory=dict)
     unreported: int = 0
     sent_at: float = float("-inf")
+    acked_at: float = 0.0
+    """When the peer came up, last acknowledged, or was sent a first message: one that we hear may not hear us."""
 
     @property
     def up(self) -> bool:
@@ -154,9 +159,12 @@ class Session:
             return []
         events = self._follow(now, peer, envelope)
         peer.heard_at = now
+        if envelope.epoch < peer.floor:
+            return events
         if envelope.ack_epoch == peer.epoch:
             while peer.unacked and peer.unacked[0].sequence <= envelope.ack:
                 peer.unacked.popleft()
+                peer.acked_at = now
         if envelope.sequence > 0:
             events += self._accept_sequenced(now, peer, envelope)
         elif envelope.body and peer.up:
@@ -170,6 +178,9 @@ class Session:
             if peer.up and now - peer.heard_at > self._settings.peer_timeout_s:
                 self._count("timeouts")
                 events += self._give_up(now, peer, "silent")
+            elif peer.up and peer.unacked and now - peer.acked_at > self._settings.peer_timeout_s:
+                self._count("timeouts")
+                events += self._give_up(now, peer, "acknowledges nothing")
             if peer.unacked and now - peer.unacked[0].sent_at >= self._settings.retransmit_s:
                 self._resend(now, peer)
             if peer.unreported or now - peer.sent_at >= self._settings.heartbeat_s:
@@ -212,7 +223,8 @@ class Session:
         """Follow the peer into its current life and epoch, and into a new epoch of ours if it gave up on the old one."""
         events: list[SessionEvent] = []
         reborn = envelope.incarnation > peer.incarnation
-        if reborn or envelope.epoch > peer.remote_epoch:
+        began_anew = reborn or envelope.epoch > peer.remote_epoch
+        if began_anew:
             events += self._down(peer, "restarted" if reborn else "began anew")
             known_before = peer.incarnation
             peer.incarnation, peer.remote_epoch = envelope.incarnation, envelope.epoch
@@ -224,14 +236,15 @@ class Session:
                     self._begin_epoch(now, peer, peer.epoch + 1)
         if envelope.to_incarnation == self.incarnation and envelope.floor > peer.epoch:
             events += self._down(peer, "peer gave up")
-            peer.floor = max(peer.floor, 1)
             self._begin_epoch(now, peer, envelope.floor)
+        elif began_anew and not reborn and events:
+            self._give_up(now, peer, "began anew")
         return events
 
     def _accept_sequenced(self, now: float, peer: _Peer, envelope: Envelope) -> list[SessionEvent]:
         peer.unreported += 1
         if envelope.sequence > peer.expected:
-            if len(peer.early) < REORDER_LIMIT:
+            if envelope.sequence < peer.expected + REORDER_LIMIT:
                 peer.early[envelope.sequence] = envelope.body
             return []
         if envelope.sequence < peer.expected:
@@ -255,13 +268,16 @@ class Session:
             self._count("dropped[reason=invalid]")
             return []
         if isinstance(message, Hello):
-            return self._greeted(peer, message)
+            if peer.up:
+                self._count("dropped[reason=second_hello]")
+                return []
+            return self._greeted(now, peer, message)
         if not peer.up:
             self._count("dropped[reason=no_hello]")
             return []
         return [Received(peer.name, message)]
 
-    def _greeted(self, peer: _Peer, hello: Hello) -> list[SessionEvent]:
+    def _greeted(self, now: float, peer: _Peer, hello: Hello) -> list[SessionEvent]:
         mine = self._hello
         for what in ("protocol", "model", "tokenizer", "layout"):
             theirs, ours = getattr(hello, what), getattr(mine, what)
@@ -271,6 +287,7 @@ class Session:
                 return []
         self.refusals.pop(peer.name, None)
         peer.hello = hello
+        peer.acked_at = now
         return [PeerUp(peer.name, peer.incarnation, hello)]
 
     def _give_up(self, now: float, peer: _Peer, reason: str) -> list[SessionEvent]:
@@ -292,6 +309,8 @@ class Session:
     def _send_sequenced(self, now: float, peer: _Peer, body: bytes) -> None:
         sequence = peer.next_sequence
         peer.next_sequence += 1
+        if not peer.unacked:
+            peer.acked_at = now
         peer.unacked.append(_Unacked(sequence, body, now))
         self._transmit(now, peer, sequence, body)
 

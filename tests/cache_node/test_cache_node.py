@@ -1,0 +1,582 @@
+"""One host's pool: leases, two-phase puts, fetches, quarantine, announcements. `check` runs after every event."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from actor_harness import LAYOUT, Harness
+
+from mooncake_zmq.cache_node.cache_node import CacheNode, CacheNodeSettings
+from mooncake_zmq.messages import (
+    BlocksAnnounced,
+    BlocksLeased,
+    CommitSlots,
+    LeaseBlocks,
+    LeasedBlock,
+    LeaseRenewed,
+    ReclaimSlots,
+    ReleaseLease,
+    RenewLease,
+    ReportCorrupt,
+    ReserveSlots,
+    SlotRef,
+    SlotsReserved,
+)
+from mooncake_zmq.work import BlocksCopied, CopyBlocks, ProbeProcess, ProcessProbed, WorkFailed
+
+CAPACITY = 8
+BASE = CacheNodeSettings(pool_bytes=CAPACITY * LAYOUT.slot_bytes, fetch_lease_s=20.0, max_lease_s=60.0, probe_s=1.0)
+
+
+def key(i):
+    return i.to_bytes(16, "big")
+
+
+def keys(*numbers):
+    return tuple(key(i) for i in numbers)
+
+
+class Pool(Harness):
+    """A cache-node "me" with the local client p0, the remote pools c1 and c2, and the conductor k whose index is kept."""
+
+    def __init__(self, **settings):
+        self.index = {}
+        super().__init__(CacheNode(name="me", host="h0", incarnation=3, settings=replace(BASE, **settings), layout=LAYOUT))
+        for name, host in (("p0", "h0"), ("d0", "h0"), ("c1", "h1"), ("c2", "h2"), ("k", "h0")):
+            self.up(name, host=host)
+
+    def up(self, name, incarnation=1, **options):
+        if name.startswith("k"):
+            self.index[name] = set()
+        super().up(name, incarnation, **options)
+        self.agree()
+
+    def handle(self, event):
+        effects = super().handle(event)
+        self.agree()
+        return effects
+
+    def agree(self):
+        for name, index in self.index.items():
+            for message in self.take(BlocksAnnounced, name):
+                index |= set(message.stored)
+                index -= set(message.removed)
+        slots = self.actor.slots
+        assert {slot: slots.generation[slot] for slot in self.fences} == self.fences, "every change is fenced"
+        for name, index in self.index.items():
+            if name in self.peers:
+                assert index == set(slots.committed_keys()), "the index says what is here"
+
+    def put(self, *numbers, client="p0", put_id=None):
+        put_id = put_id or self.fresh()
+        self.say(client, ReserveSlots(put_id=put_id, keys=keys(*numbers), ttl_s=15.0))
+        return put_id, self.one(SlotsReserved, client)
+
+    def store(self, *numbers):
+        put_id, reserved = self.put(*numbers)
+        sums = tuple((grant.index, 1000 + numbers[grant.index]) for grant in reserved.grants)
+        self.say("p0", CommitSlots(put_id=put_id, checksums=sums))
+
+    serial = 0
+
+    def fresh(self):
+        self.serial += 1
+        return self.serial
+
+    def lease(self, *numbers, client="p0", sources=(), fetch_s=5.0, ttl_s=15.0):
+        lease_id = self.fresh()
+        ask = LeaseBlocks(lease_id=lease_id, keys=keys(*numbers), sources=sources, fetch_s=fetch_s, ttl_s=ttl_s)
+        self.say(client, ask)
+        return lease_id
+
+    def leased(self, *numbers, **options):
+        lease_id = self.lease(*numbers, **options)
+        return lease_id, self.one(BlocksLeased).blocks
+
+    def answer(self, ask, *numbers, source="c1"):
+        """The remote pool leases these blocks to us."""
+        blocks = tuple(
+            LeasedBlock(source=SlotRef(node=source, incarnation=1, slot=i, generation=2, checksum=1000 + i), remote=False)
+            for i in numbers
+        )
+        self.say(source, BlocksLeased(lease_id=ask.lease_id, blocks=blocks))
+
+    def copied(self, *, fail=(), corrupt=()):
+        work_id, work = self.work(CopyBlocks)
+        sums = [source.checksum for source, _ in work.copies]
+        for i in fail:
+            sums[i] = None
+        for i in corrupt:
+            sums[i] += 1
+        self.done(work_id, BlocksCopied(tuple(sums)))
+
+    def held(self):
+        return {int.from_bytes(k, "big") for k in self.actor.slots.committed_keys()}
+
+
+@pytest.fixture
+def pool():
+    return Pool()
+
+
+# --- leases
+
+
+def test_a_lease_covers_the_leading_run_and_keeps_it_from_eviction(pool):
+    pool.store(1, 2, 3)
+    _, blocks = pool.leased(1, 2, 9, 3)
+    assert [block.source.checksum for block in blocks] == [1001, 1002]
+    assert not any(block.remote for block in blocks)
+    pool.store(*range(10, 10 + CAPACITY))
+    assert {1, 2} <= pool.held()
+    assert 3 not in pool.held()
+
+
+def test_a_released_lease_ends_at_once_and_only_once(pool):
+    pool.store(1)
+    lease_id, _ = pool.leased(1)
+    assert pool.busy()["leases"] == 1
+    pool.say("p0", ReleaseLease(lease_id=lease_id))
+    pool.say("p0", ReleaseLease(lease_id=lease_id))
+    assert pool.busy() == {}
+
+
+def test_a_lease_ends_by_the_granters_clock(pool):
+    pool.store(1)
+    pool.leased(1, ttl_s=10.0)
+    pool.advance(9.99)
+    assert pool.busy()["leases"] == 1
+    pool.advance(0.02)
+    assert pool.busy() == {}
+    assert pool.actor.counts["leases_expired"] == 1
+
+
+def test_a_renewed_lease_counts_from_the_renewal_and_a_gone_one_is_not_confirmed(pool):
+    pool.store(1)
+    lease_id, _ = pool.leased(1, ttl_s=10.0)
+    pool.advance(8.0)
+    pool.say("p0", RenewLease(lease_id=lease_id, ttl_s=10.0))
+    assert pool.one(LeaseRenewed) == LeaseRenewed(lease_id=lease_id)
+    pool.advance(9.0)
+    assert pool.busy()["leases"] == 1
+    pool.advance(1.1)
+    assert pool.busy() == {}
+    pool.say("p0", RenewLease(lease_id=lease_id, ttl_s=10.0))
+    assert pool.take(LeaseRenewed) == []
+
+
+def test_no_lease_is_longer_than_the_longest_allowed(pool):
+    pool.store(1)
+    pool.leased(1, ttl_s=1e6)
+    pool.advance(BASE.max_lease_s + 0.1)
+    assert pool.busy() == {}
+
+
+def test_a_lease_timer_that_fires_early_does_not_lose_the_lease(pool):
+    pool.store(1)
+    pool.leased(1, ttl_s=10.0)
+    (timer,) = [t for t in pool.timers if t[0] == "lease"]
+    pool.timers[timer] -= 0.5
+    pool.advance(9.7)
+    assert pool.busy()["leases"] == 1
+    pool.advance(0.4)
+    assert pool.busy() == {}
+
+
+def test_leases_of_one_client_are_limited():
+    pool = Pool(max_leases_per_client=2)
+    pool.store(1)
+    for _ in range(2):
+        assert len(pool.leased(1)[1]) == 1
+    assert pool.leased(1)[1] == ()
+    assert len(pool.leased(1, client="d0")[1]) == 1
+
+
+def test_a_lease_survives_a_cut_off_holder_until_it_expires_but_not_a_dead_one(pool):
+    pool.store(1)
+    pool.leased(1, ttl_s=10.0)
+    pool.down("p0")
+    assert pool.busy()["leases"] == 1
+    pool.up("p0", 1)
+    assert pool.busy()["leases"] == 1
+    pool.down("p0")
+    pool.up("p0", 2)
+    assert pool.busy() == {}
+
+
+def test_a_later_life_does_not_inherit_a_lease_of_the_same_number(pool):
+    pool.store(1)
+    lease_id, _ = pool.leased(1, client="p0")
+    pool.say("d0", ReleaseLease(lease_id=lease_id))
+    assert pool.busy()["leases"] == 1
+
+
+def test_an_empty_lease_leaves_nothing_behind(pool):
+    assert pool.leased(1, 2)[1] == ()
+    assert pool.busy() == {}
+
+
+# --- fetches
+
+
+def test_missing_blocks_are_fetched_from_a_source_and_named_remote(pool):
+    pool.store(1)
+    pool.lease(1, 2, 3, sources=("c1",))
+    ask = pool.one(LeaseBlocks, "c1")
+    assert ask.keys == keys(2, 3)
+    assert ask.fetch_s == 0.0, "a source asks nobody else"
+    pool.answer(ask, 2, 3)
+    pool.copied()
+    assert [block.remote for block in pool.one(BlocksLeased, "p0").blocks] == [False, True, True]
+    assert ReleaseLease(lease_id=ask.lease_id) in pool.take(ReleaseLease, "c1")
+    assert pool.held() == {1, 2, 3}
+
+
+def test_what_one_source_lacks_comes_from_the_next(pool):
+    pool.lease(1, 2, 3, sources=("c1", "c2"))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1)
+    pool.copied()
+    second = pool.one(LeaseBlocks, "c2")
+    assert second.keys == keys(2, 3)
+    pool.answer(second, 2, 3, source="c2")
+    pool.copied()
+    assert len(pool.one(BlocksLeased, "p0").blocks) == 3
+
+
+def test_a_long_fetch_goes_in_batches_from_the_same_source():
+    pool = Pool(fetch_batch_blocks=2)
+    pool.lease(1, 2, 3, 4, 5, sources=("c1",))
+    for batch in ((1, 2), (3, 4), (5,)):
+        ask = pool.one(LeaseBlocks, "c1")
+        assert ask.keys == keys(*batch)
+        pool.answer(ask, *batch)
+        pool.copied()
+    assert len(pool.one(BlocksLeased, "p0").blocks) == 5
+
+
+def test_the_deadline_answers_with_what_is_here(pool):
+    pool.store(1)
+    pool.lease(1, 2, sources=("c1",), fetch_s=5.0)
+    pool.advance(5.1)
+    assert [block.source.checksum for block in pool.one(BlocksLeased, "p0").blocks] == [1001]
+    ask = pool.one(LeaseBlocks, "c1")
+    pool.answer(ask, 2)
+    assert pool.works == {}, "nobody waits for it any more"
+    assert ReleaseLease(lease_id=ask.lease_id) in pool.take(ReleaseLease, "c1")
+
+
+def test_a_copy_still_flying_at_the_deadline_is_kept_for_later(pool):
+    pool.lease(1, sources=("c1",), fetch_s=5.0)
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1)
+    pool.advance(5.1)
+    assert pool.one(BlocksLeased, "p0").blocks == ()
+    pool.copied()
+    assert pool.held() == {1}
+    assert pool.busy() == {}
+
+
+def test_two_leases_of_the_same_blocks_copy_them_once(pool):
+    pool.lease(1, 2, sources=("c1",))
+    first = pool.one(LeaseBlocks, "c1")
+    pool.lease(1, 2, client="d0", sources=("c2",))
+    second = pool.one(LeaseBlocks, "c2")
+    pool.answer(first, 1, 2)
+    pool.answer(second, 1, 2, source="c2")
+    assert len(pool.works) == 1
+    pool.copied()
+    assert len(pool.one(BlocksLeased, "p0").blocks) == 2
+    assert len(pool.one(BlocksLeased, "d0").blocks) == 2
+
+
+def test_a_waiting_lease_asks_its_own_source_when_the_other_fetch_fails(pool):
+    pool.lease(1, sources=("c1",))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1)
+    pool.lease(1, client="d0", sources=("c2",))
+    assert pool.take(LeaseBlocks) == [], "it is on its way"
+    work_id, _ = pool.work(CopyBlocks)
+    pool.done(work_id, WorkFailed("test"))
+    assert pool.one(BlocksLeased, "p0").blocks == ()
+    pool.answer(pool.one(LeaseBlocks, "c2"), 1, source="c2")
+    pool.copied()
+    assert len(pool.one(BlocksLeased, "d0").blocks) == 1
+
+
+def test_a_copy_that_does_not_verify_is_a_miss_and_reported_to_its_source(pool):
+    pool.lease(1, 2, sources=("c1",))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1, 2)
+    pool.copied(corrupt=(1,))
+    assert len(pool.one(BlocksLeased, "p0").blocks) == 1
+    assert [ref.slot for ref in pool.one(ReportCorrupt, "c1").slots] == [2]
+    assert pool.held() == {1}
+
+
+def test_a_source_that_goes_down_is_left_for_the_next(pool):
+    pool.lease(1, sources=("c1", "c2"))
+    pool.take(LeaseBlocks, "c1")
+    pool.down("c1")
+    pool.answer(pool.one(LeaseBlocks, "c2"), 1, source="c2")
+    pool.copied()
+    assert len(pool.one(BlocksLeased, "p0").blocks) == 1
+
+
+def test_a_source_that_is_no_cache_node_is_never_asked(pool):
+    assert pool.leased(1, sources=("k", "p0", "me", "nobody"))[1] == ()
+
+
+def test_a_fetch_into_a_full_pool_is_given_up(pool):
+    pool.store(*range(10, 10 + CAPACITY))
+    pool.leased(*range(10, 10 + CAPACITY))
+    pool.lease(1, client="d0", sources=("c1",))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1)
+    assert pool.one(BlocksLeased, "d0").blocks == ()
+    assert pool.actor.counts["fetches_denied[reason=no_room]"] == 1
+
+
+def test_a_client_that_goes_down_while_it_waits_pins_nothing(pool):
+    pool.store(1)
+    pool.lease(1, 2, sources=("c1",))
+    ask = pool.one(LeaseBlocks, "c1")
+    pool.down("p0")
+    assert pool.busy() == {"fetches": 1}
+    pool.answer(ask, 2)
+    assert pool.busy() == {}
+
+
+def test_a_release_while_the_fetch_runs_ends_the_wait(pool):
+    lease_id = pool.lease(1, sources=("c1",))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1)
+    pool.say("p0", ReleaseLease(lease_id=lease_id))
+    pool.copied()
+    assert pool.take(BlocksLeased, "p0") == []
+    assert pool.busy() == {}
+
+
+# --- puts
+
+
+def test_a_put_becomes_visible_at_its_commit_and_not_before(pool):
+    put_id, reserved = pool.put(1, 2)
+    assert all(grant.generation % 2 for grant in reserved.grants)
+    assert pool.leased(1)[1] == ()
+    pool.say("p0", CommitSlots(put_id=put_id, checksums=((0, 7),)))
+    assert pool.held() == {1}, "a grant without a checksum is given back"
+    assert pool.leased(1)[1][0].source.checksum == 7
+
+
+def test_keys_held_or_being_written_are_not_granted_again(pool):
+    pool.store(1)
+    pool.put(2)
+    _, reserved = pool.put(1, 2, 3, client="d0")
+    assert [grant.index for grant in reserved.grants] == [2]
+    assert (reserved.held, reserved.denied) == (2, 0)
+
+
+def test_a_put_finds_room_by_evicting_and_is_denied_when_all_is_pinned(pool):
+    pool.store(*range(CAPACITY))
+    _, reserved = pool.put(20)
+    assert len(reserved.grants) == 1
+    pool.leased(*range(CAPACITY))
+    _, reserved = pool.put(*range(30, 30 + CAPACITY))
+    assert reserved.denied > 0
+    assert len(reserved.grants) + reserved.denied == CAPACITY
+
+
+def test_a_lease_that_waits_for_a_copy_gets_it_from_a_commit_too(pool):
+    pool.lease(1, sources=("c1",))
+    put_id, _ = pool.put(1, client="d0")
+    pool.say("d0", CommitSlots(put_id=put_id, checksums=((0, 5),)))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1)
+    assert pool.one(BlocksLeased, "p0").blocks[0].source.checksum == 5
+    assert pool.works == {}
+
+
+def late_put(pool, *numbers):
+    put_id, reserved = pool.put(*numbers)
+    pool.advance(15.1)
+    assert pool.busy() == {"quarantined_blocks": len(numbers)}
+    return put_id, reserved
+
+
+def test_a_late_writers_slots_are_nobodys_until_it_answers(pool):
+    put_id, reserved = late_put(pool, 1)
+    assert pool.take(ReclaimSlots, "p0")[0] == ReclaimSlots(put_id=put_id)
+    granted = {grant.slot for grant in reserved.grants}
+    _, others = pool.put(*range(20, 20 + CAPACITY), client="d0")
+    assert not granted & {grant.slot for grant in others.grants}
+    pool.say("p0", CommitSlots(put_id=put_id, checksums=((0, 1001),)))
+    assert 1 not in pool.held(), "too late to count"
+    assert pool.actor.slots.available == 1
+
+
+def test_a_late_writers_key_may_be_put_by_another(pool):
+    late_put(pool, 1)
+    put_id, reserved = pool.put(1, client="d0")
+    assert len(reserved.grants) == 1
+    pool.say("d0", CommitSlots(put_id=put_id, checksums=((0, 4),)))
+    assert pool.held() == {1}
+
+
+def test_a_late_writer_known_dead_gives_its_slots_back(pool):
+    pool.down("p0")
+    pool.up("p0")
+    late_put(pool, 1, 2)
+    pool.down("p0")
+    work_id, work = pool.work(ProbeProcess)
+    assert (work.node, work.incarnation) == ("p0", 1)
+    pool.done(work_id, ProcessProbed(alive=True))
+    pool.advance(1.1)
+    assert pool.busy() == {"quarantined_blocks": 2}
+    pool.done(pool.work(ProbeProcess)[0], WorkFailed("test"))
+    pool.advance(1.1)
+    assert pool.busy() == {"quarantined_blocks": 2}, "not knowing is not dead"
+    pool.done(pool.work(ProbeProcess)[0], ProcessProbed(alive=False))
+    assert pool.busy() == {}
+
+
+def test_a_late_writers_next_life_frees_its_slots(pool):
+    late_put(pool, 1)
+    pool.down("p0")
+    pool.up("p0", 1)
+    assert pool.busy() == {"quarantined_blocks": 1}
+    pool.down("p0")
+    pool.up("p0", 2)
+    assert pool.busy() == {}
+
+
+def test_a_client_with_too_much_in_quarantine_is_denied():
+    pool = Pool(max_quarantined_per_client=2)
+    late_put(pool, 1, 2)
+    _, reserved = pool.put(3)
+    assert (reserved.grants, reserved.denied) == ((), 1)
+    assert len(pool.put(3, client="d0")[1].grants) == 1
+
+
+def test_a_commit_of_an_unknown_put_changes_nothing(pool):
+    pool.say("p0", CommitSlots(put_id=99, checksums=((0, 1),)))
+    assert pool.held() == set()
+
+
+# --- corrupt copies, announcements, ends
+
+
+def test_a_reported_copy_is_forgotten_unless_the_slot_has_moved_on(pool):
+    pool.store(1)
+    _, blocks = pool.leased(1)
+    stale = SlotRef(node="me", incarnation=3, slot=blocks[0].source.slot, generation=0, checksum=1)
+    other_life = SlotRef(node="me", incarnation=2, slot=blocks[0].source.slot, generation=2, checksum=1)
+    absurd = SlotRef(node="me", incarnation=3, slot=10_000, generation=2, checksum=1)
+    pool.say("d0", ReportCorrupt(slots=(stale, other_life, absurd)))
+    assert pool.held() == {1}
+    pool.say("d0", ReportCorrupt(slots=(blocks[0].source,)))
+    assert pool.held() == set()
+    assert pool.leased(1, client="d0")[1] == ()
+
+
+def test_conductors_hear_the_whole_set_at_first_and_changes_later(pool):
+    pool.store(1, 2)
+    pool.up("k2")
+    assert pool.index["k2"] == {key(1), key(2)}
+    pool.store(*range(10, 10 + CAPACITY - 1))
+    assert pool.index["k"] == pool.index["k2"] == set(pool.actor.slots.committed_keys())
+    assert len(pool.index["k"]) == CAPACITY
+
+
+def test_a_draining_pool_grants_nothing_and_ends_when_all_is_given_back(pool):
+    pool.store(1)
+    lease_id, _ = pool.leased(1)
+    pool.drain()
+    assert not pool.drained
+    assert pool.leased(1, client="d0")[1] == ()
+    assert pool.put(5)[1].denied == 1
+    pool.say("p0", ReleaseLease(lease_id=lease_id))
+    assert pool.drained
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
+    rng = random.Random(seed)
+    pool = Pool(fetch_batch_blocks=2, max_leases_per_client=5, max_quarantined_per_client=3)
+    leases, puts, asks = [], [], []
+    lives = dict.fromkeys(pool.peers, 1)
+    for _ in range(400):
+        alive = [name for name in pool.peers if name in ("p0", "d0")]
+        client = rng.choice(alive) if alive else None
+        some = rng.sample(range(14), rng.randint(1, 5))
+        match rng.randrange(12):
+            case 0 | 1 if client:
+                sources = tuple(rng.sample(("c1", "c2"), rng.randint(0, 2)))
+                leases.append((client, pool.lease(*some, client=client, sources=sources, fetch_s=rng.choice((0, 3.0)))))
+            case 2 if leases:
+                client, lease_id = leases.pop(rng.randrange(len(leases)))
+                if client in pool.peers:
+                    pool.say(client, rng.choice((ReleaseLease(lease_id=lease_id), RenewLease(lease_id=lease_id, ttl_s=9.0))))
+            case 3 | 4 if client:
+                put_id, reserved = pool.put(*some, client=client)
+                puts.append((client, put_id, reserved.grants))
+            case 5 | 6 if puts:
+                client, put_id, grants = puts.pop(rng.randrange(len(puts)))
+                if client in pool.peers:
+                    sums = tuple((grant.index, 1000) for grant in grants if rng.random() < 0.8)
+                    pool.say(client, CommitSlots(put_id=put_id, checksums=sums))
+            case 7 if pool.works:
+                finish(pool, rng)
+            case 8:
+                pool.advance(rng.choice((0.1, 1.0, 6.0, 20.0)))
+            case 9:
+                name = rng.choice(["p0", "d0", "c1", "c2", "k"])
+                if name in pool.peers:
+                    pool.down(name)
+                else:
+                    lives[name] += rng.random() < 0.3
+                    pool.up(name, lives[name], host={"c1": "h1", "c2": "h2"}.get(name, "h0"))
+            case 10:
+                names = [n for n in pool.actor.slots.committed_keys()]
+                if names and client:
+                    slot = pool.actor.slots.committed(rng.choice(names))
+                    pool.say(client, ReportCorrupt(slots=(pool.actor._ref(slot),)))
+            case _:
+                asks += [(to, m) for to, m in pool.sent if isinstance(m, LeaseBlocks)]
+                pool.sent.clear()
+                if asks:
+                    source, ask = asks.pop(rng.randrange(len(asks)))
+                    if source in pool.peers:
+                        pool.answer(ask, *[int.from_bytes(k, "big") for k in ask.keys[: rng.randint(0, 5)]], source=source)
+    for name in [n for n in ("c1", "c2") if n in pool.peers]:
+        pool.down(name)
+    while pool.works:
+        finish(pool, rng)
+    for name in ("p0", "d0"):
+        if name in pool.peers:
+            pool.down(name)
+        pool.up(name, lives[name] + 1)
+    pool.advance(100.0)
+    while pool.works:
+        finish(pool, rng)
+    assert pool.busy() == {}
+    pool.drain()
+    assert pool.drained
+
+
+def finish(pool, rng):
+    work_id, work = rng.choice(list(pool.works.items()))
+    if rng.random() < 0.2:
+        pool.done(work_id, WorkFailed("test"))
+    elif isinstance(work, ProbeProcess):
+        pool.done(work_id, ProcessProbed(alive=rng.random() < 0.5))
+    else:
+        pool.done(work_id, BlocksCopied(tuple(rng.choice((ref.checksum,) * 4 + (None, 5)) for ref, _ in work.copies)))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"pool_bytes": 0},
+        {"probe_s": 0.0},
+        {"fetch_batch_blocks": 0},
+        {"max_leases_per_client": 0},
+        {"fetch_lease_s": 61.0},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(bad):
+    with pytest.raises(ValueError):
+        replace(BASE, **bad)

@@ -1,0 +1,656 @@
+"""The decode actor: reservation, verified handoff, batch, preemption, puts; and no KV leaks whatever ends a request."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from actor_harness import LAYOUT, Harness
+
+from mooncake_zmq.decode.decode import Decode, DecodeSettings
+from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.messages import (
+    AttemptFailed,
+    BlocksLeased,
+    CancelRequest,
+    CommitSlots,
+    DecodeDenied,
+    DecodeLoad,
+    DecodeReserved,
+    GrantedSlot,
+    HandoffBlocks,
+    HandoffDone,
+    HandoffFailed,
+    HandoffReceived,
+    LayerReady,
+    LeaseBlocks,
+    LeasedBlock,
+    ReleaseLease,
+    ReportCorrupt,
+    ReserveDecode,
+    ReserveSlots,
+    Sampling,
+    SlotRef,
+    SlotsReserved,
+    StopRule,
+    TokensDecoded,
+)
+from mooncake_zmq.work import BlocksCopied, BlocksPulled, CopyBlocks, DecodeStep, PullBlocks, StepDecoded, WorkFailed
+
+B = LAYOUT.block_tokens
+ROOT = namespace(model="m", layout="l")
+BASE = DecodeSettings(capacity_tokens=16 * B, max_batch=3, max_requests=6)
+
+
+def part(block, layer):
+    return 1000 * block + layer
+
+
+def block_sum(block):
+    return block_checksum([part(block, layer) for layer in range(LAYOUT.layers)])
+
+
+class Node(Harness):
+    """The decode "me" on host h0; prefill p0 on h0, p1 on h1; `prompts` by request."""
+
+    def __init__(self, **settings):
+        actor = Decode(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT)
+        super().__init__(actor)
+        for name in ("g", "g2", "c", "k", "p0"):
+            self.up(name, 7)
+        self.up("p1", 7, host="h1")
+        self.prompts = {}
+        self.copied = []
+        self.blocks_put = []
+
+    def reserve(self, request_id="r", length=6, *, attempt=1, prefill="p0", reuse=0, max_tokens=50, **changes):
+        tokens = [1000 + i for i in range(length)]
+        self.prompts[request_id] = tokens
+        packed = pack_tokens(tokens)
+        keys = extend_keys(ROOT, packed, B)
+        fields = {
+            "request_id": request_id,
+            "attempt": attempt,
+            "gateway": "g",
+            "tokens": length,
+            "reuse_keys": tuple(keys[:reuse]),
+            "last_key": keys[-1] if keys else ROOT,
+            "tail": packed[len(keys) * B * 4 :],
+            "first_index": 0,
+            "sampling": Sampling(),
+            "stop": StopRule(max_tokens=max_tokens, eos_ids=(9,)),
+            "deadline_s": 60.0,
+        }
+        self.say(prefill, ReserveDecode(**(fields | changes)))
+
+    def blocks(self, request_id="r", first=0, count=None, *, ready=True, prefill="p0", attempt=1):
+        count = LAYOUT.blocks_for(len(self.prompts[request_id])) - first if count is None else count
+        sources = tuple(
+            SlotRef(node=prefill, incarnation=7, slot=i, generation=2 if ready else 1, checksum=block_sum(i) if ready else 0)
+            for i in range(first, first + count)
+        )
+        self.say(
+            prefill,
+            HandoffBlocks(request_id=request_id, attempt=attempt, first_block=first, sources=sources, ready=ready),
+        )
+
+    def layer(self, layer, first=0, request_id="r"):
+        self.say("p0", LayerReady(request_id=request_id, attempt=1, first_block=first, layer=layer))
+
+    def pulled(self, *, failed=(), wrong=False):
+        work_id, work = self.work(PullBlocks)
+        parts = tuple(
+            (load.block, layer, part(load.block, layer) + wrong)
+            for load in work.loads
+            for layer in range(load.first_layer, load.stop_layer)
+            if load.block not in failed
+        )
+        self.done(work_id, BlocksPulled(parts, tuple(failed)))
+        return work
+
+    def handoff_done(self, request_id="r", *, held=0, token=5, prefill="p0", attempt=1, blocks=None, checksum=None):
+        count = LAYOUT.blocks_for(len(self.prompts[request_id])) if blocks is None else blocks
+        folded = block_checksum([block_sum(i) for i in range(held, count)])
+        self.say(
+            prefill,
+            HandoffDone(
+                request_id=request_id,
+                attempt=attempt,
+                layers=LAYOUT.layers,
+                blocks=count - held,
+                checksum=folded if checksum is None else checksum,
+                token=token,
+                index=0,
+            ),
+        )
+
+    def run(self, request_id="r", length=6, **options):
+        """Reserve and hand off; the request is then ready or in a step."""
+        self.reserve(request_id, length, **options)
+        self.blocks(request_id, attempt=options.get("attempt", 1))
+        self.pulled()
+        self.handoff_done(request_id, attempt=options.get("attempt", 1))
+
+    def step(self, token=6):
+        work_id, work = self.work(DecodeStep)
+        self.done(work_id, StepDecoded((token,) * len(work.entries), 0.01))
+        return work
+
+    def put_all(self, *, fail=False):
+        for reserve in self.take(ReserveSlots, "c"):
+            grants = (GrantedSlot(index=0, slot=3, generation=1),)
+            self.say("c", SlotsReserved(put_id=reserve.put_id, grants=grants, held=0, denied=0))
+        for work_id, work in list(self.works.items()):
+            if isinstance(work, CopyBlocks):
+                self.copied.append(work)
+                self.done(work_id, WorkFailed("test") if fail else BlocksCopied((1,) * len(work.copies)))
+
+    def settle(self):
+        while self.works:
+            for work_id, work in list(self.works.items()):
+                if isinstance(work, DecodeStep):
+                    self.done(work_id, StepDecoded((9,) * len(work.entries), 0.01))
+                else:
+                    self.done(work_id, WorkFailed("test"))
+        if "c" in self.peers:
+            self.put_all()
+
+
+@pytest.fixture
+def node():
+    return Node()
+
+
+def assert_nothing_left(node):
+    assert node.busy() == {}
+    assert node.sequences == set()
+    assert not [timer for timer in node.timers if timer[0] == "deadline"]
+
+
+# --- reservation
+
+
+def test_a_reservation_takes_whole_blocks_for_the_prompt_and_the_first_token(node):
+    node.reserve(length=8)
+    assert node.one(DecodeReserved, "p0").held_blocks == 0
+    assert node.busy()["reserved_tokens"] == 12
+    node.advance(0.3)
+    load = node.take(DecodeLoad, "k")[-1]
+    assert (load.reserved, load.running, load.free_tokens) == (1, 0, 52)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"length": 64}, "KV"),
+        ({"gateway": "g9"}, "reachable"),
+        ({"tail": b""}, "match"),
+        ({"tokens": 0, "tail": b""}, "match"),
+        ({"length": 5, "reuse_keys": (b"k" * 16,) * 2}, "match"),
+    ],
+)
+def test_a_reservation_that_cannot_be_kept_is_denied(node, changes, why):
+    node.reserve(**changes)
+    assert why in node.one(DecodeDenied, "p0").reason
+    assert_nothing_left(node)
+
+
+def test_requests_that_hold_kv_are_limited():
+    node = Node(max_requests=1)
+    node.reserve("r0")
+    node.reserve("r1")
+    assert node.one(DecodeDenied).request_id == "r1"
+
+
+def test_a_duplicate_reservation_changes_nothing_and_an_older_attempt_is_denied(node):
+    node.reserve(attempt=2)
+    node.sent.clear()
+    node.reserve(attempt=2)
+    assert node.sent == []
+    node.reserve(attempt=1, prefill="p1")
+    assert node.one(DecodeDenied, "p1").attempt == 1
+    assert node.busy()["reserved_tokens"] == 8
+
+
+def test_a_newer_attempt_takes_the_place_of_an_older_and_its_prefill_is_told(node):
+    node.reserve(attempt=1, prefill="p0")
+    node.blocks()
+    node.reserve(attempt=2, prefill="p1")
+    assert node.one(HandoffFailed, "p0").attempt == 1
+    assert node.busy() == {"reserved_tokens": 16, "requests_waiting": 1, "requests_closing": 1}
+    node.pulled()
+    node.blocks(prefill="p1", attempt=2)
+    node.pulled()
+    node.handoff_done(prefill="p1", attempt=2)
+    assert node.busy() == {"reserved_tokens": 8, "requests_running": 1}
+
+
+def test_a_draining_decode_denies_new_requests_and_finishes_the_old(node):
+    node.run("r0", max_tokens=2)
+    node.drain()
+    node.reserve("r1")
+    assert node.one(DecodeDenied).request_id == "r1"
+    assert not node.drained
+    node.step()
+    node.settle()
+    assert node.drained
+
+
+# --- handoff
+
+
+def test_layers_are_pulled_as_they_become_ready_and_one_copy_runs_at_a_time(node):
+    node.reserve()
+    node.blocks(ready=False)
+    assert node.works == {}
+    node.layer(0)
+    assert [(x.block, x.first_layer, x.stop_layer, x.tokens) for x in node.work(PullBlocks)[1].loads] == [
+        (0, 0, 1, 4),
+        (1, 0, 1, 2),
+    ]
+    node.layer(1)
+    node.handoff_done()
+    node.pulled()
+    assert node.take(HandoffReceived) == []
+    assert {x.first_layer for x in node.work(PullBlocks)[1].loads} == {1}
+    node.pulled()
+    assert node.one(HandoffReceived, "p0").request_id == "r"
+    entry = node.work(DecodeStep)[1].entries[0]
+    assert (entry.token, entry.position) == (5, 6)
+
+
+def test_blocks_of_the_own_host_are_loaded_from_the_pool_and_the_rest_handed_off(node):
+    node.reserve(length=10, prefill="p1", reuse=2)
+    ask = node.one(LeaseBlocks, "c")
+    assert ask.fetch_s == 0.0
+    assert node.take(DecodeReserved) == []
+    ref = SlotRef(node="c", incarnation=7, slot=3, generation=2, checksum=block_sum(0))
+    node.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=(LeasedBlock(source=ref, remote=False),)))
+    assert node.one(DecodeReserved, "p1").held_blocks == 1
+    node.blocks(first=0, count=3, prefill="p1")
+    node.pulled()
+    assert node.one(ReleaseLease, "c").lease_id == ask.lease_id
+    assert [x.block for x in node.pulled().loads] == [1, 2], "what we hold is not pulled again"
+    node.handoff_done(held=1, prefill="p1")
+    assert node.busy()["requests_running"] == 1
+
+
+def test_a_prefill_on_the_same_host_is_not_asked_twice_for_the_pools_blocks(node):
+    node.reserve(length=10, prefill="p0", reuse=2)
+    assert node.take(LeaseBlocks) == []
+
+
+def test_without_a_pool_nothing_is_held(node):
+    node.reserve("r0", length=10, prefill="p1", reuse=2)
+    node.down("c")
+    assert node.one(DecodeReserved).held_blocks == 0
+    node.reserve("r1", length=10, prefill="p1", reuse=2)
+    assert node.one(DecodeReserved).request_id == "r1"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"checksum": 1}, {"blocks": 1}, {"blocks": 3}, {"blocks": 3, "checksum": block_checksum([block_sum(0), block_sum(1)])}],
+    ids=["checksum", "fewer blocks", "more blocks", "more blocks, same checksum"],
+)
+def test_a_handoff_that_does_not_fold_to_its_proof_fails_the_attempt(node, change):
+    node.reserve()
+    node.blocks()
+    node.pulled()
+    node.handoff_done(**change)
+    assert node.one(AttemptFailed, "g").request_id == "r"
+    assert node.one(HandoffFailed, "p0").request_id == "r"
+    assert_nothing_left(node)
+
+
+def test_a_handoff_with_a_layer_missing_does_not_count(node):
+    node.reserve()
+    node.blocks(ready=False)
+    node.layer(0)
+    node.pulled()
+    node.handoff_done()
+    assert "incomplete" in node.one(AttemptFailed).reason
+    assert_nothing_left(node)
+
+
+def test_wrong_bytes_fail_the_attempt(node):
+    node.reserve()
+    node.blocks()
+    node.pulled(wrong=True)
+    node.handoff_done()
+    assert "checksum" in node.one(AttemptFailed).reason
+    assert_nothing_left(node)
+
+
+def test_a_block_that_does_not_verify_is_reported_to_its_owner(node):
+    node.reserve()
+    node.blocks()
+    node.pulled(failed=(1,))
+    assert [ref.slot for ref in node.one(ReportCorrupt, "p0").slots] == [1]
+    assert node.one(AttemptFailed)
+    assert_nothing_left(node)
+
+
+def test_handoff_messages_before_the_reservation_or_of_another_attempt_change_nothing(node):
+    node.reserve(length=10, prefill="p1", reuse=1)
+    node.blocks(prefill="p1")
+    node.handoff_done(prefill="p1")
+    node.blocks(prefill="p0")
+    node.blocks(prefill="p1", attempt=2)
+    assert node.works == {}
+    assert node.busy()["requests_waiting"] == 1
+
+
+def test_more_blocks_than_the_prompt_has_fail_the_attempt(node):
+    node.reserve()
+    node.blocks(count=3)
+    assert node.one(AttemptFailed)
+    assert_nothing_left(node)
+
+
+# --- the batch
+
+
+def test_tokens_are_numbered_and_sent_once_per_step_and_gateway(node):
+    node.run("r0")
+    node.reserve("r1")
+    node.blocks("r1")
+    node.pulled()
+    node.handoff_done("r1")
+    node.reserve("r2", gateway="g2")
+    node.blocks("r2")
+    node.pulled()
+    node.handoff_done("r2")
+    node.step()
+    assert node.one(TokensDecoded, "g").entries == (("r0", 1, 1, 6),)
+    assert [entry.position for entry in node.work(DecodeStep)[1].entries] == [7, 6, 6], "new ones join at the next step"
+    node.step(8)
+    assert node.one(TokensDecoded, "g").entries == (("r0", 1, 2, 8), ("r1", 1, 1, 8))
+    assert node.one(TokensDecoded, "g2").entries == (("r2", 1, 1, 8),)
+
+
+def test_a_resumed_request_goes_on_with_its_count(node):
+    node.run(first_index=7, max_tokens=9)
+    node.step()
+    assert node.one(TokensDecoded).entries == (("r", 1, 8, 6),)
+    assert_nothing_left(node)
+
+
+def test_eos_and_length_end_a_request(node):
+    node.run("eos")
+    node.step(9)
+    assert node.one(TokensDecoded).entries[0][3] == 9
+    node.run("length", max_tokens=3)
+    node.step()
+    node.step()
+    node.put_all()
+    assert_nothing_left(node)
+    assert node.take(AttemptFailed) == []
+
+
+def test_a_request_whose_first_token_is_its_last_never_steps(node):
+    node.run(max_tokens=1)
+    assert node.one(HandoffReceived)
+    assert node.works == {}
+    assert_nothing_left(node)
+
+
+def test_the_oldest_fill_the_batch():
+    node = Node(max_batch=2)
+    for name in ("r0", "r1", "r2"):
+        node.run(name)
+    node.step()
+    assert len(node.work(DecodeStep)[1].entries) == 2
+    node.step(9)
+    assert len(node.work(DecodeStep)[1].entries) == 1, "a place came free"
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
+def test_full_blocks_go_to_the_pool_under_the_keys_of_the_whole_text(node, length):
+    node.run(length=length, max_tokens=14)
+    outputs = [5]
+    token = 20
+    puts = []
+    while any(isinstance(work, DecodeStep) for work in node.works.values()):
+        node.step(token)
+        outputs.append(token)
+        token += 1
+        for reserve in [m for _, m in node.sent if isinstance(m, ReserveSlots)]:
+            puts += reserve.keys
+        node.put_all()
+        node.blocks_put += [source.block for work in node.copied for source, _ in work.copies]
+        node.copied.clear()
+    text = pack_tokens(node.prompts["r"] + outputs[:-1])
+    assert puts == extend_keys(ROOT, text, B)[length // B :], "the last token's KV was never computed"
+    assert node.blocks_put == list(range(length // B, length // B + len(puts)))
+    assert len(node.take(CommitSlots)) == len(puts)
+    assert_nothing_left(node)
+
+
+def test_a_put_copies_the_right_block_and_keeps_the_sequence_open(node):
+    node.run(length=6, max_tokens=4)
+    node.step()
+    node.step()
+    reserve = node.one(ReserveSlots)
+    node.say(
+        "c",
+        SlotsReserved(put_id=reserve.put_id, grants=(GrantedSlot(index=0, slot=1, generation=1),), held=0, denied=0),
+    )
+    work_id, work = node.work(CopyBlocks)
+    assert work.copies[0][0].block == 1
+    node.step()
+    assert node.busy() == {"requests_closing": 1, "reserved_tokens": 12, "puts": 1}
+    node.done(work_id, BlocksCopied((1,)))
+    assert_nothing_left(node)
+
+
+def test_kv_grows_block_by_block(node):
+    node.run(length=6)
+    assert node.busy()["reserved_tokens"] == 8
+    node.step()
+    node.step()
+    assert node.busy()["reserved_tokens"] == 12
+    node.put_all()
+
+
+def test_short_of_kv_the_youngest_gives_way_and_the_oldest_goes_on():
+    node = Node(capacity_tokens=4 * B)
+    node.run("old", length=6)
+    node.run("young", length=6)
+    for _ in range(4):
+        node.step()
+        node.put_all()
+    failed = node.one(AttemptFailed, "g")
+    assert (failed.request_id, failed.reason) == ("young", "preempted")
+    assert node.actor.counts["preemptions"] == 1
+    for _ in range(3):
+        node.step()
+    assert node.busy()["requests_running"] == 1
+
+
+def test_a_request_still_loading_is_preempted_before_a_running_one():
+    node = Node(capacity_tokens=4 * B)
+    node.run("old", length=6)
+    node.reserve("loading", length=6)
+    node.blocks("loading")
+    for _ in range(2):
+        node.step()
+    assert node.one(HandoffFailed, "p0").request_id == "loading"
+    assert node.works.keys() == {node.work(PullBlocks)[0]}, "its KV comes back only when its copy has ended"
+    node.pulled()
+    assert len(node.work(DecodeStep)[1].entries) == 1
+
+
+def test_a_failed_step_fails_all_its_requests(node):
+    node.run("r0")
+    work_id, _ = node.work(DecodeStep)
+    node.done(work_id, WorkFailed("x" * 2000))
+    assert node.one(AttemptFailed).request_id == "r0"
+    assert_nothing_left(node)
+
+
+# --- ends, at every state
+
+STATES = ["reserving", "loading", "pulling", "stepping", "stepping with a put", "putting"]
+
+
+def request_in(state):
+    node = Node()
+    if state == "reserving":
+        node.reserve(length=10, prefill="p1", reuse=2)
+        return node
+    node.reserve(length=6)
+    if state == "loading":
+        return node
+    node.blocks()
+    if state == "pulling":
+        return node
+    node.pulled()
+    node.handoff_done()
+    if state != "stepping":
+        node.step()
+        node.step()
+        if state == "putting":
+            reserve = node.one(ReserveSlots)
+            grants = (GrantedSlot(index=0, slot=1, generation=1),)
+            node.say("c", SlotsReserved(put_id=reserve.put_id, grants=grants, held=0, denied=0))
+    return node
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_cancel_frees_everything_once_no_work_uses_it(state):
+    node = request_in(state)
+    node.say("g2", CancelRequest(request_id="r", attempt=9))
+    node.say("g", CancelRequest(request_id="r", attempt=0))
+    assert "requests_cancelled" not in node.actor.counts, "neither a stranger nor an older attempt cancels"
+    node.say("g", CancelRequest(request_id="r", attempt=1))
+    told = node.take(HandoffFailed)
+    assert len(told) == (state in ("reserving", "loading", "pulling"))
+    if state in ("pulling", "stepping", "putting"):
+        assert node.busy()["requests_closing"] == 1
+    node.settle()
+    assert node.take(AttemptFailed) == []
+    assert_nothing_left(node)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_deadline_ends_a_request_at_any_state(state):
+    node = request_in(state)
+    node.advance(61.0)
+    assert node.one(AttemptFailed, "g").request_id == "r"
+    node.settle()
+    assert_nothing_left(node)
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("peer", ["g", "p", "c", "k"])
+def test_no_peers_death_at_any_state_leaks(state, peer):
+    node = request_in(state)
+    prefill = "p1" if state == "reserving" else "p0"
+    node.down(prefill if peer == "p" else peer)
+    loading = state in ("reserving", "loading", "pulling")
+    failed = [m.request_id for m in node.take(AttemptFailed, "g")] if peer != "g" else []
+    assert failed == (["r"] if peer == "p" and loading else []), "once verified, a request needs no prefill"
+    node.settle()
+    node.say("k" if peer == "g" else "g", CancelRequest(request_id="r", attempt=1))
+    node.settle()
+    node.advance(61.0)
+    assert_nothing_left(node)
+
+
+@pytest.mark.parametrize("state", ["reserving", "loading", "pulling"])
+def test_a_handoff_the_prefill_gives_up_ends_the_request(state):
+    node = request_in(state)
+    prefill = "p1" if state == "reserving" else "p0"
+    node.say("p1" if prefill == "p0" else "p0", HandoffFailed(request_id="r", attempt=1, reason="not its prefill"))
+    assert node.busy()["requests_waiting"] == 1
+    node.say(prefill, HandoffFailed(request_id="r", attempt=1, reason="test"))
+    node.settle()
+    assert_nothing_left(node)
+
+
+def test_a_lease_answer_that_comes_after_the_end_is_given_back(node):
+    node.reserve(length=10, prefill="p1", reuse=2)
+    ask = node.one(LeaseBlocks)
+    node.say("g", CancelRequest(request_id="r", attempt=1))
+    assert node.one(ReleaseLease).lease_id == ask.lease_id
+    ref = SlotRef(node="c", incarnation=7, slot=3, generation=2, checksum=1)
+    node.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=(LeasedBlock(source=ref, remote=False),)))
+    assert_nothing_left(node)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
+    rng = random.Random(seed)
+    node = Node(capacity_tokens=8 * B, max_batch=2)
+    lives = dict.fromkeys(node.peers, 7)
+    attempts = {}
+    for _ in range(300):
+        name = rng.choice(("r0", "r1", "r2", "r3"))
+        prefill = rng.choice(("p0", "p1"))
+        attempt = max(1, attempts.get(name, 1) - rng.randrange(2))
+        known = name in node.prompts and prefill in node.peers
+        match rng.randrange(20):
+            case 14 | 15 | 16 if {"p0", "g"} <= node.peers.keys() and not any(
+                isinstance(w, PullBlocks) for w in node.works.values()
+            ):
+                attempts[name] = attempts.get(name, 0) + 1
+                node.reserve(name, rng.randint(1, 14), attempt=attempts[name], max_tokens=rng.randint(1, 30))
+                node.blocks(name, attempt=attempts[name])
+                if any(isinstance(w, PullBlocks) for w in node.works.values()):
+                    node.pulled()
+                node.handoff_done(name, attempt=attempts[name])
+            case 17 | 18 | 19 if node.works:
+                answer(node, rng)
+            case 0 | 1 | 2 if prefill in node.peers:
+                attempts[name] = attempts.get(name, 0) + rng.randrange(2) or 1
+                length = rng.randint(1, 14)
+                reuse = rng.randint(0, length // B)
+                node.reserve(name, length, attempt=attempts[name], prefill=prefill, reuse=reuse, max_tokens=rng.randint(1, 12))
+            case 3 | 4 if known:
+                node.blocks(name, ready=rng.random() < 0.7, prefill=prefill, attempt=attempt)
+            case 5 if known and prefill == "p0":
+                node.layer(rng.randrange(3), request_id=name)
+            case 6 if known:
+                node.handoff_done(name, prefill=prefill, attempt=attempt)
+            case 7 | 8 | 9 if node.works:
+                answer(node, rng)
+            case 10:
+                for ask in node.take(LeaseBlocks, "c"):
+                    ref = SlotRef(node="c", incarnation=7, slot=0, generation=2, checksum=1)
+                    blocks = (LeasedBlock(source=ref, remote=False),) * rng.randint(0, len(ask.keys))
+                    if "c" in node.peers:
+                        node.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=blocks))
+                if "c" in node.peers:
+                    node.put_all(fail=rng.random() < 0.3)
+            case 11 if "g" in node.peers:
+                node.say("g", CancelRequest(request_id=name, attempt=attempt))
+            case 12:
+                peer = rng.choice(("g", "p0", "p1", "c", "k"))
+                if peer in node.peers:
+                    node.down(peer)
+                    node.sent = [(to, m) for to, m in node.sent if to != peer]
+                else:
+                    lives[peer] += rng.randrange(2)
+                    node.up(peer, lives[peer], host="h1" if peer == "p1" else "h0")
+            case 13:
+                node.advance(rng.choice((0.1, 1.0, 20.0)))
+    for peer in [p for p in ("g", "c") if p in node.peers]:
+        node.down(peer)
+    while node.works:
+        answer(node, rng)
+    assert_nothing_left(node)
+
+
+def answer(node, rng):
+    work_id, work = rng.choice(list(node.works.items()))
+    if rng.random() < 0.1:
+        node.done(work_id, WorkFailed("test"))
+    elif isinstance(work, DecodeStep):
+        node.done(work_id, StepDecoded(tuple(rng.choice((5, 6, 7, 9)) for _ in work.entries), 0.01))
+    elif isinstance(work, CopyBlocks):
+        node.done(work_id, BlocksCopied((1,) * len(work.copies)))
+    else:
+        failed = {load.block for load in work.loads if rng.random() < 0.03}
+        parts = [(x.block, n, part(x.block, n)) for x in work.loads for n in range(x.first_layer, x.stop_layer)]
+        node.done(work_id, BlocksPulled(tuple(p for p in parts if p[0] not in failed), tuple(failed)))

@@ -1,0 +1,530 @@
+"""The owner of requests: every token once and in order, every request one end, and no timer left armed."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from actor_harness import LAYOUT, Harness
+
+from mooncake_zmq.gateway.requests import (
+    EARLY_TOKENS,
+    ClientGone,
+    ClientRequest,
+    Failed,
+    Finished,
+    Requests,
+    RequestsSettings,
+    StopFound,
+    TokenOut,
+)
+from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
+from mooncake_zmq.messages import (
+    AttemptFailed,
+    CancelRequest,
+    FirstToken,
+    Placed,
+    Rejected,
+    RejectReason,
+    RequestEnded,
+    Sampling,
+    Schedule,
+    StartPrefill,
+    StopRule,
+    TokensDecoded,
+)
+
+B = LAYOUT.block_tokens
+ROOT = namespace(model="m", layout="l")
+BASE = RequestsSettings(conductors=("k0", "k1"), max_open=8, deadline_s=100.0, max_attempts=6)
+PROMPT = list(range(6))
+
+
+def text(index):
+    """The undisturbed output."""
+    return 100 + index
+
+
+class Node(Harness):
+    def __init__(self, **settings):
+        super().__init__(Requests(name="me", host="h0", incarnation=1, settings=replace(BASE, **settings), layout=LAYOUT))
+        for name in ("k0", "k1", "p0", "p1", "d0", "d1"):
+            self.up(name)
+
+    def handle(self, event):
+        effects = super().handle(event)
+        if not any(self.actor.gauges(self.now).values()):
+            assert self.timers == {}, "no timer outlives its request"
+        return effects
+
+    def ask(self, request_id="r", *, max_tokens=5, eos_ids=()):
+        packed = pack_tokens(PROMPT)
+        request = ClientRequest(
+            tokens=packed,
+            root=ROOT,
+            keys=tuple(extend_keys(ROOT, packed, B)),
+            sampling=Sampling(),
+            stop=StopRule(max_tokens=max_tokens, eos_ids=eos_ids),
+        )
+        self.client(request_id, request)
+
+    def place(self, *, to=("p0", "d0"), conductor="k0", request_id="r"):
+        schedule = [m for m in self.take(Schedule) if m.request_id == request_id][-1]
+        self.placed(schedule.attempt, to=to, conductor=conductor, request_id=request_id)
+        return schedule
+
+    def placed(self, attempt, *, to=("p0", "d0"), conductor="k0", request_id="r"):
+        self.say(
+            conductor,
+            Placed(
+                request_id=request_id,
+                attempt=attempt,
+                prefill=to[0],
+                decode=to[1],
+                reuse_blocks=0,
+                sources=(),
+                ttft_s=0.0,
+                tbt_s=0.0,
+            ),
+        )
+
+    def first(self, index=0, *, attempt=1, token=None, sender="p0", own=4):
+        self.say(
+            sender,
+            FirstToken(
+                request_id="r",
+                attempt=attempt,
+                index=index,
+                token=text(index) if token is None else token,
+                own=own,
+                local=0,
+                remote=0,
+                queue_s=0.0,
+                prefill_s=0.0,
+            ),
+        )
+
+    def tokens(self, *indexes, attempt=1, sender="d0", request_id="r"):
+        for index in indexes:
+            self.say(sender, TokensDecoded(entries=((request_id, attempt, index, text(index)),)))
+
+    def fail(self, attempt, sender="p0"):
+        self.say(sender, AttemptFailed(request_id="r", attempt=attempt, reason="test"))
+
+    def reject(self, attempt, reason=RejectReason.TTFT, conductor="k0"):
+        self.say(conductor, Rejected(request_id="r", attempt=attempt, reason=reason, retry_after_s=3.0))
+
+    def text(self, request_id="r"):
+        """The tokens the client got; asserts that each came once and in order."""
+        out = [output for r, output in self.clients if r == request_id]
+        tokens = [output for output in out if isinstance(output, TokenOut)]
+        assert [token.index for token in tokens] == list(range(len(tokens)))
+        assert all(isinstance(output, TokenOut) for output in out[:-1]), "nothing after the end"
+        return [token.token for token in tokens]
+
+    def end(self, request_id="r"):
+        (end,) = [o for r, o in self.clients if r == request_id and not isinstance(o, TokenOut)]
+        return end
+
+
+@pytest.fixture
+def node():
+    return Node()
+
+
+def in_state(state, **settings):
+    node = Node(**settings)
+    if state == "no conductor":
+        node.down("k0")
+        node.down("k1")
+    node.ask()
+    if state in ("prefilling", "decoding", "pausing"):
+        node.place()
+    if state == "decoding":
+        node.first()
+        node.tokens(1)
+    if state == "pausing":
+        node.fail(1)
+    return node
+
+
+STATES = ["no conductor", "placing", "prefilling", "decoding", "pausing"]
+
+
+# --- the undisturbed way
+
+
+def test_a_request_runs_to_its_end(node):
+    node.ask()
+    schedule = node.place()
+    assert schedule.keys == tuple(extend_keys(ROOT, pack_tokens(PROMPT), B))
+    assert (schedule.tokens, schedule.max_tokens) == (6, 5)
+    start = node.one(StartPrefill, "p0")
+    assert (start.decode, start.first_index, start.deadline_s) == ("d0", 0, 100.0)
+    node.first()
+    node.tokens(1, 2, 3, 4)
+    assert node.text() == [text(i) for i in range(5)]
+    end = node.end()
+    assert (end.reason, end.completion_tokens, end.prompt_tokens, end.attempts) == ("length", 5, 6, 1)
+    assert (end.cached_own, end.prefill, end.decode) == (4, "p0", "d0")
+    assert node.one(RequestEnded, "k0").attempt == 1
+    assert node.take(CancelRequest) == [], "all hops end by the same rule"
+    assert node.busy() == {}
+
+
+def test_eos_ends_a_request(node):
+    node.ask(eos_ids=(text(1),))
+    node.place()
+    node.first()
+    node.tokens(1)
+    assert node.end().reason == "stop"
+
+
+def test_tokens_of_the_decode_may_overtake_the_first(node):
+    node.ask()
+    node.place()
+    node.tokens(1, 2)
+    assert node.text() == []
+    node.first()
+    assert node.text() == [text(0), text(1), text(2)]
+
+
+def test_tokens_kept_ahead_of_a_gap_are_limited(node):
+    node.ask(max_tokens=10_000)
+    node.place()
+    node.tokens(*range(1, EARLY_TOKENS + 50))
+    node.first()
+    assert len(node.text()) == EARLY_TOKENS + 1
+
+
+def test_a_repeated_token_reaches_the_client_once(node):
+    node.ask()
+    node.place()
+    node.first()
+    node.first(token=1)
+    node.tokens(1, 1, 2, 1)
+    assert node.text() == [text(0), text(1), text(2)]
+    assert node.actor.counts["duplicate_tokens"] == 2
+
+
+# --- attempts
+
+
+def test_the_next_attempt_resumes_from_the_tokens_so_far(node):
+    node.ask()
+    node.place()
+    node.first()
+    node.tokens(1, 2)
+    node.fail(1, "d0")
+    assert {to for to, m in node.sent if isinstance(m, CancelRequest)} == {"p0", "d0"}
+    node.advance(0.1)
+    schedule = node.place(to=("p1", "d1"))
+    assert schedule.exclude == ("d0",)
+    assert (schedule.tokens, schedule.max_tokens) == (9, 2)
+    whole = PROMPT + [text(i) for i in range(3)]
+    assert schedule.keys == tuple(extend_keys(ROOT, pack_tokens(whole), B))
+    start = node.one(StartPrefill, "p1")
+    assert unpack_tokens(start.tokens) == whole
+    assert start.keys == schedule.keys
+    assert start.first_index == 3
+    node.first(3, attempt=2, sender="p1", own=0)
+    node.tokens(4, attempt=2, sender="d1")
+    assert node.text() == [text(i) for i in range(5)]
+    assert (node.end().attempts, node.end().cached_own) == (2, 4)
+
+
+def test_nothing_of_a_stale_attempt_or_of_another_sender_counts(node):
+    node.ask()
+    node.place()
+    node.first()
+    node.fail(1, "d0")
+    node.tokens(1)
+    node.advance(0.1)
+    node.place(to=("p1", "d1"))
+    node.sent.clear()
+    node.first(1, attempt=1)
+    node.tokens(1, 2, attempt=1)
+    node.fail(1, "d0")
+    node.placed(1)
+    node.reject(1)
+    node.first(1, attempt=2, sender="p0")
+    node.tokens(1, attempt=2, sender="d0")
+    node.fail(2, "d0")
+    assert node.text() == [text(0)]
+    assert [m.attempt for m in node.take(CancelRequest, "d0")] == [1, 1], "a decode that goes on regardless is told again"
+    assert node.busy() == {"requests_prefilling": 1}
+
+
+def test_early_tokens_of_one_attempt_do_not_reach_the_next(node):
+    node.ask()
+    node.place()
+    node.tokens(1)
+    node.fail(1)
+    node.advance(0.1)
+    node.place(to=("p1", "d1"))
+    node.first(0, attempt=2, sender="p1")
+    assert node.text() == [text(0)]
+
+
+def test_the_pause_between_attempts_grows_to_its_limit():
+    node = in_state("prefilling", max_attempts=20)
+    pauses = []
+    for attempt in range(1, 10):
+        node.fail(attempt)
+        (at,) = [due for key, due in node.timers.items() if key[0] == "attempt"]
+        pauses.append(at - node.now)
+        node.advance(pauses[-1])
+        node.place()
+    assert pauses[:4] == pytest.approx([0.05, 0.1, 0.2, 0.4])
+    assert max(pauses) == pauses[-1] == pytest.approx(1.0)
+
+
+def test_a_request_that_fails_too_often_gets_one_error():
+    node = in_state("prefilling", max_attempts=3)
+    for attempt in (1, 2, 3):
+        node.fail(attempt)
+        node.advance(1.0)
+        if attempt < 3:
+            node.place()
+    assert (node.end().status, node.end().code) == (503, "attempts_exhausted")
+    assert node.busy() == {}
+
+
+def test_at_most_four_nodes_are_excluded_and_the_latest_stay():
+    node = in_state("prefilling", max_attempts=20)
+    for attempt in range(1, 7):
+        node.fail(attempt, ("p0", "d0")[attempt % 2])
+        node.advance(1.0)
+        exclude = node.place().exclude
+    assert exclude == ("d0", "p0")
+
+
+# --- the conductors
+
+
+def test_the_first_live_conductor_of_the_order_decides(node):
+    node.down("k0")
+    node.ask()
+    node.place(conductor="k1")
+    assert node.one(StartPrefill)
+    node.up("k0")
+    node.ask("r2")
+    assert node.one(Schedule, "k0").request_id == "r2"
+
+
+def test_a_dead_conductors_placement_goes_to_the_next(node):
+    node.ask()
+    node.down("k0")
+    node.advance(0.1)
+    schedule = node.one(Schedule, "k1")
+    assert schedule.attempt == 2
+    node.placed(1, conductor="k1")
+    assert node.take(StartPrefill) == []
+    node.placed(2, conductor="k1")
+    assert node.one(StartPrefill)
+
+
+def test_without_a_conductor_a_request_waits_for_one_and_then_is_refused(node):
+    node.down("k0")
+    node.down("k1")
+    node.ask("r")
+    node.ask("r2")
+    node.advance(9.0)
+    assert node.clients == []
+    node.up("k1")
+    assert {m.request_id for m in node.take(Schedule, "k1")} == {"r", "r2"}
+    node.placed(1, conductor="k1")
+    node.advance(1.5)
+    assert (node.end("r2").status, node.end("r2").code) == (503, "no_conductor")
+    assert node.busy() == {"requests_prefilling": 1}
+
+
+def test_a_request_never_placed_is_refused_however_many_conductors_died(node):
+    node.ask()
+    node.down("k0")
+    node.advance(0.2)
+    node.down("k1")
+    node.advance(10.0)
+    assert node.end().code == "no_conductor"
+
+
+def test_a_placement_to_a_node_unknown_here_is_another_attempt_and_no_missing_conductor(node):
+    node.advance(0)
+    node.ask()
+    node.advance(9.99)
+    node.place(to=("p9", "d0"))
+    node.advance(0.02)
+    assert node.clients == []
+    node.advance(0.1)
+    assert node.place().exclude == ("p9",)
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [(RejectReason.TTFT, 429), (RejectReason.TBT, 429), (RejectReason.NO_PREFILL, 503), (RejectReason.NO_DECODE, 503)],
+)
+def test_a_rejection_is_told_with_its_retry_after(node, reason, status):
+    node.ask()
+    node.reject(1, reason)
+    assert (node.end().status, node.end().code, node.end().retry_after_s) == (status, reason.value, 3.0)
+    assert node.busy() == {}
+
+
+def test_a_first_rejection_after_a_conductors_death_is_still_a_rejection(node):
+    node.ask()
+    node.down("k0")
+    node.advance(0.2)
+    node.reject(2, conductor="k1")
+    assert node.end().status == 429
+
+
+def test_a_request_once_admitted_is_not_rejected_but_tried_again(node):
+    node.ask()
+    node.place()
+    node.first()
+    node.fail(1, "d0")
+    node.advance(0.1)
+    node.reject(2)
+    assert not [o for _, o in node.clients if isinstance(o, Failed)]
+    node.advance(0.2)
+    assert node.place(to=("p1", "d1")).exclude == ()
+
+
+# --- ends, at every state
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_client_that_hangs_up_is_cancelled_at_every_hop(state):
+    node = in_state(state)
+    node.sent.clear()
+    before = len(node.clients)
+    node.client("r", ClientGone())
+    placed = state in ("prefilling", "decoding")
+    assert {to for to, m in node.sent if isinstance(m, CancelRequest)} == ({"p0", "d0"} if placed else set())
+    assert len(node.take(RequestEnded, "k0")) == (placed or state == "placing")
+    assert len(node.clients) == before, "nothing more is sent to it"
+    assert node.busy() == {}
+    node.client("r", ClientGone())
+
+
+def test_a_stop_string_finishes_and_cancels(node):
+    node = in_state("decoding")
+    node.client("r", StopFound())
+    assert isinstance(node.end(), Finished)
+    assert node.end().reason == "stop"
+    assert {to for to, m in node.sent if isinstance(m, CancelRequest)} == {"p0", "d0"}
+    assert node.busy() == {}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_deadline_is_one_explicit_error(state):
+    node = in_state(state, stall_s=1000.0, placement_wait_s=1000.0)
+    node.advance(100.1)
+    assert (node.end().status, node.end().code) == (504, "deadline_exceeded")
+    node.text()
+    assert node.busy() == {}
+
+
+@pytest.mark.parametrize("state", ["prefilling", "decoding"])
+def test_an_attempt_that_stalls_is_given_up(state):
+    node = in_state(state, stall_s=20.0)
+    node.advance(19.0)
+    assert node.busy() == {f"requests_{state}": 1}
+    node.sent.clear()
+    node.advance(1.01)
+    assert {to for to, m in node.sent if isinstance(m, CancelRequest)} == {"p0", "d0"}
+    node.advance(0.1)
+    assert node.place().attempt == 2
+
+
+def test_every_token_puts_the_stall_off():
+    node = in_state("decoding", stall_s=20.0)
+    node.advance(15.0)
+    node.tokens(2)
+    node.advance(15.0)
+    assert node.busy() == {"requests_decoding": 1}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("peer", ["k0", "k1", "p0", "d0", "p1"])
+def test_whoever_dies_the_client_gets_the_same_text(state, peer):
+    node = in_state(state)
+    if peer in node.peers:
+        node.down(peer)
+    for name in ("k0", "k1"):
+        if name not in node.peers:
+            node.up(name)
+    for _ in range(4):
+        for schedule in node.take(Schedule):
+            conductor = node.actor._requests["r"].conductor
+            node.placed(schedule.attempt, conductor=conductor, to=tuple("1".join((n[0], "")) for n in ("p0", "d0")))
+        node.advance(0.3)
+        if "p1" not in node.peers:
+            node.up("p1")
+    request = node.actor._requests["r"]
+    start = len(request.output)
+    if request.state.value == "prefilling":
+        node.first(start, attempt=request.attempt, sender=request.prefill)
+        start += 1
+    node.tokens(*range(start, 5), attempt=request.attempt, sender=request.decode)
+    assert node.text() == [text(i) for i in range(5)]
+    assert isinstance(node.end(), Finished)
+    assert node.busy() == {}
+
+
+def test_open_requests_are_limited():
+    node = Node(max_open=1)
+    node.ask("r1")
+    node.ask("r2")
+    assert (node.end("r2").status, node.end("r2").code) == (503, "overloaded")
+
+
+def test_a_draining_gateway_refuses_new_requests_and_finishes_the_old():
+    node = in_state("decoding")
+    node.drain()
+    node.ask("r2")
+    assert node.end("r2").status == 503
+    assert not node.drained
+    node.tokens(2, 3, 4)
+    assert isinstance(node.end("r"), Finished)
+    assert node.drained
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_order_of_events_gives_each_token_once_and_one_end(seed):
+    rng = random.Random(seed)
+    node = Node(stall_s=5.0, max_attempts=10)
+    node.ask("r", max_tokens=12)
+    lives = dict.fromkeys(node.peers, 1)
+    first_index = {}
+    for _ in range(150):
+        request = node.actor._requests.get("r")
+        if request is None:
+            break
+        attempt = max(1, request.attempt - (rng.random() < 0.2))
+        match rng.randrange(13):
+            case 0 | 1 | 10:
+                conductor = request.conductor
+                if conductor in node.peers:
+                    node.placed(attempt, to=(rng.choice(("p0", "p1")), rng.choice(("d0", "d1"))), conductor=conductor)
+            case 2 | 3 if request.prefill in node.peers:
+                node.first(first_index.get(attempt, 0), attempt=attempt, sender=request.prefill)
+            case 4 | 5 | 6 if request.decode in node.peers:
+                index = first_index.get(attempt, 0) + 1 + rng.randrange(6)
+                node.tokens(index, attempt=attempt, sender=request.decode)
+            case 7 if rng.random() < 0.4:
+                name = rng.choice(list(lives))
+                if name in node.peers:
+                    node.down(name)
+                else:
+                    lives[name] += 1
+                    node.up(name, lives[name])
+            case 8 if request.prefill in node.peers and rng.random() < 0.3:
+                node.fail(attempt, request.prefill)
+            case _:
+                node.advance(rng.choice((0.05, 0.1, 0.5)))
+        first_index |= {m.attempt: m.first_index for m in node.take(StartPrefill)}
+        got = node.text()
+        assert got == [text(i) for i in range(len(got))]
+    node.advance(101.0)
+    assert node.end() is not None
+    assert node.busy() == {}

@@ -1,0 +1,237 @@
+"""Slots against a naive model: LRU order, pins, quarantine, anonymous slots, generations as a seqlock."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mooncake_zmq.kv.slots import NEXT_STATE, Slots, SlotState
+
+CAPACITY = 5
+KEYS = st.sampled_from([bytes([i]) * 16 for i in range(8)])
+NOBODY = None
+
+
+class SlotsMachine(RuleBasedStateMachine):
+    """The model: one dict per slot, and the list of evictable slots in order of last use."""
+
+    def __init__(self):
+        super().__init__()
+        self.slots = Slots(CAPACITY)
+        self.model = [{"state": "free", "key": None, "pins": 0} for _ in range(CAPACITY)]
+        self.order = []
+        self.leases = []
+        self.generations = [0] * CAPACITY
+
+    def pick(self, data, *states):
+        choices = [i for i, slot in enumerate(self.model) if slot["state"] in states]
+        return data.draw(st.sampled_from(choices)) if choices else None
+
+    def named(self, key):
+        return next((i for i, slot in enumerate(self.model) if slot["key"] == key and key is not None), None)
+
+    def let_go(self, slot):
+        if self.model[slot]["key"] is None:
+            self.model[slot]["state"] = "free"
+        else:
+            self.order.append(slot)
+
+    @rule(key=KEYS | st.none())
+    def reserve(self, key):
+        if key is not None and self.named(key) is not None:
+            with pytest.raises(AssertionError):
+                self.slots.reserve(key)
+            return
+        free = [i for i, slot in enumerate(self.model) if slot["state"] == "free"]
+        got = self.slots.reserve(key)
+        if free:
+            assert got in free
+        elif self.order:
+            assert got == self.order.pop(0), "the least recently used goes"
+            assert self.slots.evicted[-1] == self.model[got]["key"]
+        else:
+            assert got is None
+            return
+        self.model[got] = {"state": "writing", "key": key, "pins": 0}
+
+    @rule(data=st.data(), checksum=st.integers(0, 99))
+    def commit(self, data, checksum):
+        slot = self.pick(data, "writing")
+        if slot is not None:
+            self.slots.commit(slot, checksum)
+            self.model[slot]["state"] = "committed"
+            if not self.model[slot]["pins"]:
+                self.let_go(slot)
+            assert self.slots.checksum[slot] == checksum
+
+    @rule(data=st.data(), key=KEYS)
+    def name(self, data, key):
+        slot = self.pick(data, "writing")
+        if slot is not None and self.model[slot]["key"] is None:
+            taken = self.named(key) is not None
+            assert self.slots.name(slot, key) == (not taken)
+            if not taken:
+                self.model[slot]["key"] = key
+
+    @rule(data=st.data())
+    def free(self, data):
+        slot = self.pick(data, "writing", "quarantined")
+        if slot is not None and not self.model[slot]["pins"]:
+            self.slots.free(slot)
+            self.model[slot] = {"state": "free", "key": None, "pins": 0}
+
+    @rule(data=st.data())
+    def quarantine(self, data):
+        slot = self.pick(data, "writing")
+        if slot is not None and not self.model[slot]["pins"]:
+            self.slots.quarantine(slot)
+            self.model[slot] = {"state": "quarantined", "key": None, "pins": 0}
+
+    @rule(data=st.data())
+    def forget(self, data):
+        slot = self.pick(data, "committed")
+        if slot is not None:
+            self.slots.forget(slot)
+            self.model[slot]["key"] = None
+            if slot in self.order:
+                self.order.remove(slot)
+                self.model[slot]["state"] = "free"
+
+    @rule(data=st.data())
+    def lease(self, data):
+        usable = [i for i, slot in enumerate(self.model) if slot["state"] in ("committed", "writing")]
+        if usable:
+            chain = data.draw(st.lists(st.sampled_from(usable), min_size=1, max_size=3, unique=True))
+            for slot in chain:
+                self.slots.pin(slot)
+                self.model[slot]["pins"] += 1
+                if slot in self.order:
+                    self.order.remove(slot)
+            self.leases.append(chain)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data):
+        chain = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.slots.unpin(chain)
+        for slot in reversed(chain):
+            self.model[slot]["pins"] -= 1
+            if not self.model[slot]["pins"] and self.model[slot]["state"] == "committed":
+                self.let_go(slot)
+
+    @rule(data=st.data())
+    def touch(self, data):
+        chain = data.draw(st.lists(st.integers(0, CAPACITY - 1), max_size=3, unique=True))
+        self.slots.touch(chain)
+        for slot in reversed(chain):
+            if slot in self.order:
+                self.order.remove(slot)
+                self.order.append(slot)
+
+    @invariant()
+    def agrees(self):
+        self.slots.check()
+        free = sum(1 for slot in self.model if slot["state"] == "free")
+        assert self.slots.available == free + len(self.order)
+        for i, slot in enumerate(self.model):
+            assert self.slots.state[i].value == slot["state"]
+            assert self.slots.key[i] == slot["key"]
+            assert self.slots.pins[i] == slot["pins"]
+            assert self.slots.generation[i] % 2 == (slot["state"] in ("writing", "quarantined"))
+            if slot["key"] is not None:
+                assert self.slots.held(slot["key"])
+                assert (self.slots.committed(slot["key"]) == i) == (slot["state"] == "committed")
+        for slot, generation in self.slots.take_fences():
+            assert generation > self.generations[slot], "a generation never returns"
+            self.generations[slot] = generation
+        assert self.generations == self.slots.generation, "every change is fenced"
+
+
+TestSlotsMachine = SlotsMachine.TestCase
+TestSlotsMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def key(i):
+    return bytes([i]) * 16
+
+
+def filled(count):
+    slots = Slots(count)
+    chain = []
+    for i in range(count):
+        slot = slots.reserve(key(i))
+        slots.pin(slot)
+        slots.commit(slot, i)
+        chain.append(slot)
+    slots.unpin(chain)
+    return slots, chain
+
+
+def test_a_chain_is_evicted_from_its_leaf():
+    slots, _ = filled(3)
+    for _ in range(3):
+        slots.reserve(None)
+    assert slots.evicted == [key(2), key(1), key(0)]
+
+
+def test_a_pinned_slot_is_never_evicted():
+    slots, chain = filled(3)
+    for slot in chain:
+        slots.pin(slot)
+    assert slots.reserve(None) is None
+    assert slots.evicted == []
+
+
+def test_an_anonymous_slot_is_free_again_after_its_last_pin_and_its_readers_notice():
+    slots = Slots(1)
+    slot = slots.reserve(None)
+    slots.pin(slot)
+    slots.pin(slot)
+    slots.commit(slot, 7)
+    granted = slots.generation[slot]
+    slots.unpin([slot])
+    assert slots.state[slot] is SlotState.COMMITTED
+    assert slots.generation[slot] == granted
+    slots.unpin([slot])
+    assert slots.state[slot] is SlotState.FREE
+    assert slots.generation[slot] != granted
+
+
+def test_a_forgotten_slot_stays_with_its_readers_but_nobody_finds_it_and_its_key_may_come_again():
+    slots, chain = filled(2)
+    slots.pin(chain[0])
+    slots.forget(chain[0])
+    assert slots.committed(key(0)) is None
+    assert slots.evicted == [key(0)]
+    assert slots.leading_run([key(0), key(1)]) == []
+    again = slots.reserve(key(0))
+    assert again != chain[0]
+    slots.unpin([chain[0]])
+    assert slots.state[chain[0]] is SlotState.FREE
+    slots.check()
+
+
+def test_a_quarantined_slot_is_nobodys_and_its_key_may_be_written_elsewhere():
+    slots = Slots(2)
+    late = slots.reserve(key(1))
+    slots.quarantine(late)
+    assert slots.evicted == [], "it was never announced"
+    assert not slots.held(key(1))
+    other = slots.reserve(key(1))
+    assert other != late
+    assert slots.reserve(None) is None
+    slots.free(late)
+    assert slots.reserve(None) == late
+
+
+def test_a_life_cycle_breach_raises():
+    slots = Slots(1)
+    with pytest.raises(KeyError):
+        slots.commit(0, 1)
+    slots.reserve(key(1))
+    slots.commit(0, 1)
+    with pytest.raises(KeyError):
+        slots.commit(0, 1)
+    with pytest.raises(AssertionError):
+        slots.unpin([0])
+    assert (SlotState.QUARANTINED, "commit") not in NEXT_STATE, "a late writer never commits"

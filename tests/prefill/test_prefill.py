@@ -1,0 +1,686 @@
+"""The prefill actor: queue and chunks, reuse, handoff, puts; and nothing pinned or leaked whatever ends a job."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from actor_harness import LAYOUT, Harness
+
+from mooncake_zmq.cache_node.client import PoolClientSettings
+from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.messages import (
+    AttemptFailed,
+    BlocksLeased,
+    CancelRequest,
+    CommitSlots,
+    DecodeDenied,
+    DecodeReserved,
+    FirstToken,
+    GrantedSlot,
+    HandoffBlocks,
+    HandoffDone,
+    HandoffFailed,
+    HandoffReceived,
+    LayerReady,
+    LeaseBlocks,
+    LeasedBlock,
+    LeaseRenewed,
+    PrefillLoad,
+    ReclaimSlots,
+    ReleaseLease,
+    RenewLease,
+    ReportCorrupt,
+    ReserveDecode,
+    ReserveSlots,
+    Sampling,
+    SlotRef,
+    SlotsReserved,
+    StartPrefill,
+    StopRule,
+)
+from mooncake_zmq.prefill.chunking import chunk_stop, next_job
+from mooncake_zmq.prefill.prefill import Prefill, PrefillSettings
+from mooncake_zmq.work import BlocksCopied, ChunkComputed, ComputeChunk, CopyBlocks, LayerComputed, WorkFailed
+
+B = LAYOUT.block_tokens
+ROOT = namespace(model="m", layout="l")
+BASE = PrefillSettings(
+    slab_bytes=16 * LAYOUT.slot_bytes, chunk_tokens=2 * B, max_active=2, short_lane=1, max_queued=4, aging_tokens_per_s=1.0
+)
+
+
+def prompt(length, base=0):
+    return list(range(base, base + length))
+
+
+class Node(Harness):
+    def __init__(self, **settings):
+        actor = Prefill(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT)
+        super().__init__(actor)
+        for name in ("g", "d", "c", "k"):
+            self.up(name, 7)
+
+    def start(self, request_id="r", tokens=None, *, attempt=1, reuse_blocks=0, sources=(), decode="d", **changes):
+        tokens = prompt(10) if tokens is None else tokens
+        packed = tokens if isinstance(tokens, bytes) else pack_tokens(tokens)
+        fields = {
+            "request_id": request_id,
+            "attempt": attempt,
+            "tokens": packed,
+            "root": ROOT,
+            "keys": tuple(extend_keys(ROOT, packed, B)),
+            "first_index": 0,
+            "sampling": Sampling(),
+            "stop": StopRule(max_tokens=9),
+            "decode": decode,
+            "reuse_blocks": reuse_blocks,
+            "sources": sources,
+            "deadline_s": 60.0,
+        }
+        self.say("g", StartPrefill(**(fields | changes)))
+
+    def reserve(self, request_id="r", *, attempt=1, held=0):
+        self.say("d", DecodeReserved(request_id=request_id, attempt=attempt, held_blocks=held))
+
+    def lease(self, count=0, *, remote=0):
+        """The pool answers the one open lease with `count` blocks, the last `remote` of them fetched."""
+        ask = self.one(LeaseBlocks, "c")
+        blocks = tuple(
+            LeasedBlock(
+                source=SlotRef(node="c", incarnation=7, slot=i, generation=2, checksum=500 + i), remote=i >= count - remote
+            )
+            for i in range(count)
+        )
+        self.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=blocks))
+        return ask.lease_id
+
+    def ready(self, request_id="r", tokens=None, *, held=0, leased=0, **options):
+        self.start(request_id, tokens, **options)
+        if any(isinstance(m, LeaseBlocks) for _, m in self.sent):
+            self.lease(leased)
+        self.reserve(request_id, held=held, attempt=options.get("attempt", 1))
+
+    def computed(self, *, token=77, failed=()):
+        work_id, work = self.work(ComputeChunk)
+        sums = tuple(100 + grant.slot for grant in work.outputs)
+        sampled = token if work.sampling is not None else None
+        self.done(work_id, ChunkComputed(sums, sampled, 0.01, failed))
+        return work
+
+    def finish(self):
+        while any(isinstance(work, ComputeChunk) for work in self.works.values()):
+            self.computed()
+
+    def received(self, request_id="r", attempt=1):
+        self.say("d", HandoffReceived(request_id=request_id, attempt=attempt))
+
+    def put_all(self, *, fail=False):
+        for reserve in self.take(ReserveSlots, "c"):
+            grants = tuple(GrantedSlot(index=i, slot=20 + i, generation=1) for i in range(len(reserve.keys)))
+            self.say("c", SlotsReserved(put_id=reserve.put_id, grants=grants, held=0, denied=0))
+            for work_id, work in list(self.works.items()):
+                if isinstance(work, CopyBlocks):
+                    sums = tuple(source.checksum for source, _ in work.copies)
+                    self.done(work_id, WorkFailed("test") if fail else BlocksCopied(sums))
+
+
+@pytest.fixture
+def node():
+    return Node()
+
+
+def run_job(node, request_id="r", tokens=None, **options):
+    node.ready(request_id, tokens, **options)
+    node.finish()
+    node.received(request_id)
+    node.put_all()
+    first = node.one(FirstToken)
+    node.sent.clear()
+    return first
+
+
+# --- the way of a job
+
+
+def test_a_job_runs_to_the_first_token_and_leaves_nothing_behind(node):
+    node.start()
+    ask = node.one(ReserveDecode, "d")
+    assert (ask.tokens, ask.tail, ask.gateway) == (10, pack_tokens([8, 9]), "g")
+    assert ask.last_key == extend_keys(ROOT, pack_tokens(prompt(10)), B)[-1]
+    assert node.works == {}, "no compute before the reservation"
+    node.reserve()
+    assert node.works == {}, "nor before the pool has answered"
+    node.lease(0)
+    node.finish()
+    first = node.one(FirstToken, "g")
+    assert (first.token, first.index, first.own, first.local, first.remote) == (77, 0, 0, 0, 0)
+    node.received()
+    node.put_all()
+    commit = node.one(CommitSlots, "c")
+    assert [index for index, _ in commit.checksums] == [0, 1], "the partial tail is not a block of the pool"
+    assert node.busy() == {}
+    assert node.sequences == set()
+
+
+def test_the_handoff_is_told_in_order_and_proved_by_a_checksum(node):
+    node.ready(tokens=prompt(9))
+    work_id, work = node.work(ComputeChunk)
+    blocks = node.one(HandoffBlocks, "d")
+    assert (blocks.first_block, blocks.ready) == (0, False)
+    assert [ref.slot for ref in blocks.sources] == [grant.slot for grant in work.outputs]
+    assert all(ref.checksum == 0 and ref.generation % 2 for ref in blocks.sources)
+    node.progress(work_id, LayerComputed(0))
+    node.progress(work_id, LayerComputed(1))
+    assert [(m.first_block, m.layer) for m in node.take(LayerReady, "d")] == [(0, 0), (0, 1)]
+    sums = [100 + grant.slot for grant in work.outputs]
+    node.finish()
+    done = node.one(HandoffDone, "d")
+    assert (done.blocks, done.layers, done.token) == (3, LAYOUT.layers, 77)
+    assert done.checksum == block_checksum(sums)
+
+
+def test_chunks_are_whole_blocks_and_announced_one_by_one(node):
+    node.ready(tokens=prompt(27))
+    spans = []
+    while node.works:
+        blocks = node.one(HandoffBlocks, "d")
+        work = node.computed()
+        assert blocks.first_block * B == work.start
+        spans.append((work.start, len(work.tokens) // 4, len(work.outputs)))
+    assert spans == [(0, 8, 2), (8, 8, 2), (16, 8, 2), (24, 3, 1)]
+    assert node.one(HandoffDone, "d").blocks == 7
+
+
+def test_blocks_the_decode_holds_are_not_in_the_proof(node):
+    node.ready(tokens=prompt(9), held=1)
+    sums = [100 + grant.slot for grant in node.work(ComputeChunk)[1].outputs]
+    node.finish()
+    done = node.one(HandoffDone, "d")
+    assert done.blocks == 2
+    assert done.checksum == block_checksum(sums[1:])
+
+
+def test_reuse_is_counted_by_where_it_came_from_and_leaves_one_token_to_compute(node):
+    run_job(node, "r0", prompt(9))
+    node.start("r1", prompt(20), reuse_blocks=4, sources=("c9",))
+    ask = [m for _, m in node.sent if isinstance(m, LeaseBlocks)][0]
+    keys = extend_keys(ROOT, pack_tokens(prompt(20)), B)
+    assert ask.keys == tuple(keys[2:4]), "own hits first; of 5 blocks the last keeps a token to compute"
+    assert ask.fetch_s > 0
+    node.lease(2, remote=1)
+    node.reserve("r1", held=1)
+    ready = [m for m in node.take(HandoffBlocks, "d") if m.ready]
+    assert [(m.first_block, len(m.sources)) for m in ready] == [(1, 3)]
+    work = node.computed()
+    assert work.start == 16
+    assert [load.source.node for load in work.prefix] == ["me", "me", "c", "c"]
+    first = node.one(FirstToken)
+    assert (first.own, first.local, first.remote) == (8, 4, 4)
+    node.received("r1")
+    node.put_all()
+    assert node.busy() == {}
+
+
+def test_nothing_is_fetched_when_the_plan_names_no_source(node):
+    node.start(reuse_blocks=2)
+    assert node.one(LeaseBlocks).fetch_s == 0.0
+
+
+def test_a_prompt_of_whole_blocks_keeps_its_last_block_to_compute(node):
+    run_job(node, "r0", prompt(8))
+    first = run_job(node, "r1", prompt(8))
+    assert first.own == 4
+
+
+def test_two_jobs_with_the_same_prompt_hand_off_both_and_store_each_key_once(node):
+    node.ready("r0", prompt(8))
+    node.ready("r1", prompt(8))
+    node.finish()
+    node.received("r0")
+    node.received("r1")
+    node.put_all()
+    assert node.busy() == {}
+    assert len(node.actor.slots.committed_keys()) == 2
+
+
+# --- order
+
+
+def test_a_short_prompt_overtakes_a_long_one_between_two_chunks(node):
+    node.ready("long", prompt(40))
+    node.ready("short", prompt(5, base=900))
+    order = []
+    while node.works:
+        work = node.computed()
+        order.append("short" if work.tokens[:4] == pack_tokens([900]) else "long")
+    assert order[:2] == ["long", "short"]
+
+
+def test_a_long_prompt_gains_on_short_ones_while_it_waits():
+    class Job:
+        def __init__(self, order, left, since):
+            self.order, self.tokens_left, self.waiting_since = order, left, since
+
+    long, short = Job(1, 1000, 0.0), Job(2, 10, 99.0)
+    assert next_job(100.0, [long, short], 9.0) is short
+    assert next_job(100.0, [long, short], 11.0) is long
+    assert next_job(100.0, [Job(2, 5, 0.0), first := Job(1, 5, 0.0)], 1.0) is first
+    assert next_job(0.0, [], 1.0) is None
+
+
+def test_a_chunk_leaves_no_tiny_remainder():
+    assert chunk_stop(0, 100, 64) == 64
+    assert chunk_stop(0, 79, 64) == 79
+    assert chunk_stop(0, 80, 64) == 64
+    assert chunk_stop(64, 100, 64) == 100
+
+
+def test_long_prompts_that_hold_every_place_do_not_keep_a_short_one_out(node):
+    for name in ("a", "b", "c"):
+        node.start(name, prompt(12, base=100 * ord(name)), decode="d")
+    node.start("short", prompt(3))
+    asked = [m.request_id for m in node.take(ReserveDecode)]
+    assert asked == ["a", "b", "short"]
+    node.start("short2", prompt(3))
+    assert node.take(ReserveDecode) == []
+
+
+def test_a_full_queue_refuses_at_once():
+    node = Node(max_active=1, short_lane=0, max_queued=1)
+    for i in range(3):
+        node.start(f"r{i}")
+    assert node.one(AttemptFailed, "g").request_id == "r2"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"tokens": b""},
+        {"tokens": b"abc"},
+        {"keys": ()},
+        {"decode": "d9"},
+        {"tokens": pack_tokens(prompt(100)), "keys": tuple(extend_keys(ROOT, pack_tokens(prompt(100)), B))},
+    ],
+    ids=["no tokens", "torn tokens", "keys", "decode", "too long"],
+)
+def test_a_job_that_cannot_be_done_here_is_refused(node, bad):
+    node.start(**bad)
+    assert node.one(AttemptFailed, "g").attempt == 1
+    assert node.busy() == {}
+
+
+def test_a_draining_prefill_refuses_new_jobs_and_finishes_the_old(node):
+    node.ready("r0")
+    node.drain()
+    node.start("r1")
+    assert node.one(AttemptFailed).request_id == "r1"
+    assert not node.drained
+    node.finish()
+    node.received("r0")
+    node.put_all()
+    assert node.drained
+
+
+def test_the_load_tells_what_waits(node):
+    node.ready("r0", prompt(20))
+    node.advance(0.3)
+    load = node.take(PrefillLoad, "k")[-1]
+    assert (load.queued_jobs, load.queued_tokens) == (1, 20)
+    node.finish()
+    node.advance(0.3)
+    assert node.take(PrefillLoad, "k")[-1].queued_tokens == 0
+
+
+# --- room in the slab
+
+
+def test_a_job_waits_for_room_and_gets_it():
+    node = Node(slab_bytes=6 * LAYOUT.slot_bytes)
+    node.ready("r0", prompt(16))
+    node.ready("r1", prompt(16, base=50))
+    node.finish()
+    assert "r1" not in {m.request_id for m in node.take(FirstToken)}
+    node.received("r0")
+    node.put_all()
+    node.finish()
+    assert node.one(FirstToken).request_id == "r1"
+
+
+def test_jobs_that_wait_for_each_others_hits_do_not_stand_still():
+    node = Node(slab_bytes=8 * LAYOUT.slot_bytes)
+    run_job(node, "a0", prompt(16))
+    run_job(node, "b0", prompt(16, base=50))
+    node.start("a", prompt(28))
+    node.start("b", prompt(28, base=50))
+    for _ in range(2):
+        ask = node.take(LeaseBlocks)
+        for lease in ask:
+            node.say("c", BlocksLeased(lease_id=lease.lease_id, blocks=()))
+    node.reserve("a")
+    node.reserve("b")
+    assert node.one(AttemptFailed).request_id == "b"
+    node.advance(1.0)
+    node.finish()
+    assert node.one(FirstToken).request_id == "a"
+
+
+# --- leases and puts
+
+
+def test_a_lease_is_renewed_only_once_granted_and_then_for_as_long_as_needed(node):
+    node.start(tokens=prompt(10))
+    node.advance(4.0)
+    assert node.take(RenewLease) == [], "what is only asked for is not renewed"
+    lease_id = node.lease(2)
+    node.reserve()
+    for _ in range(10):
+        node.advance(3.0)
+        for renew in node.take(RenewLease):
+            assert renew.lease_id == lease_id
+            node.say("c", LeaseRenewed(lease_id=renew.lease_id))
+    assert len(node.work(ComputeChunk)[1].prefix) == 2
+    assert node.actor._pool.reading_time_s(node.now, lease_id) > 5.0
+    node.finish()
+    assert node.take(ReleaseLease) == [], "the decode still reads under it"
+    node.received()
+    assert node.one(ReleaseLease).lease_id == lease_id
+
+
+def test_a_lease_over_before_the_compute_is_a_miss_not_an_error(node):
+    node.start(tokens=prompt(10), deadline_s=600.0)
+    node.lease(2)
+    node.advance(14.0)
+    node.reserve()
+    assert node.work(ComputeChunk)[1].prefix == ()
+    node.finish()
+    assert node.one(FirstToken).local == 0
+    assert node.actor.counts["prefix_leases_expired"] == 1
+
+
+def test_a_miss_is_not_counted_as_an_expired_lease(node):
+    run_job(node)
+    assert "prefix_leases_expired" not in node.actor.counts
+
+
+def test_a_prefix_block_that_does_not_verify_is_reported_and_the_request_placed_anew(node):
+    run_job(node, "r0", prompt(5))
+    node.start("r1", prompt(14))
+    node.lease(2)
+    node.reserve("r1")
+    own = node.actor.slots.committed(extend_keys(ROOT, pack_tokens(prompt(5)), B)[0])
+    node.computed(failed=(0, 2))
+    assert node.one(AttemptFailed, "g").request_id == "r1"
+    assert node.one(HandoffFailed, "d").request_id == "r1"
+    assert [ref.slot for ref in node.one(ReportCorrupt, "c").slots] == [1]
+    assert node.actor.slots.committed_keys() == []
+    assert node.actor.slots.key[own] is None
+    assert node.busy() == {}
+
+
+def test_a_failed_put_frees_its_slots(node):
+    node.ready()
+    node.finish()
+    node.received()
+    node.put_all(fail=True)
+    assert node.one(CommitSlots).checksums == ()
+    assert node.actor.counts["put_failures"] == 2
+    assert node.busy() == {}
+
+
+def test_a_put_whose_pool_dies_in_the_copy_keeps_its_sources_until_the_copy_ends(node):
+    node.ready()
+    node.finish()
+    node.received()
+    reserve = node.one(ReserveSlots)
+    node.say(
+        "c",
+        SlotsReserved(put_id=reserve.put_id, grants=(GrantedSlot(index=0, slot=1, generation=1),), held=1, denied=0),
+    )
+    node.say("c", ReclaimSlots(put_id=reserve.put_id))
+    assert node.take(CommitSlots) == [], "the copy still runs"
+    node.down("c")
+    assert node.busy()["pinned_blocks"] == 2
+    node.up("c", 8)
+    work_id, work = node.work(CopyBlocks)
+    assert work.copies[0][1].incarnation == 7
+    node.done(work_id, BlocksCopied((1,)))
+    assert node.busy() == {}
+    node.sent.clear()
+    node.say("c", ReclaimSlots(put_id=reserve.put_id))
+    assert node.one(CommitSlots).checksums == ()
+
+
+def test_puts_are_bounded(node):
+    node = Node(pool=PoolClientSettings(max_puts=1))
+    run = [("r0", prompt(5)), ("r1", prompt(5, base=50))]
+    for name, tokens in run:
+        node.ready(name, tokens)
+        node.finish()
+        node.received(name)
+    assert len(node.take(ReserveSlots)) == 1
+    assert node.actor.counts["puts_skipped"] == 1
+
+
+# --- ends, at every state
+
+
+STATES = ["queued", "preparing", "reserved", "ready", "computing", "handing off"]
+
+
+def job_in(state):
+    """A node whose job "r" (of prompt(18), two chunks, a leased prefix) is in `state`."""
+    node = Node(max_active=1, short_lane=0)
+    if state in ("queued", "ready"):
+        node.ready("other", prompt(20, base=500))
+    if state == "ready":
+        node = Node(max_active=2, short_lane=0)
+        node.ready("other", prompt(20, base=500))
+    node.start("r", prompt(18))
+    if state not in ("queued", "preparing"):
+        node.lease(1)
+    if state == "reserved":  # by the decode alone
+        node = Node(max_active=1, short_lane=0)
+        node.start("r", prompt(18))
+        node.reserve("r")
+    elif state in ("ready", "computing", "handing off"):
+        node.reserve("r")
+    if state == "handing off":
+        node.finish()
+    return node
+
+
+def settle(node):
+    """Answer whatever is open and let the other job finish."""
+    for _ in range(6):
+        for ask in node.take(LeaseBlocks, "c"):
+            node.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=()))
+        for ask in node.take(ReserveDecode, "d"):
+            node.say("d", DecodeReserved(request_id=ask.request_id, attempt=ask.attempt, held_blocks=0))
+        while node.works:
+            for work_id, work in list(node.works.items()):
+                if isinstance(work, ComputeChunk):
+                    node.computed()
+                else:
+                    node.done(work_id, WorkFailed("test"))
+        for done in node.take(HandoffDone, "d"):
+            if "d" in node.peers:
+                node.received(done.request_id, done.attempt)
+        if "c" in node.peers:
+            node.put_all()
+        node.advance(0.3)
+
+
+def assert_nothing_left(node):
+    assert node.busy() == {}
+    assert node.sequences == set()
+    assert not [timer for timer in node.timers if timer[0] == "deadline"]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_cancel_ends_the_job_and_tells_the_decode(state):
+    node = job_in(state)
+    node.say("g", CancelRequest(request_id="r", attempt=1))
+    told = [m for m in node.take(HandoffFailed, "d") if m.request_id == "r"]
+    assert len(told) == (state != "queued"), "the decode may have reserved after the gateway's own cancel came there"
+    if state == "computing":
+        assert node.busy()["writing_blocks"] > 0, "a chunk in flight still writes its slots"
+        assert node.cancelled == [node.work(ComputeChunk)[0]]
+    settle(node)
+    assert [m for m in node.take(FirstToken) if m.request_id == "r"][: state != "handing off"] == []
+    assert node.take(AttemptFailed) == []
+    assert_nothing_left(node)
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("peer", ["g", "d", "c", "k"])
+def test_no_peers_death_at_any_state_leaks(state, peer):
+    node = job_in(state)
+    node.sent = [(to, m) for to, m in node.sent if to != peer]
+    node.down(peer)
+    if peer == "d" and state not in ("queued", "handing off"):
+        assert "r" in {m.request_id for m in node.take(AttemptFailed, "g")}
+    settle(node)
+    if peer == "d":
+        node.up("d", 8)
+    settle(node)
+    node.advance(61.0)
+    settle(node)
+    assert_nothing_left(node)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_deadline_ends_the_job_at_any_state(state):
+    node = job_in(state)
+    node.advance(61.0)
+    assert "r" in {m.request_id for m in node.take(AttemptFailed, "g")}
+    settle(node)
+    assert_nothing_left(node)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_newer_attempt_takes_the_place_of_an_older_and_not_the_reverse(state):
+    node = job_in(state)
+    node.start("r", prompt(18), attempt=3)
+    node.start("r", prompt(18), attempt=2)
+    node.say("g", CancelRequest(request_id="r", attempt=2))
+    node.sent = [(to, m) for to, m in node.sent if not isinstance(m, ReserveDecode) or m.attempt == 3 or m.request_id != "r"]
+    settle(node)
+    assert 3 in {m.attempt for m in node.take(FirstToken) if m.request_id == "r"}
+    assert_nothing_left(node)
+
+
+@pytest.mark.parametrize("state", ["reserved", "ready", "computing", "handing off"])
+def test_a_handoff_the_decode_gives_up_ends_the_job(state):
+    node = job_in(state)
+    node.take(HandoffFailed)
+    node.say("d", HandoffFailed(request_id="r", attempt=1, reason="test"))
+    assert [m for m in node.take(HandoffFailed, "d") if m.request_id == "r"] == []
+    settle(node)
+    assert_nothing_left(node)
+
+
+def test_a_denied_reservation_fails_the_attempt_with_a_reason_that_fits(node):
+    node.start()
+    node.say("d", DecodeDenied(request_id="r", attempt=1, reason="x" * 512))
+    assert node.one(AttemptFailed, "g").reason.startswith("d denied: xxx")
+    assert_nothing_left(node)
+
+
+def test_a_reservation_for_a_job_that_is_gone_is_given_back(node):
+    node.reserve("gone")
+    assert node.one(HandoffFailed, "d").request_id == "gone"
+
+
+def test_a_failed_chunk_fails_the_attempt_and_the_next_job_computes(node):
+    node.ready("r0", prompt(5))
+    node.ready("r1", prompt(5, base=50))
+    work_id, _ = node.work(ComputeChunk)
+    node.done(work_id, WorkFailed("x" * 2000))
+    assert node.one(AttemptFailed, "g").request_id == "r0"
+    assert node.work(ComputeChunk)[1].tokens[:4] == pack_tokens([50])
+
+
+def test_a_job_whose_lease_died_before_its_turn_gives_the_turn_to_the_next():
+    node = Node(max_active=3)
+    node.ready("busy", prompt(5, base=90))
+    node.start("r0", prompt(10))
+    node.lease(1)
+    node.reserve("r0")
+    node.ready("r1", prompt(20, base=50))
+    node.down("c")
+    node.computed()
+    assert node.one(AttemptFailed, "g").request_id == "r0"
+    assert node.work(ComputeChunk)[1].tokens[:4] == pack_tokens([50])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
+    rng = random.Random(seed)
+    node = Node(slab_bytes=10 * LAYOUT.slot_bytes)
+    lives = dict.fromkeys(node.peers, 7)
+    attempts = {}
+    asked = []
+    for _ in range(300):
+        name = rng.choice(("r0", "r1", "r2", "r3", "r4"))
+        attempt = max(1, attempts.get(name, 1) - rng.randrange(2))
+        asked += [m for _, m in node.sent if isinstance(m, ReserveDecode)]
+        node.take(ReserveDecode)
+        match rng.randrange(13):
+            case 0 | 1 | 2 if "g" in node.peers:
+                attempts[name] = attempts.get(name, 0) + rng.randrange(2) or 1
+                tokens = prompt(rng.randint(1, 40), base=rng.choice((0, 0, 500)))
+                node.start(name, tokens, attempt=attempts[name], sources=("c9",) * rng.randrange(2), reuse_blocks=3)
+            case 3 | 4 if asked and "d" in node.peers:
+                ask = asked.pop(rng.randrange(len(asked)))
+                if rng.random() < 0.1:
+                    node.say("d", DecodeDenied(request_id=ask.request_id, attempt=ask.attempt, reason="test"))
+                else:
+                    held = rng.randint(0, len(ask.reuse_keys))
+                    node.reserve(ask.request_id, attempt=ask.attempt, held=held)
+            case 5 if "c" in node.peers and any(isinstance(m, LeaseBlocks) for _, m in node.sent):
+                for ask in node.take(LeaseBlocks):
+                    ref = SlotRef(node="c", incarnation=7, slot=0, generation=2, checksum=1)
+                    blocks = (LeasedBlock(source=ref, remote=rng.random() < 0.5),) * rng.randint(0, len(ask.keys))
+                    node.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=blocks))
+            case 6 | 7 if node.works:
+                answer(node, rng)
+            case 8 if "d" in node.peers:
+                failed = HandoffFailed(request_id=name, attempt=attempt, reason="test")
+                received = HandoffReceived(request_id=name, attempt=attempt)
+                done = {m.request_id for m in node.take(HandoffDone)}
+                node.say("d", received if name in done else failed)
+                for other in sorted(done - {name}):
+                    node.received(other, attempts[other])
+            case 9 if "g" in node.peers:
+                node.say("g", CancelRequest(request_id=name, attempt=attempt))
+            case 10:
+                peer = rng.choice(("g", "d", "c", "k"))
+                if peer in node.peers:
+                    node.down(peer)
+                    node.sent = [(to, m) for to, m in node.sent if to != peer]
+                    asked = [] if peer == "d" else asked
+                else:
+                    lives[peer] += rng.randrange(2)
+                    node.up(peer, lives[peer])
+            case 11 if "c" in node.peers:
+                node.put_all(fail=rng.random() < 0.3)
+            case 12:
+                node.advance(rng.choice((0.1, 1.0, 20.0)))
+    for peer in [p for p in ("g", "c") if p in node.peers]:
+        node.down(peer)
+    while node.works:
+        answer(node, rng)
+    assert_nothing_left(node)
+
+
+def answer(node, rng):
+    work_id, work = rng.choice(list(node.works.items()))
+    if isinstance(work, CopyBlocks):
+        node.done(work_id, BlocksCopied(tuple(rng.choice((1, 1, None)) for _ in work.copies)))
+    elif rng.random() < 0.1:
+        node.done(work_id, WorkFailed("test"))
+    else:
+        node.progress(work_id, LayerComputed(0))
+        failed = (0,) if work.prefix and rng.random() < 0.2 else ()
+        node.computed(failed=failed)

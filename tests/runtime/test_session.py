@@ -1,0 +1,408 @@
+"""Two sessions over a link that drops, duplicates, reorders, delays and partitions; processes that restart."""
+
+import heapq
+import random
+from dataclasses import replace
+
+import pytest
+
+from mooncake_zmq.messages import PROTOCOL_VERSION, Envelope, Hello, LeaseRenewed, decode_envelope, encode
+from mooncake_zmq.runtime.actor import PeerDown, PeerUp, Received
+from mooncake_zmq.runtime.session import REORDER_LIMIT, Session, SessionSettings
+
+SETTINGS = SessionSettings()
+HELLO = Hello(protocol=1, role="r", host="h", model="m", tokenizer="t", layout="l")
+OTHER = {"a": "b", "b": "a"}
+
+
+class Pair:
+    """Sessions "a" and "b", checked at every event.
+
+    What one side hears in one interval (PeerUp .. PeerDown) must be a gapless prefix of what the other side said in one
+    interval of its own, and no two intervals may share one: that is "at most once, in order, nothing from before counts".
+    """
+
+    def __init__(self, seed=0, *, settings=SETTINGS, hellos=None, delay_s=0.001):
+        self.rng = random.Random(seed)
+        self.settings = settings
+        self.hellos = hellos or {}
+        self.now = 0.0
+        self.drop = self.duplicate = 0.0
+        self.delay_s = delay_s
+        self.cut = set()
+        self.wire = []
+        self.order = 0
+        self.lives = {"a": 0, "b": 0}
+        self.alive = {}
+        self.intervals = {"a": 0, "b": 0}
+        self.positions = {"a": 0, "b": 0}
+        self.up = {"a": False, "b": False}
+        self.said = {}
+        self.heard = {"a": [], "b": []}
+        self.partner = {"a": None, "b": None}
+        self.partners = {"a": [], "b": []}
+        self.log = {"a": [], "b": []}
+
+    def boot(self, name):
+        self.lives[name] += 1
+        self.up[name] = False
+        hello = self.hellos.get(name, HELLO)
+        session = Session(
+            me=name, incarnation=self.lives[name], hello=hello, peers=["a", "b"], settings=self.settings, now=self.now
+        )
+        self.alive[name] = session
+        session.start(self.now)
+        self.flush(name)
+        self.schedule(0.0, name, None, self.lives[name])
+
+    def kill(self, name):
+        del self.alive[name]
+        self.up[name] = False
+
+    def schedule(self, delay, name, frame, life=0):
+        self.order += 1
+        heapq.heappush(self.wire, (self.now + delay, self.order, name, frame, life))
+
+    def flush(self, name):
+        session = self.alive[name]
+        for to, frame in session.outgoing:
+            assert to == OTHER[name]
+            copies = 1 + (self.rng.random() < self.duplicate)
+            for _ in range(copies):
+                if (name, to) not in self.cut and self.rng.random() >= self.drop:
+                    self.schedule(self.rng.random() * self.delay_s, to, frame)
+        session.outgoing.clear()
+
+    def run(self, seconds):
+        end = self.now + seconds
+        while self.wire and self.wire[0][0] <= end:
+            self.now, _, name, frame, life = heapq.heappop(self.wire)
+            session = self.alive.get(name)
+            if session is None or (frame is None and life != self.lives[name]):
+                continue
+            if frame is None:
+                self.learn(name, session.tick(self.now))
+                self.schedule(session.tick_s, name, None, life)
+            else:
+                self.learn(name, session.receive(self.now, frame))
+            self.flush(name)
+        self.now = end
+
+    def learn(self, name, events):
+        for event in events:
+            self.log[name].append(event)
+            match event:
+                case PeerUp():
+                    assert not self.up[name], "PeerUp and PeerDown alternate"
+                    self.up[name] = True
+                    self.intervals[name] += 1
+                    self.positions[name] = 0
+                    self.heard[name] = []
+                    self.partner[name] = None
+                case PeerDown():
+                    assert self.up[name], "PeerUp and PeerDown alternate"
+                    self.up[name] = False
+                case Received(_, LeaseRenewed(lease_id=number)):
+                    assert self.up[name]
+                    speaker, interval, position = self.said[number]
+                    assert speaker == OTHER[name]
+                    assert position == len(self.heard[name]), "in order, no gap, at most once"
+                    if self.partner[name] is None:
+                        assert interval not in self.partners[name], "another interval heard this one already"
+                        self.partner[name] = interval
+                        self.partners[name].append(interval)
+                    assert self.partner[name] == interval, "two conversations of the speaker in one of the listener"
+                    self.heard[name].append(number)
+
+    def say(self, name):
+        if name in self.alive and self.up[name]:
+            number = len(self.said)
+            self.said[number] = (name, self.intervals[name], self.positions[name])
+            self.positions[name] += 1
+            self.learn(name, self.alive[name].send(self.now, OTHER[name], LeaseRenewed(lease_id=number)))
+            self.flush(name)
+
+    def heal(self):
+        self.drop = self.duplicate = 0.0
+        self.delay_s = 0.001
+        self.cut.clear()
+        for name in OTHER:
+            if name not in self.alive:
+                self.boot(name)
+
+    def downs(self):
+        return sum(isinstance(event, PeerDown) for log in self.log.values() for event in log)
+
+    def assert_settled(self, within=2 * SETTINGS.peer_timeout_s):
+        """Both sides come up, stay up, and everything said then arrives and is acknowledged."""
+        self.run(within)
+        assert self.up == {"a": True, "b": True}
+        downs = self.downs()
+        self.run(10 * SETTINGS.peer_timeout_s)
+        assert self.downs() == downs, "no ping-pong of epochs"
+        before = {name: len(self.heard[name]) for name in OTHER}
+        for _ in range(100):
+            self.say("a")
+            self.say("b")
+        self.run(2.0)
+        assert {name: len(self.heard[name]) - before[name] for name in OTHER} == {"a": 100, "b": 100}
+        assert all(session.unacknowledged == 0 for session in self.alive.values())
+        assert not any(peer.unacked for session in self.alive.values() for peer in session._peers.values())
+
+
+def settled(**options):
+    pair = Pair(**options)
+    pair.boot("a")
+    pair.boot("b")
+    pair.run(1.0)
+    assert pair.up == {"a": True, "b": True}
+    return pair
+
+
+def envelope_of(frame, **changes):
+    return encode(Envelope(**{f: getattr(decode_envelope(frame), f) for f in Envelope.__struct_fields__} | changes))
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_any_faults_then_health(seed):
+    pair = Pair(seed)
+    rng = pair.rng
+    pair.boot("a")
+    if rng.random() < 0.8:
+        pair.boot("b")
+    pair.drop, pair.duplicate = rng.choice((0.0, 0.1, 0.4)), rng.choice((0.0, 0.2))
+    pair.delay_s = rng.choice((0.001, 0.3, 3.0))
+    for _ in range(60):
+        roll = rng.random()
+        if roll < 0.12:
+            pair.cut = set(rng.sample([("a", "b"), ("b", "a")], rng.randint(0, 2)))
+        elif roll < 0.22:
+            name = rng.choice("ab")
+            if name in pair.alive:
+                pair.kill(name)
+            else:
+                pair.boot(name)
+        elif roll < 0.7:
+            for _ in range(rng.choice((1, 5, 400))):
+                pair.say(rng.choice("ab"))
+        pair.run(rng.choice((0.01, 0.3, 1.0, 4.0)))
+    pair.heal()
+    pair.assert_settled()
+
+
+def test_one_way_partition_ends_the_conversation_on_both_sides():
+    pair = settled()
+    pair.cut = {("a", "b")}
+    pair.say("a")
+    pair.run(4 * SETTINGS.peer_timeout_s)
+    assert pair.up == {"a": False, "b": False}, "a hears b, but b acknowledges nothing"
+    pair.heal()
+    pair.assert_settled(within=2.0)
+
+
+def test_only_one_side_gave_up():
+    pair = settled()
+    pair.learn("a", pair.alive["a"]._give_up(pair.now, pair.alive["a"]._peers["b"], "test"))
+    pair.flush("a")
+    pair.run(0.5)
+    assert [type(e) for e in pair.log["b"]] == [PeerUp, PeerDown, PeerUp]
+    pair.assert_settled(within=0.5)
+
+
+def test_one_side_was_never_up():
+    pair = Pair()
+    pair.boot("a")
+    pair.cut = {("a", "b")}
+    pair.run(1.0)
+    pair.boot("b")
+    pair.run(1.0)
+    assert pair.up == {"a": True, "b": False}
+    pair.run(20.0)
+    pair.heal()
+    pair.assert_settled(within=2.0)
+
+
+def test_a_peer_that_comes_late_is_not_given_up_at_once():
+    pair = Pair(delay_s=0.4)
+    pair.boot("a")
+    pair.run(60.0)
+    pair.boot("b")
+    pair.run(5.0)
+    assert pair.up == {"a": True, "b": True}
+    assert pair.downs() == 0
+
+
+def test_a_restart_is_noticed_by_its_larger_incarnation():
+    pair = settled()
+    pair.say("b")
+    pair.kill("a")
+    pair.boot("a")
+    pair.run(0.5)
+    assert [e.reason for e in pair.log["b"] if isinstance(e, PeerDown)] == ["restarted"]
+    assert [e.incarnation for e in pair.log["b"] if isinstance(e, PeerUp)] == [1, 2]
+    pair.assert_settled(within=0.5)
+
+
+def test_a_greeting_to_a_former_life_that_arrives_late_makes_no_lopsided_conversation():
+    pair = Pair()
+    pair.boot("b")
+    late = next(frame for _, _, _, frame, _ in pair.wire if frame)  # b's Hello, sent before it knew any life of a
+    pair.wire = [entry for entry in pair.wire if entry[3] is None]
+    pair.cut = {("b", "a")}
+    pair.boot("a")
+    pair.run(1.0)
+    pair.kill("a")
+    pair.boot("a")
+    session = pair.alive["a"]
+    pair.learn("a", session.receive(pair.now, late))
+    pair.flush("a")
+    pair.say("a")
+    pair.cut.clear()
+    pair.assert_settled(within=2.0)
+    changes = [type(event) for event in pair.log["a"] if not isinstance(event, Received)]
+    assert changes == [PeerUp, PeerDown, PeerUp], "up once with the late greeting, once for good"
+
+
+def test_a_silent_peer_is_down_after_the_timeout_and_not_before():
+    pair = settled()
+    pair.kill("b")
+    pair.run(SETTINGS.peer_timeout_s - SETTINGS.heartbeat_s)
+    assert pair.up["a"]
+    pair.run(2 * SETTINGS.heartbeat_s)
+    assert not pair.up["a"]
+    assert pair.log["a"][-1] == PeerDown("b", "silent")
+    assert pair.alive["a"].counts["timeouts"] == 1
+
+
+def test_a_full_window_gives_the_peer_up_and_a_dead_peer_gets_nothing():
+    pair = settled(settings=replace(SETTINGS, window_messages=16))
+    pair.cut = {("a", "b")}
+    for _ in range(17):
+        pair.say("a")
+    assert pair.log["a"][-1] == PeerDown("b", "window full")
+    assert pair.alive["a"].send(pair.now, "b", LeaseRenewed(lease_id=1)) == []
+    assert pair.alive["a"].counts["dropped[reason=peer_down]"] == 1
+    assert pair.alive["a"].send(pair.now, "nobody", LeaseRenewed(lease_id=1)) == []
+    pair.heal()
+    pair.run(2.0)
+    assert pair.up == {"a": True, "b": True}
+
+
+@pytest.mark.parametrize("field", ["protocol", "model", "tokenizer", "layout"])
+def test_a_peer_with_another_fingerprint_is_refused(field):
+    other = 2 if field == "protocol" else "other"
+    changed = Hello(**{f: getattr(HELLO, f) for f in HELLO.__struct_fields__} | {field: other})
+    pair = Pair(hellos={"b": changed})
+    pair.boot("a")
+    pair.boot("b")
+    pair.run(10.0)
+    assert pair.log == {"a": [], "b": []}
+    assert pair.alive["a"].counts[f"refused[reason={field}]"] == 1, "its Hello is acknowledged, not repeated"
+    assert field in pair.alive["a"].refusals["b"]
+    del pair.hellos["b"]
+    pair.kill("b")
+    pair.boot("b")
+    pair.run(1.0)
+    assert pair.up == {"a": True, "b": True}
+    assert pair.alive["a"].refusals == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sender": "mallory"}, "stranger"),
+        ({"version": PROTOCOL_VERSION + 1}, "version"),
+        ({"to_incarnation": 77}, "former_life"),
+        ({"incarnation": 0}, "old_incarnation"),
+        ({"epoch": 0}, "old_epoch"),
+    ],
+)
+def test_a_frame_of_no_current_conversation_is_dropped_and_counted(changes, reason):
+    pair = settled()
+    session = pair.alive["a"]
+    pair.alive["b"].send(pair.now, "a", LeaseRenewed(lease_id=5))
+    _, frame = pair.alive["b"].outgoing.pop()
+    assert session.receive(pair.now, envelope_of(frame, **changes)) == []
+    assert session.counts[f"dropped[reason={reason}]"] == 1
+    assert session.receive(pair.now, frame) == [Received("b", LeaseRenewed(lease_id=5))], "the genuine one counts"
+
+
+def test_garbage_is_dropped_and_counted():
+    pair = settled()
+    session = pair.alive["a"]
+    assert session.receive(pair.now, b"\xc1garbage") == []
+    assert session.counts["dropped[reason=malformed]"] == 1
+    pair.alive["b"].send(pair.now, "a", LeaseRenewed(lease_id=5))
+    _, frame = pair.alive["b"].outgoing.pop()
+    assert session.receive(pair.now, envelope_of(frame, body=b"nonsense")) == []
+    assert session.counts["dropped[reason=invalid]"] == 1
+
+
+def test_a_second_hello_does_not_bring_a_peer_up_twice():
+    pair = settled()
+    session = pair.alive["a"]
+    pair.alive["b"].send(pair.now, "a", HELLO)
+    _, frame = pair.alive["b"].outgoing.pop()
+    assert session.receive(pair.now, frame) == []
+    assert session.counts["dropped[reason=second_hello]"] == 1
+
+
+def test_nothing_is_heard_before_the_hello():
+    pair = Pair()
+    pair.boot("a")
+    pair.boot("b")
+    frame = next(entry[3] for entry in pair.wire if entry[2] == "a" and entry[3])
+    body = encode(LeaseRenewed(lease_id=5))
+    assert pair.alive["a"].receive(0.0, envelope_of(frame, body=body)) == []
+    assert pair.alive["a"].counts["dropped[reason=no_hello]"] == 1
+    assert pair.alive["a"].receive(0.0, envelope_of(frame, sequence=0, body=body)) == []
+
+
+def test_a_lossy_message_is_never_repeated():
+    pair = settled()
+    pair.cut = {("a", "b")}
+    pair.alive["a"].send(pair.now, "b", LeaseRenewed(lease_id=9), lossy=True)
+    pair.flush("a")
+    pair.cut.clear()
+    pair.run(2.0)
+    assert not any(isinstance(event, Received) for event in pair.log["b"])
+    pair.said[9] = ("a", pair.intervals["a"], 0)
+    pair.alive["a"].send(pair.now, "b", LeaseRenewed(lease_id=9), lossy=True)
+    pair.flush("a")
+    pair.run(1.0)
+    assert pair.log["b"][-1] == Received("a", LeaseRenewed(lease_id=9))
+
+
+def test_more_messages_than_the_reorder_limit_pass_a_gap():
+    pair = settled()
+    pair.cut = {("a", "b")}
+    pair.say("a")
+    pair.cut.clear()
+    for _ in range(3 * REORDER_LIMIT):
+        pair.say("a")
+    assert len(pair.alive["b"]._peers["a"].early) <= REORDER_LIMIT
+    pair.run(SETTINGS.peer_timeout_s)
+    assert len(pair.heard["b"]) == 3 * REORDER_LIMIT + 1
+    assert pair.downs() == 0
+
+
+def test_an_idle_pair_stays_up_on_heartbeats_alone():
+    pair = settled()
+    pair.run(100.0)
+    assert pair.downs() == 0
+    assert pair.alive["a"].counts.get("retransmits", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"heartbeat_s": 1.1},
+        {"heartbeat_s": 0.0},
+        {"retransmit_s": 3.0},
+        {"retransmit_s": 0.0},
+        {"window_messages": 15},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(bad):
+    with pytest.raises(ValueError):
+        replace(SETTINGS, **bad)

@@ -1,0 +1,274 @@
+"""The wire: every message survives the trip unchanged, and any bytes decode or raise ProtocolError and nothing else."""
+
+import random
+import typing
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake_zmq.messages import (
+    MAX_BLOCKS,
+    MAX_MESSAGE_BYTES,
+    MAX_TEXT,
+    AttemptFailed,
+    BlocksAnnounced,
+    BlocksLeased,
+    Envelope,
+    FirstToken,
+    HandoffBlocks,
+    LeaseBlocks,
+    LeasedBlock,
+    LeaseRenewed,
+    Message,
+    ProtocolError,
+    RejectReason,
+    RenewLease,
+    ReportCorrupt,
+    Sampling,
+    SlotRef,
+    StartPrefill,
+    StopRule,
+    clip,
+    decode,
+    decode_envelope,
+    encode,
+)
+
+TYPES = typing.get_args(Message)
+
+
+def values(kind):
+    """Values of a field's type, within the limits it declares."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return bounded(arguments[0], arguments[1])
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return structs(kind)
+    if isinstance(kind, type) and issubclass(kind, RejectReason):
+        return st.sampled_from(kind)
+    if origin is tuple:
+        return st.tuples(*[values(a) for a in arguments])
+    if type(None) in arguments:
+        return st.one_of(*[st.none() if a is type(None) else values(a) for a in arguments])
+    return {int: st.integers(-(1 << 31), 1 << 31), bool: st.booleans(), str: st.text(max_size=20)}[kind]
+
+
+def bounded(kind, meta):
+    low, high = meta.min_length or 0, meta.max_length
+    if kind is str:
+        return st.text(st.characters(codec="utf-8"), min_size=low, max_size=min(high, 40))
+    if kind is bytes:
+        return st.binary(min_size=low, max_size=min(high, 64))
+    if kind is int:
+        return st.integers(meta.ge or 0, meta.le if meta.le is not None else (1 << 64) - 1)
+    if kind is float:
+        least = meta.ge if meta.ge is not None else meta.gt
+        return st.floats(least, meta.le, exclude_min=meta.gt is not None)
+    assert typing.get_origin(kind) is tuple, kind
+    inner = typing.get_args(kind)[0]
+    return st.lists(values(inner), max_size=4).map(tuple)
+
+
+def structs(kind):
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return st.builds(kind, **{name: values(hints[name]) for name in kind.__struct_fields__})
+
+
+messages = st.sampled_from(TYPES).flatmap(structs)
+REF = SlotRef(node="n" * 64, incarnation=1 << 48, slot=1 << 48, generation=1 << 48, checksum=(1 << 64) - 1)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
+def test_every_message_survives_the_wire(kind):
+    @settings(max_examples=40, deadline=None)
+    @given(structs(kind))
+    def check(message):
+        assert decode(encode(message)) == message
+
+    check()
+
+
+@settings(max_examples=100, deadline=None)
+@given(structs(Envelope))
+def test_an_envelope_survives_the_wire(envelope):
+    assert decode_envelope(encode(envelope)) == envelope
+
+
+def decodes_or_protocol_error(raw):
+    for take in (decode, decode_envelope):
+        try:
+            message = take(raw)
+        except ProtocolError:
+            continue
+        assert isinstance(message, (*TYPES, Envelope))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_decode_or_raise_protocol_error(raw):
+    decodes_or_protocol_error(raw)
+
+
+@settings(max_examples=500, deadline=None)
+@given(messages, st.integers(0, 1 << 32))
+def test_mutated_messages_decode_or_raise_protocol_error(message, seed):
+    rng = random.Random(seed)
+    raw = bytearray(encode(message))
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(raw))
+        match rng.randrange(3):
+            case 0:
+                raw[at] = rng.randrange(256)
+            case 1:
+                del raw[at:]
+                raw += b"\xc0"
+            case 2:
+                raw[at:at] = bytes([rng.choice((0x91, 0xDD, 0xDB, 0xC7, 0xD4, 0xDF, 0xCB, 0xCF, 0xFF))])
+    decodes_or_protocol_error(bytes(raw))
+
+
+JSONLIKE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=20),
+    lambda inner: st.lists(inner, max_size=5),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(TYPES), st.lists(JSONLIKE, max_size=12))
+def test_a_known_tag_with_any_fields_decodes_or_raises_protocol_error(kind, fields):
+    decodes_or_protocol_error(msgpack.packb([kind.__name__, *fields]))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\x91" * 100_000,
+        b"\x91" * 500 + b"\xc0",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+        b"\x80",
+        b"\xc7\x00\x05",
+        b"\xc7\x00\xff",
+        b"\xa2\xff\xfe",
+        encode(RenewLease(lease_id=1, ttl_s=1.0)) + b"\x00",
+        msgpack.packb([["Hello"]]),
+        msgpack.packb(["NoSuchMessage", 1]),
+        msgpack.packb([b"RenewLease", 1, 1.0]),
+    ],
+    ids=range(16),
+)
+def test_hostile_bytes_raise_protocol_error(raw):
+    with pytest.raises(ProtocolError):
+        decode(raw)
+    with pytest.raises(ProtocolError):
+        decode_envelope(raw)
+
+
+def ask(keys=(), sources=()):
+    return LeaseBlocks(lease_id=1, keys=keys, sources=sources, fetch_s=0.0, ttl_s=1.0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        RenewLease(lease_id=-1, ttl_s=1.0),
+        RenewLease(lease_id=(1 << 48) + 1, ttl_s=1.0),
+        RenewLease(lease_id=1, ttl_s=float("nan")),
+        RenewLease(lease_id=1, ttl_s=float("inf")),
+        RenewLease(lease_id=1, ttl_s=-0.5),
+        ask(keys=(b"short",)),
+        ask(keys=(b"k" * 16,) * (MAX_BLOCKS + 1)),
+        ask(sources=("s",) * 17),
+        AttemptFailed(request_id="", attempt=1, reason="r"),
+        AttemptFailed(request_id="r" * 129, attempt=1, reason="r"),
+        AttemptFailed(request_id="r", attempt=1, reason="r" * (MAX_TEXT + 1)),
+        FirstToken(request_id="r", attempt=1, index=0, token=1 << 31, own=0, local=0, remote=0, queue_s=0.0, prefill_s=0.0),
+        FirstToken(request_id="r", attempt=1, index=0, token=-1, own=0, local=0, remote=0, queue_s=0.0, prefill_s=0.0),
+    ],
+    ids=range(13),
+)
+def test_a_value_out_of_bounds_is_refused_on_arrival(message):
+    with pytest.raises(ProtocolError):
+        decode(encode(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        BlocksAnnounced(stored=(b"k" * 16,) * MAX_BLOCKS, removed=(b"r" * 16,) * MAX_BLOCKS),
+        ReportCorrupt(slots=(REF,) * MAX_BLOCKS),
+        BlocksLeased(lease_id=1, blocks=(LeasedBlock(source=REF, remote=True),) * MAX_BLOCKS),
+        HandoffBlocks(request_id="r" * 128, attempt=1, first_block=0, sources=(REF,) * MAX_BLOCKS, ready=True),
+        StartPrefill(
+            request_id="r" * 128,
+            attempt=1,
+            tokens=bytes(2 << 20),
+            root=b"k" * 16,
+            keys=(b"k" * 16,) * MAX_BLOCKS,
+            first_index=0,
+            sampling=Sampling(),
+            stop=StopRule(max_tokens=1),
+            decode="d" * 64,
+            reuse_blocks=0,
+            sources=("s" * 64,) * 16,
+            deadline_s=1.0,
+        ),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_the_longest_message_of_its_type_fits_an_envelope(message):
+    body = encode(message)
+    envelope = Envelope(
+        version=1 << 48,
+        sender="s" * 64,
+        incarnation=1 << 48,
+        epoch=1 << 48,
+        to_incarnation=1 << 48,
+        floor=1 << 48,
+        sequence=1 << 48,
+        ack_epoch=1 << 48,
+        ack=1 << 48,
+        body=body,
+    )
+    assert decode(decode_envelope(encode(envelope)).body) == message
+
+
+def test_a_message_over_the_limit_is_our_bug_and_not_sent():
+    with pytest.raises(ValueError, match="split it"):
+        encode(Envelope(**dict.fromkeys(Envelope.__struct_fields__, 1) | {"sender": "s", "body": bytes(MAX_MESSAGE_BYTES)}))
+
+
+def test_a_clipped_reason_always_arrives():
+    failed = AttemptFailed(request_id="r", attempt=1, reason=clip("é" * 10_000))
+    assert decode(encode(failed)) == failed
+
+
+def test_messages_carry_no_names_of_fields():
+    assert msgpack.unpackb(encode(LeaseRenewed(lease_id=7))) == ["LeaseRenewed", 7]
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(["LeaseRenewed", 7, 8]))
+
+
+def test_stop_rule_ends_at_eos_or_length():
+    rule = StopRule(max_tokens=3, min_tokens=1, eos_ids=(9,))
+    assert rule.reason(9, 1) is None, "min_tokens come before an end"
+    assert rule.reason(9, 2) == "stop"
+    assert rule.reason(5, 2) is None
+    assert rule.reason(5, 3) == "length"
+    assert rule.reason(9, 3) == "stop"
