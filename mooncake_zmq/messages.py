@@ -228,11 +228,16 @@ class FirstToken(_Message, frozen=True):
 
 
 class AttemptFailed(_Message, frozen=True):
-    """Prefill or decode -> gateway: this attempt is over here; place the request again from its tokens so far."""
+    """Prefill or decode -> gateway: this attempt is over here; place the request again from its tokens so far.
+
+    `full`: nothing broke, there was only no room. `avoid`: the node to keep away from, the sender if empty.
+    """
 
     request_id: RequestId
     attempt: Count
     reason: Text
+    full: bool = False
+    avoid: Annotated[str, Meta(max_length=64)] = ""
 
 
 class CancelRequest(_Message, frozen=True):

@@ -534,7 +534,7 @@ class Decode:
         youngest = victim([r for r in self._requests.values() if r.state is not RequestState.STEPPING])
         assert youngest is not None
         self._count("preemptions")
-        return self._fail(youngest, "preempted")
+        return self._fail(youngest, "preempted", full=True)
 
     def _on_stepped(self, now: float, result: StepDecoded | WorkFailed) -> list[Effect]:
         assert self._step is not None
@@ -605,10 +605,12 @@ class Decode:
         self._count("requests_cancelled")
         return self._tell_prefill(request, "cancelled") + self._close(request)
 
-    def _fail(self, request: _Request, reason: str) -> list[Effect]:
+    def _fail(self, request: _Request, reason: str, *, full: bool = False, avoid: str = "") -> list[Effect]:
         self._count("requests_failed")
         message = request.request
-        failed = AttemptFailed(request_id=message.request_id, attempt=message.attempt, reason=clip(reason))
+        failed = AttemptFailed(
+            request_id=message.request_id, attempt=message.attempt, reason=clip(reason), full=full, avoid=avoid
+        )
         return [Send(message.gateway, failed), *self._tell_prefill(request, reason), *self._close(request)]
 
     def _tell_prefill(self, request: _Request, reason: str) -> list[Effect]:
@@ -646,7 +648,7 @@ class Decode:
             if request.request.gateway == peer:
                 effects += self._tell_prefill(request, f"{peer} is down") + self._close(request)
             elif request.prefill == peer and unverified:
-                effects += self._fail(request, f"{peer} is down")
+                effects += self._fail(request, f"{peer} is down", avoid=peer)
             elif request.state is RequestState.RESERVING and self._pool.node is None:
                 request.lease_id = None
                 effects += self._reserved(request, 0)

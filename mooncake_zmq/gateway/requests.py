@@ -119,8 +119,9 @@ class RequestsSettings:
     """How long a new request waits for a live conductor before it is answered 503."""
     stall_s: float = 60.0
     """An attempt that brings no token for this long is given up and placed again: longer than the longest prefill's queue."""
-    max_attempts: int = 30
-    """Attempts of one request; one that fails this often gets an error."""
+    max_attempts: int = 12
+    """Attempts of one request that may break (a node died, a block did not verify) before it gets an error: it may be what
+    breaks them. Those that found no room do not count; the deadline bounds them."""
     backoff_s: float = 0.05
     """Pause before the second attempt; doubled for each further one."""
     backoff_max_s: float = 1.0
@@ -171,6 +172,8 @@ class _Request:
     deadline: float
     state: RequestState = RequestState.WAITING
     attempt: int = 0
+    broken: int = 0
+    """Attempts that ended because something broke."""
     admitted: bool = False
     """Has a conductor ever placed it?"""
     scheduled: bool = False
@@ -475,13 +478,15 @@ class Requests:
         if request is None or sender not in (request.prefill, request.decode):
             return []
         self._count(f"attempts_failed[by={self._peers[sender].role}]")
-        return self._retry(now, request, exclude=sender)
+        request.broken += not message.full
+        return self._retry(now, request, exclude=message.avoid or sender)
 
     def _on_stalled(self, now: float, request_id: str) -> list[Effect]:
         request = self._requests.get(request_id)
         if request is None or request.state is RequestState.WAITING:
             return []
         self._count("attempts_stalled")
+        request.broken += 1
         return self._retry(now, request)
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
@@ -493,14 +498,15 @@ class Requests:
             decoding = request.state is RequestState.DECODING and request.decode == peer
             if placing or prefilling or decoding:
                 self._count(f"attempts_lost[state={request.state.value}]")
+                request.broken += not placing
                 effects += self._retry(now, request, exclude="" if placing else peer)
         return effects
 
     def _retry(self, now: float, request: _Request, *, exclude: str = "") -> list[Effect]:
         """Give this attempt up everywhere and begin the next one after a pause that grows."""
         effects = self._let_go(request)
-        if request.attempt >= self._settings.max_attempts:
-            limit = f"gave up after {request.attempt} attempts"
+        if request.broken >= self._settings.max_attempts:
+            limit = f"gave up after {request.broken} attempts that broke"
             return effects + self._fail(
                 request, Failed(status=503, code="attempts_exhausted", message=limit, retry_after_s=5.0)
             )

@@ -334,7 +334,8 @@ class Prefill:
         reason = self._refusal(message, length)
         if reason is not None:
             self._count("jobs_refused")
-            return [*effects, self._failed(sender, message, reason)]
+            avoid = "" if message.decode in self._peers else message.decode
+            return [*effects, self._failed(sender, message, reason, full=True, avoid=avoid)]
         job = _Job(request=message, gateway=sender, order=self._new_id(), arrived_at=now, waiting_since=now)
         self._jobs[message.request_id] = job
         return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
@@ -374,6 +375,8 @@ class Prefill:
             effects += self._activate(now, job)
         for job in [j for j in self._jobs.values() if j.state is JobState.PREPARING]:
             effects += self._prepare(now, job)
+            if job.state is JobState.PREPARING and job.held_blocks is not None and job.leased:
+                break  # it lacks room in the slab: what gets free is kept for it, not taken by smaller, younger ones
         effects += self._break_standstill(now)
         while self._computing is None:
             ready = (j for j in self._jobs.values() if j.state is JobState.READY)
@@ -390,7 +393,7 @@ class Prefill:
         moving = any(j.state not in waiting for j in self._jobs.values()) or bool(self._abandoned) or self._pool.puts > 0
         if moving or not stuck or any(j.held_blocks is None or not j.leased for j in stuck):
             return []
-        return self._fail(now, stuck[-1], "no room in the slab")
+        return self._fail(now, stuck[-1], "no room in the slab", full=True)
 
     def _next_to_activate(self, now: float) -> _Job | None:
         queued = [j for j in self._jobs.values() if j.state is JobState.QUEUED]
@@ -464,7 +467,9 @@ class Prefill:
 
     def _on_denied(self, now: float, sender: str, message: DecodeDenied) -> list[Effect]:
         job = self._job(sender, message.request_id, message.attempt)
-        return [] if job is None else self._fail(now, job, f"{sender} denied: {message.reason}", tell_decode=False)
+        if job is None:
+            return []
+        return self._fail(now, job, f"{sender} denied: {message.reason}", full=True, avoid=sender, tell_decode=False)
 
     def _prepare(self, now: float, job: _Job) -> list[Effect]:
         """Once reservation and lease are there and the slab has room: open the sequence, announce the reused blocks."""
@@ -667,10 +672,12 @@ class Prefill:
 
     # --- ends
 
-    def _fail(self, now: float, job: _Job, reason: str, *, tell_decode: bool = True) -> list[Effect]:
+    def _fail(
+        self, now: float, job: _Job, reason: str, *, full: bool = False, avoid: str = "", tell_decode: bool = True
+    ) -> list[Effect]:
         self._count("jobs_failed")
         request = job.request
-        effects: list[Effect] = [self._failed(job.gateway, request, reason)]
+        effects: list[Effect] = [self._failed(job.gateway, request, reason, full=full, avoid=avoid)]
         if tell_decode and job.state is not JobState.QUEUED:
             effects.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return effects + self._end(now, job)
@@ -718,7 +725,7 @@ class Prefill:
             elif job.request.decode == peer and job.state is JobState.HANDING_OFF:
                 effects += self._end(now, job)
             elif job.request.decode == peer:
-                effects += self._fail(now, job, f"{peer} is down")
+                effects += self._fail(now, job, f"{peer} is down", avoid=peer)
             elif job.lease_id is not None and not job.leased and self._pool.node is None:
                 job.leased = True
         return effects
@@ -765,8 +772,11 @@ class Prefill:
             checksum=self.slots.checksum[slot] if committed else 0,
         )
 
-    def _failed(self, gateway: str, request: StartPrefill, reason: str) -> Send:
-        return Send(gateway, AttemptFailed(request_id=request.request_id, attempt=request.attempt, reason=clip(reason)))
+    def _failed(self, gateway: str, request: StartPrefill, reason: str, *, full: bool = False, avoid: str = "") -> Send:
+        failed = AttemptFailed(
+            request_id=request.request_id, attempt=request.attempt, reason=clip(reason), full=full, avoid=avoid
+        )
+        return Send(gateway, failed)
 
     def _handoff_failed(self, decode: str, request_id: str, attempt: int, reason: str) -> Send:
         return Send(decode, HandoffFailed(request_id=request_id, attempt=attempt, reason=clip(reason)))

@@ -107,8 +107,8 @@ class Node(Harness):
         for index in indexes:
             self.say(sender, TokensDecoded(entries=((request_id, attempt, index, text(index)),)))
 
-    def fail(self, attempt, sender="p0"):
-        self.say(sender, AttemptFailed(request_id="r", attempt=attempt, reason="test"))
+    def fail(self, attempt, sender="p0", **more):
+        self.say(sender, AttemptFailed(request_id="r", attempt=attempt, reason="test", **more))
 
     def reject(self, attempt, reason=RejectReason.TTFT, conductor="k0"):
         self.say(conductor, Rejected(request_id="r", attempt=attempt, reason=reason, retry_after_s=3.0))
@@ -287,6 +287,15 @@ def test_a_request_that_fails_too_often_gets_one_error():
             node.place()
     assert (node.end().status, node.end().code) == (503, "attempts_exhausted")
     assert node.busy() == {}
+
+
+def test_finding_no_room_costs_none_of_the_attempts_that_may_break_and_avoids_the_full_node():
+    node = in_state("prefilling", max_attempts=2)
+    for attempt in range(1, 20):
+        node.fail(attempt, full=True, avoid="d0")
+        node.advance(1.0)
+        assert node.place().exclude == ("d0",)
+    assert node.busy() != {}
 
 
 def test_at_most_four_nodes_are_excluded_and_the_latest_stay():

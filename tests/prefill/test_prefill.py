@@ -583,7 +583,9 @@ def test_a_handoff_the_decode_gives_up_ends_the_job(state):
 def test_a_denied_reservation_fails_the_attempt_with_a_reason_that_fits(node):
     node.start()
     node.say("d", DecodeDenied(request_id="r", attempt=1, reason="x" * 512))
-    assert node.one(AttemptFailed, "g").reason.startswith("d denied: xxx")
+    failed = node.one(AttemptFailed, "g")
+    assert failed.reason.startswith("d denied: xxx")
+    assert (failed.full, failed.avoid) == (True, "d")
     assert_nothing_left(node)
 
 
