@@ -1,0 +1,383 @@
+"""The invariants I1 to I6, watched from outside: at the actors' edge, in the memory, at the clients. Nothing trusts an actor.
+
+The checkers keep their own picture of every lease and put, made from the messages alone, and hold the memory against it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mooncake_zmq.gateway.requests import ClientGone
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.messages import (
+    BlocksAnnounced,
+    BlocksLeased,
+    CommitSlots,
+    FirstToken,
+    LeaseBlocks,
+    LeaseRenewed,
+    ReleaseLease,
+    RenewLease,
+    ReserveSlots,
+    Schedule,
+    SlotRef,
+    SlotsReserved,
+    TokensDecoded,
+)
+from mooncake_zmq.runtime.actor import Effect, Event, Fence, FromClient, PeerDown, PeerUp, Received, Send, Start, ToClient
+from mooncake_zmq.simulation.hardware import Machine, Running, Segment
+from mooncake_zmq.work import PullBlocks, SlotGrant
+
+if TYPE_CHECKING:
+    from mooncake_zmq.simulation.simulator import ProcessSpec, Simulator
+
+EPSILON_S = 1e-6
+IDLE_GAUGES = ("cached_", "capacity_")
+"""Gauges that may stand above zero when nothing is going on."""
+
+LifeId = tuple[str, int]
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: str, text: str) -> None:
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant
+
+
+@dataclass(slots=True)
+class _Lease:
+    """Granted by a cache-node and not ended yet, as far as its messages tell."""
+
+    holder: LifeId
+    slots: dict[int, int]
+    """Slot -> generation."""
+    expires_at: float
+
+
+@dataclass(slots=True)
+class _Put:
+    """Slots granted to a writer. It stops in time by itself; a copy under way when it was stopped may end late."""
+
+    writer: LifeId
+    keys: tuple[Key, ...]
+    slots: dict[int, int]
+    expires_at: float
+
+
+@dataclass(slots=True)
+class _Pool:
+    """What one life of a cache-node has promised."""
+
+    asked: dict[tuple[LifeId, int], LeaseBlocks] = field(default_factory=dict)
+    leases: dict[tuple[LifeId, int], _Lease] = field(default_factory=dict)
+    puts: dict[tuple[LifeId, int], _Put] = field(default_factory=dict)
+    peers: dict[str, int] = field(default_factory=dict)
+    had: dict[tuple[LifeId, int], int] = field(default_factory=dict)
+    """(holder, slot) -> generation it was last granted and has not released."""
+    fences: dict[int, int] = field(default_factory=dict)
+    """Generations set by effects that are not carried out yet: a frame may hold several messages."""
+
+
+class Checkers:
+    """All checkers of one run. `blocks`: what every key's block must hold; `max_lease_s`: the longest lease granted."""
+
+    def __init__(self, *, blocks: Mapping[Key, bytes], max_lease_s: float) -> None:
+        self.messages: Counter[str] = Counter()
+        self.works: Counter[str] = Counter()
+        self.transitions: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.told_gone: set[str] = set()
+        """Requests whose gateway has learned that the client hung up: nothing more may be sent."""
+        self._blocks = blocks
+        self._max_lease_s = max_lease_s
+        self._attempts: dict[str, int] = {}
+        """The latest attempt of each request."""
+        self._pools: dict[LifeId, _Pool] = {}
+        self._committed: dict[tuple[str, int, int], tuple[int, bytes]] = {}
+        """(node, incarnation, slot) -> generation and bytes of what a cache-node committed there."""
+        self._actors: dict[str, Any] = {}
+        self._simulator: Simulator
+
+    def attach(self, simulator: "Simulator") -> None:
+        """Learn whose world this is."""
+        self._simulator = simulator
+
+    # --- at the actors' edge
+
+    def observed(self, spec: "ProcessSpec", incarnation: int, actor: Any, event: Event, effects: Sequence[Effect]) -> None:
+        """An actor handled an event; its effects are not carried out yet."""
+        self._actors[spec.name] = actor
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.messages[type(effect.message).__name__] += 1
+            elif isinstance(effect, Start):
+                self.works[type(effect.work).__name__] += 1
+        if spec.role == "gateway":
+            self._gateway_did(event, effects)
+        if spec.role == "cache-node":
+            pool = self._pools.setdefault((spec.name, incarnation), _Pool())
+            self._pool_heard(pool, event)
+            self._pool_said((spec.name, incarnation), pool, event, effects)
+
+    def _gateway_did(self, event: Event, effects: Sequence[Effect]) -> None:
+        """I3: what an attempt that was given up still sends reaches no client."""
+        match event:
+            case FromClient(request_id, ClientGone()):
+                self.told_gone.add(request_id)
+            case Received(_, TokensDecoded(entries=entries)):
+                self._only_current({(request_id, attempt) for request_id, attempt, _, _ in entries}, effects)
+            case Received(_, FirstToken(request_id=request_id, attempt=attempt)):
+                self._only_current({(request_id, attempt)}, effects)
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, Schedule):
+                self._attempts[effect.message.request_id] = effect.message.attempt
+
+    def _only_current(self, told: set[tuple[str, int]], effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, ToClient):
+                latest = (effect.request_id, self._attempts.get(effect.request_id, 0))
+                if latest not in told:
+                    raise Violation("I3", f"{effect.request_id} is sent {effect.output} of an older attempt than {latest[1]}")
+
+    def died(self, name: str, incarnation: int) -> None:
+        """A life ended: what it granted is void, what it held is free to go."""
+        self._pools.pop((name, incarnation), None)
+        self._collect(self._actors.pop(name, None))
+
+    def _collect(self, actor: Any) -> None:
+        self.transitions.update(getattr(actor, "transitions", {}))
+        self.counts.update(getattr(actor, "counts", {}))
+
+    def _pool_heard(self, pool: _Pool, event: Event) -> None:
+        match event:
+            case PeerUp(peer, incarnation, _):
+                pool.peers[peer] = incarnation
+            case PeerDown(peer, _):  # the holder forgets its leases too, and does not tell us
+                pool.had = {had: generation for had, generation in pool.had.items() if had[0][0] != peer}
+            case Received(sender, LeaseBlocks() as ask):
+                pool.asked.setdefault((self._life(pool, sender), ask.lease_id), ask)
+            case Received(sender, ReleaseLease(lease_id=lease_id)):
+                self._released(pool, self._life(pool, sender), lease_id)
+            case Received(sender, CommitSlots() as commit):
+                self._commit(pool, self._life(pool, sender), commit)
+
+    def _pool_said(self, me: LifeId, pool: _Pool, event: Event, effects: Sequence[Effect]) -> None:
+        segment = self._simulator.segments[me]
+        for effect in effects:
+            match effect:
+                case Fence(changes):
+                    pool.fences.update(changes)
+                case Send(to, BlocksLeased() as leased):
+                    self._granted(pool, segment, self._life(pool, to), leased)
+                case Send(to, LeaseRenewed(lease_id=lease_id)):
+                    self._renewed(pool, self._life(pool, to), lease_id, event)
+                case Send(to, SlotsReserved() as reserved):
+                    self._reserved(pool, self._life(pool, to), event, reserved)
+                case Send(_, BlocksAnnounced(stored=stored)):
+                    self._announced(me[0], stored)
+
+    def _life(self, pool: _Pool, peer: str) -> LifeId:
+        return peer, pool.peers.get(peer, 0)
+
+    def _granted(self, pool: _Pool, segment: Segment, holder: LifeId, leased: BlocksLeased) -> None:
+        """I1: what is leased is committed, stands, and is what its key says."""
+        ask = pool.asked.get((holder, leased.lease_id))
+        if ask is None or not leased.blocks:
+            return
+        slots: dict[int, int] = {}
+        for key, block in zip(ask.keys, leased.blocks, strict=False):
+            ref = block.source
+            generation = pool.fences.get(ref.slot, segment.generations[ref.slot])
+            where = f"{segment.node} slot {ref.slot} generation {ref.generation}"
+            if generation != ref.generation or generation % 2:
+                raise Violation("I1", f"leased before its commit or after its end: {where}, but it stands at {generation}")
+            if ref.slot not in segment.flipped:
+                standing = segment.block(ref.slot)
+                if self._blocks.get(key) != standing:
+                    raise Violation("I1", f"{where} is leased as {key.hex()} but holds something else")
+                if ref.checksum != _checksum(segment, standing):
+                    raise Violation("I1", f"{where} is leased with a checksum that is not its bytes'")
+            slots[ref.slot] = ref.generation
+            pool.had[holder, ref.slot] = ref.generation
+        ttl_s = min(ask.ttl_s, self._max_lease_s)
+        pool.leases[holder, leased.lease_id] = _Lease(holder, slots, self._simulator.now + ttl_s)
+
+    def _renewed(self, pool: _Pool, holder: LifeId, lease_id: int, event: Event) -> None:
+        lease = pool.leases.get((holder, lease_id))
+        if lease is None:
+            raise Violation("I2", f"{holder} is told that lease {lease_id} lasts, but it has ended")
+        assert isinstance(event, Received)
+        assert isinstance(event.message, RenewLease)
+        lease.expires_at = self._simulator.now + min(event.message.ttl_s, self._max_lease_s)
+
+    def _reserved(self, pool: _Pool, writer: LifeId, event: Event, reserved: SlotsReserved) -> None:
+        if isinstance(event, Received) and isinstance(event.message, ReserveSlots) and reserved.grants:
+            slots = {grant.slot: grant.generation for grant in reserved.grants}
+            ttl_s = min(event.message.ttl_s, self._max_lease_s)
+            put = _Put(writer, event.message.keys, slots, self._simulator.now + ttl_s)
+            pool.puts[writer, reserved.put_id] = put
+
+    def _released(self, pool: _Pool, holder: LifeId, lease_id: int) -> None:
+        lease = pool.leases.pop((holder, lease_id), None)
+        for slot in lease.slots if lease else ():
+            pool.had.pop((holder, slot), None)
+
+    def _commit(self, pool: _Pool, writer: LifeId, commit: CommitSlots) -> None:
+        pool.puts.pop((writer, commit.put_id), None)
+
+    def _announced(self, name: str, stored: Sequence[Key]) -> None:
+        """I5: a cache-node announces only what it holds."""
+        slots = getattr(self._actors.get(name), "slots", None)
+        if slots is not None:
+            for key in stored:
+                if slots.committed(key) is None:
+                    raise Violation("I5", f"{name} announces {key.hex()}, which it does not hold")
+
+    # --- in the memory
+
+    def fenced(self, segment: Segment, slot: int, generation: int) -> None:
+        """I2: no slot changes hands while leased; I1: generations only grow, committed bytes are remembered."""
+        was = segment.generations[slot]
+        if generation <= was:
+            raise Violation("I1", f"{segment.node} slot {slot}: generation goes from {was} back to {generation}")
+        pool = self._pools.get((segment.node, segment.incarnation))
+        if pool is None:
+            return
+        pool.fences.pop(slot, None)
+        lease = self._covering(pool, slot, was)
+        if lease is not None:
+            raise Violation("I2", f"{segment.node} slot {slot} is taken away while {lease.holder} leases it")
+        place = (segment.node, segment.incarnation, slot)
+        self._check_unchanged(place, segment)
+        self._committed.pop(place, None)
+        if generation % 2 == 0:
+            self._committed[place] = generation, segment.block(slot)
+
+    def writing(self, machine: Machine, work: Running, segment: Segment, grant: SlotGrant) -> None:
+        """I2: a write lands in the slot it was granted, in time; a stopped writer may be late, but hits nobody."""
+        if not segment.linked or not self._simulator.alive(segment.node, segment.incarnation):
+            return
+        standing = segment.generations[grant.slot]
+        where = f"{machine.name} writes {segment.node} slot {grant.slot}"
+        if standing != grant.generation:
+            raise Violation("I2", f"{where} granted at generation {grant.generation}, which stands at {standing}")
+        if machine.name == segment.node or machine.stopped_at > work.started_at:
+            return
+        now = self._simulator.now
+        for put in self._pools[segment.node, segment.incarnation].puts.values():
+            mine = put.writer == (machine.name, machine.incarnation) and put.slots.get(grant.slot) == grant.generation
+            if mine and now <= put.expires_at + EPSILON_S:
+                return
+        raise Violation("I2", f"{where} at {now:.3f} under no put of its own that still lasts")
+
+    def reading(self, machine: Machine, work: Running, segment: Segment, ref: SlotRef) -> None:
+        """I2: whoever reads a pool's slot does so under a lease that lasts. A stopped reader may be late, and will notice.
+
+        A decode may also read what its prefill has leased, and cannot know when that ends: generations guard it there.
+        """
+        pool = self._pools.get((segment.node, segment.incarnation))
+        if pool is None or machine.name == segment.node or machine.stopped_at > work.started_at:
+            return
+        own = pool.had.get(((machine.name, machine.incarnation), ref.slot)) == ref.generation
+        if (own or not isinstance(work.work, PullBlocks)) and self._covering(pool, ref.slot, ref.generation) is None:
+            raise Violation("I2", f"{machine.name} reads {segment.node} slot {ref.slot} under no lease that lasts")
+
+    def verified(self, segment: Segment, ref: SlotRef, layer: int, part: bytes) -> None:
+        """I1: what was read back and found good is what was committed."""
+        generation, stored = self._committed.get((segment.node, segment.incarnation, ref.slot), (-1, b""))
+        if generation == ref.generation:
+            size = segment.layout.part_bytes
+            if stored[layer * size : (layer + 1) * size] != part:
+                raise Violation("I1", f"{segment.node} slot {ref.slot} layer {layer}: read back other bytes than committed")
+        elif ref.checksum and (segment.node, segment.incarnation) in self._pools:
+            raise Violation("I1", f"{segment.node} slot {ref.slot}: generation {ref.generation} was read, but never stood")
+
+    def closing(self, machine: Machine, sequence: int, works: Sequence[Running]) -> None:
+        """I2: no memory is freed under a work."""
+        if works:
+            names = [type(work.work).__name__ for work in works]
+            raise Violation("I2", f"{machine.name} closes sequence {sequence} under {names}")
+
+    def broken(self, machine: Machine, text: str) -> None:
+        """An effect that makes no sense: the actor's bug."""
+        raise Violation("I2", f"{machine.name} {text}")
+
+    def _covering(self, pool: _Pool, slot: int, generation: int) -> _Lease | None:
+        now = self._simulator.now
+        for lease in pool.leases.values():
+            covers = lease.slots.get(slot) == generation and lease.expires_at > now + EPSILON_S
+            if covers and self._simulator.alive(*lease.holder):
+                return lease
+        return None
+
+    def _check_unchanged(self, place: tuple[str, int, int], segment: Segment) -> None:
+        """I1: a copy's bytes never change while its generation stands."""
+        generation, stored = self._committed.get(place, (-1, b""))
+        slot = place[2]
+        stands = generation == segment.generations[slot] and slot not in segment.flipped
+        if stands and segment.block(slot) != stored:
+            raise Violation("I1", f"{segment.node} slot {slot} changed while generation {generation} stood")
+
+    # --- at the end
+
+    def busy(self) -> Violation | None:
+        """I4 (I2 for leases): what is not over yet; None when all is quiet."""
+        for name, process in self._simulator.processes.items():
+            life = process.life
+            if life is None:
+                return Violation("I4", f"{name} is down")
+            levels = life.actor.gauges(self._simulator.now).items()
+            above = {gauge: level for gauge, level in levels if level and not gauge.startswith(IDLE_GAUGES)}
+            if above:
+                leases_only = all("lease" in gauge for gauge in above)
+                return Violation("I2" if leases_only else "I4", f"{name} has {above}")
+            if life.machine.works:
+                return Violation("I4", f"{name} has works {[type(w.work).__name__ for w in life.machine.works.values()]}")
+            if life.machine.sequences:
+                return Violation("I4", f"{name} has sequences {list(life.machine.sequences)} open")
+        return None
+
+    def stale_index(self) -> Violation | None:
+        """I5: where a conductor's index differs from what a cache-node holds; None when it is true."""
+        lives = {name: p.life for name, p in self._simulator.processes.items() if p.life is not None}
+        roles = {name: self._simulator.processes[name].spec.role for name in lives}
+        pools = {name: life.actor for name, life in lives.items() if roles[name] == "cache-node"}
+        for name, life in lives.items():
+            if roles[name] != "conductor":
+                continue
+            index = getattr(life.actor, "_index")  # noqa: B009 (the checkers may look inside; types may not)
+            for key in self._blocks:
+                known = index.match((key,))
+                for pool_name, pool in pools.items():
+                    holds = getattr(pool, "slots").committed(key) is not None  # noqa: B009
+                    if holds != (pool_name in known):
+                        says = "misses" if holds else "holds"
+                        return Violation("I5", f"{name} thinks that {pool_name} {says} {key.hex()}")
+        return None
+
+    def finish(self) -> None:
+        """Add what the living have counted to the coverage."""
+        for actor in self._actors.values():
+            self._collect(actor)
+        self._actors.clear()
+
+    def at_rest(self) -> None:
+        """I1 and I2 once nothing goes on any more."""
+        for place in list(self._committed):
+            segment = self._simulator.segments[place[:2]]
+            if segment.linked:
+                self._check_unchanged(place, segment)
+        for name, process in self._simulator.processes.items():
+            pool = self._pools.get((name, process.life.incarnation if process.life else 0), _Pool())
+            for holder, lease in pool.leases.items():
+                if lease.expires_at > self._simulator.now and self._simulator.alive(*lease.holder):
+                    raise Violation("I2", f"{name}: lease {holder} lasts although nobody reads")
+
+
+def _checksum(segment: Segment, block: bytes) -> int:
+    size = segment.layout.part_bytes
+    return block_checksum([part_checksum(block[start : start + size]) for start in range(0, len(block), size)])

@@ -1,0 +1,195 @@
+"""The people behind the gateways: they ask, hang up, retry when their gateway dies, and hold every answer against I3."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mooncake_zmq.gateway.requests import ClientGone, Failed, Finished, TokenOut
+from mooncake_zmq.simulation.checkers import Violation
+from mooncake_zmq.simulation.simulator import Simulator
+from mooncake_zmq.simulation.traces import Chat, Turn
+
+MAX_TRIES = 6
+RETRY_S = 0.4
+MAX_RETRY_S = 1.5
+
+
+@dataclass(slots=True)
+class _Open:
+    """One request as its client sees it."""
+
+    request_id: str
+    gateway: str
+    asked_at: float
+    received: list[int] = field(default_factory=list)
+
+
+class Client:
+    """One chat: a turn after the other, each tried again if its gateway dies or sends it away."""
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        gateways: Sequence[str],
+        chat: Chat,
+        *,
+        name: str,
+        outcomes: Counter[str],
+        limit_s: float,
+    ) -> None:
+        self.over = False
+        self._limit_s = limit_s
+        self._simulator = simulator
+        self._gateways = gateways
+        self._chat = chat
+        self._outcomes = outcomes
+        self._name = name
+        self._turn = 0
+        self._try = 0
+        self._open: _Open | None = None
+        self.ids: dict[str, str] = {}
+        """Every request ever made -> how it ended ("" while it has not)."""
+        simulator.at(max(simulator.now, chat.starts_at), self._ask)
+
+    @property
+    def waiting(self) -> str | None:
+        """The request that has not ended yet, and for how long."""
+        request = self._open
+        return None if request is None else f"{request.request_id} at {request.gateway} since {request.asked_at:.2f}"
+
+    def gateway_died(self, name: str) -> None:
+        """The connection broke: ask again, as a new request, elsewhere."""
+        request = self._open
+        if request is not None and request.gateway == name:
+            self._end("disconnected")
+            self._again(RETRY_S)
+
+    def hear(self, request_id: str, output: Any) -> None:
+        """I3 and I4: every token once, in order, as the undisturbed run gives it; then one end, and nothing after it."""
+        request = self._open
+        if request is None or request.request_id != request_id:
+            raise Violation("I3", f"{request_id} is sent {output} after its end ({self.ids[request_id]})")
+        turn = self._chat.turns[self._turn]
+        match output:
+            case TokenOut(index, token):
+                self._token(turn, request, index, token)
+            case Finished():
+                self._finished(turn, request, output)
+            case Failed(status=status, retry_after_s=retry_after_s):
+                busy = status in (429, 503) and not request.received
+                self._end("rejected" if busy else "error")
+                if busy and self._try + 1 < MAX_TRIES:
+                    self._again(min(retry_after_s or RETRY_S, MAX_RETRY_S))
+                else:
+                    self._outcomes["given up" if busy else f"error {output.code}"] += 1
+                    self._next(turn)
+            case _:
+                raise Violation("I3", f"{request_id} is sent {output!r}")
+
+    def _token(self, turn: Turn, request: _Open, index: int, token: int) -> None:
+        expected = len(request.received)
+        if index != expected:
+            raise Violation("I3", f"{request.request_id} is sent token {index} where {expected} comes next")
+        if index >= len(turn.answer) or token != turn.answer[index]:
+            raise Violation(
+                "I3", f"{request.request_id} token {index} is {token}, undisturbed: {turn.answer[index : index + 1]}"
+            )
+        request.received.append(token)
+        if turn.cancel_after_tokens == len(request.received):
+            self._hang_up(request)
+
+    def _finished(self, turn: Turn, request: _Open, end: Finished) -> None:
+        got, prompt = len(request.received), len(turn.request.tokens) // 4
+        if (got, end.reason) != (len(turn.answer), turn.reason) or (end.completion_tokens, end.prompt_tokens) != (got, prompt):
+            raise Violation("I3", f"{request.request_id} ends after {got} tokens with {end}, undisturbed: {turn.reason}")
+        cached = end.cached_own + end.cached_local + end.cached_remote
+        if cached >= max(1, prompt):
+            raise Violation("I3", f"{request.request_id} has {cached} of {prompt} prompt tokens from caches")
+        self._outcomes["finished"] += 1
+        if end.attempts > 1:
+            self._outcomes["finished after resume"] += 1
+        for source in ("own", "local", "remote"):
+            if getattr(end, f"cached_{source}"):
+                self._outcomes[f"finished with {source} blocks"] += 1
+        self._end("finished")
+        self._next(turn)
+
+    def _ask(self) -> None:
+        turn = self._chat.turns[self._turn]
+        random = self._simulator.random
+        gateway = random.choice(self._gateways)
+        if self._simulator.processes[gateway].life is None:
+            self._simulator.at(self._simulator.now + RETRY_S, self._ask)
+            return
+        request_id = f"{self._name}.{self._turn}.{self._try}"
+        self.ids[request_id] = ""
+        self._open = request = _Open(request_id, gateway, self._simulator.now)
+        self._simulator.from_client(gateway, request_id, turn.request)
+        if turn.cancel_after_s is not None:
+            self._simulator.at(self._simulator.now + turn.cancel_after_s, lambda: self._hang_up(request))
+
+    def _hang_up(self, request: _Open) -> None:
+        if self._open is not request:
+            return
+        self._simulator.from_client(request.gateway, request.request_id, ClientGone())
+        self._outcomes["cancelled"] += 1
+        self._end("cancelled")
+        self._next(self._chat.turns[self._turn])
+
+    def _again(self, delay_s: float) -> None:
+        self._try += 1
+        self._simulator.at(self._simulator.now + delay_s, self._ask)
+
+    def _next(self, turn: Turn) -> None:
+        self._turn += 1
+        self._try = 0
+        if self._turn == len(self._chat.turns):
+            self.over = True
+        else:
+            self._simulator.at(self._simulator.now + turn.think_s, self._ask)
+
+    def _end(self, how: str) -> None:
+        assert self._open is not None
+        took_s = self._simulator.now - self._open.asked_at
+        if took_s > self._limit_s:
+            raise Violation("I4", f"{self._open.request_id} ended only after {took_s:.1f} s")
+        self.ids[self._open.request_id] = how
+        self._open = None
+
+
+class Clients:
+    """All clients of a run."""
+
+    def __init__(self, simulator: Simulator, gateways: Sequence[str], *, limit_s: float) -> None:
+        """`limit_s`: every request ends within this time of being asked."""
+        self._limit_s = limit_s
+        self._simulator = simulator
+        self._gateways = gateways
+        self._clients: list[Client] = []
+        simulator.to_client = self._hear
+        simulator.on_death = self._gateway_died
+
+    @property
+    def waiting(self) -> list[str]:
+        """Requests that have not ended; chats between turns count too."""
+        return [client.waiting or "between turns" for client in self._clients if not client.over]
+
+    def add(self, chats: Sequence[Chat]) -> Counter[str]:
+        """Let more chats begin; returns how they will have ended."""
+        outcomes: Counter[str] = Counter()
+        for chat in chats:
+            name = f"chat{len(self._clients)}"
+            client = Client(self._simulator, self._gateways, chat, name=name, outcomes=outcomes, limit_s=self._limit_s)
+            self._clients.append(client)
+        return outcomes
+
+    def _hear(self, gateway: str, request_id: str, output: Any) -> None:
+        client = self._clients[int(request_id.split(".")[0].removeprefix("chat"))]
+        if client.ids.get(request_id) == "cancelled" and request_id not in self._simulator.watcher.told_gone:
+            return  # said before the gateway learned of the hang-up
+        client.hear(request_id, output)
+
+    def _gateway_died(self, name: str) -> None:
+        for client in self._clients:
+            client.gateway_died(name)

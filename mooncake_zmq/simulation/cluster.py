@@ -1,0 +1,112 @@
+"""The cluster every seed runs: the live actors with settings small enough that pools evict, decodes preempt, leases expire."""
+
+from dataclasses import dataclass, field
+
+from mooncake_zmq.cache_node.cache_node import CacheNode, CacheNodeSettings
+from mooncake_zmq.cache_node.client import PoolClientSettings
+from mooncake_zmq.conductor.conductor import Conductor, ConductorSettings
+from mooncake_zmq.decode.decode import Decode, DecodeSettings
+from mooncake_zmq.gateway.requests import Requests, RequestsSettings
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.prefill.prefill import Prefill, PrefillSettings
+from mooncake_zmq.runtime.actor import Actor
+from mooncake_zmq.runtime.session import SessionSettings
+from mooncake_zmq.simulation.engine import sim_layout
+from mooncake_zmq.simulation.simulator import ProcessSpec
+
+BLOCK_TOKENS = 8
+SLOT_BYTES = sim_layout(BLOCK_TOKENS).slot_bytes
+HOSTS = ("a", "b", "c")
+CONDUCTORS = ("conductor-1", "conductor-2")
+POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """Sizes and times of the simulated cluster."""
+
+    session: SessionSettings = SessionSettings(heartbeat_s=0.4, peer_timeout_s=1.3, retransmit_s=0.3)
+    gateway: RequestsSettings = RequestsSettings(
+        conductors=CONDUCTORS, deadline_s=30.0, placement_wait_s=4.0, stall_s=4.0, max_attempts=40, backoff_max_s=0.5
+    )
+    conductor: ConductorSettings = ConductorSettings(
+        ttft_slo_s=6.0,
+        prefill_token_s=1e-3,
+        kv_bytes_per_token=48,
+        load_bytes_per_s=4e5,
+        transfer_bytes_per_s=1.3e5,
+        decode_step_s=0.015,
+        expected_output_tokens=8,
+        booking_ttl_s=5.0,
+    )
+    prefill: PrefillSettings = PrefillSettings(
+        slab_bytes=48 * SLOT_BYTES, chunk_tokens=32, max_active=3, work_deadline_s=6.0, aging_tokens_per_s=500.0, pool=POOL
+    )
+    decode: DecodeSettings = DecodeSettings(
+        capacity_tokens=304, max_batch=6, max_requests=8, pull_deadline_s=3.0, step_deadline_s=5.0, pool=POOL
+    )
+    cache_node: CacheNodeSettings = CacheNodeSettings(
+        pool_bytes=56 * SLOT_BYTES, max_lease_s=8.0, fetch_lease_s=3.0, fetch_batch_blocks=8, probe_s=0.5
+    )
+    layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
+
+
+def processes(settings: ClusterSettings) -> list[ProcessSpec]:
+    """2 gateways, 2 conductors, and on each of 3 hosts a prefill, a decode and a cache-node; who speaks with whom."""
+    places = {f"gateway-{i + 1}": HOSTS[i] for i in range(2)} | {name: HOSTS[i] for i, name in enumerate(CONDUCTORS)}
+    for role in ("prefill", "decode", "cache-node"):
+        places |= {f"{role}-{host}": host for host in HOSTS}
+    specs = []
+    for name, host in places.items():
+        role = name.rsplit("-", 1)[0]
+        peers = tuple(other for other in places if other != name and _talk(name, other, places))
+        slots = {"prefill": settings.prefill.slab_bytes, "cache-node": settings.cache_node.pool_bytes}.get(
+            role, 0
+        ) // SLOT_BYTES
+        specs.append(
+            ProcessSpec(
+                name=name,
+                role=role,
+                host=host,
+                peers=peers,
+                make=lambda incarnation, name=name, role=role, host=host: _make(settings, role, name, host, incarnation),  # type: ignore[misc]
+                slots=slots,
+            )
+        )
+    return specs
+
+
+TALK = {
+    frozenset(("gateway", "conductor")),
+    frozenset(("gateway", "prefill")),
+    frozenset(("gateway", "decode")),
+    frozenset(("conductor", "prefill")),
+    frozenset(("conductor", "decode")),
+    frozenset(("conductor", "cache-node")),
+    frozenset(("prefill", "decode")),
+    frozenset(("cache-node",)),
+}
+TALK_AT_HOME = {frozenset(("prefill", "cache-node")), frozenset(("decode", "cache-node"))}
+
+
+def _talk(one: str, other: str, places: dict[str, str]) -> bool:
+    roles = frozenset((one.rsplit("-", 1)[0], other.rsplit("-", 1)[0]))
+    return roles in TALK or (roles in TALK_AT_HOME and places[one] == places[other])
+
+
+def _make(settings: ClusterSettings, role: str, name: str, host: str, incarnation: int) -> Actor:
+    layout = settings.layout
+    match role:
+        case "gateway":
+            return Requests(name=name, host=host, incarnation=incarnation, settings=settings.gateway, layout=layout)
+        case "conductor":
+            return Conductor(
+                name=name, host=host, incarnation=incarnation, settings=settings.conductor, block_tokens=layout.block_tokens
+            )
+        case "prefill":
+            return Prefill(name=name, host=host, incarnation=incarnation, settings=settings.prefill, layout=layout)
+        case "decode":
+            return Decode(name=name, host=host, incarnation=incarnation, settings=settings.decode, layout=layout)
+        case "cache-node":
+            return CacheNode(name=name, host=host, incarnation=incarnation, settings=settings.cache_node, layout=layout)
+    raise ValueError(role)

@@ -1,0 +1,74 @@
+"""A very small exact engine: KV of a token follows from the KV before it, and a token hashes every KV byte of its sequence.
+
+Any wrong KV byte therefore changes the next token, and equality with the undisturbed run is exact.
+"""
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.messages import Sampling
+
+LAYERS, KV_HEADS, HEAD_DIM = 3, 1, 2
+VOCABULARY = 512
+EOS_IDS = (7, 100, 256, 300, 411)
+_MULTIPLIER = (np.arange(LAYERS * 2 * HEAD_DIM, dtype=np.uint32).reshape(LAYERS, 2, 1, HEAD_DIM) * 40503 + 10007) | np.uint32(1)
+
+
+def sim_layout(block_tokens: int) -> BlockLayout:
+    """Blocks of this engine's KV."""
+    return BlockLayout(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_tokens=block_tokens)
+
+
+class SimSequence:
+    """One sequence's KV as `[layer, k/v, token, head_dim]`."""
+
+    __slots__ = ("capacity", "kv")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.kv = np.zeros((LAYERS, 2, capacity, HEAD_DIM), dtype=np.uint32)
+
+    def write_part(self, layer: int, start: int, tokens: int, part: bytes) -> None:
+        """Store the first `tokens` tokens of a layer's part at token `start`."""
+        block = np.frombuffer(part, dtype=np.uint32).reshape(2, -1, HEAD_DIM)
+        self.kv[layer, :, start : start + tokens] = block[:, :tokens]
+
+    def read_part(self, layer: int, start: int, stop: int, block_tokens: int) -> bytes:
+        """A layer's part of the block at `start`, zeros from `stop` on."""
+        if stop - start == block_tokens:
+            return self.kv[layer, :, start:stop].tobytes()
+        out = np.zeros((2, block_tokens, HEAD_DIM), dtype=np.uint32)
+        out[:, : stop - start] = self.kv[layer, :, start:stop]
+        return out.tobytes()
+
+    def run_layer(self, layer: slice, start: int, tokens: NDArray[np.uint32]) -> None:
+        """Append `tokens`' KV of some layers at `start`."""
+        positions = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint32)
+        steps = (tokens + np.uint32(1)) * np.uint32(7919) + positions * np.uint32(104729)
+        steps ^= steps >> np.uint32(7)
+        cells = steps[:, None] * _MULTIPLIER[layer]
+        if start:
+            cells[:, :, 0] += self.kv[layer, :, start - 1]
+        if len(tokens) > 1:
+            np.cumsum(cells, axis=2, out=cells)
+        self.kv[layer, :, start : start + len(tokens)] = cells
+
+    def run(self, start: int, tokens: NDArray[np.uint32]) -> None:
+        """Append `tokens`' KV of all layers at `start`."""
+        self.run_layer(slice(None), start, tokens)
+
+    def next_token(self, length: int, sampling: Sampling) -> int:
+        """The token at position `length`: greedy depends on the KV alone, sampled on (seed, position) as well."""
+        digest = xxhash.xxh3_64()
+        for layer in self.kv[:, :, :length]:
+            digest.update(layer.tobytes())
+        if sampling.temperature > 0:
+            digest.update(b"%d %d" % (sampling.seed, length))
+        return digest.intdigest() % VOCABULARY
+
+
+def as_tokens(raw: bytes) -> NDArray[np.uint32]:
+    """Token ids out of int32 bytes."""
+    return np.frombuffer(raw, dtype="<i4").astype(np.uint32)

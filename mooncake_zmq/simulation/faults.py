@@ -1,0 +1,107 @@
+"""Faults as data: what happens to whom, when and for how long. A seed draws them before its run begins."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+
+class FaultKind(Enum):
+    """What can go wrong in the world of a simulation."""
+
+    DROP = "drop"
+    """Frames between any two processes are lost with probability `amount`."""
+    DUPLICATE = "duplicate"
+    """Frames arrive twice with probability `amount`."""
+    DELAY = "delay"
+    """Frames take up to `amount` seconds longer each, and overtake one another."""
+    PARTITION = "partition"
+    """The first target's host and the second's hear nothing of each other."""
+    ONE_WAY = "one_way"
+    """The second target's host hears nothing from the first's; the other way works."""
+    CRASH = "crash"
+    """The process loses everything and begins a new life after `duration_s`."""
+    PAUSE = "pause"
+    """SIGSTOP, and SIGCONT after `duration_s`: queued events are then late, and copies under way finish late."""
+    STOP_ASKER = "stop_asker"
+    """SIGSTOP as soon as the process has asked a pool for a lease or slots, for longer than what it asked for lasts."""
+    STOP_WRITER = "stop_writer"
+    """SIGSTOP in the middle of the process's next copy into a pool, for longer than it may write there."""
+    DRAIN = "drain"
+    """The operator drains the process; once it has exited, or after `duration_s`, a new life begins."""
+    SLOW = "slow"
+    """Copies and computing on the target's host take `amount` times as long."""
+    COPY_FAIL = "copy_fail"
+    """Copies report failure with probability `amount`."""
+    COPY_TEAR = "copy_tear"
+    """Copied bytes are damaged on the way, as by a concurrent writer, with probability `amount` per block."""
+    BIT_FLIP = "bit_flip"
+    """One bit of each of `amount` blocks held by the target changes."""
+    GARBAGE = "garbage"
+    """`amount` frames reach the target that are noise, a stranger's, or of an old life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: `targets` are process names."""
+
+    kind: FaultKind
+    at_s: float
+    duration_s: float
+    targets: tuple[str, ...]
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        amount = f" x{self.amount:.3g}" if self.amount else ""
+        return f"{self.kind.value}@{self.at_s:.2f}+{self.duration_s:.2f}s({','.join(self.targets)}){amount}"
+
+
+MIN_FAULTS, MAX_FAULTS, MIN_KINDS = 8, 14, 4
+
+
+LONG_STOP_S = 3.2
+"""Above the simulated cluster's `lease_ttl_s`."""
+STRESS_FAULTS = 4
+"""More faults of each kind to be stressed."""
+
+
+def draw_faults(
+    random: Random, *, processes: Sequence[str], segments: Sequence[str], window_s: float, stress: Sequence[FaultKind] = ()
+) -> tuple[Fault, ...]:
+    """At least 8 faults of at least 4 kinds, at random times within the window. `segments`: processes that hold blocks."""
+    kinds = list(FaultKind)
+    chosen = random.sample(kinds, MIN_KINDS)
+    chosen += random.choices(kinds, k=random.randint(MIN_FAULTS, MAX_FAULTS) - MIN_KINDS)
+    chosen += list(stress) * STRESS_FAULTS
+    faults = [_draw(random, kind, processes, segments, window_s) for kind in chosen]
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: Sequence[str], window_s: float) -> Fault:
+    at_s = random.uniform(0.02, 0.9) * window_s
+    duration_s = random.choice((random.uniform(0.05, 0.8), random.uniform(0.8, 0.5 * window_s)))
+    one, two = random.sample(processes, 2)
+    match kind:
+        case FaultKind.DROP:
+            return Fault(kind, at_s, duration_s, (), random.uniform(0.02, 0.4))
+        case FaultKind.DUPLICATE:
+            return Fault(kind, at_s, duration_s, (), random.uniform(0.05, 0.5))
+        case FaultKind.DELAY:
+            return Fault(kind, at_s, duration_s, (), random.uniform(0.01, 0.6))
+        case FaultKind.PARTITION | FaultKind.ONE_WAY:
+            return Fault(kind, at_s, duration_s, (one, two))
+        case FaultKind.CRASH | FaultKind.PAUSE | FaultKind.DRAIN:
+            return Fault(kind, at_s, duration_s, (one,))
+        case FaultKind.STOP_ASKER | FaultKind.STOP_WRITER:
+            pool_client = random.choice([name for name in processes if name.startswith(("prefill", "decode"))])
+            return Fault(kind, 0.5 * at_s, LONG_STOP_S * random.uniform(1, 1.4), (pool_client,))
+        case FaultKind.SLOW:
+            return Fault(kind, at_s, duration_s, (one,), random.uniform(3, 40))
+        case FaultKind.COPY_FAIL:
+            return Fault(kind, at_s, duration_s, (), random.uniform(0.05, 0.5))
+        case FaultKind.COPY_TEAR:
+            return Fault(kind, at_s, duration_s, (), random.uniform(0.02, 0.3))
+        case FaultKind.BIT_FLIP:
+            return Fault(kind, at_s, 0.0, (random.choice(segments),), random.randint(1, 6))
+        case FaultKind.GARBAGE:
+            return Fault(kind, at_s, 0.0, (one,), random.randint(3, 20))

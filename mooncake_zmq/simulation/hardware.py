@@ -1,0 +1,537 @@
+"""Simulated memory, engine and copies: carries out `work.py` under virtual time. Never decides anything an actor decides.
+
+Slots hold real small byte strings with generations and part checksums. A copy moves its first half of the bytes at one virtual
+time and the second at a later one, so that a block can be evicted under a reader and a stopped writer can come too late.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+import numpy as np
+
+from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.messages import SlotRef
+from mooncake_zmq.simulation.engine import SimSequence, as_tokens
+from mooncake_zmq.work import (
+    BlockLoad,
+    BlocksCopied,
+    BlocksPulled,
+    ChunkComputed,
+    ComputeChunk,
+    CopyBlocks,
+    DecodeStep,
+    LayerComputed,
+    ProbeProcess,
+    ProcessProbed,
+    Progress,
+    PullBlocks,
+    Result,
+    SequenceBlock,
+    SlotGrant,
+    StepDecoded,
+    Work,
+    WorkFailed,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Virtual durations in seconds. Every one is stretched by up to `jitter` at random, and by a host's slowness."""
+
+    frame_s: float = 0.0004
+    """One control frame's way to another process."""
+    compute_token_s: float = 0.001
+    compute_start_s: float = 0.002
+    step_s: float = 0.012
+    step_entry_s: float = 0.001
+    copy_start_s: float = 0.002
+    copy_block_s: float = 0.001
+    network_start_s: float = 0.004
+    network_block_s: float = 0.003
+    probe_s: float = 0.001
+    jitter: float = 0.5
+
+
+@dataclass(slots=True)
+class Segment:
+    """One life's shared-memory file: the slots of `node` in its life `incarnation`."""
+
+    node: str
+    incarnation: int
+    host: str
+    layout: BlockLayout
+    slots: int
+    memory: bytearray = field(init=False)
+    generations: list[int] = field(init=False)
+    parts: list[list[int]] = field(init=False)
+    """Part checksums per slot, set by whoever wrote the part."""
+    flipped: set[int] = field(default_factory=set)
+    """Slots whose bytes a fault has changed since they were reserved."""
+    linked: bool = True
+    """False once the owner's next life swept the file away: nobody can attach it any more."""
+
+    def __post_init__(self) -> None:
+        self.memory = bytearray(self.slots * self.layout.block_bytes)
+        self.generations = [0] * self.slots
+        self.parts = [[0] * self.layout.layers for _ in range(self.slots)]
+
+    def part(self, slot: int, layer: int) -> memoryview:
+        """The bytes of one layer's part, writable."""
+        start = slot * self.layout.block_bytes + layer * self.layout.part_bytes
+        return memoryview(self.memory)[start : start + self.layout.part_bytes]
+
+    def block(self, slot: int) -> bytes:
+        """A copy of a slot's bytes."""
+        start = slot * self.layout.block_bytes
+        return bytes(self.memory[start : start + self.layout.block_bytes])
+
+
+class Watcher(Protocol):
+    """What the checkers hear from the hardware."""
+
+    def fenced(self, segment: Segment, slot: int, generation: int) -> None: ...
+    def writing(self, machine: "Machine", work: "Running", segment: Segment, grant: SlotGrant) -> None: ...
+    def reading(self, machine: "Machine", work: "Running", segment: Segment, ref: SlotRef) -> None: ...
+    def verified(self, segment: Segment, ref: SlotRef, layer: int, part: bytes) -> None: ...
+    def closing(self, machine: "Machine", sequence: int, works: Sequence["Running"]) -> None: ...
+    def broken(self, machine: "Machine", text: str) -> None: ...
+
+
+class World(Protocol):
+    """What a machine needs of the simulator."""
+
+    now: float
+    random: Random
+    hardware: Hardware
+    copy_fail: float
+    copy_tear: float
+    segments: dict[tuple[str, int], Segment]
+
+    @property
+    def watcher(self) -> Watcher: ...
+    def slowness(self, host: str) -> float: ...
+    def reach(self, reader: str, owner: str, incarnation: int) -> str: ...
+    def alive(self, node: str, incarnation: int) -> bool: ...
+    def half_written(self, name: str) -> None: ...
+
+
+Steps = Generator[float, str | None, Result]
+"""A work as a coroutine: yields how long its next step takes, is told why to stop (or None), and returns its result."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A work in flight."""
+
+    work_id: int
+    work: Work
+    started_at: float
+    deadline: float
+    steps: Steps
+    sequences: frozenset[int]
+    cancelled: bool = False
+
+
+class Machine:
+    """One life of one process: its sequences, its segment and the works it has in flight."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        name: str,
+        incarnation: int,
+        host: str,
+        layout: BlockLayout,
+        segment: Segment | None,
+        later: Callable[[float, Callable[[], None]], None],
+        done: Callable[[int, Result], None],
+        progressed: Callable[[int, Progress], None],
+    ) -> None:
+        self.world = world
+        self.name = name
+        self.incarnation = incarnation
+        self.host = host
+        self.layout = layout
+        self.segment = segment
+        self.stopped_at = float("-inf")
+        """When the process was last stopped: a work begun before that may be late without being wrong."""
+        self.sequences: dict[int, SimSequence] = {}
+        self.works: dict[int, Running] = {}
+        self._used_ids: set[int] = set()
+        self._compute_free_at = 0.0
+        self._later = later
+        self._done = done
+        self._progressed = progressed
+
+    # --- effects carried out at once
+
+    def fence(self, generations: Sequence[tuple[int, int]]) -> None:
+        """Set slot generations of the own segment."""
+        if self.segment is None:
+            return self.world.watcher.broken(self, "fences without a segment")
+        for slot, generation in generations:
+            self.world.watcher.fenced(self.segment, slot, generation)
+            self.segment.generations[slot] = generation
+            if generation % 2:
+                self.segment.flipped.discard(slot)
+        return None
+
+    def open(self, sequence: int, capacity_tokens: int) -> None:
+        """Allocate a sequence's KV."""
+        if sequence in self.sequences:
+            self.world.watcher.broken(self, f"opens sequence {sequence} twice")
+        self.sequences[sequence] = SimSequence(capacity_tokens)
+
+    def close(self, sequence: int) -> None:
+        """Free a sequence's KV; nothing may be using it."""
+        if sequence not in self.sequences:
+            return self.world.watcher.broken(self, f"closes sequence {sequence}, which is not open")
+        busy = [work for work in self.works.values() if sequence in work.sequences]
+        self.world.watcher.closing(self, sequence, busy)
+        del self.sequences[sequence]
+        return None
+
+    def start(self, work_id: int, work: Work, deadline_s: float) -> None:
+        """Begin a work; it ends in exactly one `done`."""
+        if work_id in self._used_ids:
+            self.world.watcher.broken(self, f"reuses work id {work_id}")
+        self._used_ids.add(work_id)
+        now = self.world.now
+        running = Running(work_id, work, now, now + deadline_s, iter(()), _sequences_of(work))  # type: ignore[arg-type]
+        unknown = [sequence for sequence in running.sequences if sequence not in self.sequences]
+        if unknown:
+            self.world.watcher.broken(self, f"starts {type(work).__name__} on sequence {unknown[0]}, which is not open")
+        running.steps = self._steps(running)
+        self.works[work_id] = running
+        self._resume(running, None, first=True)
+
+    def cancel(self, work_id: int) -> None:
+        """Ask a work to stop at its next step."""
+        if work_id in self.works:
+            self.works[work_id].cancelled = True
+
+    # --- works
+
+    def _resume(self, running: Running, _: None = None, *, first: bool = False) -> None:
+        late = self.world.now > running.deadline
+        stop = "deadline" if late else "cancelled" if running.cancelled else None
+        try:
+            delay_s = next(running.steps) if first else running.steps.send(stop)
+        except StopIteration as end:
+            del self.works[running.work_id]
+            self._done(running.work_id, WorkFailed("deadline") if late else end.value)
+            return
+        self._later(delay_s, lambda: self._resume(running))
+
+    def _steps(self, running: Running) -> Steps:
+        match running.work:
+            case ComputeChunk() as work:
+                return self._compute(running, work)
+            case PullBlocks() as work:
+                return self._pull(running, work)
+            case DecodeStep() as work:
+                return self._decode(running, work)
+            case CopyBlocks() as work:
+                return self._copy(running, work)
+            case ProbeProcess() as work:
+                return self._probe(work)
+
+    def _took(self, seconds: float) -> float:
+        world = self.world
+        return seconds * (1 + world.hardware.jitter * world.random.random()) * world.slowness(self.host)
+
+    def _wait_for_compute(self, running: Running, took_s: float) -> float:
+        """Queue for the one compute thread; returns how long to wait, at most until just after the deadline."""
+        now = self.world.now
+        begin = max(now, self._compute_free_at)
+        if begin > running.deadline:
+            return running.deadline - now + 1e-6
+        self._compute_free_at = begin + took_s
+        return begin - now
+
+    def _compute(self, running: Running, work: ComputeChunk) -> Steps:
+        hardware = self.world.hardware
+        tokens = as_tokens(work.tokens)
+        took_s = self._took(hardware.compute_start_s + hardware.compute_token_s * len(tokens))
+        took_s += self._took(hardware.copy_block_s * len(work.prefix))
+        fail = self.world.random.random() < self.world.copy_fail
+        began_at = self.world.now
+        stop = yield self._wait_for_compute(running, took_s)
+        if stop or fail:
+            return WorkFailed(stop or "injected failure")
+        sequence = self.sequences[work.sequence]
+        end = work.start + len(tokens)
+        layer_s = took_s / (2 * self.layout.layers)
+        for layer in range(self.layout.layers):
+            loads = [load for load in work.prefix if load.first_layer <= layer < load.stop_layer]
+            reads = [_Read(self, running, load.source, layer) for load in loads]
+            for read in reads:
+                read.first_half()
+            stop = yield layer_s
+            parts = [read.second_half() for read in reads]
+            failed = tuple(load.block for load, part in zip(loads, parts, strict=True) if part is None)
+            if failed:
+                return ChunkComputed((), None, self.world.now - began_at, failed)
+            if stop:
+                return WorkFailed(stop)
+            for load, part in zip(loads, parts, strict=True):
+                assert part is not None
+                self._store(sequence, load, layer, part)
+            sequence.run_layer(slice(layer, layer + 1), work.start, tokens)
+            yield layer_s
+            for index, grant in enumerate(work.outputs):
+                self._write_out(running, sequence, layer, work.start + index * self.layout.block_tokens, end, grant)
+            self._progressed(running.work_id, LayerComputed(layer))
+        token = None
+        if work.sampling is not None:
+            token = sequence.next_token(end, work.sampling)
+        assert self.segment is not None or not work.outputs
+        checksums = tuple(block_checksum(self.segment.parts[grant.slot]) for grant in work.outputs if self.segment)
+        return ChunkComputed(checksums, token, self.world.now - began_at)
+
+    def _write_out(self, running: Running, sequence: SimSequence, layer: int, start: int, end: int, grant: SlotGrant) -> None:
+        """Store one layer's part of one output block, zero-filled beyond the sequence's tokens."""
+        segment = self.world.segments[grant.node, grant.incarnation]
+        self.world.watcher.writing(self, running, segment, grant)
+        part = sequence.read_part(layer, start, min(start + self.layout.block_tokens, end), self.layout.block_tokens)
+        segment.part(grant.slot, layer)[:] = part
+        segment.parts[grant.slot][layer] = part_checksum(part)
+
+    def _store(self, sequence: SimSequence, load: BlockLoad, layer: int, part: bytes) -> None:
+        sequence.write_part(layer, load.block * self.layout.block_tokens, load.tokens, part)
+
+    def _pull(self, running: Running, work: PullBlocks) -> Steps:
+        reads = [
+            (load, layer, _Read(self, running, load.source, layer))
+            for load in work.loads
+            for layer in range(load.first_layer, load.stop_layer)
+        ]
+        stop = yield from self._approach(running, [load.source for load in work.loads])
+        if stop:
+            return WorkFailed(stop)
+        if self.world.random.random() < self.world.copy_fail:
+            return WorkFailed("injected failure")
+        for _, _, read in reads:
+            read.first_half()
+        yield self._took(self._copy_s(len(reads) / self.layout.layers, [load.source for load in work.loads]))
+        parts: list[tuple[int, int, int]] = []
+        failed: dict[int, None] = {}
+        sequence = self.sequences[work.sequence]
+        for load, layer, read in reads:
+            part = read.second_half()
+            if part is None:
+                failed[load.block] = None
+                continue
+            self._store(sequence, load, layer, part)
+            parts.append((load.block, layer, part_checksum(part)))
+        return BlocksPulled(tuple(part for part in parts if part[0] not in failed), tuple(failed))
+
+    def _decode(self, running: Running, work: DecodeStep) -> Steps:
+        hardware = self.world.hardware
+        took_s = self._took(hardware.step_s + hardware.step_entry_s * len(work.entries))
+        began_at = self.world.now
+        stop = yield self._wait_for_compute(running, took_s)
+        if stop:
+            return WorkFailed(stop)
+        yield took_s
+        chosen: list[int] = []
+        for entry in work.entries:
+            sequence = self.sequences[entry.sequence]
+            sequence.run(entry.position, np.array([entry.token], dtype=np.uint32))
+            chosen.append(sequence.next_token(entry.position + 1, entry.sampling))
+        return StepDecoded(tuple(chosen), self.world.now - began_at)
+
+    def _copy(self, running: Running, work: CopyBlocks) -> Steps:
+        layers = self.layout.layers
+        sources = [source for source, _ in work.copies if isinstance(source, SlotRef)]
+        stop = yield from self._approach(running, sources)
+        if stop:
+            return WorkFailed(stop)
+        copies: list[_BlockCopy] = []
+        for source, grant in work.copies:
+            target = self.world.segments.get((grant.node, grant.incarnation))
+            if target is None or not target.linked or target.host != self.host:
+                copies.append(_BlockCopy(None, grant, []))
+                continue
+            usable = target.generations[grant.slot] == grant.generation
+            reads = [self._reader(running, source, layer) for layer in range(layers)]
+            copies.append(_BlockCopy(target if usable else None, grant, reads))
+        fail = self.world.random.random() < self.world.copy_fail
+        for copy in copies:
+            if copy.target is None:
+                continue
+            self.world.watcher.writing(self, running, copy.target, copy.grant)
+            for layer, read in enumerate(copy.reads):
+                part = read.first_half()
+                if part is not None:
+                    copy.target.part(copy.grant.slot, layer)[: len(part)] = part
+        if any(copy.target is not self.segment for copy in copies if copy.target is not None):
+            self.world.half_written(self.name)
+        # From here on a stopped process writes late: the generation was checked, the bytes are on their way.
+        yield self._took(self._copy_s(len(copies), sources))
+        if fail:
+            return WorkFailed("injected failure")
+        return BlocksCopied(tuple(self._finish_copy(running, copy) for copy in copies))
+
+    def _finish_copy(self, running: Running, copy: "_BlockCopy") -> int | None:
+        target, grant = copy.target, copy.grant
+        if target is None:
+            return None
+        self.world.watcher.writing(self, running, target, grant)
+        good = True
+        for layer, read in enumerate(copy.reads):
+            part = read.second_half()
+            if part is None:
+                good = False
+                continue
+            target.part(grant.slot, layer)[:] = part
+            target.parts[grant.slot][layer] = part_checksum(part)
+        if not good or target.generations[grant.slot] != grant.generation:
+            return None
+        if self.world.random.random() < self.world.copy_tear:
+            _tear(self.world.random, target.part(grant.slot, self.world.random.randrange(self.layout.layers)))
+        standing = [part_checksum(target.part(grant.slot, layer)) for layer in range(self.layout.layers)]
+        return block_checksum(standing) if standing == target.parts[grant.slot] else None
+
+    def _reader(self, running: Running, source: SlotRef | SequenceBlock, layer: int) -> "_Read | _SequenceRead":
+        if isinstance(source, SlotRef):
+            return _Read(self, running, source, layer)
+        return _SequenceRead(self, source, layer)
+
+    def _probe(self, work: ProbeProcess) -> Steps:
+        yield self._took(self.world.hardware.probe_s)
+        return ProcessProbed(self.world.alive(work.node, work.incarnation))
+
+    def _approach(self, running: Running, sources: Sequence[SlotRef]) -> Generator[float, str | None, str | None]:
+        """Wait for the way to the sources; a peer that does not answer costs the whole deadline."""
+        remote = [source for source in sources if self._is_remote(source)]
+        stop = yield self._took(self.world.hardware.network_start_s if remote else self.world.hardware.copy_start_s)
+        if stop:
+            return stop
+        if any(self.world.reach(self.name, source.node, source.incarnation) == "silent" for source in remote):
+            stop = yield max(0.0, running.deadline - self.world.now) + 1e-6
+            return stop or "no answer"
+        return None
+
+    def _is_remote(self, source: SlotRef) -> bool:
+        segment = self.world.segments.get((source.node, source.incarnation))
+        return segment is None or segment.host != self.host
+
+    def _copy_s(self, blocks: float, sources: Sequence[SlotRef]) -> float:
+        hardware = self.world.hardware
+        if any(self._is_remote(source) for source in sources):
+            return hardware.network_block_s * blocks + hardware.network_start_s
+        return hardware.copy_block_s * blocks + hardware.copy_start_s
+
+
+@dataclass(slots=True)
+class _BlockCopy:
+    target: Segment | None
+    grant: SlotGrant
+    reads: list["_Read | _SequenceRead"]
+
+
+class _Read:
+    """One layer's part of a slot, read in two halves and verified as `BlockLoad` tells."""
+
+    __slots__ = ("_half", "_layer", "_machine", "_ref", "_running", "_segment")
+
+    def __init__(self, machine: Machine, running: Running, ref: SlotRef, layer: int) -> None:
+        self._machine = machine
+        self._running = running
+        self._ref = ref
+        self._layer = layer
+        self._segment: Segment | None = None
+        self._half: bytes | None = None
+
+    def first_half(self) -> bytes | None:
+        """The first half of the bytes, or None when the source is gone or has another generation."""
+        segment = self._machine.world.segments.get((self._ref.node, self._ref.incarnation))
+        if segment is None or not readable(self._machine, segment):
+            return None
+        if not generation_stands(segment, self._ref):
+            return None
+        self._machine.world.watcher.reading(self._machine, self._running, segment, self._ref)
+        self._segment = segment
+        part = segment.part(self._ref.slot, self._layer)
+        self._half = bytes(part[: len(part) // 2])
+        return self._half
+
+    def second_half(self) -> bytes | None:
+        """The whole part if it verified: every later use of the bytes depends on this."""
+        segment = self._segment
+        if segment is None or self._half is None or not readable(self._machine, segment, attached=True):
+            return None
+        view = segment.part(self._ref.slot, self._layer)
+        part = self._half + bytes(view[len(self._half) :])
+        world = self._machine.world
+        if world.random.random() < world.copy_tear / self._machine.layout.layers:
+            torn = bytearray(part)
+            _tear(world.random, memoryview(torn))
+            part = bytes(torn)
+        world.watcher.reading(self._machine, self._running, segment, self._ref)
+        if not generation_stands(segment, self._ref) or not part_stands(segment, self._ref, self._layer, part):
+            return None
+        world.watcher.verified(segment, self._ref, self._layer, part)
+        return part
+
+
+class _SequenceRead:
+    """One layer's part of a complete block of a running sequence: private memory, nobody else writes it."""
+
+    __slots__ = ("_layer", "_machine", "_source")
+
+    def __init__(self, machine: Machine, source: SequenceBlock, layer: int) -> None:
+        self._machine = machine
+        self._source = source
+        self._layer = layer
+
+    def first_half(self) -> bytes | None:
+        part = self.second_half()
+        return part[: len(part) // 2]
+
+    def second_half(self) -> bytes:
+        machine = self._machine
+        start = self._source.block * machine.layout.block_tokens
+        sequence = machine.sequences[self._source.sequence]
+        return sequence.read_part(self._layer, start, start + machine.layout.block_tokens, machine.layout.block_tokens)
+
+
+def readable(machine: Machine, segment: Segment, *, attached: bool = False) -> bool:
+    """Whether `machine` can read `segment`: a file on its own host, or through its living owner."""
+    if segment.host == machine.host:
+        return segment.linked or attached
+    return machine.world.reach(machine.name, segment.node, segment.incarnation) == "yes"
+
+
+def generation_stands(segment: Segment, ref: SlotRef) -> bool:
+    """Whether the slot still holds the copy that `ref` names."""
+    generation = segment.generations[ref.slot]
+    return generation == ref.generation or (ref.checksum == 0 and generation == ref.generation + 1)
+
+
+def part_stands(segment: Segment, ref: SlotRef, layer: int, part: bytes) -> bool:
+    """Whether the bytes read are the ones that were stored."""
+    if part_checksum(part) != segment.parts[ref.slot][layer]:
+        return False
+    return ref.checksum == 0 or block_checksum(segment.parts[ref.slot]) == ref.checksum
+
+
+def _tear(random: Random, part: memoryview) -> None:
+    part[random.randrange(len(part))] ^= 1 << random.randrange(8)
+
+
+def _sequences_of(work: Work) -> frozenset[int]:
+    match work:
+        case ComputeChunk() | PullBlocks():
+            return frozenset((work.sequence,))
+        case DecodeStep():
+            return frozenset(entry.sequence for entry in work.entries)
+        case CopyBlocks():
+            return frozenset(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock))
+        case ProbeProcess():
+            return frozenset()

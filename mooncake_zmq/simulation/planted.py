@@ -1,0 +1,272 @@
+"""Bugs planted on purpose, to see each checker fail: a checker never seen failing proves nothing. Simulation only.
+
+An actor's own `check` would often notice first, so where it would, it is silenced: what is on trial is the checker outside.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from mooncake_zmq.cache_node import cache_node, client
+from mooncake_zmq.cache_node.cache_node import CacheNode
+from mooncake_zmq.cache_node.client import PoolClient, PutEnded
+from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.gateway.requests import Requests
+from mooncake_zmq.kv.lease import HolderId
+from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.messages import (
+    BlocksAnnounced,
+    BlocksLeased,
+    CommitSlots,
+    FirstToken,
+    LeaseRenewed,
+    ReleaseLease,
+    SlotsReserved,
+    TokensDecoded,
+)
+from mooncake_zmq.prefill.prefill import Prefill
+from mooncake_zmq.runtime.actor import Effect, Received, Send
+from mooncake_zmq.runtime.session import Session
+from mooncake_zmq.simulation import hardware
+from mooncake_zmq.simulation.faults import FaultKind
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A bug: what to replace, which invariants' checkers notice, and the faults that bring it out."""
+
+    what: str
+    invariants: tuple[str, ...]
+    stress: tuple[FaultKind, ...]
+    replacements: Callable[[], list[tuple[Any, str, Any]]]
+
+
+@contextmanager
+def planting(name: str | None) -> Iterator[None]:
+    """Run with the bug `name`, or with none."""
+    with ExitStack() as stack:
+        for owner, attribute, replacement in PLANTED[name].replacements() if name else ():
+            stack.enter_context(patch.object(owner, attribute, replacement))
+        yield
+
+
+def _silent(self: Any, now: float = 0.0) -> None:
+    """In place of an actor's own check."""
+
+
+class _PinlessSlots(Slots):
+    """Pins are counted, but the slot stays among those to evict."""
+
+    def pin(self, slot: int) -> None:
+        self.pins[slot] += 1
+
+    def check(self) -> None:
+        pass
+
+
+def _evict_leased() -> list[tuple[Any, str, Any]]:
+    return [(cache_node, "Slots", _PinlessSlots), (CacheNode, "check", _silent)]
+
+
+def _no_generation_check() -> list[tuple[Any, str, Any]]:
+    def always(*_: object) -> bool:
+        return True
+
+    return [(hardware, "generation_stands", always), (hardware, "part_stands", always)]
+
+
+def _ttl_from_receipt() -> list[tuple[Any, str, Any]]:
+    """Every holder's clock begins when the answer arrives."""
+
+    def from_receipt(handle: Callable[[Any, float, Any], list[Effect]]) -> Callable[[Any, float, Any], list[Effect]]:
+        def handled(self: Any, now: float, event: Any) -> list[Effect]:
+            pool: PoolClient = self._pool
+            if isinstance(event, Received):
+                match event.message:
+                    case BlocksLeased(lease_id=lease_id) | LeaseRenewed(lease_id=lease_id):
+                        lease = pool._leases.get(lease_id)
+                        if lease is not None:
+                            lease.expires_at = now + pool.settings.lease_ttl_s
+                            lease.renewal_sent_at = now if lease.renewal_sent_at is not None else None
+                    case SlotsReserved(put_id=put_id):
+                        put = pool._puts.get(put_id)
+                        if put is not None:
+                            put.sent_at = now
+            return handle(self, now, event)
+
+        return handled
+
+    return [
+        (Prefill, "handle", from_receipt(Prefill.handle)),
+        (Decode, "handle", from_receipt(Decode.handle)),
+        (client, "COPY_MARGIN", 0.0),
+    ]
+
+
+def _late_writer() -> list[tuple[Any, str, Any]]:
+    """A put past its time is simply given back: no quarantine, nobody asks whether its writer still writes."""
+
+    def on_put_expired(self: CacheNode, now: float, writer: HolderId) -> list[Effect]:
+        put = self._puts.pop(writer, None)
+        for _, slot, _ in put.slots.values() if put else ():
+            self.slots.free(slot)
+        return []
+
+    return [(CacheNode, "_on_put_expired", on_put_expired)]
+
+
+def _commit_unverified() -> list[tuple[Any, str, Any]]:
+    """A put's blocks are all committed, those whose copy failed too."""
+    on_commit = CacheNode._on_commit
+
+    def commit_all(self: CacheNode, now: float, sender: str, message: CommitSlots) -> list[Effect]:
+        put = self._puts.get(self._holder(sender, message.put_id))
+        checksums = dict(message.checksums)
+        everything = tuple((index, checksums.get(index, 1)) for index in put.slots) if put else ()
+        return on_commit(self, now, sender, CommitSlots(put_id=message.put_id, checksums=everything))
+
+    return [(CacheNode, "_on_commit", commit_all)]
+
+
+def _duplicate_token() -> list[tuple[Any, str, Any]]:
+    """The session lets duplicates through, and the gateway passes on whatever comes."""
+    accept = Session._accept_sequenced
+
+    def accept_all(self: Session, now: float, peer: Any, envelope: Any) -> Any:
+        again = envelope.sequence < peer.expected
+        return accept(self, now, peer, envelope) + (self._deliver(now, peer, envelope.body) if again else [])
+
+    def take(self: Requests, request: Any, index: int, token: int) -> list[Effect]:
+        return self._emit(request, token)
+
+    return [(Session, "_accept_sequenced", accept_all), (Requests, "_take", take)]
+
+
+def _stale_attempt() -> list[tuple[Any, str, Any]]:
+    """The gateway takes tokens of whatever attempt, from whomever."""
+    on_first_token, on_tokens = Requests._on_first_token, Requests._on_tokens
+
+    def first_of_any(self: Requests, sender: str, message: FirstToken) -> list[Effect]:
+        request = self._requests.get(message.request_id)
+        if request is not None and request.attempt > message.attempt:
+            return self._take(request, message.index, message.token)
+        return on_first_token(self, sender, message)
+
+    def tokens_of_any(self: Requests, sender: str, message: TokensDecoded) -> list[Effect]:
+        effects: list[Effect] = []
+        for request_id, attempt, index, token in message.entries:
+            request = self._requests.get(request_id)
+            if request is not None and request.attempt > attempt:
+                effects += self._take(request, index, token)
+        return effects + on_tokens(self, sender, message)
+
+    return [(Requests, "_on_first_token", first_of_any), (Requests, "_on_tokens", tokens_of_any)]
+
+
+def _index_lies() -> list[tuple[Any, str, Any]]:
+    """Evicted blocks are never taken back from the conductors."""
+    announce = CacheNode._announce
+
+    def stored_only(self: CacheNode) -> list[Effect]:
+        effects = []
+        for effect in announce(self):
+            if isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced) and effect.message.stored:
+                effects.append(Send(effect.to, BlocksAnnounced(stored=effect.message.stored)))
+        return list(effects)
+
+    return [(CacheNode, "_announce", stored_only)]
+
+
+def _announce_early() -> list[tuple[Any, str, Any]]:
+    """Blocks are announced when their slots are granted, before anything is in them."""
+    on_reserve = CacheNode._on_reserve
+
+    def announcing(self: CacheNode, now: float, sender: str, message: Any) -> list[Effect]:
+        effects = on_reserve(self, now, sender, message)
+        granted = tuple(key for key in message.keys if self.slots.held(key) and self.slots.committed(key) is None)
+        conductors = [name for name, peer in self._peers.items() if peer.role == "conductor"]
+        return effects + [Send(name, BlocksAnnounced(stored=granted)) for name in conductors if granted]
+
+    return [(CacheNode, "_on_reserve", announcing)]
+
+
+def _lease_leak() -> list[tuple[Any, str, Any]]:
+    """Leases end neither by release nor by expiry."""
+
+    def ignore(self: CacheNode, now: float, message: ReleaseLease | HolderId, *_: object) -> list[Effect]:
+        return []
+
+    return [(CacheNode, "_on_release", ignore), (CacheNode, "_on_lease_expired", ignore)]
+
+
+def _closed_under_copy() -> list[tuple[Any, str, Any]]:
+    """A request that ends frees its KV although a work still uses it."""
+    try_end = Decode._try_end
+
+    def end_now(self: Decode, request: Any) -> list[Effect]:
+        request.in_flight = 0
+        return try_end(self, request)
+
+    return [(Decode, "_try_end", end_now)]
+
+
+def _lost_request() -> list[tuple[Any, str, Any]]:
+    """The gateway forgets that a failed attempt needs another, and every timer that would remind it."""
+
+    def ignore(self: Requests, *_: object) -> list[Effect]:
+        return []
+
+    def stay(self: Requests, now: float, event: Any) -> list[Effect]:
+        return []
+
+    handle = Requests.handle
+
+    def deaf(self: Requests, now: float, event: Any) -> list[Effect]:
+        reminder = type(event).__name__ == "TimerFired" and event.key[0] in ("stall", "deadline")
+        return stay(self, now, event) if reminder else handle(self, now, event)
+
+    return [(Requests, "_on_failed", ignore), (Requests, "handle", deaf)]
+
+
+def _old_life_heard() -> list[tuple[Any, str, Any]]:
+    """A session follows whatever life or epoch speaks."""
+    refusal = Session._refusal
+
+    def lenient(self: Session, peer: Any, envelope: Any) -> str | None:
+        reason = refusal(self, peer, envelope)
+        return None if reason in ("old_incarnation", "old_epoch", "former_life") else reason
+
+    return [(Session, "_refusal", lenient)]
+
+
+def _put_never_ends() -> list[tuple[Any, str, Any]]:
+    """The writer never tells that its copy is done."""
+    on_copied = PoolClient.on_copied
+
+    def silent(self: PoolClient, work_id: int, result: Any) -> PutEnded:
+        return PutEnded([], on_copied(self, work_id, result).tokens)
+
+    return [(PoolClient, "on_copied", silent), (PoolClient, "on_reclaim", lambda self, message: [])]
+
+
+K = FaultKind
+PLANTED: dict[str, Planted] = {
+    "evict_leased": Planted("evict ignoring leases", ("I2", "I1"), (K.SLOW, K.SLOW), _evict_leased),
+    "no_generation_check": Planted("copies are not verified", ("I1", "I3"), (K.BIT_FLIP, K.COPY_TEAR), _no_generation_check),
+    "ttl_from_receipt": Planted("ttl counted from receipt", ("I2",), (K.STOP_ASKER,), _ttl_from_receipt),
+    "late_writer": Planted("quarantine ignored", ("I2",), (K.STOP_WRITER,), _late_writer),
+    "commit_unverified": Planted("commit without checksum", ("I1",), (K.COPY_TEAR, K.COPY_FAIL), _commit_unverified),
+    "duplicate_token": Planted("duplicate token", ("I3",), (K.DUPLICATE,), _duplicate_token),
+    "stale_attempt": Planted(
+        "stale attempt accepted", ("I3",), (K.DELAY, K.DELAY, K.DELAY, K.COPY_TEAR, K.COPY_TEAR, K.COPY_TEAR), _stale_attempt
+    ),
+    "index_lies": Planted("index keeps what is gone", ("I5",), (), _index_lies),
+    "announce_early": Planted("announced before it is held", ("I5",), (), _announce_early),
+    "lease_leak": Planted("lease leak", ("I2", "I4"), (), _lease_leak),
+    "closed_under_copy": Planted("sequence closed under a copy", ("I2",), (), _closed_under_copy),
+    "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
+    "old_life_heard": Planted("an old life is heard", ("I6",), (K.CRASH, K.GARBAGE), _old_life_heard),
+    "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),
+}

@@ -1,0 +1,138 @@
+"""`mooncake-zmq simtest`: runs seeds, prints what they covered, and for a failing one how to see it again."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mooncake_zmq.decode import decode
+from mooncake_zmq.gateway import requests
+from mooncake_zmq.kv import slots
+from mooncake_zmq.messages import Hello, Message
+from mooncake_zmq.prefill import prefill
+from mooncake_zmq.simulation.faults import FaultKind
+from mooncake_zmq.simulation.planted import PLANTED
+from mooncake_zmq.simulation.run import SeedResult, failing_line, run_seed, run_seeds
+from mooncake_zmq.work import Work
+
+LAST_LINES = 60
+RAREST = 3
+TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
+    ("gateway request", requests.NEXT_STATE),
+    ("prefill job", prefill.NEXT_STATE),
+    ("decode request", decode.NEXT_STATE),
+    ("slot", slots.NEXT_STATE),
+)
+
+
+def possible() -> dict[str, set[str]]:
+    """What there is to cover, by kind."""
+    return {
+        "faults": {kind.value for kind in FaultKind},
+        "transitions": {f"{what} {a.value} -> {b.value}" for what, table in TABLES for a, b in _moves(table)},
+        "messages": {message.__name__ for message in get_args(Message) if message is not Hello},
+        "works": {work.__name__ for work in get_args(Work)},
+    }
+
+
+def _moves(table: Mapping[tuple[Enum, str], Enum]) -> Iterable[tuple[Enum, Enum]]:
+    return ((before, after) for (before, _), after in table.items())
+
+
+def totals(results: Iterable[SeedResult]) -> dict[str, Counter[str]]:
+    """The coverage of all seeds together."""
+    total: dict[str, Counter[str]] = {}
+    for result in results:
+        for kind, counts in result.coverage.items():
+            total.setdefault(kind, Counter()).update(counts)
+    return total
+
+
+def coverage_table(total: Mapping[str, Counter[str]]) -> Table:
+    """One row for each kind of thing: how much of it was seen, how often in all, what hardly and what never."""
+    table = Table(title="coverage", title_justify="left")
+    table.add_column("what")
+    table.add_column("seen", justify="right")
+    table.add_column("times", justify="right")
+    table.add_column("rarest")
+    table.add_column("never", style="yellow")
+    rows = possible() | {kind: set(total.get(kind, ())) for kind in ("garbage", "outcomes")}
+    for kind, names in rows.items():
+        counts = Counter({name: count for name, count in total.get(kind, Counter()).items() if name in names})
+        rarest = ", ".join(f"{name} {count}" for name, count in counts.most_common()[: -RAREST - 1 : -1])
+        never = ", ".join(sorted(names - counts.keys()))
+        table.add_row(kind, f"{len(counts)} of {len(names)}", f"{counts.total():,}", rarest, never)
+    return table
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def _replay(seed: int, planted: str | None, output: Path | None, console: Console) -> SeedResult:
+    result = run_seed(seed, planted=planted, trace=True)
+    if output is not None:
+        output.write_text("\n".join(result.log) + "\n", encoding="utf-8")
+    elif result.failure is not None:
+        for line in result.log[-LAST_LINES:]:
+            console.out(line, style="dim", highlight=False)
+        console.out(result.where, highlight=False)
+    return result
+
+
+@click.command()
+@click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="How many seeds to run.")
+@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first of them.")
+@click.option("--seed", type=click.IntRange(0), default=None, help="Run this seed alone and show how it failed.")
+@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="With --seed: write every event there.")
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes; one for each core by default.")
+@click.option("--planted", type=click.Choice(sorted(PLANTED)), default=None, help="Plant a bug; a checker must then fail.")
+@click.option("--json", "as_json", is_flag=True, help="Print the coverage as one JSON object instead of a table.")
+def simtest(
+    seeds: int, first: int, seed: int | None, trace: Path | None, jobs: int, planted: str | None, as_json: bool
+) -> None:
+    """Run the cluster under virtual time and seeded faults; every invariant is checked in every run.
+
+    \b
+    Examples:
+      mooncake-zmq simtest --seeds 200
+      mooncake-zmq simtest --seed 1234
+      mooncake-zmq simtest --seed 1234 --trace /tmp/1234.txt
+      mooncake-zmq simtest --seeds 5 --planted late_writer
+    """
+    errors = Console(stderr=True)
+    if seed is not None:
+        results = [_replay(seed, planted, trace, errors)]
+    else:
+        columns = (TextColumn("simtest"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=errors, transient=True) as progress:
+            task = progress.add_task("", total=seeds)
+            results = run_seeds(first, seeds, jobs, lambda _: progress.advance(task), planted=planted)
+    failed = [result for result in results if result.failure is not None]
+    total = totals(results)
+    if as_json:
+        click.echo(json.dumps({"seeds": len(results), "failed": len(failed), **{k: dict(v) for k, v in total.items()}}))
+    else:
+        Console().print(coverage_table(total))
+    for result in failed:
+        click.echo(failing_line(result, _commit()))
+        bug = f" --planted {planted}" if planted else ""
+        click.echo(f"  again: mooncake-zmq simtest --seed {result.seed}{bug}")
+    cpu_s = sum(result.cpu_s for result in results) / len(results)
+    virtual_s = sum(result.virtual_s for result in results) / len(results)
+    click.echo(
+        f"{len(results)} seeds, {len(failed)} failed; {cpu_s:.2f} s of CPU and {virtual_s:.1f} virtual s each", err=as_json
+    )
+    sys.exit(1 if failed else 0)

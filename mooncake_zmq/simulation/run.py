@@ -1,0 +1,174 @@
+"""One seed, or many: a phase with faults, then a healed cluster in which everything must end and new requests succeed."""
+
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from random import Random
+
+from mooncake_zmq.simulation.checkers import Checkers, Violation
+from mooncake_zmq.simulation.clients import Clients
+from mooncake_zmq.simulation.cluster import ClusterSettings, processes
+from mooncake_zmq.simulation.faults import FaultKind, draw_faults
+from mooncake_zmq.simulation.hardware import Hardware
+from mooncake_zmq.simulation.planted import PLANTED, planting
+from mooncake_zmq.simulation.simulator import Simulator
+from mooncake_zmq.simulation.traces import Workload, generate
+
+SAFETY_S = 9.0
+SETTLE_S = 3.0
+"""After healing, before the requests that must all succeed."""
+LIVENESS_S = 45.0
+"""Everything must have ended this long after healing."""
+LONGEST_STOP_S = 6.0
+"""A stopped gateway is late by this much at most."""
+OUR_BUGS = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(slots=True)
+class SeedResult:
+    """How one seed went. `failure`: the violated invariant in a line, None if all held."""
+
+    seed: int
+    failure: str | None = None
+    invariant: str | None = None
+    where: str = ""
+    digest: str = ""
+    faults: list[str] = field(default_factory=list)
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    events: int = 0
+    coverage: dict[str, dict[str, int]] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+
+
+def run_seed(
+    seed: int, *, planted: str | None = None, stress: Sequence[FaultKind] | None = None, trace: bool = False
+) -> SeedResult:
+    """Run one seed to its end or first violation. `stress`: kinds of additional faults, by default the planted bug's."""
+    result = SeedResult(seed)
+    began = time.process_time()
+    if stress is None:
+        stress = PLANTED[planted].stress if planted else ()
+    with planting(planted):
+        _run(result, Workload(), stress, trace)
+    result.cpu_s = time.process_time() - began
+    return result
+
+
+def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], trace: bool) -> None:
+    random = Random(result.seed)
+    settings = ClusterSettings()
+    specs = processes(settings)
+    work = generate(random, workload, settings.layout)
+    more = replace(workload, requests=4, max_turns=2, window_s=1.0, cancel_share=0.0, starts_at=SAFETY_S + SETTLE_S)
+    probes = generate(random, more, settings.layout, work.blocks)
+    names = [spec.name for spec in specs]
+    segments = [spec.name for spec in specs if spec.slots]
+    faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress)
+    result.faults = [str(fault) for fault in faults]
+    checkers = Checkers(blocks=work.blocks, max_lease_s=settings.cache_node.max_lease_s)
+    simulator = Simulator(
+        random=random,
+        specs=specs,
+        layout=settings.layout,
+        hardware=Hardware(),
+        session=settings.session,
+        checkers=checkers,
+    )
+    if trace:
+        simulator.log = result.log
+    gateways = [spec.name for spec in specs if spec.role == "gateway"]
+    clients = Clients(simulator, gateways, limit_s=settings.gateway.deadline_s + LONGEST_STOP_S)
+    outcomes: Counter[str] = Counter()
+    try:
+        asked = clients.add(work.chats)
+        for fault in faults:
+            simulator.schedule(fault)
+        simulator.run_until(SAFETY_S)
+        simulator.heal()
+        probed = clients.add(probes.chats)
+        _live(simulator, checkers, clients)
+        outcomes = asked + probed
+        if probed["finished"] != more.requests:
+            raise Violation("I4", f"requests to the healed cluster did not all succeed: {dict(probed)}")
+    except Violation as violation:
+        result.failure, result.invariant = str(violation), violation.invariant
+        result.where = "".join(traceback.format_tb(violation.__traceback__)[-3:])
+    except OUR_BUGS as error:
+        result.failure, result.invariant = f"{type(error).__name__}: {error}", type(error).__name__
+        result.where = traceback.format_exc()
+    result.digest, result.virtual_s, result.events = simulator.digest, simulator.now, simulator.events
+    checkers.finish()
+    result.coverage = {
+        "faults": dict(simulator.faults_begun),
+        "garbage": dict(simulator.garbage),
+        "transitions": dict(checkers.transitions),
+        "messages": dict(checkers.messages),
+        "works": dict(checkers.works),
+        "outcomes": dict(outcomes),
+        "counts": dict(checkers.counts),
+    }
+
+
+def _live(simulator: Simulator, checkers: Checkers, clients: Clients) -> None:
+    """Faults are over: wait until everything has ended and the index is true, or the bound has passed."""
+    bound = simulator.now + LIVENESS_S
+    while True:
+        simulator.run_until(simulator.now + 0.25)
+        waiting = clients.waiting
+        problem = Violation("I4", f"no end of {waiting[0]}") if waiting else checkers.busy() or checkers.stale_index()
+        if problem is None:
+            return checkers.at_rest()
+        if simulator.now >= bound:
+            raise problem
+
+
+def failing_line(result: SeedResult, commit: str) -> str:
+    """What a failing seed prints."""
+    return f"seed={result.seed} commit={commit} faults={' '.join(result.faults)}\n  {result.failure}"
+
+
+def run_seeds(
+    first: int, count: int, jobs: int, progress: Callable[[SeedResult], None], *, planted: str | None = None
+) -> list[SeedResult]:
+    """Run seeds in `jobs` worker processes; `progress` hears of each result as it comes."""
+    lanes = [range(first + lane, first + count, jobs) for lane in range(min(jobs, count))]
+    workers = [_spawn(seeds, planted) for seeds in lanes]
+    results: list[SeedResult] = []
+    # Lanes take equal turns, so reading them round robin keeps all pipes short.
+    pending = {index: iter(seeds) for index, seeds in enumerate(lanes)}
+    while pending:
+        for index in list(pending):
+            seed = next(pending[index], None)
+            if seed is None:
+                del pending[index]
+                continue
+            stdout = workers[index].stdout
+            assert stdout is not None
+            line = stdout.readline()
+            if not line:
+                results.append(SeedResult(seed, failure="the worker process died", invariant="worker"))
+                del pending[index]
+            else:
+                results.append(SeedResult(**json.loads(line)))
+            progress(results[-1])
+    for worker in workers:
+        worker.wait()
+    return results
+
+
+def _spawn(seeds: Iterable[int], planted: str | None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "mooncake_zmq.simulation", *map(str, seeds)]
+    if planted:
+        command += ["--planted", planted]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def as_line(result: SeedResult) -> str:
+    """One JSON line, without the log."""
+    return json.dumps(asdict(replace(result, log=[])))

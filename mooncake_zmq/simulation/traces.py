@@ -1,0 +1,153 @@
+"""The workload of a seed: chats whose next turn extends prompt and answer, shared system prefixes, hang-ups, tenants."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from mooncake_zmq.gateway.requests import ClientRequest
+from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace, pack_tokens
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.messages import Sampling, StopRule
+from mooncake_zmq.simulation.engine import EOS_IDS, VOCABULARY, SimSequence
+
+MODEL = "simulated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """How much to ask, and of what size. Times in virtual seconds, lengths in tokens."""
+
+    requests: int = 40
+    window_s: float = 5.0
+    max_turns: int = 4
+    system_prompts: int = 3
+    max_system: int = 40
+    max_question: int = 32
+    max_answer: int = 28
+    cancel_share: float = 0.12
+    think_s: float = 0.6
+    starts_at: float = 0.0
+    tenants: tuple[str, ...] = ("", "", "blue")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request, and what an undisturbed run answers."""
+
+    request: ClientRequest
+    answer: tuple[int, ...]
+    reason: str
+    think_s: float
+    cancel_after_s: float | None
+    cancel_after_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Turns of one conversation, each after the one before it ended."""
+
+    number: int
+    starts_at: float
+    turns: tuple[Turn, ...]
+
+
+@dataclass(slots=True)
+class Trace:
+    """All chats of a seed, and the bytes of every block that a key can stand for."""
+
+    chats: tuple[Chat, ...]
+    blocks: dict[Key, bytes] = field(default_factory=dict)
+
+
+def generate(random: Random, workload: Workload, layout: BlockLayout, blocks: dict[Key, bytes] | None = None) -> Trace:
+    """Draw the chats and compute what the undisturbed engine answers; `blocks` are those known from another trace."""
+    trace = Trace((), {} if blocks is None else blocks)
+    systems = [_tokens(random, random.randint(1, workload.max_system)) for _ in range(workload.system_prompts)]
+    chats: list[Chat] = []
+    left = workload.requests
+    while left:
+        turns = min(left, random.randint(1, workload.max_turns))
+        left -= turns
+        starts_at = workload.starts_at + random.uniform(0, workload.window_s)
+        chats.append(Chat(len(chats), starts_at, _turns(random, workload, layout, trace, systems, turns)))
+    trace.chats = tuple(chats)
+    return trace
+
+
+def _turns(
+    random: Random, workload: Workload, layout: BlockLayout, trace: Trace, systems: list[list[int]], count: int
+) -> tuple[Turn, ...]:
+    root = namespace(model=MODEL, layout=layout.fingerprint, salt=random.choice(workload.tenants))
+    prompt = list(random.choice(systems)) if random.random() < 0.8 else []
+    turns: list[Turn] = []
+    for _ in range(count):
+        prompt = prompt + _tokens(random, _question_length(random, workload, layout, len(prompt)))
+        turn = _turn(random, workload, layout, trace, root, prompt)
+        turns.append(turn)
+        prompt = prompt + list(turn.answer)
+    return tuple(turns)
+
+
+def _question_length(random: Random, workload: Workload, layout: BlockLayout, so_far: int) -> int:
+    """Half of the prompts end on, just before or just after a block boundary."""
+    length = random.randint(1, workload.max_question)
+    if random.random() < 0.5:
+        length -= (so_far + length) % layout.block_tokens
+        length += random.choice((-1, 0, 1))
+    return max(1, length)
+
+
+def _turn(random: Random, workload: Workload, layout: BlockLayout, trace: Trace, root: bytes, prompt: list[int]) -> Turn:
+    temperature = random.choice((0.0, 0.0, 0.8))
+    sampling = Sampling(temperature=temperature, seed=random.randrange(1, 1 << 32) if temperature else 0)
+    stop = StopRule(
+        max_tokens=random.randint(1, workload.max_answer),
+        min_tokens=random.choice((0, 0, 4)),
+        eos_ids=random.choice((EOS_IDS, EOS_IDS, ())),
+    )
+    answer, reason = reference(root, prompt, sampling, stop, layout, trace.blocks)
+    tokens = pack_tokens(prompt)
+    request = ClientRequest(
+        tokens=tokens,
+        root=root,
+        keys=tuple(extend_keys(root, tokens, layout.block_tokens)),
+        sampling=sampling,
+        stop=stop,
+    )
+    after_s, after_tokens = None, None
+    if random.random() < workload.cancel_share:
+        if random.random() < 0.5:
+            after_s = random.choice((random.uniform(0, 0.02), random.uniform(0, 1.0)))
+        else:
+            after_tokens = random.randint(1, len(answer))
+    return Turn(request, answer, reason, random.uniform(0, workload.think_s), after_s, after_tokens)
+
+
+def reference(
+    root: bytes, prompt: Iterable[int], sampling: Sampling, stop: StopRule, layout: BlockLayout, blocks: dict[Key, bytes]
+) -> tuple[tuple[int, ...], str]:
+    """The undisturbed answer and why it ends; adds to `blocks` the bytes of every complete block of the sequence."""
+    tokens = list(prompt)
+    sequence = SimSequence(len(tokens) + stop.max_tokens)
+    sequence.run(0, np.array(tokens, dtype=np.uint32))
+    prompt_length = len(tokens)
+    while True:
+        token = sequence.next_token(len(tokens), sampling)
+        sequence.run(len(tokens), np.array([token], dtype=np.uint32))
+        tokens.append(token)
+        reason = stop.reason(token, len(tokens) - prompt_length)
+        if reason is not None:
+            break
+    size = layout.block_tokens
+    for index, key in enumerate(extend_keys(root, pack_tokens(tokens), size)):
+        if key not in blocks:
+            start = index * size
+            parts = (sequence.read_part(layer, start, start + size, size) for layer in range(layout.layers))
+            blocks[key] = b"".join(parts)
+    return tuple(tokens[prompt_length:]), reason
+
+
+def _tokens(random: Random, count: int) -> list[int]:
+    return [random.randrange(VOCABULARY) for _ in range(count)]

@@ -1,0 +1,91 @@
+"""The real actors under seeded faults, the bugs planted to prove the checkers, and the promise that a seed repeats itself."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from mooncake_zmq.simulation.faults import MIN_FAULTS, MIN_KINDS, FaultKind
+from mooncake_zmq.simulation.planted import PLANTED
+from mooncake_zmq.simulation.report import possible, simtest, totals
+from mooncake_zmq.simulation.run import SeedResult, as_line, run_seed, run_seeds
+
+SEEDS = 24
+PLANTED_SEEDS = 10
+
+
+def worker_line(seed: int, hash_seed: str) -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    command = [sys.executable, "-m", "mooncake_zmq.simulation", str(seed)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_seeds_hold_and_cover() -> None:
+    results = run_seeds(0, SEEDS, os.cpu_count() or 1, lambda _: None)
+    assert [(result.seed, result.failure) for result in results if result.failure] == []
+    assert sorted(result.seed for result in results) == list(range(SEEDS))
+    total = totals(results)
+    never = {kind: names - total[kind].keys() for kind, names in possible().items()}
+    assert not never["faults"]
+    assert not never["works"]
+    assert not never["messages"]
+    assert len(never["transitions"]) <= 3, never["transitions"]
+    assert total["outcomes"]["finished after resume"] > SEEDS
+    for source in ("own", "local", "remote"):
+        assert total["outcomes"][f"finished with {source} blocks"] > SEEDS
+
+
+def test_a_seed_draws_enough_faults() -> None:
+    result = run_seed(11)
+    kinds = {fault.split("@")[0] for fault in result.faults}
+    assert len(result.faults) >= MIN_FAULTS
+    assert len(kinds) >= MIN_KINDS
+    assert kinds <= {kind.value for kind in FaultKind}
+
+
+def test_a_seed_repeats_itself_whatever_the_hash_seed() -> None:
+    lines = [json.loads(worker_line(7, hash_seed)) for hash_seed in ("1", "2")]
+    for line in lines:
+        del line["cpu_s"]
+    assert lines[0] == lines[1]
+    assert lines[0]["digest"] != json.loads(worker_line(8, "1"))["digest"]
+
+
+def test_watching_changes_nothing() -> None:
+    watched = run_seed(7, trace=True)
+    assert watched.digest == run_seed(7).digest
+    assert any("fault" in line for line in watched.log)
+    assert SeedResult(**json.loads(as_line(watched))).digest == watched.digest
+
+
+@pytest.mark.parametrize("name", sorted(PLANTED))
+def test_a_planted_bug_is_caught(name: str) -> None:
+    """Some seed fails the checker that is meant to notice; the same seed and faults pass without the bug."""
+    planted = PLANTED[name]
+    failures = []
+    for seed in range(PLANTED_SEEDS):
+        result = run_seed(seed, planted=name)
+        if result.failure is not None:
+            failures.append(result.failure)
+            if result.invariant in planted.invariants:
+                assert run_seed(seed, stress=planted.stress).failure is None
+                return
+    pytest.fail(f"{planted.what}: no checker of {planted.invariants} failed, but {failures}")
+
+
+def test_a_failing_seed_says_how_to_see_it_again() -> None:
+    outcome = CliRunner().invoke(simtest, ["--seed", "0", "--planted", "commit_unverified"])
+    assert outcome.exit_code == 1
+    assert "seed=0 commit=" in outcome.output
+    assert "simtest --seed 0 --planted commit_unverified" in outcome.output
+    assert "I1" in outcome.output
+
+
+def test_passing_seeds_print_coverage() -> None:
+    outcome = CliRunner().invoke(simtest, ["--seeds", "2", "--jobs", "2"])
+    assert outcome.exit_code == 0, outcome.output
+    assert "2 seeds, 0 failed" in outcome.output
+    assert "transitions" in outcome.output

@@ -1,0 +1,148 @@
+"""The simulated world by itself: time, wires, lives and faults, with actors that only do what they are told."""
+
+import pytest
+from simulation_harness import World
+
+from mooncake_zmq.messages import RequestEnded
+from mooncake_zmq.runtime.actor import (
+    CancelTimer,
+    PeerDown,
+    PeerUp,
+    Received,
+    Send,
+    SetTimer,
+    Start,
+    Started,
+    TimerFired,
+    WorkDone,
+)
+from mooncake_zmq.simulation.faults import Fault, FaultKind
+from mooncake_zmq.work import ProbeProcess, ProcessProbed
+
+PLACES = {"one": "a", "two": "a", "far": "b"}
+
+
+def ended(number: int) -> RequestEnded:
+    return RequestEnded(request_id="r", attempt=number)
+
+
+def attempts(world: World, name: str) -> list[int]:
+    return [event.message.attempt for event in world.puppet(name).events(Received)]
+
+
+def test_processes_greet_each_other_and_messages_arrive_in_order() -> None:
+    world = World(PLACES)
+    assert isinstance(world.puppet("one").heard[0][1], Started)
+    assert {event.peer for event in world.puppet("one").events(PeerUp)} == {"two", "far"}
+    world.does("one", *(Send("far", ended(number)) for number in range(5)))
+    world.pass_time(0.1)
+    assert attempts(world, "far") == [0, 1, 2, 3, 4]
+
+
+def test_timers_fire_once_at_their_time_and_can_be_replaced_or_cancelled() -> None:
+    world = World(PLACES)
+    now = world.simulator.now
+    world.does("one", SetTimer(("a",), 0.5), SetTimer(("a",), 1.0), SetTimer(("b",), 0.2), CancelTimer(("b",)))
+    world.pass_time(3.0)
+    fired = [(at, event.key) for at, event in world.puppet("one").heard if isinstance(event, TimerFired)]
+    assert fired == [(pytest.approx(now + 1.0), ("a",))]
+
+
+@pytest.mark.parametrize("kind", [FaultKind.DROP, FaultKind.DUPLICATE, FaultKind.DELAY])
+def test_bad_wires_cost_time_but_no_message(kind: FaultKind) -> None:
+    world = World(PLACES)
+    world.simulator.schedule(Fault(kind, world.simulator.now, 30.0, (), 0.3))
+    world.pass_time(0.01)
+    for number in range(30):
+        world.does("one", Send("far", ended(number)))
+        world.pass_time(0.02)
+    world.pass_time(3.0)
+    assert attempts(world, "far") == list(range(30))
+    assert not world.puppet("far").events(PeerDown)
+
+
+def test_a_partition_ends_conversations_between_hosts_and_heals() -> None:
+    world = World(PLACES)
+    world.simulator.schedule(Fault(FaultKind.PARTITION, world.simulator.now, 2.5, ("one", "far")))
+    world.pass_time(2.4)
+    assert {event.peer for event in world.puppet("far").events(PeerDown)} == {"one", "two"}
+    assert not world.puppet("two").events(PeerDown) or {e.peer for e in world.puppet("two").events(PeerDown)} == {"far"}
+    world.pass_time(2.0)
+    assert [event.peer for event in world.puppet("far").events(PeerUp)].count("one") == 2
+
+
+def test_one_way_means_one_way() -> None:
+    world = World(PLACES)
+    world.simulator.schedule(Fault(FaultKind.ONE_WAY, world.simulator.now, 0.5, ("one", "far")))
+    world.pass_time(0.01)
+    world.does("one", Send("far", ended(1)))
+    world.does("far", Send("one", ended(2)))
+    world.pass_time(0.4)
+    assert attempts(world, "one") == [2]
+    assert attempts(world, "far") == []
+    world.pass_time(1.5)
+    assert attempts(world, "far") == [1]
+
+
+def test_a_crash_loses_everything_and_the_next_life_is_another() -> None:
+    world = World(PLACES)
+    former = world.puppet("one")
+    world.does("one", SetTimer(("never",), 0.6), Start(1, ProbeProcess("two", 1), 5.0))
+    world.simulator.schedule(Fault(FaultKind.CRASH, world.simulator.now, 0.3, ("one",)))
+    world.pass_time(2.0)
+    assert former is not world.puppet("one")
+    assert world.puppet("one").incarnation == former.incarnation + 1
+    for life in world.puppets["one"]:
+        assert not life.events(TimerFired)
+        assert not life.events(WorkDone)
+    assert ("one", 2) in [(event.peer, event.incarnation) for event in world.puppet("two").events(PeerUp)]
+
+
+def test_a_stopped_process_handles_everything_late_and_in_order() -> None:
+    world = World(PLACES)
+    now = world.simulator.now
+    world.does("one", SetTimer(("late",), 0.1))
+    world.simulator.schedule(Fault(FaultKind.PAUSE, now, 0.8, ("one",)))
+    world.pass_time(0.05)
+    for number in range(3):
+        world.does("two", Send("one", ended(number)))
+    world.pass_time(0.7)
+    assert attempts(world, "one") == []
+    assert world.simulator.alive("one", 1)
+    world.pass_time(1.0)
+    assert attempts(world, "one") == [0, 1, 2]
+    late = [at for at, event in world.puppet("one").heard if isinstance(event, TimerFired)]
+    assert len(late) == 1
+    assert late[0] >= now + 0.8
+
+
+def test_probing_tells_the_dead_from_the_stopped() -> None:
+    world = World(PLACES)
+    world.simulator.pause("two")
+    world.simulator.crash("far")
+    world.does("one", Start(1, ProbeProcess("two", 1), 1.0), Start(2, ProbeProcess("far", 1), 1.0))
+    world.pass_time(0.1)
+    results = {event.work_id: event.result for event in world.puppet("one").events(WorkDone)}
+    assert results == {1: ProcessProbed(True), 2: ProcessProbed(False)}
+
+
+def test_garbage_is_dropped_and_counted() -> None:
+    world = World(PLACES)
+    world.simulator.crash("two")
+    world.simulator.restart("two")
+    world.pass_time(1.0)
+    heard = len(world.puppet("one").heard)
+    world.simulator.schedule(Fault(FaultKind.GARBAGE, world.simulator.now, 0.0, ("one",), 200))
+    world.pass_time(0.001)
+    assert set(world.simulator.garbage) == {"noise", "truncated", "stranger", "version", "old_life"}
+    assert len(world.puppet("one").heard) == heard
+
+
+def test_the_same_seed_gives_the_same_digest() -> None:
+    digests = []
+    for seed in (1, 1, 2):
+        world = World(PLACES, seed=seed)
+        world.simulator.schedule(Fault(FaultKind.DROP, 0.6, 2.0, (), 0.3))
+        world.pass_time(3.0)
+        digests.append(world.simulator.digest)
+    assert digests[0] == digests[1] != digests[2]
