@@ -1,0 +1,5 @@
+"""`python -m mooncake_zmq`."""
+
+from mooncake_zmq.cli import main
+
+main()

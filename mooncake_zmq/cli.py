@@ -1,0 +1,237 @@
+"""The command line. Everything is imported inside its command: `--help` is instant, BLAS threads are set before NumPy loads."""
+
+import importlib
+import os
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+DEFAULT_CONFIG = "configs/local.toml"
+"""Below the current directory, or else below the project's own."""
+ROLES = {
+    "conductor": "Choose prefill and decode for each request; hold the block index.",
+    "prefill": "Compute the KV of prompts and the first token.",
+    "decode": "Produce the later tokens in a continuous batch.",
+    "cache-node": "Own one host's pool of KV blocks.",
+    "gateway": "Serve the OpenAI-compatible HTTP API; own the requests.",
+}
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+config_option = click.option(
+    "--config",
+    "path",
+    default=DEFAULT_CONFIG,
+    show_default=True,
+    metavar="FILE",
+    help="The deployment's TOML file.",
+    callback=lambda _context, _parameter, value: _located(value),
+)
+model_option = click.option(
+    "--model", metavar="MODEL", help='"default", "toy", "dummy:SHAPE", a GGUF file or a Hugging Face directory.'
+)
+set_option = click.option(
+    "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Override a setting, e.g. session.heartbeat_s=0.2."
+)
+
+
+class Cli(click.Group):
+    """Shows commands in the order of this file."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="mooncake-zmq")
+def main() -> None:
+    """A KVCache-centric, disaggregated LLM server made of plain processes that speak ZeroMQ.
+
+    \b
+    Examples:
+      mooncake-zmq up                                     a whole cluster on this machine
+      mooncake-zmq up --demo                              the same, with questions about a long document
+      mooncake-zmq prefill --config configs/local.toml --node prefill-a
+      mooncake-zmq config check configs/local.toml
+    """
+
+
+def _role_command(role: str, summary: str) -> None:
+    @main.command(
+        role, help=f"{summary}\n\n\b\nExample:\n  mooncake-zmq {role} --config {DEFAULT_CONFIG} --node NAME", short_help=summary
+    )
+    @config_option
+    @click.option("--node", required=True, metavar="NAME", help="Which of the file's nodes this process is.")
+    @model_option
+    @set_option
+    def run(path: str, node: str, model: str | None, assignments: tuple[str, ...]) -> None:
+        limit_threads(path, node)
+        loaded = _load(path, model, assignments)
+        found = _or_exit(lambda: loaded.config.node(node))
+        if found.role != role:
+            _fail(f"{path}: {node} is a {found.role}, not a {role}")
+        from mooncake_zmq.runtime.process import main as run_process
+
+        sys.exit(run_process(loaded, node))
+
+
+for _role, _summary in ROLES.items():
+    _role_command(_role, _summary)
+
+
+@main.command()
+@config_option
+@model_option
+@set_option
+@click.option("--demo", is_flag=True, help="Ask questions about one long document, show what was reused, then stop.")
+def up(path: str, model: str | None, assignments: tuple[str, ...], demo: bool) -> None:
+    """Start every node of FILE on this machine, and stop them with Ctrl-C.
+
+    \b
+    Examples:
+      mooncake-zmq up
+      mooncake-zmq up --model ~/models/llama.gguf
+      mooncake-zmq up --set gateway.http_port=8080
+      mooncake-zmq up --demo
+    """
+    for variable in THREAD_VARIABLES:
+        os.environ.setdefault(variable, "1")
+    loaded = _load(path, model, assignments)
+    from mooncake_zmq.up import Up
+
+    cluster = Up(loaded, path, model, assignments)
+    if demo:
+        from mooncake_zmq.demo import Demo
+
+        sys.exit(cluster.run(Demo().run))
+    sys.exit(cluster.run())
+
+
+def _forward(name: str, module: str, summary: str) -> None:
+    """A command that lives in `module` under the same name, imported when it is called."""
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+    @main.command(name, help=summary, add_help_option=False, context_settings=settings)
+    @click.pass_context
+    def forward(context: click.Context) -> None:
+        command: click.Command = getattr(importlib.import_module(module), name)
+        command.main(context.args, prog_name=f"mooncake-zmq {name}")
+
+
+_forward("simtest", "mooncake_zmq.simulation.report", "Run the cluster under virtual time and seeded faults.")
+_forward("bench", "mooncake_zmq.bench.command", "Measure, each value beside its reference.")
+
+
+@main.group()
+def config() -> None:
+    """Check or show a deployment's settings."""
+
+
+@config.command()
+@click.argument("path", metavar="FILE", default=DEFAULT_CONFIG, callback=lambda _context, _parameter, value: _located(value))
+@model_option
+@set_option
+def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
+    """Check FILE and print what it would use: nodes, RAM, cores."""
+    from mooncake_zmq.config import summary, warnings
+
+    loaded = _load(path, model, assignments)
+    for line in summary(loaded):
+        click.echo(line)
+    for warning in warnings(loaded):
+        click.secho(f"warning: {warning}", fg="yellow", err=True)
+    click.echo(f"{path}: ok")
+
+
+@config.command()
+@click.argument("path", metavar="FILE", default=DEFAULT_CONFIG, callback=lambda _context, _parameter, value: _located(value))
+@model_option
+@set_option
+def show(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
+    """Print every effective value of FILE and where it came from."""
+    from mooncake_zmq.config import effective
+
+    for dotted, value, source in effective(_load(path, model, assignments)):
+        click.echo(f"{dotted} = {value!r}  ({source})")
+
+
+@main.command()
+@config_option
+@set_option
+@click.option("--node", metavar="NAME", help="Only this node; all running ones otherwise.")
+def dump(path: str, assignments: tuple[str, ...], node: str | None) -> None:
+    """Print the state of running nodes as JSON."""
+    import json
+
+    from mooncake_zmq.up import collect_dumps
+
+    loaded = _load(path, None, assignments)
+    names = [_or_exit(lambda: loaded.config.node(node)).name] if node else [each.name for each in loaded.config.nodes]
+    dumps = collect_dumps(Path(loaded.config.cluster.runtime_dir), names)
+    click.echo(json.dumps(dumps, indent=1))
+    if missing := [name for name in names if name not in dumps]:
+        click.echo(f"not running or not answering: {', '.join(missing)}", err=True)
+        sys.exit(1)
+
+
+@main.command()
+@config_option
+@set_option
+def doctor(path: str, assignments: tuple[str, ...]) -> None:
+    """Check what this machine has: Python, packages, shared memory, cores, ports."""
+    from mooncake_zmq.up import examine
+
+    healthy = True
+    for good, what in examine(_load(path, None, assignments)):
+        click.secho(f"{'ok  ' if good else 'FAIL'}  {what}", fg=None if good else "red")
+        healthy = healthy and good
+    sys.exit(0 if healthy else 1)
+
+
+def limit_threads(path: str, node: str) -> None:
+    """Give BLAS the node's number of threads, before anything loads NumPy. Errors are left to the file's real reading."""
+    threads = 1
+    try:
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        threads = next((each.get("threads", 1) for each in raw.get("nodes", []) if each.get("name") == node), 1)
+    except (OSError, ValueError, AttributeError, TypeError):
+        pass
+    assert "numpy" not in sys.modules, "NumPy was loaded before the number of BLAS threads was set"
+    for variable in THREAD_VARIABLES:
+        os.environ[variable] = str(threads)
+
+
+def _located(path: str) -> str:
+    own = Path(__file__).parent.parent / path
+    return str(own) if path == DEFAULT_CONFIG and not Path(path).exists() and own.exists() else path
+
+
+def _load(path: str, model: str | None, assignments: tuple[str, ...]) -> Any:
+    from mooncake_zmq.config import load
+
+    overrides: dict[str, str] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            _fail(f"--set {assignment}: write KEY=VALUE")
+        overrides[key.strip()] = value.strip()
+    if model is not None:
+        overrides["model.path"] = model
+    return _or_exit(lambda: load(path, overrides))
+
+
+def _or_exit(action: Callable[[], Any]) -> Any:
+    from mooncake_zmq.config import ConfigError
+
+    try:
+        return action()
+    except ConfigError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"mooncake-zmq: {message}", err=True)
+    sys.exit(2)

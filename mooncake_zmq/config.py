@@ -1,0 +1,378 @@
+"""One TOML file per deployment, read once into nested frozen dataclasses; every error names the file and the path in it.
+
+Precedence: command line, environment (`MOONCAKE_ZMQ_SECTION__KEY`), file, default. Unknown keys are errors.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import msgspec
+
+from mooncake_zmq.cache_node.cache_node import CacheNodeSettings
+from mooncake_zmq.conductor.conductor import ConductorSettings
+from mooncake_zmq.decode.decode import DecodeSettings
+from mooncake_zmq.gateway.edge import EdgeSettings
+from mooncake_zmq.gateway.requests import RequestsSettings
+from mooncake_zmq.prefill.prefill import PrefillSettings
+from mooncake_zmq.runtime.log import LEVELS, LogFormat
+from mooncake_zmq.runtime.session import SessionSettings
+from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, check_endpoint
+
+ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
+Role = Literal["conductor", "prefill", "decode", "cache-node", "gateway"]
+ROLES: tuple[Role, ...] = get_args(Role)
+ENGINE_ROLES: tuple[Role, ...] = ("prefill", "decode")
+NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+
+class ConfigError(Exception):
+    """The operator's mistake, in one line that names where it is."""
+
+
+def default_runtime_dir() -> str:
+    """Short, private to the user, and gone at reboot: it holds locks, sockets and logs."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return f"{base}/mooncake_zmq" if base and Path(base).is_dir() else f"/tmp/mooncake_zmq-{os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """The deployment as a whole."""
+
+    name: str = "local"
+    runtime_dir: str = field(default_factory=default_runtime_dir)
+    """Locks, ipc sockets, logs and state dumps. ipc paths must stay below 107 bytes, so keep it short."""
+    shm_dir: str = "/dev/shm"
+    """Where segments of KV blocks are made: a tmpfs."""
+    drain_timeout_s: float = 30.0
+    """A process that was asked to stop ends after this even if requests still run; systemd waits 90 s."""
+    log_format: LogFormat = "json"
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not NAME_PATTERN.fullmatch(self.name):
+            raise ValueError("name must be 1 to 63 of a-z, 0-9, '.', '_', '-'")
+        if not Path(self.runtime_dir).is_absolute() or not Path(self.shm_dir).is_absolute():
+            raise ValueError("runtime_dir and shm_dir must be absolute paths")
+        if self.drain_timeout_s <= 0:
+            raise ValueError("drain_timeout_s must be positive")
+        if self.log_level not in LEVELS:
+            raise ValueError(f"log_level must be one of {', '.join(LEVELS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """The one model of the cluster."""
+
+    path: str = "default"
+    """"default", "toy", "dummy:CONFIG", a GGUF file or a Hugging Face directory."""
+    cache_dir: str = ""
+    """Where converted weights are kept; empty: the user's cache directory."""
+    block_tokens: int = 32
+    """Tokens in a block. 32 of the default model are 1.41 MiB, exactly 360 pages, so a slot wastes nothing; a request computes
+    half a block again on average, while keys, index and messages stay small."""
+    max_model_len: int = 8192
+    """Most tokens of a request, prompt and output; the model's own limit if that is lower."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_tokens <= 4096:
+            raise ValueError("block_tokens must be between 1 and 4096")
+        if self.max_model_len < 2:
+            raise ValueError("max_model_len must be at least 2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """One process. `settings` replace keys of its role's section for this node alone."""
+
+    name: str
+    role: Role
+    host: str = "localhost"
+    """Nodes with the same host share memory; those on different ones use the network, even on one machine."""
+    endpoint: str = ""
+    """Control plane; empty: an ipc socket in runtime_dir."""
+    data_endpoint: str = ""
+    """Data plane; empty: an ipc socket in runtime_dir."""
+    threads: int = 1
+    """BLAS threads. OpenBLAS workers spin while they wait: more threads than cores slow decode 50-fold (measured)."""
+    metrics_port: int = 0
+    """Prometheus on 127.0.0.1 at this port; 0: none."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for what in ("name", "host"):
+            if not NAME_PATTERN.fullmatch(getattr(self, what)):
+                raise ValueError(f"{what} must be 1 to 63 of a-z, 0-9, '.', '_', '-'")
+        if not 1 <= self.threads <= 1024:
+            raise ValueError("threads must be between 1 and 1024")
+        if not 0 <= self.metrics_port < 65536:
+            raise ValueError("metrics_port must be between 0 and 65535")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """A gateway's three parts: where it serves HTTP, the edge's limits, its requests."""
+
+    http_host: str = "127.0.0.1"
+    http_port: int = 8000
+    edge: EdgeSettings = field(default_factory=EdgeSettings)
+    requests: RequestsSettings = field(default_factory=RequestsSettings)
+    """`conductors` empty: those of this file, in its order."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.http_port < 65536:
+            raise ValueError("http_port must be between 1 and 65535")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole deployment. An actor is handed its own section only."""
+
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    session: SessionSettings = field(default_factory=SessionSettings)
+    conductor: ConductorSettings = field(default_factory=ConductorSettings)
+    prefill: PrefillSettings = field(default_factory=PrefillSettings)
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
+    cache_node: CacheNodeSettings = field(default_factory=CacheNodeSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    nodes: tuple[NodeSettings, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [node.name for node in self.nodes]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"nodes: the name {repeated[0]} is given twice")
+        pools = [node.host for node in self.nodes if node.role == "cache-node"]
+        if repeated := sorted({host for host in pools if pools.count(host) > 1}):
+            raise ValueError(f"nodes: host {repeated[0]} has two cache-nodes; one process owns a host's pool")
+        endpoints = [where for node in self.nodes for where in (self.endpoint(node), self.data_endpoint(node))]
+        for endpoint in endpoints:
+            try:
+                check_endpoint(endpoint)
+            except BadEndpoint as error:
+                raise ValueError(f"nodes: {error}") from error
+            if endpoints.count(endpoint) > 1:
+                raise ValueError(f"nodes: two of them listen on {endpoint}")
+        self._check_ladder()
+
+    def _check_ladder(self) -> None:
+        """heartbeat_s * 3 <= peer_timeout_s (asserted in SessionSettings) < lease_ttl_s <= max_lease_s."""
+        for role, client in (("prefill", self.prefill.pool), ("decode", self.decode.pool)):
+            if not self.session.peer_timeout_s < client.lease_ttl_s:
+                raise ValueError(f"{role}.pool.lease_ttl_s must be above session.peer_timeout_s")
+            if not client.lease_ttl_s <= self.cache_node.max_lease_s:
+                raise ValueError(f"{role}.pool.lease_ttl_s must be at most cache_node.max_lease_s")
+
+    def node(self, name: str) -> NodeSettings:
+        """The node called `name`; raises ConfigError with the names there are."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise ConfigError(f"there is no node {name!r}; there are {', '.join(node.name for node in self.nodes) or 'none'}")
+
+    def of_role(self, *roles: Role) -> list[NodeSettings]:
+        """The nodes with one of `roles`, in the file's order: the order in which gateways try conductors."""
+        return [node for node in self.nodes if node.role in roles]
+
+    def endpoint(self, node: NodeSettings) -> str:
+        """Where `node` listens for messages."""
+        return node.endpoint or f"ipc://{self.cluster.runtime_dir}/{node.name}.ipc"
+
+    def data_endpoint(self, node: NodeSettings) -> str:
+        """Where `node` serves its blocks to other hosts."""
+        return node.data_endpoint or f"ipc://{self.cluster.runtime_dir}/{node.name}.data.ipc"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A config and where each value that is no default came from, by dotted path."""
+
+    path: str
+    config: Config
+    sources: Mapping[str, str]
+    raw: Mapping[str, Any]
+
+    def section(self, node: NodeSettings) -> Any:
+        """The section of `node`'s role with its own `settings` laid over it."""
+        name = node.role.replace("-", "_")
+        if not node.settings:
+            return getattr(self.config, name)
+        kind = get_type_hints(Config)[name]
+        where = f"nodes[{self.config.nodes.index(node)}].settings"
+        _check_keys(node.settings, kind, self.path, f"{where}.")
+        return _convert(_merge(self.raw.get(name, {}), node.settings), kind, self.path, self.sources, under=where)
+
+
+def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Loaded:
+    """Read `path`, lay environment and command line (`overrides`, by dotted path) over it, check everything."""
+    shown = str(path)
+    raw = _read(Path(path), shown)
+    _check_keys(raw, Config, shown, "")
+    sources = {key: "file" for key in _paths(raw)}
+    environment = os.environ if environment is None else environment
+    for variable in sorted(environment):
+        if variable.startswith(ENVIRONMENT_PREFIX) and "__" in variable:
+            dotted = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            _override(raw, sources, dotted, environment[variable], f"environment {variable}")
+    for dotted, value in (overrides or {}).items():
+        _override(raw, sources, dotted, value, "command line")
+    config: Config = _convert(raw, Config, shown, sources)
+    loaded = Loaded(shown, config, sources, raw)
+    for node in config.nodes:
+        loaded.section(node)
+    return loaded
+
+
+def effective(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
+    """Every setting as (dotted path, value, source)."""
+
+    def walk(record: Any, under: str) -> Iterator[tuple[str, Any, str]]:
+        for known in fields(record):
+            value, dotted = getattr(record, known.name), f"{under}{known.name}"
+            if is_dataclass(value):
+                yield from walk(value, f"{dotted}.")
+            elif dotted == "nodes":
+                for position, node in enumerate(value):
+                    yield from walk(node, f"nodes[{position}].")
+            else:
+                yield dotted, value, loaded.sources.get(dotted, "default")
+
+    yield from walk(loaded.config, "")
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        lower = merged.get(key)
+        merged[key] = _merge(lower, value) if isinstance(lower, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _read(path: Path, shown: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{shown}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{shown}: not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{shown}: not TOML: {error}") from None
+
+
+def _check_keys(raw: Mapping[str, Any], kind: type[Any], shown: str, under: str) -> None:
+    """Raise on a key that `kind` does not know. Values of the wrong shape are left to the conversion."""
+    hints = get_type_hints(kind)
+    for key, value in raw.items():
+        path = f"{under}{key}"
+        if key not in hints:
+            near = ", ".join(sorted(hints))
+            raise ConfigError(f"{shown}: {path}: unknown key; known here: {near}")
+        if is_dataclass(hints[key]) and isinstance(value, Mapping):
+            _check_keys(value, hints[key], shown, f"{path}.")
+        elif key == "nodes" and isinstance(value, list):
+            for position, node in enumerate(value):
+                if isinstance(node, Mapping):
+                    _check_keys(node, NodeSettings, shown, f"nodes[{position}].")
+
+
+def _paths(raw: Mapping[str, Any], under: str = "") -> Iterator[str]:
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{under}{key}.")
+        elif key == "nodes" and isinstance(value, list):
+            for position, node in enumerate(value):
+                if isinstance(node, Mapping):
+                    yield from _paths(node, f"nodes[{position}].")
+        else:
+            yield f"{under}{key}"
+
+
+def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: Any, source: str) -> None:
+    kind: Any = Config
+    inner = raw
+    *sections, key = dotted.split(".")
+    for section in sections:
+        kind = get_type_hints(kind).get(section) if is_dataclass(kind) else None
+        below = inner.get(section)
+        # Copied on the way down: the caller's tables stay as they were read.
+        inner[section] = inner = dict(below) if isinstance(below, Mapping) else {}
+    hints = get_type_hints(kind) if is_dataclass(kind) else {}
+    if key not in hints or is_dataclass(hints[key]) or dotted == "nodes":
+        raise ConfigError(f"{source}: there is no setting {dotted}")
+    if isinstance(value, str) and hints[key] not in (str, LogFormat):
+        try:
+            value = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            raise ConfigError(f"{source}: {dotted}: cannot read {value!r}") from None
+    inner[key] = value
+    sources[dotted] = source
+
+
+def _convert(raw: Mapping[str, Any], kind: type[Any], shown: str, sources: Mapping[str, str], under: str = "") -> Any:
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        what, _, at = str(error).partition(" - at `$")
+        path = (under + at.rstrip("`")).lstrip(".")
+        source = sources.get(path, "file")
+        where = shown if source == "file" else source
+        what = what.replace("`", "")
+        what = what[0].lower() + what[1:] if what.startswith(("Expected", "Object", "Invalid")) else what
+        raise ConfigError(f"{where}: {path}: {what}" if path else f"{where}: {what}") from None
+
+
+def summary(loaded: Loaded) -> Iterator[str]:
+    """What the deployment uses, line by line. Sizes of KV are exact once the model is prepared."""
+    config, mib = loaded.config, 1 << 20
+    total = 0
+    yield f"cluster {config.cluster.name}: model {config.model.path}, blocks of {config.model.block_tokens} tokens"
+    for node in config.nodes:
+        section = loaded.section(node)
+        what, size = "", 0
+        match node.role:
+            case "cache-node":
+                size, what = section.pool_bytes, f"pool of {section.pool_bytes / mib:,.0f} MiB"
+            case "prefill":
+                size, what = section.slab_bytes, f"slab of {section.slab_bytes / mib:,.0f} MiB"
+            case "decode":
+                size = section.capacity_tokens * config.conductor.kv_bytes_per_token
+                what = f"KV of {section.capacity_tokens:,} tokens, {size / mib:,.0f} MiB"
+            case "gateway":
+                what = f"http://{section.http_host}:{section.http_port}"
+        total += size
+        threads = f", threads {node.threads}" if node.role in ENGINE_ROLES else ""
+        yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{threads}"
+    yield f"KV in RAM at most {total / mib:,.0f} MiB, beside the weights (shared by all processes) and the processes themselves"
+
+
+def warnings(loaded: Loaded) -> Iterator[str]:
+    """What works, but not well."""
+    config = loaded.config
+    threads = sum(node.threads for node in config.of_role(*ENGINE_ROLES))
+    cores = len(os.sched_getaffinity(0))
+    if threads > cores:
+        yield (
+            f"the engines of {loaded.path} have {threads} threads and this machine {cores} cores: "
+            "they will wait for each other when all are busy; more threads than cores in one engine make it slower still"
+        )
+    for node in config.of_role(*ENGINE_ROLES):
+        if node.threads > cores:
+            yield (
+                f"{node.name}: {node.threads} threads on {cores} cores: OpenBLAS workers spin while they wait, "
+                "decode may be 50 times slower"
+            )
+    pools = {node.host for node in config.of_role("cache-node")}
+    for node in config.of_role(*ENGINE_ROLES):
+        if node.host not in pools:
+            yield f"{node.name}: no cache-node on host {node.host}: it can neither reuse nor store blocks there"
+    for role in ROLES:
+        if not config.of_role(role):
+            yield f"there is no {role}"
+    for node in config.of_role("decode"):
+        if loaded.section(node).capacity_tokens < config.model.max_model_len:
+            yield f"{node.name}: capacity_tokens is below model.max_model_len: the longest requests will not fit"

@@ -1,0 +1,490 @@
+"""The shell of one role's process: lock, memory, signals, and an end that leaves nothing behind.
+
+`main` is the only way in. The operator's mistakes end it with one line on stderr and exit code 2; our bugs with a
+traceback in the log and exit code 1; a drained or finished process with 0.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+import zmq
+
+from mooncake_zmq.cache_node.cache_node import CacheNode
+from mooncake_zmq.conductor.conductor import Conductor
+from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
+from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.spec import ModelSpec
+from mooncake_zmq.gateway.edge import Edge, ServedModel
+from mooncake_zmq.gateway.requests import Requests
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.messages import PROTOCOL_VERSION, Hello, SegmentRef
+from mooncake_zmq.prefill.prefill import Prefill
+from mooncake_zmq.runtime import log as logs
+from mooncake_zmq.runtime.actor import Actor, FromClient
+from mooncake_zmq.runtime.executor import Executor
+from mooncake_zmq.runtime.metrics import serve as serve_metrics
+from mooncake_zmq.runtime.node import Node
+from mooncake_zmq.runtime.session import Session
+from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
+from mooncake_zmq.transfer.network import DataServer
+from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
+from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
+
+log = structlog.get_logger()
+
+PARENT_VARIABLE = "MOONCAKE_ZMQ_PARENT"
+"""The pid of the `up` that started this process: when that dies, this one drains."""
+BAD_INPUT = 2
+PR_SET_PDEATHSIG = 1
+READY_POLL_S = 0.1
+HTTP_CLOSE_S = 5
+"""How long the last HTTP answers may take to be written out once the requests have ended."""
+
+
+class PortInUse(Exception):
+    """Somebody else listens where this process wants to."""
+
+
+MISTAKES = (ConfigError, ModelError, ProcessLockError, SharedMemoryError, BadEndpoint, PortInUse)
+"""What the operator can put right: told in one line."""
+
+
+def main(loaded: Loaded, name: str) -> int:
+    """Run the node called `name` until it is told to stop; returns the exit code."""
+    try:
+        node = loaded.config.node(name)
+        logs.configure(node=name, role=node.role, form=loaded.config.cluster.log_format, level=loaded.config.cluster.log_level)
+        with ExitStack() as stack:
+            _Process(loaded, node, stack).run()
+    except MISTAKES as mistake:
+        sys.stderr.write(f"mooncake-zmq: {name}: {mistake}\n")
+        return BAD_INPUT
+    except Exception:
+        # The one place: a bug must not leave segments, sockets or threads behind, and must be seen.
+        log.critical("crashed", exc_info=True)
+        return 1
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a process knows of the cluster's model before any weight is mapped."""
+
+    path: Path
+    spec: ModelSpec
+    tokenizer: str
+    """Fingerprint of the tokenizer."""
+    max_model_len: int
+
+    @classmethod
+    def prepare(cls, config: Config) -> "Model":
+        """Convert the model if nobody has yet. Raises ModelError."""
+        from mooncake_zmq.engine import weights  # maps BLAS: only after the thread count is set
+
+        cache_dir = Path(config.model.cache_dir) if config.model.cache_dir else weights.default_cache_dir()
+        path = weights.prepare(config.model.path, cache_dir, lambda what, share: log.debug("model", what=what, share=share))
+        spec = weights.load_engine("toy").spec if str(path) == "toy" else weights.read_spec(path)
+        return cls(path, spec, _tokenizer_fingerprint(path), min(config.model.max_model_len, spec.max_positions))
+
+    def layout(self, block_tokens: int) -> BlockLayout:
+        return BlockLayout(
+            layers=self.spec.layers,
+            kv_heads=self.spec.kv_heads,
+            head_dim=self.spec.head_dim,
+            block_tokens=block_tokens,
+            dtype=self.spec.kv_dtype,
+        )
+
+
+def _tokenizer_fingerprint(path: Path) -> str:
+    """Of the files it is made from: most roles have no other use for a tokenizer, which takes time and memory to open."""
+    digest = hashlib.sha256(path.name.encode() if str(path) == "toy" else b"")
+    if path.is_dir():
+        for file in sorted(path.glob("*.json")):
+            if file.name != "header.json":  # the model's own fingerprint covers it
+                digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+class _Process:
+    """Everything one life of one node holds; `stack` lets go of it in reverse order."""
+
+    def __init__(self, loaded: Loaded, node: NodeSettings, stack: ExitStack) -> None:
+        self.config, self.node, self.stack = loaded.config, node, stack
+        self.settings = loaded.section(node)
+        cluster = self.config.cluster
+        self.runtime_dir = Path(cluster.runtime_dir)
+        _mind_early_signals()
+        _follow_parent()
+        make_private(self.runtime_dir)
+        lock = ProcessLock.acquire(self.runtime_dir, node.name)
+        stack.callback(lock.release)
+        self.incarnation = lock.incarnation
+        for swept in sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life)):
+            log.warning("stale_segment_removed", path=str(swept))
+        self.model = Model.prepare(self.config)
+        self.layout = self.model.layout(self.config.model.block_tokens)
+        self.signals_seen = 0
+        self.crash: BaseException | None = None
+        self.runtime: ZmqRuntime
+
+    def run(self) -> None:
+        """Build the role, serve, and raise what a worker thread died of, if one did."""
+        if self.node.role == "gateway":
+            asyncio.run(self._serve_gateway())
+        else:
+            self._serve_actor()
+        log.info("stopped")
+        if self.crash is not None:
+            raise self.crash
+
+    # --- roles without clients
+
+    def _serve_actor(self) -> None:
+        config, node = self.config, self.node
+        segment, segment_ref = self._make_segment()
+        engine = None
+        if node.role in ("prefill", "decode"):
+            from mooncake_zmq.engine.weights import load_engine
+
+            engine = load_engine(self.model.path)
+        executor = None
+        if node.role != "conductor":
+            executor = Executor(
+                node=node.name,
+                incarnation=self.incarnation,
+                host=node.host,
+                layout=self.layout,
+                segment=segment,
+                engine=engine,
+                runtime_dir=self.runtime_dir,
+                emit=lambda event: self.runtime.post(event),
+                on_crash=self._on_crash,
+            )
+        self.runtime = ZmqRuntime(
+            Node(self._actor(), self._session(segment_ref)),
+            endpoint=config.endpoint(node),
+            peers=self._peers(),
+            executor=executor,
+        )
+        self.stack.callback(self.runtime.close)
+        if executor is not None:
+            self.stack.callback(executor.close)  # before the runtime: its threads wake the runtime's loop
+        self._attend()
+        self.runtime.call(_ready)
+        self.runtime.run()
+
+    def _make_segment(self) -> tuple[Segment | None, SegmentRef | None]:
+        setting = {"cache-node": "pool_bytes", "prefill": "slab_bytes"}.get(self.node.role)
+        if setting is None:
+            return None, None
+        slots = getattr(self.settings, setting) // self.layout.slot_bytes
+        section = self.node.role.replace("-", "_")
+        if slots < 1:
+            raise ConfigError(f"{section}.{setting} is less than one slot of {self.layout.slot_bytes} bytes")
+        needed = self.layout.blocks_for(self.model.max_model_len)
+        if self.node.role == "prefill" and slots < needed:
+            raise ConfigError(
+                f"{section}.{setting} holds {slots} blocks, and a request of model.max_model_len {self.model.max_model_len} "
+                f"needs {needed}: raise it to {needed * self.layout.slot_bytes}, or lower max_model_len"
+            )
+        cluster = self.config.cluster
+        segment = Segment.create(
+            cluster.shm_dir,
+            cluster.name,
+            self.node.name,
+            self.layout,
+            slots,
+            self.incarnation,
+            setting=f"{section}.{setting}",
+        )
+        self.stack.callback(segment.close)
+        wanted = self.config.data_endpoint(self.node)
+        try:
+            server = DataServer(segment, wanted, on_crash=self._on_crash)
+        except zmq.ZMQError as error:
+            raise BadEndpoint(f"cannot listen on {wanted}: {error}") from error
+        self.stack.callback(server.close)
+        if wanted.startswith("ipc://"):
+            self.stack.callback(Path(wanted.removeprefix("ipc://")).unlink, missing_ok=True)
+        return segment, SegmentRef(path=str(segment.path), endpoint=server.endpoint, slots=slots)
+
+    def _actor(self) -> Actor:
+        name, host, incarnation = self.node.name, self.node.host, self.incarnation
+        match self.node.role:
+            case "conductor":
+                # The cost model needs the model's own size, whatever the file says.
+                settings = replace(self.settings, kv_bytes_per_token=self.model.spec.kv_bytes_per_token)
+                block_tokens = self.layout.block_tokens
+                return Conductor(name=name, host=host, incarnation=incarnation, settings=settings, block_tokens=block_tokens)
+            case "prefill":
+                return Prefill(name=name, host=host, incarnation=incarnation, settings=self.settings, layout=self.layout)
+            case "decode":
+                return Decode(name=name, host=host, incarnation=incarnation, settings=self.settings, layout=self.layout)
+            case "cache-node":
+                return CacheNode(name=name, host=host, incarnation=incarnation, settings=self.settings, layout=self.layout)
+            case "gateway":
+                requests = self.settings.requests
+                if not requests.conductors:
+                    conductors = tuple(node.name for node in self.config.of_role("conductor"))
+                    requests = replace(requests, conductors=conductors)
+                return Requests(name=name, host=host, incarnation=incarnation, settings=requests, layout=self.layout)
+
+    # --- the gateway
+
+    async def _serve_gateway(self) -> None:
+        from mooncake_zmq.engine.tokenizer import open_tokenizer
+        from mooncake_zmq.gateway.app import create_app
+
+        listener = listen(self.settings.http_host, self.settings.http_port)
+        self.stack.callback(listener.close)
+        self.runtime = ZmqRuntime(
+            Node(self._actor(), self._session(None)),
+            endpoint=self.config.endpoint(self.node),
+            peers=self._peers(),
+            deliver=lambda effect: edge.deliver(effect),
+        )
+        edge = Edge(
+            name=self.node.name,
+            incarnation=self.incarnation,
+            model=ServedModel(
+                id=self.model.spec.name,
+                max_model_len=self.model.max_model_len,
+                block_tokens=self.layout.block_tokens,
+                model_fingerprint=self.model.spec.fingerprint,
+                layout_fingerprint=self.layout.fingerprint,
+                tokenizer=open_tokenizer(self.model.path),
+            ),
+            settings=self.settings.edge,
+            backing=_Backing(self.runtime),
+        )
+        server = _Server(
+            uvicorn.Config(
+                create_app(edge),
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=HTTP_CLOSE_S,
+            )
+        )
+        stopped = asyncio.Event()
+        try:
+            self._attend(on_drain=edge.drain)
+            self.runtime.attach(asyncio.get_running_loop(), stopped.set)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            announcing = asyncio.create_task(_announce(edge))
+            await asyncio.wait([serving, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
+            announcing.cancel()
+            server.should_exit = True
+            if self.signals_seen > 1:
+                server.force_exit = True
+            await serving
+        finally:
+            self.runtime.close()
+
+    # --- what every role has
+
+    def _session(self, segment: SegmentRef | None) -> Session:
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            role=self.node.role,
+            host=self.node.host,
+            model=self.model.spec.fingerprint,
+            tokenizer=self.model.tokenizer,
+            layout=self.layout.fingerprint,
+            segment=segment,
+        )
+        return Session(
+            me=self.node.name,
+            incarnation=self.incarnation,
+            hello=hello,
+            peers=self._peers(),
+            settings=self.config.session,
+            now=time.monotonic(),
+        )
+
+    def _peers(self) -> dict[str, str]:
+        return {peer.name: self.config.endpoint(peer) for peer in self.config.nodes if peer.name != self.node.name}
+
+    def _attend(self, on_drain: Any = lambda: None) -> None:
+        """Signals, watchdog, metrics: what the operator and systemd see of the loop."""
+        runtime = self.runtime
+
+        def drain() -> None:
+            log.info("draining")
+            _notify("STOPPING=1")
+            on_drain()
+            runtime.drain()
+
+        def on_signal(number: int, _frame: object) -> None:
+            self.signals_seen += 1
+            if self.signals_seen > 1:
+                runtime.call(runtime.stop)
+                return
+            runtime.call(drain)
+            runtime.call(lambda: runtime.every(self.config.cluster.drain_timeout_s, give_up))
+
+        def give_up() -> None:
+            log.warning("drain_timed_out")
+            runtime.stop()
+
+        signal.signal(signal.SIGTERM, on_signal)
+        signal.signal(signal.SIGINT, on_signal)
+        signal.signal(signal.SIGUSR1, lambda *_: runtime.call(self._write_dump))
+        watchdog_us = int(os.environ.get("WATCHDOG_USEC", "0"))
+        if watchdog_us:
+            runtime.every(watchdog_us / 2e6, lambda: _notify("WATCHDOG=1"))
+        if self.node.metrics_port:
+            try:
+                self.stack.callback(serve_metrics(self.node.metrics_port, self._snapshot))
+            except OSError as error:
+                raise PortInUse(f"metrics_port {self.node.metrics_port}: {error.strerror}") from error
+        log.info("started", incarnation=self.incarnation, endpoint=runtime.endpoint, pid=os.getpid())
+
+    def _on_crash(self, error: BaseException) -> None:
+        self.crash = error
+        self.runtime.call(self.runtime.stop)
+
+    def _snapshot(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Taken by the loop's thread, asked for by another."""
+        taken: Future[tuple[Mapping[str, float], Mapping[str, float]]] = Future()
+        self.runtime.call(lambda: taken.set_result((_counts(self.runtime), self.runtime.gauges())))
+        return taken.result(timeout=5)
+
+    def _write_dump(self) -> None:
+        path = self.runtime_dir / f"{self.node.name}.dump.json"
+        temporary = path.with_suffix(".tmp")
+        dump = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
+        temporary.write_text(json.dumps(dump, default=_printable, indent=1), encoding="utf-8")
+        temporary.rename(path)
+        log.info("dumped", path=str(path))
+
+
+class _Backing:
+    """What the HTTP edge asks of this process; see `gateway.edge.Backing`."""
+
+    def __init__(self, runtime: ZmqRuntime) -> None:
+        self._runtime = runtime
+
+    def inject(self, event: FromClient) -> None:
+        self._runtime.handle(event)
+
+    def peers(self) -> Mapping[str, Hello]:
+        return self._runtime.node.session.up_peers
+
+    def refusals(self) -> Mapping[str, str]:
+        return self._runtime.node.session.refusals
+
+    def counts(self) -> Mapping[str, float]:
+        return _counts(self._runtime)
+
+    def gauges(self) -> Mapping[str, float]:
+        return self._runtime.gauges()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: this process has its own, which drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _announce(edge: Edge) -> None:
+    """Tell systemd once /ready would be 200."""
+    while not edge.health()[0]:
+        await asyncio.sleep(READY_POLL_S)
+    _ready()
+
+
+def _ready() -> None:
+    log.info("ready")
+    _notify("READY=1")
+
+
+def _notify(state: str) -> None:
+    """sd_notify(3)."""
+    where = os.environ.get("NOTIFY_SOCKET")
+    if not where:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier, contextlib.suppress(OSError):
+        notifier.sendto(state.encode(), "\0" + where[1:] if where.startswith("@") else where)
+
+
+def _counts(runtime: ZmqRuntime) -> dict[str, float]:
+    session = {f"session_{name}": value for name, value in runtime.node.session.counts.items()}
+    return {**runtime.node.actor.counts, **session, **{f"zmq_{name}": value for name, value in runtime.counts.items()}}
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket for HTTP; raises PortInUse."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise PortInUse(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+def make_private(runtime_dir: Path) -> None:
+    """Our sockets and locks must be nobody else's: the directory is ours alone, or we do not use it."""
+    try:
+        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = runtime_dir.stat()
+    except OSError as error:
+        raise ConfigError(f"cluster.runtime_dir {runtime_dir}: {error.strerror}") from error
+    if state.st_uid != os.getuid():
+        raise ConfigError(f"cluster.runtime_dir {runtime_dir} belongs to another user")
+    if state.st_mode & 0o022:
+        raise ConfigError(f"cluster.runtime_dir {runtime_dir} can be written by others: chmod go-w it")
+
+
+def _mind_early_signals() -> None:
+    """Until the loop runs: a request for a dump is not deadly, and one to stop still lets go of everything."""
+
+    def leave(_number: int, _frame: object) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
+
+
+def _follow_parent() -> None:
+    """Drain when the `up` that started us dies, however it dies."""
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(parent):  # it died before we asked
+        raise ConfigError("the process that started this one is gone")
+
+
+def _printable(value: object) -> object:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, set | frozenset | tuple):
+        return list(value)
+    return str(value)

@@ -1,0 +1,414 @@
+"""Drives one `Node` over ZeroMQ: one ROUTER hears everybody, one DEALER speaks to each peer, one thread owns them all.
+
+Two drivers over one core: `run` blocks on a poller, `attach` lives in an asyncio loop beside an HTTP server (a raw
+descriptor with `add_reader`, drained until empty, serves about four times the messages of `zmq.asyncio`). ZeroMQ may lose
+frames; they are counted here and repeated by the session, never here. The ROUTER only listens, and envelopes name their
+senders, so connections keep ZeroMQ's own random identities: a restarted peer is heard at once, no stranger can evict one.
+"""
+
+import asyncio
+import errno
+import heapq
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+
+from mooncake_zmq.messages import MAX_MESSAGE_BYTES, Hello
+from mooncake_zmq.runtime.actor import (
+    Actor,
+    CancelTimer,
+    CancelWork,
+    CloseSequence,
+    Drained,
+    DrainWanted,
+    Effect,
+    Event,
+    Fence,
+    OpenSequence,
+    PeerDown,
+    PeerUp,
+    SetTimer,
+    Start,
+    Started,
+    TimerFired,
+    ToClient,
+)
+from mooncake_zmq.runtime.node import Node, Outer, Transmit
+from mooncake_zmq.work import Work
+
+SEND_HWM = 4096
+"""Frames queued for one connected peer; a peer further behind than this loses frames, which the session sends again."""
+RECEIVE_HWM = 16_384
+MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
+RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
+TCP_HEARTBEAT_MS, TCP_HEARTBEAT_TIMEOUT_MS = 2000, 6000
+FRAMES_PER_TURN = 512
+"""Frames taken before timers and finished works get their turn again."""
+LINGER_S = 1.0
+"""How long a drained process waits for its last messages to be acknowledged."""
+
+
+class BadEndpoint(ValueError):
+    """An endpoint that cannot be bound or connected: the operator's mistake, told in one line."""
+
+
+class WorkExecutor(Protocol):
+    """What carries out long work and owns this process's segment and sequences (`runtime.executor`)."""
+
+    def start(self, work_id: int, work: Work, deadline_s: float) -> None: ...
+    def cancel(self, work_id: int) -> None: ...
+    def fence(self, generations: tuple[tuple[int, int], ...]) -> None: ...
+    def open_sequence(self, sequence: int, capacity_tokens: int) -> None: ...
+    def close_sequence(self, sequence: int) -> None: ...
+    def learn_peer(self, name: str, incarnation: int, hello: Hello) -> None: ...
+    def forget_peer(self, name: str) -> None: ...
+
+
+class Timers:
+    """Keyed one-shot timers; setting a key again replaces it."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Hashable]] = []
+        self._live: dict[Hashable, tuple[int, Callable[[], None]]] = {}
+        self._order = 0
+
+    def set(self, key: Hashable, at: float, callback: Callable[[], None]) -> None:
+        self._order += 1
+        self._live[key] = (self._order, callback)
+        heapq.heappush(self._heap, (at, self._order, key))
+
+    def cancel(self, key: Hashable) -> None:
+        self._live.pop(key, None)
+
+    def next_at(self) -> float | None:
+        """When the next timer is due; None if there is none."""
+        while self._heap and not self._is_live(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def pop_due(self, now: float) -> Callable[[], None] | None:
+        """The callback of the earliest timer that is due, if any."""
+        at = self.next_at()
+        if at is None or at > now:
+            return None
+        _, _, key = heapq.heappop(self._heap)
+        return self._live.pop(key)[1]
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def _is_live(self, entry: tuple[float, int, Hashable]) -> bool:
+        live = self._live.get(entry[2])
+        return live is not None and live[0] == entry[1]
+
+
+@dataclass(slots=True)
+class _Introducing:
+    """The actor, with each peer shown to the executor first: works that the actor then starts may name that peer."""
+
+    actor: Actor
+    executor: WorkExecutor
+    counts: dict[str, int]
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        if isinstance(event, PeerUp):
+            self.executor.learn_peer(event.peer, event.incarnation, event.hello)
+        elif isinstance(event, PeerDown):
+            self.executor.forget_peer(event.peer)  # or a dead peer's memory would stay mapped
+        return self.actor.handle(now, event)
+
+    def check(self, now: float) -> None:
+        self.actor.check(now)
+
+    def gauges(self, now: float) -> dict[str, float]:
+        return self.actor.gauges(now)
+
+    def dump(self, now: float) -> dict[str, Any]:
+        return self.actor.dump(now)
+
+
+class ZmqRuntime:
+    """Carries out a node's effects, in their order, and feeds it frames, timers, ticks and finished works."""
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        endpoint: str,
+        peers: Mapping[str, str],
+        executor: WorkExecutor | None = None,
+        deliver: Callable[[ToClient], None] | None = None,
+    ) -> None:
+        """`endpoint`: where to listen. `peers`: endpoint by name. `deliver`: where a gateway's `ToClient` effects go."""
+        self.node = node
+        self.counts: dict[str, int] = {}
+        self.stopped = False
+        self.endpoint = endpoint
+        self._executor = executor
+        self._deliver = deliver
+        if executor is not None:
+            node.actor = _Introducing(node.actor, executor, node.actor.counts)
+        self._timers = Timers()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._drained_at: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wakeup: asyncio.TimerHandle | None = None
+        self._on_stop: Callable[[], None] | None = None
+        self._context = zmq.Context()
+        try:
+            self._router = self._bind(endpoint)
+            self._dealers = {name: self._connect(name, where) for name, where in sorted(peers.items())}
+        except BadEndpoint:
+            self._context.destroy(linger=0)
+            raise
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    # --- from any thread
+
+    def post(self, event: Event) -> None:
+        """Hand the actor an event; from any thread or signal handler."""
+        self.call(partial(self._feed, event))
+
+    def call(self, callback: Callable[[], None]) -> None:
+        """Run `callback` in the thread that owns the sockets."""
+        self._inbox.append(callback)
+        os.eventfd_write(self._wake_fd, 1)
+
+    # --- from the owning thread
+
+    def handle(self, event: Event) -> None:
+        """Hand the actor an event now; its effects are carried out before this returns. Not from within an effect."""
+        self._feed(event)
+        self._arm(busy=False)
+
+    def drain(self) -> None:
+        """Ask the actor to finish; the runtime stops once it has."""
+        self._feed(DrainWanted())
+
+    def stop(self) -> None:
+        """Stop at once."""
+        self.stopped = True
+        if self._on_stop is not None:
+            self._on_stop()
+
+    def every(self, interval_s: float, callback: Callable[[], None]) -> None:
+        """Call `callback` about every `interval_s`, from the loop itself: a stuck loop does not."""
+
+        def again() -> None:
+            self._timers.set(("every", id(again)), time.monotonic() + interval_s, again)
+            callback()
+
+        self._timers.set(("every", id(again)), time.monotonic() + interval_s, again)
+
+    def gauges(self) -> dict[str, float]:
+        """The actor's current levels."""
+        return self.node.actor.gauges(time.monotonic())
+
+    def dump(self) -> dict[str, Any]:
+        """JSON-able picture of the whole process."""
+        now = time.monotonic()
+        runtime = {"counts": dict(self.counts), "timers": len(self._timers), "inbox": len(self._inbox)}
+        return {**self.node.dump(now), "gauges": self.node.actor.gauges(now), "runtime": runtime}
+
+    def run(self) -> None:
+        """Serve until stopped, in this thread."""
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        self._begin()
+        busy = False
+        while not self.stopped:
+            poller.poll(0 if busy else math.ceil(self._wait_s() * 1000))
+            busy = self._turn()
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_stop: Callable[[], None]) -> None:
+        """Serve from within `loop` until stopped; `on_stop` is called once then. The loop's thread owns the sockets."""
+        self._loop, self._on_stop = loop, on_stop
+        loop.add_reader(self._router.fileno(), self._turn_in_loop)
+        loop.add_reader(self._wake_fd, self._turn_in_loop)
+        self._begin()
+        self._turn_in_loop()
+
+    def close(self) -> None:
+        """Close every socket and remove the socket file. Worker threads must have ended."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._router.fileno())
+            self._loop.remove_reader(self._wake_fd)
+            if self._wakeup is not None:
+                self._wakeup.cancel()
+        for socket in (self._router, *self._dealers.values()):
+            socket.close(linger=0)
+        self._context.term()
+        os.close(self._wake_fd)
+        if self.endpoint.startswith("ipc://"):
+            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    # --- turns
+
+    def _begin(self) -> None:
+        self.every(self.node.session.tick_s, self._tick)
+        self._carry_out(self.node.start(time.monotonic(), Started()))
+
+    def _turn_in_loop(self) -> None:
+        """One turn, then the wake-up for the next timer. The descriptor is edge-triggered, so leftovers get a turn too."""
+        if not self.stopped:
+            self._arm(busy=self._turn())
+
+    def _arm(self, *, busy: bool) -> None:
+        if self._loop is None:
+            return
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+            self._wakeup = None
+        if not self.stopped:
+            self._wakeup = self._loop.call_later(0.0 if busy else self._wait_s(), self._turn_in_loop)
+
+    def _wait_s(self) -> float:
+        at = self._timers.next_at()
+        return 1.0 if at is None else max(0.0, at - time.monotonic())
+
+    def _turn(self) -> bool:
+        """Everything that is due, once around. True: frames may be left."""
+        now = time.monotonic()
+        while not self.stopped and (callback := self._timers.pop_due(now)) is not None:
+            callback()
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        for _ in range(len(self._inbox)):
+            if not self.stopped:
+                self._inbox.popleft()()
+        busy = self._receive()
+        if self._drained_at is not None:
+            over = time.monotonic() - self._drained_at > LINGER_S
+            if over or not self.node.session.unacknowledged:
+                self.stop()
+        return busy
+
+    def _receive(self) -> bool:
+        for _ in range(FRAMES_PER_TURN):
+            if self.stopped:
+                return False
+            try:
+                parts = self._router.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return False
+            self._count("frames_received")
+            if len(parts) != 2:
+                self._count("frames_dropped[reason=not_single_part]")
+                continue
+            self._carry_out(self.node.receive(time.monotonic(), parts[1]))
+        return True
+
+    def _tick(self) -> None:
+        self._carry_out(self.node.tick(time.monotonic()))
+
+    def _feed(self, event: Event) -> None:
+        self._carry_out(self.node.handle(time.monotonic(), event))
+
+    # --- effects
+
+    def _carry_out(self, effects: list[Outer]) -> None:
+        for effect in effects:
+            match effect:
+                case Transmit(to, frame):
+                    self._transmit(to, frame)
+                case SetTimer(key, delay_s):
+                    self._timers.set(("actor", key), time.monotonic() + delay_s, partial(self._feed, TimerFired(key)))
+                case CancelTimer(key):
+                    self._timers.cancel(("actor", key))
+                case ToClient():
+                    assert self._deliver is not None, "this process has no clients"
+                    self._deliver(effect)
+                case Drained():
+                    self._drained_at = time.monotonic()
+                case _:
+                    self._execute(effect)
+
+    def _execute(self, effect: Outer) -> None:
+        assert self._executor is not None, f"this process has no executor for {effect}"
+        match effect:
+            case Start(work_id, work, deadline_s):
+                self._executor.start(work_id, work, deadline_s)
+            case CancelWork(work_id):
+                self._executor.cancel(work_id)
+            case Fence(generations):
+                self._executor.fence(generations)
+            case OpenSequence(sequence, capacity_tokens):
+                self._executor.open_sequence(sequence, capacity_tokens)
+            case CloseSequence(sequence):
+                self._executor.close_sequence(sequence)
+            case _:
+                raise TypeError(effect)
+
+    def _transmit(self, to: str, frame: bytes) -> None:
+        try:
+            self._dealers[to].send(frame, zmq.DONTWAIT)
+        except zmq.Again:  # not connected (IMMEDIATE), or a full queue: the session sends it again
+            self._count("frames_dropped[reason=not_sendable]")
+        else:
+            self._count("frames_sent")
+
+    def _count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    # --- sockets
+
+    def _bind(self, endpoint: str) -> "zmq.Socket[bytes]":
+        router = self._socket(zmq.ROUTER, endpoint)
+        router.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            router.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise BadEndpoint(f"cannot listen on {endpoint}: {_reason(error)}") from error
+        return router
+
+    def _connect(self, name: str, endpoint: str) -> "zmq.Socket[bytes]":
+        dealer = self._socket(zmq.DEALER, endpoint)
+        dealer.setsockopt(zmq.SNDHWM, SEND_HWM)
+        # Queueing for a peer that is not there only hides its absence from the session and replays the past at it.
+        dealer.setsockopt(zmq.IMMEDIATE, 1)
+        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        try:
+            dealer.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise BadEndpoint(f"cannot connect to {name} at {endpoint}: {_reason(error)}") from error
+        return dealer
+
+    def _socket(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":
+        check_endpoint(endpoint)
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        if endpoint.startswith("tcp://"):
+            # A half-open TCP connection outlives its peer's host; over ipc the kernel tells at once.
+            socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_HEARTBEAT_TIMEOUT_MS)
+        return socket
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise BadEndpoint unless ZeroMQ can use `endpoint`."""
+    if endpoint.startswith("ipc://"):
+        path = endpoint.removeprefix("ipc://")
+        if not path.startswith("/"):
+            raise BadEndpoint(f"{endpoint}: an ipc endpoint needs an absolute path")
+        if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+            raise BadEndpoint(f"{endpoint}: the path is longer than {zmq.IPC_PATH_MAX_LEN} bytes; use a shorter runtime_dir")
+    elif not endpoint.startswith("tcp://"):
+        raise BadEndpoint(f"{endpoint}: an endpoint begins with ipc:// or tcp://")
+
+
+def _reason(error: zmq.ZMQError) -> str:
+    return "the address is in use" if error.errno == errno.EADDRINUSE else str(error)

@@ -1,0 +1,445 @@
+"""Starts every node of a deployment on this machine, restarts what crashes, and stops it all without a trace.
+
+Also what an operator asks of a running deployment: its state dumps, and whether this machine is fit for it.
+"""
+
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, Role, warnings
+from mooncake_zmq.runtime.process import (
+    BAD_INPUT,
+    MISTAKES,
+    PARENT_VARIABLE,
+    PortInUse,
+    listen,
+    make_private,
+)
+from mooncake_zmq.transfer.process_lock import ProcessLock, is_alive
+from mooncake_zmq.transfer.shared_memory import FILE_PREFIX, sweep
+
+LOCK_NAME = "up"
+POLL_S = 0.1
+START_TIMEOUT_S = 120.0
+BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+STEADY_S = 30.0
+"""A child that lived this long begins its backoff anew."""
+TAIL_LINES = 15
+DUMP_TIMEOUT_S, DUMP_AGAIN_S = 5.0, 0.5
+RAM_LIMIT_BYTES = 10 << 30
+PACKAGES = ("zmq", "msgpack", "msgspec", "numpy", "xxhash", "starlette", "uvicorn", "tokenizers", "gguf", "structlog", "rich")
+
+Scenario = Callable[["Up"], int]
+"""Runs beside a started cluster, in a thread of its own; its result is the exit code."""
+
+
+class StartFailed(Exception):
+    """The cluster did not come up; the reason was told."""
+
+
+@dataclass(slots=True)
+class _Child:
+    node: NodeSettings
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    wanted: bool = True
+    crashes: int = 0
+    started_at: float = 0.0
+    start_at: float = 0.0
+
+
+class Up:
+    """One cluster of child processes. Children are started by the main thread alone: their death signal hangs on it."""
+
+    def __init__(self, loaded: Loaded, path: str, model: str | None, assignments: Sequence[str]) -> None:
+        self.loaded, self.config = loaded, loaded.config
+        self.console = Console(highlight=False)
+        self.runtime_dir = Path(self.config.cluster.runtime_dir)
+        self._arguments = ["--config", path]
+        for assignment in assignments:
+            self._arguments += ["--set", assignment]
+        if model is not None:
+            self._arguments += ["--model", model]
+        self._children: dict[str, _Child] = {}
+        self._stops = 0
+        self._wake = threading.Event()
+        self._result: int | None = None
+
+    @property
+    def url(self) -> str:
+        """Of the first gateway."""
+        settings = self.loaded.section(self.config.of_role("gateway")[0])
+        return f"http://{settings.http_host}:{settings.http_port}"
+
+    def run(self, scenario: Scenario | None = None) -> int:
+        """Start, serve until a signal or until `scenario` ends, stop; returns the exit code."""
+        try:
+            with ExitStack() as stack:
+                self._claim(stack)
+                self._prepare_model()
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, self._on_signal)
+                try:
+                    self._start()
+                    return self._serve(scenario)
+                finally:
+                    self._stop()
+        except MISTAKES as mistake:
+            sys.stderr.write(f"mooncake-zmq: {mistake}\n")
+            return BAD_INPUT
+        except StartFailed as failed:
+            sys.stderr.write(f"mooncake-zmq: {failed}\n")
+            return 1
+        except KeyboardInterrupt:
+            return 130
+
+    # --- for scenarios, from any thread
+
+    def hold(self, name: str) -> None:
+        """Stop a node in good order and keep it down until `release`."""
+        child = self._children[name]
+        child.wanted = False
+        self.signal(name, signal.SIGTERM)
+        while child.process is not None:
+            time.sleep(POLL_S / 2)
+
+    def release(self, name: str) -> None:
+        """Start a held node again."""
+        self._children[name].wanted = True
+
+    def signal(self, name: str, number: signal.Signals) -> int | None:
+        """Send a node a signal; returns the pid it had."""
+        process = self._children[name].process
+        if process is None:
+            return None
+        process.send_signal(number)
+        return process.pid
+
+    def pid(self, name: str) -> int | None:
+        """The pid of a node's current life."""
+        process = self._children[name].process
+        return process.pid if process else None
+
+    def health(self) -> dict[str, Any] | None:
+        """The first gateway's health; None while it does not answer 200."""
+        settings = self.loaded.section(self.config.of_role("gateway")[0])
+        connection = http.client.HTTPConnection(settings.http_host, settings.http_port, timeout=2)
+        with suppress(OSError, http.client.HTTPException, ValueError):
+            try:
+                connection.request("GET", "/health")
+                response = connection.getresponse()
+                detail: dict[str, Any] = json.loads(response.read())
+                return detail if response.status == 200 else None
+            finally:
+                connection.close()
+        return None
+
+    # --- start
+
+    def _claim(self, stack: ExitStack) -> None:
+        """Everything that can be wrong is found before anything is started."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        make_private(self.runtime_dir)
+        lock = ProcessLock.acquire(self.runtime_dir, LOCK_NAME)
+        stack.callback(lock.release)
+        stack.callback(lock.path.unlink, missing_ok=True)  # while it is still held: nobody can have taken it by then
+        needed: tuple[Role, ...] = ("conductor", "prefill", "decode", "gateway")
+        for role in needed:
+            if not self.config.of_role(role):
+                raise ConfigError(f"{self.loaded.path}: there is no {role}: nothing can be served")
+        for node in self.config.nodes:
+            pid, incarnation = _holder(self.runtime_dir, node.name)
+            if is_alive(self.runtime_dir, node.name, incarnation):
+                raise ConfigError(f"{node.name} is already running as pid {pid} in {self.runtime_dir}")
+        for node in self.config.of_role("gateway"):
+            settings = self.loaded.section(node)
+            try:
+                listen(settings.http_host, settings.http_port).close()
+            except PortInUse as error:
+                raise PortInUse(f"{error}; stop what listens there, or --set gateway.http_port=PORT") from error
+        self._sweep()
+
+    def _prepare_model(self) -> None:
+        from mooncake_zmq.engine import weights
+
+        cache_dir = Path(self.config.model.cache_dir) if self.config.model.cache_dir else weights.default_cache_dir()
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task("model", total=1.0)
+            began_at = time.monotonic()
+            path = weights.prepare(
+                self.config.model.path,
+                cache_dir,
+                lambda what, share: progress.update(task, description=what, completed=share),
+            )
+        took = time.monotonic() - began_at
+        self.say(f"model {self.config.model.path}: {path}" + (f" (prepared in {took:.0f} s)" if took > 1 else ""))
+
+    def _start(self) -> None:
+        logs = self.runtime_dir / "logs"
+        logs.mkdir(mode=0o700, exist_ok=True)
+        for warning in warnings(self.loaded):
+            self.say(f"[yellow]note:[/] {warning}")
+        for node in self.config.nodes:
+            child = self._children[node.name] = _Child(node, logs / f"{node.name}.log")
+            child.log.write_bytes(b"")
+            self._spawn(child)
+        self.say(f"started {len(self._children)} processes; logs in {logs}")
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_complete():
+            self._look_after_children(starting=True)
+            if self._stops:
+                return
+            if time.monotonic() > deadline:
+                raise StartFailed(f"the gateway is not healthy after {START_TIMEOUT_S:.0f} s; see {logs}")
+            self._wake.wait(POLL_S)
+
+    def _is_complete(self) -> bool:
+        """Healthy, and with every engine there."""
+        detail = self.health()
+        if detail is None:
+            return False
+        there = {name for names in detail.get("peers", {}).values() for name in names}
+        return all(node.name in there for node in self.config.of_role("conductor", "prefill", "decode"))
+
+    def _spawn(self, child: _Child) -> None:
+        environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-m", "mooncake_zmq", child.node.role, *self._arguments, "--node", child.node.name]
+        with child.log.open("ab") as output:
+            # A group of its own: Ctrl-C is for us, who then drain the children in order.
+            child.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, process_group=0
+            )
+        child.started_at = time.monotonic()
+
+    # --- serve
+
+    def _serve(self, scenario: Scenario | None) -> int:
+        if self._stops:
+            return 0
+        self._greet()
+        if scenario is not None:
+            threading.Thread(target=self._play, args=(scenario,), daemon=True).start()
+        while not self._stops and self._result is None:
+            self._look_after_children(starting=False)
+            self._wake.wait(POLL_S)
+        return self._result if self._result is not None else 130 if scenario else 0
+
+    def _play(self, scenario: Scenario) -> None:
+        result = 1
+        try:
+            result = scenario(self)
+        finally:
+            self._result = result
+            self._wake.set()
+
+    def _greet(self) -> None:
+        detail = self.health() or {}
+        used = self.ram_bytes()
+        verdict = "under" if used < RAM_LIMIT_BYTES else "[red]over[/]"
+        question = '{"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 64}'
+        self.say(f"[bold green]ready[/]: {self.url}/v1  (model {detail.get('model', '?')})")
+        self.say(f"try: curl -s {self.url}/v1/chat/completions -H 'content-type: application/json' -d '{question}'")
+        self.say(f"RAM in use: {used / (1 << 30):.2f} GiB, /dev/shm included ({verdict} {RAM_LIMIT_BYTES >> 30} GiB)")
+        self.say("Ctrl-C stops")
+
+    def _look_after_children(self, *, starting: bool) -> None:
+        """Reap, tell, start again."""
+        now = time.monotonic()
+        for child in self._children.values():
+            if child.process is not None and (code := child.process.poll()) is not None:
+                child.process = None
+                if child.wanted:
+                    self._explain_end(child, code, now, starting=starting)
+            if child.process is None and child.wanted and now >= child.start_at:
+                self._spawn(child)
+
+    def _explain_end(self, child: _Child, code: int, now: float, *, starting: bool) -> None:
+        name = child.node.name
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if starting and code == BAD_INPUT:
+            raise StartFailed(self._last_words(child))
+        if now - child.started_at > STEADY_S:
+            child.crashes = 0
+        delay_s = BACKOFF_S[min(child.crashes, len(BACKOFF_S) - 1)]
+        child.crashes += 1
+        child.start_at = now + delay_s
+        self.say(f"[yellow]{name}[/] {how}; starting it again in {delay_s} s")
+        if code > 0:
+            self.console.print(self._tail(child), markup=False, style="dim")
+            if starting and child.crashes >= 3:
+                raise StartFailed(f"{name} does not stay up; see {child.log}")
+
+    def _tail(self, child: _Child) -> str:
+        lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(f"  {child.node.name} | {line}" for line in lines[-TAIL_LINES:])
+
+    def _last_words(self, child: _Child) -> str:
+        lines = child.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("mooncake-zmq: ") if lines else f"{child.node.name} gave no reason"
+
+    # --- stop
+
+    def _stop(self) -> None:
+        """Gateways first: they wait for their requests, which need the others."""
+        running = [child for child in self._children.values() if child.process is not None]
+        if running and self._stops:
+            self.say("draining; Ctrl-C again stops at once")
+        patience_s = self.config.cluster.drain_timeout_s + 5
+        gateways = [child for child in running if child.node.role == "gateway"]
+        for group in (gateways, [child for child in running if child not in gateways]):
+            for child in group:
+                _send(child, signal.SIGTERM)
+            self._await_end(group, patience_s)
+        self._sweep()
+        if self._children:
+            self.say("stopped")
+
+    def _await_end(self, group: list[_Child], patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        hurried_at: float | None = None
+        while any(child.process is not None and child.process.poll() is None for child in group):
+            now = time.monotonic()
+            if hurried_at is None and (self._stops > 1 or now > deadline):
+                hurried_at = now
+                for child in group:
+                    _send(child, signal.SIGTERM)  # their second one: stop now
+            elif hurried_at is not None and now > hurried_at + 5:
+                for child in group:
+                    _send(child, signal.SIGKILL)
+            time.sleep(POLL_S / 4)
+        for child in group:
+            child.process = None
+
+    def _sweep(self) -> None:
+        """Remove what dead processes left: segments, sockets, locks, dumps. Logs stay."""
+        cluster = self.config.cluster
+        sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life))
+        for node in self.config.nodes:
+            for suffix in (".ipc", ".data.ipc", ".lock", ".dump.json", ".dump.tmp"):
+                (self.runtime_dir / f"{node.name}{suffix}").unlink(missing_ok=True)
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._stops += 1
+        self._wake.set()
+
+    # --- what people read
+
+    def say(self, text: str) -> None:
+        """One line for the person at the terminal."""
+        self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {text}", soft_wrap=True)
+
+    def ram_bytes(self) -> int:
+        """What this cluster keeps in RAM: its processes' share of private and file memory, and its segments."""
+        pids = [child.process.pid for child in self._children.values() if child.process is not None]
+        segments = Path(self.config.cluster.shm_dir).glob(f"{FILE_PREFIX}={self.config.cluster.name}=*")
+        return sum(_private_and_file_bytes(pid) for pid in (*pids, os.getpid())) + sum(
+            path.stat().st_blocks * 512 for path in segments
+        )
+
+
+def _send(child: _Child, number: signal.Signals) -> None:
+    if child.process is not None:
+        child.process.send_signal(number)
+
+
+def _holder(runtime_dir: Path, name: str) -> tuple[int, int]:
+    """(pid, incarnation) of the life that last held a node's lock; zeros when there was none."""
+    try:
+        pid, incarnation = (runtime_dir / f"{name}.lock").read_text().split()
+        return int(pid), int(incarnation)
+    except (OSError, ValueError):
+        return 0, 0
+
+
+def _private_and_file_bytes(pid: int) -> int:
+    """Proportional: a page that n processes share counts 1/n in each. Shared memory is counted by its files instead."""
+    total = 0
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith(("Pss_Anon:", "Pss_File:")):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def collect_dumps(runtime_dir: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Ask running nodes for their state; those that do not run or do not answer are left out."""
+    dumps: dict[str, Any] = {}
+    waiting = {name: runtime_dir / f"{name}.dump.json" for name in names}
+    for path in waiting.values():
+        path.unlink(missing_ok=True)
+    deadline = time.monotonic() + DUMP_TIMEOUT_S
+    while waiting and time.monotonic() < deadline:
+        # Asked again now and then: a process that is just starting does not listen yet.
+        waiting = {name: path for name, path in waiting.items() if _ask_for_dump(runtime_dir, name)}
+        again_at = time.monotonic() + DUMP_AGAIN_S
+        while waiting and time.monotonic() < again_at:
+            for name, path in list(waiting.items()):
+                if path.exists():
+                    dumps[name] = json.loads(path.read_text(encoding="utf-8"))
+                    path.unlink(missing_ok=True)
+                    del waiting[name]
+            time.sleep(0.01)
+    return dumps
+
+
+def _ask_for_dump(runtime_dir: Path, name: str) -> bool:
+    """False when the node does not run."""
+    pid, incarnation = _holder(runtime_dir, name)
+    if not pid or not is_alive(runtime_dir, name, incarnation):
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
+    return True
+
+
+def examine(loaded: Loaded) -> Iterator[tuple[bool, str]]:
+    """Is this machine fit for the deployment? (good, what was looked at) each."""
+    config = loaded.config
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield sys.version_info >= (3, 11), f"Python {version} (3.11 or newer)"
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    yield not missing, f"packages{': missing ' + ', '.join(missing) if missing else ''}"
+    needed = sum(
+        getattr(loaded.section(node), "pool_bytes", 0) + getattr(loaded.section(node), "slab_bytes", 0)
+        for node in config.of_role("cache-node", "prefill")
+    )
+    try:
+        free = shutil.disk_usage(config.cluster.shm_dir).free
+    except OSError as error:
+        yield False, f"{config.cluster.shm_dir}: {error.strerror}"
+    else:
+        yield free >= needed, f"{config.cluster.shm_dir}: {free >> 20:,} MiB free, {needed >> 20:,} MiB needed"
+    cores = len(os.sched_getaffinity(0))
+    threads = max((node.threads for node in config.nodes), default=1)
+    yield threads <= cores, f"{cores} cores; the engine with most threads has {threads}"
+    try:
+        make_private(Path(config.cluster.runtime_dir))
+    except ConfigError as error:
+        yield False, str(error)
+    else:
+        yield True, f"runtime directory {config.cluster.runtime_dir}"
+    for node in config.of_role("gateway"):
+        settings = loaded.section(node)
+        try:
+            listen(settings.http_host, settings.http_port).close()
+        except PortInUse as error:
+            yield False, str(error)
+        else:
+            yield True, f"port {settings.http_port} on {settings.http_host} is free"

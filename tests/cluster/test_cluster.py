@@ -1,0 +1,171 @@
+"""Requests through real processes, and through their deaths: the client's tokens equal an undisturbed run's."""
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from toy_cluster import ToyCluster, eventually, expected_tokens, until_none
+
+pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(120)]
+
+_seed = count(1)
+
+
+def fresh_prompt(length: int) -> list[int]:
+    """Tokens that no earlier request shared a block with."""
+    first = next(_seed)
+    return [first % 250, *((first * 31 + position * 7) % 250 for position in range(length - 1))]
+
+
+def answer(cluster: ToyCluster, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """A completion that must be right; returns the whole answer."""
+    whole = cluster.complete_text(prompt=prompt, max_tokens=tokens)
+    assert whole["choices"][0]["token_ids"] == expected_tokens(prompt, tokens)
+    return whole
+
+
+def test_streaming_and_whole_answers_agree(cluster: ToyCluster) -> None:
+    prompt = fresh_prompt(300)
+    whole = answer(cluster, prompt, 40)
+    assert whole["usage"]["completion_tokens"] == 40
+    with cluster.stream(prompt=prompt, max_tokens=40) as stream:
+        assert stream.read() == expected_tokens(prompt, 40)
+        assert stream.done
+        assert stream.errors == []
+        assert stream.usage["prompt_tokens"] == 300
+
+
+def test_the_next_turn_hits_what_prefill_and_decode_stored(cluster: ToyCluster) -> None:
+    prompt = fresh_prompt(200)
+    first = answer(cluster, prompt, 100)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    turn = prompt + first["choices"][0]["token_ids"] + [7] * 20
+
+    def hits_blocks_of_the_answer() -> bool:
+        again = answer(cluster, turn, 4)
+        return again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256  # 8 blocks: 56 tokens more than the prompt
+
+    eventually(hits_blocks_of_the_answer, 10)
+
+
+def test_many_requests_at_once_are_all_right(cluster: ToyCluster) -> None:
+    prompts = [fresh_prompt(50 + 37 * turn) for turn in range(16)]
+    failures: list[BaseException] = []
+
+    def ask(prompt: list[int]) -> None:
+        try:
+            answer(cluster, prompt, 60)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize("role", ["decode", "cache", "conductor"])
+def test_a_death_in_mid_answer_is_a_pause_at_most(cluster: ToyCluster, role: str) -> None:
+    prompt, tokens = fresh_prompt(500), 1200
+    victims = {"decode": ["decode-a", "decode-b"], "cache": ["cache-a", "cache-b"], "conductor": ["conductor-0"]}[role]
+    with cluster.stream(prompt=prompt, max_tokens=tokens) as stream:
+        stream.read(50)
+        for victim in victims:
+            cluster.signal(victim, signal.SIGKILL)
+        assert stream.read() == expected_tokens(prompt, tokens)
+        assert stream.errors == []
+        assert stream.done
+        if role == "decode":
+            assert stream.served["attempts"] > 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "cache"])
+def test_a_death_before_the_first_token_is_a_pause_at_most(cluster: ToyCluster, role: str) -> None:
+    """Stopped before the request comes, so that it waits at the victims when they die."""
+    prompt = fresh_prompt(700)
+    answer(cluster, prompt[:640], 1)  # so that there is something to load
+    victims = [f"{role}-a", f"{role}-b"]
+    for victim in victims:
+        cluster.signal(victim, signal.SIGSTOP)
+    results: list[Any] = []
+    asking = threading.Thread(target=lambda: results.append(answer(cluster, prompt, 30)))
+    asking.start()
+    eventually(lambda: httpx.get(f"{cluster.url}/health", timeout=5).json()["open_requests"] == 1)
+    for victim in victims:
+        cluster.signal(victim, signal.SIGKILL)
+    asking.join(60)
+    assert len(results) == 1
+
+
+def test_a_new_request_waits_for_the_conductor_to_come_back(cluster: ToyCluster) -> None:
+    cluster.signal("conductor-0", signal.SIGKILL)
+    answer(cluster, fresh_prompt(100), 10)
+
+
+def test_a_killed_gateway_leaves_nothing_running(cluster: ToyCluster) -> None:
+    prompt = fresh_prompt(300)
+    with cluster.stream(prompt=prompt, max_tokens=3000) as stream:
+        stream.read(20)
+        cluster.signal("gateway-0", signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            stream.read()
+    eventually(cluster.complete, 30)
+    until_none(cluster.busy_gauges, 20)
+    answer(cluster, prompt, 200)
+
+
+def test_a_client_that_hangs_up_frees_everything(cluster: ToyCluster) -> None:
+    for read in (0, 1, 100):
+        with cluster.stream(prompt=fresh_prompt(400), max_tokens=3000) as stream:
+            if read:
+                stream.read(read)
+        until_none(cluster.busy_gauges, 10)
+
+
+def test_bad_requests_are_refused_with_a_reason(cluster: ToyCluster) -> None:
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"prompt": "", "max_tokens": 4}, 400),
+        ({"prompt": [], "max_tokens": 4}, 400),
+        ({"prompt": [100_000], "max_tokens": 4}, 400),
+        ({"prompt": [5] * 5000, "max_tokens": 4}, 400),
+        ({"prompt": "x", "max_tokens": -1}, 400),
+        ({"prompt": "x", "temperature": "hot"}, 400),
+        ({"prompt": "x", "model": "another"}, 404),
+    ]
+    for body, status in cases:
+        answered = httpx.post(f"{cluster.url}/v1/completions", json={"model": "toy", **body}, timeout=10)
+        assert answered.status_code == status, (body, answered.text)
+        assert answered.json()["error"]["message"]
+    broken = httpx.post(f"{cluster.url}/v1/completions", content=b"{not json", timeout=10)
+    assert broken.status_code == 400
+    assert broken.json()["error"]["message"]
+
+
+def test_metrics_tell_what_was_served(cluster: ToyCluster) -> None:
+    answer(cluster, fresh_prompt(64), 4)
+    text = httpx.get(f"{cluster.url}/metrics", timeout=5).text
+    assert "vllm:generation_tokens_total" in text
+    assert "mooncake_zmq_frames_sent_total" in text
+
+
+def test_nobody_broke_a_rule(cluster: ToyCluster) -> None:
+    """No actor crashed in any test above: all that died was killed."""
+    for log in sorted((cluster.runtime_dir / "logs").iterdir()):
+        lines = [line for line in _json_lines(log) if line.get("level") in ("critical", "error")]
+        assert lines == [], f"{log.name}: {lines}"
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            yield {"level": "error", "line": line}

@@ -1,0 +1,148 @@
+"""Starts, second starts, wrong starts and ends: a clear line each time, and nothing left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy_cluster import NODES, ROOT, ToyCluster, eventually
+
+pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(120)]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mooncake_zmq", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+
+
+def assert_one_clear_line(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    line = result.stderr.strip().splitlines()[-1]
+    for word in words:
+        assert word in line, line
+
+
+def role(cluster: ToyCluster, name: str, node: str, *more: str) -> subprocess.CompletedProcess[str]:
+    return run(name, "--node", node, *cluster.arguments, *more)
+
+
+def test_a_second_start_on_the_same_directory_is_refused(cluster: ToyCluster) -> None:
+    assert_one_clear_line(run("up", *cluster.arguments), "up is already running as pid")
+    assert_one_clear_line(role(cluster, "decode", "decode-a"), "decode-a is already running as pid")
+    assert cluster.complete()
+
+
+def test_a_port_in_use_is_found_before_anything_starts(directory: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        cluster = ToyCluster(directory, port=holder.getsockname()[1])
+        assert_one_clear_line(run("up", *cluster.arguments), f"127.0.0.1:{cluster.port}", "in use", "--set gateway.http_port")
+        assert_one_clear_line(role(cluster, "gateway", "gateway-0"), f"127.0.0.1:{cluster.port}", "in use")
+    assert [path for path in cluster.leftovers() if path != "gateway-0.lock"] == []
+
+
+def test_too_little_shared_memory_is_told_with_the_setting_to_lower(directory: Path) -> None:
+    cluster = ToyCluster(directory, settings=(f"cache_node.pool_bytes={1 << 50}",))
+    assert_one_clear_line(role(cluster, "cache-node", "cache-a"), "MiB free", "lower cache_node.pool_bytes")
+    result = run("up", *cluster.arguments)
+    assert result.returncode != 0
+    assert "lower cache_node.pool_bytes" in result.stderr
+    assert cluster.leftovers() == ["cache-a.lock"] or cluster.leftovers() == []
+
+
+def test_mistakes_are_one_line(directory: Path) -> None:
+    cluster = ToyCluster(directory)
+    assert_one_clear_line(role(cluster, "decode", "nobody"), "there is no node 'nobody'", "decode-a")
+    assert_one_clear_line(role(cluster, "decode", "prefill-a"), "prefill-a is a prefill")
+    assert_one_clear_line(role(cluster, "decode", "decode-a", "--set", "decode.capacity=3"), "no setting decode.capacity")
+    assert_one_clear_line(role(cluster, "decode", "decode-a", "--model", "/nowhere.gguf"), "/nowhere.gguf does not exist")
+    assert_one_clear_line(run("up", *cluster.arguments, "--model", str(directory)), "config.json")
+    assert_one_clear_line(run("up", "--config", "/nowhere.toml"), "/nowhere.toml: No such file")
+    assert_one_clear_line(
+        role(cluster, "prefill", "prefill-a", "--set", "prefill.slab_bytes=8192"), "prefill.slab_bytes", "max_model_len"
+    )
+    assert [path for path in cluster.leftovers() if not path.endswith(".lock")] == []
+
+
+def test_a_role_alone_starts_drains_and_leaves_nothing(directory: Path) -> None:
+    cluster = ToyCluster(directory)
+    command = [sys.executable, "-m", "mooncake_zmq", "cache-node", "--node", "cache-a", *cluster.arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if b'"ready"' in line:
+            break
+    assert any(name.endswith(".ipc") for name in cluster.leftovers())
+    process.terminate()
+    assert process.wait(10) == 0
+    process.stderr.close()
+    assert cluster.leftovers() == ["cache-a.lock"]
+
+
+def test_sd_notify_says_ready_watchdog_and_stopping(directory: Path) -> None:
+    cluster = ToyCluster(directory)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(directory / "notify"))
+        systemd.settimeout(20)
+        environment = {**os.environ, "NOTIFY_SOCKET": str(directory / "notify"), "WATCHDOG_USEC": "200000"}
+        command = [sys.executable, "-m", "mooncake_zmq", "conductor", "--node", "conductor-0", *cluster.arguments]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+        assert systemd.recv(100) == b"READY=1"
+        assert systemd.recv(100) == b"WATCHDOG=1"
+        process.terminate()
+        while (said := systemd.recv(100)) == b"WATCHDOG=1":
+            pass
+        assert said == b"STOPPING=1"
+        assert process.wait(10) == 0
+
+
+def test_up_killed_outright_takes_its_children_along_and_the_next_one_starts(directory: Path) -> None:
+    cluster = ToyCluster(directory)
+    try:
+        cluster.start()
+        pids = [cluster.pid(node) for node in NODES]
+        assert cluster.process is not None
+        cluster.process.kill()
+        cluster.process.wait()
+        eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20, "the children are gone")
+        cluster.start()
+        eventually(lambda: "ready" in cluster.told())
+        # A running request does not hold up a second Ctrl-C.
+        with cluster.stream(prompt=[1, 2, 3], max_tokens=3000) as stream:
+            stream.read(5)
+            cluster.process.send_signal(signal.SIGINT)
+            eventually(lambda: "draining" in cluster.told())
+            cluster.process.send_signal(signal.SIGINT)
+            assert cluster.process.wait(15) == 0
+        assert cluster.leftovers() == []
+    finally:
+        if cluster.process and cluster.process.poll() is None:
+            cluster.process.kill()
+
+
+def test_a_drain_lets_running_requests_finish(directory: Path) -> None:
+    cluster = ToyCluster(directory)
+    try:
+        cluster.start()
+        with cluster.stream(prompt=[1, 2, 3], max_tokens=2000) as stream:
+            stream.read(5)
+            assert cluster.process is not None
+            cluster.process.send_signal(signal.SIGTERM)
+            assert len(stream.read()) == 2000
+            assert stream.done
+        assert cluster.process.wait(20) == 0
+        assert cluster.leftovers() == []
+    finally:
+        if cluster.process and cluster.process.poll() is None:
+            cluster.process.kill()

@@ -1,0 +1,216 @@
+"""The toy cluster as real processes. Tests wait on conditions, never for a time, and nothing may stay behind."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from mooncake_zmq.engine.toy import ToyEngine
+from mooncake_zmq.up import collect_dumps
+
+ROOT = Path(__file__).parent.parent.parent
+NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "cache-b", "prefill-b", "decode-b", "gateway-0")
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "") -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
+        time.sleep(0.02)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def expected_tokens(prompt: list[int], count: int) -> list[int]:
+    """What an undisturbed greedy run gives: the engine alone, no cluster."""
+    engine = ToyEngine()
+    sequence = engine.new_sequence(len(prompt) + count)
+    logits = engine.prefill(sequence, np.asarray(prompt, np.int32))
+    tokens = []
+    for _ in range(count):
+        assert logits is not None
+        tokens.append(int(np.argmax(logits[-1])))
+        logits = engine.prefill(sequence, np.asarray(tokens[-1:], np.int32))
+    return tokens
+
+
+def until_none(remaining: Callable[[], Any], timeout_s: float) -> None:
+    """Wait until `remaining()` is empty."""
+    deadline = time.monotonic() + timeout_s
+    while left := remaining():
+        assert time.monotonic() < deadline, f"after {timeout_s} s there is still {left}"
+        time.sleep(0.02)
+
+
+class ToyCluster:
+    """`mooncake-zmq up`, with the toy model by default, in a directory and under a cluster name of its own."""
+
+    def __init__(
+        self, directory: Path, *, config: str = "configs/toy.toml", settings: tuple[str, ...] = (), port: int | None = None
+    ) -> None:
+        self.runtime_dir = directory
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.name = f"test-{os.getpid()}-{self.port}"
+        self.arguments = [
+            *("--config", str(ROOT / config)),
+            *("--set", f"cluster.runtime_dir={directory}"),
+            *("--set", f"cluster.name={self.name}"),
+            *("--set", f"gateway.http_port={self.port}"),
+            *(part for setting in settings for part in ("--set", setting)),
+        ]
+        self.output = directory / "up.out"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def up(self) -> subprocess.Popen[bytes]:
+        """Start `up` without waiting."""
+        self.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self.output.open("ab") as output:
+            command = [sys.executable, "-m", "mooncake_zmq", "up", *self.arguments]
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        return self.process
+
+    def start(self) -> None:
+        process = self.up()
+        eventually(lambda: process.poll() is not None or self.complete(), 60, "the cluster starts")
+        assert process.poll() is None, self.told()
+
+    def stop(self) -> None:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(60) == 0, self.told()
+
+    def told(self) -> str:
+        return self.output.read_text()
+
+    def leftovers(self) -> list[str]:
+        """Sockets, locks and segments of this cluster; all must be gone after its end."""
+        files = [path.name for path in self.runtime_dir.iterdir() if path.name not in ("logs", "up.out")]
+        segments = [path.name for path in Path("/dev/shm").glob(f"mooncake={self.name}=*")]
+        processes = [pid for pid in os.listdir("/proc") if pid.isdigit() and self._belongs(int(pid))]
+        return files + segments + processes
+
+    def _belongs(self, pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return f"cluster.name={self.name}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return False
+
+    # --- what a test does to it
+
+    def pid(self, node: str) -> int:
+        return int((self.runtime_dir / f"{node}.lock").read_text().split()[0])
+
+    def signal(self, node: str, number: signal.Signals) -> None:
+        os.kill(self.pid(node), number)
+
+    def health(self) -> dict[str, Any] | None:
+        with contextlib.suppress(httpx.HTTPError):
+            answer = httpx.get(f"{self.url}/health", timeout=2)
+            return answer.json() if answer.status_code == 200 else None
+        return None
+
+    def complete(self) -> bool:
+        detail = self.health()
+        return detail is not None and detail["peers"] == {
+            "conductor": ["conductor-0"],
+            "prefill": ["prefill-a", "prefill-b"],
+            "decode": ["decode-a", "decode-b"],
+        }
+
+    def dumps(self) -> dict[str, Any]:
+        return collect_dumps(self.runtime_dir, NODES)
+
+    def missing(self) -> list[str]:
+        """Nodes that do not answer, and peers that are not in conversation."""
+        dumps = self.dumps()
+        silent = [name for name in NODES if name not in dumps]
+        return silent + [
+            f"{name} does not hear {peer}"
+            for name, dump in dumps.items()
+            for peer, state in dump["session"]["peers"].items()
+            if not state["up"]
+        ]
+
+    def busy_gauges(self) -> dict[str, float]:
+        return {
+            f"{node}.{name}": value
+            for node, dump in self.dumps().items()
+            for name, value in dump["gauges"].items()
+            if value and not name.startswith(("capacity_", "cached_"))
+        }
+
+    # --- requests
+
+    def complete_text(self, **body: Any) -> dict[str, Any]:
+        answer = httpx.post(f"{self.url}/v1/completions", json=greedy(**body), timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stream(self, **body: Any) -> "Stream":
+        return Stream(self.url, greedy(**body, stream=True, stream_options={"include_usage": True}))
+
+
+def greedy(**body: Any) -> dict[str, Any]:
+    return {"model": "toy", "temperature": 0, "ignore_eos": True, "return_token_ids": True, **body}
+
+
+class Stream:
+    """One streamed completion, read as slowly as the test wants."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        self.tokens: list[int] = []
+        self.usage: dict[str, Any] = {}
+        self.served: dict[str, Any] = {}
+        self.errors: list[Any] = []
+        self.done = False
+        self._stack = contextlib.ExitStack()
+        self._client = self._stack.enter_context(httpx.Client(timeout=60))
+        self._body = body
+        self._url = url
+        self._lines: Iterator[str] | None = None
+
+    def __enter__(self) -> "Stream":
+        response = self._stack.enter_context(self._client.stream("POST", f"{self._url}/v1/completions", json=self._body))
+        assert response.status_code == 200, response.read()
+        self._lines = response.iter_lines()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, tokens: int | None = None) -> list[int]:
+        """Read on until `tokens` have come in all, or to the end."""
+        assert self._lines is not None
+        for line in self._lines:
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                self.done = True
+                break
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                self.errors.append(chunk["error"])
+                continue
+            for choice in chunk["choices"]:
+                self.tokens += choice.get("token_ids") or []
+            if chunk.get("usage"):
+                self.usage, self.served = chunk["usage"], chunk.get("mooncake", self.served)
+            if tokens is not None and len(self.tokens) >= tokens:
+                break
+        return self.tokens

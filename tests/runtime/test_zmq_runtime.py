@@ -1,0 +1,355 @@
+"""Two nodes with tiny actors over real ZeroMQ sockets, both drivers."""
+
+import asyncio
+import os
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from mooncake_zmq.messages import Hello, ReleaseLease
+from mooncake_zmq.runtime.actor import (
+    CancelTimer,
+    CancelWork,
+    Drained,
+    DrainWanted,
+    Effect,
+    Event,
+    Fence,
+    PeerDown,
+    PeerUp,
+    Received,
+    Send,
+    SetTimer,
+    Start,
+    Started,
+    TimerFired,
+    WorkDone,
+)
+from mooncake_zmq.runtime.node import Node
+from mooncake_zmq.runtime.session import Session, SessionSettings
+from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, Timers, ZmqRuntime, check_endpoint
+from mooncake_zmq.work import ProbeProcess, ProcessProbed
+
+SETTINGS = SessionSettings(heartbeat_s=0.05, peer_timeout_s=0.4, retransmit_s=0.1)
+ANSWER = 1 << 20
+HELLO = Hello(protocol=1, role="test", host="here", model="m", tokenizer="t", layout="l")
+
+
+@dataclass
+class Echo:
+    """Answers a ReleaseLease with the same id + ANSWER; everything else it only remembers."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    started: list[Effect] = field(default_factory=list)
+    busy: bool = False
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        self.events.append(event)
+        match event:
+            case Started():
+                return self.started
+            case Received(sender, ReleaseLease(lease_id=lease)) if lease < ANSWER:
+                return [Send(sender, ReleaseLease(lease_id=lease + ANSWER))]
+            case DrainWanted() if not self.busy:
+                return [Drained()]
+        return []
+
+    def check(self, now: float) -> None: ...
+
+    def gauges(self, now: float) -> dict[str, float]:
+        return {"busy": float(self.busy)}
+
+    def dump(self, now: float) -> dict[str, Any]:
+        return {"events": len(self.events)}
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in list(self.events) if isinstance(event, kind)]
+
+    def leases(self) -> list[int]:
+        return [event.message.lease_id for event in self.of(Received) if isinstance(event.message, ReleaseLease)]
+
+
+def endpoint(directory: Path, name: str) -> str:
+    return f"ipc://{directory}/{name}.ipc"
+
+
+def make(
+    directory: Path, me: str, peers: list[str], *, incarnation: int = 1, actor: Echo | None = None, **more: Any
+) -> ZmqRuntime:
+    actor = actor or Echo()
+    session = Session(me=me, incarnation=incarnation, hello=HELLO, peers=peers, settings=SETTINGS, now=time.monotonic())
+    return ZmqRuntime(
+        Node(actor, session),
+        endpoint=endpoint(directory, me),
+        peers={peer: endpoint(directory, peer) for peer in peers},
+        **more,
+    )
+
+
+@contextmanager
+def running(runtime: ZmqRuntime):
+    failures: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            runtime.run()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield runtime
+    finally:
+        runtime.call(runtime.stop)
+        thread.join(5)
+        assert not thread.is_alive()
+        runtime.close()
+        if failures:
+            raise failures[0]
+
+
+def eventually(condition, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met in time"
+        time.sleep(0.005)
+
+
+def send(runtime: ZmqRuntime, to: str, lease_id: int, *, lossy: bool = False) -> None:
+    """Make the actor send, as an effect of its next event."""
+
+    def act() -> None:
+        runtime._carry_out([*_transmits(runtime, to, ReleaseLease(lease_id=lease_id), lossy)])
+
+    runtime.call(act)
+
+
+def _transmits(runtime: ZmqRuntime, to: str, message: ReleaseLease, lossy: bool):
+    class Once(Echo):
+        def handle(self, now: float, event: Event) -> list[Effect]:
+            return [Send(to, message, lossy=lossy)]
+
+    real, runtime.node.actor = runtime.node.actor, Once()
+    try:
+        return runtime.node.handle(time.monotonic(), Started())
+    finally:
+        runtime.node.actor = real
+
+
+def test_peers_greet_and_exchange_messages_in_order(tmp_path: Path) -> None:
+    a, b = Echo(), Echo()
+    with running(make(tmp_path, "a", ["b"], actor=a)) as left, running(make(tmp_path, "b", ["a"], actor=b)):
+        eventually(lambda: a.of(PeerUp) and b.of(PeerUp))
+        for lease in range(200):
+            send(left, "b", lease)
+        eventually(lambda: len(a.leases()) == 200)
+        assert b.leases() == list(range(200))
+        assert a.leases() == list(range(ANSWER, ANSWER + 200))
+        assert isinstance(a.events[0], Started)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_restart_is_a_peer_down_then_up_with_the_new_incarnation(tmp_path: Path) -> None:
+    a = Echo()
+    with running(make(tmp_path, "a", ["b"], actor=a)) as left:
+        with running(make(tmp_path, "b", ["a"], incarnation=1)):
+            eventually(lambda: a.of(PeerUp))
+        b = Echo()
+        with running(make(tmp_path, "b", ["a"], incarnation=2, actor=b)):
+            eventually(lambda: len(a.of(PeerUp)) == 2)
+            assert [event.incarnation for event in a.of(PeerUp)] == [1, 2]
+            ups_and_downs = [type(event) for event in a.events if isinstance(event, PeerUp | PeerDown)]
+            assert ups_and_downs == [PeerUp, PeerDown, PeerUp]
+            send(left, "b", 5)
+            eventually(lambda: b.leases() == [5])
+
+
+def test_a_silent_peer_goes_down(tmp_path: Path) -> None:
+    a = Echo()
+    with running(make(tmp_path, "a", ["b"], actor=a)):
+        with running(make(tmp_path, "b", ["a"])):
+            eventually(lambda: a.of(PeerUp))
+        eventually(lambda: a.of(PeerDown))
+        assert a.of(PeerDown)[0].reason == "silent"
+
+
+def test_garbage_frames_are_counted_and_harm_nobody(tmp_path: Path) -> None:
+    a = Echo()
+    with running(make(tmp_path, "a", ["b"], actor=a)) as left, running(make(tmp_path, "b", ["a"])):
+        context = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.LINGER, 1000)
+        stranger.connect(endpoint(tmp_path, "a"))
+        stranger.send(b"\xc1 no MessagePack")
+        stranger.send(b"")
+        stranger.send_multipart([b"two", b"parts"])
+        stranger.send_multipart([b""] * 300)
+        eventually(lambda: left.counts.get("frames_dropped[reason=not_single_part]", 0) == 2)
+        eventually(lambda: left.node.session.counts.get("dropped[reason=malformed]", 0) == 2)
+        stranger.close()
+        context.term()
+        eventually(lambda: a.of(PeerUp))
+
+
+def test_frames_lost_at_the_high_water_mark_are_counted_and_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake_zmq.runtime.zmq_runtime.SEND_HWM", 50)
+    monkeypatch.setattr("mooncake_zmq.runtime.zmq_runtime.RECEIVE_HWM", 50)
+    a, b = Echo(), Echo()
+    with running(make(tmp_path, "a", ["b"], actor=a)) as left, running(make(tmp_path, "b", ["a"], actor=b)) as right:
+        eventually(lambda: a.of(PeerUp) and b.of(PeerUp))
+        right.call(lambda: time.sleep(0.2))  # b hears nothing for a while
+        left.call(lambda: [send(left, "b", lease) for lease in range(500)])
+        eventually(lambda: len(b.leases()) == 500, timeout_s=20)
+        assert b.leases() == list(range(500))
+        assert left.counts["frames_dropped[reason=not_sendable]"] > 0
+        assert left.node.session.counts["retransmits"] > 0
+
+
+def test_timers_fire_once_in_order_and_can_be_replaced_and_cancelled(tmp_path: Path) -> None:
+    effects: list[Effect] = [
+        SetTimer(("late",), 0.15),
+        SetTimer(("early",), 0.05),
+        SetTimer(("replaced",), 0.01),
+        SetTimer(("replaced",), 0.1),
+        SetTimer(("cancelled",), 0.02),
+        CancelTimer(("cancelled",)),
+        CancelTimer(("never set",)),
+    ]
+    actor = Echo(started=effects)
+    with running(make(tmp_path, "a", [], actor=actor)):
+        eventually(lambda: len(actor.of(TimerFired)) == 3)
+        time.sleep(0.05)
+        assert [event.key for event in actor.of(TimerFired)] == [("early",), ("replaced",), ("late",)]
+
+
+def test_timers_keep_no_ghosts() -> None:
+    timers = Timers()
+    fired: list[int] = []
+    for turn in range(3):
+        timers.set("key", 1.0 + turn, lambda turn=turn: fired.append(turn))
+    timers.set("other", 1.5, lambda: fired.append(9))
+    timers.cancel("other")
+    assert timers.next_at() == 3.0
+    assert timers.pop_due(2.9) is None
+    callback = timers.pop_due(3.0)
+    assert callback is not None
+    callback()
+    assert (fired, len(timers), timers.next_at()) == ([2], 0, None)
+
+
+@dataclass
+class Threads:
+    """An executor whose works end in threads of their own; it also remembers the order of calls."""
+
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    emit: Any = None
+
+    def start(self, work_id: int, work: Any, deadline_s: float) -> None:
+        self.calls.append(("start", work_id))
+        done = WorkDone(work_id, ProcessProbed(alive=True))
+        threading.Timer(0.01, lambda: self.emit(done)).start()
+
+    def cancel(self, work_id: int) -> None:
+        self.calls.append(("cancel", work_id))
+
+    def fence(self, generations: Any) -> None:
+        self.calls.append(("fence", generations))
+
+    def open_sequence(self, sequence: int, capacity_tokens: int) -> None: ...
+
+    def close_sequence(self, sequence: int) -> None: ...
+
+    def learn_peer(self, name: str, incarnation: int, hello: Hello) -> None:
+        self.calls.append(("peer", name, incarnation))
+
+    def forget_peer(self, name: str) -> None:
+        self.calls.append(("gone", name))
+
+
+def test_works_end_as_events_and_effects_keep_their_order(tmp_path: Path) -> None:
+    probe = ProbeProcess("b", 1)
+    works = [Fence(((1, 3),)), Start(1, probe, 1.0), Fence(((1, 4),)), CancelWork(1), Start(2, probe, 1.0)]
+    actor, executor = Echo(started=works), Threads()
+    runtime = make(tmp_path, "a", ["b"], actor=actor, executor=executor)
+    executor.emit = runtime.post
+    with running(runtime), running(make(tmp_path, "b", ["a"], incarnation=7)):
+        eventually(lambda: len(actor.of(WorkDone)) == 2)
+        eventually(lambda: actor.of(PeerUp))
+        assert executor.calls[:5] == [("fence", ((1, 3),)), ("start", 1), ("fence", ((1, 4),)), ("cancel", 1), ("start", 2)]
+        assert executor.calls[5] == ("peer", "b", 7)
+
+
+def test_a_drained_actor_ends_the_runtime(tmp_path: Path) -> None:
+    actor = Echo(busy=True)
+    runtime = make(tmp_path, "a", [], actor=actor)
+    with running(runtime):
+        runtime.call(runtime.drain)
+        eventually(lambda: actor.of(DrainWanted))
+        time.sleep(0.1)
+        assert not runtime.stopped
+        actor.busy = False
+        runtime.call(runtime.drain)
+        eventually(lambda: runtime.stopped)
+
+
+def test_the_asyncio_driver_serves_beside_other_tasks(tmp_path: Path) -> None:
+    a, b = Echo(started=[SetTimer(("soon",), 0.01)]), Echo()
+    ticks = 0
+
+    async def serve() -> None:
+        nonlocal ticks
+        runtime = make(tmp_path, "a", ["b"], actor=a)
+        stopped = asyncio.Event()
+        runtime.attach(asyncio.get_running_loop(), stopped.set)
+        deadline = time.monotonic() + 5
+        while not a.of(PeerUp):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        # More than one turn takes, so that leftovers on the edge-triggered descriptor are not forgotten.
+        for lease in range(3000):
+            send(runtime, "b", lease)
+        while len(a.leases()) < 3000:
+            assert time.monotonic() < deadline + 10
+            ticks += 1
+            await asyncio.sleep(0.01)
+        runtime.call(runtime.drain)
+        await asyncio.wait_for(stopped.wait(), 5)
+        runtime.close()
+
+    with running(make(tmp_path, "b", ["a"], actor=b)):
+        asyncio.run(serve())
+    assert b.leases() == list(range(3000))
+    assert a.of(TimerFired)
+    assert ticks > 0
+
+
+def test_endpoints_are_checked() -> None:
+    for bad in ("ipc://relative.ipc", "ipc:///" + "x" * 120, "http://x", "inproc://x"):
+        with pytest.raises(BadEndpoint):
+            check_endpoint(bad)
+    check_endpoint("tcp://127.0.0.1:5555")
+
+
+def test_a_tcp_port_in_use_is_one_clear_line() -> None:
+    context = zmq.Context()
+    holder = context.socket(zmq.ROUTER)
+    port = holder.bind_to_random_port("tcp://127.0.0.1")
+    session = Session(me="a", incarnation=1, hello=HELLO, peers=[], settings=SETTINGS, now=0.0)
+    with pytest.raises(BadEndpoint, match=f"cannot listen on tcp://127.0.0.1:{port}: the address is in use"):
+        ZmqRuntime(Node(Echo(), session), endpoint=f"tcp://127.0.0.1:{port}", peers={})
+    holder.close(linger=0)
+    context.term()
+
+
+def test_the_dump_holds_every_layer(tmp_path: Path) -> None:
+    runtime = make(tmp_path, "a", ["b"])
+    runtime.close()
+    assert set(runtime.dump()) == {"session", "counts", "actor", "gauges", "runtime"}

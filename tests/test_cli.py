@@ -1,0 +1,93 @@
+"""The command line: instant help, threads before NumPy, one line for a mistake."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mooncake_zmq.cli import main
+
+ROOT = Path(__file__).parent.parent
+TOY = str(ROOT / "configs/toy.toml")
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(main, arguments)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom mooncake_zmq.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'numpy', 'zmq', 'msgspec', 'rich'} & set(sys.modules), sorted(sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for command in ("conductor", "prefill", "decode", "cache-node", "gateway", "up", "config", "dump", "doctor", "simtest"):
+        assert f"  {command}" in shown
+
+
+@pytest.mark.parametrize("command", ["conductor", "prefill", "decode", "cache-node", "gateway", "up"])
+def test_every_command_shows_an_example(command: str) -> None:
+    result = call(command, "--help")
+    assert result.exit_code == 0
+    assert f"mooncake-zmq {command}" in result.output
+
+
+def test_threads_are_set_before_numpy_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text('[[nodes]]\nname = "d"\nrole = "decode"\nthreads = 3\n')
+    code = (
+        "import os, sys\nfrom mooncake_zmq.cli import limit_threads\n"
+        f"limit_threads({str(path)!r}, 'd')\nassert 'numpy' not in sys.modules\n"
+        "assert os.environ['OPENBLAS_NUM_THREADS'] == os.environ['OMP_NUM_THREADS'] == '3'\n"
+        f"limit_threads({str(path)!r}, 'other')\nlimit_threads('/nowhere', 'd')\n"
+        "assert os.environ['OPENBLAS_NUM_THREADS'] == '1'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_config_check_and_show() -> None:
+    checked = call("config", "check", TOY)
+    assert checked.exit_code == 0
+    assert "prefill-b" in checked.output
+    assert checked.output.rstrip().endswith(f"{TOY}: ok")
+    shown = call("config", "show", TOY, "--set", "session.heartbeat_s=0.3")
+    assert "session.heartbeat_s = 0.3  (command line)" in shown.output
+    assert "model.path = 'toy'  (file)" in shown.output
+    assert "session.retransmit_s = 0.4  (default)" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("config", "check", "/nowhere.toml"), "/nowhere.toml: No such file"),
+        (("config", "check", TOY, "--set", "x"), "write KEY=VALUE"),
+        (("config", "check", TOY, "--set", "a.b=1"), "there is no setting a.b"),
+        (("dump", "--config", TOY, "--node", "nobody"), "there is no node 'nobody'"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_code_2(arguments: tuple[str, ...], words: str) -> None:
+    result = subprocess.run([sys.executable, "-m", "mooncake_zmq", *arguments], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_doctor_and_dump_work_without_a_cluster(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    examined = call("doctor", "--config", TOY, "--set", f"cluster.runtime_dir={directory}", "--set", "gateway.http_port=1")
+    assert "Python 3." in examined.output
+    assert "cores" in examined.output
+    dumped = call("dump", "--config", TOY, "--set", f"cluster.runtime_dir={directory}")
+    assert dumped.exit_code == 1
+    assert "not running" in dumped.output
+
+
+def test_launchers_are_thin_and_executable() -> None:
+    for name in ("up", "test", "conductor", "prefill", "decode", "cache-node", "gateway"):
+        path = ROOT / "bin" / name
+        assert os.access(path, os.X_OK), name
+        assert len(path.read_text().splitlines()) <= 8, name

@@ -1,0 +1,139 @@
+"""Reading, precedence, and errors that say where they are."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake_zmq.config import ConfigError, effective, load, summary, warnings
+
+ROOT = Path(__file__).parent.parent
+NODES = """
+[[nodes]]
+name = "c"
+role = "conductor"
+
+[[nodes]]
+name = "d"
+role = "decode"
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_file(text: str, nodes: str = NODES) -> Path:
+        path = tmp_path / "x.toml"
+        path.write_text(text + nodes)
+        return path
+
+    return write_file
+
+
+def fails(path: Path, overrides: dict[str, Any] | None = None, environment: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides, environment or {})
+    assert "\n" not in str(caught.value)
+    return str(caught.value).replace(str(path), "x.toml")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.toml")))
+def test_the_shipped_files_are_sound(name: str) -> None:
+    loaded = load(ROOT / "configs" / name, environment={})
+    assert list(summary(loaded))
+    assert not [text for text in warnings(loaded) if "threads" not in text]
+
+
+def test_command_line_beats_environment_beats_file_beats_default(write: Any) -> None:
+    path = write("[decode]\nmax_batch = 3\n")
+    variable = {"MOONCAKE_ZMQ_DECODE__MAX_BATCH": "4"}
+    setting = {"decode.max_batch": "5"}
+    assert load(path, {}, {}).config.decode.max_batch == 3
+    assert load(path, {}, variable).config.decode.max_batch == 4
+    loaded = load(path, setting, variable)
+    assert loaded.config.decode.max_batch == 5
+    sources = {dotted: source for dotted, _, source in effective(loaded)}
+    assert sources["decode.max_batch"] == "command line"
+    assert sources["decode.max_requests"] == "default"
+    assert sources["nodes[1].role"] == "file"
+
+
+def test_nested_sections_and_text_values_can_be_overridden(write: Any) -> None:
+    environment = {"MOONCAKE_ZMQ_PREFILL__POOL__LEASE_TTL_S": "12", "MOONCAKE_ZMQ_MODEL__PATH": "42"}
+    config = load(write("[prefill.pool]\nfetch_s = 2\n"), {}, environment).config
+    assert (config.prefill.pool.lease_ttl_s, config.prefill.pool.fetch_s) == (12, 2)
+    assert config.model.path == "42"
+    assert load(write(""), {"cluster.log_format": "console"}, {}).config.cluster.log_format == "console"
+
+
+def test_a_node_may_replace_keys_of_its_role(write: Any) -> None:
+    loaded = load(write("[decode]\nmax_batch = 3\nmax_requests = 9\n", NODES + "settings = { max_batch = 7 }\n"), {}, {})
+    section = loaded.section(loaded.config.node("d"))
+    assert (section.max_batch, section.max_requests) == (7, 9)
+    assert loaded.config.decode.max_batch == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[decode]\nmax_batch = 'x'\n", "x.toml: decode.max_batch: expected int, got str"),
+        ("[decode]\nmax_batsh = 1\n", "x.toml: decode.max_batsh: unknown key; known here: capacity_tokens, max_batch"),
+        ("[deocde]\n", "x.toml: deocde: unknown key"),
+        ("[prefill.pool]\nnothing = 1\n", "x.toml: prefill.pool.nothing: unknown key"),
+        ("decode = 3\n", "x.toml: decode: expected object, got int"),
+        ("[decode]\nmax_batch = 0\n", "x.toml: decode: capacity_tokens, max_batch and max_requests must be at least 1"),
+        ("[session]\nheartbeat_s = 2.0\n", "x.toml: session: peer_timeout_s must be at least 3 * heartbeat_s"),
+        ("[prefill.pool]\nlease_ttl_s = 2.0\nfetch_s = 1\n", "prefill.pool.lease_ttl_s must be above session.peer_timeout_s"),
+        ("[decode.pool]\nlease_ttl_s = 90.0\n", "decode.pool.lease_ttl_s must be at most cache_node.max_lease_s"),
+        ("[cluster]\nname = 'a b'\n", "x.toml: cluster: name must be"),
+        ("[cluster]\nruntime_dir = 'here'\n", "x.toml: cluster: runtime_dir and shm_dir must be absolute paths"),
+        (f"[cluster]\nruntime_dir = '/{'r' * 100}'\n", "the path is longer than 107 bytes; use a shorter runtime_dir"),
+        ("[cluster]\nlog_level = 'loud'\n", "log_level must be one of debug, info"),
+        ("[model]\nblock_tokens = 0\n", "block_tokens must be between"),
+        ("[gateway]\nhttp_port = 70000\n", "x.toml: gateway: http_port must be between 1 and 65535"),
+        ("a = [\n", "x.toml: not TOML"),
+    ],
+)
+def test_errors_name_file_and_path(write: Any, text: str, message: str) -> None:
+    assert message in fails(write(text))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        (NODES + "port = 3\n", "x.toml: nodes[1].port: unknown key"),
+        (NODES + "threads = 'x'\n", "x.toml: nodes[1].threads: expected int, got str"),
+        (NODES + "threads = 0\n", "x.toml: nodes[1]: threads must be between"),
+        (NODES + "settings = { max_batsh = 1 }\n", "x.toml: nodes[1].settings.max_batsh: unknown key"),
+        (NODES + "settings = { max_batch = 'x' }\n", "x.toml: nodes[1].settings.max_batch: expected int, got str"),
+        (NODES + "endpoint = 'udp://x'\n", "udp://x: an endpoint begins with ipc:// or tcp://"),
+        (NODES.replace('"d"', '"c"'), "nodes: the name c is given twice"),
+        (NODES.replace("decode", "decoder"), "x.toml: nodes[1].role: invalid enum value 'decoder'"),
+        (NODES.replace('"d"', '"../d"'), "x.toml: nodes[1]: name must be"),
+        (NODES.replace('role = "decode"', ""), "missing required field role"),
+        ("[[nodes]]\nname='a'\nrole='cache-node'\n[[nodes]]\nname='b'\nrole='cache-node'\n", "has two cache-nodes"),
+    ],
+)
+def test_errors_of_nodes(write: Any, nodes: str, message: str) -> None:
+    assert message in fails(write("", nodes))
+
+
+def test_errors_of_environment_and_command_line_name_them(write: Any) -> None:
+    path = write("")
+    variable = "MOONCAKE_ZMQ_DECODE__MAX_BATCH"
+    assert fails(path, {}, {variable: "x"}) == f"environment {variable}: decode.max_batch: cannot read 'x'"
+    assert fails(path, {}, {variable: "1.5"}) == f"environment {variable}: decode.max_batch: expected int, got float"
+    assert (
+        fails(path, {}, {"MOONCAKE_ZMQ_DECODE__X": "1"}) == "environment MOONCAKE_ZMQ_DECODE__X: there is no setting decode.x"
+    )
+    assert fails(path, {"decode": "1"}) == "command line: there is no setting decode"
+    assert fails(path, {"nodes": "[]"}) == "command line: there is no setting nodes"
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    assert fails(tmp_path / "none.toml").endswith("x.toml: No such file or directory")
+
+
+def test_more_engine_threads_than_cores_is_a_warning(write: Any) -> None:
+    loaded = load(write("", NODES + "threads = 900\n"), {}, {})
+    assert any("900 threads" in text for text in warnings(loaded))
+    assert any("there is no prefill" in text for text in warnings(loaded))
