@@ -14,7 +14,6 @@ from importlib import resources
 from typing import Any
 
 import httpx
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -32,6 +31,7 @@ MAX_TOKENS = 48
 REUSE_WANTED = 0.9
 REQUEST_TIMEOUT_S = 300.0
 WAIT_S = 60.0
+TRIES = 10
 STORE_S = 1.0
 """Blocks enter the pool off the critical path; a question that comes at once would still be right, only colder."""
 
@@ -61,6 +61,14 @@ class Answer:
     def tbt_ms(self) -> float:
         gaps = [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
         return statistics.median(gaps) * 1000 if gaps else float("nan")
+
+
+class ComeAgain(Exception):
+    """The cluster is full, or its conductor has not met the nodes yet."""
+
+    def __init__(self, after_s: float) -> None:
+        super().__init__(f"the cluster is not ready; again in {after_s} s")
+        self.after_s = after_s
 
 
 class DemoFailed(Exception):
@@ -119,8 +127,7 @@ class Demo:
             "return_token_ids": True,
         }
         up.console.print(f"\n[bold]{escape(question)}[/] [dim]({note})[/]")
-        answer.asked_at = time.monotonic()
-        for chunk in _stream(up.url, body):
+        for chunk in self._chunks(up, answer, body):
             if "error" in chunk:
                 raise DemoFailed(str(chunk["error"].get("message")))
             answer.prompt_ids = chunk.get("prompt_token_ids") or answer.prompt_ids
@@ -138,6 +145,18 @@ class Demo:
         self._answers.append(answer)
         time.sleep(STORE_S)
         return answer
+
+    def _chunks(self, up: Up, answer: Answer, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The answer's chunks; as every client should, it comes again when it is told to."""
+        for _ in range(TRIES):
+            answer.asked_at = time.monotonic()
+            try:
+                yield from _stream(up.url, body)
+            except ComeAgain as later:
+                time.sleep(later.after_s)
+            else:
+                return
+        raise DemoFailed(f"the cluster answered 503 {TRIES} times")
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -158,7 +177,10 @@ class Demo:
 
     def _table(self) -> Table:
         title = f"{len(self._answers)} questions about one document; shared prefix: {self._shared():,} tokens"
-        table = Table(title=title, caption="tokens of KV: own, local and remote were loaded and verified", box=SIMPLE_HEAD)
+        # Without a box and with narrow gaps it fits 80 columns.
+        table = Table(
+            title=title, caption="own, local, remote: tokens of KV loaded and verified", box=None, padding=(0, 1, 0, 0)
+        )
         for name in ("", "prompt", "own", "local", "remote", "", "TTFT s", "TBT ms", "prefill", "decode"):
             table.add_column(name, justify="left" if name in ("", "prefill", "decode") else "right", no_wrap=True)
         for answer in self._answers:
@@ -207,6 +229,8 @@ def _stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         httpx.Client(timeout=REQUEST_TIMEOUT_S) as client,
         client.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
     ):
+        if response.status_code == 503 and "retry-after" in response.headers:
+            raise ComeAgain(float(response.headers["retry-after"]))
         if response.status_code != 200:
             response.read()
             raise DemoFailed(f"HTTP {response.status_code}: {response.text[:300]}")

@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from toy_cluster import ToyCluster, eventually, expected_tokens, until_none
+from toy_cluster import ToyCluster, eventually, expected_tokens, greedy, until_none
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(120)]
 
@@ -105,9 +106,18 @@ def test_a_death_before_the_first_token_is_a_pause_at_most(cluster: ToyCluster, 
     assert len(results) == 1
 
 
-def test_a_new_request_waits_for_the_conductor_to_come_back(cluster: ToyCluster) -> None:
+def test_new_requests_are_served_again_after_the_conductor_died(cluster: ToyCluster) -> None:
+    """They wait for it to come back, or, when it is back before the nodes have greeted it, are told when to come again."""
     cluster.signal("conductor-0", signal.SIGKILL)
-    answer(cluster, fresh_prompt(100), 10)
+    prompt = fresh_prompt(100)
+    body = greedy(prompt=prompt, max_tokens=10)
+    deadline = time.monotonic() + 20
+    while (answered := httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)).status_code != 200:
+        assert answered.status_code == 503, answered.text
+        assert "retry-after" in answered.headers
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert answered.json()["choices"][0]["token_ids"] == expected_tokens(prompt, 10)
 
 
 def test_a_killed_gateway_leaves_nothing_running(cluster: ToyCluster) -> None:
