@@ -165,8 +165,11 @@ class PrefillLoad(_Message, frozen=True):
     queued_jobs: Count
     queued_tokens: Count
     queued_s: Seconds
-    token_s: Seconds
-    """Measured seconds per computed prompt token, 0 if nothing was measured yet."""
+    computed_s: Seconds
+    computed_tokens: Annotated[float, Meta(ge=0, le=1e15)]
+    computed_squares: Annotated[float, Meta(ge=0, le=1e18)]
+    """Recent chunks, older ones counting less: their seconds, tokens n, and attention's share: sum of (p + n)^2 - p^2 for n
+    tokens after p. All 0 if nothing was measured yet. Apart, so that a chunk far into a long prompt is not a slow node."""
     draining: bool
 
 

@@ -6,8 +6,9 @@ per second of one decode node, against the engine's own batched loop. The two si
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -30,7 +31,7 @@ BATCHES = (1, 8)
 Progress = Callable[[str], None]
 
 
-def bench_serve(config: Path, *, rounds: int, progress: Progress) -> Report:
+def bench_serve(config: Path, *, rounds: int, parts: Sequence[str], progress: Progress) -> Report:
     """Run it all. Raises click.ClickException when the cluster cannot be started or answers an error."""
     settings = load(config).config
     progress("opening the bare engine")
@@ -42,12 +43,13 @@ def bench_serve(config: Path, *, rounds: int, progress: Progress) -> Report:
     with bench_cluster(config, settings, overrides) as cluster:
         run = _Run(engine, cluster, rounds, progress)
         run.warm_up()
-        for tokens in COLD_TOKENS:
-            report.rows.append(run.cold(tokens))
-        report.rows += run.warm()
-        decodes = [node.name for node in settings.of_role("decode")]
-        for batch in BATCHES:
-            report.rows.append(run.decode(batch, decodes))
+        if "cold" in parts:
+            report.rows += [run.cold(tokens) for tokens in COLD_TOKENS]
+        if "warm" in parts:
+            report.rows += run.warm([node.name for node in settings.of_role("prefill")])
+        if "decode" in parts:
+            decodes = [node.name for node in settings.of_role("decode")]
+            report.rows += [run.decode(batch, decodes) for batch in BATCHES]
     return report
 
 
@@ -77,7 +79,7 @@ class _Run:
         self._progress(f"  TTFT {[round(1e3 * s) for s in ours]} ms, engine {[round(1e3 * s) for s in bare]} ms")
         return _milliseconds(f"cold TTFT, {tokens} tokens / engine prefill", ours, bare)
 
-    def warm(self) -> list[Row]:
+    def warm(self, prefills: list[str]) -> list[Row]:
         cold: list[float] = []
         local: list[float] = []
         remote: list[float] = []
@@ -88,7 +90,11 @@ class _Run:
             first = self._cluster.complete(prefix + self._prompt(TAIL_TOKENS), max_tokens=2)
             cold.append(first.ttft_s)
             self._cluster.settle()
-            again = self._cluster.complete(prefix + self._prompt(TAIL_TOKENS), max_tokens=2)
+            with ExitStack() as paused:  # where the conductor would place it is not the question here
+                for other in prefills:
+                    if other != first.served["prefill"]:
+                        paused.enter_context(self._cluster.paused(other))
+                again = self._cluster.complete(prefix + self._prompt(TAIL_TOKENS), max_tokens=2)
             _expect(again, "cached_local")
             local.append(again.ttft_s)
             self._cluster.settle()

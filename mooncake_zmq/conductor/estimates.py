@@ -58,8 +58,10 @@ class PrefillQueue:
     def report(self, now: float, load: PrefillLoad) -> None:
         """The node's own figures; bookings old enough to be among them are dropped here. A node that has measured nothing
         cannot put its queue in seconds: it is put in the settings' seconds."""
-        self.token_s = load.token_s
-        unmeasured_s = 0.0 if load.token_s else load.queued_tokens * self._settings.prefill_token_s
+        shape = self._settings.prefill_square_s / self._settings.prefill_token_s
+        linear = load.computed_tokens + shape * load.computed_squares
+        self.token_s = load.computed_s / linear if linear else 0.0
+        unmeasured_s = 0.0 if self.token_s else load.queued_tokens * self._settings.prefill_token_s
         self._reported_s, self._reported_at = max(load.queued_s, unmeasured_s), now
         horizon = now - self._settings.report_grace_s
         self.bookings = {key: booking for key, booking in self.bookings.items() if booking.at > horizon}

@@ -35,9 +35,9 @@ class ConductorSettings:
     tie_ratio: float = 0.05
     """Predictions within this share of the best are ties, and ties rotate. The estimates err by more than this, and
     one shared leading block of a long prompt must not outweigh spreading."""
-    prefill_token_s: float = 3e-3
+    prefill_token_s: float = 2.2e-3
     """Prefill time of n tokens is this * n + prefill_square_s * n^2; seconds per token. The default model on one CPU core."""
-    prefill_square_s: float = 6e-7
+    prefill_square_s: float = 4.1e-7
     """Seconds per squared token: attention's share of the same. The paper's 70B model on 8 A800: 1.147e-4 and 7.181e-10."""
     kv_bytes_per_token: int = 46_080
     """KV bytes of one token, all layers. The default model: 30 layers, 2 (k and v), 3 heads, 64 values of 4 bytes."""
@@ -45,7 +45,7 @@ class ConductorSettings:
     """Host pool to engine, bytes per second: one core copying cold shared memory."""
     transfer_bytes_per_s: float = 1e9
     """Between hosts, bytes per second: a 10 Gbit link, or loopback TCP with cold buffers."""
-    decode_step_s: float = 0.05
+    decode_step_s: float = 0.025
     """Duration of a decode step of one request before any was measured: the default model's weights read once by a core."""
     decode_slope: float = 0.0195
     """Growth of a step per request in the batch, as a share of the step's fixed part: .0149 / .765 in the paper's figure."""

@@ -102,6 +102,10 @@ class PrefillSettings:
             raise ValueError("slab_bytes, aging_tokens_per_s, report_s and work_deadline_s must be positive")
 
 
+MEASURE_DECAY = 0.8
+"""What earlier chunks still count once another is measured: the last five or so decide, by their size."""
+
+
 class JobState(Enum):
     """Life of a job."""
 
@@ -194,7 +198,8 @@ class Prefill:
         self._abandoned: list[_Job] = []
         self._computing: tuple[int, _Job] | None = None
         self._next_id = 1
-        self._token_s = 0.0
+        self._computed = (0.0, 0.0, 0.0)
+        """Seconds, tokens and squares of recent chunks, see `PrefillLoad`."""
         self._draining = False
 
     @property
@@ -306,7 +311,7 @@ class Prefill:
         """See `runtime.actor`."""
         return {
             "gauges": self.gauges(now),
-            "token_s": self._token_s,
+            "computed": self._computed,
             "draining": self._draining,
             "jobs": [
                 {
@@ -566,9 +571,9 @@ class Prefill:
             self._move(job, "chunk done")
             return self._on_prefix_failed(now, job, result.failed)
         tokens = job.chunk_stop - job.computed
-        measured = result.elapsed_s / tokens
-        weight = 0.3 * min(1.0, tokens / self._settings.chunk_tokens)  # a small chunk mostly measures its fixed costs
-        self._token_s = measured if self._token_s == 0.0 else (1 - weight) * self._token_s + weight * measured
+        new = (result.elapsed_s, tokens, job.chunk_stop**2 - job.computed**2)
+        old_s, old_tokens, old_squares = (MEASURE_DECAY * value for value in self._computed)
+        self._computed = (old_s + new[0], old_tokens + new[1], old_squares + new[2])
         self._count("prompt_tokens_computed", tokens)
         job.computed = job.chunk_stop
         job.checksums += result.checksums
@@ -733,11 +738,14 @@ class Prefill:
     def _report(self, now: float) -> list[Effect]:
         waiting = [j for j in self._jobs.values() if j.state is not JobState.HANDING_OFF]
         tokens = sum(job.tokens_left for job in waiting)
+        computed_s, computed_tokens, computed_squares = self._computed
         load = PrefillLoad(
             queued_jobs=len(waiting),
             queued_tokens=tokens,
-            queued_s=tokens * self._token_s,
-            token_s=self._token_s,
+            queued_s=tokens * computed_s / computed_tokens if computed_tokens else 0.0,
+            computed_s=computed_s,
+            computed_tokens=computed_tokens,
+            computed_squares=computed_squares,
             draining=self._draining,
         )
         conductors = [name for name, hello in self._peers.items() if hello.role == "conductor"]

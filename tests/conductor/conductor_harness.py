@@ -84,7 +84,15 @@ class Cluster:
         return self.handle(Received(sender, message))
 
     def prefill_load(self, name, queued_s=0.0, token_s=0.0, draining=False):
-        load = PrefillLoad(queued_jobs=0, queued_tokens=0, queued_s=queued_s, token_s=token_s, draining=draining)
+        load = PrefillLoad(
+            queued_jobs=0,
+            queued_tokens=0,
+            queued_s=queued_s,
+            computed_s=1000 * token_s,
+            computed_tokens=1000,
+            computed_squares=0,
+            draining=draining,
+        )
         self.say(name, load)
 
     def decode_load(self, name, running=0, reserved=0, free=1_000_000, step_s=0.0, draining=False):
