@@ -138,6 +138,8 @@ class RejectReason(Enum):
     TBT = "tbt_slo"
     NO_PREFILL = "no_prefill"
     NO_DECODE = "no_decode"
+    NO_ROOM = "no_room"
+    """There are decodes, but none has the KV for this request."""
 
 
 class Rejected(_Message, frozen=True):

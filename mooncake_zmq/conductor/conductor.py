@@ -263,7 +263,8 @@ class Conductor:
         decode = decode or self._choose_decode(last_resort, prefill, need_tokens)
         if decode is None:
             retry_after_s = admission.retry_after_room(self._settings, preferred + last_resort)
-            return self._reject(schedule, RejectReason.NO_DECODE, retry_after_s)
+            reason = RejectReason.NO_ROOM if preferred or last_resort else RejectReason.NO_DECODE
+            return self._reject(schedule, reason, retry_after_s)
         refusal = admission.refusal(self._settings, attempt=schedule.attempt, prefill=prefill, decode=decode)
         if refusal is not None:
             return self._reject(schedule, *refusal)

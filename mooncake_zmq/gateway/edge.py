@@ -5,7 +5,6 @@ slots and its requests in a `Call`; leaving the call, in whatever way, cancels w
 """
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientReques
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 from mooncake_zmq.messages import Hello
 from mooncake_zmq.runtime.actor import FromClient, ToClient
+from mooncake_zmq.runtime.metrics import families
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,8 +378,8 @@ class EdgeMetrics(Collector):
             metric = Metric(name, documentation, "gauge")
             metric.add_sample(name, self._labels, value)
             yield metric
-        yield from _families({**self._edge.backing.counts(), **self._edge.counts}, "counter")
-        yield from _families(
+        yield from families({**self._edge.backing.counts(), **self._edge.counts}, "counter")
+        yield from families(
             {
                 **self._edge.backing.gauges(),
                 "edge_open_requests": self._edge.open_requests,
@@ -403,19 +403,3 @@ class EdgeMetrics(Collector):
     def _counter(self, name: str, documentation: str) -> Counter:
         whole = Counter(f"vllm:{name}", documentation, tuple(self._labels), registry=self.registry)
         return whole.labels(**self._labels)
-
-
-_COUNT_NAME = re.compile(r"([^\[\]]+)(?:\[(.*)\])?")
-
-
-def _families(values: Mapping[str, float], kind: str) -> Iterator[Metric]:
-    """`misses[reason=evicted]` becomes `mooncake_misses_total{reason="evicted"}`; names that share a base share a family."""
-    metrics: dict[str, Metric] = {}
-    for name, value in sorted(values.items()):
-        match = _COUNT_NAME.fullmatch(name)
-        assert match, f"{name!r} is no metric name"
-        base = "mooncake_" + re.sub(r"\W", "_", match[1], flags=re.ASCII)
-        labels = dict(pair.split("=", 1) for pair in match[2].split(",")) if match[2] else {}
-        metric = metrics.setdefault(base, Metric(base, match[1].replace("_", " ").capitalize() + ".", kind))
-        metric.add_sample(f"{base}_total" if kind == "counter" else base, labels, value)
-    return iter(metrics.values())

@@ -116,7 +116,7 @@ class RequestsSettings:
     deadline_s: float = 600.0
     """Every request ends by then, with an error if need be."""
     placement_wait_s: float = 10.0
-    """How long a new request waits for a live conductor before it is answered 503."""
+    """How long a new request waits for a conductor, a prefill and a decode to be there before it is answered 503."""
     stall_s: float = 60.0
     """An attempt that brings no token for this long is given up and placed again: longer than the longest prefill's queue."""
     max_attempts: int = 12
@@ -172,6 +172,8 @@ class _Request:
     deadline: float
     state: RequestState = RequestState.WAITING
     attempt: int = 0
+    missing: str = "no_conductor"
+    """What a request that is not admitted waits for."""
     broken: int = 0
     """Attempts that ended because something broke."""
     admitted: bool = False
@@ -388,13 +390,15 @@ class Requests:
         if request is None or request.state is not RequestState.PLACING or request.conductor != sender:
             return []
         request.exclude = ()
-        if request.admitted:  # it is resumed as soon as nodes are there again
+        nobody = message.reason in (RejectReason.NO_PREFILL, RejectReason.NO_DECODE)
+        if request.admitted or nobody:  # nodes may be restarting, or a new conductor has not met them yet
+            request.missing = message.reason.value
             return self._retry(now, request)
         overloaded = message.reason in (RejectReason.TTFT, RejectReason.TBT)
         failed = Failed(
             status=429 if overloaded else 503,
             code=message.reason.value,
-            message="the request would miss its SLO" if overloaded else "no node can serve the request now",
+            message="the request would miss its SLO" if overloaded else "no decode has room for the request now",
             retry_after_s=message.retry_after_s,
         )
         self._count(f"requests_rejected[reason={message.reason.value}]")
@@ -404,8 +408,8 @@ class Requests:
         request = self._requests.get(request_id)
         if request is None or request.admitted:
             return []
-        failed = Failed(status=503, code="no_conductor", message="no conductor answers", retry_after_s=2.0)
-        return self._fail(request, failed)
+        missing = f"{request.missing.replace('_', ' ')} is there to serve the request"
+        return self._fail(request, Failed(status=503, code=request.missing, message=missing, retry_after_s=2.0))
 
     def _on_conductor_up(self, now: float) -> list[Effect]:
         """Requests that found none alive go on; one that pauses between attempts may as well begin now."""

@@ -143,6 +143,7 @@ class _Process:
         self.layout = self.model.layout(self.config.model.block_tokens)
         self.signals_seen = 0
         self.crash: BaseException | None = None
+        self.data_counts: Mapping[str, float] = {}
         self.runtime: ZmqRuntime
 
     def run(self) -> None:
@@ -222,6 +223,7 @@ class _Process:
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on {wanted}: {error}") from error
         self.stack.callback(server.close)
+        self.data_counts = server.counts
         if wanted.startswith("ipc://"):
             self.stack.callback(Path(wanted.removeprefix("ipc://")).unlink, missing_ok=True)
         return segment, SegmentRef(path=str(segment.path), endpoint=server.endpoint, slots=slots)
@@ -365,7 +367,8 @@ class _Process:
     def _snapshot(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Taken by the loop's thread, asked for by another."""
         taken: Future[tuple[Mapping[str, float], Mapping[str, float]]] = Future()
-        self.runtime.call(lambda: taken.set_result((_counts(self.runtime), self.runtime.gauges())))
+        data = {f"data_server_{name}": value for name, value in self.data_counts.items()}
+        self.runtime.call(lambda: taken.set_result(({**_counts(self.runtime), **data}, self.runtime.gauges())))
         return taken.result(timeout=5)
 
     def _write_dump(self) -> None:

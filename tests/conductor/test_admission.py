@@ -103,7 +103,7 @@ def test_full_decodes():
     cluster.decode_load("d1", running=8, free=2600, step_s=0.2)
     assert cluster.schedule(tokens=LONG, max_tokens=600).decode == "d1"
     answer = cluster.schedule(tokens=LONG, max_tokens=600)
-    assert answer.reason is RejectReason.NO_DECODE
+    assert answer.reason is RejectReason.NO_ROOM
     assert 1 <= answer.retry_after_s <= 60
     cluster.decode_load("d0", running=8, free=2048, step_s=0.1)
     assert cluster.schedule(tokens=LONG, max_tokens=0).decode == "d0"
@@ -112,7 +112,7 @@ def test_full_decodes():
 def test_a_full_decode_has_room_again_once_a_long_prefill_queue_is_through():
     cluster = Cluster(1)
     cluster.decode_load("d0", running=8, free=100, step_s=0.1)
-    assert cluster.schedule(tokens=LONG).reason is RejectReason.NO_DECODE
+    assert cluster.schedule(tokens=LONG).reason is RejectReason.NO_ROOM
     cluster.prefill_load("p0", queued_s=30)
     assert cluster.schedule(tokens=LONG).decode == "d0"
 
@@ -120,5 +120,5 @@ def test_a_full_decode_has_room_again_once_a_long_prefill_queue_is_through():
 def test_the_room_asked_for_is_a_setting():
     roomy = Cluster(1, expected_output_tokens=10)
     roomy.decode_load("d0", free=1024)
-    assert roomy.schedule(tokens=1024, max_tokens=500).reason is RejectReason.NO_DECODE
+    assert roomy.schedule(tokens=1024, max_tokens=500).reason is RejectReason.NO_ROOM
     assert isinstance(roomy.schedule(tokens=1000, max_tokens=500), Placed)

@@ -369,12 +369,36 @@ def test_a_placement_to_a_node_unknown_here_is_another_attempt_and_no_missing_co
 
 @pytest.mark.parametrize(
     ("reason", "status"),
-    [(RejectReason.TTFT, 429), (RejectReason.TBT, 429), (RejectReason.NO_PREFILL, 503), (RejectReason.NO_DECODE, 503)],
+    [(RejectReason.TTFT, 429), (RejectReason.TBT, 429), (RejectReason.NO_ROOM, 503)],
 )
 def test_a_rejection_is_told_with_its_retry_after(node, reason, status):
     node.ask()
     node.reject(1, reason)
     assert (node.end().status, node.end().code, node.end().retry_after_s) == (status, reason.value, 3.0)
+    assert node.busy() == {}
+
+
+@pytest.mark.parametrize("reason", [RejectReason.NO_PREFILL, RejectReason.NO_DECODE])
+def test_nodes_that_are_not_there_yet_are_waited_for_but_not_longer_than_for_a_conductor(node, reason):
+    node.ask()
+    node.ask("r2")
+    node.reject(1, reason)
+    node.advance(0.1)
+    node.place()
+    node.first(attempt=2)
+    assert node.text() == [text(0)]
+    node.advance(10)
+    assert (node.end("r2").status, node.end("r2").code) == (503, "no_conductor")
+
+
+@pytest.mark.parametrize("reason", [RejectReason.NO_PREFILL, RejectReason.NO_DECODE])
+def test_nodes_that_do_not_come_are_told_as_missing(node, reason):
+    node.ask()
+    for attempt in range(1, 30):
+        if node.busy() and node.actor._requests["r"].state.value == "placing":
+            node.reject(attempt, reason)
+        node.advance(1.0)
+    assert (node.end().status, node.end().code) == (503, reason.value)
     assert node.busy() == {}
 
 
