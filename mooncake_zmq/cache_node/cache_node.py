@@ -112,6 +112,8 @@ class _Fetch:
     keys: tuple[Key, ...]
     asked_at: float
     copies: list[tuple[Key, int, SlotRef]] = field(default_factory=list)
+    copy_until: float = 0.0
+    """Deadline of the copy: what had not come by then says nothing about the source's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +320,7 @@ class CacheNode:
             return self._end_fetch(now, message.lease_id)
         work_id = self._new_id()
         self._copying[work_id] = message.lease_id
+        fetch.copy_until = now + time_left
         copies = tuple((ref, self._grant(slot)) for _, slot, ref in fetch.copies)
         return [Start(work_id, CopyBlocks(copies), time_left)]
 
@@ -337,7 +340,7 @@ class CacheNode:
             else:
                 self.slots.free(slot)
                 self._count("fetch_failures")
-                if isinstance(result, BlocksCopied):
+                if isinstance(result, BlocksCopied) and now < fetch.copy_until:
                     corrupt.append(ref)
         whole = None not in checksums and not corrupt and len(fetch.copies) == len(fetch.keys)
         if pending is not None and whole and fetch.source in self._peers:

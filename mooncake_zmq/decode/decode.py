@@ -140,6 +140,8 @@ class _Request:
     wanted: list[tuple[int, int, int]] = field(default_factory=list)
     """(block, first layer, stop layer) that can be copied now."""
     pulling: bool = False
+    pull_until: float = 0.0
+    """Deadline of the copy in flight: what had not come by then says nothing about its source."""
     held_pull: bool = False
     parts: dict[int, dict[int, int]] = field(default_factory=dict)
     """Block -> layer -> part checksum, of all that arrived and verified."""
@@ -416,6 +418,7 @@ class Decode:
                 return self._fail(request, "lease ended before the held blocks were loaded")
         request.wanted = []
         request.pulling = True
+        request.pull_until = now + deadline_s
         request.in_flight += 1
         work_id = self._new_id()
         self._pulls[work_id] = request
@@ -435,7 +438,8 @@ class Decode:
             return effects + self._fail(request, f"handoff copy failed: {result.reason}")
         if result.failed:
             self._count("handoff_blocks_failed", len(result.failed))
-            refs = [request.sources[block] for block in result.failed if request.sources[block].checksum]
+            failed = result.failed if now < request.pull_until else ()
+            refs = [request.sources[block] for block in failed if request.sources[block].checksum]
             effects += self._pool.report_corrupt(refs)
             theirs = tuple(ref for ref in refs if ref.node != self._pool.node)
             if theirs:  # else the prefill would reuse them for the next attempt, and fail again

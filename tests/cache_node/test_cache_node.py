@@ -310,6 +310,16 @@ def test_a_copy_that_does_not_verify_is_a_miss_and_reported_to_its_source(pool):
     assert pool.held() == {1}
 
 
+def test_a_copy_that_came_too_late_says_nothing_about_its_source(pool):
+    pool.lease(1, 2, sources=("c1",), fetch_s=5.0)
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1, 2)
+    pool.advance(5.1)
+    pool.copied(fail=(1,))
+    assert pool.take(ReportCorrupt) == []
+    assert pool.held() == {1}
+    assert pool.busy() == {}
+
+
 def test_a_source_that_goes_down_is_left_for_the_next(pool):
     pool.lease(1, sources=("c1", "c2"))
     pool.take(LeaseBlocks, "c1")

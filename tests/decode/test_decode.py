@@ -327,6 +327,15 @@ def test_a_block_that_does_not_verify_is_reported_to_its_owner(node):
     node.blocks()
     node.pulled(failed=(1,))
     assert [ref.slot for ref in node.one(ReportCorrupt, "p0").slots] == [1]
+
+
+def test_a_handoff_that_came_too_late_says_nothing_about_its_blocks(node):
+    node.reserve()
+    node.blocks()
+    node.advance(DecodeSettings().pull_deadline_s)
+    node.pulled(failed=(1,))
+    assert node.take(ReportCorrupt) == []
+    assert node.one(AttemptFailed)
     assert node.one(AttemptFailed)
     assert_nothing_left(node)
 

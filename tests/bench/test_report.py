@@ -1,0 +1,36 @@
+"""The one shape of every benchmark's result."""
+
+import json
+
+import pytest
+
+from mooncake_zmq.bench.report import Report, Row
+
+
+def report() -> Report:
+    faster = Row(name="latency", unit="ms", value=50.0, reference=100.0, higher_is_better=False)
+    slower = Row(name="rate", unit="tokens/s", value=9.0, reference=10.0, higher_is_better=True)
+    return Report("test", [faster, slower])
+
+
+def test_a_ratio_above_one_is_better_whichever_way_the_unit_points():
+    assert [row.ratio for row in report().rows] == pytest.approx([2.0, 0.9])
+
+
+def test_json_is_one_object_of_the_stated_shape(capsys):
+    report().show(as_json=True, plot=None)
+    shown = json.loads(capsys.readouterr().out)
+    assert list(shown) == ["bench", "commit", "machine", "rows"]
+    assert [list(row) for row in shown["rows"]] == [["name", "unit", "value", "reference", "ratio"]] * 2
+
+
+def test_the_table_shows_every_row_in_full(capsys):
+    report().show(as_json=False, plot=None)
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("latency", "rate", "2.000", "0.900"))
+
+
+def test_the_plot_is_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    report().show(as_json=True, plot=tmp_path / "ratios.png")
+    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
