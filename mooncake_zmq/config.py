@@ -7,7 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -18,6 +18,7 @@ from mooncake_zmq.conductor.conductor import ConductorSettings
 from mooncake_zmq.decode.decode import DecodeSettings
 from mooncake_zmq.gateway.edge import EdgeSettings
 from mooncake_zmq.gateway.requests import RequestsSettings
+from mooncake_zmq.messages import MAX_BLOCKS, MAX_TOKENS
 from mooncake_zmq.prefill.prefill import PrefillSettings
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
 from mooncake_zmq.runtime.session import SessionSettings
@@ -84,6 +85,9 @@ class ModelSettings:
             raise ValueError("block_tokens must be between 1 and 4096")
         if self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2")
+        most = min(MAX_TOKENS, MAX_BLOCKS * self.block_tokens)
+        if self.max_model_len > most:
+            raise ValueError(f"max_model_len must be at most {most}: a message carries no more tokens or blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +162,8 @@ class Config:
                 raise ValueError(f"nodes: {error}") from error
             if endpoints.count(endpoint) > 1:
                 raise ValueError(f"nodes: two of them listen on {endpoint}")
+        if self.prefill.chunk_tokens % self.model.block_tokens:
+            raise ValueError(f"prefill.chunk_tokens must be a multiple of model.block_tokens, {self.model.block_tokens}")
         self._check_ladder()
 
     def _check_ladder(self) -> None:
@@ -223,8 +229,12 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environme
         _override(raw, sources, dotted, value, "command line")
     config: Config = _convert(raw, Config, shown, sources)
     loaded = Loaded(shown, config, sources, raw)
-    for node in config.nodes:
-        loaded.section(node)
+    for position, node in enumerate(config.nodes):
+        section = loaded.section(node)
+        try:
+            replace(config, **{node.role.replace("-", "_"): section})  # what holds for all must hold with its own settings too
+        except ValueError as error:
+            raise ConfigError(f"{shown}: nodes[{position}].settings: {error}") from None
     return loaded
 
 

@@ -27,7 +27,8 @@ Seconds = Annotated[float, Meta(ge=0, le=1e7)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_BLOCKS)]
 Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Tokens = Annotated[bytes, Meta(max_length=2 << 20)]
+MAX_TOKENS = 1 << 19
+Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 """Token ids as little-endian int32 bytes."""
 
 
@@ -290,7 +291,7 @@ class DecodeDenied(_Message, frozen=True):
 
 
 class HandoffBlocks(_Message, frozen=True):
-    """Blocks from `first_block` on can be read at `sources`, all layers now (`ready`) or each after its `LayerReady`."""
+    """Blocks from `first_block` on can be read at `sources`, all layers now (`ready`) or each after its `LayersReady`."""
 
     request_id: RequestId
     attempt: Count
@@ -299,13 +300,13 @@ class HandoffBlocks(_Message, frozen=True):
     ready: bool
 
 
-class LayerReady(_Message, frozen=True):
-    """`layer` of the blocks announced at `first_block` is written."""
+class LayersReady(_Message, frozen=True):
+    """Layers below `stop_layer` of the blocks announced at `first_block` are written."""
 
     request_id: RequestId
     attempt: Count
     first_block: Count
-    layer: Count
+    stop_layer: Count
 
 
 class HandoffDone(_Message, frozen=True):
@@ -452,7 +453,7 @@ Message = (
     | DecodeReserved
     | DecodeDenied
     | HandoffBlocks
-    | LayerReady
+    | LayersReady
     | HandoffDone
     | HandoffReceived
     | HandoffFailed

@@ -52,10 +52,10 @@ class ComputeChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerComputed:
-    """Progress of `ComputeChunk`: `layer` of every output slot is written and its part checksum set."""
+class LayersComputed:
+    """Progress of `ComputeChunk`: layers below `stop_layer` of every output slot are written, their part checksums set."""
 
-    layer: int
+    stop_layer: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,5 +155,5 @@ class WorkFailed:
 
 
 Work = ComputeChunk | PullBlocks | DecodeStep | CopyBlocks | ProbeProcess
-Progress = LayerComputed
+Progress = LayersComputed
 Result = ChunkComputed | BlocksPulled | StepDecoded | BlocksCopied | ProcessProbed | WorkFailed

@@ -71,6 +71,7 @@ class PoolClient:
         self._counts = counts
         self.node: str | None = None
         """The host's cache-node while it is up."""
+        self._incarnation = 0
         self._host = host
         self._leases: dict[int, HeldLease] = {}
         self._puts: dict[int, _Put] = {}
@@ -94,7 +95,7 @@ class PoolClient:
     def peer_up(self, up: PeerUp) -> None:
         """A cache-node of our host appeared."""
         if self.node is None and up.hello.role == "cache-node" and up.hello.host == self._host:
-            self.node = up.peer
+            self.node, self._incarnation = up.peer, up.incarnation
 
     def peer_down(self, peer: str) -> PutEnded:
         """Our cache-node is gone: leases are void, puts that have not begun to copy end."""
@@ -179,8 +180,8 @@ class PoolClient:
         self._puts[put_id] = _Put(token, tuple(keys), tuple(sources), now)
         return [Send(self.node, ReserveSlots(put_id=put_id, keys=tuple(keys), ttl_s=self.settings.lease_ttl_s))]
 
-    def on_reserved(self, now: float, message: SlotsReserved, incarnation: int, work_id: int) -> PutEnded:
-        """Copy into the granted slots of the cache-node's life `incarnation`, as work `work_id`."""
+    def on_reserved(self, now: float, message: SlotsReserved, work_id: int) -> PutEnded:
+        """Copy into the granted slots, as work `work_id`."""
         put = self._puts.get(message.put_id)
         ended = PutEnded()
         if put is None or put.copying or self.node is None:
@@ -195,7 +196,9 @@ class PoolClient:
         put.copying = True
         put.indexes = [grant.index for grant in message.grants]
         self._copies[work_id] = message.put_id
-        copies = tuple((put.sources[g.index], SlotGrant(self.node, incarnation, g.slot, g.generation)) for g in message.grants)
+        copies = tuple(
+            (put.sources[g.index], SlotGrant(self.node, self._incarnation, g.slot, g.generation)) for g in message.grants
+        )
         ended.effects.append(Start(work_id, CopyBlocks(copies), time_left))
         return ended
 

@@ -26,7 +26,7 @@ from mooncake_zmq.messages import (
     HandoffFailed,
     HandoffReceived,
     Hello,
-    LayerReady,
+    LayersReady,
     LeaseRenewed,
     ReclaimSlots,
     ReportCorrupt,
@@ -121,6 +121,14 @@ NEXT_STATE: dict[tuple[RequestState, str], RequestState] = {
 
 
 @dataclass(slots=True)
+class _Group:
+    """Blocks up to `stop_block` of one chunk; layers below `wanted_layers` are being copied or were."""
+
+    stop_block: int
+    wanted_layers: int = 0
+
+
+@dataclass(slots=True)
 class _Request:
     request: ReserveDecode
     prefill: str
@@ -135,8 +143,8 @@ class _Request:
     held_blocks: int = 0
     sources: dict[int, SlotRef] = field(default_factory=dict)
     """Handed-off blocks announced so far."""
-    groups: dict[int, int] = field(default_factory=dict)
-    """First block of a group announced before its layers are ready -> its number of blocks."""
+    groups: dict[int, _Group] = field(default_factory=dict)
+    """By first block: blocks announced before their layers were ready."""
     wanted: list[tuple[int, int, int]] = field(default_factory=list)
     """(block, first layer, stop layer) that can be copied now."""
     pulling: bool = False
@@ -177,7 +185,6 @@ class Decode:
         self._layout = layout
         self._pool = PoolClient(host, settings.pool, self.counts)
         self._peers: dict[str, Hello] = {}
-        self._incarnations: dict[str, int] = {}
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         """The live attempt of each request, in order of reservation."""
         self._closing: list[_Request] = []
@@ -200,8 +207,8 @@ class Decode:
                 return self._on_reserve(now, sender, message)
             case Received(sender, HandoffBlocks() as message):
                 return self._on_blocks(now, sender, message)
-            case Received(sender, LayerReady() as message):
-                return self._on_layer(now, sender, message)
+            case Received(sender, LayersReady() as message):
+                return self._on_layers(now, sender, message)
             case Received(sender, HandoffDone() as message):
                 return self._on_done(now, sender, message)
             case Received(sender, HandoffFailed() as message):
@@ -214,9 +221,7 @@ class Decode:
                 self._pool.on_renewed(message)
                 return []
             case Received(_, SlotsReserved() as message):
-                node = self._pool.node
-                incarnation = self._incarnations[node] if node is not None else 0
-                return self._put_ended(self._pool.on_reserved(now, message, incarnation, self._new_id()))
+                return self._put_ended(self._pool.on_reserved(now, message, self._new_id()))
             case Received(_, ReclaimSlots() as message):
                 return self._pool.on_reclaim(message)
             case WorkDone(work_id, BlocksPulled() | WorkFailed() as result) if work_id in self._pulls:
@@ -227,7 +232,6 @@ class Decode:
                 return self._put_ended(self._pool.on_copied(work_id, result))
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
-                self._incarnations[up.peer] = up.incarnation
                 self._pool.peer_up(up)
                 return []
             case PeerDown(peer, _):
@@ -385,7 +389,7 @@ class Decode:
         if stop > self._layout.blocks_for(request.request.tokens):
             return self._fail(request, "more blocks than the prompt has")
         if not message.ready:
-            request.groups[message.first_block] = len(message.sources)
+            request.groups[message.first_block] = _Group(stop)
         for block, source in enumerate(message.sources, message.first_block):
             if block >= request.held_blocks:
                 request.sources[block] = source
@@ -393,13 +397,14 @@ class Decode:
                     request.wanted.append((block, 0, self._layout.layers))
         return self._pull(now, request)
 
-    def _on_layer(self, now: float, sender: str, message: LayerReady) -> list[Effect]:
+    def _on_layers(self, now: float, sender: str, message: LayersReady) -> list[Effect]:
         request = self._loading(sender, message.request_id, message.attempt)
-        if request is None or message.first_block not in request.groups or message.layer >= self._layout.layers:
+        group = None if request is None else request.groups.get(message.first_block)
+        if request is None or group is None or not group.wanted_layers < message.stop_layer <= self._layout.layers:
             return []
-        first = message.first_block
-        for block in range(max(first, request.held_blocks), first + request.groups[first]):
-            request.wanted.append((block, message.layer, message.layer + 1))
+        for block in range(max(message.first_block, request.held_blocks), group.stop_block):
+            request.wanted.append((block, group.wanted_layers, message.stop_layer))
+        group.wanted_layers = message.stop_layer
         return self._pull(now, request)
 
     def _pull(self, now: float, request: _Request) -> list[Effect]:

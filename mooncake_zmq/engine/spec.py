@@ -39,10 +39,6 @@ class ModelSpec:
     def kv_bytes_per_token(self) -> int:
         return self.layers * 2 * self.kv_heads * self.head_dim * KV_ITEM_BYTES[self.kv_dtype]
 
-    def layer_part_shape(self, block_tokens: int) -> tuple[int, int, int, int]:
-        """One layer's part of a block: [k/v, token, kv_head, head_dim]."""
-        return (2, block_tokens, self.kv_heads, self.head_dim)
-
 
 class Engine(Protocol):
     """One model in one process. Not thread-safe: one compute thread calls prefill and decode."""

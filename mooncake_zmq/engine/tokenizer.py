@@ -97,8 +97,8 @@ class Tokenizer:
 class TokenStream:
     """Incremental text of a growing sequence: what is pushed out never ends inside a character.
 
-    The text of token n can depend on its left neighbour (a space may be dropped at the start), so each step decodes
-    from `_prefix`, the start of the last emitted piece, and emits what came after `_read`.
+    The text of token n can depend on its left neighbour (a space may be dropped at the start), so `_ids` begins with the
+    last emitted piece, which ends at `_read`; each step decodes both it and the whole, and emits what the whole has more.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:

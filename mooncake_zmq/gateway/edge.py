@@ -69,7 +69,6 @@ class TextStream(Protocol):
 class Tokenizer(Protocol):
     """What the edge needs of a tokenizer; `engine.tokenizer.Tokenizer` is one. `encode` and `chat` run in threads too."""
 
-    vocab_size: int
     eos_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]: ...
@@ -87,6 +86,8 @@ class ServedModel:
     id: str
     max_model_len: int
     """Tokens of prompt and output together."""
+    vocab_size: int
+    """Ids that both the engine and the tokenizer know."""
     block_tokens: int
     model_fingerprint: str
     layout_fingerprint: str

@@ -254,8 +254,6 @@ def _tokenize(prompt: Prompt, model: ServedModel, param: str) -> list[int]:
         ids = model.tokenizer.encode(prompt)
     elif isinstance(prompt[0], int):
         ids = [item for item in prompt if isinstance(item, int)]
-        if max(ids) >= model.tokenizer.vocab_size:
-            raise _invalid(param, f"token id {max(ids)} is out of range: the vocabulary has {model.tokenizer.vocab_size} ids")
     else:
         try:
             ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)])
@@ -263,6 +261,8 @@ def _tokenize(prompt: Prompt, model: ServedModel, param: str) -> list[int]:
             raise _invalid(param, str(error)) from None
     if not ids:
         raise _invalid(param, "the prompt has no tokens")
+    if max(ids) >= model.vocab_size:  # a text's too: a tokenizer may know more ids than the model, whose engine would fail
+        raise _invalid(param, f"token id {max(ids)} is out of range: the vocabulary has {model.vocab_size} ids")
     return ids
 
 

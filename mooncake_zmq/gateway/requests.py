@@ -137,7 +137,8 @@ class RequestsSettings:
 
 
 EARLY_TOKENS = 256
-"""Tokens kept that arrived ahead of a missing one (the decode's may overtake the prefill's first)."""
+"""Tokens kept that arrived ahead of a missing one (the decode's may overtake the prefill's first). One more is dropped: the
+attempt then stalls, and is placed again."""
 
 
 class RequestState(Enum):
@@ -292,10 +293,6 @@ class Requests:
             ],
         }
 
-    def peers(self, role: str) -> list[str]:
-        """Live peers of a role, for `/health`."""
-        return [name for name, hello in self._peers.items() if hello.role == role]
-
     # --- the client
 
     def _on_client(self, now: float, request_id: str, client: ClientRequest) -> list[Effect]:
@@ -446,6 +443,8 @@ class Requests:
             return []
         if index == len(request.output) or len(request.early) < EARLY_TOKENS:
             request.early[index] = token
+        else:
+            self._count("early_tokens_dropped")
         effects: list[Effect] = []
         while len(request.output) in request.early:
             effects += self._emit(request, request.early.pop(len(request.output)))

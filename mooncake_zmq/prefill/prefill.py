@@ -27,7 +27,7 @@ from mooncake_zmq.messages import (
     HandoffFailed,
     HandoffReceived,
     Hello,
-    LayerReady,
+    LayersReady,
     LeaseRenewed,
     PrefillLoad,
     ReclaimSlots,
@@ -65,7 +65,7 @@ from mooncake_zmq.work import (
     BlocksCopied,
     ChunkComputed,
     ComputeChunk,
-    LayerComputed,
+    LayersComputed,
     SlotGrant,
     WorkFailed,
 )
@@ -192,7 +192,6 @@ class Prefill:
         self._layout = layout
         self._pool = PoolClient(host, settings.pool, self.counts)
         self._peers: dict[str, Hello] = {}
-        self._incarnations: dict[str, int] = {}
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
         """The live job of each request, in arrival order."""
         self._abandoned: list[_Job] = []
@@ -237,22 +236,19 @@ class Prefill:
                 self._pool.on_renewed(message)
                 return []
             case Received(_, SlotsReserved() as message):
-                node = self._pool.node
-                incarnation = self._incarnations[node] if node is not None else 0
-                return self._put_ended(self._pool.on_reserved(now, message, incarnation, self._new_id()))
+                return self._put_ended(self._pool.on_reserved(now, message, self._new_id()))
             case Received(_, ReclaimSlots() as message):
                 return self._pool.on_reclaim(message)
             case Received(_, ReportCorrupt(slots=refs)):
                 return self._on_corrupt(refs)
-            case WorkProgress(work_id, LayerComputed(layer)):
-                return self._on_layer(work_id, layer)
+            case WorkProgress(work_id, LayersComputed(stop_layer)):
+                return self._on_layers(work_id, stop_layer)
             case WorkDone(work_id, ChunkComputed() | WorkFailed() as result) if self._is_computing(work_id):
                 return self._on_chunk(now, result)
             case WorkDone(work_id, BlocksCopied() | WorkFailed() as result) if self._pool.copying(work_id):
                 return self._put_ended(self._pool.on_copied(work_id, result))
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
-                self._incarnations[up.peer] = up.incarnation
                 self._pool.peer_up(up)
                 return []
             case PeerDown(peer, _):
@@ -545,15 +541,15 @@ class Prefill:
     def _is_computing(self, work_id: int) -> bool:
         return self._computing is not None and self._computing[0] == work_id
 
-    def _on_layer(self, work_id: int, layer: int) -> list[Effect]:
+    def _on_layers(self, work_id: int, stop_layer: int) -> list[Effect]:
         if self._computing is None or self._computing[0] != work_id:
             return []
         job = self._computing[1]
         if job.state is not JobState.COMPUTING:
             return []
         request = job.request
-        ready = LayerReady(
-            request_id=request.request_id, attempt=request.attempt, first_block=job.chunk_first_block, layer=layer
+        ready = LayersReady(
+            request_id=request.request_id, attempt=request.attempt, first_block=job.chunk_first_block, stop_layer=stop_layer
         )
         return [Send(request.decode, ready)]
 

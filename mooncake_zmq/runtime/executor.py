@@ -40,7 +40,7 @@ from mooncake_zmq.work import (
     ComputeChunk,
     CopyBlocks,
     DecodeStep,
-    LayerComputed,
+    LayersComputed,
     ProbeProcess,
     ProcessProbed,
     PullBlocks,
@@ -73,8 +73,11 @@ class Executor:
         emit: Emit,
         on_crash: Callable[[BaseException], None],
         window_bytes: int = 32 << 20,
+        progress_s: float = 0.02,
         configure: Configure = plain,
     ) -> None:
+        """`emit` and `on_crash` are called from worker threads. `progress_s`: a chunk's layers are told of at most this often:
+        each time takes the interpreter's lock from the computation for a moment."""
         self._segment = segment
         self._layout = layout
         self._engine = engine
@@ -87,9 +90,15 @@ class Executor:
         self._sequences: dict[int, _OpenSequence] = {}
         self._closed = False
         self._directory = SegmentDirectory(node, incarnation, host, layout, segment)
+        self._progress_s = progress_s
         self._reader = RemoteReader(layout, on_crash=on_crash, window_bytes=window_bytes, configure=configure)
         self._compute = _Worker("compute", on_crash)
         self._copy = _Worker("copy", on_crash)
+
+    @property
+    def read_counts(self) -> dict[str, int]:
+        """Counters of the reads from other hosts."""
+        return self._reader.counts
 
     # --- peers, sequences, generations
 
@@ -294,6 +303,8 @@ class Executor:
         began = time.perf_counter()
         tokens: NDArray[np.int32] = np.frombuffer(work.tokens, "<i4").astype(np.int32, copy=False)
 
+        told_at = [time.monotonic()]
+
         def before_layer(layer: int) -> None:
             job.check()
             if job.prefix:
@@ -302,7 +313,10 @@ class Executor:
         def after_layer(layer: int) -> None:
             job.check()
             self._store_outputs(work, sequence, layer, len(tokens))
-            self._emit(WorkProgress(job.work_id, LayerComputed(layer)))
+            now = time.monotonic()
+            if layer + 1 == self._layout.layers or now - told_at[0] >= self._progress_s:
+                told_at[0] = now
+                self._emit(WorkProgress(job.work_id, LayersComputed(layer + 1)))
 
         try:
             sequence.set_length(work.start)

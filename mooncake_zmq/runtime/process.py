@@ -143,7 +143,8 @@ class _Process:
         self.layout = self.model.layout(self.config.model.block_tokens)
         self.signals_seen = 0
         self.crash: BaseException | None = None
-        self.data_counts: Mapping[str, float] = {}
+        self.data_counts: dict[str, Mapping[str, float]] = {}
+        """Counters of the data plane's threads, by part."""
         self.runtime: ZmqRuntime
 
     def run(self) -> None:
@@ -187,6 +188,7 @@ class _Process:
         )
         self.stack.callback(self.runtime.close)
         if executor is not None:
+            self.data_counts["data_reader"] = executor.read_counts
             self.stack.callback(executor.close)  # before the runtime: its threads wake the runtime's loop
         self._attend()
         self.runtime.call(_ready)
@@ -223,7 +225,7 @@ class _Process:
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on {wanted}: {error}") from error
         self.stack.callback(server.close)
-        self.data_counts = server.counts
+        self.data_counts["data_server"] = server.counts
         if wanted.startswith("ipc://"):
             self.stack.callback(Path(wanted.removeprefix("ipc://")).unlink, missing_ok=True)
         return segment, SegmentRef(path=str(segment.path), endpoint=server.endpoint, slots=slots)
@@ -257,6 +259,7 @@ class _Process:
 
         listener = listen(self.settings.http_host, self.settings.http_port)
         self.stack.callback(listener.close)
+        tokenizer = open_tokenizer(self.model.path)
         self.runtime = ZmqRuntime(
             Node(self._actor(), self._session(None)),
             endpoint=self.config.endpoint(self.node),
@@ -269,10 +272,11 @@ class _Process:
             model=ServedModel(
                 id=self.model.spec.name,
                 max_model_len=self.model.max_model_len,
+                vocab_size=min(self.model.spec.vocab_size, tokenizer.vocab_size),
                 block_tokens=self.layout.block_tokens,
                 model_fingerprint=self.model.spec.fingerprint,
                 layout_fingerprint=self.layout.fingerprint,
-                tokenizer=open_tokenizer(self.model.path),
+                tokenizer=tokenizer,
             ),
             settings=self.settings.edge,
             backing=_Backing(self.runtime),
@@ -289,7 +293,7 @@ class _Process:
         stopped = asyncio.Event()
         try:
             self._attend(on_drain=edge.drain)
-            self.runtime.attach(asyncio.get_running_loop(), stopped.set)
+            self.runtime.attach(asyncio.get_running_loop(), stopped.set, self._on_crash)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             announcing = asyncio.create_task(_announce(edge))
             await asyncio.wait([serving, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
@@ -367,7 +371,7 @@ class _Process:
     def _snapshot(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Taken by the loop's thread, asked for by another."""
         taken: Future[tuple[Mapping[str, float], Mapping[str, float]]] = Future()
-        data = {f"data_server_{name}": value for name, value in self.data_counts.items()}
+        data = {f"{part}_{name}": value for part, counts in self.data_counts.items() for name, value in counts.items()}
         self.runtime.call(lambda: taken.set_result(({**_counts(self.runtime), **data}, self.runtime.gauges())))
         return taken.result(timeout=5)
 
@@ -375,9 +379,13 @@ class _Process:
         path = self.runtime_dir / f"{self.node.name}.dump.json"
         temporary = path.with_suffix(".tmp")
         dump = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
-        temporary.write_text(json.dumps(dump, default=_printable, indent=1), encoding="utf-8")
-        temporary.rename(path)
-        log.info("dumped", path=str(path))
+        try:
+            temporary.write_text(json.dumps(dump, default=_printable, indent=1), encoding="utf-8")
+            temporary.rename(path)
+        except OSError as error:  # a full disk is no reason to end
+            log.warning("dump_failed", path=str(path), reason=error.strerror)
+        else:
+            log.info("dumped", path=str(path))
 
 
 class _Backing:

@@ -13,13 +13,14 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import structlog
 import zmq
 
 from mooncake_zmq.messages import MAX_MESSAGE_BYTES, Hello
@@ -44,6 +45,8 @@ from mooncake_zmq.runtime.actor import (
 )
 from mooncake_zmq.runtime.node import Node, Outer, Transmit
 from mooncake_zmq.work import Work
+
+log = structlog.get_logger()
 
 SEND_HWM = 4096
 """Frames queued for one connected peer; a peer further behind than this loses frames, which the session sends again."""
@@ -160,9 +163,13 @@ class ZmqRuntime:
         self._timers = Timers()
         self._inbox: deque[Callable[[], None]] = deque()
         self._drained_at: float | None = None
+        self._told: dict[str, str] = {}
+        """What the log says of each peer."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wakeup: asyncio.TimerHandle | None = None
         self._on_stop: Callable[[], None] | None = None
+        self._on_crash: Callable[[BaseException], None] | None = None
+        self._closed = False
         self._context = zmq.Context()
         try:
             self._router = self._bind(endpoint)
@@ -186,9 +193,15 @@ class ZmqRuntime:
     # --- from the owning thread
 
     def handle(self, event: Event) -> None:
-        """Hand the actor an event now; its effects are carried out before this returns. Not from within an effect."""
-        self._feed(event)
-        self._arm(busy=False)
+        """Hand the actor an event now; its effects are carried out before this returns. Once closed, nothing happens.
+
+        From within a `ToClient` too (its client is too slow); the rest of the outer event's effects then comes last.
+        """
+        if self._closed:
+            return
+        with self._crashing():
+            self._feed(event)
+            self._arm(busy=False)
 
     def drain(self) -> None:
         """Ask the actor to finish; the runtime stops once it has."""
@@ -230,9 +243,14 @@ class ZmqRuntime:
             poller.poll(0 if busy else math.ceil(self._wait_s() * 1000))
             busy = self._turn()
 
-    def attach(self, loop: asyncio.AbstractEventLoop, on_stop: Callable[[], None]) -> None:
-        """Serve from within `loop` until stopped; `on_stop` is called once then. The loop's thread owns the sockets."""
-        self._loop, self._on_stop = loop, on_stop
+    def attach(
+        self, loop: asyncio.AbstractEventLoop, on_stop: Callable[[], None], on_crash: Callable[[BaseException], None]
+    ) -> None:
+        """Serve from within `loop` until stopped; `on_stop` is called then. The loop's thread owns the sockets.
+
+        `on_crash` is told of a bug: the loop would log it and go on with an actor that is in no known state.
+        """
+        self._loop, self._on_stop, self._on_crash = loop, on_stop, on_crash
         loop.add_reader(self._router.fileno(), self._turn_in_loop)
         loop.add_reader(self._wake_fd, self._turn_in_loop)
         self._begin()
@@ -240,6 +258,7 @@ class ZmqRuntime:
 
     def close(self) -> None:
         """Close every socket and remove the socket file. Worker threads must have ended."""
+        self._closed = True
         if self._loop is not None:
             self._loop.remove_reader(self._router.fileno())
             self._loop.remove_reader(self._wake_fd)
@@ -261,7 +280,17 @@ class ZmqRuntime:
     def _turn_in_loop(self) -> None:
         """One turn, then the wake-up for the next timer. The descriptor is edge-triggered, so leftovers get a turn too."""
         if not self.stopped:
-            self._arm(busy=self._turn())
+            with self._crashing():
+                self._arm(busy=self._turn())
+
+    @contextmanager
+    def _crashing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if self._on_crash is not None:
+                self._on_crash(error)
+            raise
 
     def _arm(self, *, busy: bool) -> None:
         if self._loop is None:
@@ -310,6 +339,17 @@ class ZmqRuntime:
 
     def _tick(self) -> None:
         self._carry_out(self.node.tick(time.monotonic()))
+        self._tell_of_peers()
+
+    def _tell_of_peers(self) -> None:
+        """Log who came, went or was refused since the last tick: a lost link or a wrong model is found here."""
+        session = self.node.session
+        known = {name: f"refused: {why}" for name, why in session.refusals.items()} | dict.fromkeys(session.up_peers, "up")
+        for name in sorted(known.keys() | self._told.keys()):
+            state = known.get(name, "down")
+            if state != self._told.get(name, "down"):
+                (log.info if state == "up" else log.warning)("peer", peer=name, state=state)
+        self._told = known
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.node.handle(time.monotonic(), event))
@@ -329,7 +369,7 @@ class ZmqRuntime:
                     assert self._deliver is not None, "this process has no clients"
                     self._deliver(effect)
                 case Drained():
-                    self._drained_at = time.monotonic()
+                    self._drained_at = self._drained_at or time.monotonic()  # said again after every event
                 case _:
                     self._execute(effect)
 

@@ -23,7 +23,7 @@ from mooncake_zmq.work import (
     ComputeChunk,
     CopyBlocks,
     DecodeStep,
-    LayerComputed,
+    LayersComputed,
     ProbeProcess,
     ProcessProbed,
     Progress,
@@ -285,7 +285,7 @@ class Machine:
             yield layer_s
             for index, grant in enumerate(work.outputs):
                 self._write_out(running, sequence, layer, work.start + index * self.layout.block_tokens, end, grant)
-            self._progressed(running.work_id, LayerComputed(layer))
+            self._progressed(running.work_id, LayersComputed(layer + 1))
         token = None
         if work.sampling is not None:
             token = sequence.next_token(end, work.sampling)

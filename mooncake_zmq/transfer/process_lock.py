@@ -30,8 +30,11 @@ class ProcessLock:
     def acquire(cls, runtime_dir: str | Path, node: str) -> "ProcessLock":
         """Begin a new life: its incarnation is greater than that of every life before it, even if the clock went back."""
         path = _path(runtime_dir, node)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ProcessLockError(f"cannot use {path}: {error.strerror}; set another cluster.runtime_dir") from error
         try:
             if not _try_exclusive(fd):
                 pid, _ = _stored(fd)

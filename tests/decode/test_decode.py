@@ -22,7 +22,7 @@ from mooncake_zmq.messages import (
     HandoffDone,
     HandoffFailed,
     HandoffReceived,
-    LayerReady,
+    LayersReady,
     LeaseBlocks,
     LeasedBlock,
     ReleaseLease,
@@ -95,7 +95,7 @@ class Node(Harness):
         )
 
     def layer(self, layer, first=0, request_id="r"):
-        self.say("p0", LayerReady(request_id=request_id, attempt=1, first_block=first, layer=layer))
+        self.say("p0", LayersReady(request_id=request_id, attempt=1, first_block=first, stop_layer=layer + 1))
 
     def pulled(self, *, failed=(), wrong=False):
         work_id, work = self.work(PullBlocks)
@@ -327,6 +327,8 @@ def test_a_block_that_does_not_verify_is_reported_to_its_owner(node):
     node.blocks()
     node.pulled(failed=(1,))
     assert [ref.slot for ref in node.one(ReportCorrupt, "p0").slots] == [1]
+    assert node.one(AttemptFailed)
+    assert_nothing_left(node)
 
 
 def test_a_handoff_that_came_too_late_says_nothing_about_its_blocks(node):
@@ -335,7 +337,6 @@ def test_a_handoff_that_came_too_late_says_nothing_about_its_blocks(node):
     node.advance(DecodeSettings().pull_deadline_s)
     node.pulled(failed=(1,))
     assert node.take(ReportCorrupt) == []
-    assert node.one(AttemptFailed)
     assert node.one(AttemptFailed)
     assert_nothing_left(node)
 

@@ -65,7 +65,7 @@ def test_kv_moved_as_parts_continues_the_sequence(engine, block, prefix):
     spec = engine.spec
     source, whole = prefill_in_chunks(engine, TOKENS, len(TOKENS))
     copy = engine.new_sequence(512)
-    part = np.empty(spec.layer_part_shape(block), dtype=np.float32)
+    part = np.empty((2, block, spec.kv_heads, spec.head_dim), dtype=np.float32)
 
     def load(layer):
         for start in range(0, prefix, block):
@@ -85,7 +85,7 @@ def test_a_layer_can_be_read_once_after_layer_ran(engine):
 
     def after(layer):
         order.append(("after", layer))
-        got, expected = (np.empty(engine.spec.layer_part_shape(250), dtype=np.float32) for _ in range(2))
+        got, expected = (np.empty((2, 250, engine.spec.kv_heads, engine.spec.head_dim), dtype=np.float32) for _ in range(2))
         sequence.read_part(layer, 50, 300, got)
         reference.read_part(layer, 50, 300, expected)
         same(engine, got, expected)

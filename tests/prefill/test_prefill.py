@@ -22,7 +22,7 @@ from mooncake_zmq.messages import (
     HandoffDone,
     HandoffFailed,
     HandoffReceived,
-    LayerReady,
+    LayersReady,
     LeaseBlocks,
     LeasedBlock,
     LeaseRenewed,
@@ -41,7 +41,7 @@ from mooncake_zmq.messages import (
 )
 from mooncake_zmq.prefill.chunking import chunk_stop, next_job
 from mooncake_zmq.prefill.prefill import Prefill, PrefillSettings
-from mooncake_zmq.work import BlocksCopied, ChunkComputed, ComputeChunk, CopyBlocks, LayerComputed, WorkFailed
+from mooncake_zmq.work import BlocksCopied, ChunkComputed, ComputeChunk, CopyBlocks, LayersComputed, WorkFailed
 
 B = LAYOUT.block_tokens
 ROOT = namespace(model="m", layout="l")
@@ -170,9 +170,9 @@ def test_the_handoff_is_told_in_order_and_proved_by_a_checksum(node):
     assert (blocks.first_block, blocks.ready) == (0, False)
     assert [ref.slot for ref in blocks.sources] == [grant.slot for grant in work.outputs]
     assert all(ref.checksum == 0 and ref.generation % 2 for ref in blocks.sources)
-    node.progress(work_id, LayerComputed(0))
-    node.progress(work_id, LayerComputed(1))
-    assert [(m.first_block, m.layer) for m in node.take(LayerReady, "d")] == [(0, 0), (0, 1)]
+    node.progress(work_id, LayersComputed(1))
+    node.progress(work_id, LayersComputed(2))
+    assert [(m.first_block, m.stop_layer) for m in node.take(LayersReady, "d")] == [(0, 1), (0, 2)]
     sums = [100 + grant.slot for grant in work.outputs]
     node.finish()
     done = node.one(HandoffDone, "d")
@@ -683,6 +683,6 @@ def answer(node, rng):
     elif rng.random() < 0.1:
         node.done(work_id, WorkFailed("test"))
     else:
-        node.progress(work_id, LayerComputed(0))
+        node.progress(work_id, LayersComputed(1))
         failed = (0,) if work.prefix and rng.random() < 0.2 else ()
         node.computed(failed=failed)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import structlog
 import zmq
 
 from mooncake_zmq.messages import Hello, ReleaseLease
@@ -181,6 +183,21 @@ def test_a_silent_peer_goes_down(tmp_path: Path) -> None:
         assert a.of(PeerDown)[0].reason == "silent"
 
 
+def test_the_log_tells_who_came_went_and_was_refused(tmp_path: Path) -> None:
+    with structlog.testing.capture_logs() as lines, running(make(tmp_path, "a", ["b"])):
+
+        def states() -> list[str]:
+            return [str(line["state"]).partition(" differs")[0] for line in lines if line["event"] == "peer"]
+
+        with running(make(tmp_path, "b", ["a"], incarnation=2)):
+            eventually(lambda: "up" in states())
+        eventually(lambda: "down" in states())
+        other = make(tmp_path, "b", ["a"], incarnation=3)
+        other.node.session._hello = msgspec.structs.replace(HELLO, model="another")
+        with running(other):
+            eventually(lambda: "refused: model" in states())
+
+
 def test_garbage_frames_are_counted_and_harm_nobody(tmp_path: Path) -> None:
     a = Echo()
     with running(make(tmp_path, "a", ["b"], actor=a)) as left, running(make(tmp_path, "b", ["a"])):
@@ -300,6 +317,77 @@ def test_a_drained_actor_ends_the_runtime(tmp_path: Path) -> None:
         eventually(lambda: runtime.stopped)
 
 
+def fail(error: BaseException) -> None:
+    raise AssertionError("crashed") from error
+
+
+def test_the_asyncio_driver_tells_of_a_bug_instead_of_going_on(tmp_path: Path) -> None:
+    """asyncio itself would only log it."""
+
+    class Buggy(Echo):
+        def handle(self, now: float, event: Event) -> list[Effect]:
+            assert not isinstance(event, TimerFired | DrainWanted), "a bug"
+            return super().handle(now, event)
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)
+        runtime = make(tmp_path, "a", [], actor=Buggy(started=[SetTimer(("soon",), 0.01)]))
+        stopped = asyncio.Event()
+        crashes: list[BaseException] = []
+
+        def on_crash(error: BaseException) -> None:
+            crashes.append(error)
+            runtime.stop()
+
+        runtime.attach(loop, stopped.set, on_crash)
+        with pytest.raises(AssertionError, match="a bug"):
+            runtime.handle(DrainWanted())
+        await asyncio.wait_for(stopped.wait(), 5)
+        assert len(crashes) == 1
+        runtime.close()
+        runtime.handle(DrainWanted())  # from a call that ends late
+
+    asyncio.run(serve())
+
+
+def test_the_asyncio_driver_tells_of_a_bug_in_its_own_turn(tmp_path: Path) -> None:
+    class Buggy(Echo):
+        def handle(self, now: float, event: Event) -> list[Effect]:
+            assert not isinstance(event, TimerFired), "a bug"
+            return super().handle(now, event)
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)
+        runtime = make(tmp_path, "a", [], actor=Buggy(started=[SetTimer(("soon",), 0.01)]))
+        stopped = asyncio.Event()
+        runtime.attach(loop, stopped.set, lambda _error: runtime.stop())
+        await asyncio.wait_for(stopped.wait(), 5)
+        runtime.close()
+
+    asyncio.run(serve())
+
+
+def test_an_actor_that_says_again_that_it_is_drained_does_not_put_off_the_end(tmp_path: Path) -> None:
+    class Chatty(Echo):
+        """Drained, yet woken ever again; its peer acknowledges nothing."""
+
+        def handle(self, now: float, event: Event) -> list[Effect]:
+            self.events.append(event)
+            if isinstance(event, Started):
+                return [SetTimer(("again",), 0.01)]
+            return [Drained(), SetTimer(("again",), 0.01)] if isinstance(event, TimerFired | DrainWanted) else []
+
+    runtime = make(tmp_path, "a", [], actor=Chatty())
+    with running(runtime):
+        session = type(runtime.node.session)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session, "unacknowledged", property(lambda _self: 1))
+            runtime.call(runtime.drain)
+            eventually(lambda: runtime.stopped, 3)
+
+
 def test_the_asyncio_driver_serves_beside_other_tasks(tmp_path: Path) -> None:
     a, b = Echo(started=[SetTimer(("soon",), 0.01)]), Echo()
     ticks = 0
@@ -308,7 +396,7 @@ def test_the_asyncio_driver_serves_beside_other_tasks(tmp_path: Path) -> None:
         nonlocal ticks
         runtime = make(tmp_path, "a", ["b"], actor=a)
         stopped = asyncio.Event()
-        runtime.attach(asyncio.get_running_loop(), stopped.set)
+        runtime.attach(asyncio.get_running_loop(), stopped.set, fail)
         deadline = time.monotonic() + 5
         while not a.of(PeerUp):
             assert time.monotonic() < deadline

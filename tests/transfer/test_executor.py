@@ -25,7 +25,7 @@ from mooncake_zmq.work import (
     ComputeChunk,
     CopyBlocks,
     DecodeStep,
-    LayerComputed,
+    LayersComputed,
     ProbeProcess,
     ProcessProbed,
     PullBlocks,
@@ -51,6 +51,7 @@ class Rig:
         self.changed = threading.Condition()
         self.next_id = 0
         self.executor = Executor(
+            progress_s=0.0,
             node=name,
             incarnation=1,
             host=host,
@@ -179,7 +180,7 @@ def test_chunks_then_steps_equal_the_bare_engine(make_rig):
     assert first == token
     assert rig.decode(1, first) == more
     layers = [event.progress for event in rig.events if not isinstance(event, WorkDone)]
-    assert layers == [LayerComputed(layer) for layer in range(3)] * 2
+    assert layers == [LayersComputed(layer) for layer in (1, 2, 3)] * 2
     for ref in refs:
         assert ref.checksum == block_checksum(rig.segment.parts(ref.slot).tolist())
 
@@ -213,6 +214,14 @@ def test_a_loaded_prefix_gives_the_same_tokens(make_rig, where):
     assert rig.decode(9, token) == more
 
 
+def test_progress_is_told_of_seldom_but_always_at_the_last_layer(make_rig):
+    rig = make_rig("a")
+    rig.executor._progress_s = 3600.0
+    rig.prefill()
+    told = [event.progress for event in rig.events if not isinstance(event, WorkDone)]
+    assert told == [LayersComputed(3)] * 2
+
+
 def test_loading_a_layer_overlaps_with_computing_the_one_before(make_rig, monkeypatch):
     source, rig = make_rig("a"), make_rig("b")
     refs, token = source.prefill()
@@ -224,7 +233,7 @@ def test_loading_a_layer_overlaps_with_computing_the_one_before(make_rig, monkey
         """Layer l is loaded only once layer l - 1 is computed: no progress unless the two overlap."""
         (layer,) = layers
         if layer:
-            rig.wait_for(lambda event: event == WorkProgress(1, LayerComputed(layer - 1)))
+            rig.wait_for(lambda event: event == WorkProgress(1, LayersComputed(layer)))
         computed_at_load[layer] = len(rig.events)
         return load_layers(segment, load, layers, sequence)
 

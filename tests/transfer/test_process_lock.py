@@ -85,3 +85,9 @@ def test_names_that_would_leave_the_directory_are_refused(tmp_path):
     for name in ("", "../x", ".hidden", "a/b"):
         with pytest.raises(ProcessLockError):
             ProcessLock.acquire(tmp_path, name)
+
+
+def test_a_lock_file_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "node.lock").mkdir()
+    with pytest.raises(ProcessLockError, match="cannot use .*node.lock.*another cluster.runtime_dir"):
+        ProcessLock.acquire(tmp_path, "node")

@@ -55,6 +55,7 @@ class ScriptedActor:
     script: Callable[[ClientRequest, int], Batches] = lambda _request, _number: [[*tokens("ok"), finished()]]
     settings: EdgeSettings = field(default_factory=EdgeSettings)
     max_model_len: int = 64
+    vocab_size: int = 512
     requests: dict[str, ClientRequest] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     up: dict[str, Hello] = field(default_factory=lambda: {role: hello(role) for role in ("conductor", "prefill", "decode")})
@@ -64,6 +65,7 @@ class ScriptedActor:
         model = ServedModel(
             id="toy",
             max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
             block_tokens=4,
             model_fingerprint="weights",
             layout_fingerprint="layout",

@@ -78,6 +78,13 @@ def test_bad_prompts(prompt):
     refused(ScriptedActor().complete(prompt=prompt), "prompt")
 
 
+def test_a_text_that_the_tokenizer_knows_but_the_model_does_not_reaches_no_engine():
+    actor = ScriptedActor(vocab_size=100)
+    assert "token id 122 is out of range" in refused(actor.complete(prompt="az"), "prompt")
+    refused(actor.chat(messages=[{"role": "user", "content": "z"}]), "messages")
+    assert not actor.requests
+
+
 def test_a_token_id_out_of_range_is_told_with_the_vocabulary():
     assert "513" in (text := refused(ScriptedActor().complete(prompt=[5, 513]), "prompt"))
     assert "512 ids" in text
