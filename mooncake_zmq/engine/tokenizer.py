@@ -45,7 +45,6 @@ class Vocabulary(Protocol):
 
     @property
     def size(self) -> int: ...
-    def identity(self) -> bytes: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -59,8 +58,6 @@ class Tokenizer:
         self._template = _compile(conversation.template) if conversation.template else None
         self.vocab_size = vocabulary.size
         self.eos_ids = conversation.eos_ids
-        identity = vocabulary.identity() + b"\0" + json.dumps(asdict(conversation), sort_keys=True).encode()
-        self.fingerprint = hashlib.sha256(identity).hexdigest()[:32]
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of `text`; with `special`, after what the model puts before a text (its BOS, if it wants one)."""
@@ -131,10 +128,6 @@ class BpeVocabulary:
         self._tokenizer = tokenizer
         self.size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def identity(self) -> bytes:
-        text: str = self._tokenizer.to_str()
-        return text.encode()
-
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
@@ -157,9 +150,6 @@ class ByteVocabulary:
         self._split = re.compile("(" + "|".join(map(re.escape, self.SPECIAL)) + ")")
         self._pieces = [bytes([byte]) for byte in range(256)] + [b""] * len(self.SPECIAL)
         self._pieces += [f"<{token}>".encode() for token in range(len(self._pieces), size)]
-
-    def identity(self) -> bytes:
-        return b"bytes " + json.dumps([self.size, self.SPECIAL]).encode()
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -197,6 +187,16 @@ def open_tokenizer(path: Path | str) -> Tokenizer:
         return Tokenizer(BpeVocabulary(read_vocabulary(directory / VOCABULARY_FILE)), conversation)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{directory} is not a prepared model: {error}") from error
+
+
+def fingerprint(path: Path | str) -> str:
+    """Of the files that `open_tokenizer` reads: most roles have no other use for a tokenizer, which takes time to open."""
+    digest = hashlib.sha256(b"toy" if str(path) == "toy" else b"")
+    for name in (VOCABULARY_FILE, CONVERSATION_FILE):
+        file = Path(path) / name
+        if file.exists():
+            digest.update(name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def read_vocabulary(path: Path) -> tokenizers.Tokenizer:

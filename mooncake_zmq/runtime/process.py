@@ -7,7 +7,6 @@ traceback in the log and exit code 1; a drained or finished process with 0.
 import asyncio
 import contextlib
 import ctypes
-import hashlib
 import json
 import os
 import signal
@@ -96,12 +95,12 @@ class Model:
     @classmethod
     def prepare(cls, config: Config) -> "Model":
         """Convert the model if nobody has yet. Raises ModelError."""
-        from mooncake_zmq.engine import weights  # maps BLAS: only after the thread count is set
+        from mooncake_zmq.engine import tokenizer, weights  # maps BLAS: only after the thread count is set
 
         cache_dir = Path(config.model.cache_dir) if config.model.cache_dir else weights.default_cache_dir()
         path = weights.prepare(config.model.path, cache_dir, lambda what, share: log.debug("model", what=what, share=share))
         spec = weights.load_engine("toy").spec if str(path) == "toy" else weights.read_spec(path)
-        return cls(path, spec, _tokenizer_fingerprint(path), min(config.model.max_model_len, spec.max_positions))
+        return cls(path, spec, tokenizer.fingerprint(path), min(config.model.max_model_len, spec.max_positions))
 
     def layout(self, block_tokens: int) -> BlockLayout:
         return BlockLayout(
@@ -111,16 +110,6 @@ class Model:
             block_tokens=block_tokens,
             dtype=self.spec.kv_dtype,
         )
-
-
-def _tokenizer_fingerprint(path: Path) -> str:
-    """Of the files it is made from: most roles have no other use for a tokenizer, which takes time and memory to open."""
-    digest = hashlib.sha256(path.name.encode() if str(path) == "toy" else b"")
-    if path.is_dir():
-        for file in sorted(path.glob("*.json")):
-            if file.name != "header.json":  # the model's own fingerprint covers it
-                digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:32]
 
 
 class _Process:

@@ -10,7 +10,10 @@ from mooncake_zmq.engine.tokenizer import (
     Tokenizer,
     byte_level_bpe,
     byte_tokenizer,
+    fingerprint,
     open_tokenizer,
+    write_byte_conversation,
+    write_conversation,
 )
 
 TEXTS = [
@@ -111,15 +114,18 @@ def test_a_template_that_does_not_parse():
         with_template("{% if %}")
 
 
-def test_fingerprint_covers_vocabulary_and_template():
-    prints = {
-        byte_tokenizer().fingerprint,
-        byte_tokenizer(1024).fingerprint,
-        with_template("a").fingerprint,
-        with_template("b").fingerprint,
-    }
-    assert len(prints) == 4
-    assert byte_tokenizer().fingerprint == open_tokenizer("toy").fingerprint
+def test_fingerprint_covers_vocabulary_and_template(tmp_path):
+    prints = [fingerprint("toy")]
+    for size in (512, 1024):
+        write_byte_conversation(tmp_path, size)
+        prints.append(fingerprint(tmp_path))
+    for template, vocabulary in (("a", "{}"), ("b", "{}"), ("b", "{ }")):
+        write_conversation(tmp_path, Conversation(template=template, eos_ids=(1,)))
+        (tmp_path / "tokenizer.json").write_text(vocabulary)
+        prints.append(fingerprint(tmp_path))
+    assert len(set(prints)) == 6
+    (tmp_path / "header.json").write_text("{}")
+    assert fingerprint(tmp_path) == prints[-1], "the model's fingerprint covers its header"
 
 
 def test_an_unknown_pre_tokenizer_is_named():
