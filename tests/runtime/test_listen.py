@@ -1,0 +1,34 @@
+"""The gateway's listening socket."""
+
+import asyncio
+import socket
+
+import pytest
+
+from mooncake_zmq.runtime.process import PortInUse, listen
+
+
+def test_connections_send_small_writes_at_once():
+    """Nagle's algorithm would hold the first token back until the client acknowledges the headers: 40 ms."""
+
+    async def no_delay() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def on_client(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with listen("127.0.0.1", 0) as listener:
+            server = await asyncio.start_server(on_client, sock=listener)
+            _, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+            found = await accepted
+            writer.close()
+            server.close()
+            return found
+
+    assert asyncio.run(no_delay()) != 0
+
+
+def test_a_taken_port_is_told():
+    with listen("127.0.0.1", 0) as first, pytest.raises(PortInUse):
+        listen("127.0.0.1", first.getsockname()[1])
