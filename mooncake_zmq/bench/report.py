@@ -70,8 +70,12 @@ class Report:
         figure = Figure(figsize=(9, 0.5 * len(self.rows) + 1.5), layout="constrained")
         axes = figure.add_subplot()
         names = [f"{row.name} [{row.unit}]" for row in self.rows]
-        axes.barh(names, [row.ratio for row in self.rows], color="#4477aa")
+        ratios = [row.ratio for row in self.rows]
+        axes.set_xscale("log")  # twice as slow is as far from 1 as twice as fast
         axes.axvline(1.0, color="black", linewidth=1)
+        bars = axes.barh(names, [ratio - 1 for ratio in ratios], left=1.0, color="#4477aa")
+        axes.bar_label(bars, labels=[f"{ratio:.2f}" for ratio in ratios], padding=3)
+        axes.margins(x=0.15)
         axes.invert_yaxis()
         axes.set_xlabel("ratio to the reference (above 1 is better)")
         axes.set_title(f"bench {self.bench}, {commit()}")
