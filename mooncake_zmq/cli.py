@@ -166,7 +166,7 @@ def dump(path: str, assignments: tuple[str, ...], node: str | None) -> None:
     """Print the state of running nodes as JSON."""
     import json
 
-    from mooncake_zmq.up import collect_dumps
+    from mooncake_zmq.operate import collect_dumps
 
     loaded = _load(path, None, assignments)
     names = [_or_exit(lambda: loaded.config.node(node)).name] if node else [each.name for each in loaded.config.nodes]
@@ -182,7 +182,7 @@ def dump(path: str, assignments: tuple[str, ...], node: str | None) -> None:
 @set_option
 def doctor(path: str, assignments: tuple[str, ...]) -> None:
     """Check what this machine has: Python, packages, shared memory, cores, ports."""
-    from mooncake_zmq.up import examine
+    from mooncake_zmq.operate import examine
 
     healthy = True
     for good, what in examine(_load(path, None, assignments)):

@@ -99,9 +99,11 @@ class NodeSettings:
     host: str = "localhost"
     """Nodes with the same host share memory; those on different ones use the network, even on one machine."""
     endpoint: str = ""
-    """Control plane; empty: an ipc socket in runtime_dir."""
+    """Control plane: "tcp://ADDRESS:PORT" or "ipc://PATH". The node listens there and the others connect to the same text, so
+    ADDRESS is an IPv4 address of its machine, no name and no wildcard. Empty: an ipc socket in runtime_dir. That serves nodes
+    of different `host`s too, while all run on one machine, which nothing here can tell; across machines, give addresses."""
     data_endpoint: str = ""
-    """Data plane; empty: an ipc socket in runtime_dir."""
+    """Data plane; likewise."""
     threads: int = 1
     """BLAS threads. OpenBLAS workers spin while they wait: more threads than cores slow decode 50-fold (measured)."""
     metrics_port: int = 0

@@ -165,7 +165,6 @@ class RequestEnded(_Message, frozen=True):
 class PrefillLoad(_Message, frozen=True):
     """A prefill's load, sent every report interval (lossy). `queued_s`: predicted work ahead of a new job."""
 
-    queued_jobs: Count
     queued_tokens: Count
     queued_s: Seconds
     computed_s: Seconds
@@ -283,11 +282,12 @@ class DecodeReserved(_Message, frozen=True):
 
 
 class DecodeDenied(_Message, frozen=True):
-    """No KV for this request here, or draining."""
+    """This decode does not take the request. `full`: there is only no room now, or it drains."""
 
     request_id: RequestId
     attempt: Count
     reason: Text
+    full: bool
 
 
 class HandoffBlocks(_Message, frozen=True):
@@ -409,12 +409,10 @@ class GrantedSlot(_Record, frozen=True):
 
 
 class SlotsReserved(_Message, frozen=True):
-    """Granted slots; `held` keys exist or are being written (dedup), `denied` found no room or a limit."""
+    """Granted slots. The other keys exist, are being written (dedup), or found no room or a limit."""
 
     put_id: Count
     grants: Annotated[tuple[GrantedSlot, ...], Meta(max_length=MAX_BLOCKS)]
-    held: Count
-    denied: Count
 
 
 class CommitSlots(_Message, frozen=True):

@@ -1,10 +1,6 @@
-"""Starts every node of a deployment on this machine, restarts what crashes, and stops it all without a trace.
-
-Also what an operator asks of a running deployment: its state dumps, and whether this machine is fit for it.
-"""
+"""Starts every node of a deployment on this machine, restarts what crashes, and stops it all without a trace but logs."""
 
 import http.client
-import importlib.util
 import json
 import os
 import shutil
@@ -13,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +27,7 @@ from mooncake_zmq.runtime.process import (
     listen,
     make_private,
 )
-from mooncake_zmq.transfer.process_lock import ProcessLock, is_alive
+from mooncake_zmq.transfer.process_lock import ProcessLock, holder, is_alive
 from mooncake_zmq.transfer.shared_memory import FILE_PREFIX, sweep
 
 LOCK_NAME = "up"
@@ -41,9 +37,9 @@ BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 STEADY_S = 30.0
 """A child that lived this long begins its backoff anew."""
 TAIL_LINES = 15
-DUMP_TIMEOUT_S, DUMP_AGAIN_S = 5.0, 0.5
+LOG_MAX_BYTES = 4 << 20
+"""A node keeps this much log twice, current and older: the runtime directory may well be RAM."""
 RAM_LIMIT_BYTES = 10 << 30
-PACKAGES = ("zmq", "msgpack", "msgspec", "numpy", "xxhash", "starlette", "uvicorn", "tokenizers", "gguf", "structlog", "rich")
 
 Scenario = Callable[["Up"], int]
 """Runs beside a started cluster, in a thread of its own; its result is the exit code."""
@@ -115,8 +111,11 @@ class Up:
         """Stop a node in good order and keep it down until `release`."""
         child = self._children[name]
         child.wanted = False
-        self.signal(name, signal.SIGTERM)
-        while child.process is not None:
+        told: subprocess.Popen[bytes] | None = None
+        while (process := child.process) is not None:
+            if process is not told:  # the main thread may just have been starting it again
+                process.send_signal(signal.SIGTERM)
+                told = process
             time.sleep(POLL_S / 2)
 
     def release(self, name: str) -> None:
@@ -164,8 +163,7 @@ class Up:
             if not self.config.of_role(role):
                 raise ConfigError(f"{self.loaded.path}: there is no {role}: nothing can be served")
         for node in self.config.nodes:
-            pid, incarnation = _holder(self.runtime_dir, node.name)
-            if is_alive(self.runtime_dir, node.name, incarnation):
+            if (pid := holder(self.runtime_dir, node.name)) is not None:
                 raise ConfigError(f"{node.name} is already running as pid {pid} in {self.runtime_dir}")
         for node in self.config.of_role("gateway"):
             settings = self.loaded.section(node)
@@ -178,14 +176,13 @@ class Up:
     def _prepare_model(self) -> None:
         from mooncake_zmq.engine import weights
 
-        cache_dir = Path(self.config.model.cache_dir) if self.config.model.cache_dir else weights.default_cache_dir()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
             task = progress.add_task("model", total=1.0)
             began_at = time.monotonic()
             path = weights.prepare(
                 self.config.model.path,
-                cache_dir,
+                self.config.model.cache_dir,
                 lambda what, share: progress.update(task, description=what, completed=share),
             )
         took = time.monotonic() - began_at
@@ -198,7 +195,7 @@ class Up:
             self.say(f"[yellow]note:[/] {warning}")
         for node in self.config.nodes:
             child = self._children[node.name] = _Child(node, logs / f"{node.name}.log")
-            child.log.write_bytes(b"")
+            _turn_over(child.log)
             self._spawn(child)
         self.say(f"started {len(self._children)} processes; logs in {logs}")
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -269,6 +266,8 @@ class Up:
                     self._explain_end(child, code, now, starting=starting)
             if child.process is None and child.wanted and now >= child.start_at:
                 self._spawn(child)
+            if _size(child.log) > LOG_MAX_BYTES:
+                _turn_over(child.log)
 
     def _explain_end(self, child: _Child, code: int, now: float, *, starting: bool) -> None:
         name = child.node.name
@@ -347,11 +346,10 @@ class Up:
 
     def ram_bytes(self) -> int:
         """What this cluster keeps in RAM: its processes' share of private and file memory, and its segments."""
-        pids = [child.process.pid for child in self._children.values() if child.process is not None]
+        processes = [child.process for child in self._children.values()]
+        pids = [process.pid for process in processes if process is not None]
         segments = Path(self.config.cluster.shm_dir).glob(f"{FILE_PREFIX}={self.config.cluster.name}=*")
-        return sum(_private_and_file_bytes(pid) for pid in (*pids, os.getpid())) + sum(
-            path.stat().st_blocks * 512 for path in segments
-        )
+        return sum(map(_private_and_file_bytes, (*pids, os.getpid()))) + sum(map(_allocated_bytes, segments))
 
 
 def _send(child: _Child, number: signal.Signals) -> None:
@@ -359,13 +357,32 @@ def _send(child: _Child, number: signal.Signals) -> None:
         child.process.send_signal(number)
 
 
-def _holder(runtime_dir: Path, name: str) -> tuple[int, int]:
-    """(pid, incarnation) of the life that last held a node's lock; zeros when there was none."""
-    try:
-        pid, incarnation = (runtime_dir / f"{name}.lock").read_text().split()
-        return int(pid), int(incarnation)
-    except (OSError, ValueError):
-        return 0, 0
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _turn_over(log: Path) -> None:
+    """Make a log's lines its older part and begin anew.
+
+    Copied, because its writer keeps its descriptor; that appends, so it goes on from the start. Lines written between the
+    copy and the cut are lost.
+    """
+    if not _size(log):
+        return
+    older = log.with_suffix(".log.1")
+    with suppress(OSError):  # a full disk, say: then the older lines go
+        older.unlink(missing_ok=True)
+        shutil.copyfile(log, older)
+    with suppress(FileNotFoundError):
+        os.truncate(log, 0)
+
+
+def _allocated_bytes(path: Path) -> int:
+    with suppress(OSError):  # its owner may just have ended
+        return path.stat().st_blocks * 512
+    return 0
 
 
 def _private_and_file_bytes(pid: int) -> int:
@@ -376,70 +393,3 @@ def _private_and_file_bytes(pid: int) -> int:
             if line.startswith(("Pss_Anon:", "Pss_File:")):
                 total += int(line.split()[1]) * 1024
     return total
-
-
-def collect_dumps(runtime_dir: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Ask running nodes for their state; those that do not run or do not answer are left out."""
-    dumps: dict[str, Any] = {}
-    waiting = {name: runtime_dir / f"{name}.dump.json" for name in names}
-    for path in waiting.values():
-        path.unlink(missing_ok=True)
-    deadline = time.monotonic() + DUMP_TIMEOUT_S
-    while waiting and time.monotonic() < deadline:
-        # Asked again now and then: a process that is just starting does not listen yet.
-        waiting = {name: path for name, path in waiting.items() if _ask_for_dump(runtime_dir, name)}
-        again_at = time.monotonic() + DUMP_AGAIN_S
-        while waiting and time.monotonic() < again_at:
-            for name, path in list(waiting.items()):
-                if path.exists():
-                    dumps[name] = json.loads(path.read_text(encoding="utf-8"))
-                    path.unlink(missing_ok=True)
-                    del waiting[name]
-            time.sleep(0.01)
-    return dumps
-
-
-def _ask_for_dump(runtime_dir: Path, name: str) -> bool:
-    """False when the node does not run."""
-    pid, incarnation = _holder(runtime_dir, name)
-    if not pid or not is_alive(runtime_dir, name, incarnation):
-        return False
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGUSR1)
-    return True
-
-
-def examine(loaded: Loaded) -> Iterator[tuple[bool, str]]:
-    """Is this machine fit for the deployment? (good, what was looked at) each."""
-    config = loaded.config
-    version = ".".join(map(str, sys.version_info[:3]))
-    yield sys.version_info >= (3, 11), f"Python {version} (3.11 or newer)"
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    yield not missing, f"packages{': missing ' + ', '.join(missing) if missing else ''}"
-    needed = sum(
-        getattr(loaded.section(node), "pool_bytes", 0) + getattr(loaded.section(node), "slab_bytes", 0)
-        for node in config.of_role("cache-node", "prefill")
-    )
-    try:
-        free = shutil.disk_usage(config.cluster.shm_dir).free
-    except OSError as error:
-        yield False, f"{config.cluster.shm_dir}: {error.strerror}"
-    else:
-        yield free >= needed, f"{config.cluster.shm_dir}: {free >> 20:,} MiB free, {needed >> 20:,} MiB needed"
-    cores = len(os.sched_getaffinity(0))
-    threads = max((node.threads for node in config.nodes), default=1)
-    yield threads <= cores, f"{cores} cores; the engine with most threads has {threads}"
-    try:
-        make_private(Path(config.cluster.runtime_dir))
-    except ConfigError as error:
-        yield False, str(error)
-    else:
-        yield True, f"runtime directory {config.cluster.runtime_dir}"
-    for node in config.of_role("gateway"):
-        settings = loaded.section(node)
-        try:
-            listen(settings.http_host, settings.http_port).close()
-        except PortInUse as error:
-            yield False, str(error)
-        else:
-            yield True, f"port {settings.http_port} on {settings.http_host} is free"

@@ -1,8 +1,11 @@
 """Every long work an actor can ask for, and how it may end. PURE data: an executor (live or simulated) carries it out.
 
-All of them move or make KV bytes. A failed read never raises in the actor: it is reported per block and is a miss.
+All of them move or make KV bytes. A failed read never raises in the actor: it is reported per block and is a miss. Only a
+`corrupt` one says something about the copy that was read: its bytes are there and are not what its reader was told. The
+others did not come in time, from where they were said to be, or no longer existed.
 """
 
+import math
 from dataclasses import dataclass
 
 from mooncake_zmq.messages import Sampling, SlotRef
@@ -49,6 +52,8 @@ class ComputeChunk:
     prefix: tuple[BlockLoad, ...]
     outputs: tuple[SlotGrant, ...]
     sampling: Sampling | None
+    prefix_s: float = math.inf
+    """What of the prefix is not loaded so long after the start has failed: the lease on it may be over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,14 @@ class LayersComputed:
 
 @dataclass(frozen=True, slots=True)
 class ChunkComputed:
-    """`checksums`: one per output block. `failed`: prefix blocks that did not verify; then nothing else is valid."""
+    """`checksums`: one per output block. `failed`: prefix blocks that were not loaded; then nothing else is valid."""
 
     checksums: tuple[int, ...]
     token: int | None
     elapsed_s: float
     failed: tuple[int, ...] = ()
+    corrupt: tuple[int, ...] = ()
+    """Those of `failed` whose bytes did not verify."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,8 @@ class BlocksPulled:
 
     parts: tuple[tuple[int, int, int], ...]
     failed: tuple[int, ...]
+    corrupt: tuple[int, ...] = ()
+    """Those of `failed` whose bytes did not verify."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +141,8 @@ class BlocksCopied:
     """Per copy: the checksum of what now stands in the target, or None if it failed."""
 
     checksums: tuple[int | None, ...]
+    corrupt: tuple[int, ...] = ()
+    """Indices of the failed copies whose bytes did not verify."""
 
 
 @dataclass(frozen=True, slots=True)

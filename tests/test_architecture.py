@@ -37,7 +37,7 @@ ROLE_NEIGHBOURS = {
     "prefill": ("cache_node.client",),
     "decode": ("cache_node.client",),
 }
-EDGE = {"gateway/app", "gateway/edge", "gateway/openai", "gateway/pages", "gateway/__init__"}
+EDGE = {"gateway/app", "gateway/edge", "gateway/metrics", "gateway/openai", "gateway/pages", "gateway/__init__"}
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
@@ -126,11 +126,11 @@ def test_roles_know_only_what_is_below_them(module: Path) -> None:
 @pytest.mark.parametrize(
     ("room", "never"),
     [
-        ("kv", (*ROLES, "runtime", "transfer", "engine", "simulation", "bench", "cli", "config", "up")),
-        ("engine", (*ROLES, "runtime", "transfer", "simulation", "bench", "cli", "config", "up")),
-        ("transfer", (*ROLES, "runtime", "simulation", "bench", "cli", "config", "up")),
-        ("simulation", ("bench", "cli", "up", "runtime.zmq_runtime", "runtime.process", "runtime.executor")),
-        ("runtime", ("simulation", "bench", "cli", "up", "demo")),
+        ("kv", (*ROLES, "runtime", "transfer", "engine", "simulation", "bench", "cli", "config", "up", "operate")),
+        ("engine", (*ROLES, "runtime", "transfer", "simulation", "bench", "cli", "config", "up", "operate")),
+        ("transfer", (*ROLES, "runtime", "simulation", "bench", "cli", "config", "up", "operate")),
+        ("simulation", ("bench", "cli", "up", "operate", "runtime.zmq_runtime", "runtime.process", "runtime.executor")),
+        ("runtime", ("simulation", "bench", "cli", "up", "operate", "demo")),
     ],
 )
 def test_imports_point_one_way(room: str, never: tuple[str, ...]) -> None:

@@ -111,6 +111,7 @@ def test_errors_name_file_and_path(write: Any, text: str, message: str) -> None:
             NODES + "settings = { pool = { lease_ttl_s = 90.0 } }\n",
             "x.toml: nodes[1].settings: decode.pool.lease_ttl_s must be at most cache_node.max_lease_s",
         ),
+        (NODES + "data_endpoint = 'tcp://x:1'\n", "tcp://x:1: write tcp://ADDRESS:PORT with an IPv4 address"),
         (NODES + "endpoint = 'udp://x'\n", "udp://x: an endpoint begins with ipc:// or tcp://"),
         (NODES.replace('"d"', '"c"'), "nodes: the name c is given twice"),
         (NODES.replace("decode", "decoder"), "x.toml: nodes[1].role: invalid enum value 'decoder'"),

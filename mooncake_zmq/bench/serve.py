@@ -20,7 +20,7 @@ from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.config import load
 from mooncake_zmq.engine.sampling import sample
 from mooncake_zmq.engine.spec import Engine
-from mooncake_zmq.engine.weights import default_cache_dir, load_engine, prepare
+from mooncake_zmq.engine.weights import load_engine, prepare
 from mooncake_zmq.messages import Sampling
 
 COLD_TOKENS = (64, 512, 2048, 4096)
@@ -37,8 +37,7 @@ def bench_serve(config: Path, *, rounds: int, parts: Sequence[str], progress: Pr
     """Run it all. Raises click.ClickException when the cluster cannot be started or answers an error."""
     settings = load(config).config
     progress("opening the bare engine")
-    cache_dir = Path(settings.model.cache_dir) if settings.model.cache_dir else default_cache_dir()
-    engine = load_engine(prepare(settings.model.path, cache_dir, lambda what, part: None), device="cpu")
+    engine = load_engine(prepare(settings.model.path, settings.model.cache_dir), device="cpu")
     report = Report("serve")
     overrides = {"prefill.own_reuse": "false", "conductor.ttft_slo_s": "0", "conductor.tbt_slo_s": "0"}
     progress("starting the cluster")

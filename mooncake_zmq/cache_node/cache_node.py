@@ -112,8 +112,6 @@ class _Fetch:
     keys: tuple[Key, ...]
     asked_at: float
     copies: list[tuple[Key, int, SlotRef]] = field(default_factory=list)
-    copy_until: float = 0.0
-    """Deadline of the copy: what had not come by then says nothing about the source's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +318,6 @@ class CacheNode:
             return self._end_fetch(now, message.lease_id)
         work_id = self._new_id()
         self._copying[work_id] = message.lease_id
-        fetch.copy_until = now + time_left
         copies = tuple((ref, self._grant(slot)) for _, slot, ref in fetch.copies)
         return [Start(work_id, CopyBlocks(copies), time_left)]
 
@@ -329,7 +326,8 @@ class CacheNode:
         fetch = self._fetches[fetch_id]
         checksums: Sequence[int | None] = result.checksums if isinstance(result, BlocksCopied) else [None] * len(fetch.copies)
         pending = self._pending.get(fetch.pending)
-        corrupt: list[SlotRef] = []
+        corrupt = tuple(fetch.copies[i][2] for i in result.corrupt) if isinstance(result, BlocksCopied) else ()
+        whole = len(fetch.copies) == len(fetch.keys)
         for (key, slot, ref), checksum in zip(fetch.copies, checksums, strict=True):
             if checksum is not None and checksum == ref.checksum:
                 self.slots.commit(slot, checksum)
@@ -340,13 +338,12 @@ class CacheNode:
             else:
                 self.slots.free(slot)
                 self._count("fetch_failures")
-                if isinstance(result, BlocksCopied) and now < fetch.copy_until:
-                    corrupt.append(ref)
-        whole = None not in checksums and not corrupt and len(fetch.copies) == len(fetch.keys)
+                whole = False
+        self._count("fetched_blocks_corrupt", len(corrupt))
         if pending is not None and whole and fetch.source in self._peers:
             pending.sources.insert(0, fetch.source)  # it held all of this batch and may hold the next
         fetch.copies = []
-        effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
+        effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=corrupt))] if corrupt else []
         return effects + self._end_fetch(now, fetch_id)
 
     def _end_fetch(self, now: float, fetch_id: int) -> list[Effect]:
@@ -461,7 +458,7 @@ class CacheNode:
         self._count("put_blocks[result=granted]", len(grants))
         self._count("put_blocks[result=held]", held)
         self._count("put_blocks[result=denied]", denied)
-        reply = Send(sender, SlotsReserved(put_id=message.put_id, grants=tuple(grants), held=held, denied=denied))
+        reply = Send(sender, SlotsReserved(put_id=message.put_id, grants=tuple(grants)))
         if not grants:
             return [reply]
         self._puts[writer] = put

@@ -148,8 +148,6 @@ class _Request:
     wanted: list[tuple[int, int, int]] = field(default_factory=list)
     """(block, first layer, stop layer) that can be copied now."""
     pulling: bool = False
-    pull_until: float = 0.0
-    """Deadline of the copy in flight: what had not come by then says nothing about its source."""
     held_pull: bool = False
     parts: dict[int, dict[int, int]] = field(default_factory=dict)
     """Block -> layer -> part checksum, of all that arrived and verified."""
@@ -312,13 +310,14 @@ class Decode:
         if current is not None and current.request.attempt >= message.attempt:
             if current.request.attempt == message.attempt and current.prefill == sender:
                 return []
-            return [self._denied(sender, message, newer)]
+            return [self._denied(sender, message, newer, full=False)]
         effects = [] if current is None else self._tell_prefill(current, newer) + self._close(current)
         budget = self._layout.blocks_for(message.tokens + 1) * self._layout.block_tokens
-        reason = self._refusal(message, budget)
+        lack = self._lack(message, budget)
+        reason = lack or self._refusal(message, budget)
         if reason is not None:
             self._count("reservations_denied")
-            return [*effects, self._denied(sender, message, reason)]
+            return [*effects, self._denied(sender, message, reason, full=lack is not None)]
         self._free_tokens -= budget
         full = message.tokens // self._layout.block_tokens
         request = _Request(
@@ -341,13 +340,18 @@ class Decode:
             return effects + self._pool.lease(now, request.lease_id, message.reuse_keys, (), fetch=False)
         return effects + self._reserved(request, 0)
 
-    def _refusal(self, message: ReserveDecode, budget: int) -> str | None:
+    def _lack(self, message: ReserveDecode, budget: int) -> str | None:
+        """What may be otherwise soon: such an attempt counts as one that found no room."""
         if self._draining:
             return "decode is draining"
-        if message.gateway not in self._peers:
-            return f"{message.gateway} is not reachable from {self.name}"
         if len(self._requests) + len(self._closing) >= self._settings.max_requests:
             return "too many requests"
+        return "no KV left" if self._free_tokens < budget <= self._capacity_tokens else None
+
+    def _refusal(self, message: ReserveDecode, budget: int) -> str | None:
+        """What is wrong with the request here: it is tried a few times at most."""
+        if message.gateway not in self._peers:
+            return f"{message.gateway} is not reachable from {self.name}"
         size = self._layout.block_tokens
         if (
             message.tokens < 1
@@ -355,7 +359,7 @@ class Decode:
             or len(message.reuse_keys) * size > message.tokens
         ):
             return "tail or keys do not match tokens"
-        return None if budget <= self._free_tokens else "no KV left"
+        return None if budget <= self._capacity_tokens else "prompt is longer than the KV budget"
 
     def _on_leased(self, now: float, message: BlocksLeased) -> list[Effect]:
         """Load the leading blocks that our own host holds; the prefill hands off the rest."""
@@ -423,7 +427,6 @@ class Decode:
                 return self._fail(request, "lease ended before the held blocks were loaded")
         request.wanted = []
         request.pulling = True
-        request.pull_until = now + deadline_s
         request.in_flight += 1
         work_id = self._new_id()
         self._pulls[work_id] = request
@@ -443,13 +446,15 @@ class Decode:
             return effects + self._fail(request, f"handoff copy failed: {result.reason}")
         if result.failed:
             self._count("handoff_blocks_failed", len(result.failed))
-            failed = result.failed if now < request.pull_until else ()
-            refs = [request.sources[block] for block in failed if request.sources[block].checksum]
+            refs = [request.sources[block] for block in result.corrupt if request.sources[block].checksum]
+            self._count("handoff_blocks_corrupt", len(refs))
             effects += self._pool.report_corrupt(refs)
             theirs = tuple(ref for ref in refs if ref.node != self._pool.node)
             if theirs:  # else the prefill would reuse them for the next attempt, and fail again
                 effects.append(Send(request.prefill, ReportCorrupt(slots=theirs)))
-            return effects + self._fail(request, "a handed-off block did not verify")
+            return effects + self._fail(
+                request, f"a handed-off block {'did not verify' if result.corrupt else 'was not reached'}"
+            )
         for block, layer, checksum in result.parts:
             request.parts.setdefault(block, {})[layer] = checksum
         return effects + self._pull(now, request) + self._verify(request)
@@ -684,8 +689,9 @@ class Decode:
 
     # --- leaves
 
-    def _denied(self, prefill: str, message: ReserveDecode, reason: str) -> Send:
-        return Send(prefill, DecodeDenied(request_id=message.request_id, attempt=message.attempt, reason=reason))
+    def _denied(self, prefill: str, message: ReserveDecode, reason: str, *, full: bool) -> Send:
+        denied = DecodeDenied(request_id=message.request_id, attempt=message.attempt, reason=reason, full=full)
+        return Send(prefill, denied)
 
     def _renew_timer(self) -> SetTimer:
         return SetTimer(("renew",), self._settings.pool.lease_ttl_s / 5)

@@ -48,22 +48,21 @@ Progress = Callable[[str, float], None]
 
 
 def default_cache_dir() -> Path:
-    """Where prepared models live: $MOONCAKE_ZMQ_CACHE, else mooncake_zmq in the user's cache directory."""
-    chosen = os.environ.get("MOONCAKE_ZMQ_CACHE")
-    if chosen:
-        return Path(chosen)
+    """Where prepared models live unless the operator says otherwise: mooncake_zmq in the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "mooncake_zmq"
 
 
-def prepare(model: str, cache_dir: Path, progress: Progress = lambda what, share: None) -> Path:
+def prepare(model: str, cache_dir: Path | str, progress: Progress = lambda what, share: None) -> Path:
     """The prepared directory of `model`, made if needed. Raises ModelError.
 
     `model` is "default", a .gguf file, a Hugging Face directory, "dummy:SHAPE" or "toy" (nothing to prepare).
+    `cache_dir`: as in the setting `model.cache_dir`; empty: the default one.
     `progress(what, share)` is called with a short text and a share from 0 to 1.
     """
     if model == "toy":
         return Path("toy")
+    cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
     label, key = _identify(model)
     target = cache_dir / f"{label}-{key}"
     if (target / HEADER_FILE).exists():
@@ -75,7 +74,7 @@ def prepare(model: str, cache_dir: Path, progress: Progress = lambda what, share
                 _build(model, target, progress)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ModelError(f"no space left in {cache_dir}: free some, or set MOONCAKE_ZMQ_CACHE elsewhere") from error
+            raise ModelError(f"no space left in {cache_dir}: free some, or set model.cache_dir elsewhere") from error
         raise ModelError(f"{error.filename or cache_dir} cannot be used: {error.strerror or error}") from error
     progress("model ready", 1.0)
     return target
@@ -252,7 +251,7 @@ def _check_space(spec: ModelSpec, directory: Path) -> None:
     if free < needed:
         raise ModelError(
             f"{directory.parent} has {free >> 20} MiB free and {spec.name} needs {needed >> 20} MiB: "
-            "free some, or set MOONCAKE_ZMQ_CACHE elsewhere"
+            "free some, or set model.cache_dir elsewhere"
         )
 
 

@@ -1,4 +1,4 @@
-"""The edge between HTTP calls and the gateway's actor: limits, request ids, mailboxes, metrics. It never waits for a peer.
+"""The edge between HTTP calls and the gateway's actor: limits, request ids, mailboxes. It never waits for a peer.
 
 Everything here runs on one asyncio loop, the loop to which the runtime is attached: no locks. An HTTP call holds its
 slots and its requests in a `Call`; leaving the call, in whatever way, cancels what has not ended.
@@ -6,21 +6,17 @@ slots and its requests in a `Call`; leaving the call, in whatever way, cancels w
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
-from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
+from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
+from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, StopFound, TokenOut
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 from mooncake_zmq.messages import Hello
 from mooncake_zmq.runtime.actor import FromClient, ToClient
-from mooncake_zmq.runtime.metrics import families
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +128,7 @@ class _Open:
 
     call: "Call"
     index: int
-    prompt_tokens: int
-    last_token_at: float | None = None
+    times: RequestTimes
 
 
 class Edge:
@@ -152,7 +147,16 @@ class Edge:
         self.model = model
         self.settings = settings
         self.backing = backing
-        self.metrics = EdgeMetrics(self)
+        self.metrics = EdgeMetrics(
+            model.id,
+            waiting_and_running=self.waiting_and_running,
+            counts=lambda: {**self.backing.counts(), **self.counts},
+            gauges=lambda: {
+                **self.backing.gauges(),
+                "edge_open_requests": self.open_requests,
+                "edge_slots_taken": self.slots_taken,
+            },
+        )
         self.clock = clock
         self.draining = False
         self.counts: dict[str, float] = {}
@@ -173,7 +177,7 @@ class Edge:
             self.count("edge_outputs_dropped")
             return
         output: ClientOutput = effect.output
-        self.metrics.observe(request, output, self.clock())
+        self.metrics.observe(request.times, output, self.clock())
         if not isinstance(output, TokenOut):
             del self._open[effect.request_id]
         request.call.receive(request.index, output)
@@ -194,7 +198,7 @@ class Edge:
 
     def waiting_and_running(self) -> tuple[int, int]:
         """Requests without and with a first token."""
-        running = sum(request.last_token_at is not None for request in self._open.values())
+        running = sum(request.times.first_token_at is not None for request in self._open.values())
         return len(self._open) - running, running
 
     def health(self) -> tuple[bool, dict[str, Any]]:
@@ -237,14 +241,14 @@ class Edge:
         assert self._slots_taken >= 0
 
     def open(self, request_id: str, call: "Call", index: int, request: ClientRequest) -> None:
-        self._open[request_id] = _Open(call, index, len(request.tokens) // 4)
+        self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, len(request.tokens) // 4))
         self.backing.inject(FromClient(request_id, request))
 
     def cancel(self, request_id: str, finished_reason: str) -> None:
         """Cancel at every hop, unless it has ended. `finished_reason`: as the metrics shall count it."""
         request = self._open.pop(request_id, None)
         if request is not None:
-            self.metrics.count_end(request, finished_reason, self.clock())
+            self.metrics.count_end(request.times, finished_reason, self.clock())
             self.backing.inject(FromClient(request_id, ClientGone()))
 
     def stop(self, request_id: str) -> None:
@@ -319,88 +323,3 @@ class Call:
     def _cancel_all(self, finished_reason: str) -> None:
         for request_id in self._ids:
             self._edge.cancel(request_id, finished_reason)
-
-
-TTFT_BUCKETS_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1),
-    *(2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
-)
-ITL_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-E2E_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-
-
-class EdgeMetrics(Collector):
-    """Prometheus metrics in a registry of their own: vLLM's names for what clients see, `mooncake_*` for our own."""
-
-    def __init__(self, edge: Edge) -> None:
-        self.registry = CollectorRegistry()
-        self._edge = edge
-        self._labels = {"model_name": edge.model.id, "engine": "0"}
-        self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", TTFT_BUCKETS_S)
-        self._itl = self._histogram("inter_token_latency_seconds", "Time between two tokens.", ITL_BUCKETS_S)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Time from a request to its end.", E2E_BUCKETS_S)
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
-        self._generated = self._counter("generation_tokens", "Tokens delivered.")
-        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the KV pool.")
-        self._hits = self._counter("prefix_cache_hits", "Prompt tokens whose KV was loaded and verified.")
-        names = (*self._labels, "finished_reason")
-        self._ends = Counter("vllm:request_success", "Requests ended, by reason.", names, registry=self.registry)
-        self.registry.register(self)
-
-    def observe(self, request: _Open, output: ClientOutput, now: float) -> None:
-        """Something is about to go to the client."""
-        match output:
-            case TokenOut():
-                if request.last_token_at is None:
-                    self._ttft.observe(now - request.call.began_at)
-                    self._prompt.inc(request.prompt_tokens)
-                else:
-                    self._itl.observe(now - request.last_token_at)
-                request.last_token_at = now
-                self._generated.inc()
-            case Finished():
-                self._queries.inc(output.prompt_tokens)
-                self._hits.inc(output.cached_own + output.cached_local + output.cached_remote)
-                self.count_end(request, output.reason, now)
-            case Failed():
-                self.count_end(request, "error", now)
-
-    def count_end(self, request: _Open, finished_reason: str, now: float) -> None:
-        self._ends.labels(*self._labels.values(), finished_reason).inc()
-        self._e2e.observe(now - request.call.began_at)
-
-    def collect(self) -> Iterator[Metric]:
-        """Read at scrape time: the levels, and whatever the actor counts."""
-        waiting, running = self._edge.waiting_and_running()
-        for name, documentation, value in (
-            ("vllm:num_requests_waiting", "Requests without a first token.", waiting),
-            ("vllm:num_requests_running", "Requests between first token and end.", running),
-        ):
-            metric = Metric(name, documentation, "gauge")
-            metric.add_sample(name, self._labels, value)
-            yield metric
-        yield from families({**self._edge.backing.counts(), **self._edge.counts}, "counter")
-        yield from families(
-            {
-                **self._edge.backing.gauges(),
-                "edge_open_requests": self._edge.open_requests,
-                "edge_slots_taken": self._edge.slots_taken,
-            },
-            "gauge",
-        )
-
-    def describe(self) -> list[Metric]:
-        """Nothing: registering must not ask the actor, which may not run yet."""
-        return []
-
-    def exposition(self) -> bytes:
-        """The text of a scrape."""
-        return generate_latest(self.registry)
-
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-        whole = Histogram(f"vllm:{name}", documentation, tuple(self._labels), buckets=buckets, registry=self.registry)
-        return whole.labels(**self._labels)
-
-    def _counter(self, name: str, documentation: str) -> Counter:
-        whole = Counter(f"vllm:{name}", documentation, tuple(self._labels), registry=self.registry)
-        return whole.labels(**self._labels)

@@ -79,7 +79,10 @@ class TokenOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The end: `reason` is "stop" or "length". Cached tokens: loaded and verified by the prefill of the first attempt."""
+    """The end: `reason` is "stop" or "length". Cached tokens: loaded and verified by the prefill of the first attempt.
+
+    `queue_s`, `prefill_s`: how long the last attempt waited for its prefill and was computed there; 0 if it gave no token.
+    """
 
     reason: str
     prompt_tokens: int
@@ -90,6 +93,8 @@ class Finished:
     prefill: str
     decode: str
     attempts: int
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +193,8 @@ class _Request:
     early: dict[int, int] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
     cached: tuple[int, int, int] | None = None
+    prefill_times: tuple[float, float] = (0.0, 0.0)
+    """Of the attempt under way: queued, computed."""
     arrived_at: float = 0.0
 
     @property
@@ -337,6 +344,7 @@ class Requests:
         request.scheduled = True
         request.conductor, request.prefill, request.decode = conductor, "", ""
         request.early.clear()
+        request.prefill_times = (0.0, 0.0)
         schedule = Schedule(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -359,12 +367,15 @@ class Requests:
         if request is None or request.state is not RequestState.PLACING or request.conductor != sender:
             return []
         self._move(request, "placed")
-        request.admitted = True
         request.prefill, request.decode = message.prefill, message.decode
-        effects: list[Effect] = [CancelTimer(("placement", request.request_id))]
-        for node in (message.prefill, message.decode):
+        # A node not met yet, or that died just now, is nothing the request broke: as if there were none yet. The placement's
+        # wait bounds a new request then; one that ran already waits until its deadline, as for any nodes that restart.
+        for node, missing in ((message.prefill, RejectReason.NO_PREFILL), (message.decode, RejectReason.NO_DECODE)):
             if node not in self._peers:
-                return effects + self._retry(now, request, exclude=node)
+                request.missing = missing.value
+                return self._retry(now, request, exclude=node)
+        request.admitted = True
+        effects: list[Effect] = [CancelTimer(("placement", request.request_id))]
         client = request.client
         start = StartPrefill(
             request_id=request.request_id,
@@ -424,6 +435,7 @@ class Requests:
         self._move(request, "first token")
         if request.cached is None:
             request.cached = (message.own, message.local, message.remote)
+        request.prefill_times = (message.queue_s, message.prefill_s)
         return self._take(request, message.index, message.token)
 
     def _on_tokens(self, sender: str, message: TokensDecoded) -> list[Effect]:
@@ -470,6 +482,8 @@ class Requests:
             prefill=request.prefill,
             decode=request.decode,
             attempts=request.attempt,
+            queue_s=request.prefill_times[0],
+            prefill_s=request.prefill_times[1],
         )
         self._count(f"requests_finished[reason={reason}]")
         return [ToClient(request.request_id, finished), *self._end(request)]

@@ -45,10 +45,6 @@ class BlockLayout:
         """Bytes of a slot: a block rounded up to whole 4 KiB pages, as O_DIRECT and DMA want it."""
         return div_ceil(self.block_bytes, PAGE_BYTES) * PAGE_BYTES
 
-    def part_range(self, layer: int) -> tuple[int, int]:
-        """Byte range `[start, stop)` of a layer's part within a slot."""
-        return layer * self.part_bytes, (layer + 1) * self.part_bytes
-
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens, the last one perhaps partial."""
         return div_ceil(tokens, self.block_tokens)

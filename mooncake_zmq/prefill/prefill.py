@@ -102,6 +102,9 @@ class PrefillSettings:
             raise ValueError("slab_bytes, aging_tokens_per_s, report_s and work_deadline_s must be positive")
 
 
+MAX_UNREUSED = 256
+"""Requests remembered whose reused blocks were not reached; of more, the oldest are forgotten."""
+
 MEASURE_DECAY = 0.8
 """What earlier chunks still count once another is measured: the last five or so decide, by their size."""
 
@@ -195,6 +198,9 @@ class Prefill:
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
         """The live job of each request, in arrival order."""
         self._abandoned: list[_Job] = []
+        self._unreused: OrderedDict[str, None] = OrderedDict()
+        """Requests whose reused blocks were not reached, from here or from the decode: their next attempt here computes them.
+        Else blocks that are intact but out of reach, hence reported to nobody, would fail one attempt after the other."""
         self._computing: tuple[int, _Job] | None = None
         self._next_id = 1
         self._computed = (0.0, 0.0, 0.0)
@@ -229,6 +235,9 @@ class Prefill:
                 return self._on_handoff_ended(now, sender, message.request_id, message.attempt)
             case Received(sender, HandoffFailed() as message):
                 self._count("handoffs_failed")
+                job = self._job(sender, message.request_id, message.attempt)
+                if job is not None and (job.prefix or job.held_blocks):
+                    self._forgo_reuse(job)
                 return self._on_handoff_ended(now, sender, message.request_id, message.attempt)
             case Received(_, BlocksLeased() as message):
                 return self._on_leased(now, message)
@@ -332,26 +341,31 @@ class Prefill:
             return []
         effects = self._drop(now, current, "a newer attempt is here") if current is not None else []
         length = len(message.tokens) // 4
-        reason = self._refusal(message, length)
+        lack = self._lack()
+        reason = lack or self._refusal(message, length)
         if reason is not None:
             self._count("jobs_refused")
             avoid = "" if message.decode in self._peers else message.decode
-            return [*effects, self._failed(sender, message, reason, full=True, avoid=avoid)]
+            return [*effects, self._failed(sender, message, reason, full=lack is not None, avoid=avoid)]
         job = _Job(request=message, gateway=sender, order=self._new_id(), arrived_at=now, waiting_since=now)
         self._jobs[message.request_id] = job
         return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
 
-    def _refusal(self, message: StartPrefill, length: int) -> str | None:
+    def _lack(self) -> str | None:
+        """What may be otherwise soon: such an attempt counts as one that found no room."""
         if self._draining:
             return "prefill is draining"
+        queued = sum(1 for job in self._jobs.values() if job.state is JobState.QUEUED)
+        return "prefill queue is full" if queued >= self._settings.max_queued else None
+
+    def _refusal(self, message: StartPrefill, length: int) -> str | None:
+        """What is wrong with the request here: it is tried a few times at most."""
         if length == 0 or len(message.tokens) % 4:
             return "no tokens"
         if len(message.keys) != length // self._layout.block_tokens:
             return "keys do not match tokens"
         if self._layout.blocks_for(length) > self.slots.capacity:
             return "prompt is longer than the slab"
-        if sum(1 for job in self._jobs.values() if job.state is JobState.QUEUED) >= self._settings.max_queued:
-            return "prefill queue is full"
         return None if message.decode in self._peers else f"{message.decode} is not reachable from {self.name}"
 
     def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
@@ -419,7 +433,9 @@ class Prefill:
             job.own_slots.append(slot)
             job.prefix.append(self._ref(slot))
         effects: list[Effect] = []
-        wanted = reusable[len(job.prefix) :]
+        unreused = request.request_id in self._unreused
+        self._unreused.pop(request.request_id, None)
+        wanted = () if unreused else reusable[len(job.prefix) :]
         if wanted and self._pool.node is not None:
             job.lease_id = self._new_id()
             fetch = bool(request.sources) and len(job.prefix) < request.reuse_blocks
@@ -432,7 +448,7 @@ class Prefill:
             attempt=request.attempt,
             gateway=job.gateway,
             tokens=job.length,
-            reuse_keys=request.keys[: max(request.reuse_blocks, len(job.prefix))],
+            reuse_keys=() if unreused else request.keys[: max(request.reuse_blocks, len(job.prefix))],
             last_key=request.keys[-1] if request.keys else request.root,
             tail=request.tokens[full * self._layout.block_tokens * 4 :],
             first_index=request.first_index,
@@ -470,7 +486,7 @@ class Prefill:
         job = self._job(sender, message.request_id, message.attempt)
         if job is None:
             return []
-        return self._fail(now, job, f"{sender} denied: {message.reason}", full=True, avoid=sender, tell_decode=False)
+        return self._fail(now, job, f"{sender} denied: {message.reason}", full=message.full, avoid=sender, tell_decode=False)
 
     def _prepare(self, now: float, job: _Job) -> list[Effect]:
         """Once reservation and lease are there and the slab has room: open the sequence, announce the reused blocks."""
@@ -512,9 +528,11 @@ class Prefill:
         request, size = job.request, self._layout.block_tokens
         deadline_s = self._settings.work_deadline_s
         prefix: tuple[BlockLoad, ...] = ()
+        prefix_s = deadline_s
         if not job.loaded and job.prefix:
-            pooled = len(job.prefix) > len(job.own_slots)
-            if pooled and self._pool.reading_time_s(now, job.lease_id) <= 0:
+            if len(job.prefix) > len(job.own_slots):
+                prefix_s = min(deadline_s, self._pool.reading_time_s(now, job.lease_id))
+            if prefix_s <= 0:
                 return self._fail(now, job, "lease ended before the prefix was loaded")
             prefix = tuple(BlockLoad(i, ref, 0, self._layout.layers, size) for i, ref in enumerate(job.prefix))
         job.loaded = True
@@ -534,6 +552,7 @@ class Prefill:
             prefix=prefix,
             outputs=tuple(SlotGrant(self.name, self.incarnation, s, self.slots.generation[s]) for s in slots),
             sampling=request.sampling if stop == job.length else None,
+            prefix_s=prefix_s,
         )
         refs = tuple(self._ref(slot) for slot in slots)
         return [self._handoff_blocks(job, first_block, refs, ready=False), Start(work_id, work, deadline_s)]
@@ -565,7 +584,7 @@ class Prefill:
             return self._fail(now, job, f"chunk failed: {result.reason}")
         if result.failed:
             self._move(job, "chunk done")
-            return self._on_prefix_failed(now, job, result.failed)
+            return self._on_prefix_failed(now, job, result)
         tokens = job.chunk_stop - job.computed
         new = (result.elapsed_s, tokens, job.chunk_stop**2 - job.computed**2)
         old_s, old_tokens, old_squares = (MEASURE_DECAY * value for value in self._computed)
@@ -580,10 +599,20 @@ class Prefill:
         assert result.token is not None
         return self._finish(now, job, result.token)
 
-    def _on_prefix_failed(self, now: float, job: _Job, failed: tuple[int, ...]) -> list[Effect]:
-        """Reused blocks did not verify: nobody shall find those copies again, and the request is placed anew."""
-        refs = [job.prefix[block] for block in failed if block < len(job.prefix)]
-        return self._on_corrupt(refs) + self._fail(now, job, "a reused block did not verify")
+    def _on_prefix_failed(self, now: float, job: _Job, result: ChunkComputed) -> list[Effect]:
+        """Reused blocks were not loaded: nobody shall find corrupt copies again, and the request is placed anew."""
+        refs = [job.prefix[block] for block in result.corrupt if block < len(job.prefix)]
+        unreached = len(result.failed) - len(result.corrupt)
+        self._count("prefix_blocks_unreached", unreached)
+        if unreached:
+            self._forgo_reuse(job)
+        reason = "a reused block did not verify" if refs else "a reused block was not reached"
+        return self._on_corrupt(refs) + self._fail(now, job, reason)
+
+    def _forgo_reuse(self, job: _Job) -> None:
+        self._unreused[job.request.request_id] = None
+        if len(self._unreused) > MAX_UNREUSED:
+            self._unreused.popitem(last=False)
 
     def _on_corrupt(self, refs: Sequence[SlotRef]) -> list[Effect]:
         """Found by ourselves or by the decode that read them."""
@@ -736,7 +765,6 @@ class Prefill:
         tokens = sum(job.tokens_left for job in waiting)
         computed_s, computed_tokens, computed_squares = self._computed
         load = PrefillLoad(
-            queued_jobs=len(waiting),
             queued_tokens=tokens,
             queued_s=tokens * computed_s / computed_tokens if computed_tokens else 0.0,
             computed_s=computed_s,

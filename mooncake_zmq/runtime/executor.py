@@ -7,6 +7,7 @@ A work may have several parties (a chunk's computation and the loading of its pr
 last of them has let go, so that nothing of a work touches memory after its end.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.messages import Hello, SlotRef
 from mooncake_zmq.runtime.actor import WorkDone, WorkProgress
-from mooncake_zmq.transfer.block_copy import copy_block, granted, load_layers, store_block, store_part
+from mooncake_zmq.transfer.block_copy import ReadFailure, copy_block, granted, load_layers, store_block, store_part
 from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.network import Configure, ReadBatch, RemoteRead, RemoteReader, plain
 from mooncake_zmq.transfer.process_lock import is_alive
@@ -83,7 +84,12 @@ class Executor:
         self._engine = engine
         self._runtime_dir = runtime_dir
         self._emit = emit
-        self._on_crash = on_crash
+        self._crashed = False
+
+        def crash(error: BaseException) -> None:
+            self._crashed = True
+            on_crash(error)
+
         self._lock = threading.Lock()
         """Guards `_jobs`, their parties and results, and `_sequences`."""
         self._jobs: dict[int, _Job] = {}
@@ -91,9 +97,9 @@ class Executor:
         self._closed = False
         self._directory = SegmentDirectory(node, incarnation, host, layout, segment)
         self._progress_s = progress_s
-        self._reader = RemoteReader(layout, on_crash=on_crash, window_bytes=window_bytes, configure=configure)
-        self._compute = _Worker("compute", on_crash)
-        self._copy = _Worker("copy", on_crash)
+        self._reader = RemoteReader(layout, on_crash=crash, window_bytes=window_bytes, configure=configure)
+        self._compute = _Worker("compute", crash)
+        self._copy = _Worker("copy", crash)
 
     @property
     def read_counts(self) -> dict[str, int]:
@@ -172,7 +178,7 @@ class Executor:
             self._stop(job, "cancelled")
 
     def close(self) -> None:
-        """End all works, stop the threads, free all sequences. May be called twice."""
+        """End all works, stop the threads, free all sequences. May be called twice. After a crash works may be left."""
         with self._lock:
             self._closed = True
             jobs = list(self._jobs.values())
@@ -181,18 +187,20 @@ class Executor:
         self._compute.close()
         self._copy.close()
         self._reader.close()
-        assert not self._jobs, "a work was left without its end"
+        assert self._crashed or not self._jobs, "a work was left without its end"
         for sequence in list(self._sequences):
             self.close_sequence(sequence)
         self._directory.clear()
 
     # --- a job's parties
 
-    def _begin(self, job: "_Job", turns: "list[tuple[_Worker, Turn]]", reads: list[RemoteRead]) -> None:
+    def _begin(
+        self, job: "_Job", turns: "list[tuple[_Worker, Turn]]", reads: list[RemoteRead], reads_until: float = math.inf
+    ) -> None:
         """Hand a job to its parties. All are counted before the first may finish."""
         job.parties = 1 + len(turns) + bool(reads)
         if reads:
-            batch = self._reader.submit(reads, job.deadline, lambda: self._leave(job, None))
+            batch = self._reader.submit(reads, min(job.deadline, reads_until), lambda: self._leave(job, None))
             with self._lock:
                 job.batch = batch
         for worker, turn in turns:
@@ -263,17 +271,24 @@ class Executor:
             (far if self._directory.endpoint((load.source.node, load.source.incarnation)) else here).append(load)
         return here, far
 
-    def _load_blocks(self, job: "_Job", order: "Iterable[_LayersOfBlock]", sequence: SequenceKV, record: "_LoadRecord") -> None:
+    def _load_blocks(
+        self,
+        job: "_Job",
+        order: "Iterable[_LayersOfBlock]",
+        sequence: SequenceKV,
+        record: "_LoadRecord",
+        until: float = math.inf,
+    ) -> None:
         """Load in the given order. What comes too late has failed."""
         for layers, load in order:
             segment = self._directory.segment((load.source.node, load.source.incarnation))
-            checksums = None
-            if segment and not job.is_late() and load.block not in record.failed:
-                checksums = load_layers(segment, load, layers, sequence)
-            if checksums is None:
-                record.fail(load.block)
+            loaded: list[int] | ReadFailure = ReadFailure.UNREACHED
+            if segment and not job.is_late() and time.monotonic() < until and load.block not in record.failed:
+                loaded = load_layers(segment, load, layers, sequence)
+            if isinstance(loaded, ReadFailure):
+                record.fail(load.block, loaded)
             else:
-                record.arrived(load.block, layers, checksums)
+                record.arrived(load.block, layers, loaded)
             if job.stopped:
                 return
 
@@ -286,24 +301,24 @@ class Executor:
         sequence = job.sequences[work.sequence].kv
         turns: list[tuple[_Worker, Turn]] = []
         reads: list[RemoteRead] = []
+        until = time.monotonic() + work.prefix_s
         if work.prefix:
             prefix = job.prefix = _Prefix(self._layout.layers, work.prefix)
             here, far = self._split(work.prefix)
             if here:
                 order = prefix.until_failed(_by_layer(self._layout.layers, here))
-                turns.append((self._copy, partial(self._load_blocks, job, order, sequence, prefix)))
+                turns.append((self._copy, partial(self._load_blocks, job, order, sequence, prefix, until)))
             reads = [
                 self._sequence_read(load, layers, sequence, prefix) for layers, load in _by_layer(self._layout.layers, far)
             ]
         turns.append((self._compute, partial(self._compute_chunk, job, work, sequence)))
-        self._begin(job, turns, reads)
+        self._begin(job, turns, reads, until)
 
     def _compute_chunk(self, job: "_Job", work: ComputeChunk, sequence: SequenceKV) -> Result:
         assert self._engine
         began = time.perf_counter()
         tokens: NDArray[np.int32] = np.frombuffer(work.tokens, "<i4").astype(np.int32, copy=False)
-
-        told_at = [time.monotonic()]
+        told_at = time.monotonic()
 
         def before_layer(layer: int) -> None:
             job.check()
@@ -311,11 +326,12 @@ class Executor:
                 job.prefix.wait(layer, job)
 
         def after_layer(layer: int) -> None:
+            nonlocal told_at
             job.check()
             self._store_outputs(work, sequence, layer, len(tokens))
             now = time.monotonic()
-            if layer + 1 == self._layout.layers or now - told_at[0] >= self._progress_s:
-                told_at[0] = now
+            if layer + 1 == self._layout.layers or now - told_at >= self._progress_s:
+                told_at = now
                 self._emit(WorkProgress(job.work_id, LayersComputed(layer + 1)))
 
         try:
@@ -330,7 +346,7 @@ class Executor:
             for layer in range(self._layout.layers):  # an engine that skipped one must not have used what is not there
                 before_layer(layer)
         except _PrefixFailed as failure:
-            return ChunkComputed((), None, time.perf_counter() - began, failure.blocks)
+            return ChunkComputed((), None, time.perf_counter() - began, *_split_failures(failure.blocks))
         token = None
         if work.sampling is not None:
             assert logits is not None
@@ -395,7 +411,7 @@ class Executor:
                 continue
             segment = self._directory.segment((source.node, source.incarnation))
             if segment:
-                copied.checksums[index] = copy_block(segment, source, target, grant)
+                copied.set(index, copy_block(segment, source, target, grant))
 
     def _probe(self, work: ProbeProcess) -> Result:
         return ProcessProbed(is_alive(self._runtime_dir, work.node, work.incarnation))
@@ -416,9 +432,9 @@ class _Stopped(Exception):
 
 
 class _PrefixFailed(Exception):
-    """Blocks of the prefix did not verify."""
+    """Blocks of the prefix were not loaded."""
 
-    def __init__(self, blocks: tuple[int, ...]) -> None:
+    def __init__(self, blocks: dict[int, ReadFailure]) -> None:
         super().__init__(blocks)
         self.blocks = blocks
 
@@ -462,29 +478,41 @@ class _Job:
 class _LoadRecord(Protocol):
     """Learns of loaded parts; from the copy thread and the reader's thread alike."""
 
-    failed: dict[int, None]
+    failed: dict[int, ReadFailure]
 
     def arrived(self, block: int, layers: range, checksums: Sequence[int]) -> None: ...
 
-    def fail(self, block: int) -> None: ...
+    def fail(self, block: int, failure: ReadFailure) -> None: ...
+
+
+def _note(failed: dict[int, ReadFailure], block: int, failure: ReadFailure) -> None:
+    """A block fails once for each of its reads: one that was corrupt stays so."""
+    if failure is ReadFailure.CORRUPT or block not in failed:
+        failed[block] = failure
+
+
+def _split_failures(failed: dict[int, ReadFailure]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """All failed blocks, and the corrupt ones among them."""
+    corrupt = (block for block, failure in failed.items() if failure is ReadFailure.CORRUPT)
+    return tuple(sorted(failed)), tuple(sorted(corrupt))
 
 
 class _Pulled:
-    """Record of a `PullBlocks`. Both writers only append, which needs no lock."""
+    """Record of a `PullBlocks`. Both writers only append, each for blocks of its own, which needs no lock."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, int, int]] = []
-        self.failed: dict[int, None] = {}
+        self.failed: dict[int, ReadFailure] = {}
 
     def arrived(self, block: int, layers: range, checksums: Sequence[int]) -> None:
         self.parts.extend((block, layer, checksum) for layer, checksum in zip(layers, checksums, strict=True))
 
-    def fail(self, block: int) -> None:
-        self.failed[block] = None
+    def fail(self, block: int, failure: ReadFailure) -> None:
+        _note(self.failed, block, failure)
 
     def result(self) -> Result:
         good = sorted(part for part in self.parts if part[0] not in self.failed)
-        return BlocksPulled(tuple(good), tuple(sorted(self.failed)))
+        return BlocksPulled(tuple(good), *_split_failures(self.failed))
 
 
 class _Prefix:
@@ -496,7 +524,7 @@ class _Prefix:
             for layer in range(load.first_layer, load.stop_layer):
                 self._missing[layer] += 1
         self._changed = threading.Condition()
-        self.failed: dict[int, None] = {}
+        self.failed: dict[int, ReadFailure] = {}
 
     def arrived(self, block: int, layers: range, checksums: Sequence[int]) -> None:
         with self._changed:
@@ -504,9 +532,9 @@ class _Prefix:
                 self._missing[layer] -= 1
             self._changed.notify_all()
 
-    def fail(self, block: int) -> None:
+    def fail(self, block: int, failure: ReadFailure) -> None:
         with self._changed:
-            self.failed[block] = None
+            _note(self.failed, block, failure)
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -521,7 +549,7 @@ class _Prefix:
                 self._changed.wait(max(0.0, job.deadline - time.monotonic()))
             if self.failed:
                 job.check()  # it may have failed only because the work was stopped or is late
-                raise _PrefixFailed(tuple(sorted(self.failed)))
+                raise _PrefixFailed(dict(self.failed))
 
     def until_failed(self, order: "Iterable[_LayersOfBlock]") -> "Iterator[_LayersOfBlock]":
         """Go on to the end of the layer that failed, so as to report all its blocks that do, but not beyond."""
@@ -538,9 +566,16 @@ class _Copied:
 
     def __init__(self, count: int) -> None:
         self.checksums: list[int | None] = [None] * count
+        self._corrupt: list[int] = []
+
+    def set(self, index: int, outcome: int | ReadFailure) -> None:
+        if not isinstance(outcome, ReadFailure):
+            self.checksums[index] = outcome
+        elif outcome is ReadFailure.CORRUPT:
+            self._corrupt.append(index)
 
     def result(self) -> Result:
-        return BlocksCopied(tuple(self.checksums))
+        return BlocksCopied(tuple(self.checksums), tuple(sorted(self._corrupt)))
 
 
 class _SequenceSink:
@@ -561,9 +596,9 @@ class _SequenceSink:
         self._sequence.write_part(layer, load.block * self._layout.block_tokens, part[:, : load.tokens])
         self._record.arrived(load.block, range(layer, layer + 1), (checksum,))
 
-    def end(self, verified: bool) -> None:
-        if not verified:
-            self._record.fail(self._load.block)
+    def end(self, failure: ReadFailure | None) -> None:
+        if failure:
+            self._record.fail(self._load.block, failure)
 
 
 class _SlotSink:
@@ -584,10 +619,12 @@ class _SlotSink:
     def part(self, layer: int, payload: memoryview, checksum: int) -> None:
         self._checksums.append(checksum)
 
-    def end(self, verified: bool) -> None:
-        if verified and granted(self._target, self._grant):
+    def end(self, failure: ReadFailure | None) -> None:
+        if not granted(self._target, self._grant):  # others may have written there meanwhile
+            return
+        if failure is None:
             self._target.parts(self._grant.slot)[:] = self._checksums
-            self._copied.checksums[self._index] = block_checksum(self._checksums)
+        self._copied.set(self._index, failure or block_checksum(self._checksums))
 
 
 class _Worker:

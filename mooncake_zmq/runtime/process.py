@@ -97,10 +97,10 @@ class Model:
         """Convert the model if nobody has yet. Raises ModelError."""
         from mooncake_zmq.engine import tokenizer, weights  # maps BLAS: only after the thread count is set
 
-        cache_dir = Path(config.model.cache_dir) if config.model.cache_dir else weights.default_cache_dir()
-        path = weights.prepare(config.model.path, cache_dir, lambda what, share: log.debug("model", what=what, share=share))
+        model = config.model
+        path = weights.prepare(model.path, model.cache_dir, lambda what, share: log.debug("model", what=what, share=share))
         spec = weights.load_engine("toy").spec if str(path) == "toy" else weights.read_spec(path)
-        return cls(path, spec, tokenizer.fingerprint(path), min(config.model.max_model_len, spec.max_positions))
+        return cls(path, spec, tokenizer.fingerprint(path), min(model.max_model_len, spec.max_positions))
 
     def layout(self, block_tokens: int) -> BlockLayout:
         return BlockLayout(
@@ -134,7 +134,12 @@ class _Process:
         self.crash: BaseException | None = None
         self.data_counts: dict[str, Mapping[str, float]] = {}
         """Counters of the data plane's threads, by part."""
-        self.runtime: ZmqRuntime
+        self._runtime: ZmqRuntime | None = None
+
+    @property
+    def runtime(self) -> ZmqRuntime:
+        assert self._runtime is not None, "this process has no loop yet"
+        return self._runtime
 
     def run(self) -> None:
         """Build the role, serve, and raise what a worker thread died of, if one did."""
@@ -169,7 +174,7 @@ class _Process:
                 emit=lambda event: self.runtime.post(event),
                 on_crash=self._on_crash,
             )
-        self.runtime = ZmqRuntime(
+        self._runtime = ZmqRuntime(
             Node(self._actor(), self._session(segment_ref)),
             endpoint=config.endpoint(node),
             peers=self._peers(),
@@ -249,7 +254,7 @@ class _Process:
         listener = listen(self.settings.http_host, self.settings.http_port)
         self.stack.callback(listener.close)
         tokenizer = open_tokenizer(self.model.path)
-        self.runtime = ZmqRuntime(
+        self._runtime = ZmqRuntime(
             Node(self._actor(), self._session(None)),
             endpoint=self.config.endpoint(self.node),
             peers=self._peers(),
@@ -352,10 +357,14 @@ class _Process:
             except OSError as error:
                 raise PortInUse(f"metrics_port {self.node.metrics_port}: {error.strerror}") from error
         log.info("started", incarnation=self.incarnation, endpoint=runtime.endpoint, pid=os.getpid())
+        if self.crash is not None:
+            runtime.stop()
 
     def _on_crash(self, error: BaseException) -> None:
+        """From any thread, and at any time: a data server already runs while there is no loop yet; `_attend` then stops it."""
         self.crash = error
-        self.runtime.call(self.runtime.stop)
+        if self._runtime is not None:
+            self._runtime.call(self._runtime.stop)
 
     def _snapshot(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Taken by the loop's thread, asked for by another."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -186,9 +187,10 @@ class ZmqRuntime:
         self.call(partial(self._feed, event))
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Run `callback` in the thread that owns the sockets."""
+        """Run `callback` in the thread that owns the sockets; once closed, never."""
         self._inbox.append(callback)
-        os.eventfd_write(self._wake_fd, 1)
+        if not self._closed:
+            os.eventfd_write(self._wake_fd, 1)
 
     # --- from the owning thread
 
@@ -439,15 +441,30 @@ class ZmqRuntime:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise BadEndpoint unless ZeroMQ can use `endpoint`."""
+    """Raise BadEndpoint unless one can both listen on `endpoint` and connect to it, from another machine if it is TCP."""
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/"):
             raise BadEndpoint(f"{endpoint}: an ipc endpoint needs an absolute path")
         if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
             raise BadEndpoint(f"{endpoint}: the path is longer than {zmq.IPC_PATH_MAX_LEN} bytes; use a shorter runtime_dir")
-    elif not endpoint.startswith("tcp://"):
+    elif endpoint.startswith("tcp://"):
+        address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+        if not _is_one_address(address) or not is_port:
+            raise BadEndpoint(
+                f"{endpoint}: write tcp://ADDRESS:PORT with an IPv4 address of the node's machine, no name and no wildcard: "
+                "the node listens there and the others connect to it"
+            )
+    else:
         raise BadEndpoint(f"{endpoint}: an endpoint begins with ipc:// or tcp://")
+
+
+def _is_one_address(text: str) -> bool:
+    try:
+        return not IPv4Address(text).is_unspecified
+    except ValueError:
+        return False
 
 
 def _reason(error: zmq.ZMQError) -> str:

@@ -36,6 +36,9 @@ from mooncake_zmq.work import (
     WorkFailed,
 )
 
+NO_ANSWER = "no answer"
+"""Why a work stops that waited for a silent peer: its blocks were not reached."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
@@ -268,6 +271,8 @@ class Machine:
         layer_s = took_s / (2 * self.layout.layers)
         for layer in range(self.layout.layers):
             loads = [load for load in work.prefix if load.first_layer <= layer < load.stop_layer]
+            if loads and self.world.now > running.started_at + work.prefix_s:
+                return ChunkComputed((), None, self.world.now - began_at, tuple(load.block for load in loads))
             reads = [_Read(self, running, load.source, layer) for load in loads]
             for read in reads:
                 read.first_half()
@@ -275,7 +280,8 @@ class Machine:
             parts = [read.second_half() for read in reads]
             failed = tuple(load.block for load, part in zip(loads, parts, strict=True) if part is None)
             if failed:
-                return ChunkComputed((), None, self.world.now - began_at, failed)
+                corrupt = tuple(load.block for load, read in zip(loads, reads, strict=True) if read.corrupt)
+                return ChunkComputed((), None, self.world.now - began_at, failed, corrupt)
             if stop:
                 return WorkFailed(stop)
             for load, part in zip(loads, parts, strict=True):
@@ -311,6 +317,8 @@ class Machine:
             for layer in range(load.first_layer, load.stop_layer)
         ]
         stop = yield from self._approach(running, [load.source for load in work.loads])
+        if stop == NO_ANSWER:
+            return BlocksPulled((), tuple(dict.fromkeys(load.block for load in work.loads)))
         if stop:
             return WorkFailed(stop)
         if self.world.random.random() < self.world.copy_fail:
@@ -320,15 +328,18 @@ class Machine:
         yield self._took(self._copy_s(len(reads) / self.layout.layers, [load.source for load in work.loads]))
         parts: list[tuple[int, int, int]] = []
         failed: dict[int, None] = {}
+        corrupt: dict[int, None] = {}
         sequence = self.sequences[work.sequence]
         for load, layer, read in reads:
             part = read.second_half()
             if part is None:
                 failed[load.block] = None
+                if read.corrupt:
+                    corrupt[load.block] = None
                 continue
             self._store(sequence, load, layer, part)
             parts.append((load.block, layer, part_checksum(part)))
-        return BlocksPulled(tuple(part for part in parts if part[0] not in failed), tuple(failed))
+        return BlocksPulled(tuple(part for part in parts if part[0] not in failed), tuple(failed), tuple(corrupt))
 
     def _decode(self, running: Running, work: DecodeStep) -> Steps:
         hardware = self.world.hardware
@@ -349,6 +360,8 @@ class Machine:
         layers = self.layout.layers
         sources = [source for source, _ in work.copies if isinstance(source, SlotRef)]
         stop = yield from self._approach(running, sources)
+        if stop == NO_ANSWER:
+            return BlocksCopied((None,) * len(work.copies))
         if stop:
             return WorkFailed(stop)
         copies: list[_BlockCopy] = []
@@ -375,7 +388,8 @@ class Machine:
         yield self._took(self._copy_s(len(copies), sources))
         if fail:
             return WorkFailed("injected failure")
-        return BlocksCopied(tuple(self._finish_copy(running, copy) for copy in copies))
+        checksums = tuple(self._finish_copy(running, copy) for copy in copies)
+        return BlocksCopied(checksums, tuple(index for index, copy in enumerate(copies) if copy.corrupt))
 
     def _finish_copy(self, running: Running, copy: "_BlockCopy") -> int | None:
         target, grant = copy.target, copy.grant
@@ -387,6 +401,7 @@ class Machine:
             part = read.second_half()
             if part is None:
                 good = False
+                copy.corrupt = copy.corrupt or read.corrupt
                 continue
             target.part(grant.slot, layer)[:] = part
             target.parts[grant.slot][layer] = part_checksum(part)
@@ -413,8 +428,8 @@ class Machine:
         if stop:
             return stop
         if any(self.world.reach(self.name, source.node, source.incarnation) == "silent" for source in remote):
-            stop = yield max(0.0, running.deadline - self.world.now) + 1e-6
-            return stop or "no answer"
+            stop = yield max(0.0, running.deadline - self.world.now - 1e-6)
+            return stop or NO_ANSWER
         return None
 
     def _is_remote(self, source: SlotRef) -> bool:
@@ -433,12 +448,13 @@ class _BlockCopy:
     target: Segment | None
     grant: SlotGrant
     reads: list["_Read | _SequenceRead"]
+    corrupt: bool = False
 
 
 class _Read:
     """One layer's part of a slot, read in two halves and verified as `BlockLoad` tells."""
 
-    __slots__ = ("_half", "_layer", "_machine", "_ref", "_running", "_segment")
+    __slots__ = ("_half", "_layer", "_machine", "_ref", "_running", "_segment", "corrupt")
 
     def __init__(self, machine: Machine, running: Running, ref: SlotRef, layer: int) -> None:
         self._machine = machine
@@ -447,6 +463,8 @@ class _Read:
         self._layer = layer
         self._segment: Segment | None = None
         self._half: bytes | None = None
+        self.corrupt = False
+        """Was there a copy as named, with bytes that did not verify?"""
 
     def first_half(self) -> bytes | None:
         """The first half of the bytes, or None when the source is gone or has another generation."""
@@ -469,12 +487,17 @@ class _Read:
         view = segment.part(self._ref.slot, self._layer)
         part = self._half + bytes(view[len(self._half) :])
         world = self._machine.world
+        if world.random.random() < world.copy_fail / self._machine.layout.layers:
+            return None  # as when a connection breaks, or it comes too late
         if world.random.random() < world.copy_tear / self._machine.layout.layers:
             torn = bytearray(part)
             _tear(world.random, memoryview(torn))
             part = bytes(torn)
         world.watcher.reading(self._machine, self._running, segment, self._ref)
-        if not generation_stands(segment, self._ref) or not part_stands(segment, self._ref, self._layer, part):
+        if not generation_stands(segment, self._ref):
+            return None
+        if not part_stands(segment, self._ref, self._layer, part):
+            self.corrupt = True
             return None
         world.watcher.verified(segment, self._ref, self._layer, part)
         return part
@@ -483,12 +506,13 @@ class _Read:
 class _SequenceRead:
     """One layer's part of a complete block of a running sequence: private memory, nobody else writes it."""
 
-    __slots__ = ("_layer", "_machine", "_source")
+    __slots__ = ("_layer", "_machine", "_source", "corrupt")
 
     def __init__(self, machine: Machine, source: SequenceBlock, layer: int) -> None:
         self._machine = machine
         self._source = source
         self._layer = layer
+        self.corrupt = False
 
     def first_half(self) -> bytes | None:
         part = self.second_half()

@@ -29,7 +29,7 @@ from zmq.utils.monitor import recv_monitor_message
 from mooncake_zmq.kv.checksum import part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.messages import Checksum, Count, SlotRef
-from mooncake_zmq.transfer.block_copy import generation_fits, trusted_parts
+from mooncake_zmq.transfer.block_copy import ReadFailure, generation_fits, trusted_parts
 from mooncake_zmq.transfer.directory import Life
 from mooncake_zmq.transfer.shared_memory import Segment
 
@@ -201,8 +201,8 @@ class ReadSink(Protocol):
     def part(self, layer: int, payload: memoryview, checksum: int) -> None:
         """A part that verified; `payload` lies in `buffer` if there was one."""
 
-    def end(self, verified: bool) -> None:
-        """Nothing more comes; `verified`: all layers arrived and verified."""
+    def end(self, failure: ReadFailure | None) -> None:
+        """Nothing more comes; None: all layers arrived and verified."""
 
 
 @dataclass(slots=True, eq=False)
@@ -290,6 +290,10 @@ class RemoteReader:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
+        self._over = False
+        """The thread is gone, or about to be: whoever commands carries it out, and all reads fail."""
+        self._guard = threading.Lock()
+        """Of `_over`, and of what is put into `_commands`."""
         self._endpoints: dict[Life, str] = {}
         self._links: dict[Life, _Link] = {}
         self._batches: dict[int, ReadBatch] = {}
@@ -328,8 +332,14 @@ class RemoteReader:
             self._wake = -1
 
     def _command(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        os.eventfd_write(self._wake, 1)
+        with self._guard:
+            if not self._over:
+                self._commands.append(command)
+                os.eventfd_write(self._wake, 1)
+                return
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        command()
 
     def _request_stop(self) -> None:
         self._stopping = True
@@ -339,12 +349,17 @@ class RemoteReader:
             while not self._stopping:
                 self._turn()
         except Exception as error:
-            log.critical("remote_reader_crashed", exc_info=error)
-            self._on_crash(error)
+            self._crash(error)
         finally:
             self._shut_down()
 
+    def _crash(self, error: Exception) -> None:
+        log.critical("remote_reader_crashed", exc_info=error)
+        self._on_crash(error)
+
     def _shut_down(self) -> None:
+        with self._guard:
+            self._over = True
         while self._commands:
             self._commands.popleft()()
         for batch in list(self._batches.values()):
@@ -388,11 +403,11 @@ class RemoteReader:
             if link:
                 link.waiting.append(read)
             else:
-                self._end(read, verified=False)
+                self._end(read, ReadFailure.UNREACHED)
 
     def _link(self, life: Life) -> _Link | None:
         link = self._links.get(life)
-        if link is None and life in self._endpoints:
+        if link is None and life in self._endpoints and not self._over:
             try:
                 link = _Link(self._context, self._endpoints[life], self._layout.block_bytes + MAX_HEADER_BYTES, self._configure)
             except zmq.ZMQError as error:
@@ -405,18 +420,21 @@ class RemoteReader:
     def _forget(self, life: Life) -> None:
         self._endpoints.pop(life, None)
         for read in self._drop_link(life):
-            self._end(read, verified=False)
+            self._end(read, ReadFailure.UNREACHED)
 
     def _end_batch(self, batch: ReadBatch) -> None:
         for read in batch.reads:
             if read.batch:
-                self._end(read, verified=False)
+                self._end(read, ReadFailure.UNREACHED)
 
-    def _end(self, read: RemoteRead, *, verified: bool) -> None:
+    def _end(self, read: RemoteRead, failure: ReadFailure | None) -> None:
         batch, read.batch = read.batch, None
         assert batch
-        self.counts["reads" if verified else "failed"] += 1
-        read.sink.end(verified)
+        self.counts["failed" if failure else "reads"] += 1
+        try:
+            read.sink.end(failure)
+        except Exception as error:  # the others of its batch must still end
+            self._crash(error)
         batch.left -= 1
         if not batch.left:
             del self._batches[id(batch)]
@@ -436,14 +454,14 @@ class RemoteReader:
                     if new:
                         new.waiting.append(read)
                     else:
-                        self._end(read, verified=False)
+                        self._end(read, ReadFailure.UNREACHED)
 
     def _lose_link(self, life: Life, link: _Link) -> None:
         event = recv_monitor_message(link.monitor)
         log.warning("data_link_lost", node=life[0], incarnation=life[1], zmq_event=zmq.Event(event["event"]).name)
         self.counts["lost_links"] += 1
         for read in self._drop_link(life):
-            self._end(read, verified=False)
+            self._end(read, ReadFailure.UNREACHED)
 
     def _drop_link(self, life: Life) -> list[RemoteRead]:
         """Close a link; returns what it was asked for."""
@@ -515,15 +533,18 @@ class RemoteReader:
             return
         link.outstanding_bytes -= read.size_bytes
         if read.batch:
-            self._end(read, verified=self._accept(link.socket, read, reply))
+            self._end(read, self._accept(link.socket, read, reply))
 
-    def _accept(self, socket: "zmq.Socket[bytes]", read: RemoteRead, reply: ReadReply) -> bool:
-        """Receive the payload and hand its parts on, each after its checksum was compared; False if anything is amiss."""
+    def _accept(self, socket: "zmq.Socket[bytes]", read: RemoteRead, reply: ReadReply) -> ReadFailure | None:
+        """Receive the payload and hand its parts on, each after its checksum was compared.
+
+        What is torn because its slot was taken away meanwhile looks corrupt here; its owner knows better by the generation.
+        """
         layout, checksums = self._layout, reply.checksums
         if reply.status is not ReadStatus.OK or not socket.rcvmore or len(checksums) != layout.layers:
-            return False
+            return ReadFailure.UNREACHED
         if not trusted_parts(checksums, read.source.checksum):
-            return False
+            return ReadFailure.CORRUPT
         buffer = read.sink.buffer()
         if buffer is None:
             payload = socket.recv(copy=False).buffer
@@ -532,14 +553,14 @@ class RemoteReader:
             payload = buffer
             size_bytes = socket.recv_into(buffer)
         if size_bytes != read.size_bytes:
-            return False
+            return ReadFailure.UNREACHED
         self.counts["bytes"] += size_bytes
         for index, layer in enumerate(read.layers):
             part = payload[index * layout.part_bytes : (index + 1) * layout.part_bytes]
             if part_checksum(part) != checksums[layer]:
-                return False
+                return ReadFailure.CORRUPT
             read.sink.part(layer, part, checksums[layer])
-        return True
+        return None
 
 
 def _set_common(socket: "zmq.Socket[bytes]", max_message_bytes: int) -> None:

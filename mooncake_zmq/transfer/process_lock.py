@@ -74,6 +74,22 @@ def is_alive(runtime_dir: str | Path, node: str, incarnation: int) -> bool:
         os.close(fd)
 
 
+def holder(runtime_dir: str | Path, node: str) -> int | None:
+    """The pid of the process that holds the lock of `node`, 0 while it is just taking it; None when nobody does."""
+    try:
+        fd = os.open(_path(runtime_dir, node), os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _stored(fd)[0]
+    else:
+        return None
+    finally:
+        os.close(fd)
+
+
 def _path(runtime_dir: str | Path, node: str) -> Path:
     if not node or "/" in node or node.startswith("."):
         raise ProcessLockError(f"{node!r} is no name for a node")

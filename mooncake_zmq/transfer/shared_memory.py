@@ -156,11 +156,6 @@ class Segment:
         part: NDArray[Any] = self._parts[slot, layer]
         return part
 
-    def slot_bytes_view(self, slot: int) -> memoryview:
-        """All bytes of a slot, padding included."""
-        view: memoryview = self._bytes[slot].data
-        return view
-
     def layers_view(self, slot: int, first_layer: int, stop_layer: int) -> memoryview:
         """The bytes of a range of layers' parts, which are contiguous."""
         part_bytes = self.layout.part_bytes

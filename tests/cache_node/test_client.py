@@ -43,7 +43,7 @@ def leased(client, lease_id=1, now=0.0):
 
 def grant(client, now=1.0, put_id=5, index=0, work_id=77):
     slot = GrantedSlot(index=index, slot=3, generation=1)
-    return client.on_reserved(now, SlotsReserved(put_id=put_id, grants=(slot,), held=0, denied=0), work_id)
+    return client.on_reserved(now, SlotsReserved(put_id=put_id, grants=(slot,)), work_id)
 
 
 def test_only_the_hosts_own_cache_node_is_the_pool():
@@ -132,7 +132,7 @@ def test_a_grant_that_comes_too_late_or_makes_no_sense_is_given_back(client, lat
 
 def test_a_put_of_nothing_new_ends_at_once(client):
     client.put(0.0, 5, KEYS, (REF, REF), "token")
-    ended = client.on_reserved(1.0, SlotsReserved(put_id=5, grants=(), held=2, denied=0), 77)
+    ended = client.on_reserved(1.0, SlotsReserved(put_id=5, grants=()), 77)
     assert (ended.effects, ended.tokens) == ([], ["token"])
 
 

@@ -24,6 +24,7 @@ def shared_cluster() -> Iterator[ToyCluster]:
             yield cluster
             cluster.stop()
             assert cluster.leftovers() == []
+            assert cluster.errors() == []  # all that died was killed: no actor broke a rule
         finally:
             if cluster.process and cluster.process.poll() is None:
                 cluster.process.kill()

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 
 from mooncake_zmq.engine.toy import ToyEngine
-from mooncake_zmq.up import collect_dumps
+from mooncake_zmq.operate import collect_dumps
 
 ROOT = Path(__file__).parent.parent.parent
 NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "cache-b", "prefill-b", "decode-b", "gateway-0")
@@ -106,6 +106,13 @@ class ToyCluster:
         processes = [pid for pid in os.listdir("/proc") if pid.isdigit() and self._belongs(int(pid))]
         return files + segments + processes
 
+    def errors(self) -> list[str]:
+        """Lines of the nodes' logs that tell of a broken rule, and logs that do not even tell of a start."""
+        logs = [self.runtime_dir / "logs" / f"{node}.log" for node in NODES]
+        texts = {log.name: log.read_text() for log in logs}
+        silent = [name for name, text in texts.items() if '"started"' not in text]
+        return silent + [line for text in texts.values() for line in text.splitlines() if _tells_of_an_error(line)]
+
     def _belongs(self, pid: int) -> bool:
         with contextlib.suppress(OSError):
             return f"cluster.name={self.name}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -164,6 +171,13 @@ class ToyCluster:
 
     def stream(self, **body: Any) -> "Stream":
         return Stream(self.url, greedy(**body, stream=True, stream_options={"include_usage": True}))
+
+
+def _tells_of_an_error(line: str) -> bool:
+    try:
+        return json.loads(line).get("level") in ("critical", "error")
+    except ValueError:  # a bare traceback, say
+        return True
 
 
 def greedy(**body: Any) -> dict[str, Any]:

@@ -85,7 +85,6 @@ class Cluster:
 
     def prefill_load(self, name, queued_s=0.0, token_s=0.0, draining=False):
         load = PrefillLoad(
-            queued_jobs=0,
             queued_tokens=0,
             queued_s=queued_s,
             computed_s=1000 * token_s,

@@ -280,9 +280,7 @@ def test_a_dead_node_takes_its_bookings_along():
 
 def test_messages_that_do_not_fit_their_sender_are_counted():
     cluster = Cluster()
-    load = PrefillLoad(
-        queued_jobs=0, queued_tokens=0, queued_s=9, computed_s=0, computed_tokens=0, computed_squares=0, draining=True
-    )
+    load = PrefillLoad(queued_tokens=0, queued_s=9, computed_s=0, computed_tokens=0, computed_squares=0, draining=True)
     for sender, message in [
         ("d0", load),
         ("nobody", load),

@@ -23,7 +23,6 @@ SETTINGS = ConductorSettings(report_grace_s=0.25)
 
 def queued(queued_s=0.0, token_s=0.0):
     return PrefillLoad(
-        queued_jobs=0,
         queued_tokens=0,
         queued_s=queued_s,
         computed_s=1000 * token_s,
@@ -91,9 +90,7 @@ def test_a_queue_of_a_node_that_measured_nothing_counts_by_its_tokens():
     queue = PrefillQueue(SETTINGS)
     queue.report(
         10.0,
-        PrefillLoad(
-            queued_jobs=1, queued_tokens=1000, queued_s=0, computed_s=0, computed_tokens=0, computed_squares=0, draining=False
-        ),
+        PrefillLoad(queued_tokens=1000, queued_s=0, computed_s=0, computed_tokens=0, computed_squares=0, draining=False),
     )
     assert queue.queue_s(10.0) == pytest.approx(1000 * SETTINGS.prefill_token_s)
 

@@ -97,15 +97,15 @@ class Node(Harness):
     def layer(self, layer, first=0, request_id="r"):
         self.say("p0", LayersReady(request_id=request_id, attempt=1, first_block=first, stop_layer=layer + 1))
 
-    def pulled(self, *, failed=(), wrong=False):
+    def pulled(self, *, failed=(), corrupt=(), wrong=False):
         work_id, work = self.work(PullBlocks)
         parts = tuple(
             (load.block, layer, part(load.block, layer) + wrong)
             for load in work.loads
             for layer in range(load.first_layer, load.stop_layer)
-            if load.block not in failed
+            if load.block not in (*failed, *corrupt)
         )
-        self.done(work_id, BlocksPulled(parts, tuple(failed)))
+        self.done(work_id, BlocksPulled(parts, (*failed, *corrupt), tuple(corrupt)))
         return work
 
     def handoff_done(self, request_id="r", *, held=0, token=5, prefill="p0", attempt=1, blocks=None, checksum=None):
@@ -139,7 +139,7 @@ class Node(Harness):
     def put_all(self, *, fail=False):
         for reserve in self.take(ReserveSlots, "c"):
             grants = (GrantedSlot(index=0, slot=3, generation=1),)
-            self.say("c", SlotsReserved(put_id=reserve.put_id, grants=grants, held=0, denied=0))
+            self.say("c", SlotsReserved(put_id=reserve.put_id, grants=grants))
         for work_id, work in list(self.works.items()):
             if isinstance(work, CopyBlocks):
                 self.copied.append(work)
@@ -189,10 +189,19 @@ def test_a_reservation_takes_whole_blocks_for_the_prompt_and_the_first_token(nod
         ({"length": 5, "reuse_keys": (b"k" * 16,) * 2}, "match"),
     ],
 )
-def test_a_reservation_that_cannot_be_kept_is_denied(node, changes, why):
+def test_a_reservation_that_cannot_be_kept_is_denied_for_good(node, changes, why):
     node.reserve(**changes)
-    assert why in node.one(DecodeDenied, "p0").reason
+    denied = node.one(DecodeDenied, "p0")
+    assert why in denied.reason
+    assert not denied.full, "it counts as an attempt that broke"
     assert_nothing_left(node)
+
+
+def test_a_reservation_that_finds_no_kv_now_is_told_apart(node):
+    node.reserve("r0", length=40)
+    node.reserve("r1", length=40)
+    denied = node.one(DecodeDenied, "p0")
+    assert (denied.request_id, denied.reason, denied.full) == ("r1", "no KV left", True)
 
 
 def test_requests_that_hold_kv_are_limited():
@@ -229,7 +238,8 @@ def test_a_draining_decode_denies_new_requests_and_finishes_the_old(node):
     node.run("r0", max_tokens=2)
     node.drain()
     node.reserve("r1")
-    assert node.one(DecodeDenied).request_id == "r1"
+    denied = node.one(DecodeDenied)
+    assert (denied.request_id, denied.full) == ("r1", True)
     assert not node.drained
     node.step()
     node.settle()
@@ -325,16 +335,15 @@ def test_wrong_bytes_fail_the_attempt(node):
 def test_a_block_that_does_not_verify_is_reported_to_its_owner(node):
     node.reserve()
     node.blocks()
-    node.pulled(failed=(1,))
+    node.pulled(failed=(0,), corrupt=(1,))
     assert [ref.slot for ref in node.one(ReportCorrupt, "p0").slots] == [1]
     assert node.one(AttemptFailed)
     assert_nothing_left(node)
 
 
-def test_a_handoff_that_came_too_late_says_nothing_about_its_blocks(node):
+def test_a_handoff_that_did_not_arrive_says_nothing_about_its_blocks(node):
     node.reserve()
     node.blocks()
-    node.advance(DecodeSettings().pull_deadline_s)
     node.pulled(failed=(1,))
     assert node.take(ReportCorrupt) == []
     assert node.one(AttemptFailed)
@@ -444,7 +453,7 @@ def test_a_put_copies_the_right_block_and_keeps_the_sequence_open(node):
     reserve = node.one(ReserveSlots)
     node.say(
         "c",
-        SlotsReserved(put_id=reserve.put_id, grants=(GrantedSlot(index=0, slot=1, generation=1),), held=0, denied=0),
+        SlotsReserved(put_id=reserve.put_id, grants=(GrantedSlot(index=0, slot=1, generation=1),)),
     )
     work_id, work = node.work(CopyBlocks)
     assert work.copies[0][0].block == 1
@@ -523,7 +532,7 @@ def request_in(state):
         if state == "putting":
             reserve = node.one(ReserveSlots)
             grants = (GrantedSlot(index=0, slot=1, generation=1),)
-            node.say("c", SlotsReserved(put_id=reserve.put_id, grants=grants, held=0, denied=0))
+            node.say("c", SlotsReserved(put_id=reserve.put_id, grants=grants))
     return node
 
 

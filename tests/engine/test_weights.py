@@ -343,7 +343,13 @@ def test_default_without_network(cache, monkeypatch):
 
 def test_no_space(cache, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
-    assert_refused("dummy:tiny", cache, "MiB free")
+    assert_refused("dummy:tiny", cache, "MiB free.*set model.cache_dir elsewhere")
+
+
+def test_an_empty_cache_setting_is_the_users_cache_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert weights.prepare("dummy:tiny", "").parent == tmp_path / "mooncake_zmq"
+    assert weights.prepare("dummy:tiny", str(tmp_path / "chosen")).parent == tmp_path / "chosen"
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):

@@ -87,7 +87,7 @@ class Node(Harness):
             ),
         )
 
-    def first(self, index=0, *, attempt=1, token=None, sender="p0", own=4):
+    def first(self, index=0, *, attempt=1, token=None, sender="p0", own=4, queue_s=0.0, prefill_s=0.0):
         self.say(
             sender,
             FirstToken(
@@ -98,8 +98,8 @@ class Node(Harness):
                 own=own,
                 local=0,
                 remote=0,
-                queue_s=0.0,
-                prefill_s=0.0,
+                queue_s=queue_s,
+                prefill_s=prefill_s,
             ),
         )
 
@@ -359,12 +359,34 @@ def test_a_request_never_placed_is_refused_however_many_conductors_died(node):
 def test_a_placement_to_a_node_unknown_here_is_another_attempt_and_no_missing_conductor(node):
     node.advance(0)
     node.ask()
-    node.advance(9.99)
+    node.advance(9.0)
     node.place(to=("p9", "d0"))
-    node.advance(0.02)
-    assert node.clients == []
     node.advance(0.1)
     assert node.place().exclude == ("p9",)
+    node.advance(1.0)
+    assert node.clients == []
+
+
+def test_placements_to_nodes_unknown_here_count_as_none_and_not_as_broken():
+    node = Node(max_attempts=1)
+    node.ask()
+    while not node.clients:
+        if any(isinstance(m, Schedule) for _, m in node.sent):
+            node.place(to=("p0", "d9"))
+        node.advance(1.0)
+    assert (node.end().status, node.end().code) == (503, "no_decode")
+
+
+def test_the_times_of_the_last_attempt_are_told_at_the_end(node):
+    node.ask(max_tokens=3)
+    node.place()
+    node.first(queue_s=1.0, prefill_s=2.0)
+    node.fail(1, "d0")
+    node.advance(0.1)
+    node.place()
+    node.first(1, attempt=2, queue_s=3.0, prefill_s=4.0)
+    node.tokens(2, attempt=2)
+    assert (node.end().queue_s, node.end().prefill_s) == (3.0, 4.0)
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,11 @@ class Node(Harness):
             self.lease(leased)
         self.reserve(request_id, held=held, attempt=options.get("attempt", 1))
 
-    def computed(self, *, token=77, failed=()):
+    def computed(self, *, token=77, failed=(), corrupt=()):
         work_id, work = self.work(ComputeChunk)
         sums = tuple(100 + grant.slot for grant in work.outputs)
         sampled = token if work.sampling is not None else None
-        self.done(work_id, ChunkComputed(sums, sampled, 0.01, failed))
+        self.done(work_id, ChunkComputed(sums, sampled, 0.01, (*failed, *corrupt), corrupt))
         return work
 
     def finish(self):
@@ -118,7 +118,7 @@ class Node(Harness):
     def put_all(self, *, fail=False):
         for reserve in self.take(ReserveSlots, "c"):
             grants = tuple(GrantedSlot(index=i, slot=20 + i, generation=1) for i in range(len(reserve.keys)))
-            self.say("c", SlotsReserved(put_id=reserve.put_id, grants=grants, held=0, denied=0))
+            self.say("c", SlotsReserved(put_id=reserve.put_id, grants=grants))
             for work_id, work in list(self.works.items()):
                 if isinstance(work, CopyBlocks):
                     sums = tuple(source.checksum for source, _ in work.copies)
@@ -290,7 +290,8 @@ def test_a_full_queue_refuses_at_once():
     node = Node(max_active=1, short_lane=0, max_queued=1)
     for i in range(3):
         node.start(f"r{i}")
-    assert node.one(AttemptFailed, "g").request_id == "r2"
+    failed = node.one(AttemptFailed, "g")
+    assert (failed.request_id, failed.full) == ("r2", True)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +307,8 @@ def test_a_full_queue_refuses_at_once():
 )
 def test_a_job_that_cannot_be_done_here_is_refused(node, bad):
     node.start(**bad)
-    assert node.one(AttemptFailed, "g").attempt == 1
+    failed = node.one(AttemptFailed, "g")
+    assert (failed.attempt, failed.full) == (1, False), "the next attempts would fare no better: they are limited"
     assert node.busy() == {}
 
 
@@ -314,7 +316,8 @@ def test_a_draining_prefill_refuses_new_jobs_and_finishes_the_old(node):
     node.ready("r0")
     node.drain()
     node.start("r1")
-    assert node.one(AttemptFailed).request_id == "r1"
+    failed = node.one(AttemptFailed)
+    assert (failed.request_id, failed.full) == ("r1", True)
     assert not node.drained
     node.finish()
     node.received("r0")
@@ -326,7 +329,7 @@ def test_the_load_tells_what_waits(node):
     node.ready("r0", prompt(20))
     node.advance(0.3)
     load = node.take(PrefillLoad, "k")[-1]
-    assert (load.queued_jobs, load.queued_tokens) == (1, 20)
+    assert load.queued_tokens == 20
     node.finish()
     node.advance(0.3)
     assert node.take(PrefillLoad, "k")[-1].queued_tokens == 0
@@ -409,13 +412,53 @@ def test_a_prefix_block_that_does_not_verify_is_reported_and_the_request_placed_
     node.lease(2)
     node.reserve("r1")
     own = node.actor.slots.committed(extend_keys(ROOT, pack_tokens(prompt(5)), B)[0])
-    node.computed(failed=(0, 2))
+    node.computed(corrupt=(0, 2))
     assert node.one(AttemptFailed, "g").request_id == "r1"
     assert node.one(HandoffFailed, "d").request_id == "r1"
     assert [ref.slot for ref in node.one(ReportCorrupt, "c").slots] == [1]
     assert node.actor.slots.committed_keys() == []
     assert node.actor.slots.key[own] is None
     assert node.busy() == {}
+
+
+def reading_pool(node, attempt):
+    """A job whose prefix of two blocks comes from the pool."""
+    node.start(tokens=prompt(14), attempt=attempt)
+    node.lease(2)
+    node.reserve(attempt=attempt)
+
+
+def test_a_prefix_that_did_not_arrive_accuses_nobody_and_is_computed_by_the_next_attempt(node):
+    reading_pool(node, 1)
+    node.computed(failed=(0, 1))
+    assert node.one(AttemptFailed, "g").reason == "a reused block was not reached"
+    assert node.take(ReportCorrupt) == []
+    node.start(tokens=prompt(14), attempt=2)
+    assert node.take(LeaseBlocks) == []
+    assert node.take(ReserveDecode)[-1].reuse_keys == ()
+    node.reserve(attempt=2)
+    assert node.work(ComputeChunk)[1].prefix == ()
+    node.finish()
+    assert node.one(FirstToken).attempt == 2
+
+
+def test_what_the_decode_could_not_load_is_computed_by_the_next_attempt(node):
+    reading_pool(node, 1)
+    node.say("d", HandoffFailed(request_id="r", attempt=1, reason="a handed-off block was not reached"))
+    node.computed()
+    node.start(tokens=prompt(14), attempt=2)
+    assert node.take(LeaseBlocks) == []
+
+
+def test_a_pooled_prefix_is_to_be_loaded_while_its_lease_lasts(node):
+    node.start(tokens=prompt(14), deadline_s=600.0)
+    node.lease(2)
+    node.advance(2.0)
+    node.reserve()
+    settings = node.actor._settings
+    ttl_s = settings.pool.lease_ttl_s
+    prefix_s = node.work(ComputeChunk)[1].prefix_s
+    assert 0 < prefix_s <= ttl_s * 0.75 < settings.work_deadline_s
 
 
 def test_a_failed_put_frees_its_slots(node):
@@ -435,7 +478,7 @@ def test_a_put_whose_pool_dies_in_the_copy_keeps_its_sources_until_the_copy_ends
     reserve = node.one(ReserveSlots)
     node.say(
         "c",
-        SlotsReserved(put_id=reserve.put_id, grants=(GrantedSlot(index=0, slot=1, generation=1),), held=1, denied=0),
+        SlotsReserved(put_id=reserve.put_id, grants=(GrantedSlot(index=0, slot=1, generation=1),)),
     )
     node.say("c", ReclaimSlots(put_id=reserve.put_id))
     assert node.take(CommitSlots) == [], "the copy still runs"
@@ -580,12 +623,13 @@ def test_a_handoff_the_decode_gives_up_ends_the_job(state):
     assert_nothing_left(node)
 
 
-def test_a_denied_reservation_fails_the_attempt_with_a_reason_that_fits(node):
+@pytest.mark.parametrize("full", [True, False])
+def test_a_denied_reservation_fails_the_attempt_with_a_reason_that_fits(node, full):
     node.start()
-    node.say("d", DecodeDenied(request_id="r", attempt=1, reason="x" * 512))
+    node.say("d", DecodeDenied(request_id="r", attempt=1, reason="x" * 512, full=full))
     failed = node.one(AttemptFailed, "g")
     assert failed.reason.startswith("d denied: xxx")
-    assert (failed.full, failed.avoid) == (True, "d")
+    assert (failed.full, failed.avoid) == (full, "d")
     assert_nothing_left(node)
 
 
@@ -636,7 +680,7 @@ def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
             case 3 | 4 if asked and "d" in node.peers:
                 ask = asked.pop(rng.randrange(len(asked)))
                 if rng.random() < 0.1:
-                    node.say("d", DecodeDenied(request_id=ask.request_id, attempt=ask.attempt, reason="test"))
+                    node.say("d", DecodeDenied(request_id=ask.request_id, attempt=ask.attempt, reason="test", full=False))
                 else:
                     held = rng.randint(0, len(ask.reuse_keys))
                     node.reserve(ask.request_id, attempt=ask.attempt, held=held)
@@ -684,5 +728,5 @@ def answer(node, rng):
         node.done(work_id, WorkFailed("test"))
     else:
         node.progress(work_id, LayersComputed(1))
-        failed = (0,) if work.prefix and rng.random() < 0.2 else ()
-        node.computed(failed=failed)
+        bad = (0,) if work.prefix and rng.random() < 0.2 else ()
+        node.computed(**{rng.choice(("failed", "corrupt")): bad})

@@ -79,7 +79,7 @@ def pull(world: World, refs: tuple[SlotRef, ...], name: str = "decode", work_id:
 def test_compute_hand_off_and_decode_give_the_undisturbed_token() -> None:
     world = World(PLACES)
     refs = computed(world)
-    assert [event.progress.layer for event in world.puppet("prefill").events(WorkProgress)] == [0, 1, 2]
+    assert [event.progress.stop_layer for event in world.puppet("prefill").events(WorkProgress)] == [1, 2, 3]
     for name in ("decode", "far"):
         pulled = pull(world, refs, name)
         assert isinstance(pulled, BlocksPulled)
@@ -112,8 +112,23 @@ def test_a_copy_that_is_not_the_one_named_fails(wrong: dict[str, int | str]) -> 
     world = World(PLACES)
     first, second = computed(world)
     assert pull(world, (replace_ref(first, wrong), second)) == BlocksPulled(
-        tuple((1, layer, part) for layer, part in enumerate(world.machine("prefill").segment.parts[1])), (0,)
+        tuple((1, layer, part) for layer, part in enumerate(world.machine("prefill").segment.parts[1])),
+        (0,),
+        (0,) if "checksum" in wrong else (),
     )
+
+
+def test_a_prefix_that_is_late_fails_its_blocks_and_accuses_none() -> None:
+    world = World(PLACES)
+    first, _ = computed(world)
+    prefix = (BlockLoad(0, first, 0, LAYOUT.layers, 4),)
+    work = ComputeChunk(8, 4, TOKENS[4:].tobytes(), prefix, (), GREEDY, 0.0001)
+    busy = ComputeChunk(9, 0, TOKENS.tobytes(), (), (), GREEDY)
+    world.does("prefill", OpenSequence(8, 8), OpenSequence(9, 8), Start(3, busy, 5.0), Start(2, work, 5.0))
+    world.pass_time(0.2)
+    result = results(world, "prefill")[2]
+    assert isinstance(result, ChunkComputed)
+    assert (result.failed, result.corrupt) == ((0,), ())
 
 
 def replace_ref(ref: SlotRef, fields: dict[str, int | str]) -> SlotRef:
@@ -131,7 +146,7 @@ def test_a_slot_reused_between_the_halves_of_a_copy_is_noticed() -> None:
     world.pass_time(0.1)
     pulled = results(world, "decode")[1]
     assert isinstance(pulled, BlocksPulled)
-    assert pulled.failed == (0,)
+    assert (pulled.failed, pulled.corrupt) == ((0,), ())
 
 
 def test_a_flipped_bit_is_noticed() -> None:
@@ -140,7 +155,7 @@ def test_a_flipped_bit_is_noticed() -> None:
     world.machine("prefill").segment.memory[0] ^= 1
     pulled = pull(world, refs)
     assert isinstance(pulled, BlocksPulled)
-    assert pulled.failed == (0,)
+    assert (pulled.failed, pulled.corrupt) == ((0,), (0,))
 
 
 def test_copies_into_another_segment_carry_their_checksum() -> None:
@@ -188,7 +203,7 @@ def test_a_silent_owner_on_another_host_costs_the_deadline() -> None:
     world.pass_time(0.45)
     assert 1 not in results(world, "far")
     world.pass_time(0.1)
-    assert isinstance(results(world, "far")[1], WorkFailed)
+    assert results(world, "far")[1] == BlocksPulled((), (0,))
 
 
 def test_deadlines_and_cancels_end_works_once() -> None:

@@ -34,6 +34,11 @@ def test_seeds_hold_and_cover() -> None:
     assert not never["messages"]
     assert len(never["transitions"]) <= 3, never["transitions"]
     assert total["outcomes"]["finished after resume"] > SEEDS
+    counts = total["counts"]
+    assert counts["prefix_blocks_corrupt"] > 0
+    assert counts["prefix_blocks_unreached"] > 0
+    assert counts["handoff_blocks_failed"] > counts["handoff_blocks_corrupt"] > 0
+    assert counts["fetch_failures"] > counts["fetched_blocks_corrupt"] > 0
     for source in ("own", "local", "remote"):
         assert total["outcomes"][f"finished with {source} blocks"] > SEEDS
 

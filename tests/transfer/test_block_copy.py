@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from segment_bytes import slot_bytes
 
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.messages import SlotRef
 from mooncake_zmq.transfer import block_copy
-from mooncake_zmq.transfer.block_copy import copy_block, load_layers, store_block, store_part
+from mooncake_zmq.transfer.block_copy import ReadFailure, copy_block, load_layers, store_block, store_part
 from mooncake_zmq.work import BlockLoad, SlotGrant
 
 
@@ -54,15 +55,11 @@ def test_load_of_a_partial_block_writes_only_its_tokens(make_segment, fill, layo
 def test_load_refuses_a_wrong_reference(make_segment, fill, sequence):
     segment = make_segment("a")
     ref = fill(segment, 0)
-    for wrong in (
-        altered(ref, generation=4),
-        altered(ref, generation=1),
-        altered(ref, checksum=ref.checksum ^ 1),
-        altered(ref, slot=1),
-        altered(ref, slot=8),
-    ):
-        assert load_layers(segment, whole(wrong), range(3), sequence) is None
-    assert load_layers(segment, whole(ref), range(2, 4), sequence) is None
+    for wrong in (altered(ref, generation=4), altered(ref, generation=1), altered(ref, slot=1), altered(ref, slot=8)):
+        assert load_layers(segment, whole(wrong), range(3), sequence) is ReadFailure.UNREACHED
+    other_bytes = altered(ref, checksum=ref.checksum ^ 1)
+    assert load_layers(segment, whole(other_bytes), range(3), sequence) is ReadFailure.CORRUPT
+    assert load_layers(segment, whole(ref), range(2, 4), sequence) is ReadFailure.UNREACHED
 
 
 def test_an_open_source_may_be_committed_meanwhile_but_not_reused(make_segment, fill, sequence):
@@ -70,14 +67,14 @@ def test_an_open_source_may_be_committed_meanwhile_but_not_reused(make_segment, 
     ref = fill(segment, 0, generation=4)
     for granted, good in ((4, True), (3, True), (2, False), (5, False)):
         load = whole(altered(ref, generation=granted, checksum=0))
-        assert (load_layers(segment, load, range(3), sequence) is not None) is good
+        assert (load_layers(segment, load, range(3), sequence) is not ReadFailure.UNREACHED) is good
 
 
 def test_an_open_source_is_refused_before_its_part_is_written(make_segment, fill, sequence):
     segment = make_segment("a")
     ref = fill(segment, 0)
     segment.set_generation(0, 3)
-    assert load_layers(segment, whole(altered(ref, generation=3, checksum=0)), range(1), sequence) is None
+    assert load_layers(segment, whole(altered(ref, generation=3, checksum=0)), range(1), sequence) is ReadFailure.CORRUPT
 
 
 @pytest.mark.parametrize("layer", range(3))
@@ -85,15 +82,15 @@ def test_flipped_data_or_checksum_does_not_verify(make_segment, fill, layout, se
     segment, target = make_segment("a"), make_segment("b")
     grant = SlotGrant("b", 1, 0, 0)
     ref = fill(segment, 0)
-    position = layout.part_range(layer)[1] - 1
-    segment.slot_bytes_view(0)[position] ^= 4
-    assert load_layers(segment, whole(ref), range(3), sequence) is None
-    assert copy_block(segment, ref, target, grant) is None
-    segment.slot_bytes_view(0)[position] ^= 4
+    position = (layer + 1) * layout.part_bytes - 1
+    slot_bytes(segment, 0)[position] ^= 4
+    assert load_layers(segment, whole(ref), range(3), sequence) is ReadFailure.CORRUPT
+    assert copy_block(segment, ref, target, grant) is ReadFailure.CORRUPT
+    slot_bytes(segment, 0)[position] ^= 4
     assert copy_block(segment, ref, target, grant) == ref.checksum
     segment.parts(0)[layer] ^= 1
-    assert load_layers(segment, whole(ref), range(3), sequence) is None
-    assert copy_block(segment, ref, target, grant) is None
+    assert load_layers(segment, whole(ref), range(3), sequence) is ReadFailure.CORRUPT
+    assert copy_block(segment, ref, target, grant) is ReadFailure.CORRUPT
 
 
 class EvictingSequence:
@@ -111,12 +108,13 @@ class EvictingSequence:
 def test_eviction_during_the_copy_is_noticed(make_segment, fill, at_layer):
     segment = make_segment("a")
     ref = fill(segment, 0)
-    assert load_layers(segment, whole(ref), range(3), EvictingSequence(segment, at_layer, 2)) is not None
-    assert load_layers(segment, whole(ref), range(3), EvictingSequence(segment, at_layer, 4)) is None
+    assert load_layers(segment, whole(ref), range(3), EvictingSequence(segment, at_layer, 2)) == segment.parts(0).tolist()
+    assert load_layers(segment, whole(ref), range(3), EvictingSequence(segment, at_layer, 4)) is ReadFailure.UNREACHED
 
 
+@pytest.mark.parametrize("torn", [0, 1])
 @pytest.mark.parametrize("at_layer", range(3))
-def test_eviction_during_a_slot_copy_is_noticed(make_segment, fill, monkeypatch, at_layer):
+def test_eviction_during_a_slot_copy_is_noticed_and_no_corrupt_source(make_segment, fill, monkeypatch, at_layer, torn):
     segment, target = make_segment("a"), make_segment("b")
     ref = fill(segment, 0)
     hashed = []
@@ -125,22 +123,22 @@ def test_eviction_during_a_slot_copy_is_noticed(make_segment, fill, monkeypatch,
         hashed.append(part)
         if len(hashed) == at_layer + 1:
             segment.set_generation(0, 4)
-        return part_checksum(part)
+        return part_checksum(part) ^ (torn and len(hashed) > at_layer)
 
     monkeypatch.setattr(block_copy, "part_checksum", hash_and_evict)
-    assert copy_block(segment, ref, target, SlotGrant("b", 1, 0, 0)) is None
+    assert copy_block(segment, ref, target, SlotGrant("b", 1, 0, 0)) is ReadFailure.UNREACHED
 
 
 def test_copy_keeps_the_checksum_and_needs_the_grant(make_segment, fill, layout):
     segment, target = make_segment("a"), make_segment("b")
     ref = fill(segment, 3)
     target.set_generation(5, 7)
-    assert copy_block(segment, ref, target, SlotGrant("b", 1, 5, 9)) is None
-    assert copy_block(segment, ref, target, SlotGrant("b", 1, 99, 7)) is None
-    assert not any(target.slot_bytes_view(5)), "nothing is written without a grant"
+    assert copy_block(segment, ref, target, SlotGrant("b", 1, 5, 9)) is ReadFailure.UNREACHED
+    assert copy_block(segment, ref, target, SlotGrant("b", 1, 99, 7)) is ReadFailure.UNREACHED
+    assert not any(slot_bytes(target, 5)), "nothing is written without a grant"
     assert copy_block(segment, ref, target, SlotGrant("b", 1, 5, 7)) == ref.checksum
     size = layout.block_bytes
-    assert bytes(target.slot_bytes_view(5)[:size]) == bytes(segment.slot_bytes_view(3)[:size])
+    assert bytes(slot_bytes(target, 5)[:size]) == bytes(slot_bytes(segment, 3)[:size])
     target.set_generation(5, 8)
     assert copy_block(target, altered(ref, slot=5, generation=8), segment, SlotGrant("a", 1, 0, 0)) == ref.checksum
 
@@ -172,14 +170,14 @@ def test_store_then_load_is_the_identity(make_segment, layout, sequence):
     target.set_generation(0, 2)
     ref = SlotRef(node="b", incarnation=1, slot=0, generation=2, checksum=checksum)
     other = SequenceKV(layers=3, kv_heads=1, head_dim=2, capacity_tokens=16)
-    assert load_layers(target, whole(ref), range(3), other)
+    assert load_layers(target, whole(ref), range(3), other) == target.parts(0).tolist()
     for layer in range(3):
         assert np.array_equal(part_of(other, layout, layer, 0, 4), part_of(sequence, layout, layer, 8, 12))
 
 
 def test_the_rest_of_a_partial_block_is_zero(make_segment, sequence):
     target = make_segment("b")
-    target.slot_bytes_view(0)[:] = b"\xff" * len(target.slot_bytes_view(0))
+    slot_bytes(target, 0)[:] = b"\xff" * len(slot_bytes(target, 0))
     sequence.write_part(1, 0, np.ones((2, 4, 1, 2), np.float32))
     checksum = store_part(sequence, 1, 0, 3, target, 0)
     assert target.parts(0)[1] == checksum

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from segment_bytes import slot_bytes
 
 from mooncake_zmq.engine.toy import ToyEngine
 from mooncake_zmq.kv.checksum import block_checksum
@@ -111,8 +112,11 @@ class Rig:
             for grant, checksum in zip(grants, checksums, strict=True)
         ]
 
-    def compute(self, sequence, start, tokens, *, prefix=(), outputs=(), sampling=None, deadline_s=TIMEOUT_S):
-        return self.start(ComputeChunk(sequence, start, tokens.tobytes(), tuple(prefix), tuple(outputs), sampling), deadline_s)
+    def compute(
+        self, sequence, start, tokens, *, prefix=(), outputs=(), sampling=None, deadline_s=TIMEOUT_S, prefix_s=TIMEOUT_S
+    ):
+        work = ComputeChunk(sequence, start, tokens.tobytes(), tuple(prefix), tuple(outputs), sampling, prefix_s)
+        return self.start(work, deadline_s)
 
     def prefill(self, sequence=1, slots=(0, 1, 2, 3)):
         """Prefill PROMPT in two chunks into `slots`: the references and the first token."""
@@ -279,12 +283,12 @@ def test_a_decode_pulls_layers_before_the_commit(make_rig, host):
 def test_failed_blocks_are_named_and_the_others_arrive(make_rig, host):
     source, rig = make_rig("a", host=host, serve=True), make_rig("b")
     refs, _ = source.prefill()
-    source.segment.slot_bytes_view(refs[1].slot)[3] ^= 1
+    slot_bytes(source.segment, refs[1].slot)[3] ^= 1
     source.grants(refs[2].slot)
     rig.meet(source)
     rig.executor.open_sequence(1, 32)
     result = rig.run(PullBlocks(1, loads(refs)))
-    assert result.failed == (1, 2)
+    assert (result.failed, result.corrupt) == ((1, 2), (1,)), "the other was only taken away"
     assert {block for block, _, _ in result.parts} == {0, 3}
     rig.executor.open_sequence(2, 32)
     work = rig.compute(2, 12, PROMPT[12:], prefix=loads(refs[:3]), sampling=GREEDY)
@@ -292,6 +296,7 @@ def test_failed_blocks_are_named_and_the_others_arrive(make_rig, host):
     assert isinstance(chunk, ChunkComputed)
     assert set(chunk.failed) <= {1, 2}
     assert chunk.failed
+    assert set(chunk.corrupt) == set(chunk.failed) & {1}
     assert (chunk.token, chunk.checksums) == (None, ())
 
 
@@ -331,7 +336,7 @@ def test_puts_to_a_neighbours_slots(make_rig):
     bad = SlotRef(node="a", incarnation=1, slot=0, generation=2, checksum=1)
     copies = ((refs[0], grants[0]), (SequenceBlock(1, 1), grants[1]), (bad, grants[2]), (refs[2], void))
     result = rig.run(CopyBlocks(copies))
-    assert result == BlocksCopied((refs[0].checksum, refs[1].checksum, None, None))
+    assert result == BlocksCopied((refs[0].checksum, refs[1].checksum, None, None), (2,))
     stored = pool.commit(grants[:2], result.checksums[:2])
     reader = make_rig("c")
     reader.meet(pool)
@@ -344,10 +349,10 @@ def test_fetches_from_another_host_into_own_slots(make_rig):
     refs, _ = source.prefill()
     pool.meet(source)
     grants = pool.grants(5, 6, 7)
-    source.segment.slot_bytes_view(refs[1].slot)[70] ^= 1
+    slot_bytes(source.segment, refs[1].slot)[70] ^= 1
     void = SlotGrant("pool", 1, 7, 99)
     result = pool.run(CopyBlocks(((refs[0], grants[0]), (refs[1], grants[1]), (refs[2], void), (refs[3], grants[2]))))
-    assert result == BlocksCopied((refs[0].checksum, None, None, refs[3].checksum))
+    assert result == BlocksCopied((refs[0].checksum, None, None, refs[3].checksum), (1,))
     (stored, _) = pool.commit((grants[0], grants[2]), (refs[0].checksum, refs[3].checksum))
     pool.executor.open_sequence(1, 32)
     assert pool.run(PullBlocks(1, loads([stored]))).failed == ()
@@ -454,6 +459,45 @@ def test_a_chunk_does_not_wait_for_ever_for_its_prefix(make_rig, how, reason):
         rig.executor.close()
     assert rig.result(work) == WorkFailed(reason)
     assert rig.result(pull) == (BlocksPulled((), (0, 1, 2, 3)) if how == "deadline" else WorkFailed(reason))
+
+
+@pytest.mark.parametrize("host", ["here", "there"])
+def test_a_prefix_that_is_late_fails_its_blocks_and_accuses_none(make_rig, monkeypatch, host):
+    """The lease it is read under may be over, long before the chunk's own deadline."""
+    source, rig = make_rig("a", host=host), make_rig("b")
+    refs, _ = source.prefill()
+    source.server = SilentServer()
+    rig.meet(source)
+    rig.executor.open_sequence(1, 32)
+
+    def load_slowly(*args):
+        time.sleep(0.3)
+        return load_layers(*args)
+
+    monkeypatch.setattr(executor_module, "load_layers", load_slowly)
+    chunk = rig.result(rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY, prefix_s=0.2))
+    assert isinstance(chunk, ChunkComputed)
+    assert chunk.failed
+    assert chunk.corrupt == ()
+
+
+def test_after_a_crash_of_the_reader_works_still_end_and_closing_tells_no_other_cause(make_rig, crashes, monkeypatch):
+    source, rig = make_rig("a", host="there", serve=True), make_rig("b")
+    refs, _ = source.prefill()
+    rig.meet(source)
+    rig.executor.open_sequence(1, 32)
+
+    def broken(*_):
+        raise ArithmeticError("planted")
+
+    monkeypatch.setattr(rig.executor._reader, "_ask", broken)
+    assert rig.run(PullBlocks(1, loads(refs))) == BlocksPulled((), (0, 1, 2, 3))
+    assert rig.run(PullBlocks(1, loads(refs))) == BlocksPulled((), (0, 1, 2, 3))
+    monkeypatch.setattr(rig.executor, "_stop", lambda *_: None)
+    rig.executor._jobs[99] = None  # a work whose end the crash has swallowed
+    rig.executor.close()
+    rig.executor._jobs.clear()
+    assert isinstance(crashes.pop(), ArithmeticError)
 
 
 def test_slow_remote_reads_do_not_hold_up_local_ones(make_rig):

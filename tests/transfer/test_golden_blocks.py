@@ -42,7 +42,8 @@ def test_a_prefix_loaded_from_blocks_gives_the_golden_logits(model, tmp_path):
         segment.set_generation(block, 2)
         assert checksum == block_checksum(segment.parts(block).tolist())
         ref = SlotRef(node="pool", incarnation=1, slot=block, generation=2, checksum=checksum)
-        assert load_layers(segment, BlockLoad(block, ref, 0, spec.layers, BLOCK_TOKENS), range(spec.layers), reader)
+        loaded = load_layers(segment, BlockLoad(block, ref, 0, spec.layers, BLOCK_TOKENS), range(spec.layers), reader)
+        assert loaded == segment.parts(block).tolist()
     reader.set_length(prefix)
     rows = [r for r in np.flatnonzero(golden["row_prompt"] == number) if golden["row_position"][r] >= prefix]
     assert len(rows) >= 2

@@ -11,9 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from segment_bytes import slot_bytes
 
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.transfer.block_copy import ReadFailure
 from mooncake_zmq.transfer.network import DataServer, ReadReply, ReadRequest, ReadStatus, RemoteRead, RemoteReader
 
 LIFE = ("a", 1)
@@ -27,6 +29,7 @@ class Sink:
     into: memoryview | None = None
     parts: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     verified: bool | None = None
+    failure: ReadFailure | None = None
 
     def buffer(self):
         return self.into
@@ -35,9 +38,9 @@ class Sink:
         assert self.verified is None
         self.parts[layer] = (bytes(payload), checksum)
 
-    def end(self, verified):
+    def end(self, failure):
         assert self.verified is None, "a read ends once"
-        self.verified = verified
+        self.verified, self.failure = failure is None, failure
 
 
 @pytest.fixture
@@ -129,7 +132,8 @@ def test_a_read_that_is_refused_fails_alone(server, reader, segment):
     ]
     good = [read(ref), read(changed(ref, generation=1, checksum=0)), read(changed(ref, checksum=0), range(1))]
     fetch(reader, wrong + good)
-    assert [one.sink.verified for one in wrong] == [False] * len(wrong)
+    unreached = [ReadFailure.UNREACHED] * 5
+    assert [one.sink.failure for one in wrong] == [ReadFailure.UNREACHED, ReadFailure.CORRUPT, *unreached]
     assert [one.sink.verified for one in good] == [True] * len(good)
     assert not any(one.sink.parts for one in wrong)
 
@@ -160,16 +164,16 @@ def test_checksums_read_while_the_slot_changes_hands_are_not_sent(tcp_server, re
 @pytest.mark.parametrize("straight", [True, False])
 def test_a_flipped_bit_is_caught(tcp_server, reader, segment, layout, straight):
     reader.learn(LIFE, tcp_server.endpoint)
-    segment.slot_bytes_view(1)[layout.part_range(1)[0] + 5] ^= 1
+    slot_bytes(segment, 1)[layout.part_bytes + 5] ^= 1
     memory = memoryview(bytearray(layout.block_bytes)) if straight else None
     bad, good = read(segment.refs[1], into=memory), read(segment.refs[2])
     fetch(reader, [bad, good])
-    assert (bad.sink.verified, good.sink.verified) == (False, True)
+    assert (bad.sink.failure, good.sink.verified) == (ReadFailure.CORRUPT, True)
     assert list(bad.sink.parts) == [0]
     segment.parts(2)[0] ^= 1
     bad = read(segment.refs[2])
     fetch(reader, [bad])
-    assert bad.sink.verified is False
+    assert bad.sink.failure is ReadFailure.CORRUPT
 
 
 def test_more_than_the_window_is_read_in_turn(tcp_server, layout, segment, crashes):
@@ -321,10 +325,12 @@ def test_a_silent_server_costs_the_deadline_and_no_more(impostor, reader, segmen
     assert [one.sink.verified for one in late] == [False, False]
     # The link began anew, and what was not late is asked again over it.
     asked = [impostor.recv_multipart() for _ in range(4)]
-    assert len({peer for peer, _ in asked}) == 2
-    request = msgspec.msgpack.decode(asked[-1][1], type=ReadRequest)
+    peers = [peer for peer, _ in asked]
+    again = min(asked, key=lambda frames: peers.count(frames[0]))  # the old link's three may be received after it
+    assert sorted(map(peers.count, peers)) == [1, 3, 3, 3]
+    request = msgspec.msgpack.decode(again[1], type=ReadRequest)
     reply = msgspec.msgpack.encode(ReadReply(request.read_id, ReadStatus.OK, tuple(segment.parts(0).tolist())))
-    impostor.send_multipart([asked[-1][0], reply, bytes(segment.layers_view(0, 0, 3))])
+    impostor.send_multipart([again[0], reply, bytes(segment.layers_view(0, 0, 3))])
     assert done.wait(TIMEOUT_S)
     assert patient.sink.verified
 
@@ -404,8 +410,8 @@ def test_a_server_killed_in_the_middle_fails_reads_at_once(make_segment, fill, c
     first, done = threading.Event(), threading.Event()
 
     class Telling(Sink):
-        def end(self, verified):
-            super().end(verified)
+        def end(self, failure):
+            super().end(failure)
             first.set()
 
     reads = [RemoteRead(refs[index % 16], range(4), Telling()) for index in range(2000)]
@@ -419,4 +425,35 @@ def test_a_server_killed_in_the_middle_fails_reads_at_once(make_segment, fill, c
     assert outcomes[0] is True
     assert False in outcomes
     assert None not in outcomes
+    assert {one.sink.failure for one in reads} == {None, ReadFailure.UNREACHED}, "nothing is known to be corrupt"
     reader.close()
+
+
+class CrashingSink(Sink):
+    """Planted bugs of whoever asked for a read."""
+
+    where = "part"
+
+    def part(self, layer, payload, checksum):
+        if self.where == "part":
+            raise ArithmeticError("planted")
+
+    def end(self, failure):
+        super().end(failure)
+        if self.where == "end":
+            raise ArithmeticError("planted")
+
+
+@pytest.mark.parametrize("where", ["part", "end"])
+def test_reads_end_after_the_reader_crashed_too(tcp_server, reader, segment, crashes, where):
+    reader.learn(LIFE, tcp_server.endpoint)
+    reads = [RemoteRead(ref, range(3), CrashingSink()) for ref in segment.refs]
+    reads[0].sink.where = where
+    fetch(reader, reads)
+    assert isinstance(crashes.pop(0), ArithmeticError)
+    assert None not in [one.sink.verified for one in reads]
+    if where == "part":
+        late = [read(ref) for ref in segment.refs]
+        fetch(reader, late)
+        assert {one.sink.failure for one in late} == {ReadFailure.UNREACHED}
+    crashes.clear()

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
+from mooncake_zmq.transfer.process_lock import holder as holder_of
 
 HOLDER = """
 import sys
@@ -33,6 +34,8 @@ def test_a_held_lock_means_alive_and_refuses_a_second_start(holder, tmp_path):
     assert is_alive(tmp_path, "node", incarnation)
     assert not is_alive(tmp_path, "node", incarnation - 1)
     assert not is_alive(tmp_path, "stranger", incarnation)
+    assert holder_of(tmp_path, "node") == holder.pid
+    assert holder_of(tmp_path, "stranger") is None
     with pytest.raises(ProcessLockError, match=f"node is already running as pid {holder.pid}"):
         ProcessLock.acquire(tmp_path, "node")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from segment_bytes import slot_bytes
 
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
@@ -22,20 +23,19 @@ def test_attached_segment_shows_what_its_owner_writes(make_segment, fill, layout
         assert other.part_view(4, layer).shape == layout.part_shape
         assert np.array_equal(other.part_view(4, layer), owner.part_view(4, layer))
     assert other.parts(4).tolist() == owner.parts(4).tolist()
-    assert bytes(other.slot_bytes_view(4)) == bytes(owner.slot_bytes_view(4))
-    assert len(other.slot_bytes_view(4)) == layout.slot_bytes
-    start, stop = layout.part_range(1)
-    assert bytes(other.layers_view(4, 1, 3)) == bytes(other.slot_bytes_view(4)[start : stop + layout.part_bytes])
+    assert bytes(slot_bytes(other, 4)) == bytes(slot_bytes(owner, 4))
+    assert len(slot_bytes(other, 4)) == layout.slot_bytes
+    assert bytes(other.layers_view(4, 1, 3)) == bytes(slot_bytes(other, 4)[layout.part_bytes : 3 * layout.part_bytes])
 
 
 def test_slots_do_not_overlap(make_segment, layout):
     segment = make_segment("a", slots=3)
     for slot in range(3):
-        segment.slot_bytes_view(slot)[:] = bytes([slot + 1]) * layout.slot_bytes
+        slot_bytes(segment, slot)[:] = bytes([slot + 1]) * layout.slot_bytes
         segment.parts(slot)[:] = slot + 10
         segment.set_generation(slot, 2 * slot)
     for slot in range(3):
-        assert bytes(segment.slot_bytes_view(slot)) == bytes([slot + 1]) * layout.slot_bytes
+        assert bytes(slot_bytes(segment, slot)) == bytes([slot + 1]) * layout.slot_bytes
         assert segment.parts(slot).tolist() == [slot + 10] * layout.layers
         assert segment.generation(slot) == 2 * slot
 
@@ -103,11 +103,11 @@ def test_no_file_is_left_when_the_memory_runs_out_after_all(layout, tmp_path, mo
 def test_a_mapping_outlives_its_owner(make_segment, fill, layout):
     owner = make_segment("a")
     fill(owner, 1)
-    expected = bytes(owner.slot_bytes_view(1))
+    expected = bytes(slot_bytes(owner, 1))
     other = Segment.attach(owner.path, layout, 1)
     owner.close()
     owner.close()
-    assert bytes(other.slot_bytes_view(1)) == expected
+    assert bytes(slot_bytes(other, 1)) == expected
 
 
 DYING_OWNER = """

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import threading
 
 import httpx
 import pytest
 import structlog
 from scripted_actor import ScriptedActor, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.edge import EdgeSettings
+from mooncake_zmq.gateway.edge import Call, EdgeSettings
 from mooncake_zmq.gateway.requests import ClientRequest, TokenOut
 
 
@@ -57,9 +58,11 @@ def test_hanging_up_before_the_body_is_whole():
     assert not actor.requests
 
 
-def test_hanging_up_while_tokenizing():
+def test_hanging_up_while_tokenizing(monkeypatch):
     actor = ScriptedActor(settings=EdgeSettings(inline_body_bytes=0))
-    started, go_on = asyncio.Event(), __import__("threading").Event()
+    started, noticed, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
+    hang_up = Call.hang_up
+    monkeypatch.setattr(Call, "hang_up", lambda call: (hang_up(call), noticed.set()))
     encode = actor.edge.model.tokenizer.encode
 
     async def client(port):
@@ -74,7 +77,7 @@ def test_hanging_up_while_tokenizing():
         _, writer = await send_request(port, {"prompt": "a"})
         await started.wait()
         writer.close()
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(noticed.wait(), 5)
         go_on.set()
         await actor.until(lambda: actor.edge.slots_taken == 0)
 

@@ -1,5 +1,7 @@
 """Health, metrics, settings, the front page, the log."""
 
+from itertools import count
+
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
@@ -50,6 +52,29 @@ def test_vllm_metrics():
     assert value(samples, "vllm:num_requests_waiting") == 0
     assert value(samples, "vllm:num_requests_running") == 0
     assert value(samples, "vllm:time_to_first_token_seconds_bucket", le="0.001") <= 3
+
+
+def test_where_the_time_of_a_request_went():
+    """Queue and prefill as the actor tells them; decode from the first token to the last, by the edge's clock."""
+    actor = ScriptedActor(lambda _request, _number: one_by_one([*tokens("abc"), finished(queue_s=0.7, prefill_s=3.0)]))
+    ticks = count()
+    actor.edge.clock = lambda: float(next(ticks))
+    actor.complete(stream=True)
+    samples = scrape(actor)
+    assert value(samples, "vllm:request_queue_time_seconds_sum") == 0.7
+    assert value(samples, "vllm:request_queue_time_seconds_bucket", le="0.5") == 0
+    assert value(samples, "vllm:request_queue_time_seconds_bucket", le="0.8") == 1
+    assert value(samples, "vllm:request_prefill_time_seconds_sum") == 3.0
+    assert value(samples, "vllm:request_decode_time_seconds_sum") == 2.0
+    assert value(samples, "vllm:request_decode_time_seconds_count") == 1
+
+
+def test_a_failed_request_adds_no_times():
+    actor = ScriptedActor(lambda _request, _number: [[*tokens("a"), failing()]])
+    actor.complete()
+    samples = scrape(actor)
+    for part in ("queue", "prefill", "decode"):
+        assert value(samples, f"vllm:request_{part}_time_seconds_count") == 0
 
 
 def test_the_actors_own_metrics():

@@ -1,0 +1,97 @@
+"""The supervisor's own work, without a cluster: logs of bounded size, holding a node, what RAM is in use."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake_zmq import up as up_module
+from mooncake_zmq.config import load
+from mooncake_zmq.up import Up, _Child
+
+TOY = Path(__file__).parent.parent / "configs/toy.toml"
+
+
+class Process:
+    """A child that does not end by itself. `on_signal` is called with each signal."""
+
+    def __init__(self, on_signal: Any = lambda _number: None) -> None:
+        self.pid = 1 << 30
+        self.send_signal = on_signal
+
+    def poll(self) -> None:
+        return None
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Up:
+    settings = {"cluster.runtime_dir": str(tmp_path), "cluster.shm_dir": str(tmp_path)}
+    return Up(load(TOY, settings, {}), str(TOY), None, ())
+
+
+def add(up: Up, name: str, process: Any) -> _Child:
+    child = up._children[name] = _Child(up.config.node(name), up.runtime_dir / f"{name}.log", process)
+    return child
+
+
+def test_a_log_that_grows_is_turned_over_under_its_writer(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up_module, "LOG_MAX_BYTES", 100)
+    child = add(up, "decode-a", Process())
+    older = up.runtime_dir / "decode-a.log.1"
+    with child.log.open("ab", buffering=0) as writer:  # as a child's stderr is opened
+        writer.write(b"a" * 100)
+        up._look_after_children(starting=False)
+        assert not older.exists()
+        for letter in (b"b", b"c"):
+            writer.write(letter * 101)
+            up._look_after_children(starting=False)
+            assert older.read_bytes().endswith(letter * 101)
+            writer.write(letter)
+            assert child.log.read_bytes() == letter
+    assert sorted(path.name for path in up.runtime_dir.iterdir()) == ["decode-a.log", "decode-a.log.1"]
+
+
+def test_a_log_that_cannot_be_copied_is_cut_all_the_same(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(up_module.shutil, "copyfile", full_disk)
+    log = up.runtime_dir / "x.log"
+    log.write_bytes(b"much")
+    up_module._turn_over(log)
+    assert log.read_bytes() == b""
+    log.unlink()
+    up_module._turn_over(log)  # the operator removed it
+
+
+@pytest.mark.timeout(10)
+def test_holding_a_node_also_ends_the_life_that_just_began(up: Up) -> None:
+    """The main thread saw it wanted, and started it again while the signal went to the old life."""
+    told: list[tuple[str, int]] = []
+
+    def end_second(number: int) -> None:
+        told.append(("second", number))
+        child.process = None
+
+    def end_first(number: int) -> None:
+        told.append(("first", number))
+        child.process = second
+
+    second: Any = Process(end_second)
+    child = add(up, "prefill-a", Process(end_first))
+    up.hold("prefill-a")
+    assert told == [("first", signal.SIGTERM), ("second", signal.SIGTERM)]
+    assert not child.wanted
+
+
+def test_ram_of_what_has_just_vanished_is_none(up: Up) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    alone = up.ram_bytes()
+    add(up, "decode-a", gone)
+    (up.runtime_dir / f"mooncake={up.config.cluster.name}=cache-a=1").symlink_to(up.runtime_dir / "removed")
+    assert alone > 0
+    assert up.ram_bytes() == pytest.approx(alone, rel=0.2)
