@@ -38,7 +38,8 @@ from mooncake_zmq.runtime.session import Session, SessionSettings
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, Timers, ZmqRuntime, check_endpoint
 from mooncake_zmq.work import ProbeProcess, ProcessProbed
 
-SETTINGS = SessionSettings(heartbeat_s=0.05, peer_timeout_s=0.4, retransmit_s=0.1)
+# A peer is not taken for dead while a busy machine keeps it waiting: what was on its way would be void.
+SETTINGS = SessionSettings(heartbeat_s=0.05, peer_timeout_s=3.0, retransmit_s=0.1)
 ANSWER = 1 << 20
 HELLO = Hello(protocol=1, role="test", host="here", model="m", tokenizer="t", layout="l")
 
@@ -118,7 +119,7 @@ def running(runtime: ZmqRuntime):
             raise failures[0]
 
 
-def eventually(condition, timeout_s: float = 5.0) -> None:
+def eventually(condition, timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition not met in time"
@@ -398,11 +399,19 @@ def test_the_asyncio_driver_serves_beside_other_tasks(tmp_path: Path) -> None:
     ticks = 0
 
     async def serve() -> None:
-        nonlocal ticks
         runtime = make(tmp_path, "a", ["b"], actor=a)
         stopped = asyncio.Event()
         runtime.attach(asyncio.get_running_loop(), stopped.set, fail)
-        deadline = time.monotonic() + 5
+        try:
+            await talk(runtime)
+            runtime.call(runtime.drain)
+            await asyncio.wait_for(stopped.wait(), 5)
+        finally:  # a context left open would hang the garbage collector
+            runtime.close()
+
+    async def talk(runtime: ZmqRuntime) -> None:
+        nonlocal ticks
+        deadline = time.monotonic() + 20
         while not a.of(PeerUp):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
@@ -410,12 +419,9 @@ def test_the_asyncio_driver_serves_beside_other_tasks(tmp_path: Path) -> None:
         for lease in range(3000):
             send(runtime, "b", lease)
         while len(a.leases()) < 3000:
-            assert time.monotonic() < deadline + 10
+            assert time.monotonic() < deadline
             ticks += 1
             await asyncio.sleep(0.01)
-        runtime.call(runtime.drain)
-        await asyncio.wait_for(stopped.wait(), 5)
-        runtime.close()
 
     with running(make(tmp_path, "b", ["a"], actor=b)):
         asyncio.run(serve())
