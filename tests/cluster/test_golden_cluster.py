@@ -3,6 +3,7 @@
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from toy_cluster import ROOT, Stream, ToyCluster, eventually, until_none
+from toy_cluster import NODES, ROOT, Stream, ToyCluster, eventually, until_none
 
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.sampling import near_tie
@@ -98,31 +99,51 @@ def settled(cluster: ToyCluster) -> None:
     until_none(cluster.busy_gauges, 30)
 
 
+@contextmanager
+def alone(cluster: ToyCluster, prefill: str) -> Iterator[None]:
+    """Only `prefill` serves: the others are stopped, and the gateway has missed them."""
+    others = [node for node in NODES if node.startswith("prefill") and node != prefill]
+    for other in others:
+        cluster.signal(other, signal.SIGSTOP)
+    try:
+        eventually(lambda: not any(other in httpx.get(f"{cluster.url}/health").text for other in others), 30, "they are missed")
+        yield
+    finally:
+        for other in others:
+            cluster.signal(other, signal.SIGCONT)
+
+
+def sources(served: dict[str, Any]) -> dict[str, int]:
+    return {source: served[f"cached_{source}"] for source in ("own", "local", "remote")}
+
+
 def test_every_way_to_the_kv_gives_the_reference_tokens(cluster: ToyCluster, golden: Reference) -> None:
     reusable = (len(golden.prompt) - 1) // 32 * 32
 
     cold = assert_follows(cluster, golden)
-    assert (cold["cached_own"], cold["cached_local"], cold["cached_remote"]) == (0, 0, 0)
+    assert sources(cold) == {"own": 0, "local": 0, "remote": 0}
+    settled(cluster)
+    first = cold["prefill"]
+    other = next(node for node in NODES if node.startswith("prefill") and node != first)
+
+    with alone(cluster, first):
+        own = assert_follows(cluster, golden)
+    assert sources(own) == {"own": reusable, "local": 0, "remote": 0}
     settled(cluster)
 
-    own = assert_follows(cluster, golden)
-    # The conductor may place it at either prefill: predictions close to each other are ties.
-    assert own["cached_own"] + own["cached_remote"] == reusable
+    with alone(cluster, other):
+        remote = assert_follows(cluster, golden)
+    assert remote["prefill"] == other
+    assert sources(remote) == {"own": 0, "local": 0, "remote": reusable}
     settled(cluster)
 
-    killed = cluster.pid(cold["prefill"])
-    cluster.signal(cold["prefill"], signal.SIGKILL)  # its own KV is gone, its host's pool is not
-    eventually(lambda: cluster.pid(cold["prefill"]) != killed, 30, "the prefill is restarted")
+    killed = cluster.pid(first)
+    cluster.signal(first, signal.SIGKILL)  # its own KV is gone, its host's pool is not
+    eventually(lambda: cluster.pid(first) != killed, 30, "the prefill is restarted")
     settled(cluster)
-    local = assert_follows(cluster, golden)
-    assert local["cached_own"] + local["cached_local"] + local["cached_remote"] == reusable
-    settled(cluster)
-
-    cluster.signal(cold["prefill"], signal.SIGSTOP)
-    eventually(lambda: cold["prefill"] not in httpx.get(f"{cluster.url}/health").text, 30, "the stopped prefill is missed")
-    remote = assert_follows(cluster, golden)
-    cluster.signal(cold["prefill"], signal.SIGCONT)
-    assert remote["cached_own"] + remote["cached_local"] + remote["cached_remote"] == reusable
+    with alone(cluster, first):
+        local = assert_follows(cluster, golden)
+    assert sources(local) == {"own": 0, "local": reusable, "remote": 0}
     settled(cluster)
 
 
