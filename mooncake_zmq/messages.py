@@ -12,7 +12,7 @@ import msgpack
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_BLOCKS = 16_384
 """Blocks one message may name; longer lists are split by the sender."""
@@ -350,13 +350,16 @@ class TokensDecoded(_Message, frozen=True):
 
 
 class LeaseBlocks(_Message, frozen=True):
-    """Promise not to evict the longest leading run of `keys`; fetch what is missing from `sources`, in at most `fetch_s`."""
+    """Promise not to evict the longest leading run of `keys`. What is missing in DRAM is promoted from the node's own SSD or
+    fetched from `sources`, in at most `fetch_s`, and only as long as that is quicker than computing it."""
 
     lease_id: Count
     keys: Keys
     sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
     fetch_s: Seconds
     ttl_s: Seconds
+    compute_s: Seconds = 0.0
+    """What computing one of these blocks takes the asker; 0: get it whatever it takes."""
 
 
 class LeasedBlock(_Record, frozen=True):
@@ -398,6 +401,9 @@ class ReserveSlots(_Message, frozen=True):
     put_id: Count
     keys: Keys
     ttl_s: Seconds
+    parent: Annotated[bytes, Meta(max_length=16)] = b""
+    tokens: Tokens = b""
+    """What the blocks hold and what they follow, for KV events: `keys` are a chain after `parent`. Empty: not told."""
 
 
 class GrantedSlot(_Record, frozen=True):
@@ -426,6 +432,14 @@ class ReclaimSlots(_Message, frozen=True):
     """Cache-node -> writer whose put ran past its ttl: answer `CommitSlots` (with nothing) as soon as no copy of it runs."""
 
     put_id: Count
+
+
+class ChangeReplica(_Message, frozen=True):
+    """Conductor -> cache-node: hold a copy of these blocks, fetched from `sources`; without sources: yours is one copy too
+    many, let it be the first to go. A wish: a node without room or time leaves it."""
+
+    keys: Keys
+    sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
 
 
 class ReportCorrupt(_Message, frozen=True):
@@ -465,6 +479,7 @@ Message = (
     | SlotsReserved
     | CommitSlots
     | ReclaimSlots
+    | ChangeReplica
     | ReportCorrupt
 )
 

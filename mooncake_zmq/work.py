@@ -8,6 +8,7 @@ others did not come in time, from where they were said to be, or no longer exist
 import math
 from dataclasses import dataclass
 
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.messages import Sampling, SlotRef
 
 
@@ -127,13 +128,24 @@ class SequenceBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyBlocks:
-    """Copy whole blocks into granted slots: pool puts (from a sequence or the own slab) and fetches from another host.
+class DiskBlock:
+    """The copy of block `key` in slot `slot` of this node's own SSD tier: what must be found there, or be written there."""
 
-    Checked before and after: the source as `BlockLoad` tells; the target's generation must still be the granted one.
+    slot: int
+    key: Key
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Copy whole blocks into granted slots: pool puts (from a sequence or the own slab), fetches from another host, and
+    promotions from the own SSD tier.
+
+    Checked before and after: the source as `BlockLoad` tells; the target's generation must still be the granted one. What
+    is read from disk must bear the key and fold to the checksum of its `DiskBlock`.
     """
 
-    copies: tuple[tuple[SlotRef | SequenceBlock, SlotGrant], ...]
+    copies: tuple[tuple[SlotRef | SequenceBlock | DiskBlock, SlotGrant], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +154,26 @@ class BlocksCopied:
 
     checksums: tuple[int | None, ...]
     corrupt: tuple[int, ...] = ()
-    """Indices of the failed copies whose bytes did not verify."""
+    """Indices of the failed copies whose bytes did not verify. A disk copy that did not is not found again after a restart."""
+    fault: str = ""
+    """Why the disk cannot be trusted with reads any more; empty while it works."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteToDisk:
+    """Demote: write committed blocks of the own segment to the SSD tier, each with its key and checksum, and index them so
+    that they are found again after a restart. What a target slot held before is gone from the moment this starts."""
+
+    blocks: tuple[tuple[SlotRef, DiskBlock], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskWritten:
+    """Per block of `WriteToDisk`: does it stand on disk, indexed?"""
+
+    written: tuple[bool, ...]
+    fault: str = ""
+    """Why nothing more can be written (full, read-only, failing); empty while it works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +196,6 @@ class WorkFailed:
     reason: str
 
 
-Work = ComputeChunk | PullBlocks | DecodeStep | CopyBlocks | ProbeProcess
+Work = ComputeChunk | PullBlocks | DecodeStep | CopyBlocks | WriteToDisk | ProbeProcess
 Progress = LayersComputed
-Result = ChunkComputed | BlocksPulled | StepDecoded | BlocksCopied | ProcessProbed | WorkFailed
+Result = ChunkComputed | BlocksPulled | StepDecoded | BlocksCopied | DiskWritten | ProcessProbed | WorkFailed

@@ -7,6 +7,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mooncake_zmq.kv.events import KvEvent
 from mooncake_zmq.messages import Hello, Message
 from mooncake_zmq.work import Progress, Result, Work
 
@@ -147,11 +148,18 @@ class ToClient:
 
 
 @dataclass(frozen=True, slots=True)
+class Publish:
+    """Cache-node only: one batch of KV events for whoever subscribed, in the order they happened."""
+
+    events: tuple[KvEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Drained:
     """Nothing is left to finish: the process may exit."""
 
 
-Effect = Send | SetTimer | CancelTimer | Start | CancelWork | Fence | OpenSequence | CloseSequence | ToClient | Drained
+Effect = Send | SetTimer | CancelTimer | Start | CancelWork | Fence | OpenSequence | CloseSequence | ToClient | Publish | Drained
 
 
 class Actor(Protocol):
