@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
-from mooncake_zmq.cache_node.cache_node import CacheNodeSettings
+from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.conductor import ConductorSettings
 from mooncake_zmq.decode.decode import DecodeSettings
 from mooncake_zmq.gateway.edge import EdgeSettings

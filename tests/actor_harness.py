@@ -16,6 +16,7 @@ from mooncake_zmq.runtime.actor import (
     OpenSequence,
     PeerDown,
     PeerUp,
+    Publish,
     Received,
     Send,
     SetTimer,
@@ -44,6 +45,7 @@ class Harness:
         self.fences = {}
         self.sent = []
         self.clients = []
+        self.published = []
         self.drained = False
         self.peers = {}
         self.work_ids = Counter()
@@ -88,6 +90,8 @@ class Harness:
                 self.fences.update(generations)
             case ToClient(request_id, output):
                 self.clients.append((request_id, output))
+            case Publish(events):
+                self.published.extend(events)
             case Drained():
                 self.drained = True
             case _:

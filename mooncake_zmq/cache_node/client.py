@@ -33,6 +33,9 @@ class PoolClientSettings:
     """What other hosts have not delivered after this is computed instead."""
     max_puts: int = 64
     """Puts in flight; a further one is skipped and counted: the pool is a cache, the request does not wait for it."""
+    verify_local: bool = True
+    """Hash what is read from the own host's memory too. False trusts that memory: only what crosses the network or a disk is
+    then verified, and a block overwritten by a stray writer would be used."""
 
     def __post_init__(self) -> None:
         if not 0 < self.fetch_s < self.lease_ttl_s:
@@ -110,13 +113,22 @@ class PoolClient:
 
     # --- leases
 
-    def lease(self, now: float, lease_id: int, keys: Sequence[Key], sources: Sequence[str], *, fetch: bool) -> list[Effect]:
-        """Ask for the leading run of `keys`. Only while `node` is not None."""
+    def lease(
+        self, now: float, lease_id: int, keys: Sequence[Key], sources: Sequence[str], *, fetch: bool, compute_s: float = 0.0
+    ) -> list[Effect]:
+        """Ask for the leading run of `keys`. Only while `node` is not None.
+
+        `fetch`: what DRAM lacks is worth waiting for, unless it takes longer than `compute_s` a block (0: not known).
+        """
         assert self.node is not None
-        fetch_s = self.settings.fetch_s if fetch else 0.0
         self._leases[lease_id] = HeldLease(now + self.settings.lease_ttl_s)
         ask = LeaseBlocks(
-            lease_id=lease_id, keys=tuple(keys), sources=tuple(sources), fetch_s=fetch_s, ttl_s=self.settings.lease_ttl_s
+            lease_id=lease_id,
+            keys=tuple(keys),
+            sources=tuple(sources),
+            fetch_s=self.settings.fetch_s if fetch else 0.0,
+            ttl_s=self.settings.lease_ttl_s,
+            compute_s=compute_s,
         )
         return [Send(self.node, ask)]
 
@@ -170,15 +182,27 @@ class PoolClient:
     # --- puts
 
     def put(
-        self, now: float, put_id: int, keys: Sequence[Key], sources: Sequence[SlotRef | SequenceBlock], token: object
+        self,
+        now: float,
+        put_id: int,
+        keys: Sequence[Key],
+        sources: Sequence[SlotRef | SequenceBlock],
+        token: object,
+        *,
+        parent: Key,
+        tokens: bytes,
     ) -> list[Effect] | None:
-        """Offer blocks to the pool. None if it was skipped; else `token` returns in `PutEnded.tokens` when sources may go."""
+        """Offer a chain of blocks after `parent`, of `tokens` (int32 bytes), to the pool.
+
+        None if it was skipped; else `token` returns in `PutEnded.tokens` when the sources may go.
+        """
         if self.node is None or len(self._puts) >= self.settings.max_puts or not keys:
             if keys:
                 self._count("puts_skipped", len(keys))
             return None
         self._puts[put_id] = _Put(token, tuple(keys), tuple(sources), now)
-        return [Send(self.node, ReserveSlots(put_id=put_id, keys=tuple(keys), ttl_s=self.settings.lease_ttl_s))]
+        ttl_s = self.settings.lease_ttl_s
+        return [Send(self.node, ReserveSlots(put_id=put_id, keys=tuple(keys), ttl_s=ttl_s, parent=parent, tokens=tokens))]
 
     def on_reserved(self, now: float, message: SlotsReserved, work_id: int) -> PutEnded:
         """Copy into the granted slots, as work `work_id`."""

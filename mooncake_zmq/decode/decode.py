@@ -592,10 +592,10 @@ class Decode:
         if len(request.tail) < self._layout.block_tokens * 4:
             return []
         key = extend_keys(request.parent, request.tail, self._layout.block_tokens)[0]
-        block = request.keyed_blocks
+        source = SequenceBlock(request.sequence, request.keyed_blocks)
+        effects = self._pool.put(now, self._new_id(), [key], [source], request, parent=request.parent, tokens=request.tail)
         request.parent, request.tail = key, b""
         request.keyed_blocks += 1
-        effects = self._pool.put(now, self._new_id(), [key], [SequenceBlock(request.sequence, block)], request)
         if effects is None:
             return []
         request.in_flight += 1

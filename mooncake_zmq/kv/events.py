@@ -1,9 +1,18 @@
 """What happens to the blocks of one pool, for routers outside the cluster. PURE; the wire format is vLLM's KV events."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from mooncake_zmq.kv.block_hash import Key
+import msgspec
+
+from mooncake_zmq.kv.block_hash import Key, unpack_tokens
+
+MAX_BATCH_BLOCKS = 1024
+MAX_BATCH_TOKENS = 65_536
+"""What one published batch may name: at most about 350 kB."""
+TOKEN_BYTES = 4
 
 
 class Medium(Enum):
@@ -38,3 +47,88 @@ class AllBlocksCleared:
 
 
 KvEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
+
+
+class EventFormat(Enum):
+    """How an event is written. Subscribers understand both; those of before mid 2026 only the former."""
+
+    ARRAY = "array"
+    """Tagged arrays: vLLM up to 0.23, SGLang."""
+    MAP = "map"
+    """Maps with a `type`: vLLM since June 2026."""
+
+
+class EventEncoder:
+    """Writes batches as `[time, [event, ...], rank]`; ranks are nil, since a pool serves all of its host's engines."""
+
+    def __init__(self, form: EventFormat, block_tokens: int) -> None:
+        """`block_tokens`: tokens in a block, told with every stored one."""
+        self._form = form
+        self._block_tokens = block_tokens
+        self.max_blocks = max(1, min(MAX_BATCH_BLOCKS, MAX_BATCH_TOKENS // block_tokens))
+
+    def batches(self, events: Iterable[KvEvent]) -> list[tuple[KvEvent, ...]]:
+        """The same events in the same order, cut so that a batch names at most `max_blocks` blocks."""
+        batches: list[tuple[KvEvent, ...]] = []
+        batch: list[KvEvent] = []
+        room = self.max_blocks
+        for event in events:
+            for part in self._parts(event):
+                blocks = _blocks(part)
+                if blocks > room and batch:
+                    batches.append(tuple(batch))
+                    batch, room = [], self.max_blocks
+                batch.append(part)
+                room -= blocks
+        return [*batches, tuple(batch)] if batch else batches
+
+    def encode(self, time_s: float, events: Iterable[KvEvent]) -> bytes:
+        """The MessagePack payload of one batch. `time_s`: seconds since 1970."""
+        write = self._as_map if self._form is EventFormat.MAP else self._as_array
+        return msgspec.msgpack.encode((time_s, [write(event) for event in events], None))
+
+    def _parts(self, event: KvEvent) -> Iterator[KvEvent]:
+        """`event` in pieces of at most `max_blocks`."""
+        if isinstance(event, AllBlocksCleared) or len(event.keys) <= self.max_blocks:
+            yield event
+            return
+        for start in range(0, len(event.keys), self.max_blocks):
+            stop = start + self.max_blocks
+            if isinstance(event, BlocksRemoved):
+                yield BlocksRemoved(event.keys[start:stop], event.medium)
+                continue
+            is_chain = bool(event.parent or event.tokens)
+            parent = event.keys[start - 1] if start and is_chain else event.parent
+            size = self._block_tokens * TOKEN_BYTES
+            yield BlocksStored(event.keys[start:stop], event.medium, parent, event.tokens[start * size : stop * size])
+
+    def _as_array(self, event: KvEvent) -> list[Any]:
+        match event:
+            case BlocksStored(keys, medium, parent, tokens):
+                # The two nils are LoRA's id and name: older subscribers insist on all eight elements.
+                size = self._block_tokens
+                return ["BlockStored", keys, parent or None, unpack_tokens(tokens), size, None, medium.value, None]
+            case BlocksRemoved(keys, medium):
+                return ["BlockRemoved", keys, medium.value]
+        return ["AllBlocksCleared"]
+
+    def _as_map(self, event: KvEvent) -> dict[str, Any]:
+        match event:
+            case BlocksStored(keys, medium, parent, tokens):
+                return {
+                    "type": "BlockStored",
+                    "block_hashes": keys,
+                    "parent_block_hash": parent or None,
+                    "token_ids": unpack_tokens(tokens),
+                    "block_size": self._block_tokens,
+                    "lora_id": None,
+                    "medium": medium.value,
+                    "lora_name": None,
+                }
+            case BlocksRemoved(keys, medium):
+                return {"type": "BlockRemoved", "block_hashes": keys, "medium": medium.value}
+        return {"type": "AllBlocksCleared"}
+
+
+def _blocks(event: KvEvent) -> int:
+    return 0 if isinstance(event, AllBlocksCleared) else len(event.keys)

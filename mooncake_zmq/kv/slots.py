@@ -1,15 +1,22 @@
-"""The slots of one segment: which key each holds, generations, pins, LRU. PURE; used by the pool and by a prefill's slab.
+"""The slots of one segment: which key each holds, generations, pins, who goes next. PURE; used by the pool and by a prefill.
 
-A slot's generation is odd while somebody may write it and even once committed or free (a seqlock): a reader that finds the
+A slot's generation is odd while somebody may write it and even otherwise (a seqlock): a reader that finds the
 generation it was given, before and after its copy, has read what was granted. Every method that changes a generation
 notes it in `fences`, which the actor hands to the runtime ahead of any message that tells of the change.
+
+Everything is a column indexed by slot, about 55 bytes for each with its key; no slot has an object of its own.
 """
 
-from collections import OrderedDict
+from array import array
 from collections.abc import Sequence
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.eviction import make_policy
+from mooncake_zmq.kv.key_table import KeyTable
 
 
 class SlotState(Enum):
@@ -20,87 +27,137 @@ class SlotState(Enum):
     COMMITTED = "committed"
     QUARANTINED = "quarantined"
     """Its writer ran past its lease and may still write: nobody gets it until that writer answers or is known dead."""
+    RETIRED = "retired"
+    """Its medium failed: nobody gets it in this life."""
 
 
 NEXT_STATE: dict[tuple[SlotState, str], SlotState] = {
     (SlotState.FREE, "reserve"): SlotState.WRITING,
     (SlotState.COMMITTED, "reserve"): SlotState.WRITING,
+    (SlotState.FREE, "restore"): SlotState.COMMITTED,
     (SlotState.WRITING, "commit"): SlotState.COMMITTED,
     (SlotState.WRITING, "free"): SlotState.FREE,
     (SlotState.WRITING, "quarantine"): SlotState.QUARANTINED,
     (SlotState.QUARANTINED, "free"): SlotState.FREE,
     (SlotState.COMMITTED, "free"): SlotState.FREE,
+    (SlotState.WRITING, "retire"): SlotState.RETIRED,
+    (SlotState.COMMITTED, "retire"): SlotState.RETIRED,
 }
+
+STATES = tuple(SlotState)
+"""A slot's state is its place in here, one byte in the state column."""
+FREE, WRITING, COMMITTED = (STATES.index(state) for state in (SlotState.FREE, SlotState.WRITING, SlotState.COMMITTED))
+MOVES: dict[str, dict[int, tuple[int, str]]] = {event: {} for _, event in NEXT_STATE}
+"""`NEXT_STATE` by event and in bytes, each move with the name under which it is counted."""
+for (_before, _event), _after in NEXT_STATE.items():
+    MOVES[_event][STATES.index(_before)] = (STATES.index(_after), f"slot {_before.value} -> {_after.value}")
 
 
 class Slots:
-    """Parallel plain structures indexed by slot. A key names at most one slot; a slot may be anonymous (no key)."""
+    """A key names at most one slot; a slot may be anonymous (no key). `policy`: who goes first, see `kv.eviction`."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, policy: str = "lru") -> None:
         self.capacity = capacity
-        self.generation = [0] * capacity
-        self.checksum = [0] * capacity
-        self.pins = [0] * capacity
+        self.generation = array("Q", [0]) * capacity
+        self.checksum = array("Q", [0]) * capacity
+        self.pins = array("I", [0]) * capacity
         """Leases and copies that cover the slot: it is not evicted while above 0."""
-        self.key: list[Key | None] = [None] * capacity
-        self.state = [SlotState.FREE] * capacity
         self.fences: list[tuple[int, int]] = []
         self.evicted: list[Key] = []
         """Keys whose last copy here went, for whoever announces them; the owner clears the list."""
         self.transitions: dict[str, int] = {}
-        self._free = list(range(capacity - 1, -1, -1))
-        self._by_key: dict[Key, int] = {}
-        self._lru: OrderedDict[int, None] = OrderedDict()
-        """Committed slots without a pin, the next to evict first."""
+        self._state = bytearray(capacity)
+        self._counts = [capacity] + [0] * (len(STATES) - 1)
+        self._pinned = 0
+        self._by_key = KeyTable(capacity)
+        self._evictable = make_policy(policy, capacity)
+        """Committed slots with a key and without a pin."""
+        self._untouched = 0
+        """Slots from here on have never been handed out in this life: free, or restored."""
+        self._free = array("i")
+        """The free slots before that, the next to hand out last."""
 
     @property
     def available(self) -> int:
         """Slots that `reserve` can still hand out."""
-        return len(self._free) + len(self._lru)
+        return self._counts[FREE] + len(self._evictable)
+
+    @property
+    def pinned(self) -> int:
+        """Slots covered by at least one lease or copy."""
+        return self._pinned
+
+    def state_of(self, slot: int) -> SlotState:
+        """Where `slot` is in its life."""
+        return STATES[self._state[slot]]
+
+    def key_of(self, slot: int) -> Key | None:
+        """What `slot` holds or will hold; None: nothing, or an anonymous block."""
+        return self._by_key.key_of(slot)
 
     def committed(self, key: Key) -> int | None:
         """The slot that holds `key`, readable now."""
         slot = self._by_key.get(key)
-        return slot if slot is not None and self.state[slot] is SlotState.COMMITTED else None
+        return slot if slot is not None and self._state[slot] == COMMITTED else None
 
     def held(self, key: Key) -> bool:
         """Is `key` here or being written?"""
-        return key in self._by_key
+        return self._by_key.get(key) is not None
+
+    def find(self, keys: bytes) -> NDArray[np.int32]:
+        """Slots [n] of n keys that lie one after the other in `keys`; -1 for a key that is not readable now."""
+        slots = self._by_key.find_many(keys)
+        here = np.flatnonzero(slots >= 0)
+        slots[here[self._states()[slots[here]] != COMMITTED]] = -1
+        return slots
 
     def committed_keys(self) -> list[Key]:
         """Every readable key."""
-        return [key for key, slot in self._by_key.items() if self.state[slot] is SlotState.COMMITTED]
+        readable = np.flatnonzero((self._states() == COMMITTED) & self._by_key.named())
+        return [key for slot in readable.tolist() if (key := self._by_key.key_of(slot)) is not None]
 
     def count(self, state: SlotState) -> int:
         """Slots in `state`."""
-        return sum(1 for s in self.state if s is state)
+        return self._counts[STATES.index(state)]
 
     def leading_run(self, keys: Sequence[Key]) -> list[int]:
         """Slots of the longest leading run of `keys` that is readable."""
         run: list[int] = []
+        get, state = self._by_key.get, self._state
         for key in keys:
-            slot = self.committed(key)
-            if slot is None:
+            slot = get(key)
+            if slot is None or state[slot] != COMMITTED:
                 break
             run.append(slot)
         return run
 
     def reserve(self, key: Key | None) -> int | None:
-        """A slot to write, evicting the least recently used if none is free; None if all are pinned or being written."""
-        assert key is None or key not in self._by_key, "a key is stored once"
-        if self._free:
-            slot = self._free.pop()
-        elif self._lru:
-            slot, _ = self._lru.popitem(last=False)
+        """A slot to write, evicting the policy's next victim if none is free; None if all are pinned, written or retired."""
+        assert key is None or not self.held(key), "a key is stored once"
+        if self._counts[FREE]:
+            slot = self._take_free()
+        elif self._evictable:
+            slot = self._evictable.pop()
             self._unname(slot)
         else:
             return None
         self._move(slot, "reserve")
         self._set_generation(slot, self.generation[slot] + 1)
         if key is not None:
-            self.key[slot] = key
-            self._by_key[key] = slot
+            self._by_key.insert(key, slot)
         return slot
+
+    def restore(self, slot: int, key: Key, checksum: int) -> None:
+        """A copy that survived on its medium is readable again, the generation as it is; call it for the coldest first.
+
+        Only for slots never handed out in this life, so before the first `reserve`: what was handed out was overwritten.
+        """
+        assert slot >= self._untouched, "handed out before"
+        assert not self.held(key), "a key is stored once"
+        self._by_key.insert(key, slot)
+        self._move(slot, "restore")
+        self.checksum[slot] = checksum
+        self._evictable.insert(slot)
 
     def commit(self, slot: int, checksum: int) -> None:
         """The bytes stand: readable from now on, never changed while the generation stands."""
@@ -112,11 +169,10 @@ class Slots:
 
     def name(self, slot: int, key: Key) -> bool:
         """Give an anonymous slot its key; False if another slot has it already."""
-        assert self.key[slot] is None
-        if key in self._by_key:
+        if self.held(key):
+            assert self.key_of(slot) is None
             return False
-        self.key[slot] = key
-        self._by_key[key] = slot
+        self._by_key.insert(key, slot)
         return True
 
     def free(self, slot: int) -> None:
@@ -125,42 +181,73 @@ class Slots:
         self._unname(slot, announce=False)
         self._move(slot, "free")
         self._set_generation(slot, self.generation[slot] + 1)
-        self._free.append(slot)
+        self._put_back(slot)
 
     def quarantine(self, slot: int) -> None:
         """Keep a reserved slot away from everybody while its late writer may still write."""
         self._unname(slot, announce=False)
         self._move(slot, "quarantine")
 
+    def retire(self, slot: int) -> None:
+        """A reserved, or committed and unpinned, slot whose medium failed is never handed out again in this life."""
+        assert self.pins[slot] == 0
+        committed = self._state[slot] == COMMITTED
+        self._move(slot, "retire")
+        if committed:
+            self._evictable.remove(slot)
+        self._unname(slot, announce=committed)
+        self._set_generation(slot, self.generation[slot] + (2 if committed else 1))
+
     def forget(self, slot: int) -> None:
         """Drop a committed copy that did not verify: no new reader finds it; the slot is reused once unpinned."""
-        assert self.state[slot] is SlotState.COMMITTED
-        if self.key[slot] is None:
+        assert self._state[slot] == COMMITTED
+        if self.key_of(slot) is None:
             return
+        if self.pins[slot] == 0:
+            self._evictable.remove(slot)
         self._unname(slot)
         if self.pins[slot] == 0:
-            self._lru.pop(slot, None)
             self._release(slot)
 
     def pin(self, slot: int) -> None:
         """Cover a slot by a lease or copy."""
-        assert self.state[slot] in (SlotState.COMMITTED, SlotState.WRITING)
-        self.pins[slot] += 1
-        self._lru.pop(slot, None)
+        state, pins = self._state[slot], self.pins
+        assert state in (COMMITTED, WRITING)
+        if pins[slot] == 0:
+            self._pinned += 1
+            if state == COMMITTED:
+                self._evictable.remove(slot)
+        pins[slot] += 1
 
-    def unpin(self, slots: Sequence[int]) -> None:
-        """End a cover. Given a chain's slots from the root on, the leaf becomes the next to evict, the root the last."""
-        for slot in reversed(slots):
-            assert self.pins[slot] > 0, "a pin ends once"
-            self.pins[slot] -= 1
-            if self.pins[slot] == 0 and self.state[slot] is SlotState.COMMITTED:
-                self._release(slot)
+    def unpin(self, slots: Sequence[int], depth: int = 0) -> None:
+        """End a cover. Given a chain's slots from the root on, the leaf becomes the next to evict, the root the last.
 
-    def touch(self, slots: Sequence[int]) -> None:
-        """Mark a chain as used just now, root last, so that children are evicted before their parents."""
-        for slot in reversed(slots):
-            if slot in self._lru:
-                self._lru.move_to_end(slot)
+        `depth`: where `slots[0]` stands in its chain, which `length_aware` goes by; 0 for the root.
+        """
+        pins = self.pins
+        for index in range(len(slots) - 1, -1, -1):
+            slot = slots[index]
+            assert pins[slot] > 0, "a pin ends once"
+            pins[slot] -= 1
+            if pins[slot] == 0:
+                self._pinned -= 1
+                if self._state[slot] == COMMITTED:
+                    self._release(slot, depth + index)
+
+    def touch(self, slots: Sequence[int], depth: int = 0) -> None:
+        """Mark a chain as used just now, root last, so that children are evicted before their parents; `depth` as above."""
+        for index in range(len(slots) - 1, -1, -1):
+            slot = slots[index]
+            if self._state[slot] == COMMITTED and self.pins[slot] == 0:
+                self._evictable.touch(slot, depth + index)
+
+    def coldest(self, limit: int) -> list[int]:
+        """Up to `limit` slots in the order in which `reserve` would evict them; changes nothing."""
+        return self._evictable.coldest(limit)
+
+    def demote(self, slot: int) -> None:
+        """Make an unpinned committed slot the next victim."""
+        self._evictable.demote(slot)
 
     def take_fences(self) -> tuple[tuple[int, int], ...]:
         """The generations changed since the last call."""
@@ -170,44 +257,60 @@ class Slots:
 
     def check(self) -> None:
         """Assert the invariants."""
-        counts = {state: self.count(state) for state in SlotState}
-        assert sum(counts.values()) == self.capacity
-        assert len(self._free) == counts[SlotState.FREE]
+        assert self._counts == [self._state.count(state) for state in range(len(STATES))]
         for slot in range(self.capacity):
-            state = self.state[slot]
-            writing = state in (SlotState.WRITING, SlotState.QUARANTINED)
+            state, pins, key = self._state[slot], self.pins[slot], self.key_of(slot)
+            writing = STATES[state] in (SlotState.WRITING, SlotState.QUARANTINED)
             assert (self.generation[slot] % 2 == 1) == writing, "odd while it may be written"
-            assert (slot in self._lru) == (state is SlotState.COMMITTED and self.pins[slot] == 0)
-            key = self.key[slot]
-            assert key is None or self._by_key.get(key) == slot
-            assert self.pins[slot] >= 0
-            assert self.pins[slot] == 0 or state in (SlotState.COMMITTED, SlotState.WRITING)
-        assert len(self._by_key) == sum(1 for key in self.key if key is not None)
+            assert (slot in self._evictable) == (state == COMMITTED and pins == 0)
+            assert key is None or (self._by_key.get(key) == slot and state in (WRITING, COMMITTED))
+            assert key is not None or slot not in self._evictable, "nobody could find it: it should be free"
+            assert pins == 0 or state in (COMMITTED, WRITING)
+        assert self._pinned == self.capacity - self.pins.count(0)
+        assert len(self._evictable) == len(self._evictable.coldest(self.capacity))
+        assert len(self._by_key) == sum(map(bool, self._by_key.named()))
+        assert len(self._free) == len(set(self._free)) == self._state.count(FREE, 0, self._untouched)
+        assert all(self._state[slot] == FREE for slot in self._free)
 
-    def _release(self, slot: int) -> None:
-        """A committed slot lost its last pin: evictable, or free at once if nobody could find it."""
-        if self.key[slot] is None:
-            self._move(slot, "free")
-            self._set_generation(slot, self.generation[slot] + 2)
+    def _take_free(self) -> int:
+        """The slot freed last, which may still be in a cache; else the first that was never used."""
+        if self._free:
+            return self._free.pop()
+        slot = self._state.find(FREE, self._untouched)
+        self._untouched = slot + 1
+        return slot
+
+    def _release(self, slot: int, depth: int = 0) -> None:
+        """A committed slot has no pin (any more): evictable, or free at once if nobody could find it."""
+        if self._by_key.is_named(slot):
+            self._evictable.insert(slot, depth)
+            return
+        self._move(slot, "free")
+        self._set_generation(slot, self.generation[slot] + 2)
+        self._put_back(slot)
+
+    def _put_back(self, slot: int) -> None:
+        if slot < self._untouched:  # else it was restored, and its turn as one never handed out is still to come
             self._free.append(slot)
-        else:
-            self._lru[slot] = None
 
     def _unname(self, slot: int, *, announce: bool = True) -> None:
-        key = self.key[slot]
-        if key is not None:
-            del self._by_key[key]
-            self.key[slot] = None
+        if self._by_key.is_named(slot):
+            key = self._by_key.remove(slot)
+            self._evictable.forget(slot)
             if announce:
                 self.evicted.append(key)
 
     def _move(self, slot: int, event: str) -> None:
-        before = self.state[slot]
-        after = NEXT_STATE[(before, event)]
-        self.state[slot] = after
-        name = f"slot {before.value} -> {after.value}"
+        before = self._state[slot]
+        after, name = MOVES[event][before]
+        self._state[slot] = after
+        self._counts[before] -= 1
+        self._counts[after] += 1
         self.transitions[name] = self.transitions.get(name, 0) + 1
 
     def _set_generation(self, slot: int, generation: int) -> None:
         self.generation[slot] = generation
         self.fences.append((slot, generation))
+
+    def _states(self) -> NDArray[np.uint8]:
+        return np.frombuffer(self._state, dtype=np.uint8)

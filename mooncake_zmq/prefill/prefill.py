@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 from typing import Any
 
 from mooncake_zmq.cache_node.client import PoolClient, PoolClientSettings, PutEnded
-from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots, SlotState
@@ -289,7 +289,7 @@ class Prefill:
             assert job.state is not JobState.ENDED
             assert (job.state is JobState.ABANDONED) == (job in self._abandoned)
             assert job.state is not JobState.QUEUED or not (job.own_slots or job.new_slots or job.sequence)
-        writing = [slot for job in live for slot in job.new_slots if self.slots.state[slot] is SlotState.WRITING]
+        writing = [slot for job in live for slot in job.new_slots if self.slots.state_of(slot) is SlotState.WRITING]
         assert len(writing) == self.slots.count(SlotState.WRITING), "every slot being written is a job's"
         pinned = [slot for job in live for slot in job.own_slots + job.new_slots]
         pinned += [slot for token in self._pool.tokens if isinstance(token, tuple) for slot in token]
@@ -304,7 +304,7 @@ class Prefill:
         return {
             "capacity_blocks": self.slots.capacity,
             "cached_blocks": self.slots.count(SlotState.COMMITTED),
-            "pinned_blocks": sum(1 for pins in self.slots.pins if pins),
+            "pinned_blocks": self.slots.pinned,
             "writing_blocks": self.slots.count(SlotState.WRITING),
             "requests_waiting": waiting,
             "requests_running": len(self._jobs) - waiting + len(self._abandoned),
@@ -438,8 +438,10 @@ class Prefill:
         wanted = () if unreused else reusable[len(job.prefix) :]
         if wanted and self._pool.node is not None:
             job.lease_id = self._new_id()
-            fetch = bool(request.sources) and len(job.prefix) < request.reuse_blocks
-            effects += self._pool.lease(now, job.lease_id, wanted, request.sources, fetch=fetch)
+            fetch = len(job.prefix) < request.reuse_blocks  # from other hosts, or from this host's SSD
+            effects += self._pool.lease(
+                now, job.lease_id, wanted, request.sources, fetch=fetch, compute_s=self._block_compute_s()
+            )
         else:
             job.leased = True
         full = job.length // self._layout.block_tokens
@@ -620,7 +622,7 @@ class Prefill:
         for ref in refs:
             mine = (ref.node, ref.incarnation) == (self.name, self.incarnation) and ref.slot < self.slots.capacity
             stands = mine and self.slots.generation[ref.slot] == ref.generation
-            if stands and self.slots.state[ref.slot] is SlotState.COMMITTED:
+            if stands and self.slots.state_of(ref.slot) is SlotState.COMMITTED:
                 self.slots.forget(ref.slot)
         return self._pool.report_corrupt(refs)
 
@@ -663,24 +665,36 @@ class Prefill:
         base = len(job.prefix)
         for index, (slot, checksum) in enumerate(zip(job.new_slots, job.checksums, strict=True)):
             if base + index < len(request.keys):
-                if self.slots.key[slot] is None:
+                if self.slots.key_of(slot) is None:
                     self.slots.name(slot, request.keys[base + index])
                 self.slots.commit(slot, checksum)
         return effects + self._offer_to_pool(now, job)
 
     def _offer_to_pool(self, now: float, job: _Job) -> list[Effect]:
         """Blocks that did not come from the pool go there, own hits too: the pool may have evicted them since."""
-        keys: list[Key] = []
-        slots: list[int] = []
-        own = list(enumerate(job.own_slots))
         base = len(job.prefix)
-        for index, slot in own + [(base + i, s) for i, s in enumerate(job.new_slots)]:
-            if index < len(job.request.keys) and self.slots.state[slot] is SlotState.COMMITTED:
-                keys.append(job.request.keys[index])
-                slots.append(slot)
+        effects: list[Effect] = []
+        for first, slots in ((0, job.own_slots), (base, job.new_slots)):
+            stop = min(first + len(slots), len(job.request.keys))
+            chain = list(takewhile(lambda slot: self.slots.state_of(slot) is SlotState.COMMITTED, slots[: stop - first]))
+            if chain:
+                effects += self._offer_chain(now, job.request, first, chain)
+        return effects
+
+    def _offer_chain(self, now: float, request: StartPrefill, first: int, slots: list[int]) -> list[Effect]:
+        """Put the blocks from index `first` on, which stand in `slots`."""
+        stop, size = first + len(slots), self._layout.block_tokens * 4
         for slot in slots:
             self.slots.pin(slot)
-        effects = self._pool.put(now, self._new_id(), keys, [self._ref(slot) for slot in slots], tuple(slots))
+        effects = self._pool.put(
+            now,
+            self._new_id(),
+            request.keys[first:stop],
+            [self._ref(slot) for slot in slots],
+            tuple(slots),
+            parent=request.keys[first - 1] if first else request.root,
+            tokens=request.tokens[first * size : stop * size],
+        )
         if effects is None:
             self.slots.unpin(slots)
             return []
@@ -742,7 +756,7 @@ class Prefill:
             job.sequence = None
         self.slots.unpin(job.own_slots + job.new_slots)
         for slot in job.new_slots:
-            if self.slots.state[slot] is SlotState.WRITING:
+            if self.slots.state_of(slot) is SlotState.WRITING:
                 self.slots.free(slot)
         return effects
 
@@ -782,6 +796,11 @@ class Prefill:
 
     # --- leaves
 
+    def _block_compute_s(self) -> float:
+        """What computing one block has taken lately; 0 if nothing was measured yet."""
+        computed_s, computed_tokens, _ = self._computed
+        return computed_s / computed_tokens * self._layout.block_tokens if computed_tokens else 0.0
+
     def _job(self, decode: str, request_id: str, attempt: int) -> _Job | None:
         job = self._jobs.get(request_id)
         current = job is not None and job.request.attempt == attempt and job.request.decode == decode
@@ -795,7 +814,7 @@ class Prefill:
         return Send(request.decode, message)
 
     def _ref(self, slot: int) -> SlotRef:
-        committed = self.slots.state[slot] is SlotState.COMMITTED
+        committed = self.slots.state_of(slot) is SlotState.COMMITTED
         return SlotRef(
             node=self.name,
             incarnation=self.incarnation,

@@ -159,7 +159,9 @@ class Drained:
     """Nothing is left to finish: the process may exit."""
 
 
-Effect = Send | SetTimer | CancelTimer | Start | CancelWork | Fence | OpenSequence | CloseSequence | ToClient | Publish | Drained
+Effect = (
+    Send | SetTimer | CancelTimer | Start | CancelWork | Fence | OpenSequence | CloseSequence | ToClient | Publish | Drained
+)
 
 
 class Actor(Protocol):

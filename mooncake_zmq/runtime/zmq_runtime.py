@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import structlog
 import zmq
 
+from mooncake_zmq.kv.events import KvEvent
 from mooncake_zmq.messages import MAX_MESSAGE_BYTES, Hello
 from mooncake_zmq.runtime.actor import (
     Actor,
@@ -38,6 +39,7 @@ from mooncake_zmq.runtime.actor import (
     OpenSequence,
     PeerDown,
     PeerUp,
+    Publish,
     SetTimer,
     Start,
     Started,
@@ -151,14 +153,17 @@ class ZmqRuntime:
         peers: Mapping[str, str],
         executor: WorkExecutor | None = None,
         deliver: Callable[[ToClient], None] | None = None,
+        publish: Callable[[tuple[KvEvent, ...]], None] | None = None,
     ) -> None:
-        """`endpoint`: where to listen. `peers`: endpoint by name. `deliver`: where a gateway's `ToClient` effects go."""
+        """`endpoint`: where to listen. `peers`: endpoint by name. `deliver`: where a gateway's `ToClient` effects go.
+        `publish`: where a cache-node's KV events go; without it, nowhere."""
         self.node = node
         self.counts: dict[str, int] = {}
         self.stopped = False
         self.endpoint = endpoint
         self._executor = executor
         self._deliver = deliver
+        self._publish = publish
         if executor is not None:
             node.actor = _Introducing(node.actor, executor, node.actor.counts)
         self._timers = Timers()
@@ -370,6 +375,9 @@ class ZmqRuntime:
                 case ToClient():
                     assert self._deliver is not None, "this process has no clients"
                     self._deliver(effect)
+                case Publish(events):
+                    if self._publish is not None:
+                        self._publish(events)
                 case Drained():
                     self._drained_at = self._drained_at or time.monotonic()  # said again after every event
                 case _:

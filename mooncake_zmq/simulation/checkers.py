@@ -231,10 +231,10 @@ class Checkers:
 
     def _announced(self, name: str, stored: Sequence[Key]) -> None:
         """I5: a cache-node announces only what it holds."""
-        slots = getattr(self._actors.get(name), "slots", None)
-        if slots is not None:
+        holds = getattr(self._actors.get(name), "holds", None)
+        if holds is not None:
             for key in stored:
-                if slots.committed(key) is None:
+                if not holds(key):
                     raise Violation("I5", f"{name} announces {key.hex()}, which it does not hold")
 
     # --- in the memory
@@ -353,7 +353,7 @@ class Checkers:
             for key in self._blocks:
                 known = index.match((key,))
                 for pool_name, pool in pools.items():
-                    holds = getattr(pool, "slots").committed(key) is not None  # noqa: B009
+                    holds = getattr(pool, "holds")(key)  # noqa: B009
                     if holds != (pool_name in known):
                         says = "misses" if holds else "holds"
                         return Violation("I5", f"{name} thinks that {pool_name} {says} {key.hex()}")

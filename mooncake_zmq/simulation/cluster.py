@@ -1,9 +1,12 @@
 """The cluster every seed runs: the live actors with settings small enough that pools evict, decodes preempt, leases expire."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
-from mooncake_zmq.cache_node.cache_node import CacheNode, CacheNodeSettings
+from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.client import PoolClientSettings
+from mooncake_zmq.cache_node.disk_tier import DiskContents
+from mooncake_zmq.cache_node.settings import CacheNodeSettings, SsdSettings
 from mooncake_zmq.conductor.conductor import Conductor, ConductorSettings
 from mooncake_zmq.decode.decode import Decode, DecodeSettings
 from mooncake_zmq.gateway.requests import Requests, RequestsSettings
@@ -46,7 +49,12 @@ class ClusterSettings:
         capacity_tokens=304, max_batch=6, max_requests=8, pull_deadline_s=3.0, step_deadline_s=5.0, pool=POOL
     )
     cache_node: CacheNodeSettings = CacheNodeSettings(
-        pool_bytes=56 * SLOT_BYTES, max_lease_s=8.0, fetch_lease_s=3.0, fetch_batch_blocks=8, probe_s=0.5
+        pool_bytes=56 * SLOT_BYTES,
+        max_lease_s=8.0,
+        fetch_lease_s=3.0,
+        fetch_batch_blocks=4,
+        probe_s=0.5,
+        ssd=SsdSettings(bytes=80 * SLOT_BYTES, ahead=0.5, batch_blocks=6, write_s=3.0),
     )
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
@@ -69,8 +77,9 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
                 role=role,
                 host=host,
                 peers=peers,
-                make=lambda incarnation, name=name, role=role, host=host: _make(settings, role, name, host, incarnation),  # type: ignore[misc]
+                make=partial(_make, settings, role, name, host),
                 slots=slots,
+                disk_slots=settings.cache_node.ssd.bytes // SLOT_BYTES if role == "cache-node" else 0,
             )
         )
     return specs
@@ -94,7 +103,7 @@ def _talk(one: str, other: str, places: dict[str, str]) -> bool:
     return roles in TALK or (roles in TALK_AT_HOME and places[one] == places[other])
 
 
-def _make(settings: ClusterSettings, role: str, name: str, host: str, incarnation: int) -> Actor:
+def _make(settings: ClusterSettings, role: str, name: str, host: str, incarnation: int, disk: DiskContents) -> Actor:
     layout = settings.layout
     match role:
         case "gateway":
@@ -108,5 +117,6 @@ def _make(settings: ClusterSettings, role: str, name: str, host: str, incarnatio
         case "decode":
             return Decode(name=name, host=host, incarnation=incarnation, settings=settings.decode, layout=layout)
         case "cache-node":
-            return CacheNode(name=name, host=host, incarnation=incarnation, settings=settings.cache_node, layout=layout)
+            pool = settings.cache_node
+            return CacheNode(name=name, host=host, incarnation=incarnation, settings=pool, layout=layout, disk=disk)
     raise ValueError(role)

@@ -36,7 +36,11 @@ class FaultKind(Enum):
     COPY_TEAR = "copy_tear"
     """Copied bytes are damaged on the way, as by a concurrent writer, with probability `amount` per block."""
     BIT_FLIP = "bit_flip"
-    """One bit of each of `amount` blocks held by the target changes."""
+    """One bit of each of `amount` blocks held by the target changes, in DRAM and on disk."""
+    DISK_FULL = "disk_full"
+    """The target's SSD takes no more writes."""
+    DISK_FAIL = "disk_fail"
+    """The target's SSD fails reads and writes."""
     GARBAGE = "garbage"
     """`amount` frames reach the target that are noise, a stranger's, or of an old life."""
 
@@ -103,5 +107,7 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             return Fault(kind, at_s, duration_s, (), random.uniform(0.02, 0.3))
         case FaultKind.BIT_FLIP:
             return Fault(kind, at_s, 0.0, (random.choice(segments),), random.randint(1, 6))
+        case FaultKind.DISK_FULL | FaultKind.DISK_FAIL:
+            return Fault(kind, at_s, duration_s, (random.choice([name for name in segments if name.startswith("cache")]),))
         case FaultKind.GARBAGE:
             return Fault(kind, at_s, 0.0, (one,), random.randint(3, 20))

@@ -14,6 +14,7 @@ import numpy as np
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.messages import SlotRef
+from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.engine import SimSequence, as_tokens
 from mooncake_zmq.work import (
     BlockLoad,
@@ -23,6 +24,8 @@ from mooncake_zmq.work import (
     ComputeChunk,
     CopyBlocks,
     DecodeStep,
+    DiskBlock,
+    DiskWritten,
     LayersComputed,
     ProbeProcess,
     ProcessProbed,
@@ -34,6 +37,7 @@ from mooncake_zmq.work import (
     StepDecoded,
     Work,
     WorkFailed,
+    WriteToDisk,
 )
 
 NO_ANSWER = "no answer"
@@ -54,6 +58,8 @@ class Hardware:
     copy_block_s: float = 0.001
     network_start_s: float = 0.004
     network_block_s: float = 0.003
+    disk_start_s: float = 0.002
+    disk_block_s: float = 0.002
     probe_s: float = 0.001
     jitter: float = 0.5
 
@@ -150,6 +156,7 @@ class Machine:
         host: str,
         layout: BlockLayout,
         segment: Segment | None,
+        disk: SimDisk | None = None,
         later: Callable[[float, Callable[[], None]], None],
         done: Callable[[int, Result], None],
         progressed: Callable[[int, Progress], None],
@@ -160,6 +167,7 @@ class Machine:
         self.host = host
         self.layout = layout
         self.segment = segment
+        self.disk = disk
         self.stopped_at = float("-inf")
         """When the process was last stopped: a work begun before that may be late without being wrong."""
         self.sequences: dict[int, SimSequence] = {}
@@ -240,6 +248,8 @@ class Machine:
                 return self._decode(running, work)
             case CopyBlocks() as work:
                 return self._copy(running, work)
+            case WriteToDisk() as work:
+                return self._write_to_disk(running, work)
             case ProbeProcess() as work:
                 return self._probe(work)
 
@@ -371,7 +381,8 @@ class Machine:
                 copies.append(_BlockCopy(None, grant, []))
                 continue
             usable = target.generations[grant.slot] == grant.generation
-            reads = [self._reader(running, source, layer) for layer in range(layers)]
+            block = _DiskRead(self, source) if isinstance(source, DiskBlock) else None
+            reads = [_DiskPart(block, layer) if block else self._reader(running, source, layer) for layer in range(layers)]
             copies.append(_BlockCopy(target if usable else None, grant, reads))
         fail = self.world.random.random() < self.world.copy_fail
         for copy in copies:
@@ -384,12 +395,14 @@ class Machine:
                     copy.target.part(copy.grant.slot, layer)[: len(part)] = part
         if any(copy.target is not self.segment for copy in copies if copy.target is not None):
             self.world.half_written(self.name)
+        from_disk = len(copies) - len(sources) if self.disk else 0
         # From here on a stopped process writes late: the generation was checked, the bytes are on their way.
-        yield self._took(self._copy_s(len(copies), sources))
+        yield self._took(self._copy_s(len(copies), sources) + self.world.hardware.disk_block_s * from_disk)
         if fail:
             return WorkFailed("injected failure")
         checksums = tuple(self._finish_copy(running, copy) for copy in copies)
-        return BlocksCopied(checksums, tuple(index for index, copy in enumerate(copies) if copy.corrupt))
+        fault = "input/output error" if from_disk and self.disk and self.disk.fault == "failing" else ""
+        return BlocksCopied(checksums, tuple(index for index, copy in enumerate(copies) if copy.corrupt), fault)
 
     def _finish_copy(self, running: Running, copy: "_BlockCopy") -> int | None:
         target, grant = copy.target, copy.grant
@@ -412,10 +425,34 @@ class Machine:
         standing = [part_checksum(target.part(grant.slot, layer)) for layer in range(self.layout.layers)]
         return block_checksum(standing) if standing == target.parts[grant.slot] else None
 
-    def _reader(self, running: Running, source: SlotRef | SequenceBlock, layer: int) -> "_Read | _SequenceRead":
+    def _reader(self, running: Running, source: SlotRef | SequenceBlock | DiskBlock, layer: int) -> "_Read | _SequenceRead":
         if isinstance(source, SlotRef):
             return _Read(self, running, source, layer)
+        assert isinstance(source, SequenceBlock)
         return _SequenceRead(self, source, layer)
+
+    def _write_to_disk(self, running: Running, work: WriteToDisk) -> Steps:
+        """Block by block, each in two halves: a crash in between leaves a torn slot under whatever row it had."""
+        disk, segment = self.disk, self.segment
+        if disk is None or segment is None:
+            self.world.watcher.broken(self, "writes to a disk it does not have")
+            return WorkFailed("no disk")
+        written = [False] * len(work.blocks)
+        stop = yield self._took(self.world.hardware.disk_start_s)
+        for index, (source, block) in enumerate(work.blocks):
+            if stop or disk.fault:
+                break
+            if not generation_stands(segment, source):
+                continue
+            self.world.watcher.reading(self, running, segment, source)
+            disk.write(block, segment.block(source.slot), half=True)
+            stop = yield self._took(self.world.hardware.disk_block_s)
+            payload = segment.block(source.slot)
+            disk.write(block, payload, half=False)
+            if generation_stands(segment, source) and disk.stands(block, payload):
+                disk.index(block)
+                written[index] = True
+        return DiskWritten(tuple(written), {"": "", "full": "no space left", "failing": "input/output error"}[disk.fault])
 
     def _probe(self, work: ProbeProcess) -> Steps:
         yield self._took(self.world.hardware.probe_s)
@@ -447,7 +484,7 @@ class Machine:
 class _BlockCopy:
     target: Segment | None
     grant: SlotGrant
-    reads: list["_Read | _SequenceRead"]
+    reads: "Sequence[_Read | _SequenceRead | _DiskPart]"
     corrupt: bool = False
 
 
@@ -525,6 +562,56 @@ class _SequenceRead:
         return sequence.read_part(self._layer, start, start + machine.layout.block_tokens, machine.layout.block_tokens)
 
 
+class _DiskRead:
+    """A whole block of the own disk, verified as one when its last byte is in."""
+
+    __slots__ = ("_block", "_disk", "_half", "_payload", "corrupt", "part_bytes")
+
+    def __init__(self, machine: Machine, block: DiskBlock) -> None:
+        assert machine.disk is not None
+        self._disk = machine.disk
+        self._block = block
+        self.part_bytes = machine.layout.part_bytes
+        self._half = self._disk.read(block)[: machine.layout.block_bytes // 2]
+        self._payload: bytes | None = None
+        self.corrupt = False
+
+    def payload(self) -> bytes | None:
+        """The bytes if they verified. A copy that did not loses its row."""
+        if self._disk.fault == "failing" or self.corrupt:
+            return None
+        if self._payload is None:
+            whole = self._half + self._disk.read(self._block)[len(self._half) :]
+            if not self._disk.stands(self._block, whole):
+                self.corrupt = True
+                self._disk.rows.pop(self._block.slot, None)
+                return None
+            self._payload = whole
+        return self._payload
+
+
+class _DiskPart:
+    """One layer's part of a block on disk."""
+
+    __slots__ = ("_layer", "_read")
+
+    def __init__(self, read: _DiskRead, layer: int) -> None:
+        self._read = read
+        self._layer = layer
+
+    @property
+    def corrupt(self) -> bool:
+        return self._read.corrupt
+
+    def first_half(self) -> bytes | None:
+        return None  # nothing reaches the target before it is verified
+
+    def second_half(self) -> bytes | None:
+        payload = self._read.payload()
+        size = self._read.part_bytes
+        return None if payload is None else payload[self._layer * size : (self._layer + 1) * size]
+
+
 def readable(machine: Machine, segment: Segment, *, attached: bool = False) -> bool:
     """Whether `machine` can read `segment`: a file on its own host, or through its living owner."""
     if segment.host == machine.host:
@@ -557,5 +644,5 @@ def _sequences_of(work: Work) -> frozenset[int]:
             return frozenset(entry.sequence for entry in work.entries)
         case CopyBlocks():
             return frozenset(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock))
-        case ProbeProcess():
+        case WriteToDisk() | ProbeProcess():
             return frozenset()

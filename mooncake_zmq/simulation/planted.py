@@ -3,7 +3,7 @@
 An actor's own `check` would often notice first, so where it would, it is silenced: what is on trial is the checker outside.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +29,9 @@ from mooncake_zmq.messages import (
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.runtime.actor import Effect, Received, Send
 from mooncake_zmq.runtime.session import Session
-from mooncake_zmq.simulation import hardware
+from mooncake_zmq.simulation import disk, hardware
 from mooncake_zmq.simulation.faults import FaultKind
+from mooncake_zmq.work import DiskBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,13 @@ def _silent(self: Any, now: float = 0.0) -> None:
 
 
 class _PinlessSlots(Slots):
-    """Pins are counted, but the slot stays among those to evict."""
+    """A lease pins nothing: its slots stay among those to evict."""
 
     def pin(self, slot: int) -> None:
-        self.pins[slot] += 1
+        pass
+
+    def unpin(self, slots: Sequence[int], depth: int = 0) -> None:
+        self.touch(slots)
 
     def check(self) -> None:
         pass
@@ -75,6 +79,25 @@ def _no_generation_check() -> list[tuple[Any, str, Any]]:
         return True
 
     return [(hardware, "generation_stands", always), (hardware, "part_stands", always)]
+
+
+def _disk_unverified() -> list[tuple[Any, str, Any]]:
+    """What is read from disk is taken for what the index says, and its checksum for the one that was asked for."""
+    copy = hardware.Machine._finish_copy
+
+    def trusting(self: Any, running: Any, copied: Any) -> Any:
+        checksum = copy(self, running, copied)
+        source = next((source for source, grant in running.work.copies if grant is copied.grant), None)
+        return source.checksum if checksum is not None and isinstance(source, DiskBlock) else checksum
+
+    def always(*_: object) -> bool:
+        return True
+
+    return [
+        (disk, "header_stands", always),
+        (disk, "payload_stands", always),
+        (hardware.Machine, "_finish_copy", trusting),
+    ]
 
 
 def _ttl_from_receipt() -> list[tuple[Any, str, Any]]:
@@ -108,9 +131,9 @@ def _ttl_from_receipt() -> list[tuple[Any, str, Any]]:
 def _late_writer() -> list[tuple[Any, str, Any]]:
     """A put past its time is simply given back: no quarantine, nobody asks whether its writer still writes."""
 
-    def on_put_expired(self: CacheNode, now: float, writer: HolderId) -> list[Effect]:
+    def on_put_expired(self: CacheNode, writer: HolderId) -> list[Effect]:
         put = self._puts.pop(writer, None)
-        for _, slot, _ in put.slots.values() if put else ():
+        for _, slot in put.slots.values() if put else ():
             self.slots.free(slot)
         return []
 
@@ -257,6 +280,7 @@ PLANTED: dict[str, Planted] = {
     "no_generation_check": Planted("copies are not verified", ("I1", "I3"), (K.BIT_FLIP, K.COPY_TEAR), _no_generation_check),
     "ttl_from_receipt": Planted("ttl counted from receipt", ("I2",), (K.STOP_ASKER,), _ttl_from_receipt),
     "late_writer": Planted("quarantine ignored", ("I2",), (K.STOP_WRITER,), _late_writer),
+    "disk_unverified": Planted("disk reads are not verified", ("I1",), (K.BIT_FLIP, K.CRASH, K.DRAIN), _disk_unverified),
     "commit_unverified": Planted("commit without checksum", ("I1",), (K.COPY_TEAR, K.COPY_FAIL), _commit_unverified),
     "duplicate_token": Planted("duplicate token", ("I3",), (K.DUPLICATE,), _duplicate_token),
     "stale_attempt": Planted(

@@ -14,6 +14,7 @@ from typing import Any
 
 import xxhash
 
+from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.messages import PROTOCOL_VERSION, Envelope, Hello, LeaseBlocks, ReserveSlots, SegmentRef, encode
 from mooncake_zmq.runtime.actor import (
@@ -28,6 +29,7 @@ from mooncake_zmq.runtime.actor import (
     Fence,
     FromClient,
     OpenSequence,
+    Publish,
     Send,
     SetTimer,
     Start,
@@ -41,6 +43,7 @@ from mooncake_zmq.runtime.actor import (
 from mooncake_zmq.runtime.node import Node, Outer, Transmit
 from mooncake_zmq.runtime.session import Session, SessionSettings
 from mooncake_zmq.simulation.checkers import Checkers, Violation
+from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.faults import Fault, FaultKind
 from mooncake_zmq.simulation.hardware import Hardware, Machine, Segment
 from mooncake_zmq.simulation.traces import MODEL
@@ -49,20 +52,23 @@ from mooncake_zmq.work import Progress, Result
 LINGER_S = 1.0
 CATCH_UP_S = 0.0006
 """Longest time that a process takes for each thing that came while it was stopped."""
+DISK_FAULTS = {FaultKind.DISK_FULL: "full", FaultKind.DISK_FAIL: "failing"}
 RECENT_FRAMES = 32
 """Frames of a life that are kept to be replayed after its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One process of the cluster. `make` builds its actor for a life; `slots`: size of its segment, 0 for none."""
+    """One process of the cluster. `make` builds its actor for a life, from what its disk holds; `slots`: size of its segment,
+    `disk_slots`: of its disk, 0 for none."""
 
     name: str
     role: str
     host: str
     peers: tuple[str, ...]
-    make: Callable[[int], Actor]
+    make: Callable[[int, DiskContents], Actor]
     slots: int = 0
+    disk_slots: int = 0
 
 
 @dataclass(slots=True)
@@ -127,6 +133,7 @@ class Simulator:
         self.hardware = hardware
         self.watcher = checkers
         self.segments: dict[tuple[str, int], Segment] = {}
+        self.disks = {spec.name: SimDisk(layout, spec.disk_slots) for spec in specs if spec.disk_slots}
         self.copy_fail = 0.0
         self.copy_tear = 0.0
         self.faults_begun: Counter[str] = Counter()
@@ -203,7 +210,8 @@ class Simulator:
         if spec.slots:
             segment = Segment(name, incarnation, spec.host, self._layout, spec.slots)
             self.segments[name, incarnation] = segment
-        actor = spec.make(incarnation)
+        disk = self.disks.get(name)
+        actor = spec.make(incarnation, DiskContents(disk.slots, tuple(disk.rows.values())) if disk else DiskContents())
         machine = Machine(
             self,
             name=name,
@@ -211,6 +219,7 @@ class Simulator:
             host=spec.host,
             layout=self._layout,
             segment=segment,
+            disk=disk,
             later=lambda delay_s, action: self.at(self.now + delay_s, action, process),
             done=partial(self._work_done, process),
             progressed=partial(self._progressed, process),
@@ -345,6 +354,8 @@ class Simulator:
                     life.machine.close(sequence)
                 case ToClient(request_id, output):
                     self.to_client(process.name, request_id, output)
+                case Publish():
+                    pass
                 case Drained():
                     if not life.drained:
                         life.drained = True
@@ -421,6 +432,8 @@ class Simulator:
         self._active.clear()
         self._traps.clear()
         self._blocked.clear()
+        for disk in self.disks.values():
+            disk.fault = ""
         self._apply_levels()
         for name, process in self.processes.items():
             self.resume(name)
@@ -448,6 +461,8 @@ class Simulator:
                 self.at(self.now, lambda: self._handle(process, DrainWanted()), process)
             case FaultKind.BIT_FLIP, (name,):
                 self._flip_bits(name, int(fault.amount))
+            case FaultKind.DISK_FULL | FaultKind.DISK_FAIL, (name,):
+                self.disks[name].fault = DISK_FAULTS[fault.kind]
             case FaultKind.GARBAGE, (name,):
                 for _ in range(int(fault.amount)):
                     self._garbage(self.processes[name])
@@ -475,6 +490,8 @@ class Simulator:
             case FaultKind.DRAIN, (name,):
                 self.crash(name)
                 self.restart(name)
+            case FaultKind.DISK_FULL | FaultKind.DISK_FAIL, (name,):
+                self.disks[name].fault = ""
 
     def _apply_levels(self) -> None:
         level = {kind: 0.0 for kind in FaultKind}
@@ -502,6 +519,8 @@ class Simulator:
         return pairs if fault.kind is FaultKind.ONE_WAY else pairs + [(b, a) for a, b in pairs]
 
     def _flip_bits(self, name: str, blocks: int) -> None:
+        if name in self.disks:
+            self.disks[name].flip(self.random, blocks)
         life = self.processes[name].life
         if life is None or life.machine.segment is None:
             return

@@ -6,10 +6,16 @@ from dataclasses import replace
 import pytest
 from actor_harness import LAYOUT, Harness
 
-from mooncake_zmq.cache_node.cache_node import CacheNode, CacheNodeSettings
+from mooncake_zmq.cache_node.cache_node import CacheNode
+from mooncake_zmq.cache_node.disk_tier import DiskContents
+from mooncake_zmq.cache_node.settings import CacheNodeSettings, SsdSettings
+from mooncake_zmq.kv.events import BlocksStored, Medium
+from mooncake_zmq.kv.eviction import POLICIES
+from mooncake_zmq.kv.slots import SlotState
 from mooncake_zmq.messages import (
     BlocksAnnounced,
     BlocksLeased,
+    ChangeReplica,
     CommitSlots,
     LeaseBlocks,
     LeasedBlock,
@@ -22,7 +28,16 @@ from mooncake_zmq.messages import (
     SlotRef,
     SlotsReserved,
 )
-from mooncake_zmq.work import BlocksCopied, CopyBlocks, ProbeProcess, ProcessProbed, WorkFailed
+from mooncake_zmq.work import (
+    BlocksCopied,
+    CopyBlocks,
+    DiskBlock,
+    DiskWritten,
+    ProbeProcess,
+    ProcessProbed,
+    WorkFailed,
+    WriteToDisk,
+)
 
 CAPACITY = 8
 BASE = CacheNodeSettings(pool_bytes=CAPACITY * LAYOUT.slot_bytes, fetch_lease_s=20.0, max_lease_s=60.0, probe_s=1.0)
@@ -39,9 +54,12 @@ def keys(*numbers):
 class Pool(Harness):
     """A cache-node "me" with the local client p0, the remote pools c1 and c2, and the conductor k whose index is kept."""
 
-    def __init__(self, **settings):
+    def __init__(self, *, disk=DiskContents(), **settings):
         self.index = {}
-        super().__init__(CacheNode(name="me", host="h0", incarnation=3, settings=replace(BASE, **settings), layout=LAYOUT))
+        self.mediums = {medium: set() for medium in Medium}
+        settings = replace(BASE, **settings)
+        actor = CacheNode(name="me", host="h0", incarnation=3, settings=settings, layout=LAYOUT, disk=disk)
+        super().__init__(actor)
         for name, host in (("p0", "h0"), ("d0", "h0"), ("c1", "h1"), ("c2", "h2"), ("k", "h0")):
             self.up(name, host=host)
 
@@ -63,9 +81,18 @@ class Pool(Harness):
                 index -= set(message.removed)
         slots = self.actor.slots
         assert {slot: slots.generation[slot] for slot in self.fences} == self.fences, "every change is fenced"
+        for event in self.published:
+            if isinstance(event, BlocksStored):
+                self.mediums[event.medium].update(event.keys)
+            else:
+                assert self.mediums[event.medium].issuperset(event.keys), "only what was stored is removed"
+                self.mediums[event.medium].difference_update(event.keys)
+        self.published.clear()
+        in_dram, on_disk = set(slots.committed_keys()), set(self.actor.disk.slots.committed_keys())
+        assert self.mediums == {Medium.CPU: in_dram, Medium.DISK: on_disk}, "the events tell what is where"
         for name, index in self.index.items():
             if name in self.peers:
-                assert index == set(slots.committed_keys()), "the index says what is here"
+                assert index == in_dram | on_disk, "the index says what is here"
 
     def put(self, *numbers, client="p0", put_id=None):
         put_id = put_id or self.fresh()
@@ -83,10 +110,10 @@ class Pool(Harness):
         self.serial += 1
         return self.serial
 
-    def lease(self, *numbers, client="p0", sources=(), fetch_s=5.0, ttl_s=15.0):
+    def lease(self, *numbers, client="p0", sources=(), **options):
         lease_id = self.fresh()
-        ask = LeaseBlocks(lease_id=lease_id, keys=keys(*numbers), sources=sources, fetch_s=fetch_s, ttl_s=ttl_s)
-        self.say(client, ask)
+        options = {"fetch_s": 5.0, "ttl_s": 15.0} | options
+        self.say(client, LeaseBlocks(lease_id=lease_id, keys=keys(*numbers), sources=sources, **options))
         return lease_id
 
     def leased(self, *numbers, **options):
@@ -101,14 +128,23 @@ class Pool(Harness):
         )
         self.say(source, BlocksLeased(lease_id=ask.lease_id, blocks=blocks))
 
-    def copied(self, *, fail=(), corrupt=()):
+    def written(self, *, fail=(), fault=""):
+        """The batch under way is on disk, but for those whose index is in `fail`."""
+        work_id, work = self.work(WriteToDisk)
+        self.done(work_id, DiskWritten(tuple(i not in fail for i in range(len(work.blocks))), fault))
+        return tuple(int.from_bytes(block.key, "big") for _, block in work.blocks)
+
+    def on_disk(self):
+        return {int.from_bytes(k, "big") for k in self.actor.disk.slots.committed_keys()}
+
+    def copied(self, *, fail=(), corrupt=(), fault=""):
         work_id, work = self.work(CopyBlocks)
         sums = [source.checksum for source, _ in work.copies]
         for i in fail:
             sums[i] = None
         for i in corrupt:
             sums[i] = None
-        self.done(work_id, BlocksCopied(tuple(sums), tuple(corrupt)))
+        self.done(work_id, BlocksCopied(tuple(sums), tuple(corrupt), fault))
 
     def held(self):
         return {int.from_bytes(k, "big") for k in self.actor.slots.committed_keys()}
@@ -224,7 +260,7 @@ def test_missing_blocks_are_fetched_from_a_source_and_named_remote(pool):
     pool.lease(1, 2, 3, sources=("c1",))
     ask = pool.one(LeaseBlocks, "c1")
     assert ask.keys == keys(2, 3)
-    assert ask.fetch_s == 0.0, "a source asks nobody else"
+    assert ask.sources == (), "a source asks nobody else"
     pool.answer(ask, 2, 3)
     pool.copied()
     assert [block.remote for block in pool.one(BlocksLeased, "p0").blocks] == [False, True, True]
@@ -243,15 +279,47 @@ def test_what_one_source_lacks_comes_from_the_next(pool):
     assert len(pool.one(BlocksLeased, "p0").blocks) == 3
 
 
-def test_a_long_fetch_goes_in_batches_from_the_same_source():
+def test_a_long_fetch_goes_in_batches_two_at_a_time():
     pool = Pool(fetch_batch_blocks=2)
     pool.lease(1, 2, 3, 4, 5, sources=("c1",))
-    for batch in ((1, 2), (3, 4), (5,)):
-        ask = pool.one(LeaseBlocks, "c1")
-        assert ask.keys == keys(*batch)
+    first, second = pool.take(LeaseBlocks, "c1")
+    assert (first.keys, second.keys) == (keys(1, 2), keys(3, 4))
+    pool.answer(first, 1, 2)
+    assert pool.take(LeaseBlocks) == []
+    pool.copied()
+    third = pool.one(LeaseBlocks, "c1")
+    assert third.keys == keys(5)
+    for ask, batch in ((third, (5,)), (second, (3, 4))):
         pool.answer(ask, *batch)
         pool.copied()
     assert len(pool.one(BlocksLeased, "p0").blocks) == 5
+
+
+def test_several_sources_share_a_fetch():
+    pool = Pool(fetch_batch_blocks=2)
+    pool.lease(1, 2, 3, 4, 5, 6, sources=("c1", "c2"))
+    first, third = pool.take(LeaseBlocks, "c1")
+    (second,) = pool.take(LeaseBlocks, "c2")
+    assert [ask.keys for ask in (first, second, third)] == [keys(1, 2), keys(3, 4), keys(5, 6)]
+    for ask, source, batch in ((first, "c1", (1, 2)), (second, "c2", (3, 4)), (third, "c1", (5, 6))):
+        pool.answer(ask, *batch, source=source)
+        pool.copied()
+    assert [block.remote for block in pool.one(BlocksLeased, "p0").blocks] == [True] * 6
+
+
+def test_a_source_slower_than_computing_is_not_asked_again_for_a_while(pool):
+    pool.lease(1, sources=("c1",), compute_s=0.5)
+    ask = pool.one(LeaseBlocks, "c1")
+    pool.advance(1.0)
+    pool.answer(ask, 1)
+    pool.copied()
+    assert len(pool.one(BlocksLeased, "p0").blocks) == 1
+    assert pool.leased(2, sources=("c1",), compute_s=0.5)[1] == ()
+    pool.lease(3, sources=("c1",), compute_s=5.0)
+    assert pool.one(LeaseBlocks, "c1").keys == keys(3), "computing would take longer"
+    pool.advance(40.0)
+    pool.lease(4, sources=("c1",), compute_s=0.5)
+    assert pool.one(LeaseBlocks, "c1").keys == keys(4)
 
 
 def test_the_deadline_answers_with_what_is_here(pool):
@@ -494,6 +562,190 @@ def test_conductors_hear_the_whole_set_at_first_and_changes_later(pool):
     assert len(pool.index["k"]) == CAPACITY
 
 
+# --- SSD
+
+
+def disk_pool(slots=20, ahead=1.0, recovered=(), **settings):
+    blocks = tuple(DiskBlock(i, key(number), 1000 + number) for i, number in enumerate(recovered))
+    return Pool(disk=DiskContents(slots, blocks), ssd=SsdSettings(ahead=ahead, batch_blocks=3), **settings)
+
+
+def test_the_coldest_blocks_are_written_ahead_of_need_in_batches():
+    pool = disk_pool(ahead=0.5)
+    pool.store(1, 2, 3)
+    assert not pool.works, "half of the pool is free still"
+    pool.store(4, 5, 6)
+    assert pool.written() == (3, 2), "all but the coldest may stay in DRAM alone, and children are colder than their parents"
+    assert not pool.works
+    pool.store(7, 8)
+    assert pool.written() == (1, 6)
+    assert pool.on_disk() == {1, 2, 3, 6}
+
+
+def test_a_block_evicted_from_dram_is_promoted_for_a_lease():
+    pool = disk_pool()
+    pool.store(1, 2)
+    pool.written()
+    pool.lease(*range(100, 100 + CAPACITY), sources=("c1",))
+    pool.answer(pool.one(LeaseBlocks, "c1"), *range(100, 100 + CAPACITY))
+    pool.copied()
+    pool.say("p0", ReleaseLease(lease_id=pool.one(BlocksLeased, "p0").lease_id))
+    while any(isinstance(work, WriteToDisk) for work in pool.works.values()):
+        pool.written()
+    assert 1 not in pool.held()
+    assert 1 in pool.on_disk()
+    pool.lease(1, 2)
+    _, work = pool.work(CopyBlocks)
+    assert [(source.key, source.checksum) for source, _ in work.copies] == [(key(1), 1001), (key(2), 1002)]
+    pool.copied()
+    leased = pool.one(BlocksLeased, "p0")
+    assert [block.remote for block in leased.blocks] == [False, False]
+    assert pool.actor.counts["lookup_blocks[result=disk]"] == 2
+
+
+def test_a_restart_serves_what_the_recovery_found():
+    pool = disk_pool(recovered=(1, 2, 3))
+    assert pool.index["k"] == set(keys(1, 2, 3))
+    pool.lease(1, 2, 3)
+    pool.copied()
+    assert len(pool.one(BlocksLeased, "p0").blocks) == 3
+
+
+def test_another_pool_is_served_from_disk_too():
+    pool = disk_pool(recovered=(1, 2))
+    pool.say("c1", LeaseBlocks(lease_id=1, keys=keys(1, 2), sources=(), fetch_s=5.0, ttl_s=15.0))
+    pool.copied()
+    assert len(pool.one(BlocksLeased, "c1").blocks) == 2
+
+
+def test_disk_and_other_pools_are_asked_at_once():
+    pool = disk_pool(recovered=(1, 2))
+    pool.lease(1, 2, 3, sources=("c1",))
+    ask = pool.one(LeaseBlocks, "c1")
+    assert ask.keys == keys(3)
+    pool.copied()
+    pool.answer(ask, 3)
+    pool.copied()
+    assert [block.remote for block in pool.one(BlocksLeased, "p0").blocks] == [False, False, True]
+
+
+def test_a_disk_copy_that_does_not_verify_is_a_miss_and_its_slot_never_used_again():
+    pool = disk_pool(recovered=(1, 2))
+    pool.lease(1, 2)
+    pool.copied(corrupt=(1,))
+    assert len(pool.one(BlocksLeased, "p0").blocks) == 1
+    assert pool.on_disk() == {1}
+    assert pool.actor.counts["corrupt_blocks[tier=disk]"] == 1
+    assert pool.actor.disk.slots.state_of(1) is SlotState.RETIRED
+
+
+def test_a_corrupt_disk_copy_is_had_from_another_pool_instead():
+    pool = disk_pool(recovered=(1,))
+    pool.lease(1, sources=("c1",))
+    pool.copied(corrupt=(0,))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1)
+    pool.copied()
+    assert [block.remote for block in pool.one(BlocksLeased, "p0").blocks] == [True]
+
+
+def test_a_full_disk_is_read_but_not_written_any_more():
+    pool = disk_pool(recovered=(9,))
+    pool.store(1, 2)
+    pool.written(fail=(0, 1), fault="no space left")
+    pool.store(3)
+    assert not pool.works
+    assert pool.actor.gauges(pool.now)["capacity_disk_blocks"] == 0
+    assert pool.actor.dump(pool.now)["disk"]["fault"] == "no space left"
+    pool.lease(9)
+    pool.copied()
+    assert len(pool.one(BlocksLeased, "p0").blocks) == 1
+
+
+def test_a_failing_disk_is_left_alone_and_the_node_goes_on():
+    pool = disk_pool(recovered=(9, 10))
+    pool.lease(9)
+    pool.copied(fail=(0,), fault="input/output error")
+    assert pool.one(BlocksLeased, "p0").blocks == ()
+    assert pool.index["k"] == set()
+    pool.store(1)
+    assert not pool.works
+    assert len(pool.leased(1)[1]) == 1
+
+
+def test_a_drain_writes_what_dram_alone_holds_before_it_ends():
+    pool = disk_pool(ahead=0.0)
+    pool.store(1, 2, 3, 4)
+    assert not pool.works
+    pool.drain()
+    while pool.works:
+        assert not pool.drained
+        pool.written()
+    assert pool.on_disk() == {1, 2, 3, 4}
+    assert pool.drained
+
+
+def test_a_disk_smaller_than_dram_is_not_rewritten_for_ever():
+    pool = disk_pool(slots=4)
+    pool.store(*range(1, 9))
+    for _ in range(10):
+        if pool.works:
+            pool.written()
+    assert not pool.works
+
+
+# --- copies on a conductor's wish
+
+
+def test_a_wished_copy_is_fetched_and_holds_nothing_afterwards(pool):
+    pool.say("k", ChangeReplica(keys=keys(1, 2), sources=("c1",)))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1, 2)
+    pool.copied()
+    assert pool.held() == {1, 2}
+    assert pool.busy() == {}
+
+
+def test_a_copy_too_many_is_the_next_to_go(pool):
+    pool.store(*range(1, CAPACITY + 1))
+    pool.say("k", ChangeReplica(keys=keys(1), sources=()))
+    pool.store(20)
+    assert pool.held() == set(range(2, CAPACITY + 1)) | {20}
+
+
+def test_wishes_are_limited():
+    pool = Pool(max_wishes=1)
+    pool.say("k", ChangeReplica(keys=keys(1), sources=("c1",)))
+    pool.say("k", ChangeReplica(keys=keys(2), sources=("c1",)))
+    assert pool.one(LeaseBlocks, "c1").keys == keys(1)
+    assert pool.actor.counts["wishes_left"] == 1
+
+
+# --- what is told
+
+
+def test_events_tell_tokens_and_parents_where_the_writer_told_them():
+    pool = Pool()
+    tokens = bytes(range(LAYOUT.block_tokens * 4 * 3))
+    size = LAYOUT.block_tokens * 4
+    told = []
+    pool.agree = lambda: (told.extend(pool.published), pool.published.clear())
+    pool.say("p0", ReserveSlots(put_id=1, keys=keys(1, 2, 3), ttl_s=15.0, parent=key(99), tokens=tokens))
+    pool.say("p0", CommitSlots(put_id=1, checksums=((0, 1), (2, 1))))
+    assert told == [
+        BlocksStored(keys(1), Medium.CPU, key(99), tokens[:size]),
+        BlocksStored(keys(3), Medium.CPU, key(2), tokens[2 * size :]),
+    ]
+
+
+def test_tokens_that_do_not_fit_the_blocks_are_not_told():
+    pool = Pool()
+    told = []
+    pool.agree = lambda: (told.extend(pool.published), pool.published.clear())
+    pool.say("p0", ReserveSlots(put_id=1, keys=keys(1), ttl_s=15.0, parent=key(99), tokens=b"1234"))
+    pool.say("p0", CommitSlots(put_id=1, checksums=((0, 1),)))
+    assert told == [BlocksStored(keys(1), Medium.CPU)]
+    assert pool.actor.counts["put_tokens_misfit"] == 1
+
+
 def test_a_draining_pool_grants_nothing_and_ends_when_all_is_given_back(pool):
     pool.store(1)
     lease_id, _ = pool.leased(1)
@@ -508,7 +760,14 @@ def test_a_draining_pool_grants_nothing_and_ends_when_all_is_given_back(pool):
 @pytest.mark.parametrize("seed", range(40))
 def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
     rng = random.Random(seed)
-    pool = Pool(fetch_batch_blocks=2, max_leases_per_client=5, max_quarantined_per_client=3)
+    pool = Pool(
+        fetch_batch_blocks=2,
+        max_leases_per_client=5,
+        max_quarantined_per_client=3,
+        ssd=SsdSettings(ahead=rng.choice((0.5, 1.0)), batch_blocks=3),
+        disk=DiskContents(rng.choice((0, 3, 8, 20)) if seed % 4 else 0),
+        eviction=rng.choice(sorted(POLICIES)),
+    )
     leases, puts, asks = [], [], []
     lives = dict.fromkeys(pool.peers, 1)
     for _ in range(400):
@@ -544,7 +803,10 @@ def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
                     pool.up(name, lives[name], host={"c1": "h1", "c2": "h2"}.get(name, "h0"))
             case 10:
                 names = [n for n in pool.actor.slots.committed_keys()]
-                if names and client:
+                if rng.random() < 0.5 and "k" in pool.peers:
+                    sources = tuple(rng.sample(("c1", "c2"), rng.randint(0, 2)))
+                    pool.say("k", ChangeReplica(keys=keys(*some), sources=sources))
+                elif names and client:
                     slot = pool.actor.slots.committed(rng.choice(names))
                     pool.say(client, ReportCorrupt(slots=(pool.actor._ref(slot),)))
             case _:
@@ -567,6 +829,8 @@ def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
         finish(pool, rng)
     assert pool.busy() == {}
     pool.drain()
+    while pool.works:
+        finish(pool, rng)
     assert pool.drained
 
 
@@ -576,8 +840,12 @@ def finish(pool, rng):
         pool.done(work_id, WorkFailed("test"))
     elif isinstance(work, ProbeProcess):
         pool.done(work_id, ProcessProbed(alive=rng.random() < 0.5))
+    elif isinstance(work, WriteToDisk):
+        pool.done(work_id, DiskWritten(tuple(rng.random() < 0.9 for _ in work.blocks), "full" if rng.random() < 0.02 else ""))
     else:
-        pool.done(work_id, BlocksCopied(tuple(rng.choice((ref.checksum,) * 4 + (None, 5)) for ref, _ in work.copies)))
+        checksums = tuple(rng.choice((ref.checksum,) * 4 + (None, 5)) for ref, _ in work.copies)
+        corrupt = tuple(i for i, checksum in enumerate(checksums) if checksum is None and rng.random() < 0.5)
+        pool.done(work_id, BlocksCopied(checksums, corrupt, "failing" if rng.random() < 0.02 else ""))
 
 
 @pytest.mark.parametrize(

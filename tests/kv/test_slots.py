@@ -1,15 +1,16 @@
-"""Slots against a naive model: LRU order, pins, quarantine, anonymous slots, generations as a seqlock."""
+"""Slots against a naive model: eviction order, pins, quarantine, anonymous, restored and retired slots, the seqlock."""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from mooncake_zmq.kv.eviction import POLICIES
 from mooncake_zmq.kv.slots import NEXT_STATE, Slots, SlotState
 
 CAPACITY = 5
-KEYS = st.sampled_from([bytes([i]) * 16 for i in range(8)])
-NOBODY = None
+ALL_KEYS = [bytes([i]) * 16 for i in range(8)]
+KEYS = st.sampled_from(ALL_KEYS)
 
 
 class SlotsMachine(RuleBasedStateMachine):
@@ -35,6 +36,20 @@ class SlotsMachine(RuleBasedStateMachine):
             self.model[slot]["state"] = "free"
         else:
             self.order.append(slot)
+
+    @initialize(survivors=st.dictionaries(st.integers(0, CAPACITY - 1), st.integers(0, 7), max_size=CAPACITY))
+    def recover(self, survivors):
+        for slot, i in survivors.items():
+            key = ALL_KEYS[i]
+            if self.named(key) is not None:
+                with pytest.raises(AssertionError):
+                    self.slots.restore(slot, key, i)
+                continue
+            self.slots.restore(slot, key, i)
+            self.model[slot] = {"state": "committed", "key": key, "pins": 0}
+            self.order.append(slot)
+            assert self.slots.checksum[slot] == i
+        assert self.slots.take_fences() == (), "the generation stands"
 
     @rule(key=KEYS | st.none())
     def reserve(self, key):
@@ -88,6 +103,31 @@ class SlotsMachine(RuleBasedStateMachine):
             self.model[slot] = {"state": "quarantined", "key": None, "pins": 0}
 
     @rule(data=st.data())
+    def retire(self, data):
+        slot = self.pick(data, "writing", "committed")
+        if slot is not None and not self.model[slot]["pins"] and sum(s["state"] == "retired" for s in self.model) < 2:
+            committed = self.model[slot]["state"] == "committed"
+            key = self.model[slot]["key"]
+            self.slots.evicted.clear()
+            self.slots.retire(slot)
+            assert self.slots.evicted == ([key] if committed else []), "told only of what was announced"
+            self.model[slot] = {"state": "retired", "key": None, "pins": 0}
+            if committed:
+                self.order.remove(slot)
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def demote(self, data):
+        slot = data.draw(st.sampled_from(self.order))
+        self.slots.demote(slot)
+        self.order.remove(slot)
+        self.order.insert(0, slot)
+
+    @rule(limit=st.integers(0, CAPACITY + 1))
+    def coldest(self, limit):
+        assert self.slots.coldest(limit) == self.order[:limit]
+
+    @rule(data=st.data())
     def forget(self, data):
         slot = self.pick(data, "committed")
         if slot is not None:
@@ -134,17 +174,23 @@ class SlotsMachine(RuleBasedStateMachine):
         free = sum(1 for slot in self.model if slot["state"] == "free")
         assert self.slots.available == free + len(self.order)
         for i, slot in enumerate(self.model):
-            assert self.slots.state[i].value == slot["state"]
-            assert self.slots.key[i] == slot["key"]
+            assert self.slots.state_of(i).value == slot["state"]
+            assert self.slots.key_of(i) == slot["key"]
             assert self.slots.pins[i] == slot["pins"]
             assert self.slots.generation[i] % 2 == (slot["state"] in ("writing", "quarantined"))
             if slot["key"] is not None:
                 assert self.slots.held(slot["key"])
                 assert (self.slots.committed(slot["key"]) == i) == (slot["state"] == "committed")
+        readable = {slot["key"]: i for i, slot in enumerate(self.model) if slot["state"] == "committed" and slot["key"]}
+        assert sorted(self.slots.committed_keys()) == sorted(readable)
+        assert self.slots.find(b"".join(ALL_KEYS)).tolist() == [readable.get(key, -1) for key in ALL_KEYS]
+        assert self.slots.pinned == sum(1 for slot in self.model if slot["pins"])
+        for state in SlotState:
+            assert self.slots.count(state) == sum(slot["state"] == state.value for slot in self.model)
         for slot, generation in self.slots.take_fences():
             assert generation > self.generations[slot], "a generation never returns"
             self.generations[slot] = generation
-        assert self.generations == self.slots.generation, "every change is fenced"
+        assert self.generations == list(self.slots.generation), "every change is fenced"
 
 
 TestSlotsMachine = SlotsMachine.TestCase
@@ -155,8 +201,8 @@ def key(i):
     return bytes([i]) * 16
 
 
-def filled(count):
-    slots = Slots(count)
+def filled(count, policy="lru"):
+    slots = Slots(count, policy)
     chain = []
     for i in range(count):
         slot = slots.reserve(key(i))
@@ -167,8 +213,9 @@ def filled(count):
     return slots, chain
 
 
-def test_a_chain_is_evicted_from_its_leaf():
-    slots, _ = filled(3)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_chain_is_evicted_from_its_leaf(policy):
+    slots, _ = filled(3, policy)
     for _ in range(3):
         slots.reserve(None)
     assert slots.evicted == [key(2), key(1), key(0)]
@@ -190,10 +237,10 @@ def test_an_anonymous_slot_is_free_again_after_its_last_pin_and_its_readers_noti
     slots.commit(slot, 7)
     granted = slots.generation[slot]
     slots.unpin([slot])
-    assert slots.state[slot] is SlotState.COMMITTED
+    assert slots.state_of(slot) is SlotState.COMMITTED
     assert slots.generation[slot] == granted
     slots.unpin([slot])
-    assert slots.state[slot] is SlotState.FREE
+    assert slots.state_of(slot) is SlotState.FREE
     assert slots.generation[slot] != granted
 
 
@@ -207,7 +254,7 @@ def test_a_forgotten_slot_stays_with_its_readers_but_nobody_finds_it_and_its_key
     again = slots.reserve(key(0))
     assert again != chain[0]
     slots.unpin([chain[0]])
-    assert slots.state[chain[0]] is SlotState.FREE
+    assert slots.state_of(chain[0]) is SlotState.FREE
     slots.check()
 
 
@@ -235,3 +282,64 @@ def test_a_life_cycle_breach_raises():
     with pytest.raises(AssertionError):
         slots.unpin([0])
     assert (SlotState.QUARANTINED, "commit") not in NEXT_STATE, "a late writer never commits"
+
+
+def test_a_retired_slot_is_never_handed_out_again_and_its_readers_notice():
+    slots, (first, second) = filled(2)
+    granted = slots.generation[first]
+    slots.retire(first)
+    assert slots.committed(key(0)) is None
+    assert slots.evicted == [key(0)]
+    assert slots.generation[first] > granted
+    assert slots.reserve(key(7)) == second
+    slots.retire(second)
+    assert slots.reserve(None) is None
+    assert slots.count(SlotState.RETIRED) == 2
+
+
+def test_slots_that_did_not_survive_are_handed_out_before_any_that_did():
+    slots = Slots(4)
+    slots.restore(1, key(1), 11)
+    slots.restore(0, key(0), 10)
+    assert {slots.reserve(None), slots.reserve(None)} == {2, 3}
+    assert slots.evicted == []
+    assert (slots.reserve(None), slots.reserve(None)) == (1, 0), "in the order in which they were restored"
+    assert slots.evicted == [key(1), key(0)]
+
+
+def test_a_slot_restored_and_forgotten_is_handed_out_once():
+    slots = Slots(3)
+    slots.restore(1, key(1), 1)
+    slots.forget(1)
+    assert sorted(slots.reserve(None) for _ in range(3)) == [0, 1, 2]
+    assert slots.reserve(None) is None
+
+
+def test_a_slot_handed_out_before_is_not_restored():
+    slots = Slots(2)
+    slots.free(slots.reserve(None))
+    with pytest.raises(AssertionError):
+        slots.restore(0, key(1), 1)
+
+
+def test_a_demoted_slot_is_the_next_victim_and_a_pinned_one_cannot_be_demoted():
+    slots, chain = filled(3)
+    slots.demote(chain[0])
+    assert slots.coldest(2) == [chain[0], chain[2]]
+    slots.pin(chain[0])
+    with pytest.raises(AssertionError):
+        slots.demote(chain[0])
+    assert slots.reserve(None) == chain[2]
+
+
+def test_length_aware_slots_evict_the_deepest_wherever_a_chain_was_entered():
+    slots, _ = filled(4, "length_aware")
+    root, *_, leaf = slots.leading_run([key(i) for i in range(4)])
+    slots.touch([leaf], depth=3)
+    slots.touch([root])
+    assert slots.reserve(None) == leaf
+
+
+def test_an_unknown_policy_is_an_error_that_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"'mru'.*length_aware.*lru"):
+        Slots(1, "mru")

@@ -222,8 +222,10 @@ def test_reuse_is_counted_by_where_it_came_from_and_leaves_one_token_to_compute(
     assert node.busy() == {}
 
 
-def test_nothing_is_fetched_when_the_plan_names_no_source(node):
+def test_blocks_are_waited_for_only_when_the_plan_counts_on_them(node):
     node.start(reuse_blocks=2)
+    assert node.one(LeaseBlocks).fetch_s > 0.0, "this host's SSD may hold them"
+    node.start("r1", reuse_blocks=0)
     assert node.one(LeaseBlocks).fetch_s == 0.0
 
 
@@ -417,7 +419,7 @@ def test_a_prefix_block_that_does_not_verify_is_reported_and_the_request_placed_
     assert node.one(HandoffFailed, "d").request_id == "r1"
     assert [ref.slot for ref in node.one(ReportCorrupt, "c").slots] == [1]
     assert node.actor.slots.committed_keys() == []
-    assert node.actor.slots.key[own] is None
+    assert node.actor.slots.key_of(own) is None
     assert node.busy() == {}
 
 

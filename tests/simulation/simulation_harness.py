@@ -56,7 +56,7 @@ class World:
                 role="cache-node" if name.startswith("cache") else role,
                 host=host,
                 peers=tuple(other for other in places if other != name),
-                make=lambda incarnation, name=name: self._make(name, incarnation),
+                make=lambda incarnation, _disk, name=name: self._make(name, incarnation),
                 slots=slots,
             )
             for name, host in places.items()

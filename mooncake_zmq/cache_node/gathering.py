@@ -1,0 +1,358 @@
+"""Brings together in DRAM what a lease asked for: promotion from the own SSD, fetches from several nodes at once. PURE.
+
+Each source is given batches of the missing blocks in their order, at most `PIPELINE` at a time, so that all of them work at
+once and the nearest blocks come first. A source that turns out to lack a block is asked for nothing after it: what it holds
+of a chain begins at the root. A source slower than computing is not asked. At the deadline the leading run that is here counts.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mooncake_zmq.cache_node.disk_tier import DiskTier
+from mooncake_zmq.cache_node.settings import CacheNodeSettings
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.lease import HolderId
+from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.messages import BlocksLeased, LeaseBlocks, ReleaseLease, ReportCorrupt, SlotRef
+from mooncake_zmq.runtime.actor import Effect, Send, Start
+from mooncake_zmq.work import BlocksCopied, CopyBlocks, DiskBlock, SlotGrant, WorkFailed
+
+DISK = ""
+"""The source that is this node's own SSD tier."""
+PIPELINE = 2
+"""Batches under way from one source for one lease: while one is copied, the next is looked up."""
+RATE_SHARE = 0.3
+"""Weight of the newest measurement of a source's speed."""
+RATE_LASTS_S = 30.0
+"""A source found slow is tried again after this."""
+
+
+@dataclass(slots=True)
+class Gathering:
+    """What `holder` waits for. `pinned` keeps what is here from being evicted meanwhile. `wish`: nobody waits for an answer."""
+
+    holder: HolderId
+    keys: tuple[Key, ...]
+    deadline: float
+    ttl_s: float = 0.0
+    compute_s: float = 0.0
+    wish: bool = False
+    limits: dict[str, int] = field(default_factory=dict)
+    """Source -> index in `keys` from which on it has nothing."""
+    pinned: dict[Key, int] = field(default_factory=dict)
+    came_from: dict[Key, str] = field(default_factory=dict)
+    here: int = 0
+    """Length of the leading run that is pinned."""
+    open: Counter[str] = field(default_factory=Counter)
+    """Batches under way for this gathering, by source."""
+    asked: set[Key] = field(default_factory=set)
+    """Keys of those batches."""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One batch from one source: our lease there, then a copy into own slots."""
+
+    source: str
+    holder: HolderId
+    keys: tuple[Key, ...]
+    asked_at: float
+    copies: list[tuple[Key, int, SlotRef | DiskBlock]] = field(default_factory=list)
+
+
+class Gatherer:
+    """All gatherings of one cache-node. Whoever owns it answers those that appear in `finished`."""
+
+    def __init__(
+        self,
+        settings: CacheNodeSettings,
+        dram: Slots,
+        disk: DiskTier,
+        *,
+        grant: Callable[[int], SlotGrant],
+        new_id: Callable[[], int],
+        stored: Callable[[Sequence[Key], Key | None], None],
+        counts: dict[str, int],
+    ) -> None:
+        """`stored(keys, parent)` is told of a chain's blocks that came to stand in DRAM."""
+        self.gatherings: dict[HolderId, Gathering] = {}
+        self.finished: list[Gathering] = []
+        self._settings = settings
+        self._dram = dram
+        self._disk = disk
+        self._grant = grant
+        self._new_id = new_id
+        self._stored = stored
+        self._counts = counts
+        self._fetches: dict[int, _Fetch] = {}
+        """By the id of our lease at the source; of the copy, if the source is the own disk."""
+        self._copying: dict[int, int] = {}
+        """Work id of a copy -> fetch."""
+        self._flying: set[Key] = set()
+        """Keys being copied, for whomever."""
+        self._rates: dict[str, tuple[float, float]] = {}
+        """Source -> (seconds a block took lately, when that was measured)."""
+
+    @property
+    def fetches(self) -> int:
+        """Batches under way."""
+        return len(self._fetches)
+
+    @property
+    def writing(self) -> list[int]:
+        """DRAM slots that copies write to, for the owner's `check`."""
+        return [slot for fetch in self._fetches.values() for _, slot, _ in fetch.copies]
+
+    def copies(self, work_id: int) -> bool:
+        """Is this work one of ours?"""
+        return work_id in self._copying
+
+    # --- beginnings and ends
+
+    def begin(self, now: float, gathering: Gathering, sources: Sequence[str]) -> list[Effect]:
+        """Pin what is here and ask for the rest. It may be finished at once."""
+        everyone = (DISK, *sources) if self._disk.readable else tuple(sources)
+        gathering.limits = {source: len(gathering.keys) for source in everyone}
+        self.gatherings[gathering.holder] = gathering
+        return self.advance(now, gathering)
+
+    def advance_all(self, now: float) -> list[Effect]:
+        """Blocks came, or a source is done with: see to everyone who waits."""
+        return [effect for gathering in list(self.gatherings.values()) for effect in self.advance(now, gathering)]
+
+    def advance(self, now: float, gathering: Gathering) -> list[Effect]:
+        """Ask for more of what is missing; finish if nothing more can come in time."""
+        self._pin_present(gathering)
+        effects: list[Effect] = []
+        if now < gathering.deadline:
+            effects = self._ask_sources(now, gathering)
+            if self._may_come(now, gathering):
+                return effects
+        self.gatherings.pop(gathering.holder, None)
+        self.finished.append(gathering)
+        return effects
+
+    def expire(self, now: float, holder: HolderId) -> None:
+        """The deadline: what is still on its way comes too late for this lease, but not for the pool."""
+        gathering = self.gatherings.pop(holder, None)
+        if gathering is not None:
+            self._pin_present(gathering)
+            self.finished.append(gathering)
+
+    def drop(self, holder: HolderId) -> None:
+        """Nobody waits for this one any more."""
+        gathering = self.gatherings.pop(holder, None)
+        if gathering is not None:
+            self._dram.unpin(list(gathering.pinned.values()))
+
+    def source_down(self, now: float, source: str) -> list[Effect]:
+        """What was asked there will not be answered. Copies under way fail by themselves."""
+        for gathering in self.gatherings.values():
+            gathering.limits.pop(source, None)
+        self._rates.pop(source, None)
+        for fetch_id in [i for i, fetch in self._fetches.items() if fetch.source == source and not fetch.copies]:
+            self._close(fetch_id)
+        return self.advance_all(now)
+
+    # --- asking
+
+    def _pin_present(self, gathering: Gathering) -> None:
+        for key in gathering.keys[gathering.here :]:
+            if key not in gathering.pinned:
+                slot = self._dram.committed(key)
+                if slot is not None:
+                    self._dram.pin(slot)
+                    gathering.pinned[key] = slot
+        while gathering.here < len(gathering.keys) and gathering.keys[gathering.here] in gathering.pinned:
+            gathering.here += 1
+
+    def _may_come(self, now: float, gathering: Gathering) -> bool:
+        """Is the first missing block on its way for anybody, or can it still be asked for? (A put's writer owes no haste.)"""
+        if gathering.here == len(gathering.keys):
+            return False
+        key = gathering.keys[gathering.here]
+        if key in self._flying or key in gathering.asked:
+            return True
+        return any(
+            limit > gathering.here and self._wanted(source, key) and not self._too_slow(now, gathering, source)
+            for source, limit in gathering.limits.items()
+            if gathering.open[source]  # else it would have been asked just now
+        )
+
+    def _ask_sources(self, now: float, gathering: Gathering) -> list[Effect]:
+        effects: list[Effect] = []
+        for _ in range(PIPELINE):
+            for source in list(gathering.limits):
+                if gathering.open[source] < PIPELINE:
+                    effects += self._ask(now, gathering, source)
+        return effects
+
+    def _ask(self, now: float, gathering: Gathering, source: str) -> list[Effect]:
+        keys = tuple(self._batch(now, gathering, source))
+        if not keys:
+            return []
+        fetch_id = self._new_id()
+        fetch = self._fetches[fetch_id] = _Fetch(source, gathering.holder, keys, now)
+        gathering.open[source] += 1
+        gathering.asked.update(keys)
+        if source == DISK:
+            blocks = [(key, block) for key in keys if (block := self._disk.find(key)) is not None]
+            return self._copy(now, fetch_id, fetch, blocks, gathering.deadline - now)
+        ask = LeaseBlocks(
+            lease_id=fetch_id,
+            keys=keys,
+            sources=(),
+            fetch_s=gathering.deadline - now,
+            ttl_s=self._settings.fetch_lease_s,
+            compute_s=gathering.compute_s,
+        )
+        return [Send(source, ask)]
+
+    def _batch(self, now: float, gathering: Gathering, source: str) -> list[Key]:
+        """The next blocks to have from `source`."""
+        batch: list[Key] = []
+        for key in gathering.keys[gathering.here : gathering.limits[source]]:
+            if key in gathering.asked or not self._wanted(source, key):
+                continue
+            if not batch and self._too_slow(now, gathering, source):
+                self._count(f"gather_refused[source={'disk' if source == DISK else 'node'},reason=slower_than_computing]")
+                gathering.limits[source] = 0
+                break
+            batch.append(key)
+            if len(batch) == self._settings.fetch_batch_blocks:
+                break
+        return batch
+
+    def _wanted(self, source: str, key: Key) -> bool:
+        """Is `source` the one to have this block from? The own disk goes before other nodes."""
+        return not self._dram.held(key) and (source == DISK) == (self._disk.find(key) is not None)
+
+    def _too_slow(self, now: float, gathering: Gathering, source: str) -> bool:
+        if gathering.compute_s <= 0 or source not in self._rates:
+            return False
+        block_s, measured_at = self._rates[source]
+        return block_s > gathering.compute_s and now - measured_at < RATE_LASTS_S
+
+    # --- what comes
+
+    def on_leased(self, now: float, sender: str, message: BlocksLeased) -> list[Effect]:
+        """A source tells what it holds of a batch."""
+        fetch = self._fetches.get(message.lease_id)
+        if fetch is None or fetch.source != sender or fetch.copies:
+            return [Send(sender, ReleaseLease(lease_id=message.lease_id))]
+        gathering = self.gatherings.get(fetch.holder)
+        if gathering is not None and len(message.blocks) < len(fetch.keys) and sender in gathering.limits:
+            lacks = gathering.keys.index(fetch.keys[len(message.blocks)])
+            gathering.limits[sender] = min(gathering.limits[sender], lacks)
+        time_left = fetch.asked_at + self._settings.fetch_lease_s - now
+        if gathering is not None:
+            time_left = min(time_left, gathering.deadline - now)
+        blocks: list[tuple[Key, SlotRef | DiskBlock]] = []
+        if gathering is not None and time_left > 0:
+            blocks = [(key, block.source) for key, block in zip(fetch.keys, message.blocks, strict=False)]
+        return self._copy(now, message.lease_id, fetch, blocks, time_left) + self.advance_all(now)
+
+    def _copy(
+        self, now: float, fetch_id: int, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]], time_left: float
+    ) -> list[Effect]:
+        for key, source in blocks:
+            if self._dram.held(key):
+                continue
+            slot = self._dram.reserve(key)
+            if slot is None:
+                self._count("fetches_denied[reason=no_room]")
+                gathering = self.gatherings.get(fetch.holder)
+                if gathering is not None:
+                    gathering.limits.pop(fetch.source, None)
+                break
+            if isinstance(source, DiskBlock):
+                self._disk.slots.pin(source.slot)
+            fetch.copies.append((key, slot, source))
+            self._flying.add(key)
+        if not fetch.copies:
+            return self._close(fetch_id)
+        work_id = self._new_id()
+        self._copying[work_id] = fetch_id
+        return [Start(work_id, CopyBlocks(tuple((source, self._grant(slot)) for _, slot, source in fetch.copies)), time_left)]
+
+    def on_copied(self, now: float, work_id: int, result: BlocksCopied | WorkFailed) -> list[Effect]:
+        """A batch has come, or not."""
+        fetch_id = self._copying.pop(work_id)
+        fetch = self._fetches[fetch_id]
+        copies, fetch.copies = fetch.copies, []
+        self._flying.difference_update(key for key, _, _ in copies)
+        checksums: Sequence[int | None] = result.checksums if isinstance(result, BlocksCopied) else [None] * len(copies)
+        bad = set(result.corrupt) if isinstance(result, BlocksCopied) else set()
+        gathering = self.gatherings.get(fetch.holder)
+        came: list[Key] = []
+        corrupt: list[SlotRef] = []
+        tier = "disk" if fetch.source == DISK else "node"
+        outcomes = list(enumerate(zip(copies, checksums, strict=True)))
+        for index, ((key, slot, source), checksum) in reversed(outcomes):  # the root becomes the last to evict
+            if isinstance(source, DiskBlock):
+                self._disk.slots.unpin([source.slot])
+            if checksum is not None and checksum == source.checksum:
+                self._dram.commit(slot, checksum)
+                came.append(key)
+                continue
+            self._dram.free(slot)
+            if index in bad and isinstance(source, DiskBlock):
+                self._disk.corrupt(source)
+            elif index in bad and isinstance(source, SlotRef):
+                corrupt.append(source)
+            if gathering is not None and fetch.source in gathering.limits:
+                gathering.limits[fetch.source] = min(gathering.limits[fetch.source], gathering.keys.index(key))
+        self._count(f"fetched_blocks[source={tier}]", len(came))
+        self._count(f"fetch_failures[source={tier}]", len(copies) - len(came))
+        self._count("fetched_blocks_corrupt", len(corrupt))
+        if isinstance(result, BlocksCopied) and result.fault:
+            self._disk.fail(result.fault)
+        if came:
+            self._measure(now, fetch, len(came))
+            self._disk.due = True
+        if gathering is not None:
+            gathering.came_from.update(dict.fromkeys(came, fetch.source))
+        self._tell_stored(came, gathering)
+        effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
+        return effects + self._close(fetch_id) + self.advance_all(now)
+
+    def _tell_stored(self, came: list[Key], gathering: Gathering | None) -> None:
+        """One chain after the other, each with the block that it follows, as far as that is known."""
+        if gathering is None:
+            for key in came:
+                self._stored([key], None)
+            return
+        new = set(came)
+        run: list[Key] = []
+        parent: Key | None = None
+        before: Key | None = None
+        for key in gathering.keys:
+            if key in new:
+                if not run:
+                    parent = before
+                run.append(key)
+            elif run:
+                self._stored(run, parent)
+                run = []
+            before = key
+        if run:
+            self._stored(run, parent)
+
+    def _measure(self, now: float, fetch: _Fetch, blocks: int) -> None:
+        block_s = (now - fetch.asked_at) / blocks
+        old_s, _ = self._rates.get(fetch.source, (block_s, now))
+        self._rates[fetch.source] = (old_s + RATE_SHARE * (block_s - old_s), now)
+
+    def _close(self, fetch_id: int) -> list[Effect]:
+        """A batch is done with: give the source its lease back."""
+        fetch = self._fetches.pop(fetch_id)
+        gathering = self.gatherings.get(fetch.holder)
+        if gathering is not None:
+            gathering.open[fetch.source] -= 1
+            gathering.asked.difference_update(fetch.keys)
+        return [] if fetch.source == DISK else [Send(fetch.source, ReleaseLease(lease_id=fetch_id))]
+
+    def _count(self, name: str, amount: int = 1) -> None:
+        if amount:
+            self._counts[name] = self._counts.get(name, 0) + amount

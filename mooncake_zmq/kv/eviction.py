@@ -1,0 +1,272 @@
+"""Which slot goes next: the seam of eviction, and the policies behind it. PURE; columns only, no object per slot.
+
+A policy knows the slots that may be evicted now: committed, found by a key, without a pin. A lease takes its slots out
+(`remove`) and gives them back (`insert`), so an insert is a use of the block, and leases that overlap are one use; `forget`
+ends the block itself. Chains are inserted and touched from the leaf to the root, and each policy then evicts the leaf first.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Protocol
+
+OUT = -1
+"""In place of a link: the slot is in no list."""
+MAX_USES = 255
+"""Where LFU stops counting."""
+MAX_DEPTH = 4095
+"""Deeper blocks count as this deep: 2 million tokens at 512 a block."""
+
+
+class Eviction(Protocol):
+    """The evictable slots of one tier in the order in which they go."""
+
+    def insert(self, slot: int, depth: int = 0) -> None:
+        """`slot` may be evicted from now on, used just now; its block stands at `depth` in its chain, as far as is known."""
+
+    def touch(self, slot: int, depth: int = 0) -> None:
+        """A slot in here was used just now."""
+
+    def remove(self, slot: int) -> None:
+        """A slot in here may not be evicted for now; what is known of its block stays."""
+
+    def forget(self, slot: int) -> None:
+        """The block of a slot that is not in here is gone: what comes next there is new."""
+
+    def pop(self) -> int:
+        """Take the next victim out; there must be one."""
+
+    def coldest(self, limit: int) -> list[int]:
+        """What up to `limit` calls of `pop` would answer; changes nothing."""
+
+    def demote(self, slot: int) -> None:
+        """Make a slot in here the next victim."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, slot: int) -> bool: ...
+
+
+class Lru:
+    """Least recently used first: a doubly linked ring through two int32 columns, 8 bytes a slot.
+
+    Node `capacity` is the ring's beginning and end; `next` leads from there to the coldest slot, and on to the hottest.
+    """
+
+    def __init__(self, capacity: int, rings: int = 1) -> None:
+        self._end = capacity
+        self._next = array("i", [OUT]) * capacity + array("i", range(capacity, capacity + rings))
+        self._previous = self._next[:]
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, slot: int) -> bool:
+        return self._next[slot] != OUT
+
+    def insert(self, slot: int, depth: int = 0) -> None:
+        self._link(slot, self._end)
+
+    def touch(self, slot: int, depth: int = 0) -> None:
+        self.remove(slot)
+        self.insert(slot, depth)
+
+    def remove(self, slot: int) -> None:
+        before, after = self._previous[slot], self._next[slot]
+        assert after != OUT, "not evictable"
+        self._next[before] = after
+        self._previous[after] = before
+        self._next[slot] = OUT
+        self._count -= 1
+
+    def forget(self, slot: int) -> None:
+        pass
+
+    def pop(self) -> int:
+        assert self._count, "nothing to evict"
+        slot = self._next[self._end]
+        self.remove(slot)
+        return slot
+
+    def coldest(self, limit: int) -> list[int]:
+        return list(islice(self._in_order(), limit))
+
+    def demote(self, slot: int) -> None:
+        self.remove(slot)
+        self._link(slot, self._next[self._end])
+
+    def _link(self, slot: int, after: int) -> None:
+        """Put `slot` on the colder side of `after`."""
+        assert self._next[slot] == OUT, "evictable already"
+        before = self._previous[after]
+        self._next[slot], self._previous[slot] = after, before
+        self._next[before] = self._previous[after] = slot
+        self._count += 1
+
+    def _in_order(self) -> Iterator[int]:
+        return self._between(self._next[self._end], self._end)
+
+    def _between(self, start: int, end: int) -> Iterator[int]:
+        """The slots from `start` on, hotter and hotter, as far as `end`, which is not among them."""
+        while start != end:
+            yield start
+            start = self._next[start]
+
+
+class _Ranked(Lru):
+    """The lowest rank first, the least recently used within it: a ring for each rank. Rank 0 is for the demoted alone."""
+
+    def __init__(self, capacity: int, ranks: int) -> None:
+        super().__init__(capacity, rings=ranks)
+        self._in_use = 0
+        """Bit r is set while some slot has rank r."""
+
+    def remove(self, slot: int) -> None:
+        before = self._previous[slot]
+        super().remove(slot)
+        if self._next[before] == before:  # only a ring's own node is left of it
+            self._in_use ^= 1 << (before - self._end)
+
+    def pop(self) -> int:
+        assert self._count, "nothing to evict"
+        lowest = (self._in_use & -self._in_use).bit_length() - 1
+        slot = self._next[self._end + lowest]
+        self.remove(slot)
+        return slot
+
+    def demote(self, slot: int) -> None:
+        super().demote(slot)
+        self._in_use |= 1
+
+    def _rank(self, slot: int, rank: int) -> None:
+        """Put `slot` at the hot end of its rank."""
+        self._link(slot, self._end + rank)
+        self._in_use |= 1 << rank
+
+    def _in_order(self) -> Iterator[int]:
+        ranks = self._in_use
+        while ranks:
+            end = self._end + (ranks & -ranks).bit_length() - 1
+            yield from self._between(self._next[end], end)
+            ranks &= ranks - 1
+
+
+class Lfu(_Ranked):
+    """Least often used first; a block that is evicted loses its count."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, ranks=MAX_USES + 1)
+        self._uses = bytearray(capacity)
+
+    def insert(self, slot: int, depth: int = 0) -> None:
+        uses = self._uses[slot] = min(self._uses[slot] + 1, MAX_USES)
+        self._rank(slot, uses)
+
+    def forget(self, slot: int) -> None:
+        self._uses[slot] = 0
+
+
+class LengthAware(_Ranked):
+    """The deepest in its chain first, wherever it was last seen."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, ranks=MAX_DEPTH + 2)
+        self._depth = array("H", [0]) * capacity
+
+    def insert(self, slot: int, depth: int = 0) -> None:
+        deepest = self._depth[slot] = min(max(self._depth[slot], depth), MAX_DEPTH)
+        self._rank(slot, MAX_DEPTH + 1 - deepest)
+
+    def forget(self, slot: int) -> None:
+        self._depth[slot] = 0
+
+
+class Sieve(Lru):
+    """A hand goes round from the oldest block to the newest, spares once each that was used again, and evicts the others.
+
+    A use moves nothing, so a lease does not either: its slots keep their places, and the hand passes over them. Of a chain
+    the leaf is the older, and goes first; but a hand that stood amid the chain when all of it was used may end on the root.
+    """
+
+    ABSENT, KNOWN, USED, HELD = range(4)
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._use = bytearray(capacity)
+        self._held = 0
+        """Slots in the ring that may not be evicted for now."""
+        self._hand = capacity
+        """Where to look next; at the ring's own node, it begins again at the oldest."""
+
+    def __len__(self) -> int:
+        return self._count - self._held
+
+    def __contains__(self, slot: int) -> bool:
+        return self._use[slot] in (self.KNOWN, self.USED)
+
+    def insert(self, slot: int, depth: int = 0) -> None:
+        if self._use[slot] == self.ABSENT:
+            self._link(slot, self._end)
+            self._use[slot] = self.KNOWN
+        else:
+            assert self._use[slot] == self.HELD, "evictable already"
+            self._held -= 1
+            self._use[slot] = self.USED
+
+    def touch(self, slot: int, depth: int = 0) -> None:
+        assert slot in self, "not evictable"
+        self._use[slot] = self.USED
+
+    def remove(self, slot: int) -> None:
+        assert slot in self, "not evictable"
+        self._use[slot] = self.HELD
+        self._held += 1
+
+    def forget(self, slot: int) -> None:
+        if self._use[slot] == self.HELD:
+            self._held -= 1
+            self._take_out(slot)
+        self._use[slot] = self.ABSENT
+
+    def pop(self) -> int:
+        assert len(self), "nothing to evict"
+        while (use := self._use[slot := self._at_hand()]) != self.KNOWN:
+            if use == self.USED:
+                self._use[slot] = self.KNOWN
+            self._hand = self._next[slot]
+        self.remove(slot)
+        return slot
+
+    def demote(self, slot: int) -> None:
+        assert slot in self, "not evictable"
+        self._take_out(slot)
+        self._link(slot, self._at_hand())
+        self._use[slot] = self.KNOWN
+        self._hand = slot
+
+    def _at_hand(self) -> int:
+        if self._hand == self._end:
+            self._hand = self._next[self._end]
+        return self._hand
+
+    def _take_out(self, slot: int) -> None:
+        if slot == self._hand:
+            self._hand = self._next[slot]
+        super().remove(slot)
+
+    def _in_order(self) -> Iterator[int]:
+        """Two rounds of the hand: who is not spared goes in the first. May walk over all slots for a few victims."""
+        for use in (self.KNOWN, self.USED):
+            for start, end in ((self._hand, self._end), (self._next[self._end], self._hand)):
+                yield from (slot for slot in self._between(start, end) if self._use[slot] == use)
+
+
+POLICIES: dict[str, Callable[[int], Eviction]] = {"lru": Lru, "lfu": Lfu, "length_aware": LengthAware, "sieve": Sieve}
+
+
+def make_policy(name: str, capacity: int) -> Eviction:
+    """The policy `name` over slots 0..capacity-1, empty; ValueError if there is none of that name."""
+    if name not in POLICIES:
+        raise ValueError(f"no eviction policy {name!r}: one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name](capacity)

@@ -1,0 +1,68 @@
+"""A cache-node's simulated SSD: outlives its processes, tears what a crash interrupts, and may flip, fill up or fail.
+
+As on the real one, a slot holds a header (key, checksum) beside the bytes, and an index row that may be older than both.
+"""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.work import DiskBlock
+
+
+@dataclass(slots=True)
+class SimDisk:
+    """`fault`: "" while it works, "full", or "failing"."""
+
+    layout: BlockLayout
+    slots: int
+    memory: bytearray = field(init=False)
+    headers: dict[int, tuple[Key, int]] = field(default_factory=dict)
+    rows: dict[int, DiskBlock] = field(default_factory=dict)
+    """The index, the oldest row first."""
+    fault: str = ""
+
+    def __post_init__(self) -> None:
+        self.memory = bytearray(self.slots * self.layout.block_bytes)
+
+    def write(self, block: DiskBlock, payload: bytes, *, half: bool) -> None:
+        """Put the first half of a block down, without its header, or all of it. The old row stands until `index`."""
+        size = self.layout.block_bytes
+        stop = size // 2 if half else size
+        self.memory[block.slot * size : block.slot * size + stop] = payload[:stop]
+        if not half:
+            self.headers[block.slot] = (block.key, block.checksum)
+
+    def index(self, block: DiskBlock) -> None:
+        """The slot's row, replacing its former one."""
+        self.rows.pop(block.slot, None)
+        self.rows[block.slot] = block
+
+    def read(self, block: DiskBlock) -> bytes:
+        """Whatever stands in the slot."""
+        size = self.layout.block_bytes
+        return bytes(self.memory[block.slot * size : (block.slot + 1) * size])
+
+    def stands(self, block: DiskBlock, payload: bytes) -> bool:
+        """Are these the bytes of that block, by header and checksum?"""
+        return header_stands(self, block) and payload_stands(self.layout, block, payload)
+
+    def flip(self, random: Random, blocks: int) -> None:
+        """One bit of each of some indexed blocks changes."""
+        for slot in random.sample(list(self.rows), min(blocks, len(self.rows))):
+            at = slot * self.layout.block_bytes + random.randrange(self.layout.block_bytes)
+            self.memory[at] ^= 1 << random.randrange(8)
+
+
+def header_stands(disk: SimDisk, block: DiskBlock) -> bool:
+    """Does the slot's header name this block?"""
+    return disk.headers.get(block.slot) == (block.key, block.checksum)
+
+
+def payload_stands(layout: BlockLayout, block: DiskBlock, payload: bytes) -> bool:
+    """Do the bytes fold to the block's checksum?"""
+    size = layout.part_bytes
+    parts = [part_checksum(payload[start : start + size]) for start in range(0, layout.block_bytes, size)]
+    return block_checksum(parts) == block.checksum
