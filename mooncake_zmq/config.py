@@ -349,6 +349,8 @@ def summary(loaded: Loaded) -> Iterator[str]:
         match node.role:
             case "cache-node":
                 size, what = section.pool_bytes, f"pool of {section.pool_bytes / mib:,.0f} MiB"
+                if section.ssd.directory:
+                    what += f", SSD {section.ssd.bytes / mib:,.0f} MiB in {section.ssd.directory}"
             case "prefill":
                 size, what = section.slab_bytes, f"slab of {section.slab_bytes / mib:,.0f} MiB"
             case "decode":

@@ -11,7 +11,7 @@ class SsdSettings:
     """The pool's second tier: files on this host's SSD, found again after a restart."""
 
     directory: str = ""
-    """Where the files lie; one cache-node process per directory. Empty: no SSD tier."""
+    """Where the files lie, each node's in a directory of its name below this one. Empty: no SSD tier."""
     bytes: int = 16 << 30
     """Room for blocks on the SSD. Files grow to this as they fill."""
     threads: int = 4

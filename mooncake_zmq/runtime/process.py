@@ -25,6 +25,8 @@ import uvicorn
 import zmq
 
 from mooncake_zmq.cache_node.cache_node import CacheNode
+from mooncake_zmq.cache_node.disk_tier import DiskContents
+from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
 from mooncake_zmq.decode.decode import Decode
@@ -38,10 +40,12 @@ from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.runtime import log as logs
 from mooncake_zmq.runtime.actor import Actor, FromClient
 from mooncake_zmq.runtime.executor import Executor
+from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.node import Node
 from mooncake_zmq.runtime.session import Session
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
+from mooncake_zmq.transfer.disk import Disk, DiskError
 from mooncake_zmq.transfer.network import DataServer
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
@@ -61,7 +65,7 @@ class PortInUse(Exception):
     """Somebody else listens where this process wants to."""
 
 
-MISTAKES = (ConfigError, ModelError, ProcessLockError, SharedMemoryError, BadEndpoint, PortInUse)
+MISTAKES = (ConfigError, ModelError, ProcessLockError, SharedMemoryError, BadEndpoint, DiskError, PortInUse)
 """What the operator can put right: told in one line."""
 
 
@@ -161,6 +165,9 @@ class _Process:
             from mooncake_zmq.engine.weights import load_engine
 
             engine = load_engine(self.model.path)
+        pool = self.settings if node.role == "cache-node" else None
+        disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
+        publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
         executor = None
         if node.role != "conductor":
             executor = Executor(
@@ -173,12 +180,15 @@ class _Process:
                 runtime_dir=self.runtime_dir,
                 emit=lambda event: self.runtime.post(event),
                 on_crash=self._on_crash,
+                disk=disk,
+                verify_local=self.settings.pool.verify_local if engine else True,
             )
         self._runtime = ZmqRuntime(
-            Node(self._actor(), self._session(segment_ref)),
+            Node(self._actor(disk), self._session(segment_ref)),
             endpoint=config.endpoint(node),
             peers=self._peers(),
             executor=executor,
+            publish=publisher.publish if publisher else None,
         )
         self.stack.callback(self.runtime.close)
         if executor is not None:
@@ -224,7 +234,31 @@ class _Process:
             self.stack.callback(Path(wanted.removeprefix("ipc://")).unlink, missing_ok=True)
         return segment, SegmentRef(path=str(segment.path), endpoint=server.endpoint, slots=slots)
 
-    def _actor(self) -> Actor:
+    def _open_disk(self, ssd: SsdSettings) -> Disk:
+        def progress(done: int, total: int) -> None:
+            log.info("ssd_recovery", directory=ssd.directory, blocks=done, of=total)
+            _notify(f"STATUS=recovering {done} of {total} blocks from {ssd.directory}\nEXTEND_TIMEOUT_USEC=30000000")
+
+        disk = Disk.open(Path(ssd.directory) / self.node.name, self.layout, ssd.bytes, threads=ssd.threads, progress=progress)
+        self.stack.callback(disk.close)
+        self.data_counts["disk"] = disk.counts
+        log.info("ssd_open", directory=ssd.directory, slots=disk.slots, blocks=len(disk.recovered), direct=disk.direct)
+        return disk
+
+    def _open_publisher(self, events: KvEventsSettings) -> KvEventPublisher:
+        publisher = KvEventPublisher(
+            events.endpoint,
+            replay_endpoint=events.replay_endpoint,
+            topic=events.topic,
+            format=events.format,
+            block_tokens=self.layout.block_tokens,
+            on_crash=self._on_crash,
+        )
+        self.stack.callback(publisher.close)
+        self.data_counts["kv_events"] = publisher.counts
+        return publisher
+
+    def _actor(self, disk: Disk | None = None) -> Actor:
         name, host, incarnation = self.node.name, self.node.host, self.incarnation
         match self.node.role:
             case "conductor":
@@ -237,7 +271,11 @@ class _Process:
             case "decode":
                 return Decode(name=name, host=host, incarnation=incarnation, settings=self.settings, layout=self.layout)
             case "cache-node":
-                return CacheNode(name=name, host=host, incarnation=incarnation, settings=self.settings, layout=self.layout)
+                found = DiskContents(disk.slots, disk.recovered) if disk else DiskContents()
+                if disk:
+                    disk.recovered = ()  # the actor's columns hold it from here on
+                settings, layout = self.settings, self.layout
+                return CacheNode(name=name, host=host, incarnation=incarnation, settings=settings, layout=layout, disk=found)
             case "gateway":
                 requests = self.settings.requests
                 if not requests.conductors:

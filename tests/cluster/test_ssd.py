@@ -1,0 +1,84 @@
+"""The SSD tier through real processes: what a killed cache-node had written is served again, and a changed byte is a miss."""
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_cluster import ToyCluster, eventually, expected_tokens, until_none
+
+pytestmark = [pytest.mark.xdist_group("ssd"), pytest.mark.timeout(120)]
+
+PROMPT = [(7 * position) % 250 for position in range(400)]
+REUSABLE = (len(PROMPT) - 1) // 32 * 32
+
+
+@pytest.fixture
+def cluster() -> Iterator[ToyCluster]:
+    with tempfile.TemporaryDirectory(prefix="mz-") as path, tempfile.TemporaryDirectory(prefix="mz-ssd-") as ssd:
+        settings = (f"cache_node.ssd.directory={ssd}", "cache_node.ssd.ahead=1.0", "prefill.own_reuse=false")
+        cluster = ToyCluster(Path(path), settings=settings)
+        cluster.ssd = Path(ssd)
+        try:
+            cluster.start()
+            until_none(cluster.missing, 30)
+            yield cluster
+            cluster.stop()
+            assert cluster.leftovers() == []
+        finally:
+            if cluster.process and cluster.process.poll() is None:
+                cluster.process.kill()
+
+
+def ask(cluster: ToyCluster) -> dict[str, Any]:
+    with cluster.stream(prompt=PROMPT, max_tokens=8) as answer:
+        assert answer.read() == expected_tokens(PROMPT, 8)
+        return answer.served
+
+
+def cold_and_written(cluster: ToyCluster) -> str:
+    """Ask once; the cache-node whose disk then holds all of it."""
+    served = ask(cluster)
+    node = served["prefill"].replace("prefill", "cache")
+    eventually(lambda: cluster.dumps()[node]["gauges"]["cached_disk_blocks"] >= REUSABLE // 32, 20, "all is on disk")
+    until_none(cluster.busy_gauges, 20)
+    return node
+
+
+def kill(cluster: ToyCluster, node: str) -> None:
+    killed = cluster.pid(node)
+    cluster.signal(node, signal.SIGKILL)
+    eventually(lambda: cluster.pid(node) != killed, 30, f"{node} is restarted")
+    until_none(cluster.missing, 60)
+
+
+def indexed(cluster: ToyCluster, node: str) -> int:
+    return cluster.dumps()["conductor-0"]["actor"]["index"]["by_node"].get(node, 0)
+
+
+def test_a_killed_cache_node_serves_its_ssd_again(cluster: ToyCluster) -> None:
+    node = cold_and_written(cluster)
+    kill(cluster, node)
+    eventually(lambda: indexed(cluster, node) == REUSABLE // 32, 20, "the conductor knows what the disk holds")
+    warm = ask(cluster)
+    assert warm["cached_local"] + warm["cached_remote"] == REUSABLE
+    assert cluster.dumps()[node]["counts"]["fetched_blocks[source=disk]"] == REUSABLE // 32
+
+
+def test_a_changed_byte_on_disk_is_a_miss_and_the_answer_is_right(cluster: ToyCluster) -> None:
+    node = cold_and_written(cluster)
+    cluster.signal(node, signal.SIGSTOP)  # nothing of it is in flight while its files change
+    for segment in (cluster.ssd / node).glob("segment*"):
+        content = bytearray(segment.read_bytes())
+        for at in range(4096 + 100, len(content), 512):
+            content[at] ^= 1
+        segment.write_bytes(content)
+    cluster.signal(node, signal.SIGKILL)
+    cluster.signal(node, signal.SIGCONT)
+    until_none(cluster.missing, 60)
+    eventually(lambda: indexed(cluster, node) == REUSABLE // 32, 20, "the conductor knows what the disk should hold")
+    again = ask(cluster)
+    assert again["cached_own"] + again["cached_local"] + again["cached_remote"] == 0
+    assert cluster.dumps()[node]["counts"]["corrupt_blocks[tier=disk]"] >= 1

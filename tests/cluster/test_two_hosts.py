@@ -1,0 +1,189 @@
+"""Two hosts made of network namespaces: nothing shared but a TCP network, which can be cut. Skipped where not permitted."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from toy_cluster import Stream, eventually, expected_tokens, greedy, until_none
+
+from mooncake_zmq.operate import collect_dumps
+
+pytestmark = [pytest.mark.xdist_group("two hosts"), pytest.mark.timeout(180)]
+
+TAG = uuid.uuid4().hex[:6]
+BRIDGE = f"mzb{TAG}"
+NETWORK = "10.211.77"
+HOSTS = {"a": 2, "b": 3}
+NODES = {
+    "conductor-0": ("conductor", "a"),
+    "gateway-0": ("gateway", "a"),
+    **{f"{role}-{host}": (kind, host) for host in HOSTS for role, kind in
+       (("cache", "cache-node"), ("prefill", "prefill"), ("decode", "decode"))},
+}  # fmt: skip
+PROMPT = [(11 * position) % 250 for position in range(500)]
+REUSABLE = (len(PROMPT) - 1) // 32 * 32
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def network() -> None:
+    """A bridge in this namespace, and a namespace per host plugged into it."""
+    ip("link", "add", BRIDGE, "type", "bridge")
+    ip("addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+    ip("link", "set", BRIDGE, "up")
+    for host, number in HOSTS.items():
+        space, here = f"mz{TAG}{host}", f"mz{TAG}{host}"
+        ip("netns", "add", space)
+        ip("link", "add", here, "type", "veth", "peer", "name", "eth0", "netns", space)
+        ip("link", "set", here, "master", BRIDGE, "up")
+        ip("-n", space, "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
+        ip("-n", space, "link", "set", "eth0", "up")
+        ip("-n", space, "link", "set", "lo", "up")
+
+
+def no_network() -> None:
+    for host in HOSTS:
+        subprocess.run(["ip", "netns", "del", f"mz{TAG}{host}"], capture_output=True, check=False)
+    subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
+
+
+class TwoHosts:
+    """Eight processes on two hosts, each with directories of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.url = f"http://{NETWORK}.{HOSTS['a']}:8000"
+        self.config = directory / "two.toml"
+        self.config.write_text(self._toml())
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def _toml(self) -> str:
+        text = f'[model]\npath = "toy"\nmax_model_len = 4096\n[cluster]\nname = "two-{TAG}"\n'
+        text += f'[gateway]\nhttp_host = "{NETWORK}.{HOSTS["a"]}"\n[prefill]\nown_reuse = false\nslab_bytes = 8388608\n'
+        text += "[cache_node]\npool_bytes = 16777216\n"
+        for port, (name, (role, host)) in enumerate(NODES.items(), 7000):
+            address = f"tcp://{NETWORK}.{HOSTS[host]}"
+            text += f'[[nodes]]\nname = "{name}"\nrole = "{role}"\nhost = "host-{host}"\n'
+            text += f'endpoint = "{address}:{port}"\ndata_endpoint = "{address}:{port + 100}"\n'
+        return text
+
+    def runtime_dir(self, host: str) -> Path:
+        return self.directory / host / "run"
+
+    def start(self, name: str) -> None:
+        role, host = NODES[name]
+        shm = self.directory / host / "shm"
+        shm.mkdir(parents=True, exist_ok=True)
+        command = ["ip", "netns", "exec", f"mz{TAG}{host}", sys.executable, "-m", "mooncake_zmq", role]
+        command += ["--config", str(self.config), "--node", name]
+        command += ["--set", f"cluster.runtime_dir={self.runtime_dir(host)}", "--set", f"cluster.shm_dir={shm}"]
+        with (self.directory / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def dumps(self) -> dict[str, Any]:
+        dumps: dict[str, Any] = {}
+        for host in HOSTS:
+            dumps |= collect_dumps(self.runtime_dir(host), [name for name, (_, where) in NODES.items() if where == host])
+        return dumps
+
+    def missing(self) -> list[str]:
+        dumps = self.dumps()
+        return [name for name in NODES if name not in dumps] + [
+            f"{name} does not hear {peer}"
+            for name, dump in dumps.items()
+            for peer, state in dump["session"]["peers"].items()
+            if not state["up"]
+        ]
+
+    def busy(self) -> dict[str, float]:
+        gauges = {f"{node}.{name}": value for node, dump in self.dumps().items() for name, value in dump["gauges"].items()}
+        return {name: value for name, value in gauges.items() if value and ".ca" not in name}
+
+    def ask(self, prompt: list[int]) -> dict[str, Any]:
+        with Stream(
+            self.url, greedy(prompt=prompt, max_tokens=12, stream=True, stream_options={"include_usage": True})
+        ) as answer:
+            assert answer.read() == expected_tokens(prompt, 12)
+            assert answer.errors == []
+            return answer.served
+
+    def serves(self) -> set[str]:
+        try:
+            peers = httpx.get(f"{self.url}/health", timeout=2).json()["peers"]
+        except (httpx.HTTPError, ValueError, KeyError):
+            return set()
+        return {name for names in peers.values() for name in names}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("making network namespaces needs root and iproute2")
+    try:
+        network()
+    except subprocess.CalledProcessError as error:
+        no_network()
+        pytest.skip(f"network namespaces are not permitted here: {error.stderr.decode().strip()}")
+    with tempfile.TemporaryDirectory(prefix="mz-") as path:
+        hosts = TwoHosts(Path(path))
+        try:
+            for name in NODES:
+                hosts.start(name)
+            eventually(lambda: hosts.serves() >= {"prefill-a", "prefill-b", "decode-a", "decode-b"}, 60, "both hosts serve")
+            until_none(hosts.missing, 60)
+            yield hosts
+        finally:
+            hosts.stop()
+            no_network()
+    assert not subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.count(f"mz{TAG}")
+
+
+def test_blocks_cross_the_network_to_the_other_host(hosts: TwoHosts) -> None:
+    first = hosts.ask(PROMPT)["prefill"]
+    until_none(hosts.busy, 30)
+    pid = int((hosts.runtime_dir(first[-1]) / f"{first}.lock").read_text().split()[0])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: first not in hosts.serves(), 30, "the stopped prefill is missed")
+        other = hosts.ask(PROMPT)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert other["prefill"] != first
+    assert other["cached_remote"] == REUSABLE
+    until_none(hosts.missing, 60)
+
+
+def test_a_cut_cable_costs_time_and_changes_no_token(hosts: TwoHosts) -> None:
+    prompt = [5, *PROMPT]
+    hosts.ask(prompt)
+    until_none(hosts.busy, 30)
+    cable = f"mz{TAG}b"
+    ip("link", "set", cable, "down")
+    try:
+        eventually(lambda: "prefill-b" not in hosts.serves(), 30, "the other host is missed")
+        assert hosts.ask(prompt)["prefill"] == "prefill-a"
+    finally:
+        ip("link", "set", cable, "up")
+    until_none(hosts.missing, 60)
+    hosts.ask(prompt)
