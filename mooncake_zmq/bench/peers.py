@@ -1,0 +1,78 @@
+"""The processes of `bench pool`: owners and clients of stores, each in its own Python. See `store_driver`."""
+
+import json
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+import click
+
+DRIVER = Path(__file__).with_name("store_driver.py")
+ANSWER_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 20.0
+
+
+class Peer:
+    """One driver process: `ready` is its first answer."""
+
+    def __init__(self, process: "subprocess.Popen[str]", errors: IO[bytes], what: str) -> None:
+        self._process = process
+        self._errors = errors
+        self._what = what
+        self.ready = self._answer()
+
+    def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Have the driver do one round. Raises click.ClickException with the driver's last words when it dies or hangs."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": method, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure("ended") from None
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        output = self._process.stdout
+        assert output is not None
+        if not select.select([output], [], [], ANSWER_TIMEOUT_S)[0]:
+            raise self._failure(f"gave no answer within {ANSWER_TIMEOUT_S:g} s")
+        line = output.readline()
+        if not line:
+            raise self._failure("ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _failure(self, how: str) -> click.ClickException:
+        self._errors.seek(0)
+        words = self._errors.read().decode(errors="replace").splitlines()[-15:]
+        return click.ClickException("\n".join([f"{self._what} {how}:", *words]))
+
+
+@contextmanager
+def peer(order: dict[str, Any], *, python: str = sys.executable) -> Iterator[Peer]:
+    """A driver process in the Python at `python`, ended with the context. `order`: see `store_driver`."""
+    with TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [python, str(DRIVER), json.dumps(order)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        try:
+            yield Peer(process, errors, f"the {order['role']} of {order['store']}")
+        finally:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.close()
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()

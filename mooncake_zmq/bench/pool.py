@@ -1,0 +1,200 @@
+"""`bench pool`: the KV pool against memory, transport and disk, and against other stores over the same values.
+
+Local and remote: values of one size, put and got in batches of 16, over a working set that no cache holds; each store's
+owner and client are processes of their own (`peers`, `store_driver`). The sides of a row take turns round by round, the
+first round of each is not counted (its memory is written for the first time), and every byte got is compared.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mooncake_zmq.bench.peers import Peer, peer
+from mooncake_zmq.bench.pool_index import index_bytes_per_block
+from mooncake_zmq.bench.pool_lease import BLOCKS, lease_times_s
+from mooncake_zmq.bench.report import Report, Row
+
+MIB = 1 << 20
+SIZES = (1 * MIB, 4 * MIB, 16 * MIB)
+SINGLE_BYTES, SINGLES = 64 << 10, 1000
+RESIDENT_KEYS, KEYS_PER_CALL, IN_FLIGHT = 100_000, 512, 4
+EXIST_CALLS = 400
+LEASES = 1000
+INDEX_BLOCKS = 1_000_000
+WANTED_SINGLE_US, WANTED_KEYS_PER_S, WANTED_LEASE_US, WANTED_INDEX_BYTES = 200.0, 1.2e6, 300.0, 256.0
+SEED = 3
+OURS, MOONCAKE, REDIS, STREAM = "mooncake_zmq", "mooncake", "redis", "stream"
+"""The driver's names of the stores."""
+CHECKED, UNCHECKED = "checksum on", "checksum off"
+LOCAL_SETTINGS = {CHECKED: {}, UNCHECKED: {"verify_local": False, "checksum_local": False}}
+WAYS = ("get", "put")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolBench:
+    """What to run. Pythons: interpreters whose environments have the other stores; None leaves these out."""
+
+    rounds: int = 5
+    working_set_bytes: int = 512 * MIB
+    sizes: tuple[int, ...] = SIZES
+    mooncake_python: str | None = None
+    redis_python: str | None = None
+    disk_directory: Path | None = None
+
+
+def bench_pool(bench: PoolBench, *, parts: Sequence[str], progress: Progress) -> Report:
+    """Run `parts` of it. Raises click.ClickException when a process of it dies."""
+    report = Report("pool")
+    for part in parts:
+        report.rows += PARTS[part](bench, progress)
+    return report
+
+
+def local_rows(bench: PoolBench, progress: Progress) -> list[Row]:
+    """Through shared memory, beside a plain copy from source to target by one thread in the same process and round."""
+    with ExitStack() as stack:
+        pool = stack.enter_context(_owner(bench, OURS, segment_bytes=_segment_bytes(bench)))
+        sides = {
+            checks: stack.enter_context(_client(bench, OURS, pool, client=settings))
+            for checks, settings in LOCAL_SETTINGS.items()
+        }
+        if bench.mooncake_python:
+            master = stack.enter_context(_owner(bench, MOONCAKE, segment_bytes=0))
+            sides[MOONCAKE] = stack.enter_context(_client(bench, MOONCAKE, master, segment_bytes=_segment_bytes(bench)))
+        rows = []
+        for size in bench.sizes:
+            took = _rounds(bench, progress, f"local {_shown(size)}", sides, "bytes", size=size)
+            for way in WAYS:
+                what = f"local {way} {_shown(size)}"
+                for checks in (CHECKED, UNCHECKED):
+                    rows.append(_rate(f"{what}, {checks} / memory copy", took[checks, way], took[checks, "copy"]))
+                if MOONCAKE in sides:
+                    rows.append(_rate(f"{what}, {CHECKED} / {MOONCAKE}", took[CHECKED, way], took[MOONCAKE, way]))
+    return rows
+
+
+def remote_rows(bench: PoolBench, progress: Progress) -> list[Row]:
+    """Over TCP loopback, checksums on, beside a bare zero-copy stream of the same bytes and beside the other stores."""
+    with ExitStack() as stack:
+        streams = {f"stream {n}": _stream(bench, stack, connections=n) for n in (1, 2)}
+        stores = _remote_stores(bench, stack)
+        rows = []
+        for size in bench.sizes:
+            took = _rounds(bench, progress, f"remote {_shown(size)}", stores | streams, "bytes", size=size)
+            best = max((took[name, "get"] for name in streams), key=median)
+            for way in WAYS:
+                references = {"bare stream": best} | {name: took[name, way] for name in stores if name != OURS}
+                for name, reference in references.items():
+                    rows.append(_rate(f"remote {way} {_shown(size)} / {name}", took[OURS, way], reference))
+        count = min(SINGLES, bench.working_set_bytes // SINGLE_BYTES)
+        took = _rounds(bench, progress, "single gets", stores, "single", size=SINGLE_BYTES, count=count)
+        references = {"200 us wanted": [WANTED_SINGLE_US]} | {name: took[name, "p50"] for name in stores if name != OURS}
+        for name, reference in references.items():
+            rows.append(_cost(f"remote get 64 KiB alone, p50 / {name}", "us", took[OURS, "p50"], reference))
+    return rows
+
+
+def exist_rows(bench: PoolBench, progress: Progress) -> list[Row]:
+    """Batched existence from another process, half of the keys missing, several calls in flight."""
+    with ExitStack() as stack:
+        stores = _remote_stores(bench, stack)
+        arguments = {"resident": RESIDENT_KEYS, "keys_per_call": KEYS_PER_CALL, "in_flight": IN_FLIGHT, "calls": EXIST_CALLS}
+        took = _rounds(bench, progress, "batch_is_exist", stores, "exist", **arguments)
+    references = {"1.2 M wanted": [WANTED_KEYS_PER_S]} | {name: took[name, "rate"] for name in stores if name != OURS}
+    return [
+        _rate(f"batch_is_exist, {KEYS_PER_CALL} keys / {name}", took[OURS, "rate"], reference, unit="keys/s")
+        for name, reference in references.items()
+    ]
+
+
+def lease_rows(bench: PoolBench, progress: Progress) -> list[Row]:
+    """A lease of 32 blocks and its release, at a cache-node process of this host."""
+    medians = []
+    for number in range(bench.rounds):
+        progress(f"leases, round {number + 1} of {bench.rounds}")
+        medians.append(median(lease_times_s(LEASES)) * 1e6)
+    return [_cost(f"lease + release of {BLOCKS} blocks / 300 us wanted", "us", medians, [WANTED_LEASE_US])]
+
+
+def index_rows(bench: PoolBench, progress: Progress) -> list[Row]:
+    """Memory of the index, a block being in DRAM and on SSD."""
+    progress(f"index of {INDEX_BLOCKS:,} blocks")
+    grown = index_bytes_per_block(INDEX_BLOCKS)
+    return [_cost("index, each block in DRAM and SSD / 256 wanted", "bytes/block", [grown], [WANTED_INDEX_BYTES])]
+
+
+PARTS: dict[str, Callable[[PoolBench, Progress], list[Row]]] = {
+    "local": local_rows,
+    "remote": remote_rows,
+    "exist": exist_rows,
+    "lease": lease_rows,
+    "index": index_rows,
+}
+
+
+def _segment_bytes(bench: PoolBench) -> int:
+    """Room for a round's values whatever an allocator rounds them up to; evicting is not what is measured."""
+    return bench.working_set_bytes * 3 // 2 + 64 * MIB
+
+
+def _remote_stores(bench: PoolBench, stack: ExitStack) -> dict[str, Peer]:
+    """A client of each store there is, none of which can map its owner's memory."""
+    owned = {"segment_bytes": _segment_bytes(bench)}
+    clients = {OURS: _client(bench, OURS, stack.enter_context(_owner(bench, OURS, **owned)), client={"share_memory": False})}
+    if bench.mooncake_python:
+        owner = stack.enter_context(_owner(bench, MOONCAKE, **owned))
+        clients[MOONCAKE] = _client(bench, MOONCAKE, owner, segment_bytes=0)
+    if bench.redis_python:
+        clients[REDIS] = _client(bench, REDIS, stack.enter_context(_owner(bench, REDIS)))
+    return {name: stack.enter_context(client) for name, client in clients.items()}
+
+
+def _stream(bench: PoolBench, stack: ExitStack, *, connections: int) -> Peer:
+    owner = stack.enter_context(_owner(bench, STREAM, connections=connections))
+    return stack.enter_context(_client(bench, STREAM, owner))
+
+
+def _owner(bench: PoolBench, store: str, **settings: Any) -> AbstractContextManager[Peer]:
+    return _peer(bench, store, role="owner", **settings)
+
+
+def _client(bench: PoolBench, store: str, owner: Peer, **settings: Any) -> AbstractContextManager[Peer]:
+    return _peer(bench, store, role="client", at=owner.ready, **settings)
+
+
+def _peer(bench: PoolBench, store: str, **settings: Any) -> AbstractContextManager[Peer]:
+    python = {MOONCAKE: bench.mooncake_python, REDIS: bench.redis_python}.get(store) or sys.executable
+    order = {"store": store, "working_set_bytes": bench.working_set_bytes, "seed": SEED, **settings}
+    return peer(order, python=python)
+
+
+def _rounds(
+    bench: PoolBench, progress: Progress, what: str, sides: Mapping[str, Peer], method: str, **arguments: Any
+) -> dict[tuple[str, str], list[float]]:
+    """Have every side do a round in its turn: (side, figure's name) -> the figure of each counted round."""
+    took: dict[tuple[str, str], list[float]] = {}
+    for number in range(bench.rounds + 1):
+        progress(f"{what}, round {number} of {bench.rounds}" if number else f"{what}, warming up")
+        for name, side in sides.items():
+            for figure, value in side.ask(method, **arguments).items():
+                if number:
+                    took.setdefault((name, figure), []).append(value)
+    return took
+
+
+def _rate(name: str, ours: Sequence[float], reference: Sequence[float], *, unit: str = "GB/s") -> Row:
+    return Row(name=name, unit=unit, value=median(ours), reference=median(reference), higher_is_better=True)
+
+
+def _cost(name: str, unit: str, ours: Sequence[float], reference: Sequence[float]) -> Row:
+    return Row(name=name, unit=unit, value=median(ours), reference=median(reference), higher_is_better=False)
+
+
+def _shown(size: int) -> str:
+    return f"{size // MIB} MiB" if size >= MIB else f"{size >> 10} KiB"

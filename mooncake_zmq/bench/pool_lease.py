@@ -1,0 +1,152 @@
+"""Lease and release of blocks at a live cache-node on this host: what a scheduler step pays before it can read a prefix."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mooncake_zmq.config import Config, load
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.messages import (
+    PROTOCOL_VERSION,
+    BlocksLeased,
+    CommitSlots,
+    Hello,
+    LeaseBlocks,
+    ReleaseLease,
+    ReserveSlots,
+    SlotsReserved,
+)
+from mooncake_zmq.runtime.actor import Drained, Effect, Event, PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
+from mooncake_zmq.runtime.node import Node
+from mooncake_zmq.runtime.process import Model
+from mooncake_zmq.runtime.session import Session
+from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
+
+BLOCKS = 32
+TTL_S = 15.0
+TIMEOUT_S = 60.0
+WATCH_S = 0.2
+CACHE, CLIENT = "cache-a", "client-a"
+CONFIG = f"""
+[model]
+path = "toy"
+[cache_node]
+pool_bytes = 16_777_216
+[[nodes]]
+name = "{CACHE}"
+role = "cache-node"
+host = "host-a"
+[[nodes]]
+name = "{CLIENT}"
+role = "decode"
+host = "host-a"
+"""
+
+
+class LeaseClient:
+    """Puts a chain of blocks once, then leases and releases it, over and over; `took_s` of each, release included.
+
+    The cache-node handles a conversation in order: it answers the next lease only after the release sent before it.
+    """
+
+    def __init__(self, cycles: int) -> None:
+        self.counts: dict[str, int] = {}
+        self.took_s: list[float] = []
+        self.failure = "" if cycles else "no cycle was asked for"
+        self._keys: tuple[Key, ...] = tuple(index.to_bytes(16, "big") for index in range(1, BLOCKS + 1))
+        self._cycles = cycles
+        self._lease_id = 0
+        self._sent_at = 0.0
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        """See `runtime.actor`."""
+        match event:
+            case Started():
+                return [SetTimer(("too late",), TIMEOUT_S)]
+            case PeerUp():
+                return [Send(CACHE, ReserveSlots(put_id=1, keys=self._keys, ttl_s=TTL_S))]
+            case Received(_, SlotsReserved(grants=grants)):
+                # Leases are of the control plane: the bytes behind them are not looked at here.
+                commit = CommitSlots(put_id=1, checksums=tuple((grant.index, 1) for grant in grants))
+                return [Send(CACHE, commit), self._lease(now)]
+            case Received(_, BlocksLeased(blocks=blocks)) if len(blocks) == BLOCKS:
+                self.took_s.append(now - self._sent_at)
+                release = Send(CACHE, ReleaseLease(lease_id=self._lease_id))
+                return [release, Drained() if len(self.took_s) == self._cycles else self._lease(now)]
+            case Received() | PeerDown() | TimerFired():
+                self.failure = f"after {len(self.took_s)} leases came {event}"
+                return [Drained()]
+            case _:
+                return []
+
+    def check(self, now: float) -> None:
+        """See `runtime.actor`."""
+
+    def gauges(self, now: float) -> dict[str, float]:
+        """See `runtime.actor`."""
+        return {}
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """See `runtime.actor`."""
+        return {}
+
+    def _lease(self, now: float) -> Send:
+        self._lease_id += 1
+        self._sent_at = now
+        return Send(CACHE, LeaseBlocks(lease_id=self._lease_id, keys=self._keys, sources=(), fetch_s=0.0, ttl_s=TTL_S))
+
+
+def lease_times_s(cycles: int) -> list[float]:
+    """Seconds of each lease and release of 32 blocks, one after another. Raises click.ClickException if it breaks off."""
+    with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
+        path = Path(directory) / "lease.toml"
+        path.write_text(CONFIG)
+        overrides = {"cluster.runtime_dir": directory, "cluster.name": Path(directory).name}
+        client = LeaseClient(cycles)
+        with _cache_node(path, overrides) as (process, words):
+            _run_client(client, load(path, overrides).config, process)
+            if client.failure or len(client.took_s) < cycles:
+                why = client.failure or f"it ended:\n{words.read_text()}"
+                raise click.ClickException(f"the cache-node did not keep the conversation: {why}")
+    return client.took_s
+
+
+@contextmanager
+def _cache_node(path: Path, overrides: dict[str, str]) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+    settings = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "mooncake_zmq", "cache-node", "--config", str(path), "--node", CACHE, *settings]
+    words = path.with_name("cache-node.out")
+    with words.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process, words
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _run_client(client: LeaseClient, config: Config, cache_node: "subprocess.Popen[bytes]") -> None:
+    model = Model.prepare(config)
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        role="decode",
+        host="host-a",
+        model=model.spec.fingerprint,
+        tokenizer=model.tokenizer,
+        layout=model.layout(config.model.block_tokens).fingerprint,
+    )
+    session = Session(me=CLIENT, incarnation=1, hello=hello, peers=[CACHE], settings=config.session, now=time.monotonic())
+    endpoint, peers = config.endpoint(config.node(CLIENT)), {CACHE: config.endpoint(config.node(CACHE))}
+    runtime = ZmqRuntime(Node(client, session), endpoint=endpoint, peers=peers)
+    runtime.every(WATCH_S, lambda: runtime.stop() if cache_node.poll() is not None else None)
+    try:
+        runtime.run()
+    finally:
+        runtime.close()
