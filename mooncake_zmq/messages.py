@@ -403,7 +403,8 @@ class ReserveSlots(_Message, frozen=True):
     ttl_s: Seconds
     parent: Annotated[bytes, Meta(max_length=16)] = b""
     tokens: Tokens = b""
-    """What the blocks hold and what they follow, for KV events: `keys` are a chain after `parent`. Empty: not told."""
+    """What the blocks hold, for KV events, and the block they follow: `keys` are a chain after `parent`. Empty: not told, or
+    for `parent` that there is none."""
 
 
 class GrantedSlot(_Record, frozen=True):

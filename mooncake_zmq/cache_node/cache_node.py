@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mooncake_zmq.cache_node.announcer import Announcer, announcements
+from mooncake_zmq.cache_node.chains import Chains
 from mooncake_zmq.cache_node.disk_tier import DiskContents, DiskTier
 from mooncake_zmq.cache_node.gathering import DISK, Gatherer, Gathering
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
@@ -100,6 +101,7 @@ class CacheNode:
         self.disk = DiskTier(
             settings.ssd, disk, self.slots, policy=settings.eviction, ref=self._ref, new_id=self._new_id, counts=self.counts
         )
+        self._chains = Chains(self.slots)
         self._announcer = Announcer(self.holds, self.counts)
         self._gatherer = Gatherer(
             settings,
@@ -374,7 +376,7 @@ class CacheNode:
                 continue
             put.slots[index] = (key, slot)
             grants.append(GrantedSlot(index=index, slot=slot, generation=self.slots.generation[slot]))
-        self.slots.touch(present)
+        self._chains.touch(present)
         self._count("put_blocks[result=granted]", len(grants))
         self._count("put_blocks[result=held]", held)
         self._count("put_blocks[result=denied]", denied)
@@ -388,7 +390,10 @@ class CacheNode:
 
     def _fitting_tokens(self, message: ReserveSlots) -> bytes:
         """The tokens of a put, unless they cannot be those of its blocks: they are told to others, not used here."""
-        fits = len(message.tokens) == len(message.keys) * self._layout.block_tokens * 4 and len(message.parent) == KEY_BYTES
+        fits = len(message.tokens) == len(message.keys) * self._layout.block_tokens * 4 and len(message.parent) in (
+            0,
+            KEY_BYTES,
+        )
         if message.tokens and not fits:
             self._count("put_tokens_misfit")
         return message.tokens if fits else b""
@@ -402,12 +407,16 @@ class CacheNode:
         if put.quarantined:
             self._count("late_commits")
         stored = [index for index in put.slots if checksums.get(index) is not None]
-        for index, (_, slot) in reversed(put.slots.items()):  # the leaf becomes the next to evict, the root the last
+        for index, (_, slot) in put.slots.items():
             checksum = checksums.get(index)
             if checksum is None:
                 self.slots.free(slot)
             else:
                 self.slots.commit(slot, checksum)
+                before = put.keys[index - 1] if index else put.parent
+                self._chains.link(slot, self.slots.committed(before) if before else None)
+        for first, stop in _runs(stored):
+            self._chains.touch([put.slots[index][1] for index in range(first, stop)])
         self.disk.due = self.disk.due or bool(stored)
         self._tell_stored(put, stored)
         return self._gatherer.advance_all(now)
@@ -422,6 +431,12 @@ class CacheNode:
             self._announcer.stored(BlocksStored(keys, Medium.CPU, parent if tokens else b"", tokens), keys)
 
     def _copied_here(self, keys: Sequence[Key], parent: Key | None) -> None:
+        before = self.slots.committed(parent) if parent else None
+        slots = [slot for key in keys if (slot := self.slots.committed(key)) is not None]
+        for slot in slots:
+            self._chains.link(slot, before)
+            before = slot
+        self._chains.touch(slots)
         self._announcer.stored(BlocksStored(tuple(keys), Medium.CPU, parent or b""), keys)
 
     def _on_put_expired(self, writer: HolderId) -> list[Effect]:

@@ -288,8 +288,7 @@ class Gatherer:
         came: list[Key] = []
         corrupt: list[SlotRef] = []
         tier = "disk" if fetch.source == DISK else "node"
-        outcomes = list(enumerate(zip(copies, checksums, strict=True)))
-        for index, ((key, slot, source), checksum) in reversed(outcomes):  # the root becomes the last to evict
+        for index, ((key, slot, source), checksum) in enumerate(zip(copies, checksums, strict=True)):
             if isinstance(source, DiskBlock):
                 self._disk.slots.unpin([source.slot])
             if checksum is not None and checksum == source.checksum:

@@ -4,6 +4,7 @@ Everything it knows it was told since the conversations began: membership, block
 what it placed until reports show it, so that many requests between two reports do not all go to the same idle node.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,10 @@ from mooncake_zmq.conductor import admission, routing
 from mooncake_zmq.conductor.estimates import BookingKey, DecodeBatch, DecodeBooking, PrefillQueue
 from mooncake_zmq.conductor.membership import ROLES, Member, Membership
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
+from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.routing import DecodeOption, PrefillChoice, PrefillOption
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.messages import (
     BlocksAnnounced,
     DecodeLoad,
@@ -42,6 +45,7 @@ from mooncake_zmq.runtime.actor import (
 __all__ = ["Conductor", "ConductorSettings"]
 
 EXPIRY = ("bookings",)
+REPLICAS = ("replicas",)
 EXPIRY_MIN_DELAY_S = 0.01
 """Rounding may wake the timer a hair early; it must not spin."""
 MAX_PREDICTION_S = 1e7
@@ -69,6 +73,10 @@ class Conductor:
         self._block_tokens = block_tokens
         self._members = Membership()
         self._index = PrefixIndex(max_keys=settings.max_keys)
+        self._replication = Replication(settings, self._index, self.counts)
+        self._replicas_armed = False
+        self._asked_at = -math.inf
+        """When the last `Schedule` came: gateways ask one conductor at a time, and that one acts."""
         self._queues: dict[str, PrefillQueue] = {}
         self._batches: dict[str, DecodeBatch] = {}
         self._bookings: dict[BookingKey, Booking] = {}
@@ -89,6 +97,8 @@ class Conductor:
                 self._forget(peer)
             case TimerFired(key) if key == EXPIRY:
                 return self._on_expiry(now)
+            case TimerFired(key) if key == REPLICAS:
+                return self._on_replicas(now)
             case DrainWanted():
                 return [Drained()]
             case Started():
@@ -97,9 +107,18 @@ class Conductor:
                 raise TypeError(event)
         return []
 
+    def change_replica(self, now: float, keys: tuple[Key, ...], copies: int) -> list[Effect]:
+        """Have `copies` hosts hold the chain `keys` (from its first block on, not empty): ask for the missing copies, or name
+        those that go first. At least one copy stays; what was asked already is not asked again."""
+        readers = {member.host for member in self._members.of_role("prefill") if not member.draining}
+        changes = self._replication.change(now, keys, copies, hosts=self._cache_hosts(), readers=readers)
+        return [Send(node, message) for node, message in changes]
+
     def check(self, now: float) -> None:
         """Assert the invariants."""
         self._index.check()
+        self._replication.check(now)
+        assert self._replicas_armed or not self._settings.replica_interval_s or not self._is_acting(now)
         for node in self._index.counts:
             assert self._members.role_of(node) == "cache-node", f"the index names {node}"
         assert list(self._queues) == [member.name for member in self._members.of_role("prefill")]
@@ -128,6 +147,7 @@ class Conductor:
             "decode_requests": sum(batch.batch for batch in self._batches.values()),
             "cached_keys": len(self._index),
             "cached_copies": sum(self._index.counts.values()),
+            "cached_chains": len(self._replication.demand),
             "capacity_keys": self._settings.max_keys,
             "capacity_prefills": len(self._queues),
             "capacity_decodes": len(self._batches),
@@ -160,6 +180,7 @@ class Conductor:
                 for name, batch in self._batches.items()
             },
             "index": {"keys": len(self._index), "by_node": self._index.counts},
+            "replication": {"chains": len(self._replication.demand), "under_way": self._replication.under_way(now)},
             "bookings": [
                 {
                     "gateway": gateway,
@@ -199,6 +220,7 @@ class Conductor:
         self._queues.pop(peer, None)
         self._batches.pop(peer, None)
         self._index.drop(peer)
+        self._replication.forget(peer)
         self._last_chosen.pop(peer, None)
 
     # --- what they tell
@@ -243,15 +265,21 @@ class Conductor:
             return [*effects, Send(gateway, booking.placed)]
         if booking is not None:
             self._unbook(key)
-        answer = self._place(now, key, schedule)
+        matches = self._match(schedule)
+        if self._settings.replica_interval_s and schedule.attempt == 1:
+            effects += self._count_demand(now, schedule.keys[: max(matches.values(), default=0)])
+        answer = self._place(now, key, schedule, matches)
         if isinstance(answer, Placed) and not self._expiry_armed:
             self._expiry_armed = True
             effects.append(SetTimer(EXPIRY, self._settings.booking_ttl_s))
         return [*effects, Send(gateway, answer)]
 
-    def _place(self, now: float, key: BookingKey, schedule: Schedule) -> Placed | Rejected:
+    def _match(self, schedule: Schedule) -> dict[str, int]:
+        """Reusable leading blocks, by cache-node."""
         limit = routing.reusable_blocks(tokens=schedule.tokens, keys=len(schedule.keys), block_tokens=self._block_tokens)
-        matches = self._index.match(schedule.keys[:limit])
+        return self._index.match(schedule.keys[:limit])
+
+    def _place(self, now: float, key: BookingKey, schedule: Schedule, matches: dict[str, int]) -> Placed | Rejected:
         prefill = self._choose_prefill(now, schedule, matches)
         if prefill is None:
             return self._reject(schedule, RejectReason.NO_PREFILL, admission.NO_NODE_RETRY_S)
@@ -324,7 +352,7 @@ class Conductor:
         return routing.choose_decode(options, settings=self._settings, host=prefill.host, need_tokens=need_tokens)
 
     def _choose_sources(self, prefill: PrefillChoice, matches: dict[str, int]) -> tuple[str, ...]:
-        hosts = {member.name: member.host for member in self._members.of_role("cache-node")}
+        hosts = self._cache_hosts()
         local = max((blocks for node, blocks in matches.items() if hosts[node] == prefill.host), default=0)
         return routing.choose_sources(
             matches, hosts=hosts, host=prefill.host, local_blocks=local, last_fetched=self._last_chosen
@@ -333,6 +361,40 @@ class Conductor:
     def _reject(self, schedule: Schedule, reason: RejectReason, retry_after_s: float) -> Rejected:
         self._count(f"rejected[reason={reason.value}]")
         return Rejected(request_id=schedule.request_id, attempt=schedule.attempt, reason=reason, retry_after_s=retry_after_s)
+
+    def _cache_hosts(self) -> dict[str, str]:
+        return {member.name: member.host for member in self._members.of_role("cache-node")}
+
+    # --- copies
+
+    def _count_demand(self, now: float, held: tuple[Key, ...]) -> list[Effect]:
+        """A request wants `held`, the leading blocks that somebody holds."""
+        if now - self._asked_at > self._settings.replica_half_life_s:
+            # Another conductor may have been asked all the while: what was counted before would make hot chains look cold.
+            self._replication.demand.clear()
+        self._asked_at = now
+        self._count("chains_forgotten", self._replication.demand.count(now, held))
+        if self._replicas_armed or not self._replication.demand:
+            return []
+        self._replicas_armed = True
+        return [SetTimer(REPLICAS, self._settings.replica_interval_s)]
+
+    def _on_replicas(self, now: float) -> list[Effect]:
+        """One round, and the next only while requests come."""
+        self._replicas_armed = False
+        if not self._is_acting(now):
+            return []
+        effects: list[Effect] = []
+        for keys, copies in self._replication.targets(now, self._cache_hosts()):
+            effects += self.change_replica(now, keys, copies)
+        if self._replication.demand:
+            self._replicas_armed = True
+            effects.append(SetTimer(REPLICAS, self._settings.replica_interval_s))
+        return effects
+
+    def _is_acting(self, now: float) -> bool:
+        """Whether this is the conductor that gateways ask, as far as it can tell, and it has demand to act on."""
+        return bool(self._replication.demand) and now - self._asked_at < 2 * self._settings.replica_interval_s
 
     # --- bookings
 

@@ -83,6 +83,24 @@ class PrefixIndex:
             node: next(count for gone, count in ends if gone & bit) for node, bit in sorted(self._bits.items()) if first & bit
         }
 
+    def holders(self, keys: Sequence[Key]) -> list[str]:
+        """Nodes that hold every one of `keys`, in name order; at least one key."""
+        lookup = self._holders.get
+        held = lookup(keys[-1], 0)
+        for key in keys:
+            if not held:
+                return []
+            held &= lookup(key, 0)
+        return [node for node, bit in sorted(self._bits.items()) if held & bit]
+
+    def held_by(self, node: str) -> int:
+        """How many keys this node holds."""
+        return self._counts.get(node, 0)
+
+    def copies(self, key: Key) -> int:
+        """How many nodes hold this block."""
+        return self._holders.get(key, 0).bit_count()
+
     def check(self) -> None:
         """Counts and masks agree, and every mask names known nodes only."""
         assert len(self._holders) <= self.max_keys

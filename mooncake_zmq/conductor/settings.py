@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from mooncake_zmq.messages import MAX_BLOCKS
+
 POSITIVE = (
     "tie_ratio",
     "prefill_token_s",
@@ -14,8 +16,12 @@ POSITIVE = (
     "booking_ttl_s",
     "max_keys",
     "max_bookings",
+    "replica_demand_per_s",
+    "replica_half_life_s",
+    "replica_max_chains",
+    "replica_max_blocks",
 )
-NOT_NEGATIVE = ("ttft_slo_s", "tbt_slo_s", "prefill_square_s", "decode_slope", "report_grace_s")
+NOT_NEGATIVE = ("ttft_slo_s", "tbt_slo_s", "prefill_square_s", "decode_slope", "report_grace_s", "replica_interval_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,17 @@ class ConductorSettings:
     """Keys in the prefix index; new ones past it are dropped and counted. At 145 bytes per key (measured): 290 MB."""
     max_bookings: int = 65_536
     """Bookings held; past it the oldest is dropped and counted. 2,000 requests per second for a whole booking_ttl_s."""
+    replica_interval_s: float = 5.0
+    """How often hot prefixes are given more copies and cold ones fewer; 0: never. A hot spot lasts minutes, a copy seconds."""
+    replica_demand_per_s: float = 1.0
+    """Requests per second that one copy of a prefix is taken to be good for: at n times this, n + 1 hosts should hold it. A
+    prefill of the default model takes about a second; a GPU deployment raises this by as much as it is faster."""
+    replica_half_life_s: float = 30.0
+    """A request counts half as much after this. At one request per second the count settles at 43, with an error of a tenth."""
+    replica_max_chains: int = 1024
+    """Prefixes whose demand is followed; at the limit the half that is asked for least is forgotten. At worst 60 MB."""
+    replica_max_blocks: int = 512
+    """Leading blocks of a prompt that are followed and copied: 16,000 tokens in blocks of 32."""
 
     def __post_init__(self) -> None:
         for name in POSITIVE + NOT_NEGATIVE:
@@ -68,6 +85,8 @@ class ConductorSettings:
                 raise ValueError(f"{name} must be {'positive' if name in POSITIVE else '0 or more'}, not {value}")
         if not self.kvcache_balancing_threshold >= 1:
             raise ValueError(f"kvcache_balancing_threshold must be 1 or more, not {self.kvcache_balancing_threshold}")
+        if self.replica_max_blocks > MAX_BLOCKS:
+            raise ValueError(f"replica_max_blocks must be at most {MAX_BLOCKS}, what one message may name")
         if self.tie_ratio >= 1:
             raise ValueError(f"tie_ratio must be below 1, not {self.tie_ratio}")
         if self.booking_ttl_s <= self.report_grace_s:

@@ -593,7 +593,8 @@ class Decode:
             return []
         key = extend_keys(request.parent, request.tail, self._layout.block_tokens)[0]
         source = SequenceBlock(request.sequence, request.keyed_blocks)
-        effects = self._pool.put(now, self._new_id(), [key], [source], request, parent=request.parent, tokens=request.tail)
+        before = request.parent if request.keyed_blocks else b""  # the root is nobody's block
+        effects = self._pool.put(now, self._new_id(), [key], [source], request, parent=before, tokens=request.tail)
         request.parent, request.tail = key, b""
         request.keyed_blocks += 1
         if effects is None:

@@ -26,8 +26,9 @@ class KeyTable:
     def __init__(self, capacity: int) -> None:
         assert 0 <= capacity < 1 << 30, "slots are int32, and homes are computed in 64 bits"
         self._size = _prime_from(2 * capacity + 1)
-        self._radix = (1 << 64) % self._size
-        """A key's home is the key, as a number, modulo the prime size: every bit counts, and digests need no more mixing."""
+        self._by_low, self._by_high = int(self._size * 0.618), int(self._size * 0.414)
+        """A key's home is `(low * by_low + high * by_high) % size`: digests need no more, and counters are spread as well,
+        where homes side by side would grow into one long probe chain."""
         self._table = array("i", [EMPTY]) * self._size
         self._low = array("Q", [0]) * capacity
         self._high = array("Q", [0]) * capacity
@@ -40,7 +41,7 @@ class KeyTable:
     def get(self, key: Key) -> int | None:
         """The slot that holds `key`."""
         low, high = WORDS.unpack(key)
-        at = (high * self._radix + low) % self._size
+        at = (low * self._by_low + high * self._by_high) % self._size
         table, lows = self._table, self._low
         slot: int
         while (slot := table[at]) != EMPTY:
@@ -63,7 +64,7 @@ class KeyTable:
         """`slot` holds `key` from now on. The caller knows that no other slot does."""
         assert not self._named[slot], "a slot holds one key"
         low, high = WORDS.unpack(key)
-        at = (high * self._radix + low) % self._size
+        at = (low * self._by_low + high * self._by_high) % self._size
         table = self._table
         while table[at] != EMPTY:
             at += 1
@@ -121,12 +122,12 @@ class KeyTable:
         return np.frombuffer(self._named, dtype=np.bool_)
 
     def _home(self, slot: int) -> int:
-        return (self._high[slot] * self._radix + self._low[slot]) % self._size
+        return (self._low[slot] * self._by_low + self._high[slot] * self._by_high) % self._size
 
     def _homes(self, low: NDArray[np.uint64], high: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """As in `get`, but in words: no product overflows, as the size is below 2**31."""
-        size, radix = np.uint64(self._size), np.uint64(self._radix)
-        return ((high % size * radix + low % size) % size).astype(np.int64)
+        """As in `get`, but in words: nothing overflows, as the size is below 2**31."""
+        size, by_low, by_high = np.uint64(self._size), np.uint64(self._by_low), np.uint64(self._by_high)
+        return ((low % size * by_low + high % size * by_high) % size).astype(np.int64)
 
 
 def _prime_from(least: int) -> int:

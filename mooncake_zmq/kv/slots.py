@@ -40,7 +40,6 @@ NEXT_STATE: dict[tuple[SlotState, str], SlotState] = {
     (SlotState.WRITING, "quarantine"): SlotState.QUARANTINED,
     (SlotState.QUARANTINED, "free"): SlotState.FREE,
     (SlotState.COMMITTED, "free"): SlotState.FREE,
-    (SlotState.WRITING, "retire"): SlotState.RETIRED,
     (SlotState.COMMITTED, "retire"): SlotState.RETIRED,
 }
 
@@ -189,14 +188,12 @@ class Slots:
         self._move(slot, "quarantine")
 
     def retire(self, slot: int) -> None:
-        """A reserved, or committed and unpinned, slot whose medium failed is never handed out again in this life."""
+        """A committed and unpinned slot whose medium failed is never handed out again in this life."""
         assert self.pins[slot] == 0
-        committed = self._state[slot] == COMMITTED
         self._move(slot, "retire")
-        if committed:
-            self._evictable.remove(slot)
-        self._unname(slot, announce=committed)
-        self._set_generation(slot, self.generation[slot] + (2 if committed else 1))
+        self._evictable.remove(slot)
+        self._unname(slot)
+        self._set_generation(slot, self.generation[slot] + 2)
 
     def forget(self, slot: int) -> None:
         """Drop a committed copy that did not verify: no new reader finds it; the slot is reused once unpinned."""

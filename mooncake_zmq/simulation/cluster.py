@@ -41,6 +41,9 @@ class ClusterSettings:
         decode_step_s=0.015,
         expected_output_tokens=8,
         booking_ttl_s=5.0,
+        replica_interval_s=0.5,
+        replica_half_life_s=2.0,
+        replica_demand_per_s=0.5,
     )
     prefill: PrefillSettings = PrefillSettings(
         slab_bytes=48 * SLOT_BYTES, chunk_tokens=32, max_active=3, work_deadline_s=6.0, aging_tokens_per_s=500.0, pool=POOL

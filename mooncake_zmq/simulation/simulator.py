@@ -520,7 +520,7 @@ class Simulator:
 
     def _flip_bits(self, name: str, blocks: int) -> None:
         if name in self.disks:
-            self.disks[name].flip(self.random, blocks)
+            self.disks[name].flip(self.random, 4 * blocks)
         life = self.processes[name].life
         if life is None or life.machine.segment is None:
             return

@@ -693,6 +693,31 @@ def test_a_disk_smaller_than_dram_is_not_rewritten_for_ever():
     assert not pool.works
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_children_are_colder_than_their_parents_however_the_tree_grew(seed):
+    rng = random.Random(seed)
+    pool = Pool(pool_bytes=30 * LAYOUT.slot_bytes)
+    parents = {}
+    for number in range(1, 80):
+        held = sorted(pool.held())
+        path = [rng.choice(held)] if held and rng.random() < 0.9 else []
+        while path and parents.get(path[0]) in held:
+            path.insert(0, parents[path[0]])
+        put_id = pool.fresh()
+        before = key(path[-1]) if path else b""
+        parents[number] = path[-1] if path else None
+        if rng.random() < 0.3 and path:
+            lease_id, _ = pool.leased(*path)
+            pool.say("p0", ReleaseLease(lease_id=lease_id))
+        pool.say("p0", ReserveSlots(put_id=put_id, keys=keys(number), ttl_s=15.0, parent=before))
+        pool.say("p0", CommitSlots(put_id=put_id, checksums=((0, 1),)))
+        slots = pool.actor.slots
+        order = [int.from_bytes(slots.key_of(slot), "big") for slot in slots.coldest(30)]
+        for child in order:
+            if parents[child] in order:
+                assert order.index(child) < order.index(parents[child])
+
+
 # --- copies on a conductor's wish
 
 

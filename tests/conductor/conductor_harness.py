@@ -7,6 +7,7 @@ from dataclasses import replace
 from mooncake_zmq.conductor.conductor import Conductor, ConductorSettings
 from mooncake_zmq.messages import (
     BlocksAnnounced,
+    ChangeReplica,
     DecodeLoad,
     Hello,
     Placed,
@@ -43,6 +44,8 @@ class Cluster:
         self.conductor = Conductor(name="k", host="h0", incarnation=1, settings=self.settings, block_tokens=BLOCK)
         self.now = 100.0
         self.timers = {}
+        self.wishes = []
+        """(cache-node, ChangeReplica) in the order of asking."""
         self.serial = 0
         self.handle(Started())
         self.up("g", "gateway", "h0")
@@ -63,6 +66,8 @@ class Cluster:
                 self.timers[effect.key] = self.now + effect.delay_s
             if isinstance(effect, Send):
                 assert decode(encode(effect.message)) == effect.message
+                if isinstance(effect.message, ChangeReplica):
+                    self.wishes.append((effect.to, effect.message))
         return effects
 
     def advance(self, seconds):

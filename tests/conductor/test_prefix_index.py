@@ -64,7 +64,13 @@ def test_equals_a_naive_model(ops, queries, max_keys):
         index.check()
         assert len(index) == len(naive.known())
         assert index.counts == {name: len(held) for name, held in naive.held.items()}
+        for node in NODES:
+            assert index.held_by(node) == len(naive.held.get(node, ()))
+        for one in KEYS:
+            assert index.copies(one) == sum(one in held for held in naive.held.values())
     for query in [*queries, list(KEYS)]:
+        if query:
+            assert index.holders(query) == sorted(node for node, held in naive.held.items() if held.issuperset(query))
         got = index.match(query)
         assert got == naive.match(query)
         assert list(got) == sorted(got)

@@ -8,16 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake_zmq.kv.key_table import KeyTable, _prime_from
+from mooncake_zmq.kv.key_table import KeyTable
 
 CAPACITY = 12
-SIZE = _prime_from(2 * CAPACITY + 1)
-CROWDED = [number.to_bytes(16, "little") for number in range(20)]
-"""Neighbours, as small numbers have neighbouring homes."""
-COLLIDING = [(number * SIZE + 3 << 60).to_bytes(16, "little") for number in range(20)]
-WRAPPING = [(SIZE - 1 + number * SIZE).to_bytes(16, "little") for number in range(20)]
-"""All have the last place of the table for their home."""
-KEYS = [*CROWDED, *COLLIDING, *WRAPPING]
+
+
+def with_home(home):
+    """Keys that all want the same place of the table of that capacity."""
+    table = KeyTable(CAPACITY)
+    words = np.stack([np.arange(900, dtype="<u8"), np.arange(900, dtype="<u8") * 7], axis=1)
+    at = np.flatnonzero(table._homes(words[:, 0], words[:, 1]) == home % table._size)
+    return [words[index].tobytes() for index in at[:16]]
+
+
+KEYS = [*with_home(3), *with_home(4), *with_home(-1)]
+"""Long probe chains, one into the other, and one that goes over the end of the table."""
 
 
 def digest(number):
@@ -72,6 +77,15 @@ def test_one_lookup_and_many_agree_on_any_bytes(keys, other):
     found = table.find_many(b"".join(asked))
     assert found.dtype == np.int32
     assert found.tolist() == [-1 if (slot := table.get(key)) is None else slot for key in asked]
+
+
+@pytest.mark.parametrize("byteorder", ["little", "big"])
+def test_keys_that_count_up_are_spread(byteorder):
+    table = KeyTable(1000)
+    for slot in range(1000):
+        table.insert((10**6 + slot).to_bytes(16, byteorder), slot)
+    away = [(at - table._home(slot)) % table._size for at, slot in enumerate(table._table) if slot >= 0]
+    assert max(away) < 20
 
 
 def test_a_table_that_was_full_many_times_finds_what_it_holds_and_nothing_else():

@@ -1,0 +1,256 @@
+"""Publishes a pool's KV events over ZeroMQ, in vLLM's format, so that routers outside the cluster can index the pool.
+
+    subscriber SUB    <-- [topic, number, payload] ------------------- PUB
+    subscriber DEALER --- ["", first number wanted] -----------------> ROUTER
+                      <-- ["", number, payload] ... ["", -1, ""] -----
+
+Batches are numbered from 0 in each life of the process, and batch 0 says that all blocks are cleared. PUB may lose batches,
+a subscriber sees that by the gap and asks for them again. A batch the publisher itself had to drop is such a gap too, which
+no replay fills: the subscriber then has to forget this pool.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+import zmq
+
+from mooncake_zmq.kv.events import AllBlocksCleared, EventEncoder, EventFormat, KvEvent
+from mooncake_zmq.runtime.zmq_runtime import BadEndpoint
+from mooncake_zmq.transfer.network import Configure, plain
+
+log = structlog.get_logger()
+
+NUMBER_BYTES = 8
+END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+BATCHES_PER_TURN = 256
+"""Batches published, and replayed to each, before the others get their turn."""
+REQUESTS_PER_TURN = 256
+MAX_REQUEST_BYTES = 256
+MAX_REPLAYS = 16
+"""Replays at a time; a request past it is dropped and counted."""
+REPLAY_HWM = 64
+"""Batches queued for one replay; the rest waits here, where all replays share it."""
+REPLAY_RETRY_MS = 20
+REPLAY_STALL_S = 10.0
+"""A subscriber that takes nothing for this long is given up."""
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
+
+
+@dataclass(slots=True)
+class _Replay:
+    """Batches `[number, stop)` are still to be sent, and the end marker after them."""
+
+    number: int
+    stop: int
+    moved_at: float
+
+
+class KvEventPublisher:
+    """`publish` is for the runtime's thread; a thread of its own encodes, sends and replays, until closed."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay_endpoint: str = "",
+        topic: str = "",
+        format: str = "map",
+        block_tokens: int,
+        buffer_steps: int = 10_000,
+        buffer_bytes: int = 256 << 20,
+        hwm: int = 100_000,
+        max_queue_size: int = 100_000,
+        on_crash: Callable[[BaseException], None],
+        configure: Configure = plain,
+    ) -> None:
+        """`format`: see `EventFormat`. `buffer_steps`, `buffer_bytes`: what is kept for replay, the newest. `hwm`: batches
+        queued for a subscriber before it loses some. `max_queue_size`: batches published and not sent yet. `on_crash` is
+        called from the thread. Raises BadEndpoint."""
+        self.counts = {
+            "batches": 0,
+            "bytes": 0,
+            "dropped": 0,
+            "replays": 0,
+            "replayed": 0,
+            "replays_refused": 0,
+            "replays_dropped": 0,
+            "replay_garbage": 0,
+        }
+        self._encoder = EventEncoder(EventFormat(format), block_tokens)
+        self._topic = topic.encode()
+        self._buffer_steps = buffer_steps
+        self._buffer_bytes = buffer_bytes
+        self._max_queue_size = max_queue_size
+        self._on_crash = on_crash
+        self._configure = configure
+        self._queue: deque[tuple[int, float, tuple[KvEvent, ...]]] = deque()
+        self._next_number = 0
+        self._guard = threading.Lock()
+        """Of `_queue`, `_next_number` and the count of what was dropped."""
+        self._sent: dict[int, bytes] = {}
+        """Payloads kept for replay, by number: of `[_first, _stop)` all but those dropped unsent."""
+        self._sent_bytes = 0
+        self._first = self._stop = 0
+        self._replays: dict[bytes, _Replay] = {}
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._pub = self._listen(zmq.PUB, endpoint, hwm)
+            self._router = self._listen(zmq.ROUTER, replay_endpoint, REPLAY_HWM) if replay_endpoint else None
+        except BaseException:
+            self._context.destroy(linger=0)
+            os.close(self._wake)
+            raise
+        self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
+        """Where it publishes, a wildcard port resolved."""
+        self.replay_endpoint = self._router.get_string(zmq.LAST_ENDPOINT) if self._router else ""
+        self.publish((AllBlocksCleared(),))
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: tuple[KvEvent, ...]) -> None:
+        """Send these events soon, in as many batches as it takes. Never blocks: where the queue is full its oldest goes."""
+        batches = self._encoder.batches(events)
+        now = time.time()
+        with self._guard:
+            for batch in batches:
+                if len(self._queue) >= self._max_queue_size:
+                    self._queue.popleft()
+                    self.counts["dropped"] += 1
+                self._queue.append((self._next_number, now, batch))
+                self._next_number += 1
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Stop; what was not sent yet is lost, as is the pool for its subscribers. May be called twice."""
+        if self._wake >= 0:
+            self._stopping = True
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            self._context.destroy(linger=0)
+            os.close(self._wake)
+            self._wake = -1
+
+    # --- the thread
+
+    def _listen(self, kind: int, endpoint: str, hwm: int) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = hwm
+        socket.rcvhwm = REQUESTS_PER_TURN
+        socket.maxmsgsize = MAX_REQUEST_BYTES
+        socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+        if kind == zmq.ROUTER:
+            socket.router_mandatory = True
+        try:
+            self._configure(socket)
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise BadEndpoint(f"cannot publish KV events on {endpoint}: {error.strerror}") from error
+        return socket
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        if self._router:
+            poller.register(self._router, zmq.POLLIN)
+        try:
+            busy = False
+            while not self._stopping:
+                ready = dict(poller.poll(0 if busy else self._timeout_ms()))
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                busy = self._publish_some()
+                if self._router:
+                    busy |= self._receive_requests(self._router)
+                    busy |= self._replay_some(self._router, time.monotonic())
+        except Exception as error:
+            log.critical("kv_events_crashed", exc_info=error)
+            self._on_crash(error)
+
+    def _timeout_ms(self) -> int | None:
+        # A ROUTER polls as writable while any one peer is, so that waiting for POLLOUT would spin beside a stuck one.
+        return REPLAY_RETRY_MS if self._replays else None
+
+    def _publish_some(self) -> bool:
+        """True: more is queued."""
+        for _ in range(BATCHES_PER_TURN):
+            with self._guard:
+                if not self._queue:
+                    return False
+                number, at, events = self._queue.popleft()
+            payload = self._encoder.encode(at, events)
+            self._pub.send_multipart((self._topic, _frame(number), payload), zmq.NOBLOCK)
+            self.counts["batches"] += 1
+            self.counts["bytes"] += len(payload)
+            self._keep(number, payload)
+        return True
+
+    def _keep(self, number: int, payload: bytes) -> None:
+        self._sent[number] = payload
+        self._sent_bytes += len(payload)
+        self._stop = number + 1
+        while self._stop - self._first > self._buffer_steps or self._sent_bytes > self._buffer_bytes:
+            self._sent_bytes -= len(self._sent.pop(self._first, b""))
+            self._first += 1
+
+    def _receive_requests(self, router: "zmq.Socket[bytes]") -> bool:
+        """True: more may be waiting."""
+        for _ in range(REQUESTS_PER_TURN):
+            try:
+                peer, *frames = router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            if len(frames) != 2 or frames[0] or len(frames[1]) != NUMBER_BYTES:
+                self.counts["replay_garbage"] += 1
+            elif peer not in self._replays and len(self._replays) >= MAX_REPLAYS:
+                self.counts["replays_refused"] += 1
+            else:
+                self.counts["replays"] += 1
+                start = int.from_bytes(frames[1], "big")
+                # What is published from now on the subscriber hears anyway: a replay need not chase it.
+                self._replays[peer] = _Replay(start, self._stop, time.monotonic())
+        return True
+
+    def _replay_some(self, router: "zmq.Socket[bytes]", now: float) -> bool:
+        """True: a replay could go on at once."""
+        busy = False
+        for peer, replay in list(self._replays.items()):
+            try:
+                ended = self._send_some(router, peer, replay, now)
+            except zmq.ZMQError as error:
+                if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                    raise
+                if error.errno == zmq.EHOSTUNREACH or now - replay.moved_at > REPLAY_STALL_S:
+                    del self._replays[peer]
+                    self.counts["replays_dropped"] += 1
+                continue
+            if ended:
+                del self._replays[peer]
+            busy |= not ended
+        return busy
+
+    def _send_some(self, router: "zmq.Socket[bytes]", peer: bytes, replay: _Replay, now: float) -> bool:
+        """True: the end marker is sent. Raises ZMQError where `peer` takes no more."""
+        replay.number = max(replay.number, self._first)
+        for _ in range(BATCHES_PER_TURN):
+            if replay.number >= replay.stop:
+                router.send_multipart((peer, b"", END, b""), zmq.NOBLOCK)
+                return True
+            payload = self._sent.get(replay.number)
+            if payload is not None:
+                router.send_multipart((peer, b"", _frame(replay.number), payload), zmq.NOBLOCK)
+                self.counts["replayed"] += 1
+            replay.number += 1
+            replay.moved_at = now
+        return False
+
+
+def _frame(number: int) -> bytes:
+    return number.to_bytes(NUMBER_BYTES, "big")
