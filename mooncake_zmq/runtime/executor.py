@@ -1,4 +1,5 @@
-"""Carries out an actor's works live: model steps on one thread, local copies on another, reads from other hosts on a third.
+"""Carries out an actor's works live: model steps on one thread, local copies on another, reads from other hosts on a third,
+and the SSD tier's reads and writes on some more, apart from each other, so that no promotion waits behind demotions.
 
 All KV moves as a one-sided read by its destination: from a mapped segment, or from a data server. RDMA or CUDA IPC would
 be a third way to do the same read. What arrives is verified; what does not verify is reported per block, as a miss.
@@ -10,6 +11,7 @@ last of them has let go, so that nothing of a work touches memory after its end.
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,8 +30,18 @@ from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.messages import Hello, SlotRef
 from mooncake_zmq.runtime.actor import WorkDone, WorkProgress
-from mooncake_zmq.transfer.block_copy import ReadFailure, copy_block, granted, load_layers, store_block, store_part
+from mooncake_zmq.transfer.block_copy import (
+    ReadFailure,
+    copy_block,
+    granted,
+    load_layers,
+    read_block,
+    store_block,
+    store_part,
+    write_block,
+)
 from mooncake_zmq.transfer.directory import SegmentDirectory
+from mooncake_zmq.transfer.disk import Disk, DiskFault
 from mooncake_zmq.transfer.network import Configure, ReadBatch, RemoteRead, RemoteReader, plain
 from mooncake_zmq.transfer.process_lock import is_alive
 from mooncake_zmq.transfer.shared_memory import Segment
@@ -41,6 +53,8 @@ from mooncake_zmq.work import (
     ComputeChunk,
     CopyBlocks,
     DecodeStep,
+    DiskBlock,
+    DiskWritten,
     LayersComputed,
     ProbeProcess,
     ProcessProbed,
@@ -51,6 +65,7 @@ from mooncake_zmq.work import (
     StepDecoded,
     Work,
     WorkFailed,
+    WriteToDisk,
 )
 
 log = structlog.get_logger()
@@ -76,9 +91,13 @@ class Executor:
         window_bytes: int = 32 << 20,
         progress_s: float = 0.02,
         configure: Configure = plain,
+        disk: Disk | None = None,
+        verify_local: bool = True,
     ) -> None:
         """`emit` and `on_crash` are called from worker threads. `progress_s`: a chunk's layers are told of at most this often:
-        each time takes the interpreter's lock from the computation for a moment."""
+        each time takes the interpreter's lock from the computation for a moment. `disk` stays the caller's to close, after
+        this. Without `verify_local`, local reads of committed blocks check generations alone, and the bytes' checksums only
+        where they come from another host or a disk."""
         self._segment = segment
         self._layout = layout
         self._engine = engine
@@ -100,6 +119,10 @@ class Executor:
         self._reader = RemoteReader(layout, on_crash=crash, window_bytes=window_bytes, configure=configure)
         self._compute = _Worker("compute", crash)
         self._copy = _Worker("copy", crash)
+        self._disk = disk
+        self._disk_reads = _Worker("disk-read", crash, disk.threads if disk else 0)
+        self._disk_writes = _Worker("disk-write", crash, disk.threads if disk else 0)
+        self._verify_local = verify_local
 
     @property
     def read_counts(self) -> dict[str, int]:
@@ -165,6 +188,8 @@ class Executor:
                 self._start_pull(job, work)
             case CopyBlocks():
                 self._start_copy(job, work)
+            case WriteToDisk():
+                self._start_write(job, work)
             case DecodeStep():
                 self._begin(job, [(self._compute, partial(self._decode, job, work))], [])
             case ProbeProcess():
@@ -186,6 +211,8 @@ class Executor:
             self._stop(job, "closed")
         self._compute.close()
         self._copy.close()
+        self._disk_reads.close()
+        self._disk_writes.close()
         self._reader.close()
         assert self._crashed or not self._jobs, "a work was left without its end"
         for sequence in list(self._sequences):
@@ -284,7 +311,7 @@ class Executor:
             segment = self._directory.segment((load.source.node, load.source.incarnation))
             loaded: list[int] | ReadFailure = ReadFailure.UNREACHED
             if segment and not job.is_late() and time.monotonic() < until and load.block not in record.failed:
-                loaded = load_layers(segment, load, layers, sequence)
+                loaded = load_layers(segment, load, layers, sequence, verify_committed=self._verify_local)
             if isinstance(loaded, ReadFailure):
                 record.fail(load.block, loaded)
             else:
@@ -386,8 +413,12 @@ class Executor:
         copied = _Copied(len(work.copies))
         job.conclude = copied.result
         here: list[int] = []
+        stored: deque[int] = deque()
         reads: list[RemoteRead] = []
         for index, (source, grant) in enumerate(work.copies):
+            if isinstance(source, DiskBlock):
+                stored.append(index)
+                continue
             target = self._directory.segment((grant.node, grant.incarnation), writable=True)
             if isinstance(source, SlotRef) and target and self._directory.endpoint((source.node, source.incarnation)):
                 reads.append(RemoteRead(source, range(self._layout.layers), _SlotSink(index, target, grant, copied)))
@@ -396,6 +427,10 @@ class Executor:
         turns: list[tuple[_Worker, Turn]] = []
         if here:
             turns.append((self._copy, partial(self._copy_blocks, job, work, here, copied)))
+        if stored:
+            assert self._disk, "a node without a disk has nothing to promote"
+            turn = partial(self._read_blocks, job, work, stored, copied, self._disk)
+            turns += [(self._disk_reads, turn)] * min(self._disk.threads, len(stored))
         self._begin(job, turns, reads)
 
     def _copy_blocks(self, job: "_Job", work: CopyBlocks, indices: list[int], copied: "_Copied") -> None:
@@ -409,9 +444,57 @@ class Executor:
             if isinstance(source, SequenceBlock):
                 copied.checksums[index] = store_block(job.sequences[source.sequence].kv, source.block, target, grant)
                 continue
+            assert isinstance(source, SlotRef)
             segment = self._directory.segment((source.node, source.incarnation))
             if segment:
-                copied.set(index, copy_block(segment, source, target, grant))
+                copied.set(index, copy_block(segment, source, target, grant, verify_committed=self._verify_local))
+
+    # --- the SSD tier
+
+    def _read_blocks(self, job: "_Job", work: CopyBlocks, indices: deque[int], copied: "_Copied", disk: Disk) -> None:
+        for index in _taken(indices):
+            if job.stopped or job.is_late() or copied.fault:
+                return
+            block, grant = work.copies[index]
+            assert isinstance(block, DiskBlock)
+            target = self._directory.segment((grant.node, grant.incarnation), writable=True)
+            if target is None:
+                continue
+            try:
+                copied.set(index, read_block(disk, block, target, grant))
+            except DiskFault as fault:
+                copied.fault = str(fault)
+
+    def _start_write(self, job: "_Job", work: WriteToDisk) -> None:
+        assert self._disk, "a node without a disk has nothing to demote to"
+        indices = deque(range(len(work.blocks)))
+        parties = min(self._disk.threads, len(indices))
+        written = _Written(len(indices), parties)
+        job.conclude = written.result
+        turn = partial(self._write_blocks, job, work, indices, written, self._disk)
+        self._begin(job, [(self._disk_writes, turn)] * parties, [])
+
+    def _write_blocks(self, job: "_Job", work: WriteToDisk, indices: deque[int], written: "_Written", disk: Disk) -> None:
+        """Write what is left to write; the last party to end makes it all durable at once."""
+        assert self._segment, "a node without a segment has nothing to demote"
+        for index in _taken(indices):
+            if job.stopped or job.is_late() or written.fault:
+                break
+            source, block = work.blocks[index]
+            try:
+                outcome = write_block(self._segment, source, disk, block)
+            except DiskFault as fault:
+                written.fault = str(fault)
+                break
+            if outcome is ReadFailure.CORRUPT:
+                log.error("block_corrupt_in_memory", slot=source.slot, key=block.key.hex())
+            elif not isinstance(outcome, ReadFailure):
+                written.sequences[index] = outcome
+        if written.is_last() and not job.stopped:
+            try:
+                written.commit(work, disk)
+            except DiskFault as fault:
+                written.fault = written.fault or str(fault)
 
     def _probe(self, work: ProbeProcess) -> Result:
         return ProcessProbed(is_alive(self._runtime_dir, work.node, work.incarnation))
@@ -566,6 +649,7 @@ class _Copied:
 
     def __init__(self, count: int) -> None:
         self.checksums: list[int | None] = [None] * count
+        self.fault = ""
         self._corrupt: list[int] = []
 
     def set(self, index: int, outcome: int | ReadFailure) -> None:
@@ -575,7 +659,32 @@ class _Copied:
             self._corrupt.append(index)
 
     def result(self) -> Result:
-        return BlocksCopied(tuple(self.checksums), tuple(sorted(self._corrupt)))
+        return BlocksCopied(tuple(self.checksums), tuple(sorted(self._corrupt)), self.fault)
+
+
+class _Written:
+    """Record of a `WriteToDisk`; every index has one writer. `sequences`: of the blocks whose bytes are written."""
+
+    def __init__(self, count: int, parties: int) -> None:
+        self.sequences: list[int | None] = [None] * count
+        self.fault = ""
+        self._committed = False
+        self._lock = threading.Lock()
+        self._parties = parties
+
+    def is_last(self) -> bool:
+        """Called by each party at its end: is it the last?"""
+        with self._lock:
+            self._parties -= 1
+            return self._parties == 0
+
+    def commit(self, work: WriteToDisk, disk: Disk) -> None:
+        numbered = zip(work.blocks, self.sequences, strict=True)
+        disk.commit([(block, sequence) for (_, block), sequence in numbered if sequence is not None])
+        self._committed = True
+
+    def result(self) -> Result:
+        return DiskWritten(tuple(self._committed and sequence is not None for sequence in self.sequences), self.fault)
 
 
 class _SequenceSink:
@@ -628,21 +737,24 @@ class _SlotSink:
 
 
 class _Worker:
-    """A thread that runs what it is given, in order."""
+    """Threads that take what they are given in its order; one, unless told otherwise."""
 
-    def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
+    def __init__(self, name: str, on_crash: Callable[[BaseException], None], threads: int = 1) -> None:
         self._on_crash = on_crash
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)]
+        for thread in self._threads:
+            thread.start()
 
     def put(self, task: Callable[[], None]) -> None:
         self._queue.put(task)
 
     def close(self) -> None:
         """Finish what was given, then stop."""
-        self._queue.put(None)
-        self._thread.join()
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while task := self._queue.get():
@@ -650,8 +762,17 @@ class _Worker:
                 task()
             except Exception as error:
                 # A thread has no caller that could crash: the process must learn that it is not to go on.
-                log.critical("worker_crashed", thread=self._thread.name, exc_info=error)
+                log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
                 self._on_crash(error)
+
+
+def _taken(indices: deque[int]) -> Iterator[int]:
+    """Take turns with other threads at one list of things to do."""
+    while True:
+        try:
+            yield indices.popleft()
+        except IndexError:
+            return
 
 
 def _by_layer(layers: int, loads: Sequence[BlockLoad]) -> "list[_LayersOfBlock]":
@@ -669,5 +790,5 @@ def _sequences_of(work: Work) -> list[int]:
             return list(dict.fromkeys(entry.sequence for entry in work.entries))
         case CopyBlocks():
             return list(dict.fromkeys(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock)))
-        case ProbeProcess():
+        case WriteToDisk() | ProbeProcess():
             return []

@@ -1,4 +1,5 @@
-"""The copies between slots and sequences. Every read is verified: generation before and after, checksum of each part.
+"""The copies between slots, sequences and the SSD tier. Every read is verified: generation before and after, checksum of
+each part; of local reads of committed blocks the checksums may be left out.
 
 Sketch: a part is touched twice, by the copy and, while still in the CPU's cache, by the hash (three times its speed), so a
 verified read should reach about three quarters of a plain memory copy. A device backend replaces `write_part` and
@@ -13,9 +14,11 @@ from enum import Enum
 
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.messages import SlotRef
+from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.shared_memory import Segment
-from mooncake_zmq.work import BlockLoad, SlotGrant
+from mooncake_zmq.work import BlockLoad, DiskBlock, SlotGrant
 
 
 class ReadFailure(Enum):
@@ -37,8 +40,14 @@ def trusted_parts(parts: Sequence[int], checksum: int) -> bool:
     return checksum == 0 or block_checksum(parts) == checksum
 
 
-def load_layers(segment: Segment, load: BlockLoad, layers: range, sequence: SequenceKV) -> list[int] | ReadFailure:
-    """Copy layers of a block into a sequence: their parts' checksums, if all verified."""
+def load_layers(
+    segment: Segment, load: BlockLoad, layers: range, sequence: SequenceKV, *, verify_committed: bool = True
+) -> list[int] | ReadFailure:
+    """Copy layers of a block into a sequence: their parts' checksums, if all verified.
+
+    Without `verify_committed` the bytes of a committed block are taken for what they were when it was put.
+    """
+    verify = verify_committed or load.source.checksum == 0
     expected = _expected(segment, load.source, layers)
     if isinstance(expected, ReadFailure):
         return expected
@@ -46,13 +55,16 @@ def load_layers(segment: Segment, load: BlockLoad, layers: range, sequence: Sequ
     for layer, checksum in zip(layers, expected, strict=True):
         part = segment.part_view(load.source.slot, layer)
         sequence.write_part(layer, start, part[:, : load.tokens])
-        if part_checksum(part.data) != checksum:
+        if verify and part_checksum(part.data) != checksum:
             return _mismatch(segment, load.source)
     return expected if _fits(segment, load.source) else ReadFailure.UNREACHED
 
 
-def copy_block(segment: Segment, source: SlotRef, target: Segment, grant: SlotGrant) -> int | ReadFailure:
-    """Copy a whole block from slot to slot: the checksum of what now stands in the target."""
+def copy_block(
+    segment: Segment, source: SlotRef, target: Segment, grant: SlotGrant, *, verify_committed: bool = True
+) -> int | ReadFailure:
+    """Copy a whole block from slot to slot: the checksum of what now stands in the target. See `load_layers`."""
+    verify = verify_committed or source.checksum == 0
     layers = range(segment.layout.layers)
     expected = _expected(segment, source, layers)
     if isinstance(expected, ReadFailure):
@@ -62,13 +74,43 @@ def copy_block(segment: Segment, source: SlotRef, target: Segment, grant: SlotGr
     for layer, checksum in zip(layers, expected, strict=True):
         part = target.part_view(grant.slot, layer)
         part[...] = segment.part_view(source.slot, layer)
-        if part_checksum(part.data) != checksum:
+        if verify and part_checksum(part.data) != checksum:
             return _mismatch(segment, source) if granted(target, grant) else ReadFailure.UNREACHED
     if not _fits(segment, source):
         return ReadFailure.UNREACHED
     target.parts(grant.slot)[:] = expected
     checksum_here = _committable(target, grant)
     return ReadFailure.UNREACHED if checksum_here is None else checksum_here
+
+
+def read_block(disk: Disk, block: DiskBlock, target: Segment, grant: SlotGrant) -> int | ReadFailure:
+    """Promote a block from the SSD tier into a slot: its checksum. Raises `DiskFault`."""
+    if not granted(target, grant):
+        return ReadFailure.UNREACHED
+    parts = disk.read(block, _slot_view(target, grant.slot))
+    if parts is None or not granted(target, grant):
+        return ReadFailure.CORRUPT if parts is None else ReadFailure.UNREACHED
+    target.parts(grant.slot)[:] = parts
+    checksum = _committable(target, grant)
+    return ReadFailure.UNREACHED if checksum is None else checksum
+
+
+def write_block(segment: Segment, source: SlotRef, disk: Disk, block: DiskBlock) -> int | ReadFailure:
+    """Write a committed block to the SSD tier, verified as it leaves memory: its sequence number, to be committed there.
+
+    Raises `DiskFault`.
+    """
+    layers = range(segment.layout.layers)
+    expected = _expected(segment, source, layers)
+    if isinstance(expected, ReadFailure):
+        return expected
+    if block_checksum(expected) != block.checksum:
+        return _mismatch(segment, source)
+    for layer, checksum in zip(layers, expected, strict=True):
+        if part_checksum(segment.part_view(source.slot, layer).data) != checksum:
+            return _mismatch(segment, source)
+    sequence = disk.write(block, _slot_view(segment, source.slot))
+    return sequence if _fits(segment, source) else ReadFailure.UNREACHED
 
 
 def store_part(sequence: SequenceKV, layer: int, start: int, stop: int, target: Segment, slot: int) -> int:
@@ -95,6 +137,14 @@ def store_block(sequence: SequenceKV, block: int, target: Segment, grant: SlotGr
 def granted(target: Segment, grant: SlotGrant) -> bool:
     """Is the slot still ours to write?"""
     return grant.slot < target.slots and target.generation(grant.slot) == grant.generation
+
+
+def _slot_view(segment: Segment, slot: int) -> memoryview:
+    """All bytes of a slot, with the padding after the last layer's part: whole pages."""
+    layout = segment.layout
+    view = segment.layers_view(slot, 0, div_ceil(layout.slot_bytes, layout.part_bytes))  # ends at the slot's end
+    assert view.nbytes == layout.slot_bytes
+    return view
 
 
 def _committable(target: Segment, grant: SlotGrant) -> int | None:

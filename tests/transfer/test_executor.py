@@ -46,7 +46,7 @@ STEPS = 6
 class Rig:
     """A process without its actor: a segment, an executor, perhaps a data server, and the events in their order."""
 
-    def __init__(self, name, segment, crashes, runtime_dir, *, host="here", engine=None, serve=False):
+    def __init__(self, name, segment, crashes, runtime_dir, *, host="here", engine=None, serve=False, **options):
         self.name, self.segment, self.host = name, segment, host
         self.events = []
         self.changed = threading.Condition()
@@ -62,6 +62,7 @@ class Rig:
             runtime_dir=runtime_dir,
             emit=self.emit,
             on_crash=crashes.append,
+            **options,
         )
         self.server = DataServer(segment, "tcp://127.0.0.1:*", on_crash=crashes.append) if serve else None
 
@@ -233,13 +234,13 @@ def test_loading_a_layer_overlaps_with_computing_the_one_before(make_rig, monkey
     rig.executor.open_sequence(1, 32)
     computed_at_load = {}
 
-    def load_late(segment, load, layers, sequence):
+    def load_late(segment, load, layers, sequence, **options):
         """Layer l is loaded only once layer l - 1 is computed: no progress unless the two overlap."""
         (layer,) = layers
         if layer:
             rig.wait_for(lambda event: event == WorkProgress(1, LayersComputed(layer)))
         computed_at_load[layer] = len(rig.events)
-        return load_layers(segment, load, layers, sequence)
+        return load_layers(segment, load, layers, sequence, **options)
 
     monkeypatch.setattr(executor_module, "load_layers", load_late)
     work = rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY)
@@ -414,10 +415,10 @@ def test_a_cancelled_chunk_frees_the_compute_thread_while_its_load_still_runs(ma
         rig.executor.open_sequence(sequence, 32)
     loading, go = threading.Event(), threading.Event()
 
-    def load_slowly(*args):
+    def load_slowly(*args, **options):
         loading.set()
         assert go.wait(TIMEOUT_S)
-        return load_layers(*args)
+        return load_layers(*args, **options)
 
     monkeypatch.setattr(executor_module, "load_layers", load_slowly)
     work = rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY)
@@ -470,9 +471,9 @@ def test_a_prefix_that_is_late_fails_its_blocks_and_accuses_none(make_rig, monke
     rig.meet(source)
     rig.executor.open_sequence(1, 32)
 
-    def load_slowly(*args):
+    def load_slowly(*args, **options):
         time.sleep(0.3)
-        return load_layers(*args)
+        return load_layers(*args, **options)
 
     monkeypatch.setattr(executor_module, "load_layers", load_slowly)
     chunk = rig.result(rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY, prefix_s=0.2))

@@ -1,0 +1,144 @@
+"""The index of an SSD tier: which block stands in which slot of its segment files, in one SQLite database.
+
+A row is (slot, key, checksum, sequence), written after the bytes it tells of. SQLite keeps it whole through kill -9 and
+power loss (write-ahead log, synced at each commit). A row may still outlive its bytes, when its slot is being written
+again: the reader tells by the slot's own header and checksum.
+
+SQLite beside LMDB, medians on a 2-core EPYC with a virtual disk, 1 M rows: 64 replacements committed and synced 0.78 ms
+against 1.8 ms (in slot order 0.28 against 0.31), loading all rows 0.5 s against 0.4 s, 73 MB against 49 MB. No reason to
+add a dependency.
+"""
+
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mooncake_zmq.kv.block_hash import KEY_BYTES
+from mooncake_zmq.work import DiskBlock
+
+VERSION = 1
+"""Of the rows, and of the slots' headers."""
+ROWS_PER_PIECE = 10_000
+_U64 = (1 << 64) - 1
+
+_SCHEMA = (
+    "CREATE TABLE tier (fingerprint TEXT NOT NULL, segment_slots INTEGER NOT NULL) STRICT",
+    "CREATE TABLE blocks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, checksum INTEGER NOT NULL, sequence INTEGER NOT NULL)"
+    " STRICT",
+)
+_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+IndexFault = sqlite3.Error
+"""The database cannot be read or written now: disk full, failing, read-only."""
+
+
+class IndexUnusable(Exception):
+    """The database is damaged, or of another layout or version: nothing in it can be used."""
+
+
+class DiskIndex:
+    """Safe to call from several threads. All methods but `open` and `load` raise `IndexFault` alone."""
+
+    def __init__(self, db: sqlite3.Connection, segment_slots: int) -> None:
+        self.segment_slots = segment_slots
+        """Slots per segment file, as the tier was made with: it tells where a slot is."""
+        self._db = db
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: Path, fingerprint: str, segment_slots: int) -> "DiskIndex":
+        """Open the database, or make an empty one. Raises `IndexUnusable`, `IndexFault` or OSError."""
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's own choice lets others read it
+        db = sqlite3.connect(path, check_same_thread=False)
+        try:
+            with _damage_told(path):
+                db.execute("PRAGMA locking_mode = EXCLUSIVE")  # one process has it, so no shared memory file is needed
+                db.execute("PRAGMA journal_mode = WAL")
+                db.execute("PRAGMA synchronous = FULL")
+                return cls(db, _stored_shape(db, path, fingerprint, segment_slots))
+        except BaseException:
+            db.close()
+            raise
+
+    def load(self, progress: Callable[[int, int], None]) -> Iterator[tuple[DiskBlock, int]]:
+        """All rows as (block, sequence), in the order of their sequence. Raises `IndexUnusable` or `IndexFault`.
+
+        `progress(done, total)` is called before the first and after every `ROWS_PER_PIECE` rows.
+        """
+        with self._lock, _damage_told("the index"):
+            (total,) = self._db.execute("SELECT count(*) FROM blocks").fetchone()
+            progress(0, total)
+            done = 0
+            rows = self._db.execute("SELECT slot, key, checksum, sequence FROM blocks ORDER BY sequence")
+            while piece := rows.fetchmany(ROWS_PER_PIECE):
+                for slot, key, checksum, sequence in piece:
+                    if not isinstance(key, bytes) or len(key) != KEY_BYTES or slot < 0:
+                        raise IndexUnusable(f"slot {slot} has key {key!r}")
+                    yield DiskBlock(slot, key, checksum & _U64), sequence
+                done += len(piece)
+                progress(done, total)
+
+    def put(self, rows: Iterable[tuple[DiskBlock, int]]) -> None:
+        """Add (block, sequence), each in place of what its slot held; all of them or none, durable on return."""
+        values = [(block.slot, block.key, _signed(block.checksum), sequence) for block, sequence in rows]
+        with self._lock, self._db:
+            self._db.executemany("REPLACE INTO blocks VALUES (?, ?, ?, ?)", values)
+
+    def delete(self, blocks: Iterable[DiskBlock]) -> None:
+        """Forget blocks; a slot that holds another one by now keeps it."""
+        values = [(block.slot, block.key, _signed(block.checksum)) for block in blocks]
+        with self._lock, self._db:
+            self._db.executemany("DELETE FROM blocks WHERE slot = ? AND key = ? AND checksum = ?", values)
+
+    def close(self) -> None:
+        """May be called twice."""
+        with self._lock:
+            self._db.close()
+
+
+def set_aside(path: Path) -> Path:
+    """Move a database out of the way, in place of one that was moved before; returns where it is now."""
+    aside = path.with_name(f"{path.name}.set-aside")
+    for suffix in ("-wal", "-shm", "-journal"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    path.replace(aside)
+    return aside
+
+
+def _stored_shape(db: sqlite3.Connection, path: Path, fingerprint: str, segment_slots: int) -> int:
+    """The slots per segment file that the tier was made with; an empty database becomes a tier of the given ones."""
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if not version and not db.execute("SELECT 1 FROM sqlite_schema").fetchone():
+        with db:
+            db.execute("BEGIN")
+            for statement in _SCHEMA:
+                db.execute(statement)
+            db.execute("INSERT INTO tier VALUES (?, ?)", (fingerprint, segment_slots))
+            db.execute(f"PRAGMA user_version = {VERSION}")
+        return segment_slots
+    if version != VERSION:
+        raise IndexUnusable(f"{path} is of version {version}, not {VERSION}")
+    stored = db.execute("SELECT fingerprint, segment_slots FROM tier").fetchone()
+    if stored is None or stored[1] < 1:
+        raise IndexUnusable(f"{path} does not tell its shape")
+    if stored[0] != fingerprint:
+        raise IndexUnusable(f"{path} has blocks of layout {stored[0]}, not {fingerprint}")
+    return int(stored[1])
+
+
+@contextmanager
+def _damage_told(what: object) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BROKEN:
+            raise IndexUnusable(f"{what}: {error}") from error
+        raise
+
+
+def _signed(checksum: int) -> int:
+    """SQLite's integers have a sign."""
+    return checksum - (1 << 64) if checksum >> 63 else checksum
