@@ -104,6 +104,8 @@ class NodeSettings:
     of different `host`s too, while all run on one machine, which nothing here can tell; across machines, give addresses."""
     data_endpoint: str = ""
     """Data plane; likewise."""
+    store_endpoint: str = ""
+    """Cache-nodes: where store clients (`mooncake_zmq.store`) connect; likewise. Empty: no store, and no memory for it."""
     threads: int = 1
     """BLAS threads. OpenBLAS workers spin while they wait: more threads than cores slow decode 50-fold (measured)."""
     metrics_port: int = 0
@@ -114,6 +116,8 @@ class NodeSettings:
         for what in ("name", "host"):
             if not NAME_PATTERN.fullmatch(getattr(self, what)):
                 raise ValueError(f"{what} must be 1 to 63 of a-z, 0-9, '.', '_', '-'")
+        if self.store_endpoint and self.role != "cache-node":
+            raise ValueError("store_endpoint is for cache-nodes")
         if not 1 <= self.threads <= 1024:
             raise ValueError("threads must be between 1 and 1024")
         if not 0 <= self.metrics_port < 65536:
@@ -157,6 +161,7 @@ class Config:
         if repeated := sorted({host for host in pools if pools.count(host) > 1}):
             raise ValueError(f"nodes: host {repeated[0]} has two cache-nodes; one process owns a host's pool")
         endpoints = [where for node in self.nodes for where in (self.endpoint(node), self.data_endpoint(node))]
+        endpoints += [node.store_endpoint for node in self.nodes if node.store_endpoint]
         for endpoint in endpoints:
             try:
                 check_endpoint(endpoint)
@@ -349,6 +354,9 @@ def summary(loaded: Loaded) -> Iterator[str]:
         match node.role:
             case "cache-node":
                 size, what = section.pool_bytes, f"pool of {section.pool_bytes / mib:,.0f} MiB"
+                if node.store_endpoint:
+                    size += section.objects.object_bytes
+                    what += f", store of {section.objects.object_bytes / mib:,.0f} MiB at {node.store_endpoint}"
                 if section.ssd.directory:
                     what += f", SSD {section.ssd.bytes / mib:,.0f} MiB in {section.ssd.directory}"
             case "prefill":
@@ -361,7 +369,7 @@ def summary(loaded: Loaded) -> Iterator[str]:
         total += size
         threads = f", threads {node.threads}" if node.role in ENGINE_ROLES else ""
         yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{threads}"
-    yield f"KV in RAM at most {total / mib:,.0f} MiB, beside the weights (shared by all processes) and the processes themselves"
+    yield f"KV and stores take at most {total / mib:,.0f} MiB of RAM, beside the weights (one copy for all) and the processes"
 
 
 def warnings(loaded: Loaded) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.kv.eviction import POLICIES
 from mooncake_zmq.messages import MAX_BLOCKS
 
@@ -78,6 +79,8 @@ class CacheNodeSettings:
     """A conductor's wishes for copies worked on at a time; further ones are left."""
     ssd: SsdSettings = field(default_factory=SsdSettings)
     kv_events: KvEventsSettings = field(default_factory=KvEventsSettings)
+    objects: ObjectSettings = field(default_factory=ObjectSettings)
+    """Of the store for other engines, which a node serves if it has a `store_endpoint`."""
 
     def __post_init__(self) -> None:
         if self.pool_bytes <= 0:

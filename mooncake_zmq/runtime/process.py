@@ -26,6 +26,7 @@ import zmq
 
 from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.disk_tier import DiskContents
+from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
@@ -44,6 +45,7 @@ from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.node import Node
 from mooncake_zmq.runtime.session import Session
+from mooncake_zmq.runtime.store_server import StoreServer
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
 from mooncake_zmq.transfer.disk import Disk, DiskError
 from mooncake_zmq.transfer.network import DataServer
@@ -139,6 +141,7 @@ class _Process:
         self.data_counts: dict[str, Mapping[str, float]] = {}
         """Counters of the data plane's threads, by part."""
         self._runtime: ZmqRuntime | None = None
+        self._store: StoreServer | None = None
 
     @property
     def runtime(self) -> ZmqRuntime:
@@ -168,6 +171,8 @@ class _Process:
         pool = self.settings if node.role == "cache-node" else None
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
+        if pool and node.store_endpoint:
+            self._serve_store(pool.objects, node.store_endpoint)
         executor = None
         if node.role != "conductor":
             executor = Executor(
@@ -244,6 +249,23 @@ class _Process:
         self.data_counts["disk"] = disk.counts
         log.info("ssd_open", directory=ssd.directory, slots=disk.slots, blocks=len(disk.recovered), direct=disk.direct)
         return disk
+
+    def _serve_store(self, objects: ObjectSettings, endpoint: str) -> None:
+        try:
+            store = StoreServer(
+                settings=objects,
+                directory=self.config.cluster.shm_dir,
+                cluster=self.config.cluster.name,
+                node=self.node.name,
+                incarnation=self.incarnation,
+                endpoint=endpoint,
+                on_crash=self._on_crash,
+            )
+        except zmq.ZMQError as error:
+            raise BadEndpoint(f"cannot listen on store_endpoint {endpoint}: {error}") from error
+        self.stack.callback(store.close)
+        self._store = store
+        log.info("store_open", endpoint=store.endpoint, bytes=objects.object_bytes)
 
     def _open_publisher(self, events: KvEventsSettings) -> KvEventPublisher:
         publisher = KvEventPublisher(
@@ -409,7 +431,11 @@ class _Process:
         taken: Future[tuple[Mapping[str, float], Mapping[str, float]]] = Future()
         data = {f"{part}_{name}": value for part, counts in self.data_counts.items() for name, value in counts.items()}
         self.runtime.call(lambda: taken.set_result(({**_counts(self.runtime), **data}, self.runtime.gauges())))
-        return taken.result(timeout=5)
+        counts, gauges = taken.result(timeout=5)
+        if self._store:
+            counts = {**counts, **{f"store_{name}": value for name, value in self._store.counts.items()}}
+            gauges = {**gauges, **{f"store_{name}": value for name, value in self._store.gauges().items()}}
+        return counts, gauges
 
     def _write_dump(self) -> None:
         path = self.runtime_dir / f"{self.node.name}.dump.json"

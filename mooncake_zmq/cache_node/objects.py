@@ -1,0 +1,656 @@
+"""The objects of one host's store: named values of any size in slab cells, two-phase puts, leases, eviction. PURE.
+
+It never touches bytes: it says which cell a value goes to, and notes in `fences` the generations that the segment must
+show before any answer leaves. An object's row in the columns is its entry; entries are reused, generations never are.
+
+A put reserves cells, its writer fills them, a commit makes them readable. A shared writer (one that maps the segment) that
+runs past its time may still write: its cells stay in quarantine until it answers or is buried.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.cache_node.slab import SlabAllocator
+
+MAX_KEY_BYTES = 1024
+
+
+class Code(IntEnum):
+    """What became of one key. The numbers are those that clients of Mooncake's store expect."""
+
+    OK = 0
+    NO_ROOM = -200
+    """Everything that could make room is leased, pinned hard or being written, or the client is at its limit."""
+    INVALID = -600
+    NOT_FOUND = -704
+    EXISTS = -705
+    """Stored or being written already: nothing is to be written."""
+    EXPIRED = -707
+    """The put or lease was over when this came."""
+    TRANSFER_FAILED = -800
+    """The bytes that arrived are not those that were sent."""
+
+
+class Pin(IntFlag):
+    """How an object may be evicted, and whether its put replaces an older value."""
+
+    NONE = 0
+    SOFT = 1
+    HARD = 2
+    UPSERT = 4
+
+
+class State(IntEnum):
+    """Life of an entry."""
+
+    FREE = 0
+    WRITING = 1
+    COMMITTED = 2
+    QUARANTINED = 3
+
+
+NEXT_STATE: dict[tuple[State, str], State] = {
+    (State.FREE, "reserve"): State.WRITING,
+    (State.WRITING, "commit"): State.COMMITTED,
+    (State.WRITING, "free"): State.FREE,
+    (State.WRITING, "quarantine"): State.QUARANTINED,
+    (State.QUARANTINED, "free"): State.FREE,
+    (State.COMMITTED, "free"): State.FREE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectSettings:
+    """The second half of a cache-node: values of any size for store clients."""
+
+    object_bytes: int = 1 << 30
+    """Shared memory for values."""
+    slab_bytes: int = 64 << 20
+    """Unit in which size classes share the memory, and the largest value. 64 MiB: classes at most 1/6 apart up to 10 MiB."""
+    max_objects: int = 1 << 20
+    """About 60 bytes of process memory each once in use, besides key and dict."""
+    max_ttl_s: float = 30.0
+    """Longest time for a put or a lease, whatever was asked."""
+    max_leases_per_client: int = 256
+    max_puts_per_client: int = 256
+    max_client_share: float = 0.5
+    """Part of the memory that one client may hold reserved or in quarantine."""
+
+    def __post_init__(self) -> None:
+        if self.slab_bytes < 1 << 16 or self.object_bytes < self.slab_bytes:
+            raise ValueError("slab_bytes must be at least 65536 and object_bytes at least slab_bytes")
+        if self.max_objects < 1 or min(self.max_leases_per_client, self.max_puts_per_client) < 1:
+            raise ValueError("max_objects, max_leases_per_client and max_puts_per_client must be at least 1")
+        if self.max_ttl_s <= 0 or not 0 < self.max_client_share <= 1:
+            raise ValueError("max_ttl_s must be positive and max_client_share in (0, 1]")
+
+
+class Grant(NamedTuple):
+    """A cell to write, if `code` is OK."""
+
+    code: Code
+    entry: int = 0
+    offset: int = 0
+    generation: int = 0
+
+
+class Found(NamedTuple):
+    """A readable value; `checksum` 0: none was made."""
+
+    entry: int
+    offset: int
+    size: int
+    generation: int
+    checksum: int
+
+
+@dataclass(slots=True)
+class _Put:
+    client: bytes
+    expires_at: float
+    shared: bool
+    keys: tuple[str, ...]
+    pins: Pin
+    grants: list[Grant]
+    reserved_bytes: int
+    quarantined: bool = False
+
+
+@dataclass(slots=True)
+class _Lease:
+    expires_at: float
+    entries: list[int]
+
+
+@dataclass(slots=True)
+class _Client:
+    """What one client holds."""
+
+    leases: dict[int, _Lease] = field(default_factory=dict)
+    puts: dict[int, _Put] = field(default_factory=dict)
+    reserved_bytes: int = 0
+
+
+class _Lists:
+    """Circular doubly linked lists over rows of two columns; row `i < lists` is the sentinel of list `i`."""
+
+    def __init__(self, lists: int) -> None:
+        self._next = array("i", range(lists))
+        self._previous = array("i", range(lists))
+
+    def add_row(self) -> None:
+        self._next.append(-1)
+        self._previous.append(-1)
+
+    def append(self, index: int, row: int) -> None:
+        last = self._previous[index]
+        self._next[last] = self._previous[index] = row
+        self._previous[row], self._next[row] = last, index
+
+    def remove(self, row: int) -> None:
+        before, after = self._previous[row], self._next[row]
+        self._next[before], self._previous[after] = after, before
+        self._next[row] = self._previous[row] = -1
+
+    def first(self, index: int) -> int | None:
+        row = self._next[index]
+        return None if row == index else row
+
+    def __contains__(self, row: int) -> bool:
+        return self._next[row] >= 0
+
+    def rows(self, index: int) -> Iterable[int]:
+        row = self._next[index]
+        while row != index:
+            yield row
+            row = self._next[row]
+
+
+class Objects:
+    """See the module. Clients are named by opaque bytes; their put and lease ids are theirs, and a repeat changes nothing."""
+
+    def __init__(self, settings: ObjectSettings) -> None:
+        self.settings = settings
+        self.slabs = SlabAllocator(settings.object_bytes, settings.slab_bytes)
+        self.by_key: dict[str, int] = {}
+        """Readable objects. Others may look keys up in it, and must not change it."""
+        self.fences: list[tuple[int, int]] = []
+        """(entry, generation) in the order in which the segment must show them; the owner clears the list."""
+        self.counts = dict.fromkeys(
+            ("puts", "put_bytes", "evicted", "evicted_bytes", "slabs_taken_over", "dedup_hits", "dedup_bytes_saved")
+            + ("puts_expired", "leases_expired", "quarantined", "no_room", "corrupt", "leased"),
+            0,
+        )
+        classes = len(self.slabs.sizes)
+        self._first_entry = 2 * classes
+        self._lru = _Lists(2 * classes)
+        """Evictable entries, least recently used first: list 2c for class c, 2c + 1 for its soft pins."""
+        rows = range(self._first_entry)
+        self.generation = array("Q", (0 for _ in rows))
+        self._checksum = array("Q", (0 for _ in rows))
+        self._size = array("Q", (0 for _ in rows))
+        self._offset = array("Q", (0 for _ in rows))
+        self._used_at = array("Q", (0 for _ in rows))
+        self._leases = array("I", (0 for _ in rows))
+        self._class = array("H", (0 for _ in rows))
+        self._state = array("B", (0 for _ in rows))
+        self._pin = array("B", (0 for _ in rows))
+        self._key: list[str | None] = [None for _ in rows]
+        self._free_entries = array("i")
+        # Of each slab: entries that cannot be evicted now, soft pins, and when any of its objects was last used.
+        self._blocked: NDArray[np.int64] = np.zeros(self.slabs.slabs, np.int64)
+        self._soft: NDArray[np.int64] = np.zeros(self.slabs.slabs, np.int64)
+        self._slab_used_at: NDArray[np.int64] = np.zeros(self.slabs.slabs, np.int64)
+        self._clock = 0
+        """Counts uses: the order of the LRU lists across classes."""
+        self._clients: dict[bytes, _Client] = {}
+        self._writing: dict[str, int] = {}
+        """Keys of plain puts under way."""
+        self._object_bytes = 0
+
+    @property
+    def max_object_bytes(self) -> int:
+        return self.slabs.slab_bytes
+
+    @property
+    def table_entries(self) -> int:
+        """Rows that a table indexed by entry needs."""
+        return self._first_entry + self.settings.max_objects
+
+    # --- writers
+
+    def reserve(
+        self,
+        now: float,
+        client: bytes,
+        put_id: int,
+        keys: Sequence[str],
+        sizes: Sequence[int],
+        *,
+        pins: Pin = Pin.NONE,
+        ttl_s: float,
+        shared: bool,
+    ) -> list[Grant]:
+        """Cells for these values, each key answered on its own. `shared`: the client itself writes into our memory."""
+        holder = self._clients.setdefault(client, _Client())
+        known = holder.puts.get(put_id)
+        if known is not None:
+            return known.grants
+        if len(holder.puts) >= self.settings.max_puts_per_client:
+            self.counts["no_room"] += len(keys)
+            return [Grant(Code.NO_ROOM)] * len(keys)
+        put = _Put(client, now + min(ttl_s, self.settings.max_ttl_s), shared, tuple(keys), pins, [], 0)
+        for key, size in zip(keys, sizes, strict=True):
+            put.grants.append(self._reserve(holder, put, key, size))
+        if any(grant.code is Code.OK for grant in put.grants):
+            holder.puts[put_id] = put
+        return put.grants
+
+    def writable(self, client: bytes, put_id: int, index: int) -> tuple[int, int] | None:
+        """(offset, size) of the cell that a put of this client may still write; None if there is none."""
+        holder = self._clients.get(client)
+        put = holder.puts.get(put_id) if holder else None
+        if put is None or put.quarantined or index >= len(put.grants) or put.grants[index].code is not Code.OK:
+            return None
+        entry = put.grants[index].entry
+        return self._offset[entry], self._size[entry]
+
+    def commit(
+        self, now: float, client: bytes, put_id: int, indexes: Sequence[int], checksums: Sequence[int]
+    ) -> list[Code] | None:
+        """End a put: the keys at `indexes` were written, the others were given up. None if there is no such put."""
+        holder = self._clients.get(client)
+        put = holder.puts.pop(put_id, None) if holder else None
+        if holder is None or put is None:
+            return None
+        holder.reserved_bytes -= put.reserved_bytes
+        on_time = now <= put.expires_at and not put.quarantined
+        written = dict(zip(indexes, checksums, strict=True)) if on_time else {}
+        codes = [grant.code if on_time else Code.EXPIRED for grant in put.grants]
+        for index, grant in enumerate(put.grants):
+            if grant.code is not Code.OK:
+                continue
+            key = put.keys[index]
+            if self._writing.get(key) == grant.entry:
+                del self._writing[key]
+            if index in written:
+                codes[index] = self._commit(grant.entry, key, written[index], put.pins)
+            else:
+                self._free(grant.entry)
+        return codes
+
+    # --- readers
+
+    def find(self, key: str) -> Found | None:
+        """A readable value, which counts as used. Unleased: it may be evicted as soon as this event is over."""
+        entry = self.by_key.get(key)
+        if entry is None:
+            return None
+        if entry in self._lru:
+            self._unshelve(entry)
+            self._shelve(entry)
+        return self._found(entry)
+
+    def size_of(self, key: str) -> int | None:
+        entry = self.by_key.get(key)
+        return None if entry is None else self._size[entry]
+
+    def lease(self, now: float, client: bytes, lease_id: int, keys: Sequence[str], ttl_s: float) -> list[Found | None]:
+        """Keep those of `keys` that are here from being evicted. The holder counts `ttl_s` from when it asked."""
+        holder = self._clients.setdefault(client, _Client())
+        known = holder.leases.get(lease_id)
+        if known is not None:
+            by_key = {self._key[entry]: entry for entry in known.entries}
+            return [self._found(by_key[key]) if key in by_key else None for key in keys]
+        if len(holder.leases) >= self.settings.max_leases_per_client:
+            self.counts["no_room"] += len(keys)
+            return [None] * len(keys)
+        found: list[Found | None] = []
+        entries: list[int] = []
+        for key in keys:
+            entry = self.by_key.get(key)
+            if entry is None:
+                found.append(None)
+                continue
+            if entry in self._lru:
+                self._unshelve(entry)
+            self._leases[entry] += 1
+            entries.append(entry)
+            found.append(self._found(entry))
+        if entries:
+            holder.leases[lease_id] = _Lease(now + min(ttl_s, self.settings.max_ttl_s), entries)
+            self.counts["leased"] += len(entries)
+        return found
+
+    def release(self, client: bytes, lease_id: int) -> None:
+        """No more reading under this lease; of an unknown one nothing is said, as it may have expired."""
+        holder = self._clients.get(client)
+        lease = holder.leases.pop(lease_id, None) if holder else None
+        if lease is not None:
+            self._end_lease(lease)
+
+    def set_checksum(self, found: Found, checksum: int) -> None:
+        """Remember a checksum made later than at its put."""
+        assert self.generation[found.entry] == found.generation
+        self._checksum[found.entry] = checksum
+
+    # --- removal
+
+    def remove(self, key: str) -> bool:
+        """Nobody finds `key` any more; its readers may finish. Pins do not protect from this."""
+        entry = self.by_key.get(key)
+        if entry is None:
+            return False
+        self._retire(entry)
+        return True
+
+    def remove_all(self) -> int:
+        """Remove every readable object; returns how many."""
+        entries = list(self.by_key.values())
+        for entry in entries:
+            self._retire(entry)
+        return len(entries)
+
+    def report_corrupt(self, entry: int, generation: int) -> None:
+        """A reader found bytes that do not verify: nobody else shall find them, unless that copy is gone already."""
+        if self._first_entry <= entry < len(self.generation) and self.generation[entry] == generation:
+            key = self._key[entry]
+            if key is not None and self.by_key.get(key) == entry:
+                self.counts["corrupt"] += 1
+                self._retire(entry)
+
+    def keys(self, cursor: int, limit: int) -> tuple[list[str], int]:
+        """Up to `limit` rows' readable keys from `cursor` (0 at first) on, and where to go on; 0 when that was all."""
+        start = max(cursor, self._first_entry)
+        stop = min(start + limit, len(self._key))
+        page = [key for entry in range(start, stop) if (key := self._key[entry]) is not None and self.by_key.get(key) == entry]
+        return page, 0 if stop == len(self._key) else stop
+
+    # --- time and death
+
+    def expire(self, now: float) -> set[bytes]:
+        """End what ran past its time; returns the clients that hold something, whose lives the caller should look at."""
+        for holder in self._clients.values():
+            for lease_id in [lease_id for lease_id, lease in holder.leases.items() if lease.expires_at < now]:
+                self._end_lease(holder.leases.pop(lease_id))
+                self.counts["leases_expired"] += 1
+            for put_id in [put_id for put_id, put in holder.puts.items() if put.expires_at < now and not put.quarantined]:
+                self._expire_put(holder, put_id)
+        return {client for client, holder in self._clients.items() if holder.leases or holder.puts}
+
+    def bury(self, client: bytes) -> None:
+        """The client is known dead, or never wrote here itself: everything it held is over."""
+        holder = self._clients.pop(client, None)
+        if holder is None:
+            return
+        for lease in holder.leases.values():
+            self._end_lease(lease)
+        for put in holder.puts.values():
+            self._drop_put(put)
+
+    def gauges(self) -> dict[str, float]:
+        """All but the first four are zero when no client is at work."""
+        puts = [put for holder in self._clients.values() for put in holder.puts.values()]
+        states = [(put.quarantined, sum(grant.code is Code.OK for grant in put.grants)) for put in puts]
+        return {
+            "capacity_bytes": self.slabs.slabs * self.slabs.slab_bytes,
+            "objects": len(self.by_key),
+            "object_bytes": self._object_bytes,
+            "free_slabs": self.slabs.free_slabs,
+            "leases": sum(len(holder.leases) for holder in self._clients.values()),
+            "puts": len(puts),
+            "writing_objects": sum(count for quarantined, count in states if not quarantined),
+            "quarantined_objects": sum(count for quarantined, count in states if quarantined),
+            "reserved_bytes": sum(holder.reserved_bytes for holder in self._clients.values()),
+        }
+
+    def check(self) -> None:
+        """Assert the invariants. Slow: for tests and dumps."""
+        self.slabs.check()
+        leases = [0] * len(self._key)
+        writing: dict[int, State] = {}
+        for holder in self._clients.values():
+            for lease in holder.leases.values():
+                for entry in lease.entries:
+                    leases[entry] += 1
+            for put in holder.puts.values():
+                state = State.QUARANTINED if put.quarantined else State.WRITING
+                writing |= {grant.entry: state for grant in put.grants if grant.code is Code.OK}
+            assert holder.reserved_bytes == sum(put.reserved_bytes for put in holder.puts.values()) >= 0
+        cells = {owner: (offset, size) for owner, offset, size in self.slabs.cells()}
+        blocked, soft = np.zeros_like(self._blocked), np.zeros_like(self._soft)
+        for entry in range(self._first_entry, len(self._key)):
+            state, key = State(self._state[entry]), self._key[entry]
+            assert (state in (State.WRITING, State.QUARANTINED)) == (entry in writing)
+            assert writing.get(entry, state) is state
+            assert self.generation[entry] % 2 == (entry in writing), "odd while it may be written"
+            assert self._leases[entry] == leases[entry]
+            assert (state is State.FREE) == (entry not in cells), "a cell for each entry in use"
+            readable = key is not None and self.by_key.get(key) == entry
+            assert state is State.COMMITTED or not readable
+            evictable = readable and leases[entry] == 0 and not self._pin[entry] & Pin.HARD
+            assert (entry in self._lru) == evictable
+            assert state is not State.COMMITTED or readable or leases[entry], "an orphan lives as long as its readers"
+            if state is not State.FREE:
+                offset, cell_bytes = cells[entry]
+                assert offset == self._offset[entry]
+                assert 0 < self._size[entry] <= cell_bytes
+                blocked[self.slabs.slab_of(offset)] += not evictable
+                soft[self.slabs.slab_of(offset)] += bool(self._pin[entry] & Pin.SOFT)
+        assert (blocked == self._blocked).all()
+        assert (soft == self._soft).all()
+        assert len(self.by_key) == sum(1 for key, entry in self.by_key.items() if self._key[entry] == key)
+        assert self._object_bytes == sum(self._size[entry] for entry in self.by_key.values())
+        assert len(cells) + len(self._free_entries) == len(self._key) - self._first_entry
+        assert set(self._writing.values()) <= set(writing)
+        for index in range(self._first_entry):
+            used = [self._used_at[entry] for entry in self._lru.rows(index)]
+            assert used == sorted(used)
+
+    # --- inside
+
+    def _reserve(self, holder: _Client, put: _Put, key: str, size: int) -> Grant:
+        size_class = self.slabs.class_of(size) if size > 0 else None
+        if size_class is None or not is_key(key):
+            return Grant(Code.INVALID)
+        if not put.pins & Pin.UPSERT and (key in self.by_key or key in self._writing):
+            self.counts["dedup_hits"] += 1
+            self.counts["dedup_bytes_saved"] += size
+            return Grant(Code.EXISTS)
+        cell_bytes = self.slabs.sizes[size_class]
+        limit = max(self.settings.max_client_share * self.settings.object_bytes, self.slabs.slab_bytes)
+        entry = self._take_entry() if holder.reserved_bytes + cell_bytes <= limit else None
+        offset = None if entry is None else self._take_cell(size_class, entry)
+        if entry is None or offset is None:
+            if entry is not None:
+                self._free_entries.append(entry)
+            self.counts["no_room"] += 1
+            return Grant(Code.NO_ROOM)
+        holder.reserved_bytes += cell_bytes
+        put.reserved_bytes += cell_bytes
+        self._move(entry, "reserve")
+        self._size[entry], self._offset[entry], self._class[entry] = size, offset, size_class
+        self._pin[entry] = put.pins & (Pin.SOFT | Pin.HARD)
+        self._blocked[offset // self.slabs.slab_bytes] += 1
+        if put.pins & Pin.SOFT:
+            self._soft[offset // self.slabs.slab_bytes] += 1
+        self._fence(entry, self.generation[entry] + 1)
+        if not put.pins & Pin.UPSERT:
+            self._writing[key] = entry
+        return Grant(Code.OK, entry, offset, self.generation[entry])
+
+    def _take_entry(self) -> int | None:
+        """A free row of the columns, evicting the least recently used object of all if there are too many."""
+        if self._free_entries:
+            return self._free_entries.pop()
+        if len(self._key) < self.table_entries:
+            for column in (self.generation, self._checksum, self._size, self._offset, self._used_at):
+                column.append(0)
+            for small in (self._leases, self._class, self._state, self._pin):
+                small.append(0)
+            self._key.append(None)
+            self._lru.add_row()
+            return len(self._key) - 1
+        for soft in (0, 1):
+            oldest = [row for index in range(soft, self._first_entry, 2) if (row := self._lru.first(index)) is not None]
+            if oldest:
+                self._evict(min(oldest, key=self._used_at.__getitem__))
+                return self._free_entries.pop()
+        return None
+
+    def _take_cell(self, size_class: int, entry: int) -> int | None:
+        while (offset := self.slabs.take(size_class, entry)) is None:
+            if not self._evict_for(size_class):
+                return None
+        return offset
+
+    def _evict_for(self, size_class: int) -> bool:
+        """Evict the class's least recently used object, or all of a slab of other classes that was used even longer ago.
+
+        Soft pins go last. False if nothing can be evicted.
+        """
+        for soft in (False, True):
+            own = self._lru.first(2 * size_class + soft)
+            slab = self._coldest_slab(size_class, soft=soft)
+            if slab is not None and (own is None or self._slab_used_at[slab] < self._used_at[own]):
+                self.counts["slabs_taken_over"] += 1
+                for entry in self.slabs.owners(slab):
+                    self._evict(entry)
+                return True
+            if own is not None:
+                self._evict(own)
+                return True
+        return False
+
+    def _coldest_slab(self, size_class: int, *, soft: bool) -> int | None:
+        """The slab of another class that was not used for longest and that can be emptied now."""
+        takeable = self._blocked == 0
+        if not soft:
+            takeable &= self._soft == 0
+        for slab in np.flatnonzero(takeable)[np.argsort(self._slab_used_at[takeable])].tolist():
+            if self.slabs.slab_class[slab] not in (size_class, -1):
+                return int(slab)
+        return None
+
+    def _commit(self, entry: int, key: str, checksum: int, pins: Pin) -> Code:
+        old = self.by_key.get(key)
+        if old is not None and not pins & Pin.UPSERT:
+            self._free(entry)
+            return Code.EXISTS
+        if old is not None:
+            self._retire(old)
+        self._move(entry, "commit")
+        self._fence(entry, self.generation[entry] + 1)
+        self._checksum[entry] = checksum
+        self._key[entry] = key
+        self.by_key[key] = entry
+        self._object_bytes += self._size[entry]
+        self.counts["puts"] += 1
+        self.counts["put_bytes"] += self._size[entry]
+        self._use(entry)
+        if not self._pin[entry] & Pin.HARD:
+            self._shelve(entry)
+        return Code.OK
+
+    def _expire_put(self, holder: _Client, put_id: int) -> None:
+        put = holder.puts[put_id]
+        self.counts["puts_expired"] += 1
+        if not put.shared:
+            del holder.puts[put_id]
+            holder.reserved_bytes -= put.reserved_bytes
+            self._drop_put(put)
+            return
+        put.quarantined = True
+        for key, grant in zip(put.keys, put.grants, strict=True):
+            if grant.code is Code.OK:
+                self._move(grant.entry, "quarantine")
+                self.counts["quarantined"] += 1
+                if self._writing.get(key) == grant.entry:
+                    del self._writing[key]
+
+    def _drop_put(self, put: _Put) -> None:
+        for key, grant in zip(put.keys, put.grants, strict=True):
+            if grant.code is Code.OK:
+                if self._writing.get(key) == grant.entry:
+                    del self._writing[key]
+                self._free(grant.entry)
+
+    def _end_lease(self, lease: _Lease) -> None:
+        for entry in lease.entries:
+            assert self._leases[entry] > 0, "a lease ends once"
+            self._leases[entry] -= 1
+            if self._leases[entry] == 0:
+                if self._key[entry] is None:
+                    self._free(entry)
+                elif not self._pin[entry] & Pin.HARD:
+                    self._use(entry)
+                    self._shelve(entry)
+
+    def _found(self, entry: int) -> Found:
+        return Found(entry, self._offset[entry], self._size[entry], self.generation[entry], self._checksum[entry])
+
+    def _evict(self, entry: int) -> None:
+        self.counts["evicted"] += 1
+        self.counts["evicted_bytes"] += self._size[entry]
+        self._retire(entry)
+
+    def _retire(self, entry: int) -> None:
+        """Take a readable object's name; its cell is free when its last lease ends."""
+        key = self._key[entry]
+        assert key is not None
+        del self.by_key[key]
+        self._key[entry] = None
+        self._object_bytes -= self._size[entry]
+        if entry in self._lru:
+            self._unshelve(entry)
+        if self._leases[entry] == 0:
+            self._free(entry)
+
+    def _free(self, entry: int) -> None:
+        """An entry that is in no list and that nobody reads: its cell may be somebody else's from now on."""
+        self._move(entry, "free")
+        self._fence(entry, self.generation[entry] + (1 if self.generation[entry] % 2 else 2))
+        slab = self._offset[entry] // self.slabs.slab_bytes
+        self._blocked[slab] -= 1
+        if self._pin[entry] & Pin.SOFT:
+            self._soft[slab] -= 1
+        self.slabs.give(self._offset[entry])
+        self._free_entries.append(entry)
+
+    def _use(self, entry: int) -> None:
+        self._clock += 1
+        self._used_at[entry] = self._clock
+        self._slab_used_at[self._offset[entry] // self.slabs.slab_bytes] = self._clock
+
+    def _shelve(self, entry: int) -> None:
+        """Evictable from now on, after everything else of its class."""
+        self._use(entry)
+        self._lru.append(2 * self._class[entry] + bool(self._pin[entry] & Pin.SOFT), entry)
+        self._blocked[self._offset[entry] // self.slabs.slab_bytes] -= 1
+
+    def _unshelve(self, entry: int) -> None:
+        self._lru.remove(entry)
+        self._blocked[self._offset[entry] // self.slabs.slab_bytes] += 1
+
+    def _move(self, entry: int, event: str) -> None:
+        self._state[entry] = NEXT_STATE[(State(self._state[entry]), event)]
+
+    def _fence(self, entry: int, generation: int) -> None:
+        self.generation[entry] = generation
+        self.fences.append((entry, generation))
+
+
+def is_key(key: str) -> bool:
+    """Keys have 1..MAX_KEY_BYTES bytes of UTF-8."""
+    if key.isascii():
+        return 0 < len(key) <= MAX_KEY_BYTES
+    try:
+        return len(key.encode()) <= MAX_KEY_BYTES
+    except UnicodeEncodeError:
+        return False

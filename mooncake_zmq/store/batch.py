@@ -1,0 +1,51 @@
+"""What a call moves: values to put, or places to fill. And the end of every two-phase put."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mooncake_zmq.cache_node.objects import Code, Pin
+from mooncake_zmq.store import protocol
+from mooncake_zmq.store.memory import Span
+from mooncake_zmq.store.peer import Call
+
+Value = Sequence[Span]
+"""Where a value's bytes lie, one part after another."""
+Place = Callable[[int, int], Value | None]
+"""(index of the key, size) -> where the value goes; None if it does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Values to put, in columns."""
+
+    keys: list[str]
+    values: list[Value]
+    sizes: list[int]
+    pins: Pin
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Values to fetch. `results`, by index: the size of what came, or a code; NOT_FOUND until then."""
+
+    keys: Sequence[str]
+    place: Place
+    caps: Sequence[int] | None
+    """The largest size that each place takes, if known before."""
+    results: list[int]
+
+
+def commit(call: Call, put_id: int, codes: list[int], indexes: list[int], checksums: list[int]) -> list[int]:
+    """The final codes of a put of which `codes` were granted and `indexes` written."""
+    granted = [index for index, code in enumerate(codes) if code == 0]
+    if not granted:
+        return codes
+    request = protocol.Commit(call.peer.next_id(), put_id, indexes, checksums)
+    numbers = call.link.ask(request, protocol.Numbers, time.monotonic() + call.peer.settings.timeout_s).numbers
+    if not numbers or len(indexes) < len(granted):
+        call.peer.counts["expired"] += 1
+    for index in granted:
+        written = index in indexes and numbers
+        codes[index] = numbers[index] if written else int(Code.EXPIRED)
+    return codes

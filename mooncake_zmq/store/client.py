@@ -1,0 +1,283 @@
+"""A client of one or several stores: values at addresses in, values at addresses out, one code a key.
+
+The first store on this host is home: it is asked first and written first. In a store on this host the client copies in the
+mapped segment; with others it exchanges frames.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import zmq
+
+from mooncake_zmq.cache_node.objects import Code, Pin, is_key
+from mooncake_zmq.store import framed_copy, protocol, shared_copy
+from mooncake_zmq.store.batch import Batch, Place, Value, Wanted
+from mooncake_zmq.store.link import Configure, ReplyT, Unreached
+from mooncake_zmq.store.peer import Call, ClientSettings, Peer
+from mooncake_zmq.store.protocol import MAX_KEYS
+
+UNREACHED = -900
+"""The store did not answer, or was closed."""
+SEND_BYTES = 64 << 10
+CHUNK_BYTES = 64 << 20
+"""Bytes put or leased at a time: bounds what one call keeps others from evicting, and how long."""
+
+
+def plain(socket: "zmq.Socket[bytes]") -> None:
+    """No security: for trusted networks."""
+
+
+class StoreClient:
+    """Thread-safe. Methods answer codes and never raise for what a store or network does; see `Code` and UNREACHED."""
+
+    def __init__(self, endpoints: Sequence[str], settings: ClientSettings | None = None, configure: Configure = plain) -> None:
+        self.settings = settings or ClientSettings()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=self.settings.io_threads)
+        self._peers = [Peer(endpoint, self.settings, self._context, configure) for endpoint in endpoints]
+        self._closed = False
+
+    def connect(self) -> str | None:
+        """Meet the stores; None if at least one answered, else the reason why not."""
+        reasons = []
+        shared: list[Peer] = []
+        others: list[Peer] = []
+        deadline = time.monotonic() + self.settings.setup_timeout_s
+        for peer in self._peers:
+            try:
+                session = peer.session(deadline)
+            except Unreached as error:
+                reasons.append(f"{peer.endpoint}: {error}")
+                others.append(peer)
+            else:
+                (shared if session.segment is not None else others).append(peer)
+        self._peers = shared + others
+        return "; ".join(reasons) if len(reasons) == len(self._peers) else None
+
+    def home_name(self) -> str | None:
+        """The name of the store that is asked and written first; None if it does not answer."""
+        try:
+            return self._peers[0].session(time.monotonic() + self.settings.timeout_s).welcome.name
+        except Unreached:
+            return None
+
+    def close(self) -> None:
+        """May be called twice. Later calls, and those under way, answer UNREACHED."""
+        if not self._closed:
+            self._closed = True
+            for peer in self._peers:
+                peer.close()
+
+    # --- what connectors call
+
+    def put(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Value],
+        pins: Pin = Pin.NONE,
+        *,
+        replicas: int = 1,
+        preferred: Sequence[str] = (),
+    ) -> list[int]:
+        """Store values; 0 also where the key has one already, which stays unless `pins` say UPSERT."""
+        sizes = [sum(length for _, length in value) for value in values]
+        codes = [UNREACHED if size > 0 and is_key(key) else int(Code.INVALID) for key, size in zip(keys, sizes, strict=True)]
+        wanted = [index for index, code in enumerate(codes) if code == UNREACHED]
+        stores = sorted(self._peers, key=lambda peer: not (preferred and self._is_named(peer, preferred)))
+        if len(stores) > 1 and replicas == 1 and not pins & Pin.UPSERT:
+            # A value that another store has is neither stored again nor changed, as if they were one.
+            there = self._lookup([keys[index] for index in wanted], self._exist_at, 0)
+            for index, found in zip(wanted, there, strict=True):
+                codes[index] = 0 if found == 1 else codes[index]
+            wanted = [index for index in wanted if codes[index]]
+        written: list[Peer] = []
+        for peer in stores:
+            if len(written) == replicas:
+                break
+            answers = self._put_at(peer, keys, values, sizes, pins, wanted)
+            for index, code in zip(wanted, answers, strict=True):
+                codes[index] = 0 if codes[index] == 0 else code
+            if any(code != UNREACHED for code in answers):
+                written.append(peer)
+        if pins & Pin.UPSERT:
+            replaced = [keys[index] for index in wanted if codes[index] == 0]
+            for peer in stores:
+                if peer not in written:
+                    self._remove_at(peer, replaced)
+        return codes
+
+    def fetch(self, keys: Sequence[str], place: Place, caps: Sequence[int] | None = None) -> list[int]:
+        """Copy values to where `place` says; answers sizes or codes. `caps`: the largest size that each place takes."""
+        results = [int(Code.NOT_FOUND)] * len(keys)
+        wanted = Wanted(keys, place, caps, results)
+        left = [index for index, key in enumerate(keys) if is_key(key)]
+        reached = False
+        for peer in self._peers:
+            for chunk in _chunks(left, caps):
+                try:
+                    self._fetch_at(peer, chunk, wanted)
+                    reached = True
+                except Unreached:
+                    break
+            left = [index for index in left if results[index] == Code.NOT_FOUND]
+            if not left:
+                break
+        if not reached:
+            for index in left:
+                results[index] = UNREACHED
+        return results
+
+    def exist(self, keys: Sequence[str]) -> list[int]:
+        """1, 0, or -1 where no store could be asked."""
+        return self._lookup(keys, self._exist_at, 0)
+
+    def sizes(self, keys: Sequence[str]) -> list[int]:
+        """Sizes or codes."""
+        answers = self._lookup(keys, self._sizes_at, int(Code.NOT_FOUND))
+        return [UNREACHED if answer == -1 else answer for answer in answers]
+
+    def locate(self, keys: Sequence[str]) -> list[list[tuple[str, int]]]:
+        """For each key the (store name, size) of its copies."""
+        found: list[list[tuple[str, int]]] = [[] for _ in keys]
+        valid = [index for index, key in enumerate(keys) if is_key(key)]
+        for peer in self._peers:
+            try:
+                name = peer.session(time.monotonic() + self.settings.timeout_s).welcome.name
+                for start in range(0, len(valid), MAX_KEYS):
+                    some = valid[start : start + MAX_KEYS]
+                    for index, size in zip(some, self._sizes_at(peer, [keys[i] for i in some]), strict=False):
+                        if size > 0:
+                            found[index].append((name, size))
+            except Unreached:
+                continue
+        return found
+
+    def remove(self, keys: Sequence[str]) -> list[int]:
+        """0 or a code a key: every store forgets it."""
+        valid = [index for index, key in enumerate(keys) if is_key(key)]
+        codes = [int(Code.NOT_FOUND)] * len(keys)
+        for index in valid:
+            codes[index] = UNREACHED
+        for peer in self._peers:
+            for index, code in zip(valid, self._remove_at(peer, [keys[index] for index in valid]), strict=True):
+                codes[index] = max(codes[index], code)  # 0 once any store had it, else NOT_FOUND once any was asked
+        return codes
+
+    def remove_all(self) -> int:
+        """How many copies went, or UNREACHED where no store answered."""
+        answers = [self._ask(peer, protocol.RemoveAll(peer.next_id()), protocol.Numbers) for peer in self._peers]
+        counts = [answer.numbers[0] for answer in answers if answer is not None and answer.numbers]
+        return sum(counts) if counts else UNREACHED
+
+    def list_keys(self) -> Iterator[str]:
+        """Every readable key of every store, page by page; what changes meanwhile may or may not be seen."""
+        for peer in self._peers:
+            cursor = 0
+            while True:
+                page = self._ask(peer, protocol.ListKeys(peer.next_id(), cursor, MAX_KEYS), protocol.KeysListed)
+                if page is None:
+                    break
+                yield from page.keys
+                cursor = page.cursor
+                if cursor == 0:
+                    break
+
+    # --- one store
+
+    def _is_named(self, peer: Peer, names: Sequence[str]) -> bool:
+        try:
+            return peer.session(time.monotonic() + self.settings.timeout_s).welcome.name in names
+        except Unreached:
+            return False
+
+    def _ask(self, peer: Peer, request: protocol.Identified, expected: type[ReplyT]) -> ReplyT | None:
+        try:
+            return peer.call(lambda call: call.link.ask(request, expected, call.deadline))
+        except Unreached:
+            return None
+
+    def _remove_at(self, peer: Peer, keys: Sequence[str]) -> list[int]:
+        codes: list[int] = []
+        for start in range(0, len(keys), MAX_KEYS):
+            some = list(keys[start : start + MAX_KEYS])
+            answer = self._ask(peer, protocol.Remove(peer.next_id(), some), protocol.Numbers)
+            codes += answer.numbers if answer is not None and len(answer.numbers) == len(some) else [UNREACHED] * len(some)
+        return codes
+
+    def _lookup(self, keys: Sequence[str], ask: Callable[[Peer, list[str]], list[int]], nothing: int) -> list[int]:
+        """Ask store after store for what none before had; -1 where none answered."""
+        joined = "".join(keys)
+        if joined.isascii() and len(joined) < protocol.MAX_FRAME_BYTES // 2:
+            answers = [-1] * len(keys)
+        else:  # with a key that cannot be stored, and so need not be sent
+            answers = [-1 if is_key(key) else nothing for key in keys]
+        for number, peer in enumerate(self._peers):
+            left = [index for index, answer in enumerate(answers) if answer == -1 or (number and answer == nothing)]
+            for start in range(0, len(left), MAX_KEYS):
+                some = left[start : start + MAX_KEYS]
+                try:
+                    found = ask(peer, [keys[index] for index in some])
+                except Unreached:
+                    continue
+                for index, answer in zip(some, found, strict=False):
+                    answers[index] = answer
+        return answers
+
+    def _exist_at(self, peer: Peer, keys: list[str]) -> list[int]:
+        request = protocol.Exist(peer.next_id(), keys)
+        return peer.call(lambda call: list(call.link.ask(request, protocol.Codes, call.deadline).codes))
+
+    def _sizes_at(self, peer: Peer, keys: list[str]) -> list[int]:
+        request = protocol.SizesOf(peer.next_id(), keys)
+        return peer.call(lambda call: call.link.ask(request, protocol.Numbers, call.deadline).numbers)
+
+    def _put_at(
+        self, peer: Peer, keys: Sequence[str], values: Sequence[Value], sizes: Sequence[int], pins: Pin, wanted: list[int]
+    ) -> list[int]:
+        """One code for each index in `wanted`."""
+        codes: list[int] = []
+        for chunk in _chunks(wanted, sizes):
+            batch = Batch([keys[i] for i in chunk], [values[i] for i in chunk], [sizes[i] for i in chunk], pins)
+            try:
+                codes += peer.call(partial(_put, batch))
+            except Unreached:
+                codes += [UNREACHED] * len(chunk)
+        return [0 if code == Code.EXISTS else code for code in codes]
+
+    def _fetch_at(self, peer: Peer, indexes: Sequence[int], wanted: Wanted) -> None:
+        """Fill in the results for `indexes`; NOT_FOUND stays where the store has nothing good. Raises Unreached."""
+
+        def work(call: Call) -> None:
+            if call.session.segment is not None:
+                shared_copy.read(call, call.session.segment, indexes, wanted)
+            else:
+                framed_copy.read(call, indexes, wanted)
+
+        peer.call(work)
+
+
+def _put(batch: Batch, call: Call) -> list[int]:
+    put_id = call.peer.next_id()
+    try:
+        # One small value is sooner sent along with the request than written between two of them.
+        if call.session.segment is not None and (len(batch.keys) > 1 or batch.sizes[0] > SEND_BYTES):
+            return shared_copy.put(call, call.session.segment, put_id, batch)
+        return framed_copy.put(call, put_id, batch)
+    except BaseException:
+        call.peer.abandon(put_id)
+        raise
+
+
+def _chunks(wanted: Sequence[int], sizes: Sequence[int] | None) -> Iterator[list[int]]:
+    """`wanted` in runs of at most MAX_KEYS keys and, beyond one, CHUNK_BYTES bytes."""
+    chunk: list[int] = []
+    total = 0
+    for index in wanted:
+        size = 0 if sizes is None else sizes[index]
+        if chunk and (len(chunk) == MAX_KEYS or total + size > CHUNK_BYTES):
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(index)
+        total += size
+    if chunk:
+        yield chunk

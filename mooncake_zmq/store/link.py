@@ -1,0 +1,178 @@
+"""Connections to one store server. Each is used by one call of one thread at a time, so nothing has to be handed over.
+
+A call that gets no answer costs its connection: a late answer must not be taken for that of another call.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import structlog
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from mooncake_zmq.store import protocol
+
+log = structlog.get_logger()
+
+Configure = Callable[["zmq.Socket[bytes]"], None]
+
+SLICE_MS = 200
+"""How often a waiting call looks whether the store was closed or its connection lost."""
+MAX_QUEUED_SENDS = 32
+"""Pieces copied and not yet on the wire; further sends wait."""
+_LOSS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_LOSS |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CONNECT_RETRIED
+ReplyT = TypeVar("ReplyT", bound=protocol.Reply)
+
+
+class Unreached(Exception):
+    """No answer: the server is gone, silent, or speaks something else. The message says which."""
+
+
+class Forgotten(Exception):
+    """The server does not know this client (any more): it has to say Hello."""
+
+
+class Link:
+    """One connection."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        routing_id: bytes,
+        configure: Configure,
+        is_closed: Callable[[], bool],
+    ) -> None:
+        self._is_closed = is_closed
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.routing_id = routing_id
+        self.socket.maxmsgsize = protocol.MAX_FRAME_BYTES
+        self.socket.heartbeat_ivl = 2_000
+        self.socket.heartbeat_timeout = 10_000
+        self.socket.tcp_keepalive = 1
+        self.socket.immediate = True
+        self.socket.sndhwm = MAX_QUEUED_SENDS
+        self.socket.rcvhwm = 2 * protocol.MAX_OUTSTANDING
+        self.socket.sndtimeo = self.socket.rcvtimeo = SLICE_MS
+        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_LOSS)
+        try:
+            configure(self.socket)
+            self.socket.connect(endpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close()
+
+    def send(self, message: object, deadline: float, payload: memoryview | None = None) -> None:
+        """Raises Unreached. The payload is copied: it may change as soon as this returns."""
+        frames: list[bytes | memoryview] = [protocol.encode(message)]
+        if payload is not None:
+            frames.append(payload)
+        while True:
+            try:
+                self.socket.send_multipart(frames)
+            except zmq.Again:
+                self._check(deadline)
+            else:
+                return
+
+    def tell(self, message: object) -> None:
+        """Send what is not answered; lost if the queue is full, as the server's timers do the same in the end."""
+        try:
+            self.socket.send(protocol.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            log.debug("store_note_lost", message=type(message).__name__)
+
+    def receive(self, deadline: float) -> protocol.Reply:
+        """The next reply; its payload, if any, is still in the socket. Raises Unreached or Forgotten."""
+        while True:
+            try:
+                reply: protocol.Reply = protocol.decode_reply(self.socket.recv())
+            except zmq.Again:
+                self._check(deadline)
+            except msgspec.DecodeError as error:
+                raise Unreached(f"an answer that is none: {error}") from error
+            else:
+                if isinstance(reply, protocol.Stranger):
+                    raise Forgotten
+                return reply
+
+    def more(self) -> bool:
+        """Does the message received last go on?"""
+        return bool(self.socket.getsockopt(zmq.RCVMORE))
+
+    def ask(self, request: protocol.Identified, expected: type[ReplyT], deadline: float) -> ReplyT:
+        """Send and wait for the answer. Raises Unreached or Forgotten."""
+        self.send(request, deadline)
+        reply = self.receive(deadline)
+        if not isinstance(reply, expected) or reply.id != request.id:
+            raise Unreached(f"{type(reply).__name__} in answer to {type(request).__name__}")
+        return reply
+
+    def _check(self, deadline: float) -> None:
+        """Called when nothing happened for a while: is there a reason to give up?"""
+        if self._is_closed():
+            raise Unreached("the store was closed")
+        if self._monitor.poll(0):
+            event = zmq.Event(recv_monitor_message(self._monitor)["event"])
+            raise Unreached(f"not connected ({event.name})")
+        if time.monotonic() >= deadline:
+            raise Unreached("no answer in time")
+
+
+class Links:
+    """The connections to one server, made when needed; at most `limit`, of which a call waits for one."""
+
+    def __init__(self, make: Callable[[], Link], limit: int) -> None:
+        self._make = make
+        self._idle: deque[Link] = deque()
+        self._free = threading.Semaphore(limit)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def take(self, deadline: float) -> Link:
+        """Raises Unreached if none is free in time."""
+        if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise Unreached("all connections are in use")
+        with self._lock:
+            if self._closed:
+                self._free.release()
+                raise Unreached("the store was closed")
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return self._make()
+        except BaseException:
+            self._free.release()
+            raise
+
+    def put_back(self, link: Link, *, broken: bool) -> None:
+        with self._lock:
+            keep = not (broken or self._closed)
+            if keep:
+                self._idle.append(link)
+        if not keep:
+            link.close()
+        self._free.release()
+
+    def drop_idle(self) -> None:
+        """Close what is not in use."""
+        with self._lock:
+            idle, self._idle = self._idle, deque()
+        for link in idle:
+            link.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self.drop_idle()

@@ -1,0 +1,219 @@
+"""One store server, seen from its client: its life, our connections to it, and what it must still be told."""
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+import zmq
+
+from mooncake_zmq.store import protocol
+from mooncake_zmq.store.link import Configure, Forgotten, Link, Links, Unreached
+from mooncake_zmq.store.memory import keep_freed_memory
+from mooncake_zmq.store.protocol import MAX_KEYS
+from mooncake_zmq.store.segment import Life, ObjectSegment, boot_id
+from mooncake_zmq.transfer.shared_memory import SharedMemoryError
+
+log = structlog.get_logger()
+
+RETRY_S = 1.0
+"""How long a store that did not answer is not asked again."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSettings:
+    """How a client works; the defaults are safe."""
+
+    share_memory: bool = True
+    """Map the segment of a store on this host. Off: exchange frames as with other hosts."""
+    verify_local: bool = True
+    """Compare checksums on reads from shared memory too. What comes over a network is always compared."""
+    checksum_local: bool = True
+    """Make a checksum when writing to shared memory. Off: made by the store when the value first leaves the host."""
+    timeout_s: float = 10.0
+    """Longest time without any answer before a call fails."""
+    setup_timeout_s: float = 3.0
+    """Longest time for the first contact."""
+    ttl_s: float = 20.0
+    """Time asked for a put or lease: a chunk's copy, with much to spare."""
+    max_connections: int = 16
+    """Calls under way at one store at a time; further ones wait."""
+    io_threads: int = 1
+    """Of ZeroMQ: one moves about 3 GB/s."""
+    tune_malloc: bool = True
+    """Let the process keep freed memory once frames are used, see `memory.keep_freed_memory`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What one life of a store told us. `segment`: mapped, if it is shared with us."""
+
+    welcome: protocol.Welcome
+    segment: ObjectSegment | None
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one try of a call at one store has: a connection of its own until it returns or raises."""
+
+    peer: "Peer"
+    session: Session
+    link: Link
+    deadline: float
+
+
+class Peer:
+    """One store server. Thread-safe."""
+
+    def __init__(
+        self, endpoint: str, settings: ClientSettings, context: "zmq.Context[zmq.Socket[bytes]]", configure: Configure
+    ) -> None:
+        self.endpoint = endpoint
+        self.closed = False
+        self.settings = settings
+        self._context = context
+        self._configure = configure
+        self._name = os.urandom(16)
+        self._numbers = itertools.count(1)
+        self._links = Links(self._make_link, settings.max_connections)
+        self.counts = {"corrupt": 0, "stale": 0, "expired": 0}
+        """Values read that did not verify, or were gone by then; puts that ran out of time."""
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._life: Life | None = None
+        self._down_until = 0.0
+        self._reason = ""
+        self._abandoned: deque[int] = deque(maxlen=MAX_KEYS)
+        """Puts whose end the store may not have heard of."""
+        self._pid = os.getpid()
+
+    def session(self, deadline: float) -> Session:
+        """Raises Unreached. The first call, and that after a restart of the store, say Hello."""
+        session = self._session
+        if session is not None:
+            return session
+        with self._lock:
+            if self._session is None:
+                if time.monotonic() < self._down_until:
+                    raise Unreached(self._reason)
+                try:
+                    self._session = self._greet(deadline)
+                except Unreached as error:
+                    self._note_down(error)
+                    raise
+            return self._session
+
+    def call(self, work: Callable[[Call], T]) -> T:
+        """Run `work` with a connection of its own. Raises Unreached. After a loss or a restart it is run once more."""
+        deadline = time.monotonic() + self.settings.timeout_s
+        for last in (False, True):
+            if self.closed or os.getpid() != self._pid:
+                raise Unreached("the store was closed")
+            session = self.session(deadline)
+            link = self._links.take(deadline)
+            broken = True
+            try:
+                if self._abandoned:
+                    link.tell(protocol.Release([], self._take_abandoned()))
+                result = work(Call(self, session, link, deadline))
+                broken = False
+                return result
+            except Forgotten:
+                self._drop(session)
+                if last:
+                    raise Unreached("the store refuses us") from None
+            except Unreached as error:
+                if last or self.closed:
+                    self._drop(session)
+                    self._note_down(error)
+                    raise
+            finally:
+                self._links.put_back(link, broken=broken)
+        raise AssertionError("the last try returns or raises")
+
+    def abandon(self, put_id: int) -> None:
+        """Nothing more will be written under this put: say so with the next call."""
+        self._abandoned.append(put_id)
+
+    def next_id(self) -> int:
+        return next(self._numbers)
+
+    def close(self) -> None:
+        """Calls under way end within moments; their connections go as they come back."""
+        self.closed = True
+        self._links.close()
+        if self._life is not None:
+            self._life.end()
+
+    def _take_abandoned(self) -> list[int]:
+        taken = []
+        while self._abandoned:
+            taken.append(self._abandoned.popleft())
+        return taken
+
+    def _drop(self, session: Session) -> None:
+        with self._lock:
+            if self._session is session:
+                self._session = None
+        self._links.drop_idle()
+
+    def _note_down(self, error: Unreached) -> None:
+        if not self.closed:
+            log.warning("store_unreached", endpoint=self.endpoint, reason=str(error))
+        self._reason = str(error)
+        self._down_until = time.monotonic() + RETRY_S
+
+    def _make_link(self) -> Link:
+        routing_id = b"c" + self._name + next(self._numbers).to_bytes(4, "big")
+        try:
+            return Link(self._context, self.endpoint, routing_id, self._configure, lambda: self.closed)
+        except zmq.ZMQError as error:
+            raise Unreached(f"{self.endpoint}: {error}") from error
+
+    def _greet(self, deadline: float) -> Session:
+        link = self._links.take(deadline)
+        broken = True
+        try:
+            welcome = self._hello(link, deadline, shared=False)
+            segment = self._map(welcome) if self.settings.share_memory and welcome.path else None
+            if segment is not None:
+                welcome = self._hello(link, deadline, shared=True)
+                if not welcome.shared:
+                    segment = None
+            broken = False
+        except Forgotten:
+            raise Unreached(f"refused: not of protocol {protocol.PROTOCOL_VERSION}, or full of clients") from None
+        finally:
+            self._links.put_back(link, broken=broken)
+        if segment is None and self.settings.tune_malloc:
+            keep_freed_memory()
+        how = "shared memory" if segment is not None else "network"
+        log.info("store_connected", endpoint=self.endpoint, store=welcome.name, incarnation=welcome.incarnation, by=how)
+        return Session(welcome, segment, min(self.settings.ttl_s, welcome.max_ttl_s))
+
+    def _hello(self, link: Link, deadline: float, *, shared: bool) -> protocol.Welcome:
+        hello = protocol.Hello(self.next_id(), protocol.PROTOCOL_VERSION, boot_id(), shared)
+        return link.ask(hello, protocol.Welcome, deadline)
+
+    def _map(self, welcome: protocol.Welcome) -> ObjectSegment | None:
+        """The segment, with our life file locked before any address in it can be used."""
+        path = Path(welcome.path)
+        try:
+            segment = ObjectSegment.attach(
+                path, welcome.incarnation, entries=welcome.entries, memory_bytes=welcome.memory_bytes
+            )
+            if self._life is None:
+                self._life = Life(path.parent, welcome.cluster, self._name)
+        except (SharedMemoryError, OSError) as error:
+            log.warning("store_not_mapped", endpoint=self.endpoint, reason=str(error))
+            return None
+        return segment

@@ -1,0 +1,255 @@
+"""What store clients and a store's server say to each other. PURE; versioned, flat, bounded; no clock readings.
+
+    client DEALER  -- [request] or [Write or WritePiece, payload] --> ROUTER of the store server
+                   <-- [reply] or [Part, payload] -----------------
+
+A client on the server's host maps its segment and copies by itself: `Reserve`, copy, `Commit`; `Lease`, copy, `Release`.
+Another one sends and receives payload frames. Requests carry ids that the client never uses twice for two things; a
+request sent again with its id is answered again and changes nothing more.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+PROTOCOL_VERSION = 1
+MAX_KEYS = 1024
+"""Keys in one request; clients split longer lists."""
+PIECE_BYTES = 1 << 20
+"""The largest payload frame: small enough to stay in the CPU's cache between the socket, the copy and the checksum."""
+MAX_FRAME_BYTES = 2 << 20
+"""Longest frame either side takes: 1024 keys of 1024 bytes with what goes with each."""
+MAX_OUTSTANDING = 128
+"""Payload frames a client may have under way on one connection; the server queues twice as many replies per connection."""
+
+Id = Annotated[int, Meta(ge=0, le=(1 << 62))]
+Size = Annotated[int, Meta(ge=0, le=(1 << 48))]
+U64 = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=3600)]
+Text = Annotated[str, Meta(max_length=512)]
+# Keys are checked one by one where they are stored; what is only looked up needs no check.
+Keys = Annotated[list[str], Meta(max_length=MAX_KEYS)]
+Sizes = Annotated[list[Size], Meta(max_length=MAX_KEYS)]
+Ids = Annotated[list[Id], Meta(max_length=MAX_KEYS)]
+U64s = Annotated[list[U64], Meta(max_length=MAX_KEYS)]
+Ints = Annotated[list[int], Meta(max_length=MAX_KEYS)]
+
+
+class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Encodes as [tag, field, ...]."""
+
+
+class Hello(_Message, frozen=True, tag=1):
+    """The first message of a connection. `shared`: the client maps the segment and holds the lock of its life file."""
+
+    id: Id
+    protocol: Size
+    boot_id: Text
+    shared: bool
+
+
+class Welcome(_Message, frozen=True, tag=2):
+    """What the client must know of the server. `path` is empty where it cannot share memory."""
+
+    id: Id
+    protocol: Size
+    name: Text
+    incarnation: Size
+    path: Text
+    cluster: Text
+    memory_bytes: Size
+    entries: Size
+    max_object_bytes: Size
+    max_ttl_s: Seconds
+    shared: bool
+
+
+class Stranger(_Message, frozen=True, tag=3):
+    """The server does not know this connection: say Hello (it restarted, or forgot an idle client)."""
+
+    id: Id
+
+
+class Exist(_Message, frozen=True, tag=4):
+    """Which of these can be read? Answered by `Codes` with 1 or 0 a key."""
+
+    id: Id
+    keys: Keys
+
+
+class Codes(_Message, frozen=True, tag=5):
+    """One signed byte a key, or none when the request as a whole could not be followed."""
+
+    id: Id
+    codes: Annotated[bytes, Meta(max_length=MAX_KEYS)]
+
+
+class Numbers(_Message, frozen=True, tag=6):
+    """One number a key."""
+
+    id: Id
+    numbers: Ints
+
+
+class Reserve(_Message, frozen=True, tag=7):
+    """Cells for these values, under put `id`. `pins`: see `objects.Pin`."""
+
+    id: Id
+    keys: Keys
+    sizes: Sizes
+    pins: Annotated[int, Meta(ge=0, le=7)]
+    ttl_s: Seconds
+
+
+class Reserved(_Message, frozen=True, tag=8):
+    """Columns, one row a key: code, entry, offset, generation."""
+
+    id: Id
+    codes: Ints
+    entries: Ids
+    offsets: Sizes
+    generations: Sizes
+
+
+class Commit(_Message, frozen=True, tag=9):
+    """End put `put_id`: the values at `indexes` are written; the others are given up. Answered by `Numbers` (codes)."""
+
+    id: Id
+    put_id: Id
+    indexes: Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_KEYS)]], Meta(max_length=MAX_KEYS)]
+    checksums: U64s
+
+
+class Lease(_Message, frozen=True, tag=10):
+    """Keep these readable for `ttl_s` under lease `id`."""
+
+    id: Id
+    keys: Keys
+    ttl_s: Seconds
+
+
+class Leased(_Message, frozen=True, tag=11):
+    """Columns, one row a key: size (0: not here), entry, offset, generation, checksum (0: none was made)."""
+
+    id: Id
+    sizes: Sizes
+    entries: Ids
+    offsets: Sizes
+    generations: Sizes
+    checksums: U64s
+
+
+class Release(_Message, frozen=True, tag=12):
+    """Not answered. These leases are over; so are these puts, of which nothing was committed."""
+
+    leases: Ids
+    puts: Ids
+
+
+class Read(_Message, frozen=True, tag=13):
+    """Send these ranges, each as a `Part` with its payload. `generations`: of the copy already begun, 0 for any."""
+
+    id: Id
+    tokens: Ids
+    keys: Keys
+    offsets: Sizes
+    lengths: Sizes
+    generations: Sizes
+
+
+class Part(_Message, frozen=True, tag=14):
+    """A range of a value; the payload follows if `size` is not 0 (not here, or another copy by now)."""
+
+    id: Id
+    token: Id
+    size: Size
+    generation: Size
+    checksum: U64
+
+
+class Write(_Message, frozen=True, tag=15):
+    """Store a value of one piece, which follows. Answered by `Numbers` with one code."""
+
+    id: Id
+    key: Annotated[str, Meta(max_length=1024)]
+    size: Size
+    checksum: U64
+    pins: Annotated[int, Meta(ge=0, le=7)]
+
+
+class WritePiece(_Message, frozen=True, tag=16):
+    """A range of the value at `index` of put `put_id` follows. Not answered: `Commit` on the same connection is."""
+
+    put_id: Id
+    index: Annotated[int, Meta(ge=0, lt=MAX_KEYS)]
+    offset: Size
+
+
+class SizesOf(_Message, frozen=True, tag=17):
+    """Answered by `Numbers`: sizes, or NOT_FOUND."""
+
+    id: Id
+    keys: Keys
+
+
+class Remove(_Message, frozen=True, tag=18):
+    """Answered by `Numbers`: codes."""
+
+    id: Id
+    keys: Keys
+
+
+class RemoveAll(_Message, frozen=True, tag=19):
+    """Answered by `Numbers` with one number: how many."""
+
+    id: Id
+
+
+class ListKeys(_Message, frozen=True, tag=20):
+    """A page of the readable keys from `cursor` on, 0 at first."""
+
+    id: Id
+    cursor: Size
+    limit: Annotated[int, Meta(ge=1, le=MAX_KEYS)]
+
+
+class KeysListed(_Message, frozen=True, tag=21):
+    """`cursor`: where to go on, 0 at the end."""
+
+    id: Id
+    keys: Keys
+    cursor: Size
+
+
+class ReportCorrupt(_Message, frozen=True, tag=22):
+    """Not answered. These copies did not verify."""
+
+    entries: Ids
+    generations: Sizes
+
+
+Request = (
+    Hello
+    | Exist
+    | Reserve
+    | Commit
+    | Lease
+    | Release
+    | Read
+    | Write
+    | WritePiece
+    | SizesOf
+    | Remove
+    | RemoveAll
+    | ListKeys
+    | ReportCorrupt
+)
+Identified = Hello | Exist | Reserve | Commit | Lease | SizesOf | Remove | RemoveAll | ListKeys
+"""Requests answered by one reply that echoes their id."""
+Reply = Welcome | Stranger | Codes | Numbers | Reserved | Leased | Part | KeysListed
+
+encode = msgspec.msgpack.encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+"""Both raise msgspec.DecodeError (ValidationError is one) on what is no message; frames are bounded by MAXMSGSIZE."""

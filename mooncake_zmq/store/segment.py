@@ -1,0 +1,195 @@
+"""The shared memory of a store: a generation per entry and the bytes of all values, in one file under /dev/shm.
+
+    page 0        header: identity and shape
+    next          generations  uint64[entries]   odd: being written; changed before a cell serves another value
+    data_offset   memory       bytes[memory_bytes]
+
+Named like the block segments, so that the same sweep removes it after a crash. A client that maps it holds the lock of a
+life file beside it for as long as it lives, by which the server tells a late writer from a dead one.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote
+
+from mooncake_zmq.kv.layout import PAGE_BYTES, div_ceil
+from mooncake_zmq.transfer.shared_memory import FILE_PREFIX, HUGE_PAGE_BYTES, MADV_POPULATE_WRITE, SharedMemoryError
+
+MAGIC = b"MOONOBJ\n"
+VERSION = 1
+_HEADER = struct.Struct("<8sIQQQ")
+_POPULATE_STEP_BYTES = 64 << 20
+
+
+class ObjectSegment:
+    """One store's values, mapped here. The creator owns the file and removes it."""
+
+    def __init__(self, mapping: mmap.mmap, path: Path, entries: int, memory_bytes: int, owner_fd: int) -> None:
+        self.path = path
+        self.memory_bytes = memory_bytes
+        self._mapping = mapping
+        self._owner_fd = owner_fd
+        whole = memoryview(mapping)
+        start = _data_offset(entries)
+        self.generations = whole[PAGE_BYTES : PAGE_BYTES + entries * 8].cast("Q")
+        self.memory = whole[start : start + memory_bytes]
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + start
+        """Where `memory` begins in this process."""
+
+    @classmethod
+    def create(
+        cls, directory: str | Path, cluster: str, node: str, incarnation: int, *, entries: int, memory_bytes: int
+    ) -> "ObjectSegment":
+        """Make the file with all its memory, or raise SharedMemoryError with a reason."""
+        directory = Path(directory)
+        path = directory / _file_name(cluster, f"{node}.objects", incarnation)
+        total = _data_offset(entries) + memory_bytes
+        try:
+            room = os.statvfs(directory)
+            free = room.f_bavail * room.f_frsize
+            if free < total:
+                needed = f"{div_ceil(total, 1 << 20)} MiB needed: lower object_bytes"
+                raise SharedMemoryError(f"{directory} has {free >> 20} MiB free of the {needed}")
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise SharedMemoryError(f"cannot create {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(fd, 0, total)
+            mapping = _map(fd, total)
+            mapping[: _HEADER.size] = _HEADER.pack(MAGIC, VERSION, incarnation, entries, memory_bytes)
+        except OSError as error:
+            os.unlink(path)
+            os.close(fd)
+            raise SharedMemoryError(f"cannot create {path} of {total} bytes: {error.strerror}; lower object_bytes") from error
+        segment = cls(mapping, path, entries, memory_bytes, fd)
+        _populate(segment.address, memory_bytes, lambda: segment)
+        return segment
+
+    @classmethod
+    def attach(cls, path: str | Path, incarnation: int, *, entries: int, memory_bytes: int) -> "ObjectSegment":
+        """Map a server's segment for reading and writing, after checking that it is that life's and of that shape."""
+        path = Path(path)
+        total = _data_offset(entries) + memory_bytes
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                header = os.pread(fd, _HEADER.size, 0)
+                expected = _HEADER.pack(MAGIC, VERSION, incarnation, entries, memory_bytes)
+                if header != expected or os.fstat(fd).st_size != total:
+                    raise SharedMemoryError(f"{path} is not the segment of incarnation {incarnation}")
+                mapping = _map(fd, total)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise SharedMemoryError(f"cannot attach {path}: {error.strerror}") from error
+        segment = cls(mapping, path, entries, memory_bytes, -1)
+        # A second for 2 GiB: nobody should wait for it, nor should it keep the mapping when nobody else does.
+        arguments = (segment.address, memory_bytes, weakref.ref(segment))
+        threading.Thread(target=_populate, args=arguments, name="populate", daemon=True).start()
+        return segment
+
+    def close(self) -> None:
+        """Owner: remove the file. Either way this mapping ends when nothing refers to it any more. May be called twice."""
+        if self._owner_fd >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._owner_fd)
+            self._owner_fd = -1
+
+
+class Life:
+    """A client's life file: locked by it from before it maps the segment until it ends, whichever way."""
+
+    def __init__(self, directory: Path, cluster: str, client: bytes) -> None:
+        """Raises OSError where the directory cannot be written."""
+        self.path = life_path(directory, cluster, client)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lives.add(self)
+
+    def end(self) -> None:
+        """May be called twice."""
+        if self._fd >= 0:
+            self.path.unlink(missing_ok=True)
+            self.disown()
+
+    def disown(self) -> None:
+        """In a forked child: let go of the descriptor, or the child would keep its parent's life going."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+_lives: "weakref.WeakSet[Life]" = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for life in list(_lives):
+        life.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+def life_path(directory: Path, cluster: str, client: bytes) -> Path:
+    return directory / _file_name(cluster, f"client-{client.hex()}", 0)
+
+
+def is_lived(path: Path) -> bool:
+    """Does anybody hold the lock of this life file?"""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def boot_id() -> str:
+    """Of this kernel's run: two processes with the same one may share memory."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _file_name(cluster: str, node: str, incarnation: int) -> str:
+    return f"{FILE_PREFIX}={quote(cluster, safe='')}={quote(node, safe='')}={incarnation}"
+
+
+def _data_offset(entries: int) -> int:
+    return div_ceil(PAGE_BYTES + entries * 8, HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with contextlib.suppress(OSError):  # only where shmem_enabled is "advise" does it change anything
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def _populate(address: int, size: int, keep: Callable[[], object]) -> None:
+    """Touch all pages, as the first touch of one costs as much as copying it. Lets other threads run meanwhile.
+
+    `keep`: asked before each step for what keeps the mapping in place during it; None ends this.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    for start in range(0, size, _POPULATE_STEP_BYTES):
+        kept = keep()
+        length = ctypes.c_size_t(min(_POPULATE_STEP_BYTES, size - start))
+        if kept is None or madvise(ctypes.c_void_p(address + start), length, MADV_POPULATE_WRITE):
+            return  # before Linux 5.14: pages are then mapped as they are touched
+        del kept

@@ -1,0 +1,71 @@
+"""Puts and reads of a store on this host: its server names the cells, we copy in the segment that both map.
+
+A lease or put is good for `ttl_s` from when it was *sent*, and a cell read is good if its generation still stands afterwards.
+"""
+
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from mooncake_zmq.cache_node.objects import Code
+from mooncake_zmq.store import protocol
+from mooncake_zmq.store.batch import Batch, Wanted, commit
+from mooncake_zmq.store.memory import Checksum, gather, scatter
+from mooncake_zmq.store.peer import Call
+from mooncake_zmq.store.segment import ObjectSegment
+
+log = structlog.get_logger()
+
+
+def put(call: Call, segment: ObjectSegment, put_id: int, batch: Batch) -> list[int]:
+    """A code a key; EXISTS where nothing was written."""
+    stop_at = time.monotonic() + call.session.ttl_s
+    reserve = protocol.Reserve(put_id, batch.keys, batch.sizes, batch.pins, call.session.ttl_s)
+    reserved = call.link.ask(reserve, protocol.Reserved, call.deadline)
+    indexes: list[int] = []
+    checksums: list[int] = []
+    for index, (code, offset) in enumerate(zip(reserved.codes, reserved.offsets, strict=True)):
+        if code == 0 and time.monotonic() < stop_at:
+            checksum = Checksum() if call.peer.settings.checksum_local else None
+            gather(batch.values[index], segment.address + offset, batch.sizes[index], checksum)
+            if time.monotonic() < stop_at:
+                indexes.append(index)
+                checksums.append(checksum.value() if checksum else 0)
+    return commit(call, put_id, reserved.codes, indexes, checksums)
+
+
+def read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wanted) -> None:
+    """Fill in the results for `indexes`; what is not here, or not good, stays NOT_FOUND."""
+    stop_at = time.monotonic() + call.session.ttl_s
+    request = protocol.Lease(call.peer.next_id(), [wanted.keys[index] for index in indexes], call.session.ttl_s)
+    leased = call.link.ask(request, protocol.Leased, call.deadline)
+    generations = segment.generations
+    corrupt: list[tuple[int, int]] = []
+    rows = zip(indexes, leased.sizes, leased.entries, leased.offsets, leased.generations, leased.checksums, strict=True)
+    try:
+        for index, size, entry, offset, generation, expected in rows:
+            if size == 0:
+                continue
+            spans = wanted.place(index, size)
+            if spans is None:
+                wanted.results[index] = Code.INVALID
+                continue
+            if generations[entry] != generation or time.monotonic() >= stop_at:
+                call.peer.counts["stale"] += 1
+                continue
+            checksum = Checksum() if expected and call.peer.settings.verify_local else None
+            scatter(segment.address + offset, size, spans, checksum)
+            if generations[entry] != generation or time.monotonic() >= stop_at:
+                call.peer.counts["stale"] += 1
+            elif checksum is not None and checksum.value() != expected:
+                call.peer.counts["corrupt"] += 1
+                corrupt.append((entry, generation))
+                log.warning("store_value_corrupt", store=call.peer.endpoint, size=size)
+            else:
+                wanted.results[index] = size
+    finally:
+        if any(leased.sizes):
+            call.link.tell(protocol.Release([request.id], []))
+        if corrupt:
+            call.link.tell(protocol.ReportCorrupt([entry for entry, _ in corrupt], [generation for _, generation in corrupt]))
