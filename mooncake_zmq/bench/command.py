@@ -8,7 +8,7 @@ import click
 from mooncake_zmq.kv.eviction import POLICIES
 
 PARTS = ("cold", "warm", "decode")
-POOL_PARTS = ("local", "remote", "exist", "lease", "index")
+POOL_PARTS = ("local", "remote", "exist", "lease", "ssd", "index")
 
 EXAMPLES = """\b
 Examples:
@@ -74,6 +74,13 @@ def eviction(
     help="Bytes put and got per round; several times the CPU's cache, or the figures are the cache's.",
 )
 @click.option(
+    "--directory",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    default=Path("/var/tmp"),
+    show_default=True,
+    help="Where the SSD rows write: on the disk in question, twice the working set.",
+)
+@click.option(
     "--mooncake-python",
     envvar="MOONCAKE_PYTHON",
     metavar="PYTHON",
@@ -91,12 +98,13 @@ def pool(
     rounds: int,
     parts: tuple[str, ...],
     working_set_mib: int,
+    directory: Path,
     mooncake_python: str | None,
     redis_python: str | None,
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """The KV pool against memory, transport and disk, and against other stores over the same values.
+    """The KV pool against memory, transport and disk, and against other stores over the same values. Takes several minutes.
 
     Needs free memory of about ten times the working set when the other stores take part.
     """
@@ -107,6 +115,7 @@ def pool(
     settings = PoolBench(
         rounds=rounds,
         working_set_bytes=working_set_mib << 20,
+        disk_directory=directory,
         mooncake_python=mooncake_python,
         redis_python=redis_python,
     )

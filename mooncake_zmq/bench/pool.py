@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mooncake_zmq.bench.disk import disk_rows
 from mooncake_zmq.bench.peers import Peer, peer
 from mooncake_zmq.bench.pool_index import index_bytes_per_block
 from mooncake_zmq.bench.pool_lease import BLOCKS, lease_times_s
@@ -45,7 +46,7 @@ class PoolBench:
     sizes: tuple[int, ...] = SIZES
     mooncake_python: str | None = None
     redis_python: str | None = None
-    disk_directory: Path | None = None
+    disk_directory: Path = Path("/var/tmp")
 
 
 def bench_pool(bench: PoolBench, *, parts: Sequence[str], progress: Progress) -> Report:
@@ -129,11 +130,17 @@ def index_rows(bench: PoolBench, progress: Progress) -> list[Row]:
     return [_cost("index, each block in DRAM and SSD / 256 wanted", "bytes/block", [grown], [WANTED_INDEX_BYTES])]
 
 
+def ssd_rows(bench: PoolBench, progress: Progress) -> list[Row]:
+    """Demotion and promotion, checksums on, against bare direct I/O; see `bench.disk`."""
+    return disk_rows(bench.disk_directory, rounds=bench.rounds, working_set_bytes=bench.working_set_bytes, progress=progress)
+
+
 PARTS: dict[str, Callable[[PoolBench, Progress], list[Row]]] = {
     "local": local_rows,
     "remote": remote_rows,
     "exist": exist_rows,
     "lease": lease_rows,
+    "ssd": ssd_rows,
     "index": index_rows,
 }
 
