@@ -7,6 +7,7 @@ A put reserves cells, its writer fills them, a commit makes them readable. A sha
 runs past its time may still write: its cells stay in quarantine until it answers or is buried.
 """
 
+import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.cache_node.slab import SlabAllocator
+from mooncake_zmq.cache_node.slab import PARTS, SlabAllocator
 
 MAX_KEY_BYTES = 1024
+SCAN_EVERY = 8
+_NEVER = 1 << 62
+"""Later than any use: not to be emptied."""
 
 
 class Code(IntEnum):
@@ -72,7 +76,8 @@ class ObjectSettings:
     object_bytes: int = 1 << 30
     """Shared memory for values."""
     slab_bytes: int = 64 << 20
-    """Unit in which size classes share the memory, and the largest value. 64 MiB: classes at most 1/6 apart up to 10 MiB."""
+    """The largest value, and what classes of values above 1/128 of it take of the memory at a time; of smaller ones 1/16.
+    64 MiB: a value of 4 KiB to 10 MiB wastes at most a seventh of its cell, one of 16 MiB nothing."""
     max_objects: int = 1 << 20
     """About 60 bytes of process memory each once in use, besides key and dict."""
     max_ttl_s: float = 30.0
@@ -183,7 +188,7 @@ class Objects:
         self.fences: list[tuple[int, int]] = []
         """(entry, generation) in the order in which the segment must show them; the owner clears the list."""
         self.counts = dict.fromkeys(
-            ("puts", "put_bytes", "evicted", "evicted_bytes", "slabs_taken_over", "dedup_hits", "dedup_bytes_saved")
+            ("puts", "put_bytes", "evicted", "evicted_bytes", "units_taken_over", "dedup_hits", "dedup_bytes_saved")
             + ("puts_expired", "leases_expired", "quarantined", "no_room", "corrupt", "leased"),
             0,
         )
@@ -203,10 +208,10 @@ class Objects:
         self._pin = array("B", (0 for _ in rows))
         self._key: list[str | None] = [None for _ in rows]
         self._free_entries = array("i")
-        # Of each slab: entries that cannot be evicted now, soft pins, and when any of its objects was last used.
-        self._blocked: NDArray[np.int64] = np.zeros(self.slabs.slabs, np.int64)
-        self._soft: NDArray[np.int64] = np.zeros(self.slabs.slabs, np.int64)
-        self._slab_used_at: NDArray[np.int64] = np.zeros(self.slabs.slabs, np.int64)
+        # Of each unit of memory: entries that cannot be evicted now, soft pins, and when any of its objects was last used.
+        self._blocked: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
+        self._soft: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
+        self._unit_used_at: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
         self._clock = 0
         """Counts uses: the order of the LRU lists across classes."""
         self._clients: dict[bytes, _Client] = {}
@@ -350,9 +355,9 @@ class Objects:
         self._retire(entry)
         return True
 
-    def remove_all(self) -> int:
-        """Remove every readable object; returns how many."""
-        entries = list(self.by_key.values())
+    def remove_all(self, limit: int) -> int:
+        """Remove up to `limit` readable objects; returns how many."""
+        entries = list(itertools.islice(self.by_key.values(), limit))
         for entry in entries:
             self._retire(entry)
         return len(entries)
@@ -441,8 +446,8 @@ class Objects:
                 offset, cell_bytes = cells[entry]
                 assert offset == self._offset[entry]
                 assert 0 < self._size[entry] <= cell_bytes
-                blocked[self.slabs.slab_of(offset)] += not evictable
-                soft[self.slabs.slab_of(offset)] += bool(self._pin[entry] & Pin.SOFT)
+                blocked[self.slabs.unit_of(offset)] += not evictable
+                soft[self.slabs.unit_of(offset)] += bool(self._pin[entry] & Pin.SOFT)
         assert (blocked == self._blocked).all()
         assert (soft == self._soft).all()
         assert len(self.by_key) == sum(1 for key, entry in self.by_key.items() if self._key[entry] == key)
@@ -477,9 +482,9 @@ class Objects:
         self._move(entry, "reserve")
         self._size[entry], self._offset[entry], self._class[entry] = size, offset, size_class
         self._pin[entry] = put.pins & (Pin.SOFT | Pin.HARD)
-        self._blocked[offset // self.slabs.slab_bytes] += 1
+        self._blocked[self.slabs.unit_of(offset)] += 1
         if put.pins & Pin.SOFT:
-            self._soft[offset // self.slabs.slab_bytes] += 1
+            self._soft[self.slabs.unit_of(offset)] += 1
         self._fence(entry, self.generation[entry] + 1)
         if not put.pins & Pin.UPSERT:
             self._writing[key] = entry
@@ -511,16 +516,18 @@ class Objects:
         return offset
 
     def _evict_for(self, size_class: int) -> bool:
-        """Evict the class's least recently used object, or all of a slab of other classes that was used even longer ago.
+        """Evict the class's least recently used object, or all in memory of other classes that was used even longer ago.
 
         Soft pins go last. False if nothing can be evicted.
         """
         for soft in (False, True):
             own = self._lru.first(2 * size_class + soft)
-            slab = self._coldest_slab(size_class, soft=soft)
-            if slab is not None and (own is None or self._slab_used_at[slab] < self._used_at[own]):
-                self.counts["slabs_taken_over"] += 1
-                for entry in self.slabs.owners(slab):
+            # A scan of all units: dear beside one eviction, so a class that can help itself looks around only at times.
+            look = own is None or self.counts["evicted"] % SCAN_EVERY == 0
+            units, used_at = self._coldest(size_class, soft=soft) if look else (range(0), 0)
+            if units and (own is None or used_at < self._used_at[own]):
+                self.counts["units_taken_over"] += 1
+                for entry in [entry for unit in units for entry in self.slabs.owners(unit)]:
                     self._evict(entry)
                 return True
             if own is not None:
@@ -528,15 +535,20 @@ class Objects:
                 return True
         return False
 
-    def _coldest_slab(self, size_class: int, *, soft: bool) -> int | None:
-        """The slab of another class that was not used for longest and that can be emptied now."""
-        takeable = self._blocked == 0
-        if not soft:
-            takeable &= self._soft == 0
-        for slab in np.flatnonzero(takeable)[np.argsort(self._slab_used_at[takeable])].tolist():
-            if self.slabs.slab_class[slab] not in (size_class, -1):
-                return int(slab)
-        return None
+    def _coldest(self, size_class: int, *, soft: bool) -> tuple[range, int]:
+        """The units to empty for this class, none of them of it: those not used for longest; and when they were last."""
+        stuck = self._blocked if soft else self._blocked + self._soft
+        other = self.slabs.unit_class
+        used = np.where((other == size_class) | (stuck > 0), _NEVER, np.where(other < 0, -1, self._unit_used_at))
+        slabs = used.reshape(-1, PARTS).max(axis=1)
+        slab = int(np.argmin(np.where(slabs < 0, _NEVER, slabs)))
+        best = range(slab * PARTS, (slab + 1) * PARTS), int(slabs[slab])
+        if size_class < self.slabs.small_classes:
+            parts = np.where((other >= 0) & (other < self.slabs.small_classes), used, _NEVER)
+            part = int(np.argmin(parts))
+            if parts[part] <= best[1] or best[1] < 0:
+                best = range(part, part + 1), int(parts[part])
+        return best if 0 <= best[1] < _NEVER else (range(0), 0)
 
     def _commit(self, entry: int, key: str, checksum: int, pins: Pin) -> Code:
         old = self.by_key.get(key)
@@ -616,27 +628,27 @@ class Objects:
         """An entry that is in no list and that nobody reads: its cell may be somebody else's from now on."""
         self._move(entry, "free")
         self._fence(entry, self.generation[entry] + (1 if self.generation[entry] % 2 else 2))
-        slab = self._offset[entry] // self.slabs.slab_bytes
-        self._blocked[slab] -= 1
+        unit = self.slabs.unit_of(self._offset[entry])
+        self._blocked[unit] -= 1
         if self._pin[entry] & Pin.SOFT:
-            self._soft[slab] -= 1
+            self._soft[unit] -= 1
         self.slabs.give(self._offset[entry])
         self._free_entries.append(entry)
 
     def _use(self, entry: int) -> None:
         self._clock += 1
         self._used_at[entry] = self._clock
-        self._slab_used_at[self._offset[entry] // self.slabs.slab_bytes] = self._clock
+        self._unit_used_at[self.slabs.unit_of(self._offset[entry])] = self._clock
 
     def _shelve(self, entry: int) -> None:
         """Evictable from now on, after everything else of its class."""
         self._use(entry)
         self._lru.append(2 * self._class[entry] + bool(self._pin[entry] & Pin.SOFT), entry)
-        self._blocked[self._offset[entry] // self.slabs.slab_bytes] -= 1
+        self._blocked[self.slabs.unit_of(self._offset[entry])] -= 1
 
     def _unshelve(self, entry: int) -> None:
         self._lru.remove(entry)
-        self._blocked[self._offset[entry] // self.slabs.slab_bytes] += 1
+        self._blocked[self.slabs.unit_of(self._offset[entry])] += 1
 
     def _move(self, entry: int, event: str) -> None:
         self._state[entry] = NEXT_STATE[(State(self._state[entry]), event)]

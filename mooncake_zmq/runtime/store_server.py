@@ -6,6 +6,7 @@ a copy of its own. A cell may be reused while its frame is on the way: the reade
 """
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -35,8 +36,6 @@ IDLE_S = 60.0
 """A client of another host not heard of for so long is forgotten; if it lives, it will say Hello again."""
 PROBE_AFTER_S = 5.0
 """A client of this host not heard of for so long is looked at, as is one that holds something."""
-WAKER = b"wake"
-"""Names the connection by which other threads of this process call."""
 MAX_QUEUED_REQUESTS = 32
 """Of one connection; with payloads of at most 2 MiB this bounds what a fast writer piles up. Further ones wait at its side."""
 ZERO_COPY_BYTES = 256 << 10
@@ -115,9 +114,10 @@ class StoreServer:
         self._socket.rcvtimeo = max(1, int(probe_s * 1000))
         self._socket.sndhwm = 2 * protocol.MAX_OUTSTANDING
         self._socket.rcvhwm = MAX_QUEUED_REQUESTS
+        # By which other threads of this process call: it wakes the server's thread.
         self._waker = self._context.socket(zmq.DEALER)
         self._waker.linger = 0
-        self._waker.routing_id = WAKER
+        self._waker.routing_id = self._waker_name = b"w" + os.urandom(16)
         self._waking = threading.Lock()
         try:
             self._socket.bind("inproc://wake")
@@ -174,7 +174,8 @@ class StoreServer:
         self._calls.append(call)
         with self._waking:
             if not self._closed:
-                self._waker.send(b"")
+                with contextlib.suppress(zmq.Again):  # so many wait already that it is awake, or dead
+                    self._waker.send(b"", zmq.NOBLOCK)
         if not self._thread.is_alive():
             self._run_calls()
 
@@ -215,10 +216,10 @@ class StoreServer:
 
     def _receive(self, peer: bytes) -> None:
         try:
-            request = protocol.decode_request(self._socket.recv()) if self._more() and peer != WAKER else None
+            request = protocol.decode_request(self._socket.recv()) if self._more() and peer != self._waker_name else None
         except msgspec.DecodeError:
             request = None
-        if peer == WAKER:
+        if peer == self._waker_name:
             self._run_calls()
         elif request is None or len(peer) != ROUTING_ID_BYTES:
             self._counts["garbage"] += 1
@@ -272,7 +273,7 @@ class StoreServer:
                 codes = [Code.OK if objects.remove(key) else Code.NOT_FOUND for key in keys]
                 self._send(peer, protocol.Numbers(id, list(map(int, codes))))
             case protocol.RemoveAll(id):
-                self._send(peer, protocol.Numbers(id, [objects.remove_all()]))
+                self._send(peer, protocol.Numbers(id, [objects.remove_all(protocol.REMOVED_AT_ONCE)]))
             case protocol.ListKeys(id, cursor, limit):
                 self._send(peer, protocol.KeysListed(id, *objects.keys(cursor, limit)))
             case protocol.ReportCorrupt(entries, generations):

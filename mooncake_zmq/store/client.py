@@ -6,8 +6,10 @@ mapped segment; with others it exchanges frames.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import structlog
 import zmq
 
 from mooncake_zmq.cache_node.objects import Code, Pin, is_key
@@ -15,10 +17,13 @@ from mooncake_zmq.store import framed_copy, protocol, shared_copy
 from mooncake_zmq.store.batch import Batch, Place, Value, Wanted
 from mooncake_zmq.store.link import Configure, ReplyT, Unreached
 from mooncake_zmq.store.peer import Call, ClientSettings, Peer
-from mooncake_zmq.store.protocol import MAX_KEYS
+from mooncake_zmq.store.protocol import MAX_KEYS, REMOVED_AT_ONCE
+
+log = structlog.get_logger()
 
 UNREACHED = -900
 """The store did not answer, or was closed."""
+CLOSE_S = 5.0
 SEND_BYTES = 64 << 10
 CHUNK_BYTES = 64 << 20
 """Bytes put or leased at a time: bounds what one call keeps others from evicting, and how long."""
@@ -39,20 +44,20 @@ class StoreClient:
 
     def connect(self) -> str | None:
         """Meet the stores; None if at least one answered, else the reason why not."""
-        reasons = []
-        shared: list[Peer] = []
-        others: list[Peer] = []
-        deadline = time.monotonic() + self.settings.setup_timeout_s
-        for peer in self._peers:
-            try:
-                session = peer.session(deadline)
-            except Unreached as error:
-                reasons.append(f"{peer.endpoint}: {error}")
-                others.append(peer)
-            else:
-                (shared if session.segment is not None else others).append(peer)
-        self._peers = shared + others
-        return "; ".join(reasons) if len(reasons) == len(self._peers) else None
+        with ThreadPoolExecutor(len(self._peers)) as pool:
+            met = dict(zip(self._peers, pool.map(self._meet, self._peers), strict=True))
+        # Those whose memory we share first; the others in the order given.
+        self._peers = sorted(self._peers, key=lambda peer: met[peer] != "shared")
+        reasons = [f"{peer.endpoint}: {how}" for peer, how in met.items() if how not in ("shared", "framed")]
+        return "; ".join(reasons) if len(reasons) == len(met) else None
+
+    def _meet(self, peer: Peer) -> str:
+        """How we talk to this store, or why we do not."""
+        try:
+            session = peer.session(time.monotonic() + self.settings.setup_timeout_s)
+        except Unreached as error:
+            return str(error)
+        return "shared" if session.segment is not None else "framed"
 
     def home_name(self) -> str | None:
         """The name of the store that is asked and written first; None if it does not answer."""
@@ -65,8 +70,11 @@ class StoreClient:
         """May be called twice. Later calls, and those under way, answer UNREACHED."""
         if not self._closed:
             self._closed = True
-            for peer in self._peers:
-                peer.close()
+            deadline = time.monotonic() + CLOSE_S
+            if all([peer.close(deadline) for peer in self._peers]):
+                self._context.term()
+            else:
+                log.warning("store_close_incomplete", reason="a call is still copying")
 
     # --- what connectors call
 
@@ -165,8 +173,12 @@ class StoreClient:
 
     def remove_all(self) -> int:
         """How many copies went, or UNREACHED where no store answered."""
-        answers = [self._ask(peer, protocol.RemoveAll(peer.next_id()), protocol.Numbers) for peer in self._peers]
-        counts = [answer.numbers[0] for answer in answers if answer is not None and answer.numbers]
+        counts: list[int] = []
+        for peer in self._peers:
+            while (answer := self._ask(peer, protocol.RemoveAll(peer.next_id()), protocol.Numbers)) is not None:
+                counts += answer.numbers
+                if answer.numbers != [REMOVED_AT_ONCE]:
+                    break
         return sum(counts) if counts else UNREACHED
 
     def list_keys(self) -> Iterator[str]:
@@ -258,6 +270,9 @@ class StoreClient:
 
 def _put(batch: Batch, call: Call) -> list[int]:
     put_id = call.peer.next_id()
+    most = call.session.welcome.max_object_bytes
+    if max(batch.sizes) > most:
+        log.warning("store_value_too_large", size=max(batch.sizes), largest=most, reason="the store's slab_bytes")
     try:
         # One small value is sooner sent along with the request than written between two of them.
         if call.session.segment is not None and (len(batch.keys) > 1 or batch.sizes[0] > SEND_BYTES):

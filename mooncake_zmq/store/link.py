@@ -136,6 +136,7 @@ class Links:
     def __init__(self, make: Callable[[], Link], limit: int) -> None:
         self._make = make
         self._idle: deque[Link] = deque()
+        self._limit = limit
         self._free = threading.Semaphore(limit)
         self._lock = threading.Lock()
         self._closed = False
@@ -172,7 +173,14 @@ class Links:
         for link in idle:
             link.close()
 
-    def close(self) -> None:
+    def close(self, deadline: float) -> bool:
+        """No more calls; waits for those under way, which end within moments. False if one had not by then."""
         with self._lock:
             self._closed = True
         self.drop_idle()
+        taken = 0
+        while taken < self._limit and self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            taken += 1
+        for _ in range(taken):  # for calls that wait for a connection: they see that there will be none
+            self._free.release()
+        return taken == self._limit

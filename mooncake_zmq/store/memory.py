@@ -45,6 +45,12 @@ def read_view(address: int, size: int) -> memoryview:
     return view
 
 
+def write_view(address: int, size: int) -> memoryview:
+    """The same, to be written."""
+    view: memoryview = _view_memory(address, size, _WRITE)
+    return view
+
+
 def address_of(buffer: Buffer) -> int:
     """Where a contiguous buffer's bytes lie, for as long as the caller keeps it. Raises ValueError if it is empty."""
     return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])

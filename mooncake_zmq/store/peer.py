@@ -147,12 +147,13 @@ class Peer:
     def next_id(self) -> int:
         return next(self._numbers)
 
-    def close(self) -> None:
-        """Calls under way end within moments; their connections go as they come back."""
+    def close(self, deadline: float) -> bool:
+        """End calls under way and our life at the store; False if a call had not ended by then."""
         self.closed = True
-        self._links.close()
-        if self._life is not None:
+        ended = self._links.close(deadline)
+        if self._life is not None and ended:  # while one still writes, we are not to be taken for dead
             self._life.end()
+        return ended
 
     def _take_abandoned(self) -> list[int]:
         taken = []

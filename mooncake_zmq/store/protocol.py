@@ -23,6 +23,9 @@ MAX_FRAME_BYTES = 2 << 20
 MAX_OUTSTANDING = 128
 """Payload frames a client may have under way on one connection; the server queues twice as many replies per connection."""
 
+REMOVED_AT_ONCE = 16_384
+"""Objects that one `RemoveAll` removes at most: a long one would keep all clients waiting."""
+
 Id = Annotated[int, Meta(ge=0, le=(1 << 62))]
 Size = Annotated[int, Meta(ge=0, le=(1 << 48))]
 U64 = Annotated[int, Meta(ge=0)]
@@ -201,7 +204,7 @@ class Remove(_Message, frozen=True, tag=18):
 
 
 class RemoveAll(_Message, frozen=True, tag=19):
-    """Answered by `Numbers` with one number: how many."""
+    """Answered by `Numbers` with one number: how many went. Ask again while it is REMOVED_AT_ONCE."""
 
     id: Id
 

@@ -106,7 +106,7 @@ def test_a_put_of_any_size_into_a_full_pool_evicts_rather_than_fails():
     for number, size in enumerate([64, 1000, 5000, 30000, SLAB, 70, 9000, 64, 20000, SLAB, 3000] * 20):
         assert put(objects, f"{number}", size) is Code.OK
         objects.check()
-    assert objects.counts["slabs_taken_over"] > 0
+    assert objects.counts["units_taken_over"] > 0
 
 
 def test_the_coldest_slab_is_taken_over_although_the_class_has_an_object_of_its_own():
@@ -116,6 +116,24 @@ def test_the_coldest_slab_is_taken_over_although_the_class_has_an_object_of_its_
     assert put(objects, "new", SLAB) is Code.OK
     assert objects.find("cold") is None
     assert objects.find("hot")
+
+
+def test_classes_of_small_values_share_one_slab():
+    objects = make(slabs=1)
+    names = [f"{size}/{number}" for size in range(64, 513, 64) for number in range(5)]
+    for name in names:
+        assert put(objects, name, int(name.split("/")[0])) is Code.OK
+    assert sorted(objects.by_key) == sorted(names)
+    assert put(objects, "whole", SLAB) is Code.OK
+    assert list(objects.by_key) == ["whole"]
+    objects.check()
+
+
+def test_all_is_removed_in_steps_of_the_limit():
+    objects = make()
+    for number in range(5):
+        put(objects, f"{number}")
+    assert [objects.remove_all(2) for _ in range(4)] == [2, 2, 1, 0]
 
 
 def test_soft_pins_go_last_and_hard_pins_never():
@@ -338,7 +356,7 @@ class ObjectsMachine(RuleBasedStateMachine):
     def teardown(self):
         for client in (ME, OTHER):
             self.objects.bury(client)
-        self.objects.remove_all()
+        self.objects.remove_all(1 << 20)
         self.objects.check()
         gauges = self.objects.gauges()
         assert gauges["free_slabs"] == 3

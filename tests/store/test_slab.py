@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake_zmq.cache_node.slab import MIN_CELL_BYTES, SlabAllocator, class_sizes
+from mooncake_zmq.cache_node.slab import MIN_CELL_BYTES, PARTS, SlabAllocator, class_sizes
 
 SLAB = 1 << 16
-SIZES = st.one_of(st.integers(1, 2000), st.integers(1, SLAB))
+SIZES = st.one_of(st.integers(1, 600), st.integers(1, SLAB))
 
 
 class SlabMachine(RuleBasedStateMachine):
@@ -30,6 +30,7 @@ class SlabMachine(RuleBasedStateMachine):
         cell = self.slabs.sizes[size_class]
         assert size <= cell
         assert offset // SLAB == (offset + cell - 1) // SLAB, "a cell lies in one slab"
+        assert self.slabs.unit_of(offset) == self.slabs.unit_of(offset + cell - 1), "and in one unit"
         assert all(offset + cell <= start or stop <= offset for start, stop in self.taken.values())
         self.taken[self.next_owner] = (offset, offset + cell)
         self.next_owner += 1
@@ -40,11 +41,12 @@ class SlabMachine(RuleBasedStateMachine):
             owner = data.draw(st.sampled_from(sorted(self.taken)))
             self.slabs.give(self.taken.pop(owner)[0])
 
-    @rule(slab=st.integers(0, 3))
-    def empty_a_slab(self, slab):
-        for owner in self.slabs.owners(slab):
+    @rule(unit=st.integers(0, 4 * PARTS - 1))
+    def empty_a_unit(self, unit):
+        for owner in self.slabs.owners(unit):
+            assert self.slabs.unit_of(self.taken[owner][0]) == unit
             self.slabs.give(self.taken.pop(owner)[0])
-        assert self.slabs.slab_class[slab] == -1
+        assert self.slabs.unit_class[unit] == -1
 
     @invariant()
     def agrees(self):
@@ -74,5 +76,5 @@ def test_classes_ascend_and_large_ones_are_whole_pages(slab_bytes):
 
 def test_a_value_above_the_slab_has_no_class_and_a_pool_below_a_page_is_refused():
     assert SlabAllocator(2 * SLAB, SLAB).class_of(SLAB + 1) is None
-    with pytest.raises(ValueError, match="holds no page"):
+    with pytest.raises(ValueError, match="holds no 16 pages"):
         SlabAllocator(100, SLAB)
