@@ -162,7 +162,8 @@ class BlocksCopied:
 @dataclass(frozen=True, slots=True)
 class WriteToDisk:
     """Demote: write committed blocks of the own segment to the SSD tier, each with its key and checksum, and index them so
-    that they are found again after a restart. What a target slot held before is gone from the moment this starts."""
+    that they are found again after a restart. What a target slot held before is gone from the moment this starts. The
+    sources need no pin: one that is evicted meanwhile, told by its generation, is not written."""
 
     blocks: tuple[tuple[SlotRef, DiskBlock], ...]
 
@@ -174,6 +175,8 @@ class DiskWritten:
     written: tuple[bool, ...]
     fault: str = ""
     """Why nothing more can be written (full, read-only, failing); empty while it works."""
+    corrupt: tuple[int, ...] = ()
+    """Indices of blocks whose bytes in memory did not verify."""
 
 
 @dataclass(frozen=True, slots=True)

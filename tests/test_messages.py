@@ -1,6 +1,7 @@
 """The wire: every message survives the trip unchanged, and any bytes decode or raise ProtocolError and nothing else."""
 
 import random
+import tracemalloc
 import typing
 
 import msgpack
@@ -8,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import inspect
 
 from mooncake_zmq.messages import (
     MAX_BLOCKS,
@@ -167,14 +169,56 @@ def test_a_known_tag_with_any_fields_decodes_or_raises_protocol_error(kind, fiel
         msgpack.packb([["Hello"]]),
         msgpack.packb(["NoSuchMessage", 1]),
         msgpack.packb([b"RenewLease", 1, 1.0]),
+        b"\x93" + msgpack.packb("BlocksLeased") + b"\x01\xdd\xff\xff\xff\xff",
+        b"\x93" + msgpack.packb("BlocksLeased") + b"\x01\xdc\x40\x00",
+        b"\x93" + msgpack.packb("RenewLease") + b"\x01" + b"\x91" * 100_000,
+        b"\x93" + msgpack.packb("\udcff", unicode_errors="surrogateescape") + b"\x01\x01",
     ],
-    ids=range(16),
+    ids=range(20),
 )
 def test_hostile_bytes_raise_protocol_error(raw):
     with pytest.raises(ProtocolError):
         decode(raw)
     with pytest.raises(ProtocolError):
         decode_envelope(raw)
+
+
+def test_everything_on_the_wire_is_bounded():
+    """A length or a number that a field does not limit could make the receiver allocate what a header claims."""
+
+    def walk(found):
+        match found:
+            case inspect.StructType(fields=fields):
+                for field in fields:
+                    walk(field.type)
+            case inspect.UnionType(types=types):
+                for part in types:
+                    walk(part)
+            case inspect.VarTupleType(item_type=item, max_length=most):
+                assert most is not None
+                walk(item)
+            case inspect.TupleType(item_types=items):
+                for item in items:
+                    walk(item)
+            case inspect.StrType(max_length=most) | inspect.BytesType(max_length=most):
+                assert most is not None
+            case inspect.IntType(ge=least) | inspect.FloatType(ge=least, gt=None) | inspect.FloatType(gt=least):
+                assert least is not None
+            case _:
+                assert isinstance(found, inspect.BoolType | inspect.NoneType | inspect.EnumType), found
+
+    walk(inspect.type_info(Message))
+    walk(inspect.type_info(Envelope))
+
+
+def test_a_claimed_length_allocates_next_to_nothing():
+    raw = b"\x93" + msgpack.packb("BlocksLeased") + b"\x01\xdd\x10\x00\x00\x00"
+    tracemalloc.start()
+    try:
+        decodes_or_protocol_error(raw)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def ask(keys=(), sources=()):

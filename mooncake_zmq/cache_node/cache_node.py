@@ -14,7 +14,7 @@ from mooncake_zmq.cache_node.chains import Chains
 from mooncake_zmq.cache_node.disk_tier import DiskContents, DiskTier
 from mooncake_zmq.cache_node.gathering import DISK, Gatherer, Gathering
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
-from mooncake_zmq.kv.block_hash import KEY_BYTES, Key
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import BlocksStored, Medium
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.lease import GrantedLease, HolderId
@@ -36,6 +36,7 @@ from mooncake_zmq.messages import (
     SlotsReserved,
 )
 from mooncake_zmq.runtime.actor import (
+    CancelTimer,
     Drained,
     DrainWanted,
     Effect,
@@ -66,7 +67,7 @@ class _Put:
 
     keys: tuple[Key, ...]
     slots: dict[int, tuple[Key, int]]
-    parent: bytes
+    parent: Key | None
     tokens: bytes
     quarantined: bool = False
 
@@ -132,7 +133,7 @@ class CacheNode:
         effects = self._dispatch(now, event)
         while self._gatherer.finished:
             effects += self._answer(now, self._gatherer.finished.pop(0))
-        effects += self.disk.demote(everything=self._draining)
+        effects += self.disk.demote()
         fences = self.slots.take_fences()
         self.disk.slots.take_fences()  # its slots are files' places: nobody maps them
         head: list[Effect] = [Fence(fences)] if fences else []
@@ -175,7 +176,10 @@ class CacheNode:
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
             case DrainWanted():
-                self._draining = self.disk.due = True
+                self._draining = True
+                for holder in [h for h, g in self._gatherer.gatherings.items() if g.wish]:
+                    self._gatherer.drop(holder)
+                self.disk.begin_drain()
                 return []
             case Received(_, message):
                 self._count(f"unexpected_messages[type={type(message).__name__}]")
@@ -189,16 +193,16 @@ class CacheNode:
         """See `runtime.actor`."""
         self.slots.check()
         self.disk.slots.check()
+        unsaved = sum(1 for key in self.slots.committed_keys() if self.disk.slots.committed(key) is None)
+        assert self.disk.unsaved == unsaved, "it is known how much DRAM alone holds"
         pins = [0] * self.slots.capacity
         for lease in self._leases.values():
             for slot in lease.slots:
                 pins[slot] += 1
         for gathering in self._gatherer.gatherings.values():
-            for slot in gathering.pinned.values():
+            for slot in gathering.pinned:
                 pins[slot] += 1
-        for slot in self.disk.pinned_dram_slots:
-            pins[slot] += 1
-        assert pins == list(self.slots.pins), "every pin is a lease's, a gathering's or a demotion's"
+        assert pins == list(self.slots.pins), "every pin is a lease's or a gathering's"
         writing = sorted([slot for put in self._puts.values() for _, slot in put.slots.values()] + self._gatherer.writing)
         states = (SlotState.WRITING, SlotState.QUARANTINED)
         assert writing == [s for s in range(self.slots.capacity) if self.slots.state_of(s) in states]
@@ -209,7 +213,7 @@ class CacheNode:
         return {
             "capacity_blocks": self.slots.capacity,
             "cached_blocks": self.slots.count(SlotState.COMMITTED),
-            "capacity_disk_blocks": self.disk.slots.capacity if self.disk.writable else 0,
+            "capacity_disk_blocks": self.disk.capacity,
             "cached_disk_blocks": self.disk.slots.count(SlotState.COMMITTED),
             "leased_blocks": self.slots.pinned,
             "leases": len(self._leases),
@@ -265,11 +269,10 @@ class CacheNode:
     def _answer(self, now: float, gathering: Gathering) -> list[Effect]:
         """Grant the leading run that is here; whatever else was pinned for it is let go."""
         holder, run = gathering.holder, gathering.keys[: gathering.here]
-        slots = [gathering.pinned.pop(key) for key in run]
-        self.slots.unpin(list(gathering.pinned.values()))
         if gathering.wish:
-            self.slots.unpin(slots)
+            self.slots.unpin(gathering.pinned)
             return []
+        self.slots.unpin(list(gathering.ahead.values()))
         origins = [gathering.came_from.get(key) for key in run]
         disk = origins.count(DISK)
         here = origins.count(None)
@@ -279,13 +282,14 @@ class CacheNode:
         self._count("lookup_blocks[result=miss]", len(gathering.keys) - len(run))
         blocks = tuple(
             LeasedBlock(source=self._ref(slot), remote=origin not in (None, DISK))
-            for slot, origin in zip(slots, origins, strict=True)
+            for slot, origin in zip(gathering.run, origins, strict=True)
         )
         reply = Send(holder.node, BlocksLeased(lease_id=holder.number, blocks=blocks))
         if not run:
             return [reply]
-        self._leases[holder] = GrantedLease(tuple(slots), now + gathering.ttl_s)
-        return [SetTimer(("lease", holder.node, holder.incarnation, holder.number), gathering.ttl_s), reply]
+        self.disk.used(len(run))
+        self._leases[holder] = GrantedLease(tuple(gathering.run), now + gathering.ttl_s)
+        return [reply, SetTimer(("lease", holder.node, holder.incarnation, holder.number), gathering.ttl_s)]
 
     def _on_renew(self, now: float, sender: str, message: RenewLease) -> list[Effect]:
         holder = self._holder(sender, message.lease_id)
@@ -302,8 +306,10 @@ class CacheNode:
     def _on_release(self, sender: str, message: ReleaseLease) -> list[Effect]:
         holder = self._holder(sender, message.lease_id)
         self._gatherer.drop(holder)
+        if holder not in self._leases:
+            return []
         self._end_lease(holder)
-        return []
+        return [CancelTimer(("lease", holder.node, holder.incarnation, holder.number))]
 
     def _on_lease_expired(self, now: float, holder: HolderId) -> list[Effect]:
         lease = self._leases.get(holder)
@@ -319,7 +325,6 @@ class CacheNode:
         lease = self._leases.pop(holder, None)
         if lease is not None:
             self.slots.unpin(lease.slots)
-            self.disk.due = True
 
     def _on_corrupt(self, message: ReportCorrupt) -> list[Effect]:
         for ref in message.slots:
@@ -333,6 +338,9 @@ class CacheNode:
     # --- copies on a conductor's wish
 
     def _on_change_replica(self, now: float, sender: str, message: ChangeReplica) -> list[Effect]:
+        if self._peers[sender].role != "conductor":
+            self._count("unexpected_messages[type=ChangeReplica]")
+            return []
         if not message.sources:
             for key in message.keys:
                 self._let_go_first(key)
@@ -357,29 +365,24 @@ class CacheNode:
         writer = self._holder(sender, message.put_id)
         if writer in self._puts:
             return []
+        # Used before room is made: a put must not evict the chain that it continues.
+        present = [slot for key in message.keys if (slot := self.slots.committed(key)) is not None]
+        self._chains.touch(message.parent, present)
         grants: list[GrantedSlot] = []
-        held = denied = 0
+        held = 0
         put = _Put(message.keys, {}, message.parent, self._fitting_tokens(message))
-        late = sum(len(p.slots) for w, p in self._puts.items() if w.node == sender and p.quarantined)
-        refused = self._draining or late >= self._settings.max_quarantined_per_client
-        present: list[int] = []
+        room = 0 if self._draining else self._room_for_puts(sender)
         for index, key in enumerate(message.keys):
             if self.slots.held(key):
                 held += 1
-                slot = self.slots.committed(key)
-                if slot is not None:
-                    present.append(slot)
                 continue
-            slot = None if refused else self.slots.reserve(key)
-            if slot is None:
-                denied += 1
-                continue
-            put.slots[index] = (key, slot)
-            grants.append(GrantedSlot(index=index, slot=slot, generation=self.slots.generation[slot]))
-        self._chains.touch(present)
+            slot = self.slots.reserve(key) if len(grants) < room else None
+            if slot is not None:
+                put.slots[index] = (key, slot)
+                grants.append(GrantedSlot(index=index, slot=slot, generation=self.slots.generation[slot]))
         self._count("put_blocks[result=granted]", len(grants))
         self._count("put_blocks[result=held]", held)
-        self._count("put_blocks[result=denied]", denied)
+        self._count("put_blocks[result=denied]", len(message.keys) - held - len(grants))
         self._count("dedup_saved_bytes", held * self._layout.block_bytes)
         reply = Send(sender, SlotsReserved(put_id=message.put_id, grants=tuple(grants)))
         if not grants:
@@ -388,12 +391,14 @@ class CacheNode:
         ttl_s = min(message.ttl_s, self._settings.max_lease_s)
         return [SetTimer(("put", writer.node, writer.incarnation, writer.number), ttl_s), reply]
 
+    def _room_for_puts(self, client: str) -> int:
+        """Slots that this client may reserve beside those it has reserved, or has in quarantine, already."""
+        open_slots = sum(len(put.slots) for writer, put in self._puts.items() if writer.node == client)
+        return max(1, int(self._settings.max_put_share * self.slots.capacity)) - open_slots
+
     def _fitting_tokens(self, message: ReserveSlots) -> bytes:
         """The tokens of a put, unless they cannot be those of its blocks: they are told to others, not used here."""
-        fits = len(message.tokens) == len(message.keys) * self._layout.block_tokens * 4 and len(message.parent) in (
-            0,
-            KEY_BYTES,
-        )
+        fits = len(message.tokens) == len(message.keys) * self._layout.block_tokens * 4
         if message.tokens and not fits:
             self._count("put_tokens_misfit")
         return message.tokens if fits else b""
@@ -406,38 +411,40 @@ class CacheNode:
         checksums = {} if put.quarantined else dict(message.checksums)
         if put.quarantined:
             self._count("late_commits")
-        stored = [index for index in put.slots if checksums.get(index) is not None]
+        stored: list[int] = []
         for index, (_, slot) in put.slots.items():
             checksum = checksums.get(index)
             if checksum is None:
                 self.slots.free(slot)
             else:
                 self.slots.commit(slot, checksum)
-                before = put.keys[index - 1] if index else put.parent
-                self._chains.link(slot, self.slots.committed(before) if before else None)
-        for first, stop in _runs(stored):
-            self._chains.touch([put.slots[index][1] for index in range(first, stop)])
-        self.disk.due = self.disk.due or bool(stored)
+                self._chains.link(slot, put.keys[index - 1] if index else put.parent)
+                stored.append(index)
+        if not stored:
+            return []
+        self._chains.touch(put.parent, [put.slots[index][1] for index in stored])
         self._tell_stored(put, stored)
-        return self._gatherer.advance_all(now)
+        return self._gatherer.advance_waiting(now, [put.keys[index] for index in stored])
 
     def _tell_stored(self, put: _Put, stored: Sequence[int]) -> None:
         """One event for each unbroken part of the put's chain."""
         size = self._layout.block_tokens * 4
         for first, stop in _runs(stored):
             parent = put.keys[first - 1] if first else put.parent
-            tokens = put.tokens[first * size : stop * size]
             keys = put.keys[first:stop]
-            self._announcer.stored(BlocksStored(keys, Medium.CPU, parent if tokens else b"", tokens), keys)
+            self._tell(BlocksStored(keys, Medium.CPU, parent or b"", put.tokens[first * size : stop * size]))
 
     def _copied_here(self, keys: Sequence[Key], parent: Key | None) -> None:
-        before = self.slots.committed(parent) if parent else None
         slots = [slot for key in keys if (slot := self.slots.committed(key)) is not None]
-        for slot in slots:
+        for slot, before in zip(slots, (parent, *keys), strict=False):
             self._chains.link(slot, before)
-            before = slot
-        self._chains.touch(slots)
-        self._announcer.stored(BlocksStored(tuple(keys), Medium.CPU, parent or b""), keys)
+        self._chains.touch(parent, slots)
+        self._tell(BlocksStored(tuple(keys), Medium.CPU, parent or b""))
+
+    def _tell(self, stored: BlocksStored) -> None:
+        new = [key for key in stored.keys if self.disk.find(key) is None]
+        self._announcer.stored(stored, new)
+        self.disk.unsaved += len(new)
 
     def _on_put_expired(self, writer: HolderId) -> list[Effect]:
         """The writer may still write: keep its slots from everybody until it answers or is known dead."""
@@ -498,10 +505,8 @@ class CacheNode:
             self._announcer.stored(BlocksStored(tuple(self.disk.stored), Medium.DISK), new)
             self.disk.stored.clear()
         left_dram, left_disk = tuple(self.slots.evicted), tuple(self.disk.slots.evicted)
-        if left_dram:
-            self.disk.left_dram(left_dram)
-            self._count("evicted_blocks[tier=dram]", len(left_dram))
-            self._count("evicted_unsaved_blocks", sum(1 for key in left_dram if not self.holds(key)))
+        self.disk.left(left_dram, left_disk)
+        self._count("evicted_blocks[tier=dram]", len(left_dram))
         self._count("evicted_blocks[tier=disk]", len(left_disk))
         self.slots.evicted.clear()
         self.disk.slots.evicted.clear()

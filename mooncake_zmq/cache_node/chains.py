@@ -1,40 +1,38 @@
 """Which block follows which in DRAM, so that a use of a block is a use of all before it: children go before parents. PURE."""
 
-from array import array
 from collections.abc import Sequence
 
+from mooncake_zmq.kv.block_hash import KEY_BYTES, Key
 from mooncake_zmq.kv.slots import Slots
 
 MAX_ANCESTORS = 1024
-"""Blocks touched before a block that is put; older ones of a longer chain keep their place. Bounds the time of an event."""
-NONE = -1
+"""Blocks touched before a block that is used; older ones of a longer chain keep their place. Bounds the time of an event."""
+NONE = bytes(KEY_BYTES)
 
 
 class Chains:
-    """A parent slot per slot, trusted only while that slot still has the generation it was linked at."""
+    """The parent's key of each slot's block: it finds the parent again wherever that stands now."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._parent = array("i", [NONE]) * slots.capacity
-        self._generation = array("Q", [0]) * slots.capacity
+        self._parents = bytearray(KEY_BYTES * slots.capacity)
 
-    def link(self, slot: int, parent: int | None) -> None:
-        """The block in `slot` follows the one in `parent`, if that is known."""
-        self._parent[slot] = NONE if parent is None else parent
-        self._generation[slot] = 0 if parent is None else self._slots.generation[parent]
+    def link(self, slot: int, parent: Key | None) -> None:
+        """The block in `slot` follows `parent`, if that is known."""
+        self._parents[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = parent or NONE
 
-    def touch(self, slots: Sequence[int]) -> None:
-        """A chain was used: it and what it follows, the root last."""
-        if slots:
-            self._slots.touch(self._before(slots[0]) + list(slots))
+    def touch(self, parent: Key | None, slots: Sequence[int]) -> None:
+        """A chain after `parent` was used: it and what it follows, the root last."""
+        self._slots.touch(self._up_to(parent) + list(slots))
 
-    def _before(self, slot: int) -> list[int]:
+    def _up_to(self, key: Key | None) -> list[int]:
         ancestors: list[int] = []
-        while len(ancestors) < MAX_ANCESTORS:
-            parent = self._parent[slot]
-            if parent == NONE or self._slots.generation[parent] != self._generation[slot]:
+        while key is not None and len(ancestors) < MAX_ANCESTORS:
+            slot = self._slots.committed(key)
+            if slot is None:
                 break
-            ancestors.append(parent)
-            slot = parent
+            ancestors.append(slot)
+            parent = bytes(self._parents[slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
+            key = None if parent == NONE else parent
         ancestors.reverse()
         return ancestors

@@ -189,10 +189,10 @@ class PoolClient:
         sources: Sequence[SlotRef | SequenceBlock],
         token: object,
         *,
-        parent: bytes,
+        parent: Key | None,
         tokens: bytes,
     ) -> list[Effect] | None:
-        """Offer a chain of blocks after the block `parent` (b"": the first), of `tokens` (int32 bytes), to the pool.
+        """Offer a chain of blocks after the block `parent` (None: from the beginning), of `tokens` (int32 bytes), to the pool.
 
         None if it was skipped; else `token` returns in `PutEnded.tokens` when the sources may go.
         """

@@ -4,6 +4,7 @@ Demotion is write-behind: the coldest share of DRAM is kept on disk as well, so 
 put never waits for a write. Both tiers use the same slots and eviction policy; a disk slot is pinned while it is read.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from mooncake_zmq.runtime.actor import Effect, Start
 from mooncake_zmq.work import DiskBlock, DiskWritten, WorkFailed, WriteToDisk
 
 MAX_SCAN = 4096
-"""Cold DRAM slots looked at for one batch; bounds the time of an event, not what is demoted in the end."""
+"""Cold DRAM slots looked at in one event, but for a drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,57 +55,78 @@ class DiskTier:
         """Why the tier is off, or only read any more."""
         self.stored: list[Key] = []
         """Keys newly on disk, for whoever announces them; the owner clears the list."""
-        self.due = True
-        """May there be something to demote? Set by the owner whenever blocks came or leases ended."""
         self._settings = settings
         self._dram = dram
         self._ref = ref
         self._new_id = new_id
         self._counts = counts
+        self._draining = False
+        self._clean = 0
+        """At least so many of the coldest DRAM slots were on disk or free when last looked at, less those used since."""
+        self.unsaved = 0
+        """Blocks that DRAM alone holds; the owner adds those that come."""
+        self._todo: deque[tuple[int, int]] = deque()
+        """(DRAM slot, generation) to be written, the coldest first."""
         self._writing: dict[int, list[_Demotion]] = {}
         for block in contents.blocks:
             self.slots.restore(block.slot, block.key, block.checksum)
             self.stored.append(block.key)
 
     @property
+    def capacity(self) -> int:
+        """Blocks that the tier can hold; 0 once it takes no more."""
+        return self.slots.capacity - self.slots.count(SlotState.RETIRED) if self.writable else 0
+
+    @property
     def demoting(self) -> int:
         """Blocks on their way to disk."""
         return sum(len(batch) for batch in self._writing.values())
-
-    @property
-    def pinned_dram_slots(self) -> list[int]:
-        """DRAM slots that a write reads from, for the owner's `check`."""
-        return [demotion.slot for batch in self._writing.values() for demotion in batch]
 
     def find(self, key: Key) -> DiskBlock | None:
         """The copy of `key` that can be promoted."""
         slot = self.slots.committed(key) if self.readable else None
         return None if slot is None else DiskBlock(slot, key, self.slots.checksum[slot])
 
-    def demote(self, *, everything: bool) -> list[Effect]:
-        """Write the coldest DRAM blocks that are not on disk yet, one batch at a time. `everything`: not only the coldest."""
-        if not self.due or not self.writable or self._writing:
+    def used(self, blocks: int) -> None:
+        """Blocks of DRAM were leased: perhaps of its cold end."""
+        self._clean -= blocks
+
+    def begin_drain(self) -> None:
+        """Write all that DRAM alone holds, as far as there is room, and nothing that comes later."""
+        self._draining = True
+        self._look()
+
+    def demote(self) -> list[Effect]:
+        """Write the coldest DRAM blocks that are not on disk yet, one batch at a time."""
+        if not self.writable or self._writing:
             return []
+        if not self._todo and not self._draining and self.unsaved > 0 and self._clean <= self._window() * 3 // 4:
+            self._look()
         demotions: list[_Demotion] = []
-        for slot in self._dram.coldest(self._window(everything)):
+        while self._todo and len(demotions) < self._settings.batch_blocks:
+            slot, generation = self._todo.popleft()
             key = self._dram.key_of(slot)
-            if key is None or self.slots.held(key):
+            if self._dram.generation[slot] != generation or key is None or self.slots.held(key):
                 continue
             target = self.slots.reserve(key)
             if target is None:
                 break
             demotions.append(_Demotion(slot, DiskBlock(target, key, self._dram.checksum[slot])))
-            if len(demotions) == self._settings.batch_blocks:
-                break
-        self.due = bool(demotions)
         if not demotions:
             return []
-        for demotion in demotions:
-            self._dram.pin(demotion.slot)
         work_id = self._new_id()
         self._writing[work_id] = demotions
         blocks = tuple((self._ref(demotion.slot), demotion.block) for demotion in demotions)
         return [Start(work_id, WriteToDisk(blocks), self._settings.write_s)]
+
+    def _look(self) -> None:
+        """Find what of the cold end of DRAM is not on disk. Looked at again only when a quarter of that is used up."""
+        window = self._window()
+        self._clean = window
+        for slot in self._dram.coldest(window):
+            key = self._dram.key_of(slot)
+            if key is not None and not self.slots.held(key):
+                self._todo.append((slot, self._dram.generation[slot]))
 
     def writes(self, work_id: int) -> bool:
         """Is this work one of ours?"""
@@ -113,22 +135,23 @@ class DiskTier:
     def on_written(self, work_id: int, result: DiskWritten | WorkFailed) -> None:
         """A batch is over."""
         demotions = self._writing.pop(work_id)
-        written = result.written if isinstance(result, DiskWritten) else (False,) * len(demotions)
-        for demotion, done in zip(demotions, written, strict=True):
+        if isinstance(result, WorkFailed):
+            result = DiskWritten((False,) * len(demotions))
+        for demotion, done in zip(demotions, result.written, strict=True):
             if done and self.readable:
                 self.slots.commit(demotion.block.slot, demotion.block.checksum)
                 self.stored.append(demotion.block.key)
+                self.unsaved -= self._dram.committed(demotion.block.key) is not None
             else:
                 self.slots.free(demotion.block.slot)
-        slots = [demotion.slot for demotion in demotions]
-        self._dram.unpin(slots)
-        for slot in reversed(slots):
-            if not self._dram.pins[slot] and self._dram.state_of(slot) is SlotState.COMMITTED:
-                self._dram.demote(slot)  # to be copied is no use of a block: it is as cold as before
-        self._count("demoted_blocks", sum(written))
-        self._count("demotion_failures", len(written) - sum(written))
-        self.due = any(written)  # after a batch of which nothing succeeded, the next commit is soon enough
-        if isinstance(result, DiskWritten) and result.fault and self.writable:
+        for index in result.corrupt:
+            slot, key = demotions[index].slot, demotions[index].block.key
+            if self._dram.committed(key) == slot and self._dram.checksum[slot] == demotions[index].block.checksum:
+                self._dram.forget(slot)
+                self._count("corrupt_blocks[tier=dram]")
+        self._count("demoted_blocks", sum(result.written))
+        self._count("demotion_failures", len(demotions) - sum(result.written))
+        if result.fault and self.writable:
             self.writable = False
             self.fault = result.fault
             self._count("disk_faults[operation=write]")
@@ -153,20 +176,28 @@ class DiskTier:
                 assert slot is not None
                 self.slots.forget(slot)
 
-    def left_dram(self, keys: Sequence[Key]) -> None:
-        """Blocks that DRAM just evicted were used more lately than what lies on disk untouched: the LRU spans both tiers."""
-        for key in keys:
+    def left(self, dram: Sequence[Key], disk: Sequence[Key]) -> None:
+        """Blocks that went from either tier. Those that DRAM evicted were used more lately than what lies on disk untouched:
+        the order of use spans both tiers."""
+        self._clean -= len(dram)
+        lost = 0
+        left_disk = set(disk)
+        for key in dram:
             slot = self.slots.committed(key)
             if slot is not None:
                 self.slots.touch([slot])
+            elif key not in left_disk:
+                lost += 1
+        self.unsaved += sum(1 for key in disk if self._dram.committed(key) is not None) - lost
+        self._count("evicted_unsaved_blocks", lost if self.slots.capacity else 0)
 
-    def _window(self, everything: bool) -> int:
+    def _window(self) -> int:
         """How many of the coldest evictable slots are to be on disk as well, those that are free being as good.
 
         At most half of the disk's slots: else writing one block could take the place of another that is then due again.
         """
         most = self.slots.capacity // 2
-        if everything:
+        if self._draining:
             return min(self._dram.capacity, most)
         share = int(self._dram.capacity * self._settings.ahead)
         return max(0, min(share - self._dram.count(SlotState.FREE), MAX_SCAN, most))

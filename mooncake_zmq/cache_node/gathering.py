@@ -6,7 +6,7 @@ of a chain begins at the root. A source slower than computing is not asked. At t
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from mooncake_zmq.cache_node.disk_tier import DiskTier
@@ -22,6 +22,8 @@ DISK = ""
 """The source that is this node's own SSD tier."""
 PIPELINE = 2
 """Batches under way from one source for one lease: while one is copied, the next is looked up."""
+MAX_PROMOTED_SHARE = 0.25
+"""Part of DRAM that promotions may hold: a disk that hangs must not take all of it. Past it the disk is not asked."""
 RATE_SHARE = 0.3
 """Weight of the newest measurement of a source's speed."""
 RATE_LASTS_S = 30.0
@@ -30,7 +32,10 @@ RATE_LASTS_S = 30.0
 
 @dataclass(slots=True)
 class Gathering:
-    """What `holder` waits for. `pinned` keeps what is here from being evicted meanwhile. `wish`: nobody waits for an answer."""
+    """What `holder` waits for. What is here of it is pinned, or it might be evicted meanwhile.
+
+    `wish`: nobody waits for an answer.
+    """
 
     holder: HolderId
     keys: tuple[Key, ...]
@@ -40,14 +45,27 @@ class Gathering:
     wish: bool = False
     limits: dict[str, int] = field(default_factory=dict)
     """Source -> index in `keys` from which on it has nothing."""
-    pinned: dict[Key, int] = field(default_factory=dict)
+    run: list[int] = field(default_factory=list)
+    """Slots of the leading run that is here, pinned; a key asked for twice is pinned twice."""
+    ahead: dict[Key, int] = field(default_factory=dict)
+    """What is here after the first block that misses, pinned too, so that it stays until the run reaches it."""
     came_from: dict[Key, str] = field(default_factory=dict)
-    here: int = 0
-    """Length of the leading run that is pinned."""
     open: Counter[str] = field(default_factory=Counter)
     """Batches under way for this gathering, by source."""
     asked: set[Key] = field(default_factory=set)
     """Keys of those batches."""
+    waits_for: frozenset[Key] = frozenset()
+    """All keys, once it waits: what comes or fails concerns it only if it is among these."""
+
+    @property
+    def here(self) -> int:
+        """Length of the leading run that is here."""
+        return len(self.run)
+
+    @property
+    def pinned(self) -> list[int]:
+        """Slots pinned for this gathering, once for each pin."""
+        return self.run + list(self.ahead.values())
 
 
 @dataclass(slots=True)
@@ -91,6 +109,8 @@ class Gatherer:
         """Work id of a copy -> fetch."""
         self._flying: set[Key] = set()
         """Keys being copied, for whomever."""
+        self._promoting = 0
+        """Blocks on their way from the own disk."""
         self._rates: dict[str, tuple[float, float]] = {}
         """Source -> (seconds a block took lately, when that was measured)."""
 
@@ -115,17 +135,21 @@ class Gatherer:
         everyone = (DISK, *sources) if self._disk.readable else tuple(sources)
         gathering.limits = {source: len(gathering.keys) for source in everyone}
         self.gatherings[gathering.holder] = gathering
-        return self.advance(now, gathering)
+        effects = self._advance(now, gathering)
+        if gathering.holder in self.gatherings:
+            gathering.waits_for = frozenset(gathering.keys)
+        return effects
 
-    def advance_all(self, now: float) -> list[Effect]:
-        """Blocks came, or a source is done with: see to everyone who waits."""
-        return [effect for gathering in list(self.gatherings.values()) for effect in self.advance(now, gathering)]
+    def advance_waiting(self, now: float, keys: Collection[Key]) -> list[Effect]:
+        """These blocks came, or did not: see to everyone who waits for one of them."""
+        waiting = [g for g in self.gatherings.values() if not g.waits_for.isdisjoint(keys)]
+        return [effect for gathering in waiting for effect in self._advance(now, gathering)]
 
-    def advance(self, now: float, gathering: Gathering) -> list[Effect]:
+    def _advance(self, now: float, gathering: Gathering) -> list[Effect]:
         """Ask for more of what is missing; finish if nothing more can come in time."""
         self._pin_present(gathering)
         effects: list[Effect] = []
-        if now < gathering.deadline:
+        if gathering.here < len(gathering.keys) and now < gathering.deadline:
             effects = self._ask_sources(now, gathering)
             if self._may_come(now, gathering):
                 return effects
@@ -144,7 +168,7 @@ class Gatherer:
         """Nobody waits for this one any more."""
         gathering = self.gatherings.pop(holder, None)
         if gathering is not None:
-            self._dram.unpin(list(gathering.pinned.values()))
+            self._dram.unpin(gathering.pinned)
 
     def source_down(self, now: float, source: str) -> list[Effect]:
         """What was asked there will not be answered. Copies under way fail by themselves."""
@@ -153,24 +177,26 @@ class Gatherer:
         self._rates.pop(source, None)
         for fetch_id in [i for i, fetch in self._fetches.items() if fetch.source == source and not fetch.copies]:
             self._close(fetch_id)
-        return self.advance_all(now)
+        return [effect for gathering in list(self.gatherings.values()) for effect in self._advance(now, gathering)]
 
     # --- asking
 
     def _pin_present(self, gathering: Gathering) -> None:
-        for key in gathering.keys[gathering.here :]:
-            if key not in gathering.pinned:
-                slot = self._dram.committed(key)
-                if slot is not None:
-                    self._dram.pin(slot)
-                    gathering.pinned[key] = slot
-        while gathering.here < len(gathering.keys) and gathering.keys[gathering.here] in gathering.pinned:
-            gathering.here += 1
+        missing = gathering.keys[gathering.here :]
+        run = self._dram.leading_run(missing)
+        for slot in run:
+            self._dram.pin(slot)
+        gathering.run += run
+        if len(run) == len(missing) and not gathering.ahead:
+            return
+        self._dram.unpin([gathering.ahead.pop(key) for key in missing[: len(run)] if key in gathering.ahead])
+        for key in missing[len(run) :]:
+            if key not in gathering.ahead and (present := self._dram.committed(key)) is not None:
+                self._dram.pin(present)
+                gathering.ahead[key] = present
 
     def _may_come(self, now: float, gathering: Gathering) -> bool:
         """Is the first missing block on its way for anybody, or can it still be asked for? (A put's writer owes no haste.)"""
-        if gathering.here == len(gathering.keys):
-            return False
         key = gathering.keys[gathering.here]
         if key in self._flying or key in gathering.asked:
             return True
@@ -197,6 +223,7 @@ class Gatherer:
         gathering.open[source] += 1
         gathering.asked.update(keys)
         if source == DISK:
+            self._promoting += len(keys)
             blocks = [(key, block) for key in keys if (block := self._disk.find(key)) is not None]
             return self._copy(now, fetch_id, fetch, blocks, gathering.deadline - now)
         ask = LeaseBlocks(
@@ -212,6 +239,8 @@ class Gatherer:
     def _batch(self, now: float, gathering: Gathering, source: str) -> list[Key]:
         """The next blocks to have from `source`."""
         batch: list[Key] = []
+        if source == DISK and self._promoting >= self._dram.capacity * MAX_PROMOTED_SHARE:
+            return batch
         for key in gathering.keys[gathering.here : gathering.limits[source]]:
             if key in gathering.asked or not self._wanted(source, key):
                 continue
@@ -251,7 +280,8 @@ class Gatherer:
         blocks: list[tuple[Key, SlotRef | DiskBlock]] = []
         if gathering is not None and time_left > 0:
             blocks = [(key, block.source) for key, block in zip(fetch.keys, message.blocks, strict=False)]
-        return self._copy(now, message.lease_id, fetch, blocks, time_left) + self.advance_all(now)
+        effects = self._copy(now, message.lease_id, fetch, blocks, time_left)
+        return effects + (self._advance(now, gathering) if gathering is not None else [])
 
     def _copy(
         self, now: float, fetch_id: int, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]], time_left: float
@@ -298,7 +328,8 @@ class Gatherer:
             self._dram.free(slot)
             if index in bad and isinstance(source, DiskBlock):
                 self._disk.corrupt(source)
-            elif index in bad and isinstance(source, SlotRef):
+                continue  # the disk says itself what it has: what comes after this block may still be there
+            if index in bad and isinstance(source, SlotRef):
                 corrupt.append(source)
             if gathering is not None and fetch.source in gathering.limits:
                 gathering.limits[fetch.source] = min(gathering.limits[fetch.source], gathering.keys.index(key))
@@ -309,12 +340,11 @@ class Gatherer:
             self._disk.fail(result.fault)
         if came:
             self._measure(now, fetch, len(came))
-            self._disk.due = True
         if gathering is not None:
             gathering.came_from.update(dict.fromkeys(came, fetch.source))
         self._tell_stored(came, gathering)
         effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
-        return effects + self._close(fetch_id) + self.advance_all(now)
+        return effects + self._close(fetch_id) + self.advance_waiting(now, fetch.keys)
 
     def _tell_stored(self, came: list[Key], gathering: Gathering | None) -> None:
         """One chain after the other, each with the block that it follows, as far as that is known."""
@@ -340,12 +370,16 @@ class Gatherer:
 
     def _measure(self, now: float, fetch: _Fetch, blocks: int) -> None:
         block_s = (now - fetch.asked_at) / blocks
-        old_s, _ = self._rates.get(fetch.source, (block_s, now))
+        old_s, measured_at = self._rates.get(fetch.source, (block_s, now))
+        if now - measured_at >= RATE_LASTS_S:
+            old_s = block_s  # whatever was wrong then says nothing about now
         self._rates[fetch.source] = (old_s + RATE_SHARE * (block_s - old_s), now)
 
     def _close(self, fetch_id: int) -> list[Effect]:
         """A batch is done with: give the source its lease back."""
         fetch = self._fetches.pop(fetch_id)
+        if fetch.source == DISK:
+            self._promoting -= len(fetch.keys)
         gathering = self.gatherings.get(fetch.holder)
         if gathering is not None:
             gathering.open[fetch.source] -= 1

@@ -73,8 +73,8 @@ class CacheNodeSettings:
     """How often a writer past its lease is asked again, and its process's lock looked at."""
     max_leases_per_client: int = 1024
     """Leases one client may hold; a further one is answered with no blocks."""
-    max_quarantined_per_client: int = 64
-    """Slots a client may have in quarantine; past it its puts are denied, or late writers could take the pool."""
+    max_put_share: float = 0.5
+    """Part of the pool that one client may have reserved, or in quarantine after it ran late; past it its puts are denied."""
     max_wishes: int = 8
     """A conductor's wishes for copies worked on at a time; further ones are left."""
     ssd: SsdSettings = field(default_factory=SsdSettings)
@@ -93,5 +93,7 @@ class CacheNodeSettings:
             raise ValueError("fetch_lease_s must be at most max_lease_s, or the granter stops before the holder")
         if not 1 <= self.fetch_batch_blocks <= MAX_BLOCKS:
             raise ValueError(f"fetch_batch_blocks must be in 1..{MAX_BLOCKS}")
-        if min(self.max_leases_per_client, self.max_quarantined_per_client, self.max_wishes) < 1:
-            raise ValueError("max_leases_per_client, max_quarantined_per_client and max_wishes must be at least 1")
+        if min(self.max_leases_per_client, self.max_wishes) < 1:
+            raise ValueError("max_leases_per_client and max_wishes must be at least 1")
+        if not 0 < self.max_put_share <= 1:
+            raise ValueError("max_put_share must be above 0 and at most 1")

@@ -593,7 +593,7 @@ class Decode:
             return []
         key = extend_keys(request.parent, request.tail, self._layout.block_tokens)[0]
         source = SequenceBlock(request.sequence, request.keyed_blocks)
-        before = request.parent if request.keyed_blocks else b""  # the root is nobody's block
+        before = request.parent if request.keyed_blocks else None  # the root is nobody's block
         effects = self._pool.put(now, self._new_id(), [key], [source], request, parent=before, tokens=request.tail)
         request.parent, request.tail = key, b""
         request.keyed_blocks += 1

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import msgspec
+import msgpack
 
 from mooncake_zmq.kv.block_hash import Key, unpack_tokens
 
@@ -24,8 +24,8 @@ class Medium(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """These blocks can now be read from `medium`. `keys` are a chain after `parent`; `tokens` (int32 bytes) are what they
-    hold, both empty where this node was not told, as for copies of another node's blocks."""
+    """These blocks can now be read from `medium`. `keys` are a chain after `parent`, which is empty where they begin a prompt
+    or it is not known; `tokens` (int32 bytes), what they hold, is empty where this node was not told, as for copies."""
 
     keys: tuple[Key, ...]
     medium: Medium
@@ -85,7 +85,8 @@ class EventEncoder:
     def encode(self, time_s: float, events: Iterable[KvEvent]) -> bytes:
         """The MessagePack payload of one batch. `time_s`: seconds since 1970."""
         write = self._as_map if self._form is EventFormat.MAP else self._as_array
-        return msgspec.msgpack.encode((time_s, [write(event) for event in events], None))
+        packed: bytes = msgpack.packb((time_s, [write(event) for event in events], None))
+        return packed
 
     def _parts(self, event: KvEvent) -> Iterator[KvEvent]:
         """`event` in pieces of at most `max_blocks`."""

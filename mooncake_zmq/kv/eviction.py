@@ -6,7 +6,7 @@ ends the block itself. Chains are inserted and touched from the leaf to the root
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -21,8 +21,9 @@ MAX_DEPTH = 4095
 class Eviction(Protocol):
     """The evictable slots of one tier in the order in which they go."""
 
-    def insert(self, slot: int, depth: int = 0) -> None:
-        """`slot` may be evicted from now on, used just now; its block stands at `depth` in its chain, as far as is known."""
+    def insert(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+        """`slots` may be evicted from now on, used just now, one after the other; the block of each stands at its depth in its
+        chain, as far as is known."""
 
     def touch(self, slot: int, depth: int = 0) -> None:
         """A slot in here was used just now."""
@@ -65,12 +66,21 @@ class Lru:
     def __contains__(self, slot: int) -> bool:
         return self._next[slot] != OUT
 
-    def insert(self, slot: int, depth: int = 0) -> None:
-        self._link(slot, self._end)
+    def insert(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+        """All in one splice at the hot end: the end of a lease is most of what a pool does."""
+        following, previous = self._next, self._previous
+        hottest = previous[self._end]
+        for slot in slots:
+            assert following[slot] == OUT, "evictable already"
+            following[hottest], previous[slot] = slot, hottest
+            following[slot] = self._end
+            hottest = slot
+        previous[self._end] = hottest
+        self._count += len(slots)
 
     def touch(self, slot: int, depth: int = 0) -> None:
         self.remove(slot)
-        self.insert(slot, depth)
+        self.insert((slot,), (depth,))
 
     def remove(self, slot: int) -> None:
         before, after = self._previous[slot], self._next[slot]
@@ -159,9 +169,10 @@ class Lfu(_Ranked):
         super().__init__(capacity, ranks=MAX_USES + 1)
         self._uses = bytearray(capacity)
 
-    def insert(self, slot: int, depth: int = 0) -> None:
-        uses = self._uses[slot] = min(self._uses[slot] + 1, MAX_USES)
-        self._rank(slot, uses)
+    def insert(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+        for slot in slots:
+            uses = self._uses[slot] = min(self._uses[slot] + 1, MAX_USES)
+            self._rank(slot, uses)
 
     def forget(self, slot: int) -> None:
         self._uses[slot] = 0
@@ -174,9 +185,10 @@ class LengthAware(_Ranked):
         super().__init__(capacity, ranks=MAX_DEPTH + 2)
         self._depth = array("H", [0]) * capacity
 
-    def insert(self, slot: int, depth: int = 0) -> None:
-        deepest = self._depth[slot] = min(max(self._depth[slot], depth), MAX_DEPTH)
-        self._rank(slot, MAX_DEPTH + 1 - deepest)
+    def insert(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+        for slot, depth in zip(slots, depths, strict=True):
+            deepest = self._depth[slot] = min(max(self._depth[slot], depth), MAX_DEPTH)
+            self._rank(slot, MAX_DEPTH + 1 - deepest)
 
     def forget(self, slot: int) -> None:
         self._depth[slot] = 0
@@ -205,14 +217,15 @@ class Sieve(Lru):
     def __contains__(self, slot: int) -> bool:
         return self._use[slot] in (self.KNOWN, self.USED)
 
-    def insert(self, slot: int, depth: int = 0) -> None:
-        if self._use[slot] == self.ABSENT:
-            self._link(slot, self._end)
-            self._use[slot] = self.KNOWN
-        else:
-            assert self._use[slot] == self.HELD, "evictable already"
-            self._held -= 1
-            self._use[slot] = self.USED
+    def insert(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+        for slot in slots:
+            if self._use[slot] == self.ABSENT:
+                self._link(slot, self._end)
+                self._use[slot] = self.KNOWN
+            else:
+                assert self._use[slot] == self.HELD, "evictable already"
+                self._held -= 1
+                self._use[slot] = self.USED
 
     def touch(self, slot: int, depth: int = 0) -> None:
         assert slot in self, "not evictable"

@@ -156,7 +156,7 @@ class Slots:
         self._by_key.insert(key, slot)
         self._move(slot, "restore")
         self.checksum[slot] = checksum
-        self._evictable.insert(slot)
+        self._evictable.insert((slot,), (0,))
 
     def commit(self, slot: int, checksum: int) -> None:
         """The bytes stand: readable from now on, never changed while the generation stands."""
@@ -164,7 +164,7 @@ class Slots:
         self._set_generation(slot, self.generation[slot] + 1)
         self.checksum[slot] = checksum
         if self.pins[slot] == 0:
-            self._release(slot)
+            self._release((slot,), (0,))
 
     def name(self, slot: int, key: Key) -> bool:
         """Give an anonymous slot its key; False if another slot has it already."""
@@ -204,16 +204,17 @@ class Slots:
             self._evictable.remove(slot)
         self._unname(slot)
         if self.pins[slot] == 0:
-            self._release(slot)
+            self._release((slot,), (0,))
 
     def pin(self, slot: int) -> None:
         """Cover a slot by a lease or copy."""
-        state, pins = self._state[slot], self.pins
-        assert state in (COMMITTED, WRITING)
+        pins = self.pins
         if pins[slot] == 0:
             self._pinned += 1
-            if state == COMMITTED:
+            if self._state[slot] == COMMITTED:
                 self._evictable.remove(slot)
+            else:
+                assert self._state[slot] == WRITING
         pins[slot] += 1
 
     def unpin(self, slots: Sequence[int], depth: int = 0) -> None:
@@ -221,15 +222,19 @@ class Slots:
 
         `depth`: where `slots[0]` stands in its chain, which `length_aware` goes by; 0 for the root.
         """
-        pins = self.pins
+        pins, states = self.pins, self._state
+        over: list[int] = []
+        depths: list[int] = []
         for index in range(len(slots) - 1, -1, -1):
             slot = slots[index]
             assert pins[slot] > 0, "a pin ends once"
             pins[slot] -= 1
             if pins[slot] == 0:
                 self._pinned -= 1
-                if self._state[slot] == COMMITTED:
-                    self._release(slot, depth + index)
+                if states[slot] == COMMITTED:
+                    over.append(slot)
+                    depths.append(depth + index)
+        self._release(over, depths)
 
     def touch(self, slots: Sequence[int], depth: int = 0) -> None:
         """Mark a chain as used just now, root last, so that children are evicted before their parents; `depth` as above."""
@@ -277,14 +282,19 @@ class Slots:
         self._untouched = slot + 1
         return slot
 
-    def _release(self, slot: int, depth: int = 0) -> None:
-        """A committed slot has no pin (any more): evictable, or free at once if nobody could find it."""
-        if self._by_key.is_named(slot):
-            self._evictable.insert(slot, depth)
+    def _release(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+        """Committed slots have no pin (any more): evictable, or free at once if nobody could find them."""
+        is_named = self._by_key.is_named
+        if all(map(is_named, slots)):
+            self._evictable.insert(slots, depths)
             return
-        self._move(slot, "free")
-        self._set_generation(slot, self.generation[slot] + 2)
-        self._put_back(slot)
+        for slot, depth in zip(slots, depths, strict=True):
+            if is_named(slot):
+                self._evictable.insert((slot,), (depth,))
+            else:
+                self._move(slot, "free")
+                self._set_generation(slot, self.generation[slot] + 2)
+                self._put_back(slot)
 
     def _put_back(self, slot: int) -> None:
         if slot < self._untouched:  # else it was restored, and its turn as one never handed out is still to come

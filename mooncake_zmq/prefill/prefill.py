@@ -692,7 +692,7 @@ class Prefill:
             request.keys[first:stop],
             [self._ref(slot) for slot in slots],
             tuple(slots),
-            parent=request.keys[first - 1] if first else b"",
+            parent=request.keys[first - 1] if first else None,
             tokens=request.tokens[first * size : stop * size],
         )
         if effects is None:

@@ -488,6 +488,7 @@ class Executor:
                 break
             if outcome is ReadFailure.CORRUPT:
                 log.error("block_corrupt_in_memory", slot=source.slot, key=block.key.hex())
+                written.corrupt.append(index)
             elif not isinstance(outcome, ReadFailure):
                 written.sequences[index] = outcome
         if written.is_last() and not job.stopped:
@@ -667,6 +668,7 @@ class _Written:
 
     def __init__(self, count: int, parties: int) -> None:
         self.sequences: list[int | None] = [None] * count
+        self.corrupt: list[int] = []
         self.fault = ""
         self._committed = False
         self._lock = threading.Lock()
@@ -684,7 +686,8 @@ class _Written:
         self._committed = True
 
     def result(self) -> Result:
-        return DiskWritten(tuple(self._committed and sequence is not None for sequence in self.sequences), self.fault)
+        written = tuple(self._committed and sequence is not None for sequence in self.sequences)
+        return DiskWritten(written, self.fault, tuple(sorted(self.corrupt)))
 
 
 class _SequenceSink:

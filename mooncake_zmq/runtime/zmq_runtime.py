@@ -334,14 +334,16 @@ class ZmqRuntime:
             if self.stopped:
                 return False
             try:
-                parts = self._router.recv_multipart(zmq.DONTWAIT)
+                self._router.recv(zmq.DONTWAIT)  # the connection's identity; who speaks, the envelope tells
             except zmq.Again:
                 return False
+            frame = self._router.recv(copy=False)
             self._count("frames_received")
-            if len(parts) != 2:
+            if frame.more:
+                self._router.recv_multipart()
                 self._count("frames_dropped[reason=not_single_part]")
                 continue
-            self._carry_out(self.node.receive(time.monotonic(), parts[1]))
+            self._carry_out(self.node.receive(time.monotonic(), frame.bytes))
         return True
 
     def _tick(self) -> None:

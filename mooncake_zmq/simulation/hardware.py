@@ -4,6 +4,7 @@ Slots hold real small byte strings with generations and part checksums. A copy m
 time and the second at a later one, so that a block can be evicted under a reader and a stopped writer can come too late.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -59,7 +60,7 @@ class Hardware:
     network_start_s: float = 0.004
     network_block_s: float = 0.003
     disk_start_s: float = 0.002
-    disk_block_s: float = 0.002
+    disk_block_s: float = 0.005
     probe_s: float = 0.001
     jitter: float = 0.5
 
@@ -173,6 +174,8 @@ class Machine:
         self.sequences: dict[int, SimSequence] = {}
         self.works: dict[int, Running] = {}
         self._used_ids: set[int] = set()
+        self.disk_reads: Counter[int] = Counter()
+        """Disk slots that copies under way read from."""
         self._compute_free_at = 0.0
         self._later = later
         self._done = done
@@ -374,6 +377,8 @@ class Machine:
             return BlocksCopied((None,) * len(work.copies))
         if stop:
             return WorkFailed(stop)
+        stored = [source.slot for source, _ in work.copies if isinstance(source, DiskBlock)]
+        self.disk_reads.update(stored)
         copies: list[_BlockCopy] = []
         for source, grant in work.copies:
             target = self.world.segments.get((grant.node, grant.incarnation))
@@ -395,13 +400,13 @@ class Machine:
                     copy.target.part(copy.grant.slot, layer)[: len(part)] = part
         if any(copy.target is not self.segment for copy in copies if copy.target is not None):
             self.world.half_written(self.name)
-        from_disk = len(copies) - len(sources) if self.disk else 0
         # From here on a stopped process writes late: the generation was checked, the bytes are on their way.
-        yield self._took(self._copy_s(len(copies), sources) + self.world.hardware.disk_block_s * from_disk)
+        yield self._took(self._copy_s(len(copies), sources) + self.world.hardware.disk_block_s * len(stored))
+        self.disk_reads.subtract(stored)
         if fail:
             return WorkFailed("injected failure")
         checksums = tuple(self._finish_copy(running, copy) for copy in copies)
-        fault = "input/output error" if from_disk and self.disk and self.disk.fault == "failing" else ""
+        fault = "input/output error" if stored and self.disk and self.disk.fault == "failing" else ""
         return BlocksCopied(checksums, tuple(index for index, copy in enumerate(copies) if copy.corrupt), fault)
 
     def _finish_copy(self, running: Running, copy: "_BlockCopy") -> int | None:
@@ -444,7 +449,8 @@ class Machine:
                 break
             if not generation_stands(segment, source):
                 continue
-            self.world.watcher.reading(self, running, segment, source)
+            if self.disk_reads[block.slot] > 0:
+                self.world.watcher.broken(self, f"writes disk slot {block.slot}, which a copy reads")
             disk.write(block, segment.block(source.slot), half=True)
             stop = yield self._took(self.world.hardware.disk_block_s)
             payload = segment.block(source.slot)

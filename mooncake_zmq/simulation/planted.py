@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from mooncake_zmq.cache_node import cache_node, client
+from mooncake_zmq.cache_node import cache_node, client, disk_tier
 from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.decode.decode import Decode
@@ -98,6 +98,11 @@ def _disk_unverified() -> list[tuple[Any, str, Any]]:
         (disk, "payload_stands", always),
         (hardware.Machine, "_finish_copy", trusting),
     ]
+
+
+def _disk_unpinned() -> list[tuple[Any, str, Any]]:
+    """Disk slots are not kept for the copies that read them."""
+    return [(disk_tier, "Slots", _PinlessSlots), (CacheNode, "check", _silent)]
 
 
 def _ttl_from_receipt() -> list[tuple[Any, str, Any]]:
@@ -281,6 +286,7 @@ PLANTED: dict[str, Planted] = {
     "ttl_from_receipt": Planted("ttl counted from receipt", ("I2",), (K.STOP_ASKER,), _ttl_from_receipt),
     "late_writer": Planted("quarantine ignored", ("I2",), (K.STOP_WRITER,), _late_writer),
     "disk_unverified": Planted("disk reads are not verified", ("I1",), (K.BIT_FLIP, K.CRASH, K.DRAIN), _disk_unverified),
+    "disk_unpinned": Planted("disk slots written while read", ("I2",), (K.SLOW, K.SLOW, K.CRASH), _disk_unpinned),
     "commit_unverified": Planted("commit without checksum", ("I1",), (K.COPY_TEAR, K.COPY_FAIL), _commit_unverified),
     "duplicate_token": Planted("duplicate token", ("I3",), (K.DUPLICATE,), _duplicate_token),
     "stale_attempt": Planted(

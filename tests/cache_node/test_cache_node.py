@@ -40,7 +40,9 @@ from mooncake_zmq.work import (
 )
 
 CAPACITY = 8
-BASE = CacheNodeSettings(pool_bytes=CAPACITY * LAYOUT.slot_bytes, fetch_lease_s=20.0, max_lease_s=60.0, probe_s=1.0)
+BASE = CacheNodeSettings(
+    pool_bytes=CAPACITY * LAYOUT.slot_bytes, fetch_lease_s=20.0, max_lease_s=60.0, probe_s=1.0, max_put_share=1.0
+)
 
 
 def key(i):
@@ -524,12 +526,14 @@ def test_a_late_writers_next_life_frees_its_slots(pool):
     assert pool.busy() == {}
 
 
-def test_a_client_with_too_much_in_quarantine_is_denied():
-    pool = Pool(max_quarantined_per_client=2)
-    late_put(pool, 1, 2)
-    _, reserved = pool.put(3)
+def test_a_client_may_reserve_or_leave_in_quarantine_only_its_share():
+    pool = Pool(max_put_share=0.25)
+    assert len(pool.put(1, 2, 3)[1].grants) == 2, "a quarter of 8"
+    pool.advance(15.1)
+    assert pool.busy() == {"quarantined_blocks": 2}
+    _, reserved = pool.put(4)
     assert reserved.grants == ()
-    assert len(pool.put(3, client="d0")[1].grants) == 1
+    assert len(pool.put(4, client="d0")[1].grants) == 1
 
 
 def test_a_commit_of_an_unknown_put_changes_nothing(pool):
@@ -578,8 +582,10 @@ def test_the_coldest_blocks_are_written_ahead_of_need_in_batches():
     assert pool.written() == (3, 2), "all but the coldest may stay in DRAM alone, and children are colder than their parents"
     assert not pool.works
     pool.store(7, 8)
-    assert pool.written() == (1, 6)
+    assert pool.written() == (1, 6), "what was written is as cold as before"
     assert pool.on_disk() == {1, 2, 3, 6}
+    slots = pool.actor.slots
+    assert [int.from_bytes(slots.key_of(slot), "big") for slot in slots.coldest(8)] == [3, 2, 1, 6, 5, 4, 8, 7]
 
 
 def test_a_block_evicted_from_dram_is_promoted_for_a_lease():
@@ -696,7 +702,11 @@ def test_a_disk_smaller_than_dram_is_not_rewritten_for_ever():
 @pytest.mark.parametrize("seed", range(10))
 def test_children_are_colder_than_their_parents_however_the_tree_grew(seed):
     rng = random.Random(seed)
-    pool = Pool(pool_bytes=30 * LAYOUT.slot_bytes)
+    pool = Pool(
+        pool_bytes=30 * LAYOUT.slot_bytes,
+        disk=DiskContents(60),
+        ssd=SsdSettings(ahead=rng.choice((0.0, 0.5, 1.0)), batch_blocks=3),
+    )
     parents = {}
     for number in range(1, 80):
         held = sorted(pool.held())
@@ -704,13 +714,15 @@ def test_children_are_colder_than_their_parents_however_the_tree_grew(seed):
         while path and parents.get(path[0]) in held:
             path.insert(0, parents[path[0]])
         put_id = pool.fresh()
-        before = key(path[-1]) if path else b""
+        before = key(path[-1]) if path else None
         parents[number] = path[-1] if path else None
         if rng.random() < 0.3 and path:
             lease_id, _ = pool.leased(*path)
             pool.say("p0", ReleaseLease(lease_id=lease_id))
         pool.say("p0", ReserveSlots(put_id=put_id, keys=keys(number), ttl_s=15.0, parent=before))
         pool.say("p0", CommitSlots(put_id=put_id, checksums=((0, 1),)))
+        if pool.works and rng.random() < 0.5:
+            pool.written()
         slots = pool.actor.slots
         order = [int.from_bytes(slots.key_of(slot), "big") for slot in slots.coldest(30)]
         for child in order:
@@ -767,8 +779,96 @@ def test_tokens_that_do_not_fit_the_blocks_are_not_told():
     pool.agree = lambda: (told.extend(pool.published), pool.published.clear())
     pool.say("p0", ReserveSlots(put_id=1, keys=keys(1), ttl_s=15.0, parent=key(99), tokens=b"1234"))
     pool.say("p0", CommitSlots(put_id=1, checksums=((0, 1),)))
-    assert told == [BlocksStored(keys(1), Medium.CPU)]
+    assert told == [BlocksStored(keys(1), Medium.CPU, key(99))]
     assert pool.actor.counts["put_tokens_misfit"] == 1
+
+
+def test_a_source_that_was_slow_once_is_judged_anew(pool):
+    pool.lease(1, sources=("c1",), compute_s=0.5)
+    ask = pool.one(LeaseBlocks, "c1")
+    pool.advance(4.0)
+    pool.answer(ask, 1)
+    pool.copied()
+    pool.advance(40.0)
+    for number in (2, 3):
+        pool.lease(number, sources=("c1",), compute_s=0.5)
+        pool.answer(pool.one(LeaseBlocks, "c1"), number)
+        pool.copied()
+
+
+def test_a_disk_that_hangs_does_not_take_the_whole_pool():
+    pool = disk_pool(recovered=range(1, 9), fetch_batch_blocks=1)
+    for number in range(1, 9):
+        pool.lease(number, fetch_s=1.0)
+    pool.advance(2.0)
+    assert len(pool.take(BlocksLeased, "p0")) == 8, "what the disk does not give in time is computed"
+    assert len(pool.put(20, 21, 22, 23)[1].grants) == 4
+
+
+def test_a_corrupt_disk_copy_does_not_hide_what_the_disk_has_after_it():
+    pool = disk_pool(recovered=(1, 2, 3), fetch_batch_blocks=1, pool_bytes=40 * LAYOUT.slot_bytes)
+    pool.lease(1, 2, 3, sources=("c1",))
+    first, second = (work_id for work_id in pool.works)
+    pool.done(first, BlocksCopied((None,), (0,)))
+    pool.done(second, BlocksCopied((1002,)))
+    pool.copied()
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1)
+    pool.copied()
+    assert len(pool.one(BlocksLeased, "p0").blocks) == 3
+
+
+def test_a_put_does_not_evict_the_chain_that_it_continues(pool):
+    pool.store(1, 2, 3, 4)
+    pool.store(5, 6, 7, 8)
+    put_id, reserved = pool.put(1, 2, 3, 4, 20, 21)
+    assert len(reserved.grants) == 2
+    assert pool.held() == {1, 2, 3, 4, 5, 6}
+    pool.say("p0", CommitSlots(put_id=put_id, checksums=((4, 1), (5, 1))))
+    pool.say("p0", ReserveSlots(put_id=99, keys=keys(22), ttl_s=15.0, parent=key(21)))
+    assert {1, 2, 3, 4, 20, 21} <= pool.held()
+
+
+def test_a_key_asked_for_twice_is_leased_twice(pool):
+    pool.store(1, 2)
+    lease_id, blocks = pool.leased(1, 2, 1)
+    assert [block.source.checksum for block in blocks] == [1001, 1002, 1001]
+    pool.say("p0", ReleaseLease(lease_id=lease_id))
+    assert pool.busy() == {}
+
+
+def test_a_wish_comes_from_a_conductor_alone(pool):
+    pool.say("p0", ChangeReplica(keys=keys(1), sources=("c1",)))
+    assert pool.take(LeaseBlocks) == []
+
+
+def test_a_drain_leaves_wishes(pool):
+    pool.say("k", ChangeReplica(keys=keys(1), sources=("c1",)))
+    pool.drain()
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1)
+    assert pool.drained
+
+
+def test_a_block_corrupt_in_dram_is_not_kept_because_it_could_not_be_written():
+    pool = disk_pool()
+    pool.store(1, 2)
+    work_id, work = pool.work(WriteToDisk)
+    bad = [block.key for _, block in work.blocks].index(key(1))
+    pool.done(work_id, DiskWritten((bad != 0, bad != 1), corrupt=(bad,)))
+    assert pool.held() == {2}
+    assert pool.on_disk() == {2}
+
+
+def test_leases_of_what_is_on_disk_too_are_not_looked_through_again_and_again():
+    pool = disk_pool(slots=40)
+    pool.store(1, 2, 3, 4)
+    while pool.works:
+        pool.written()
+    looks = []
+    pool.actor.slots.coldest = lambda limit: looks.append(limit) or []
+    for _ in range(20):
+        lease_id, _ = pool.leased(1, 2, 3, 4)
+        pool.say("p0", ReleaseLease(lease_id=lease_id))
+    assert looks == []
 
 
 def test_a_draining_pool_grants_nothing_and_ends_when_all_is_given_back(pool):
@@ -788,7 +888,7 @@ def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
     pool = Pool(
         fetch_batch_blocks=2,
         max_leases_per_client=5,
-        max_quarantined_per_client=3,
+        max_put_share=0.6,
         ssd=SsdSettings(ahead=rng.choice((0.5, 1.0)), batch_blocks=3),
         disk=DiskContents(rng.choice((0, 3, 8, 20)) if seed % 4 else 0),
         eviction=rng.choice(sorted(POLICIES)),
@@ -886,3 +986,33 @@ def finish(pool, rng):
 def test_settings_that_cannot_work_are_refused(bad):
     with pytest.raises(ValueError):
         replace(BASE, **bad)
+
+
+def test_a_key_asked_for_twice_is_leased_twice_and_let_go_with_the_lease():
+    pool = Pool()
+    pool.store(1)
+    lease_id, blocks = pool.leased(1, 1)
+    assert len(blocks) == 2
+    assert pool.actor.gauges(pool.now)["leased_blocks"] == 1
+    pool.say("p0", ReleaseLease(lease_id=lease_id))
+    assert pool.actor.gauges(pool.now)["leased_blocks"] == 0
+
+
+def test_a_block_found_corrupt_while_a_lease_waits_for_one_before_it_is_fetched_anew():
+    """The copy that was pinned ahead of the gap is let go, and is not what is granted."""
+    pool = Pool()
+    pool.store(2)
+    _, (stale,) = pool.leased(2)
+    pool.lease(1, 2, sources=("c1",))
+    pool.say("p0", ReportCorrupt(slots=(stale.source,)))
+    ask = pool.one(LeaseBlocks, "c1")
+    assert ask.keys == keys(1)
+    pool.answer(ask, 1)
+    pool.copied()
+    again = pool.one(LeaseBlocks, "c1")
+    assert again.keys == keys(2)
+    pool.answer(again, 2)
+    pool.copied()
+    blocks = pool.one(BlocksLeased, "p0").blocks
+    assert len(blocks) == 2
+    assert blocks[1].source.slot != stale.source.slot or blocks[1].source.generation != stale.source.generation

@@ -133,7 +133,7 @@ def machine_of(name):
             if new:
                 self.policy.forget(slot)
                 self.model.forget(slot)
-            self.policy.insert(slot, depth)
+            self.policy.insert((slot,), (depth,))
             self.model.insert(slot, depth)
 
         @precondition(lambda self: self.model.order)
@@ -195,7 +195,10 @@ def test_children_go_before_parents(name, data):
             if how == "lease":
                 policy.remove(slot)
         for depth, slot in reversed(list(enumerate(chain))):
-            (policy.touch if how == "touch" else policy.insert)(slot, depth)
+            if how == "touch":
+                policy.touch(slot, depth)
+        if how != "touch":
+            policy.insert(chain[::-1], range(len(chain))[::-1])
 
     for chain in chains:
         use(chain, "put")
@@ -211,7 +214,7 @@ def test_children_go_before_parents(name, data):
 def test_what_is_coldest_is_what_is_popped(name, uses):
     policy = make_policy(name, len(uses))
     for slot, count in enumerate(uses):
-        policy.insert(slot, count)
+        policy.insert((slot,), (count,))
         for _ in range(count):
             policy.touch(slot)
     coldest = policy.coldest(len(uses))
@@ -223,9 +226,9 @@ def test_what_is_coldest_is_what_is_popped(name, uses):
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_slot_is_inserted_once_and_removed_once(name):
     policy = make_policy(name, 2)
-    policy.insert(0)
+    policy.insert((0,), (0,))
     with pytest.raises(AssertionError):
-        policy.insert(0)
+        policy.insert((0,), (0,))
     for breach in (policy.remove, policy.touch, policy.demote):
         with pytest.raises(AssertionError):
             breach(1)
@@ -234,13 +237,12 @@ def test_a_slot_is_inserted_once_and_removed_once(name):
 def test_counts_and_depths_saturate():
     lfu = make_policy("lfu", 2)
     for slot in (0, 1):
-        lfu.insert(slot)
+        lfu.insert((slot,), (0,))
         for _ in range(MAX_USES + slot):
             lfu.touch(slot)
     assert lfu.coldest(2) == [0, 1]
     length_aware = make_policy("length_aware", 2)
-    length_aware.insert(0, MAX_DEPTH + 9)
-    length_aware.insert(1, MAX_DEPTH)
+    length_aware.insert((0, 1), (MAX_DEPTH + 9, MAX_DEPTH))
     assert length_aware.coldest(2) == [0, 1], "equal from there on: the one used longer ago"
 
 

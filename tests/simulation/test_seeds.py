@@ -38,7 +38,12 @@ def test_seeds_hold_and_cover() -> None:
     assert counts["prefix_blocks_corrupt"] > 0
     assert counts["prefix_blocks_unreached"] > 0
     assert counts["handoff_blocks_failed"] > counts["handoff_blocks_corrupt"] > 0
-    assert counts["fetch_failures"] > counts["fetched_blocks_corrupt"] > 0
+    assert counts["fetch_failures[source=node]"] > counts["fetched_blocks_corrupt"] > 0
+    assert counts["fetched_blocks[source=disk]"] > 0
+    assert counts["evicted_blocks[tier=disk]"] > 0
+    assert counts["demotion_failures"] > 0
+    assert counts["disk_faults[operation=write]"] > 0
+    assert counts["replicas_arrived"] > 0
     for source in ("own", "local", "remote"):
         assert total["outcomes"][f"finished with {source} blocks"] > SEEDS
 

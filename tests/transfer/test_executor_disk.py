@@ -124,7 +124,7 @@ def test_only_what_is_as_named_is_written(rig, refs, disk):
     other = altered(refs[3], checksum=refs[3].checksum ^ 1)
     blocks = [(ref, DiskBlock(ref.slot, key(ref.slot), ref.checksum)) for ref in (refs[0], refs[1], gone, other)]
     blocks.append((refs[4], DiskBlock(4, key(4), refs[4].checksum ^ 1)))
-    assert rig.run(WriteToDisk(tuple(blocks))) == DiskWritten((True, False, False, False, False))
+    assert rig.run(WriteToDisk(tuple(blocks))) == DiskWritten((True, False, False, False, False), corrupt=(1, 3, 4))
     assert disk.counts["written"] == 1
 
 
