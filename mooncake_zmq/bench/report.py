@@ -67,7 +67,7 @@ class Report:
             from matplotlib.figure import Figure
         except ImportError:
             raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
-        figure = Figure(figsize=(9, 0.5 * len(self.rows) + 1.5), layout="constrained")
+        figure = Figure(figsize=(9, 0.3 * len(self.rows) + 1.2), layout="constrained")
         axes = figure.add_subplot()
         names = [f"{row.name} [{row.unit}]" for row in self.rows]
         ratios = [row.ratio for row in self.rows]
@@ -75,7 +75,7 @@ class Report:
         axes.axvline(1.0, color="black", linewidth=1)
         bars = axes.barh(names, [ratio - 1 for ratio in ratios], left=1.0, color="#4477aa")
         axes.bar_label(bars, labels=[f"{ratio:.2f}" for ratio in ratios], padding=3)
-        axes.margins(x=0.15)
+        axes.margins(x=0.15, y=0.01)
         axes.invert_yaxis()
         axes.set_xlabel("ratio to the reference (above 1 is better)")
         axes.set_title(f"bench {self.bench}, {commit()}")
