@@ -11,8 +11,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 4 << 20
+MAX_BODIES = 64
+"""Messages that one envelope may hold."""
 MAX_BLOCKS = 16_384
 """Blocks one message may name; longer lists are split by the sender."""
 
@@ -484,7 +486,8 @@ Message = (
 
 
 class Envelope(_Record, frozen=True):
-    """What one ZeroMQ frame holds: who speaks, in which conversation, and one encoded message or none (a ping).
+    """What one ZeroMQ frame holds: who speaks, in which conversation, and encoded messages, `sequence` being the first's; none
+    is a ping.
 
     The fields' rules are told in `runtime.session`.
     """
@@ -498,7 +501,7 @@ class Envelope(_Record, frozen=True):
     sequence: Count
     ack_epoch: Count
     ack: Count
-    body: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)] = b""
+    bodies: Annotated[tuple[Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)], ...], Meta(max_length=MAX_BODIES)] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -285,14 +285,16 @@ def test_the_longest_message_of_its_type_fits_an_envelope(message):
         sequence=1 << 48,
         ack_epoch=1 << 48,
         ack=1 << 48,
-        body=body,
+        bodies=(body,),
     )
-    assert decode(decode_envelope(encode(envelope)).body) == message
+    assert decode(decode_envelope(encode(envelope)).bodies[0]) == message
 
 
 def test_a_message_over_the_limit_is_our_bug_and_not_sent():
     with pytest.raises(ValueError, match="split it"):
-        encode(Envelope(**dict.fromkeys(Envelope.__struct_fields__, 1) | {"sender": "s", "body": bytes(MAX_MESSAGE_BYTES)}))
+        encode(
+            Envelope(**dict.fromkeys(Envelope.__struct_fields__, 1) | {"sender": "s", "bodies": (bytes(MAX_MESSAGE_BYTES),)})
+        )
 
 
 def test_a_clipped_reason_always_arrives():

@@ -62,14 +62,11 @@ class Node:
             for effect in self.actor.handle(now, event):
                 if isinstance(effect, Send):
                     queue += self.session.send(now, effect.to, effect.message, lossy=effect.lossy)
-                    self._collect(outer)
                 else:
                     outer.append(effect)
             if self._validate:
                 self.actor.check(now)
-        self._collect(outer)
-        return outer
-
-    def _collect(self, outer: list[Outer]) -> None:
+        self.session.flush(now)
         outer += [Transmit(to, frame) for to, frame in self.session.outgoing]
         self.session.outgoing.clear()
+        return outer

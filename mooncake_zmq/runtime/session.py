@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mooncake_zmq.messages import (
+    MAX_BODIES,
     PROTOCOL_VERSION,
     Envelope,
     Hello,
@@ -58,6 +59,8 @@ class SessionSettings:
 
 REORDER_LIMIT = 256
 """Messages from a gap on that are kept, and that a retransmission repeats; those further ahead come again later."""
+FRAME_BYTES = 256 << 10
+"""Messages are put into one frame up to this size; a longer one has a frame of its own."""
 ACK_EVERY = 32
 """Received messages after which an acknowledgement is sent without waiting for the tick."""
 
@@ -82,6 +85,9 @@ class _Peer:
     hello: Hello | None = None
     next_sequence: int = 1
     unacked: deque[_Unacked] = field(default_factory=deque)
+    unsent: list[bytes] = field(default_factory=list)
+    """The last of `unacked`, not transmitted yet."""
+    unsent_bytes: int = 0
     expected: int = 1
     early: dict[int, bytes] = field(default_factory=dict)
     unreported: int = 0
@@ -95,7 +101,10 @@ class _Peer:
 
 
 class Session:
-    """All conversations of one process. `outgoing` collects (peer, frame) pairs for the runtime to transmit."""
+    """All conversations of one process. `outgoing` collects (peer, frame) pairs for the runtime to transmit.
+
+    What one event says to one peer travels in one frame: call `flush` after the event, before looking at `outgoing`.
+    """
 
     def __init__(
         self, *, me: str, incarnation: int, hello: Hello, peers: Iterable[str], settings: SessionSettings, now: float
@@ -108,6 +117,8 @@ class Session:
         """Why a peer's Hello was refused, by peer: for the log and the state dump."""
         self._hello = hello
         self._settings = settings
+        self._waiting: list[_Peer] = []
+        """Peers with something unsent, perhaps."""
         self._peers = {name: _Peer(name, heard_at=now) for name in sorted(peers) if name != me}
 
     @property
@@ -137,7 +148,7 @@ class Session:
             self._count("dropped[reason=peer_down]")
             return []
         if lossy:
-            self._transmit(now, peer, 0, encode(message))
+            self._transmit(now, peer, 0, (encode(message),))
             return []
         if len(peer.unacked) >= self._settings.window_messages:
             self._count("windows_full")
@@ -166,9 +177,9 @@ class Session:
                 peer.unacked.popleft()
                 peer.acked_at = now
         if envelope.sequence > 0:
-            events += self._accept_sequenced(now, peer, envelope)
-        elif envelope.body and peer.up:
-            events += self._deliver(now, peer, envelope.body)
+            return events + self._accept_sequenced(now, peer, envelope)
+        for body in envelope.bodies:
+            events += self._deliver(now, peer, body) if peer.up else []
         return events
 
     def tick(self, now: float) -> list[SessionEvent]:
@@ -184,8 +195,14 @@ class Session:
             if peer.unacked and now - peer.unacked[0].sent_at >= self._settings.retransmit_s:
                 self._resend(now, peer)
             if peer.unreported or now - peer.sent_at >= self._settings.heartbeat_s:
-                self._transmit(now, peer, 0, b"")
+                self._transmit(now, peer, 0, ())
         return events
+
+    def flush(self, now: float) -> None:
+        """Put what was said since the last call into `outgoing`."""
+        for peer in self._waiting:
+            self._flush(now, peer)
+        self._waiting.clear()
 
     def dump(self) -> dict[str, object]:
         """JSON-able picture for debugging."""
@@ -242,23 +259,29 @@ class Session:
         return events
 
     def _accept_sequenced(self, now: float, peer: _Peer, envelope: Envelope) -> list[SessionEvent]:
-        peer.unreported += 1
-        if envelope.sequence > peer.expected:
-            if envelope.sequence < peer.expected + REORDER_LIMIT:
-                peer.early[envelope.sequence] = envelope.body
+        events: list[SessionEvent] = []
+        epoch = peer.remote_epoch
+        for sequence, body in enumerate(envelope.bodies, envelope.sequence):
+            peer.unreported += 1
+            events += self._accept(now, peer, sequence, body)
+        if peer.unreported >= ACK_EVERY and epoch == peer.remote_epoch:
+            self._transmit(now, peer, 0, ())
+        return events
+
+    def _accept(self, now: float, peer: _Peer, sequence: int, body: bytes) -> list[SessionEvent]:
+        if sequence > peer.expected:
+            if sequence < peer.expected + REORDER_LIMIT:
+                peer.early[sequence] = body
             return []
-        if envelope.sequence < peer.expected:
+        if sequence < peer.expected:
             self._count("duplicates")
             return []
         events: list[SessionEvent] = []
-        body: bytes | None = envelope.body
-        epoch = peer.remote_epoch
-        while body is not None:
+        following: bytes | None = body
+        while following is not None:
             peer.expected += 1
-            events += self._deliver(now, peer, body)
-            body = peer.early.pop(peer.expected, None)
-        if peer.unreported >= ACK_EVERY and epoch == peer.remote_epoch:
-            self._transmit(now, peer, 0, b"")
+            events += self._deliver(now, peer, following)
+            following = peer.early.pop(peer.expected, None)
         return events
 
     def _deliver(self, now: float, peer: _Peer, body: bytes) -> list[SessionEvent]:
@@ -304,24 +327,37 @@ class Session:
         peer.epoch = epoch
         peer.next_sequence = 1
         peer.unacked.clear()
+        peer.unsent.clear()
+        peer.unsent_bytes = 0
         self._send_sequenced(now, peer, encode(self._hello))
 
     def _send_sequenced(self, now: float, peer: _Peer, body: bytes) -> None:
+        if len(peer.unsent) == MAX_BODIES or peer.unsent_bytes + len(body) > FRAME_BYTES:
+            self._flush(now, peer)
         sequence = peer.next_sequence
         peer.next_sequence += 1
         if not peer.unacked:
             peer.acked_at = now
         peer.unacked.append(_Unacked(sequence, body, now))
-        self._transmit(now, peer, sequence, body)
+        if not peer.unsent:
+            self._waiting.append(peer)
+        peer.unsent.append(body)
+        peer.unsent_bytes += len(body)
+
+    def _flush(self, now: float, peer: _Peer) -> None:
+        if peer.unsent:
+            self._transmit(now, peer, peer.next_sequence - len(peer.unsent), tuple(peer.unsent))
+            peer.unsent.clear()
+            peer.unsent_bytes = 0
 
     def _resend(self, now: float, peer: _Peer) -> None:
         """Go back to the oldest unacknowledged message; the receiver keeps what arrives ahead of a gap."""
         for unacked in list(peer.unacked)[:REORDER_LIMIT]:
             self._count("retransmits")
             unacked.sent_at = now
-            self._transmit(now, peer, unacked.sequence, unacked.body)
+            self._transmit(now, peer, unacked.sequence, (unacked.body,))
 
-    def _transmit(self, now: float, peer: _Peer, sequence: int, body: bytes) -> None:
+    def _transmit(self, now: float, peer: _Peer, sequence: int, bodies: tuple[bytes, ...]) -> None:
         peer.sent_at = now
         peer.unreported = 0
         frame = encode(
@@ -335,7 +371,7 @@ class Session:
                 sequence=sequence,
                 ack_epoch=peer.remote_epoch,
                 ack=peer.expected - 1,
-                body=body,
+                bodies=bodies,
             )
         )
         self.outgoing.append((peer.name, frame))

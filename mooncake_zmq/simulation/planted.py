@@ -160,16 +160,16 @@ def _commit_unverified() -> list[tuple[Any, str, Any]]:
 
 def _duplicate_token() -> list[tuple[Any, str, Any]]:
     """The session lets duplicates through, and the gateway passes on whatever comes."""
-    accept = Session._accept_sequenced
+    accept = Session._accept
 
-    def accept_all(self: Session, now: float, peer: Any, envelope: Any) -> Any:
-        again = envelope.sequence < peer.expected
-        return accept(self, now, peer, envelope) + (self._deliver(now, peer, envelope.body) if again else [])
+    def accept_all(self: Session, now: float, peer: Any, sequence: int, body: bytes) -> Any:
+        again = sequence < peer.expected
+        return accept(self, now, peer, sequence, body) + (self._deliver(now, peer, body) if again else [])
 
     def take(self: Requests, request: Any, index: int, token: int) -> list[Effect]:
         return self._emit(request, token)
 
-    return [(Session, "_accept_sequenced", accept_all), (Requests, "_take", take)]
+    return [(Session, "_accept", accept_all), (Requests, "_take", take)]
 
 
 def _stale_attempt() -> list[tuple[Any, str, Any]]:

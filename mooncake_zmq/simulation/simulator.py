@@ -562,7 +562,7 @@ class Simulator:
             sequence=1,
             ack_epoch=1,
             ack=0,
-            body=b"\x90",
+            bodies=(b"\x90",),
         )
         frame = encode(envelope)
         return kind, frame[: random.randrange(len(frame))] if kind == "truncated" else frame

@@ -6,9 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_zmq.messages import PROTOCOL_VERSION, Envelope, Hello, LeaseRenewed, decode_envelope, encode
+from mooncake_zmq.messages import (
+    MAX_BODIES,
+    PROTOCOL_VERSION,
+    BlocksAnnounced,
+    Envelope,
+    Hello,
+    LeaseRenewed,
+    decode,
+    decode_envelope,
+    encode,
+)
 from mooncake_zmq.runtime.actor import PeerDown, PeerUp, Received
-from mooncake_zmq.runtime.session import REORDER_LIMIT, Session, SessionSettings
+from mooncake_zmq.runtime.session import FRAME_BYTES, REORDER_LIMIT, Session, SessionSettings
 
 SETTINGS = SessionSettings()
 HELLO = Hello(protocol=1, role="r", host="h", model="m", tokenizer="t", layout="l")
@@ -65,6 +75,7 @@ class Pair:
 
     def flush(self, name):
         session = self.alive[name]
+        session.flush(self.now)
         for to, frame in session.outgoing:
             assert to == OTHER[name]
             copies = 1 + (self.rng.random() < self.duplicate)
@@ -321,6 +332,7 @@ def test_a_frame_of_no_current_conversation_is_dropped_and_counted(changes, reas
     pair = settled()
     session = pair.alive["a"]
     pair.alive["b"].send(pair.now, "a", LeaseRenewed(lease_id=5))
+    pair.alive["b"].flush(pair.now)
     _, frame = pair.alive["b"].outgoing.pop()
     assert session.receive(pair.now, envelope_of(frame, **changes)) == []
     assert session.counts[f"dropped[reason={reason}]"] == 1
@@ -333,8 +345,9 @@ def test_garbage_is_dropped_and_counted():
     assert session.receive(pair.now, b"\xc1garbage") == []
     assert session.counts["dropped[reason=malformed]"] == 1
     pair.alive["b"].send(pair.now, "a", LeaseRenewed(lease_id=5))
+    pair.alive["b"].flush(pair.now)
     _, frame = pair.alive["b"].outgoing.pop()
-    assert session.receive(pair.now, envelope_of(frame, body=b"nonsense")) == []
+    assert session.receive(pair.now, envelope_of(frame, bodies=(b"nonsense",))) == []
     assert session.counts["dropped[reason=invalid]"] == 1
 
 
@@ -342,6 +355,7 @@ def test_a_second_hello_does_not_bring_a_peer_up_twice():
     pair = settled()
     session = pair.alive["a"]
     pair.alive["b"].send(pair.now, "a", HELLO)
+    pair.alive["b"].flush(pair.now)
     _, frame = pair.alive["b"].outgoing.pop()
     assert session.receive(pair.now, frame) == []
     assert session.counts["dropped[reason=second_hello]"] == 1
@@ -353,9 +367,9 @@ def test_nothing_is_heard_before_the_hello():
     pair.boot("b")
     frame = next(entry[3] for entry in pair.wire if entry[2] == "a" and entry[3])
     body = encode(LeaseRenewed(lease_id=5))
-    assert pair.alive["a"].receive(0.0, envelope_of(frame, body=body)) == []
+    assert pair.alive["a"].receive(0.0, envelope_of(frame, bodies=(body,))) == []
     assert pair.alive["a"].counts["dropped[reason=no_hello]"] == 1
-    assert pair.alive["a"].receive(0.0, envelope_of(frame, sequence=0, body=body)) == []
+    assert pair.alive["a"].receive(0.0, envelope_of(frame, sequence=0, bodies=(body,))) == []
 
 
 def test_a_lossy_message_is_never_repeated():
@@ -406,3 +420,45 @@ def test_an_idle_pair_stays_up_on_heartbeats_alone():
 def test_settings_that_cannot_work_are_refused(bad):
     with pytest.raises(ValueError):
         replace(SETTINGS, **bad)
+
+
+def test_what_is_said_to_one_peer_at_once_travels_in_one_frame_and_in_order():
+    pair = settled()
+    session = pair.alive["a"]
+    messages = [LeaseRenewed(lease_id=number) for number in range(5)]
+    for message in messages:
+        session.send(pair.now, "b", message)
+    session.flush(pair.now)
+    ((_, frame),) = session.outgoing
+    assert pair.alive["b"].receive(pair.now, frame) == [Received("a", message) for message in messages]
+    session.outgoing.clear()
+    session.flush(pair.now)
+    assert session.outgoing == [], "once"
+
+
+def test_a_frame_has_its_limits():
+    pair = settled()
+    session = pair.alive["a"]
+    long = BlocksAnnounced(stored=tuple(bytes([number]) * 16 for number in range(200)) * 80)
+    messages = [LeaseRenewed(lease_id=1), long, long, *(LeaseRenewed(lease_id=number) for number in range(2, 150))]
+    for message in messages:
+        session.send(pair.now, "b", message)
+    session.flush(pair.now)
+    frames = [frame for _, frame in session.outgoing]
+    assert max(len(frame) for frame in frames) < FRAME_BYTES + len(encode(long)) // 2
+    assert max(len(decode_envelope(frame).bodies) for frame in frames) == MAX_BODIES
+    heard = [event for frame in frames for event in pair.alive["b"].receive(pair.now, frame)]
+    assert heard == [Received("a", message) for message in messages]
+
+
+def test_what_is_unsent_when_a_conversation_ends_is_not_said_in_the_next():
+    pair = settled()
+    session = pair.alive["a"]
+    events = []
+    while not events:
+        events = session.send(pair.now, "b", LeaseRenewed(lease_id=1))
+    assert isinstance(events[0], PeerDown)
+    session.outgoing.clear()
+    session.flush(pair.now)
+    bodies = [body for _, frame in session.outgoing for body in decode_envelope(frame).bodies]
+    assert [type(decode(body)) for body in bodies] == [Hello]
