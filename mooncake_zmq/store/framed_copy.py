@@ -12,7 +12,7 @@ from mooncake_zmq.cache_node.objects import Code
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.batch import Batch, Value, Wanted, commit
 from mooncake_zmq.store.link import Unreached
-from mooncake_zmq.store.memory import Checksum, address_of, checksum_of, cut, gather, read_view, scatter, write_view
+from mooncake_zmq.store.memory import Checksum, address_of, checksum_of, cut, gather, new_bytes, read_view, scatter, write_view
 from mooncake_zmq.store.peer import Call
 from mooncake_zmq.store.protocol import MAX_OUTSTANDING, PIECE_BYTES
 
@@ -27,13 +27,20 @@ _Range = tuple[int, int, int, int]
 
 
 def put(call: Call, put_id: int, batch: Batch) -> list[int]:
-    """A code a key; EXISTS where nothing was written."""
+    """A code a key; EXISTS where nothing was written. The values are sent from where they are, and free when this returns;
+    if it raises, when the connection is closed."""
     codes = [0] * len(batch.keys)
     small = [index for index, size in enumerate(batch.sizes) if size <= PIECE_BYTES]
     _write_small(call, batch, small, codes)
     large = [index for index, size in enumerate(batch.sizes) if size > PIECE_BYTES]
-    if not large:
-        return codes
+    if large:
+        _write_large(call, put_id, batch, large, codes)
+    call.link.settle(time.monotonic() + call.peer.settings.timeout_s)
+    return codes
+
+
+def _write_large(call: Call, put_id: int, batch: Batch, large: list[int], codes: list[int]) -> None:
+    """Values of several pieces: reserved, sent piece by piece, and committed together. One is sent while the next is hashed."""
     reserve = protocol.Reserve(
         put_id, [batch.keys[i] for i in large], [batch.sizes[i] for i in large], batch.pins, call.session.ttl_s
     )
@@ -41,20 +48,18 @@ def put(call: Call, put_id: int, batch: Batch) -> list[int]:
     granted = call.link.ask(reserve, protocol.Reserved, time.monotonic() + call.peer.settings.timeout_s).codes
     indexes: list[int] = []
     checksums: list[int] = []
-    scratch = bytearray(PIECE_BYTES)
     for row, index in enumerate(large):
         if granted[row] != 0 or time.monotonic() >= stop_at:
             continue
         checksum = Checksum()
         for start in range(0, batch.sizes[index], PIECE_BYTES):
-            piece = _piece(batch.values[index], start, min(PIECE_BYTES, batch.sizes[index] - start), scratch)
+            piece = _piece(batch.values[index], start, min(PIECE_BYTES, batch.sizes[index] - start))
             checksum.update(piece)
             call.link.send(protocol.WritePiece(put_id, row, start), time.monotonic() + call.peer.settings.timeout_s, piece)
         indexes.append(row)
         checksums.append(checksum.value())
     for row, code in enumerate(commit(call, put_id, granted, indexes, checksums)):
         codes[large[row]] = code
-    return codes
 
 
 def read(call: Call, indexes: Sequence[int], wanted: Wanted) -> None:
@@ -184,7 +189,6 @@ def _first_pieces(call: Call, indexes: Sequence[int], wanted: Wanted) -> list[in
 
 def _write_small(call: Call, batch: Batch, wanted: list[int], codes: list[int]) -> None:
     """Values of one piece: each a message of its own, a window of them under way."""
-    scratch = bytearray(PIECE_BYTES) if any(len(batch.values[index]) > 1 for index in wanted) else bytearray()
     under_way: dict[int, int] = {}
     under_way_bytes = 0
     todo = deque(wanted)
@@ -193,7 +197,7 @@ def _write_small(call: Call, batch: Batch, wanted: list[int], codes: list[int]) 
         if todo and under_way_bytes < WINDOW_BYTES and len(under_way) < MAX_OUTSTANDING:
             index = todo.popleft()
             size = batch.sizes[index]
-            piece = _piece(batch.values[index], 0, size, scratch)
+            piece = _piece(batch.values[index], 0, size)
             request = protocol.Write(call.peer.next_id(), batch.keys[index], size, checksum_of(piece), batch.pins)
             call.link.send(request, deadline, piece)
             under_way[request.id] = index
@@ -207,10 +211,11 @@ def _write_small(call: Call, batch: Batch, wanted: list[int], codes: list[int]) 
         codes[index] = reply.numbers[0]
 
 
-def _piece(value: Value, start: int, size: int, scratch: bytearray) -> memoryview:
-    """Bytes `[start, start + size)` of a value in one place: where they are, or gathered in `scratch`."""
+def _piece(value: Value, start: int, size: int) -> memoryview:
+    """Bytes `[start, start + size)` of a value in one place: where they are, or gathered in memory of their own."""
     spans = cut(value, start, size)
     if len(spans) == 1:
         return read_view(*spans[0])
-    gather(spans, address_of(scratch), size, None)
-    return memoryview(scratch)[:size]
+    gathered = new_bytes(size)
+    gather(spans, address_of(gathered), size, None)
+    return memoryview(gathered)

@@ -23,7 +23,9 @@ Configure = Callable[["zmq.Socket[bytes]"], None]
 SLICE_MS = 200
 """How often a waiting call looks whether the store was closed or its connection lost."""
 MAX_QUEUED_SENDS = 32
-"""Pieces copied and not yet on the wire; further sends wait."""
+"""Pieces not yet on the wire; further sends wait."""
+LEND_BYTES = 256 << 10
+"""From this size on a payload is sent from where it is; pyzmq's bookkeeping for that costs more than a shorter copy."""
 _LOSS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _LOSS |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CONNECT_RETRIED
 ReplyT = TypeVar("ReplyT", bound=protocol.Reply)
@@ -49,6 +51,8 @@ class Link:
         is_closed: Callable[[], bool],
     ) -> None:
         self._is_closed = is_closed
+        self._lent: list[zmq.MessageTracker] = []
+        """Of the payloads that ZeroMQ may still read, at most a call's."""
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.routing_id = routing_id
@@ -69,22 +73,39 @@ class Link:
             raise
 
     def close(self) -> None:
+        """Drop what is not sent yet; no payload is read any more once this returns."""
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
         self.socket.close()
+        for tracker in self._lent:  # no deadline: without linger no peer can delay it, and the memory is not ours
+            tracker.wait()
+        self._lent.clear()
 
     def send(self, message: object, deadline: float, payload: memoryview | None = None) -> None:
-        """Raises Unreached. The payload is copied: it may change as soon as this returns."""
+        """Raises Unreached. A payload of LEND_BYTES or more is lent: it has to stay as it is until `settle` or `close`."""
         frames: list[bytes | memoryview] = [protocol.encode(message)]
         if payload is not None:
             frames.append(payload)
+        lend = payload is not None and len(payload) >= LEND_BYTES
         while True:
             try:
-                self.socket.send_multipart(frames)
+                tracker = self.socket.send_multipart(frames, copy=not lend, track=lend)
             except zmq.Again:
                 self._check(deadline)
             else:
+                if tracker is not None:
+                    self._lent.append(tracker)
                 return
+
+    def settle(self, deadline: float) -> None:
+        """Wait until no payload is read any more: at once where the server has answered. Raises Unreached."""
+        for tracker in self._lent:
+            while not tracker.done:
+                try:
+                    tracker.wait(SLICE_MS / 1000)
+                except zmq.NotDone:
+                    self._check(deadline)
+        self._lent.clear()
 
     def tell(self, message: object) -> None:
         """Send what is not answered; lost if the queue is full, as the server's timers do the same in the end."""
