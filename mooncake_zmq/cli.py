@@ -1,14 +1,14 @@
 """The command line. Everything is imported inside its command: `--help` is instant, BLAS threads are set before NumPy loads."""
 
 import importlib
-import os
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+
+from mooncake_zmq.engine.blas import limit_blas
 
 DEFAULT_CONFIG = "configs/local.toml"
 """Below the current directory, or else below the project's own."""
@@ -19,7 +19,6 @@ ROLES = {
     "cache-node": "Own one host's pool of KV blocks.",
     "gateway": "Serve the OpenAI-compatible HTTP API; own the requests.",
 }
-THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 config_option = click.option(
     "--config",
@@ -68,7 +67,7 @@ def _role_command(role: str, summary: str) -> None:
     @model_option
     @set_option
     def run(path: str, node: str, model: str | None, assignments: tuple[str, ...]) -> None:
-        limit_threads(path, node)
+        limit_blas()
         loaded = _load(path, model, assignments)
         found = _or_exit(lambda: loaded.config.node(node))
         if found.role != role:
@@ -97,8 +96,7 @@ def up(path: str, model: str | None, assignments: tuple[str, ...], demo: bool) -
       mooncake-zmq up --set gateway.http_port=8080
       mooncake-zmq up --demo
     """
-    for variable in THREAD_VARIABLES:
-        os.environ.setdefault(variable, "1")
+    limit_blas()
     loaded = _load(path, model, assignments)
     from mooncake_zmq.up import Up
 
@@ -123,6 +121,7 @@ def _forward(name: str, module: str, summary: str) -> None:
 
 _forward("simtest", "mooncake_zmq.simulation.report", "Run the cluster under virtual time and seeded faults.")
 _forward("bench", "mooncake_zmq.bench.command", "Measure, each value beside its reference.")
+_forward("profile", "mooncake_zmq.bench.command", "Measure the engine, for the conductor's estimates.")
 
 
 @main.group()
@@ -158,6 +157,50 @@ def show(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
         click.echo(f"{dotted} = {value!r}  ({source})")
 
 
+@main.group()
+def model() -> None:
+    """Look at a model before it is run."""
+
+
+@model.command()
+@click.argument("path", metavar="MODEL")
+@click.option("--cache-dir", default="", metavar="DIR", help="Where it would be prepared, if not in the user's cache.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def inspect(path: str, cache_dir: str, as_json: bool) -> None:
+    """Say what MODEL is, what it needs in memory, and whether it runs here; nothing is converted.
+
+    MODEL is a GGUF file, a Hugging Face directory, a prepared directory, "default", "toy" or "dummy:SHAPE".
+    The exit status is 1 if it does not run here.
+
+    \b
+    Examples:
+      mooncake-zmq model inspect ~/models/llama.gguf
+      mooncake-zmq model inspect ~/models/Qwen3-0.6B --json
+      mooncake-zmq model inspect default
+    """
+    import json
+
+    from rich.console import Console
+
+    from mooncake_zmq.engine.errors import ModelError
+    from mooncake_zmq.engine.inspect import inspect as inspect_model
+    from mooncake_zmq.engine.inspect_table import print_inspection
+
+    try:
+        found = inspect_model(path, cache_dir)
+    except ModelError as error:
+        if as_json:
+            click.echo(json.dumps({"model": path, "runs": False, "problems": [error.message]}, indent=1))
+        else:
+            click.echo(f"mooncake-zmq: {error.message}", err=True)
+        sys.exit(1)
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=1))
+    else:
+        print_inspection(found, Console())
+    sys.exit(0 if found.runs else 1)
+
+
 @main.command()
 @config_option
 @set_option
@@ -189,19 +232,6 @@ def doctor(path: str, assignments: tuple[str, ...]) -> None:
         click.secho(f"{'ok  ' if good else 'FAIL'}  {what}", fg=None if good else "red")
         healthy = healthy and good
     sys.exit(0 if healthy else 1)
-
-
-def limit_threads(path: str, node: str) -> None:
-    """Give BLAS the node's number of threads, before anything loads NumPy. Errors are left to the file's real reading."""
-    threads = 1
-    try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        threads = next((each.get("threads", 1) for each in raw.get("nodes", []) if each.get("name") == node), 1)
-    except (OSError, ValueError, AttributeError, TypeError):
-        pass
-    assert "numpy" not in sys.modules, "NumPy was loaded before the number of BLAS threads was set"
-    for variable in THREAD_VARIABLES:
-        os.environ[variable] = str(threads)
 
 
 def _located(path: str) -> str:

@@ -36,15 +36,11 @@ def test_every_command_shows_an_example(command: str) -> None:
     assert f"mooncake-zmq {command}" in result.output
 
 
-def test_threads_are_set_before_numpy_is_loaded(tmp_path: Path) -> None:
-    path = tmp_path / "x.toml"
-    path.write_text('[[nodes]]\nname = "d"\nrole = "decode"\nthreads = 3\n')
+def test_blas_has_one_thread_before_numpy_is_loaded() -> None:
     code = (
-        "import os, sys\nfrom mooncake_zmq.cli import limit_threads\n"
-        f"limit_threads({str(path)!r}, 'd')\nassert 'numpy' not in sys.modules\n"
-        "assert os.environ['OPENBLAS_NUM_THREADS'] == os.environ['OMP_NUM_THREADS'] == '3'\n"
-        f"limit_threads({str(path)!r}, 'other')\nlimit_threads('/nowhere', 'd')\n"
-        "assert os.environ['OPENBLAS_NUM_THREADS'] == '1'"
+        "import os, sys\nimport mooncake_zmq.bench.command\nfrom mooncake_zmq.cli import limit_blas\n"
+        "limit_blas()\nassert 'numpy' not in sys.modules\n"
+        "assert os.environ['OPENBLAS_NUM_THREADS'] == os.environ['OMP_NUM_THREADS'] == '1'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -70,6 +70,12 @@ class SequenceKV:
             source = keys[tokens].reshape(target.shape[1], target.shape[3], target.shape[0], target.shape[2])
             target[...] = source.transpose(2, 0, 3, 1)
 
+    def append(self, layer: int, position: int, keys: Any, values: Any) -> None:
+        """Store one token's keys and values, each [kv_head, head_dim]. The caller has checked that there is room."""
+        tile, column = divmod(position, KEY_TILE)
+        self.keys[layer, :, tile, :, column] = keys
+        self.values[layer, :, position] = values
+
     def set_length(self, length: int) -> None:
         if not 0 <= length <= self.capacity:
             raise ValueError(f"length {length} is outside 0..{self.capacity}")

@@ -1,9 +1,8 @@
-"""A Llama-family decoder: chunked prefill over a cached prefix, and batched decode. float32, one array namespace.
+"""The decoder of Llama, Mistral and Qwen2/3: chunked prefill over a cached prefix, batched decode. float32, one namespace.
 
-Products are kept small on purpose: below SMALL_PRODUCT multiply-adds OpenBLAS (on AVX-512) reads both operands in place
-instead of packing copies of them. Weights lie in panels of 64 columns and rows are taken in chunks to fit. On other CPUs
-and libraries the same code is merely an ordinary blocked product. These kernels use one thread: an engine process
-computes on one core, and more cores are used by more processes.
+Prefill gives each thread of a team some of the rows; a thread waits for another only to see the KV of earlier rows. Decode
+uses one: two threads that share its heads and columns, or its rows, measured slower, as its many short steps are bound by the
+interpreter's lock and its long ones by memory.
 """
 
 import math
@@ -13,19 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.engine.attention import Attention
 from mooncake_zmq.engine.backend import array_namespace, to_host
-from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
+from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.panels import PANEL_COLUMNS, column, linear, panel_count, rows_needed
 from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
-
-PANEL_COLUMNS = 64  # measured at batch 4 and 8 against 32, 128 and 192: fastest or equal
-SMALL_PRODUCT = 1_000_000  # rows * columns * depth; measured just above it: half the speed
-SMALLEST_TOTAL, LARGEST_TOTAL = 1e-26, 1e30  # of a row of exponentials, for softmax without a shift: exp(-60), exp(69)
+from mooncake_zmq.engine.team import Team
 
 
 class Llama:
     """Implements `Engine`. `tensors` are float32 as `weights` stores them, and are never written."""
 
-    def __init__(self, spec: ModelSpec, tensors: dict[str, NDArray[np.float32]], *, device: str = "cpu") -> None:
+    def __init__(
+        self, spec: ModelSpec, tensors: dict[str, NDArray[np.float32]], *, device: str = "cpu", threads: int = 1
+    ) -> None:
         xp: Any = array_namespace(device)
         self.spec = spec
         self._xp = xp
@@ -34,11 +34,8 @@ class Llama:
         self._group = spec.heads // spec.kv_heads
         self._query_width = spec.heads * spec.head_dim
         self._kv_width = spec.kv_heads * spec.head_dim
-        fitting = SMALL_PRODUCT // (KEY_TILE * spec.head_dim * self._group)
-        self._tile_tokens = min(64, max(16, fitting // 16 * 16))  # measured flat from 32 to 80, slower beyond
-        # What a tile of queries may not see of the keys from its own first token on.
-        future = np.triu(np.ones((self._tile_tokens, self._tile_tokens + KEY_TILE), dtype=bool), k=1)
-        self._causal_mask: Any = xp.asarray(np.where(future, -np.inf, 0.0).astype(np.float32))
+        self._team = Team(threads)
+        self._seats = [_Seat(xp, spec) for _ in range(threads)]
 
     def new_sequence(self, capacity_tokens: int) -> SequenceKV:
         spec = self.spec
@@ -65,76 +62,63 @@ class Llama:
         count, start = len(tokens), sequence.length
         check_room(sequence, count)
         check_tokens(tokens, self.spec.vocab_size)
-        rows = None if logits_at is None else [range(count)[at] for at in logits_at]
-        work = _Workspace(self._xp, self.spec, count)
-        rope = self._rope_tables(np.arange(start, start + count))
-        work.hidden[:count] = self._embed(tokens)
-        for index, layer in enumerate(self._layers):
-            self._project(work, layer, count)
-            queries, keys, values = self._rotate(work, rope, count)
-            if before_layer:
-                before_layer(index)
-            sequence.store(index, start, keys, values)
-            if after_layer:
-                after_layer(index)
-            if index == self.spec.layers - 1:
-                break
-            self._attend(work, sequence, index, queries, start, count)
-            self._finish_layer(work, layer, count)
-        # The last layer's output is needed only where logits are asked: 1/30 of the work of SmolLM2-135M.
-        result = None if rows is None else self._last_rows(sequence, work, queries, start, rows)
+        asked = None if logits_at is None else np.arange(count)[np.asarray(logits_at, dtype=np.int64)]
+        logits = None if asked is None else np.empty((len(asked), self.spec.vocab_size), dtype=np.float32)
+        bounds = self._split_rows(start, count)
+        team, last_rank = self._team, self._team.size - 1
+
+        def compute(rank: int) -> None:
+            first, end = bounds[rank], bounds[rank + 1]
+            rows, seat = end - first, self._seats[rank]
+            work = seat.activations(rows)
+            rope = self._rope_tables(np.arange(start + first, start + end))
+            work.hidden[:rows] = self._embed(tokens[first:end])
+            for index, layer in enumerate(self._layers):
+                self._project(work, layer, rows)
+                queries, keys, values = self._rotate(work, rope, rows)
+                if before_layer and rank == 0:  # the others hear of rank 0 before they read
+                    before_layer(index)
+                sequence.store(index, start + first, keys, values)
+                if rank > 0:
+                    team.hear(rank, of=rank - 1)
+                if rank < last_rank:
+                    team.tell(rank, to=rank + 1)
+                elif after_layer:
+                    after_layer(index)
+                if index + 1 < self.spec.layers and rows:
+                    seat.attention.many(sequence, index, queries, start + first, rows, work.attended)
+                    self._finish_layer(work, layer, rows)
+            # The last layer's output is needed only where logits are asked: 1/30 of the work of SmolLM2-135M.
+            if asked is not None and logits is not None:
+                mine = np.flatnonzero((asked >= first) & (asked < end))
+                if len(mine):
+                    few = (asked[mine] - first).tolist()
+                    logits[mine] = self._last_rows(seat, sequence, work.hidden[few], queries, start + first, few)
+
+        team.run(compute)
         sequence.length = start + count
-        return result
+        return logits
+
+    def _split_rows(self, start: int, count: int) -> list[int]:
+        """Bounds of the threads' rows, of equal work: a later row sees more keys. Measured: a multiply-add of attention costs
+        twice one of a product with weights."""
+        spec, size = self.spec, self._team.size
+        products = spec.hidden * 2 * (spec.heads + spec.kv_heads) * spec.head_dim + 3 * spec.hidden * spec.ffn
+        work = np.cumsum(products / (4 * self._query_width) + np.arange(start, start + count))
+        cuts: list[int] = np.searchsorted(work, work[-1] * np.arange(1, size) / size).tolist()
+        return [0, *cuts, count]
 
     def _last_rows(
-        self, sequence: SequenceKV, work: "_Workspace", queries: Any, start: int, rows: list[int]
+        self, seat: "_Seat", sequence: SequenceKV, hidden: Any, queries: Any, start: int, rows: list[int]
     ) -> NDArray[np.float32]:
-        """Finish the last layer for some rows of a prefill and return their logits."""
+        """Finish the last layer for `rows` of those whose first is token `start`, and return their logits."""
         last = self.spec.layers - 1
-        few = _Workspace(self._xp, self.spec, max(len(rows), 1))
+        few = _Activations(self._xp, self.spec, len(rows))
+        few.hidden[: len(rows)] = hidden
         for target, row in enumerate(rows):
-            few.hidden[target] = work.hidden[row]
-            few.attended[target] = self._attend_one(sequence, last, queries[:, row], start + row + 1)
+            few.attended[target] = seat.attention.one(sequence, last, queries[:, row], start + row + 1)
         self._finish_layer(few, self._layers[last], len(rows))
         return self._logits(few, len(rows))
-
-    def _attend(self, work: "_Workspace", sequence: SequenceKV, index: int, queries: Any, start: int, count: int) -> None:
-        """Causal attention of `count` new tokens over the whole sequence, a tile of queries and a head at a time.
-
-        Two of softmax's five passes over the scores find and take off each row's maximum. Ordinary scores, within about
-        +-60, do not need it; leaving it out, unless a sum shows otherwise, measured a tenth of attention.
-        """
-        xp, spec, group, dim = self._xp, self.spec, self._group, self.spec.head_dim
-        out = work.attended[:count].reshape(count, spec.kv_heads, group, dim)
-        scratch = work.scores(min(self._tile_tokens, count) * group, start + count)
-        for first in range(0, count, self._tile_tokens):
-            end = min(first + self._tile_tokens, count)
-            height, visible = (end - first) * group, start + end
-            tiles = -(-visible // KEY_TILE)
-            width = tiles * KEY_TILE
-            scores = scratch[: height * width].reshape(height, width)
-            scores_by_tile = scores.reshape(height, tiles, KEY_TILE).transpose(1, 0, 2)
-            own = scores.reshape(end - first, group, width)[:, :, start + first :]
-            mask = self._causal_mask[: end - first, None, : own.shape[2]]
-            for head in range(spec.kv_heads):
-                tile = queries[head, first:end].reshape(height, dim)
-                xp.matmul(tile, sequence.keys[index, head, :tiles], out=scores_by_tile)
-                own += mask
-                totals = self._exponentiate(scores)
-                if not SMALLEST_TOTAL < float(totals.min()) <= float(totals.max()) < LARGEST_TOTAL:
-                    xp.matmul(tile, sequence.keys[index, head, :tiles], out=scores_by_tile)
-                    own += mask
-                    scores -= scores.max(axis=1, keepdims=True)
-                    totals = self._exponentiate(scores)
-                mixed = scores[:, :visible] @ sequence.values[index, head, :visible]
-                mixed /= totals
-                out[first:end, head] = mixed.reshape(end - first, group, dim)
-
-    def _exponentiate(self, scores: Any) -> Any:
-        """exp in place; returns the sums of the rows."""
-        with np.errstate(over="ignore"):
-            self._xp.exp(scores, out=scores)
-            return scores.sum(axis=1, keepdims=True)
 
     # -------------------------------------------------------------------------------------------------------- decode
 
@@ -147,50 +131,27 @@ class Llama:
             check_room(sequence, 1)
         check_tokens(tokens, self.spec.vocab_size)
         positions = [sequence.length for sequence in sequences]
-        work = _Workspace(self._xp, self.spec, count)
+        seat = self._seats[0]
+        work = seat.activations(count)
         rope = self._rope_tables(np.array(positions))
         work.hidden[:count] = self._embed(tokens)
         for index, layer in enumerate(self._layers):
             self._project(work, layer, count)
             queries, keys, values = self._rotate(work, rope, count)
-            for row, sequence in enumerate(sequences):
-                position = positions[row]
-                tile, column = divmod(position, KEY_TILE)
-                sequence.keys[index, :, tile, :, column] = keys[row]
-                sequence.values[index, :, position] = values[row]
-                work.attended[row] = self._attend_one(sequence, index, queries[:, row], position + 1)
+            for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+                sequence.append(index, position, keys[row], values[row])
+                work.attended[row] = seat.attention.one(sequence, index, queries[:, row], position + 1)
             self._finish_layer(work, layer, count)
         result = self._logits(work, count)
         for sequence in sequences:
             sequence.length += 1
         return result
 
-    def _attend_one(self, sequence: SequenceKV, index: int, queries: Any, visible: int) -> Any:
-        """Attention of one token, queries [kv_head, group, head_dim], over its sequence's first `visible` tokens."""
-        xp, (heads, group, dim) = self._xp, queries.shape
-        tiles = -(-visible // KEY_TILE)
-        scores = xp.empty((heads, group, tiles * KEY_TILE), dtype=xp.float32)
-        by_tile = scores.reshape(heads, group, tiles, KEY_TILE).transpose(0, 2, 1, 3)
-        xp.matmul(queries[:, None], sequence.keys[index, :, :tiles], out=by_tile)
-        weights = scores[:, :, :visible]
-        weights -= weights.max(axis=2, keepdims=True)
-        xp.exp(weights, out=weights)
-        totals = weights.sum(axis=2, keepdims=True)
-        span = max(KEY_TILE, SMALL_PRODUCT // (group * dim))
-        values = sequence.values[index]
-        mixed = weights[:, :, :span] @ values[:, : min(span, visible)]
-        for at in range(span, visible, span):
-            mixed += weights[:, :, at : at + span] @ values[:, at : min(at + span, visible)]
-        mixed /= totals
-        return mixed.reshape(-1)
-
     # -------------------------------------------------------------------------------------------- what both are made of
 
     def _embed(self, tokens: NDArray[np.int32]) -> Any:
         ids = self._xp.asarray(tokens)
-        if self.spec.tied:
-            return self._tensors["head"][ids // PANEL_COLUMNS, :, ids % PANEL_COLUMNS]
-        return self._tensors["embed"][ids]
+        return column(self._tensors["head"], ids) if self.spec.tied else self._tensors["embed"][ids]
 
     def _rope_tables(self, positions: NDArray[np.int64]) -> tuple[Any, Any]:
         """exp(i * angle), [n, 1, head_dim / 2], for queries (which it also scales) and keys.
@@ -202,11 +163,22 @@ class Llama:
         keys = (xp.cos(angles) + 1j * xp.sin(angles)).astype(xp.complex64)
         return keys * np.float32(1.0 / math.sqrt(self.spec.head_dim)), keys
 
-    def _project(self, work: "_Workspace", layer: "_Layer", count: int) -> None:
+    def _project(self, work: "_Activations", layer: "_Layer", count: int) -> None:
         self._normalize(work.hidden, layer.attn_norm, work.normed, count)
-        self._linear(work.normed, layer.qkv, work.qkv, count)
+        linear(self._xp, work.normed, layer.qkv, work.qkv, count)
+        if layer.qkv_bias is not None:
+            work.qkv[:count, : len(layer.qkv_bias)] += layer.qkv_bias
+        if layer.qk_norm is not None:
+            self._normalize_heads(work.qkv[:count, : layer.qk_norm.size], layer.qk_norm)
 
-    def _rotate(self, work: "_Workspace", rope: tuple[Any, Any], count: int) -> tuple[Any, Any, Any]:
+    def _normalize_heads(self, queries_and_keys: Any, weight: Any) -> None:
+        """RMSNorm of each head by itself, in place; `weight` is [heads + kv_heads, head_dim]."""
+        heads = queries_and_keys.reshape(len(queries_and_keys), *weight.shape)
+        mean_square = self._xp.einsum("nhd,nhd->nh", heads, heads) * np.float32(1.0 / self.spec.head_dim)
+        heads *= (np.float32(1.0) / self._xp.sqrt(mean_square + np.float32(self.spec.norm_eps)))[:, :, None]
+        heads *= weight
+
+    def _rotate(self, work: "_Activations", rope: tuple[Any, Any], count: int) -> tuple[Any, Any, Any]:
         """(queries [kv_head, n, group, head_dim], keys, values [n, kv_head, head_dim]), rotated; queries also scaled.
 
         `weights` stores the rows of Q and K as rotation pairs side by side, so that a rotation is a complex product.
@@ -223,13 +195,13 @@ class Llama:
         values = qkv[:, key_end : key_end + self._kv_width].reshape(count, spec.kv_heads, spec.head_dim)
         return queries.view(xp.float32), keys.view(xp.float32), values
 
-    def _finish_layer(self, work: "_Workspace", layer: "_Layer", count: int) -> None:
+    def _finish_layer(self, work: "_Activations", layer: "_Layer", count: int) -> None:
         """Output projection and feed-forward, each added to the hidden state."""
         xp, ffn, hidden = self._xp, self.spec.ffn, self.spec.hidden
-        self._linear(work.attended, layer.out, work.delta, count)
+        linear(xp, work.attended, layer.out, work.delta, count)
         work.hidden[:count] += work.delta[:count, :hidden]
         self._normalize(work.hidden, layer.ffn_norm, work.normed, count)
-        self._linear(work.normed, layer.gate_up, work.gate_up, count)
+        linear(xp, work.normed, layer.gate_up, work.gate_up, count)
         gate, up = work.gate_up[:count, :ffn], work.gate_up[:count, ffn : 2 * ffn]
         active = work.active[:count]  # silu(gate) * up = gate / (1 + exp(-gate)) * up
         xp.negative(gate, out=active)
@@ -238,14 +210,14 @@ class Llama:
         active += np.float32(1.0)
         xp.divide(gate, active, out=active)
         active *= up
-        self._linear(work.active, layer.down, work.delta, count)
+        linear(xp, work.active, layer.down, work.delta, count)
         work.hidden[:count] += work.delta[:count, :hidden]
 
-    def _logits(self, work: "_Workspace", count: int) -> NDArray[np.float32]:
+    def _logits(self, work: "_Activations", count: int) -> NDArray[np.float32]:
         head = self._tensors["head"]
         self._normalize(work.hidden, self._tensors["final_norm"], work.normed, count)
         out = self._xp.empty((len(work.normed), len(head) * PANEL_COLUMNS), dtype=self._xp.float32)
-        self._linear(work.normed, head, out, count)
+        linear(self._xp, work.normed, head, out, count)
         logits: NDArray[np.float32] = to_host(out[:count, : self.spec.vocab_size])
         return logits
 
@@ -256,16 +228,9 @@ class Llama:
         self._xp.multiply(x, scale[:, None], out=out)
         out *= weight
 
-    def _linear(self, x: Any, panels: Any, out: Any, count: int) -> None:
-        """out = x @ weights for the first `count` rows; the rows that round them up to whole chunks are scratch."""
-        chunks, height = row_chunks(count, x.shape[1])
-        rows = chunks * height
-        by_panel = out[:rows].reshape(chunks, height, len(panels), PANEL_COLUMNS).transpose(2, 0, 1, 3)
-        self._xp.matmul(x[:rows].reshape(1, chunks, height, x.shape[1]), panels[:, None], out=by_panel)
-
 
 class _Layer:
-    """One layer's tensors under their names."""
+    """One layer's tensors under their names. `qkv_bias` and `qk_norm` are None in families that have none."""
 
     attn_norm: Any
     down: Any
@@ -273,26 +238,44 @@ class _Layer:
     gate_up: Any
     out: Any
     qkv: Any
+    qkv_bias: Any
+    qk_norm: Any
 
     def __init__(self, tensors: dict[str, Any], layer: int) -> None:
         for name in self.__annotations__:
-            setattr(self, name, tensors[f"{layer}.{name}"])
+            setattr(self, name, tensors.get(f"{layer}.{name}"))
 
 
-class _Workspace:
-    """The activations of one step, reused by all its layers. Zeroed, since chunks of rows reach beyond the last."""
+class _Seat:
+    """What one thread works with, kept from step to step; as large as its largest step, so the caller's chunks bound it."""
+
+    def __init__(self, xp: Any, spec: ModelSpec) -> None:
+        self.attention = Attention(xp, spec)
+        self._xp = xp
+        self._spec = spec
+        self._kept = _Activations(xp, spec, 1)
+
+    def activations(self, count: int) -> "_Activations":
+        """Room for `count` rows; it holds what the last step left."""
+        if self._kept.rows < count:
+            self._kept = _Activations(self._xp, self._spec, count)
+        return self._kept
+
+
+class _Activations:
+    """The activations of one step, reused by all its layers. Products also read, and mean nothing by, rows that fill chunks."""
 
     def __init__(self, xp: Any, spec: ModelSpec, count: int) -> None:
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        depths = (spec.hidden, query, spec.ffn)
-        rows = max(chunks * height for chunks, height in (row_chunks(count, depth) for depth in depths))
+        rows = max(rows_needed(count, depth) for depth in (spec.hidden, query, spec.ffn))
 
         def zeros(width: int) -> Any:
             return xp.zeros((rows, width), dtype=xp.float32)
 
         def panelled(width: int) -> Any:
-            return zeros(-(-width // PANEL_COLUMNS) * PANEL_COLUMNS)
+            return zeros(panel_count(width) * PANEL_COLUMNS)
 
+        self.rows = count
         self.hidden = zeros(spec.hidden)
         self.normed = zeros(spec.hidden)
         self.qkv = panelled(query + 2 * kv)
@@ -300,24 +283,3 @@ class _Workspace:
         self.delta = panelled(spec.hidden)
         self.gate_up = panelled(2 * spec.ffn)
         self.active = zeros(spec.ffn)
-        self._xp = xp
-        self._scores: Any = None
-
-    def scores(self, height: int, visible: int) -> Any:
-        """Flat scratch for one tile of attention scores; the largest is asked first in every layer."""
-        if self._scores is None:
-            self._scores = self._xp.empty(height * (visible + KEY_TILE), dtype=self._xp.float32)
-        return self._scores
-
-
-def row_chunks(count: int, depth: int) -> tuple[int, int]:
-    """(chunks, height): cut `count` rows into equal chunks, small enough for the kernels and with few rows of padding.
-
-    Heights are even: measured at one row, two rows with one of them unused read the weights at 30 GB/s instead of 22.
-    """
-    limit = SMALL_PRODUCT // (PANEL_COLUMNS * depth) // 2 * 2
-    if limit < 2:
-        return 1, count
-    heights = range(max(2, limit // 2 // 2 * 2), limit + 1, 2) if count > limit else (count + count % 2,)
-    height = min(heights, key=lambda rows: (-(-count // rows) * rows, -rows))
-    return -(-count // height), height

@@ -1,5 +1,6 @@
 """What a model is to the rest of the system: its shape and identity, and the methods every engine has."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -7,16 +8,33 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
 
+LAYERS_MAX = 1024  # both bound what a file that lies about its shape can make us do
+SIZE_MAX = 1 << 24
 KV_ITEM_BYTES = {"float32": 4}
 
 LayerCallback = Callable[[int], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a family has beyond RMSNorm, RoPE, grouped-query attention and SwiGLU."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(qkv_bias=True), "qwen3": Family(qk_norm=True)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Shape and identity of one model. `fingerprint` covers shape and weights, not the tokenizer."""
+    """Shape and identity of one model. `fingerprint` covers shape and weights, not the tokenizer.
+
+    `max_positions` never exceeds `sliding_window`: within its window such a model attends to everything, as all others do.
+    """
 
     name: str
     layers: int
@@ -33,6 +51,9 @@ class ModelSpec:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     fingerprint: str
+    family: str = "llama"
+    rope_scaling: str = "default"
+    sliding_window: int | None = None
     kv_dtype: str = "float32"
 
     @property
@@ -60,13 +81,35 @@ class Engine(Protocol):
         """Append `tokens` at `sequence.length`; return the logits at the asked indices into `tokens`.
 
         `before_layer(l)` runs before layer l first reads earlier KV, `after_layer(l)` once layer l's KV of these tokens
-        is stored. What they raise propagates, and `sequence.length` stays as it was.
+        is stored, each in the order of the layers; they may come from two threads. What they raise propagates, and
+        `sequence.length` stays as it was.
         """
         ...
 
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """One token for each sequence; returns logits [len(sequences), vocab_size]."""
         ...
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Raise ModelError unless an engine of this shape can be built. Any field may hold anything: it comes from a file."""
+    sizes = (spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, spec.ffn, spec.vocab_size, spec.max_positions)
+    numbers = (spec.rope_theta, spec.norm_eps)
+    sound = (
+        all(type(size) is int and 0 < size <= SIZE_MAX for size in sizes)
+        and type(spec.layers) is int
+        and 0 < spec.layers <= LAYERS_MAX
+        and spec.heads % spec.kv_heads == 0
+        and spec.heads * spec.head_dim <= SIZE_MAX
+        and spec.head_dim % 2 == 0
+        and all(isinstance(number, int | float) and math.isfinite(number) and number > 0 for number in numbers)
+        and all(type(token) is int and 0 <= token < spec.vocab_size for token in (*spec.eos_ids, spec.bos_id or 0))
+        and type(spec.tied) is bool
+        and spec.family in FAMILIES
+        and spec.kv_dtype in KV_ITEM_BYTES
+    )
+    if not sound:
+        raise ModelError(f"the shape of {spec.name} makes no sense: {spec}"[:1000])
 
 
 def check_room(sequence: SequenceKV, token_count: int) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any, NoReturn, Protocol
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
@@ -167,11 +169,12 @@ BYTE_TEMPLATE = (
 )
 
 
+BYTE_CONVERSATION = Conversation(template=BYTE_TEMPLATE, eos_ids=(ByteVocabulary.END_ID,), eos_token=ByteVocabulary.SPECIAL[0])
+
+
 def byte_tokenizer(vocab_size: int = 512) -> Tokenizer:
     """For "toy" and "dummy:*": one id per byte of UTF-8."""
-    end_id = ByteVocabulary.END_ID
-    conversation = Conversation(template=BYTE_TEMPLATE, eos_ids=(end_id,), eos_token=ByteVocabulary.SPECIAL[0])
-    return Tokenizer(ByteVocabulary(vocab_size), conversation)
+    return Tokenizer(ByteVocabulary(vocab_size), BYTE_CONVERSATION)
 
 
 def open_tokenizer(path: Path | str) -> Tokenizer:
@@ -179,13 +182,29 @@ def open_tokenizer(path: Path | str) -> Tokenizer:
     if str(path) == "toy":
         return byte_tokenizer()
     directory = Path(path)
+    conversation, fields = _read_conversation(directory)
+    if conversation is BYTE_CONVERSATION:
+        return byte_tokenizer(fields["vocab_size"])
+    return Tokenizer(BpeVocabulary(read_vocabulary(directory / VOCABULARY_FILE)), conversation)
+
+
+def read_conversation(directory: Path) -> Conversation:
+    """That of a prepared model: BYTE_CONVERSATION itself where ids are bytes."""
+    return _read_conversation(directory)[0]
+
+
+def _read_conversation(directory: Path) -> tuple[Conversation, dict[str, Any]]:
     try:
         fields = json.loads((directory / CONVERSATION_FILE).read_text())
         if fields.pop("kind") == "bytes":
-            return byte_tokenizer(fields["vocab_size"])
+            if type(fields["vocab_size"]) is not int or fields["vocab_size"] < 512:
+                raise ValueError(f"a vocabulary of {fields['vocab_size']!r}")
+            return BYTE_CONVERSATION, fields
         conversation = Conversation(**(fields | {"eos_ids": tuple(fields["eos_ids"])}))
-        return Tokenizer(BpeVocabulary(read_vocabulary(directory / VOCABULARY_FILE)), conversation)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not isinstance(conversation.template, str | None):
+            raise ValueError("its chat template is no text")
+        return conversation, fields
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{directory} is not a prepared model: {error}") from error
 
 
@@ -201,17 +220,41 @@ def fingerprint(path: Path | str) -> str:
 
 def read_vocabulary(path: Path) -> tokenizers.Tokenizer:
     """A tokenizer.json."""
-    with _library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
+    with library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
         return tokenizers.Tokenizer.from_file(str(path))
 
 
 @contextlib.contextmanager
-def _library_errors(what: str) -> Iterator[None]:
+def library_errors(what: str) -> Iterator[None]:
     """The tokenizers library raises bare `Exception`, which is caught here and nowhere else."""
     try:
         yield
     except Exception as error:
         raise ModelError(f"{what}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """What a source of weights brings: `kind` says in words what it is; without a vocabulary, ids are bytes."""
+
+    kind: str
+    vocabulary: tokenizers.Tokenizer | None
+    conversation: Conversation
+
+
+def byte_parts() -> TokenizerParts:
+    return TokenizerParts("bytes", None, BYTE_CONVERSATION)
+
+
+def write_parts(directory: Path, parts: TokenizerParts, vocab_size: int) -> None:
+    """Write what `open_tokenizer` reads. Raises ModelError if the chat template does not parse."""
+    if parts.conversation.template:
+        check_template(parts.conversation.template)
+    if parts.vocabulary is None:
+        write_byte_conversation(directory, vocab_size)
+    else:
+        parts.vocabulary.save(str(directory / VOCABULARY_FILE))
+        write_conversation(directory, parts.conversation)
 
 
 def write_conversation(directory: Path, conversation: Conversation) -> None:
@@ -222,40 +265,6 @@ def write_byte_conversation(directory: Path, vocab_size: int) -> None:
     (directory / CONVERSATION_FILE).write_text(json.dumps({"kind": "bytes", "vocab_size": vocab_size}))
 
 
-def byte_level_bpe(
-    *, tokens: Sequence[str], merges: Iterable[tuple[str, str]], special: Sequence[bool], pre: str
-) -> tokenizers.Tokenizer:
-    """Build a tokenizer from the parts that a GGUF file carries. `pre` names its pre-tokenizer."""
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    with _library_errors("the model's tokenizer is damaged"):
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=list(merges)))
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    added = [token for token, is_special in zip(tokens, special, strict=True) if is_special]
-    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in added])
-    return tokenizer
-
-
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _pre_tokenizer(pre: str) -> Any:
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
-    match pre:
-        case "smollm":
-            digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-            return tokenizers.pre_tokenizers.Sequence([digits, byte_level(add_prefix_space=False, use_regex=True)])
-        case "gpt-2" | "default":
-            return byte_level(add_prefix_space=False, use_regex=True)
-        case "llama-bpe" | "llama3":
-            split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated")
-            return tokenizers.pre_tokenizers.Sequence([split, byte_level(add_prefix_space=False, use_regex=False)])
-    known = "smollm, gpt-2, default, llama-bpe"
-    raise ModelError(f"GGUF pre-tokenizer {pre!r} is not supported ({known}): use the model's Hugging Face directory")
-
-
 def _encodable(text: str) -> str:
     """`text` with lone surrogates, which JSON can carry and UTF-8 cannot, replaced."""
     return text if text.isascii() else text.encode("utf-8", errors="replace").decode()
@@ -264,7 +273,7 @@ def _encodable(text: str) -> str:
 def _compile(template: str) -> jinja2.Template:
     """As Hugging Face compiles it, so that templates written for it give the same text here."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
@@ -273,6 +282,21 @@ def _compile(template: str) -> jinja2.Template:
         return environment.from_string(template)
     except jinja2.TemplateError as error:
         raise ModelError(f"the model's chat template does not parse: {error}") from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """Templates for training mark what the assistant says; the mark changes no text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def check_template(template: str) -> None:
+    """Raise ModelError unless it parses."""
+    _compile(template)
 
 
 def _raise_exception(message: str) -> NoReturn:

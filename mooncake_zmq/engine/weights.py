@@ -13,6 +13,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -26,14 +27,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.engine import tokenizer
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.llama import PANEL_COLUMNS, Llama
+from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.panels import PANEL_COLUMNS, panel_count, to_panels
 from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource, Source, expected_shapes
-from mooncake_zmq.engine.spec import Engine, ModelSpec
+from mooncake_zmq.engine.spec import FAMILIES, Engine, ModelSpec, check_spec
 from mooncake_zmq.engine.toy import ToyEngine
 
-FORMAT = 2  # of the prepared directory: a change here converts every model again
+FORMAT = 3  # of the prepared directory: a change here converts every model again
 ALIGNMENT_BYTES = 4096
+ITEM_BYTES = 4  # float32
 HEADER_FILE = "header.json"
 WEIGHTS_FILE = "weights.bin"
 
@@ -63,8 +67,7 @@ def prepare(model: str, cache_dir: Path | str, progress: Progress = lambda what,
     if model == "toy":
         return Path("toy")
     cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
-    label, key = _identify(model)
-    target = cache_dir / f"{label}-{key}"
+    target = locate(model, cache_dir)
     if (target / HEADER_FILE).exists():
         return target
     try:
@@ -80,7 +83,26 @@ def prepare(model: str, cache_dir: Path | str, progress: Progress = lambda what,
     return target
 
 
-def open_model(path: Path, *, device: str = "cpu") -> Llama:
+def locate(model: str, cache_dir: Path) -> Path:
+    """Where `prepare` puts `model`, whether or not it is there already."""
+    try:
+        label, key = _identify(model)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model[:200]} cannot be read: {error}") from error
+    return cache_dir / f"{label}-{key}"
+
+
+def open_source(model: str) -> tuple[Source, str]:
+    """The source of any model but "default", and what it is in words. Raises ModelError: not supported, damaged."""
+    if model.startswith("dummy:"):
+        return DummySource(model.removeprefix("dummy:")), "random weights"
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return HuggingFaceSource(path), "a Hugging Face directory"
+    return GgufSource(path), "a GGUF file"
+
+
+def open_model(path: Path, *, device: str = "cpu", threads: int = 1) -> Llama:
     """Map a prepared model. Takes milliseconds; pages come in as they are read and are shared by all processes."""
     spec, table = _read_header(path)
     try:
@@ -89,16 +111,16 @@ def open_model(path: Path, *, device: str = "cpu") -> Llama:
         raise ModelError(f"{path / WEIGHTS_FILE} cannot be mapped: {error}") from error
     tensors = {}
     for name, (offset, shape) in table.items():
-        end = offset + 4 * int(np.prod(shape, dtype=np.int64))
+        end = offset + ITEM_BYTES * math.prod(shape)
         if end > len(data):
             raise ModelError(f"{path} is damaged ({name} ends beyond the file): delete it, it will be made again")
         tensors[name] = data[offset:end].view(np.float32).reshape(shape)
-    return Llama(spec, tensors, device=device)
+    return Llama(spec, tensors, device=device, threads=threads)
 
 
-def load_engine(model: Path | str, *, device: str = "cpu") -> Engine:
+def load_engine(model: Path | str, *, device: str = "cpu", threads: int = 1) -> Engine:
     """The engine of a prepared directory, or of "toy"."""
-    return ToyEngine() if str(model) == "toy" else open_model(Path(model), device=device)
+    return ToyEngine() if str(model) == "toy" else open_model(Path(model), device=device, threads=threads)
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -160,17 +182,6 @@ def _digest(identity: str) -> str:
     return hashlib.sha256(f"{FORMAT} {identity}".encode()).hexdigest()[:12]
 
 
-def _open_source(model: str, scratch: Path, progress: Progress) -> Source:
-    if model == "default":
-        return GgufSource(obtain_default(scratch, progress))
-    if model.startswith("dummy:"):
-        return DummySource(model.removeprefix("dummy:"))
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return HuggingFaceSource(path)
-    return GgufSource(path)
-
-
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Hold the lock file; the kernel frees it if we die. The file itself stays, so that all lock the same one."""
@@ -192,11 +203,12 @@ def _build(model: str, target: Path, progress: Progress) -> None:
     scratch = temporary / "scratch"
     scratch.mkdir(parents=True)
     try:
-        source = _open_source(model, scratch, progress)
         if model == "default":
+            source: Source = GgufSource(obtain_default(scratch, progress))
             source.spec = replace(source.spec, name=DEFAULT_NAME)
-        _check_spec(source.spec)
-        source.write_tokenizer(temporary)
+        else:
+            source = open_source(model)[0]
+        tokenizer.write_parts(temporary, source.read_tokenizer(), source.spec.vocab_size)
         _convert(source, temporary, progress)
         shutil.rmtree(scratch)
         temporary.rename(target)
@@ -238,15 +250,8 @@ def _convert(source: Source, directory: Path, progress: Progress) -> None:
     (directory / HEADER_FILE).write_text(json.dumps(header, indent=1))
 
 
-def _check_spec(spec: ModelSpec) -> None:
-    sizes = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, spec.ffn, spec.vocab_size)
-    whole = all(type(size) is int and size > 0 for size in (*sizes, spec.max_positions))
-    if not whole or spec.heads % spec.kv_heads or spec.head_dim % 2:
-        raise ModelError(f"the shape of {spec.name} makes no sense: {spec}")
-
-
 def _check_space(spec: ModelSpec, directory: Path) -> None:
-    needed = sum(4 * int(np.prod(shape)) + ALIGNMENT_BYTES for shape in expected_shapes(spec).values())
+    needed = prepared_bytes(spec)
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ModelError(
@@ -266,14 +271,24 @@ def _stored_tensors(source: Source) -> Iterator[tuple[int, str, NDArray[np.float
         return found
 
     def panels(*names: str) -> NDArray[np.float32]:
-        return to_panels(np.concatenate([tensor(name) for name in names]))
+        parts = [tensor(name) for name in names]
+        return to_panels(np.concatenate(parts) if len(parts) > 1 else parts[0])
 
+    def heads(layer: int, what: str = "") -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        query, key = tensor(f"{layer}.q{what}"), tensor(f"{layer}.k{what}")
+        return rotation_pairs(query, spec.heads), rotation_pairs(key, spec.kv_heads)
+
+    family = FAMILIES[spec.family]
     yield 0, "inv_freq", np.ascontiguousarray(tensor("inv_freq"))
     for layer in range(spec.layers):
         for norm in ("attn_norm", "ffn_norm"):
             yield layer, f"{layer}.{norm}", np.ascontiguousarray(tensor(f"{layer}.{norm}"))
-        query, key = rotation_pairs(tensor(f"{layer}.q"), spec.heads), rotation_pairs(tensor(f"{layer}.k"), spec.kv_heads)
-        yield layer, f"{layer}.qkv", to_panels(np.concatenate([query, key, tensor(f"{layer}.v")]))
+        yield layer, f"{layer}.qkv", to_panels(np.concatenate([*heads(layer), tensor(f"{layer}.v")]))
+        if family.qkv_bias:
+            yield layer, f"{layer}.qkv_bias", np.concatenate([*heads(layer, "_bias"), tensor(f"{layer}.v_bias")])
+        if family.qk_norm:
+            norms = [rotation_pairs(tensor(f"{layer}.{part}_norm"), 1) for part in "qk"]
+            yield layer, f"{layer}.qk_norm", np.repeat(norms, (spec.heads, spec.kv_heads), axis=0)
         yield layer, f"{layer}.out", panels(f"{layer}.out")
         yield layer, f"{layer}.gate_up", panels(f"{layer}.gate", f"{layer}.up")
         yield layer, f"{layer}.down", panels(f"{layer}.down")
@@ -284,22 +299,48 @@ def _stored_tensors(source: Source) -> Iterator[tuple[int, str, NDArray[np.float
         yield spec.layers, "embed", np.ascontiguousarray(tensor("embed"))
 
 
+def stored_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The tensors of weights.bin and their shapes, in float32: what `_stored_tensors` yields, without a source."""
+    query, kv, family = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, FAMILIES[spec.family]
+
+    def panels(rows: int, columns: int) -> tuple[int, ...]:
+        return panel_count(rows), columns, PANEL_COLUMNS
+
+    layer: dict[str, tuple[int, ...]] = {"attn_norm": (spec.hidden,), "ffn_norm": (spec.hidden,)}
+    layer["qkv"] = panels(query + 2 * kv, spec.hidden)
+    if family.qkv_bias:
+        layer["qkv_bias"] = (query + 2 * kv,)
+    if family.qk_norm:
+        layer["qk_norm"] = (spec.heads + spec.kv_heads, spec.head_dim)
+    layer |= {"out": panels(spec.hidden, query), "gate_up": panels(2 * spec.ffn, spec.hidden)}
+    layer["down"] = panels(spec.hidden, spec.ffn)
+    shapes: dict[str, tuple[int, ...]] = {"inv_freq": (spec.head_dim // 2,)}
+    shapes |= {f"{index}.{name}": shape for index in range(spec.layers) for name, shape in layer.items()}
+    shapes |= {"final_norm": (spec.hidden,), "head": panels(spec.vocab_size, spec.hidden)}
+    return shapes if spec.tied else shapes | {"embed": (spec.vocab_size, spec.hidden)}
+
+
+def prepared_bytes(spec: ModelSpec) -> int:
+    """The size of weights.bin: on disk once, and in the page cache once however many processes map it."""
+    end = 0
+    for shape in stored_shapes(spec).values():
+        end += -end % ALIGNMENT_BYTES + ITEM_BYTES * math.prod(shape)
+    return end
+
+
+def preparing_bytes(spec: ModelSpec) -> int:
+    """What a conversion allocates at its peak: the largest tensor as it is read, fused, padded and cut into panels."""
+    return 4 * ITEM_BYTES * max(math.prod(shape) for shape in stored_shapes(spec).values())
+
+
 def rotation_pairs(weights: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """Rows (0, 1, .. d-1) of each head to (0, d/2, 1, d/2+1, ..): what RoPE turns together lies side by side.
 
-    Scores do not change when Q and K are permuted alike; a rotation becomes one complex product.
+    Scores do not change when Q and K are permuted alike; a rotation becomes one complex product. Biases and norms, of one
+    axis, go the same way.
     """
-    rows, columns = weights.shape
-    return weights.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def to_panels(weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[out, in] to [out / 64, in, 64], the last panel padded with zeros."""
-    rows, columns = weights.shape
-    count = -(-rows // PANEL_COLUMNS)
-    padded = np.zeros((count * PANEL_COLUMNS, columns), dtype=np.float32)
-    padded[:rows] = weights
-    return np.ascontiguousarray(padded.reshape(count, PANEL_COLUMNS, columns).transpose(0, 2, 1))
+    rows, *columns = weights.shape
+    return weights.reshape(heads, 2, rows // heads // 2, *columns).swapaxes(1, 2).reshape(weights.shape)
 
 
 def _read_header(path: Path) -> tuple[ModelSpec, dict[str, tuple[int, tuple[int, ...]]]]:
@@ -308,6 +349,12 @@ def _read_header(path: Path) -> tuple[ModelSpec, dict[str, tuple[int, tuple[int,
         if header["format"] != FORMAT:
             raise ModelError(f"{path} was prepared by another version: prepare it again")
         spec = ModelSpec(**(header["spec"] | {"eos_ids": tuple(header["spec"]["eos_ids"])}))
-        return spec, {name: (entry["offset"], tuple(entry["shape"])) for name, entry in header["tensors"].items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        check_spec(spec)
+        table = {name: (entry["offset"], tuple(entry["shape"])) for name, entry in header["tensors"].items()}
+        if {name: shape for name, (_, shape) in table.items()} != stored_shapes(spec):
+            raise ValueError("its tensors are not those of its shape")
+        if not all(type(offset) is int and offset >= 0 and offset % ALIGNMENT_BYTES == 0 for offset, _ in table.values()):
+            raise ValueError("its tensors lie nowhere")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} is not a prepared model: {error}") from error
+    return spec, table

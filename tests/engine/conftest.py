@@ -16,13 +16,23 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "smollm2.npz"
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return weights.open_model(weights.prepare("dummy:tiny", tmp_path_factory.mktemp("models")))
+def tiny_path(tmp_path_factory):
+    return weights.prepare("dummy:tiny", tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="session", params=["toy", "tiny"])
-def engine(request, tiny):
-    return weights.load_engine("toy") if request.param == "toy" else tiny
+@pytest.fixture(scope="session")
+def tiny(tiny_path):
+    return weights.open_model(tiny_path)
+
+
+@pytest.fixture(scope="session", params=["toy", "tiny", "tiny with 3 threads"])
+def engine(request, tiny_path, tiny):
+    match request.param:
+        case "toy":
+            return weights.load_engine("toy")
+        case "tiny":
+            return tiny
+    return weights.load_engine(tiny_path, threads=3)
 
 
 @pytest.fixture(scope="session")

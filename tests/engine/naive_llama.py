@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from mooncake_zmq.engine.spec import FAMILIES
+
 
 def logits(source, tokens):
     spec, position = source.spec, np.arange(len(tokens))
@@ -18,12 +20,21 @@ def logits(source, tokens):
         cos, sin = np.cos(angle), np.sin(angle)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=2)
 
+    def projected(normed, layer, part):  # [token, head, dim]
+        heads = normed @ matrix(f"{layer}.{part}").T
+        if FAMILIES[spec.family].qkv_bias:
+            heads = heads + matrix(f"{layer}.{part}_bias")
+        heads = heads.reshape(len(tokens), -1, spec.head_dim)
+        if FAMILIES[spec.family].qk_norm and part != "v":
+            heads = np.stack([normalize(head, f"{layer}.{part}_norm") for head in heads.swapaxes(0, 1)], axis=1)
+        return heads
+
     x = matrix("embed")[tokens]
     future = np.triu(np.ones((len(tokens), len(tokens)), dtype=bool), k=1)
     for layer in range(spec.layers):
         normed = normalize(x, f"{layer}.attn_norm")
-        heads = {part: (normed @ matrix(f"{layer}.{part}").T).reshape(len(tokens), -1, spec.head_dim) for part in "qkv"}
-        queries, keys, values = rotate(heads["q"]), rotate(heads["k"]), heads["v"]
+        queries, keys = (rotate(projected(normed, layer, part)) for part in "qk")
+        values = projected(normed, layer, "v")
         mixed = np.empty_like(queries)
         for head in range(spec.heads):
             shared = head * spec.kv_heads // spec.heads

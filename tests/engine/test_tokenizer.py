@@ -3,12 +3,12 @@
 import pytest
 
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.gguf_vocabulary import byte_level_bpe
 from mooncake_zmq.engine.tokenizer import (
     ByteVocabulary,
     Conversation,
     TemplateFailed,
     Tokenizer,
-    byte_level_bpe,
     byte_tokenizer,
     fingerprint,
     open_tokenizer,
@@ -109,6 +109,11 @@ def test_templates_as_hugging_face_writes_them():
     assert with_template(template).chat_text(messages) == 'a="<é>"<|end|>\ngo'
 
 
+def test_templates_that_mark_what_the_assistant_says():
+    template = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %};{% endfor %}"
+    assert with_template(template).chat_text([{"content": "a"}, {"content": "b"}]) == "a;b;"
+
+
 def test_a_template_that_does_not_parse():
     with pytest.raises(ModelError, match="does not parse"):
         with_template("{% if %}")
@@ -129,5 +134,5 @@ def test_fingerprint_covers_vocabulary_and_template(tmp_path):
 
 
 def test_an_unknown_pre_tokenizer_is_named():
-    with pytest.raises(ModelError, match="tekken"):
-        byte_level_bpe(tokens=["a"], merges=[], special=[False], pre="tekken")
+    with pytest.raises(ModelError, match="viking"):
+        byte_level_bpe(tokens=["a"], merges=[], kinds=[1], pre="viking")

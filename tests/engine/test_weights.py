@@ -1,29 +1,24 @@
 """From every source to the same numbers, and a clear line for every way in which a model can be wrong."""
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import shutil
+import tracemalloc
 
 import gguf
 import naive_llama
 import numpy as np
 import pytest
-import safetensors.numpy
+from model_files import add_byte_level_tokenizer, save_gguf, save_model_directory, save_tensors, stored
 
 from mooncake_zmq.engine import tokenizer, weights
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.sources import _GGUF_NAMES, _HF_NAMES, DummySource, expected_shapes
+from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource
 
 ODD_SHAPE = '{"heads": 6, "kv_heads": 2, "head_dim": 10, "hidden": 72, "ffn": 100, "layers": 3, "vocab_size": 517}'
 TOKENS = np.random.default_rng(2).integers(0, 512, 150).astype(np.int32)
-
-
-def small_vocabulary():
-    letters = sorted(chr(code) for code in range(33, 127))
-    return tokenizer.byte_level_bpe(
-        tokens=[*letters, "Ġ", "th", "<s>", "</s>"], merges=[("t", "h")], special=[False] * 96 + [True] * 2, pre="gpt-2"
-    )
 
 
 def last_logits(path):
@@ -31,84 +26,24 @@ def last_logits(path):
     return model.prefill(model.new_sequence(200), TOKENS, logits_at=range(0, 150, 7))
 
 
-def write_hugging_face(directory, source, *, dtype=np.float32, shards=1, leave_out=(), **config):
-    directory.mkdir()
-    spec = source.spec
-    tensors = {}
-    for name in expected_shapes(spec):
-        layer, _, part = name.rpartition(".")
-        if part != "inv_freq":
-            stored = f"model.layers.{layer}.{_HF_NAMES[part]}" if layer else _HF_NAMES[part]
-            tensors[stored] = source.tensor(name).astype(dtype)
-    names = sorted(set(tensors) - set(leave_out))
-    files = [names[shard::shards] for shard in range(shards)]
-    for shard, part in enumerate(files):
-        safetensors.numpy.save_file({name: tensors[name] for name in part}, directory / f"m-{shard}.safetensors")
-    if shards > 1:
-        weight_map = {name: f"m-{shard}.safetensors" for shard, part in enumerate(files) for name in part}
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    fields = {
-        "model_type": "llama",
-        "num_hidden_layers": spec.layers,
-        "hidden_size": spec.hidden,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate_size": spec.ffn,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_positions,
-        "rope_theta": spec.rope_theta,
-        "rms_norm_eps": spec.norm_eps,
-        "tie_word_embeddings": spec.tied,
-        "bos_token_id": 96,
-        "eos_token_id": 97,
-    }
-    (directory / "config.json").write_text(json.dumps(fields | config))
-    small_vocabulary().save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "{{ messages[0].content }}"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    return directory
+def write_hugging_face(directory, source, *, kind="F32", shards=1, leave_out=(), **changes):
+    config, tensors = stored(source)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in leave_out}
+    return save_model_directory(directory, config | changes, kept, kind=kind, shards=shards)
 
 
-def write_gguf(path, source, *, architecture="llama", leave_out=(), pre="gpt-2", merge="t 1", quantization=None):
-    spec = source.spec
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(spec.layers)
-    writer.add_context_length(spec.max_positions)
-    writer.add_embedding_length(spec.hidden)
-    writer.add_feed_forward_length(spec.ffn)
-    writer.add_head_count(spec.heads)
-    writer.add_head_count_kv(spec.kv_heads)
-    writer.add_key_length(spec.head_dim)
-    writer.add_rope_freq_base(spec.rope_theta)
-    writer.add_layer_norm_rms_eps(spec.norm_eps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(["t", "1", *(f"t{index}" for index in range(1, spec.vocab_size - 2)), "</s>"])
-    writer.add_token_types([1] * (spec.vocab_size - 1) + [3])
-    writer.add_token_merges([merge])
-    writer.add_eos_token_id(spec.vocab_size - 1)
-    for name in expected_shapes(spec):
-        layer, _, part = name.rpartition(".")
-        if part == "inv_freq" or name in leave_out:
-            continue
-        tensor = source.tensor(name)
-        if part in ("q", "k"):  # as llama.cpp's converter permutes them
-            heads = spec.heads if part == "q" else spec.kv_heads
-            tensor = tensor.reshape(heads, 2, spec.head_dim // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
-        stored = f"blk.{layer}.{_GGUF_NAMES[part]}" if layer else _GGUF_NAMES[part]
-        if quantization and tensor.ndim == 2:
-            writer.add_tensor(stored, gguf.quants.quantize(tensor, quantization), raw_dtype=quantization)
-        else:
-            writer.add_tensor(stored, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+def write_gguf(path, source, *, leave_out=(), pre="gpt-2", merge="t 1", extra=None, **options):
+    config, tensors = stored(source)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in leave_out} | (extra or {})
+    tokenizer = functools.partial(add_byte_level_tokenizer, pre=pre, merge=merge)
+    return save_gguf(path, config, kept, add_tokenizer=tokenizer, **options)
 
 
-@pytest.mark.parametrize("shape", ["tiny", ODD_SHAPE, '{"tied": true, "kv_heads": 4}', '{"ffn": 9000}'])
+@pytest.mark.parametrize(
+    "shape",
+    ["tiny", ODD_SHAPE, '{"tied": true, "kv_heads": 4}', '{"ffn": 9000}']
+    + ['{"family": "qwen2", "heads": 6}', '{"family": "qwen3", "head_dim": 24, "hidden": 40}'],
+)
 def test_the_engine_computes_what_the_mathematics_say(tmp_path, shape):
     expected = naive_llama.logits(DummySource(shape), TOKENS)[::7]
     got = last_logits(weights.prepare(f"dummy:{shape}", tmp_path))
@@ -143,18 +78,9 @@ def test_hugging_face_directory_equals_its_source(tmp_path):
 def test_half_precision_weights(tmp_path):
     source = DummySource("tiny")
     exact = last_logits(weights.prepare("dummy:tiny", tmp_path))
-    half = write_hugging_face(tmp_path / "half", source, dtype=np.float16)
+    half = write_hugging_face(tmp_path / "half", source, kind="F16")
     np.testing.assert_allclose(last_logits(weights.prepare(str(half), tmp_path)), exact, atol=0.05)
-    brain = write_hugging_face(tmp_path / "brain", source)
-    file = brain / "m-0.safetensors"
-    tensors = safetensors.numpy.load_file(file)
-    header, body = {}, b""
-    for name, tensor in tensors.items():  # NumPy has no bfloat16: cut the lower halves off by hand
-        cut = (tensor.view(np.uint32) >> 16).astype("<u2").tobytes()
-        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [len(body), len(body) + len(cut)]}
-        body += cut
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + body)
+    brain = write_hugging_face(tmp_path / "brain", source, kind="BF16")
     np.testing.assert_allclose(last_logits(weights.prepare(str(brain), tmp_path)), exact, atol=0.4)
 
 
@@ -169,6 +95,79 @@ def test_quantized_gguf(tmp_path, quantization):
     exact = last_logits(weights.prepare("dummy:tiny", tmp_path))
     path = write_gguf(tmp_path / "model.gguf", DummySource("tiny"), quantization=quantization)
     np.testing.assert_allclose(last_logits(weights.prepare(str(path), tmp_path)), exact, atol=0.2)
+
+
+WIDE = DummySource('{"layers": 1, "hidden": 256, "head_dim": 64, "ffn": 256}')  # rows of whole blocks of every type
+UNREADABLE = ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0")
+PLAIN = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "F64": np.float64,
+    "I8": np.int8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
+}
+
+
+def raw_tensor(shape, kind):
+    """A tensor of any GGUF type: small positive numbers, or bytes that make no scale infinite."""
+    random = np.random.default_rng(len(kind.name))
+    if kind.name in PLAIN:
+        return random.integers(0, 3, shape).astype(PLAIN[kind.name])
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    return random.integers(0, 0x40, (*shape[:-1], shape[-1] // block * block_bytes), dtype=np.uint8)
+
+
+def write_wide_gguf(path, kind):
+    """All matrices of one type, with their raw tensors. Rows of Q and K stay as they are: the tests undo nothing."""
+    config, tensors = stored(WIDE)
+    raw = {name: raw_tensor(tensor.shape, kind) for name, tensor in tensors.items() if tensor.ndim == 2}
+    return save_gguf(path, config, {name: tensor for name, tensor in tensors.items() if tensor.ndim == 1}, raw=(raw, kind)), raw
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in gguf.GGMLQuantizationType if kind.name not in UNREADABLE], ids=lambda kind: kind.name
+)
+def test_every_quantization_that_the_gguf_package_undoes(tmp_path, kind):
+    path, raw = write_wide_gguf(tmp_path / "model.gguf", kind)
+    expected = gguf.quants.dequantize(raw["model.layers.0.mlp.up_proj.weight"], kind).astype(np.float32)
+    assert np.isfinite(expected).all()
+    assert expected.std() > 0
+    source = GgufSource(path)
+    np.testing.assert_array_equal(source.tensor("0.up"), expected)
+    gate = gguf.quants.dequantize(raw["model.layers.0.mlp.gate_proj.weight"], kind)
+    panels = weights.open_model(weights.prepare(str(path), tmp_path))._tensors["0.gate_up"]
+    np.testing.assert_array_equal(panels.transpose(0, 2, 1).reshape(-1, 256), np.concatenate([gate, expected]))
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_types_that_it_cannot_undo_are_refused_by_name(tmp_path, cache, name):
+    path, _ = write_wide_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType[name])
+    with pytest.raises(ModelError, match=f"is of type {name}, which cannot be read"):
+        GgufSource(path)
+    assert_refused(path, cache, name)
+
+
+@pytest.mark.parametrize("shape", ["tiny", ODD_SHAPE, '{"tied": true}', '{"family": "qwen2"}', '{"family": "qwen3"}'])
+def test_the_size_of_a_prepared_model_is_known_beforehand(tmp_path, shape):
+    path = weights.prepare(f"dummy:{shape}", tmp_path)
+    spec = weights.read_spec(path)
+    assert (path / "weights.bin").stat().st_size == weights.prepared_bytes(spec)
+    header = json.loads((path / "header.json").read_text())
+    assert {name: tuple(entry["shape"]) for name, entry in header["tensors"].items()} == weights.stored_shapes(spec)
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+@pytest.mark.parametrize("shape", ['{"vocab_size": 6001, "tied": true}', '{"ffn": 6001}'])
+def test_the_memory_of_a_conversion_is_known_beforehand(tmp_path, kind, shape):
+    path = write_hugging_face(tmp_path / "model", DummySource(shape), kind=kind)
+    weights.prepare("dummy:tiny", tmp_path)  # what the first conversion imports is not counted
+    tracemalloc.start()
+    prepared = weights.prepare(str(path), tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < weights.preparing_bytes(weights.read_spec(prepared)) + 500_000
 
 
 def test_llama3_rope_scaling(tmp_path):
@@ -293,6 +292,85 @@ def test_hugging_face_directories_that_are_wrong(tmp_path, cache):
     assert_refused(silent, cache, "no tokenizer.json")
 
 
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"model_type": kind}, f"'{kind}' is not supported")
+        for kind in ("mixtral", "gemma2", "phi3", "gpt2", "smollm3", "qwen3_moe")
+    ]
+    + [
+        ({"model_type": None}, "None"),
+        ({"model_type": ["llama"]}, "not supported"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*awq"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_parameters": [1]}, "RoPE"),
+        ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window"),
+        ({"num_hidden_layers": 10**9}, "makes no sense"),
+        ({"num_attention_heads": 3}, "makes no sense|shape"),
+        ({"rms_norm_eps": float("nan")}, "makes no sense"),
+        ({"eos_token_id": 10**6}, "makes no sense"),
+        ({"tie_word_embeddings": False, "vocab_size": 100}, "shape|makes no sense"),
+        ({"model_type": "qwen2"}, "lacks the tensor model.layers.0.self_attn.q_proj.bias"),
+        ({"model_type": "qwen3"}, "lacks the tensor model.layers.0.self_attn.q_norm.weight"),
+    ],
+)
+def test_what_the_engine_would_compute_differently_is_refused_by_name(tmp_path, cache, changes, word):
+    directory = write_hugging_face(tmp_path / "model", DummySource("tiny"), **changes)
+    with pytest.raises(ModelError, match=word):
+        HuggingFaceSource(directory)
+    assert_refused(directory, cache, word)
+
+
+def test_a_tensor_too_many_is_refused(tmp_path, cache):
+    directory = write_hugging_face(tmp_path / "model", DummySource('{"family": "qwen2"}'), model_type="llama")
+    assert_refused(directory, cache, "k_proj.bias and 5 more is not supported")
+    path = write_gguf(
+        tmp_path / "m.gguf", DummySource("tiny"), extra={"blk.0.ffn_gate_inp.weight": np.ones((4, 64), np.float32)}
+    )
+    assert_refused(path, cache, "ffn_gate_inp")
+
+
+def test_shards_that_are_wrong(tmp_path, cache):
+    def shards(name):
+        return write_hugging_face(tmp_path / name, DummySource("tiny"), shards=3)
+
+    missing = shards("missing")
+    (missing / "m-1.safetensors").unlink()
+    assert_refused(missing, cache, "lacks 1 of its 3 files of weights: m-1.safetensors")
+    twice = shards("twice")
+    _, tensors = stored(DummySource("tiny"))
+    save_tensors(twice / "m-2.safetensors", tensors)
+    assert_refused(twice, cache, "is both in m-0.safetensors and in m-2.safetensors")
+    moved = shards("moved")
+    index = json.loads((moved / "model.safetensors.index.json").read_text())
+    name = next(name for name, file in index["weight_map"].items() if file == "m-0.safetensors")
+    index["weight_map"][name] = "m-1.safetensors"
+    (moved / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_refused(moved, cache, f"m-1.safetensors lacks the tensor {name}")
+    for outside in ("../m-0.safetensors", "/etc/passwd", "", ".."):
+        index["weight_map"][name] = outside
+        (moved / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert_refused(moved, cache, "no file of weights")
+    (moved / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
+    assert_refused(moved, cache, "no map of names")
+    integers = write_hugging_face(tmp_path / "integers", DummySource("tiny"), kind="I8")
+    assert_refused(integers, cache, "type I8, which cannot be read")
+
+
+def test_an_untied_head_must_be_there_and_a_tied_one_may(tmp_path, cache):
+    source = DummySource("tiny")
+    assert_refused(write_hugging_face(tmp_path / "a", source, leave_out=["lm_head.weight"]), cache, "lacks the tensor lm_head")
+    tied = write_hugging_face(tmp_path / "b", source, tie_word_embeddings=True)
+    assert weights.read_spec(weights.prepare(str(tied), tmp_path)).tied
+
+
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.1, 0.5, 0.99])
 def test_truncated_gguf(tmp_path, cache, share):
     path = write_gguf(tmp_path / "model.gguf", DummySource("tiny"))
@@ -320,9 +398,22 @@ def test_gguf_files_that_are_wrong(tmp_path, cache):
     text.write_text("hello, this is no model")
     assert_refused(text, cache, "not a GGUF file")
     assert_refused(write_gguf(tmp_path / "a.gguf", source, architecture="gemma"), cache, "gemma.*supported is")
-    assert_refused(write_gguf(tmp_path / "b.gguf", source, leave_out=["1.up"]), cache, "blk.1.ffn_up.weight")
-    assert_refused(write_gguf(tmp_path / "c.gguf", source, pre="tekken"), cache, "tekken")
+    assert_refused(
+        write_gguf(tmp_path / "b.gguf", source, leave_out=["model.layers.1.mlp.up_proj.weight"]), cache, "blk.1.ffn_up.weight"
+    )
+    assert_refused(write_gguf(tmp_path / "c.gguf", source, pre="viking"), cache, "viking")
     assert_refused(write_gguf(tmp_path / "d.gguf", source, merge="x y"), cache, "tokenizer")
+
+
+def test_a_gguf_file_in_parts_is_refused(tmp_path, cache):
+    fields = [("split.count", 3, gguf.GGUFValueType.UINT16)]
+    assert_refused(write_gguf(tmp_path / "a.gguf", DummySource("tiny"), fields=fields), cache, "one of 3 parts")
+
+
+@pytest.mark.parametrize(("scaling", "word"), [("yarn", "yarn"), ("linear", "factor"), ("longrope", "longrope")])
+def test_gguf_rope_scalings_that_are_refused(tmp_path, cache, scaling, word):
+    fields = [("llama.rope.scaling.type", scaling, gguf.GGUFValueType.STRING)]
+    assert_refused(write_gguf(tmp_path / "a.gguf", DummySource("tiny"), fields=fields), cache, word)
 
 
 def test_tampered_default(tmp_path, cache, monkeypatch):

@@ -1,0 +1,66 @@
+"""Matrices as panels of 64 columns, and the product with them.
+
+Products are kept small on purpose: below SMALL_PRODUCT multiply-adds OpenBLAS (on AVX-512) reads both operands in place
+instead of packing copies of them. Rows are taken in chunks to fit. On other CPUs and libraries the same code is merely an
+ordinary blocked product. By measurement (one thread, SmolLM2-135M's shapes) a decode step of 8 moves its weights at 20 GB/s
+instead of 7, and prefill runs at 110 GFLOP/s where whole-matrix products reach 105. One layout serves both.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PANEL_COLUMNS = 64  # measured at batch 4 and 8 against 32, 128 and 192: fastest or equal
+SMALL_PRODUCT = 1_000_000  # rows * columns * depth; measured just above it: half the speed
+
+
+def panel_count(outputs: int) -> int:
+    """Panels that hold so many outputs."""
+    return -(-outputs // PANEL_COLUMNS)
+
+
+def to_panels(weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[out, in] to [out / 64, in, 64], the last panel padded with zeros."""
+    rows, columns = weights.shape
+    count = panel_count(rows)
+    padded = np.zeros((count * PANEL_COLUMNS, columns), dtype=np.float32)
+    padded[:rows] = weights
+    return np.ascontiguousarray(padded.reshape(count, PANEL_COLUMNS, columns).transpose(0, 2, 1))
+
+
+def column(panels: Any, index: Any) -> Any:
+    """Rows of the matrix as it was before `to_panels`: [n, in]."""
+    return panels[index // PANEL_COLUMNS, :, index % PANEL_COLUMNS]
+
+
+def linear(xp: Any, x: Any, panels: Any, out: Any, count: int) -> None:
+    """out = x @ weights for the first `count` rows; the rows that round them up to whole chunks are scratch.
+
+    x: [rows, in]. panels: [panels, in, 64]. out: [rows, 64 * panels].
+    """
+    chunks, height = row_chunks(count, x.shape[1])
+    rows = chunks * height
+    by_panel = out[:rows].reshape(chunks, height, len(panels), PANEL_COLUMNS).transpose(2, 0, 1, 3)
+    xp.matmul(x[:rows].reshape(1, chunks, height, x.shape[1]), panels[:, None], out=by_panel)
+
+
+def rows_needed(count: int, depth: int) -> int:
+    """Rows that `linear` reads and writes for `count` rows of `depth` inputs."""
+    chunks, height = row_chunks(count, depth)
+    return chunks * height
+
+
+def row_chunks(count: int, depth: int) -> tuple[int, int]:
+    """(chunks, height): cut `count` rows into equal chunks, small enough for the kernels and with few rows of padding.
+
+    Heights are even: measured at one row, two rows with one of them unused read the weights at 30 GB/s instead of 22.
+    """
+    if not count:
+        return 0, 2
+    limit = SMALL_PRODUCT // (PANEL_COLUMNS * depth) // 2 * 2
+    if limit < 2:
+        return 1, count
+    heights = range(max(2, limit // 2 // 2 * 2), limit + 1, 2) if count > limit else (count + count % 2,)
+    height = min(heights, key=lambda rows: (-(-count // rows) * rows, -rows))
+    return -(-count // height), height

@@ -1,0 +1,82 @@
+"""A few threads that run one function together, each its share, and wait for one another at points inside it.
+
+NumPy frees the interpreter's lock during a product, so that as many threads compute as there are cores; BLAS itself uses
+one thread.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+Share = Callable[[int], None]
+"""Called with the thread's rank, 0 .. size - 1."""
+
+
+class Team:
+    """`size` threads: those of ranks 0 to `size` - 2 are the team's own, the last is the caller's. Not reentrant.
+
+    The threads end when the team is no longer referred to.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError("a team has at least one thread")
+        self.size = size
+        self._ranks = range(size)
+        self._notes: list[list[SimpleQueue[bool]]] = [[SimpleQueue() for _ in self._ranks] for _ in self._ranks]
+        """From a rank (first) to a rank (second): true for `tell`, false when the teller has failed."""
+        self._tasks: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(size - 1)]
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._errors: list[BaseException] = []
+        for rank, tasks in enumerate(self._tasks):
+            threading.Thread(target=_work, args=(tasks,), name=f"compute-{rank}", daemon=True).start()
+            weakref.finalize(self, tasks.put, None)
+
+    def run(self, share: Share) -> None:
+        """Call `share(rank)` in every thread. Raises what the first that failed raised, once all have ended."""
+        if self.size == 1:
+            share(0)
+            return
+        for rank, tasks in enumerate(self._tasks):
+            tasks.put(lambda rank=rank: self._run(share, rank))  # type: ignore[misc]
+        self._run(share, self.size - 1)
+        for _ in self._ranks:
+            self._ended.get()
+        if self._errors:
+            error, self._errors = self._errors[0], []
+            for notes in self._notes:
+                for queue in notes:
+                    while not queue.empty():
+                        queue.get()
+            raise error
+
+    def tell(self, rank: int, to: int) -> None:
+        """Let `to` go on, now or later, at a `hear` of its own."""
+        self._notes[rank][to].put(True)
+
+    def hear(self, rank: int, of: int) -> None:
+        """Wait for one `tell` of `of`."""
+        if not self._notes[of][rank].get():
+            raise _Abandoned
+
+    def _run(self, share: Share, rank: int) -> None:
+        try:
+            share(rank)
+        except BaseException as error:
+            if not isinstance(error, _Abandoned):
+                self._errors.append(error)
+            for other in self._ranks:
+                self._notes[rank][other].put(False)
+        finally:
+            self._ended.put(None)
+
+
+class _Abandoned(Exception):
+    """Another thread of the team failed: this one has nothing to wait for."""
+
+
+def _work(tasks: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while task := tasks.get():
+        task()
+        del task  # or the team would live on in it
