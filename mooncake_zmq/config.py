@@ -1,6 +1,7 @@
 """One TOML file per deployment, read once into nested frozen dataclasses; every error names the file and the path in it.
 
-Precedence: command line, environment (`MOONCAKE_ZMQ_SECTION__KEY`), file, default. Unknown keys are errors.
+Precedence: command line, environment (`MOONCAKE_ZMQ_SECTION__KEY`), file, the conductor's profile, default. Unknown keys are
+errors.
 """
 
 import os
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
+from msgspec import structs
 
 from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.conductor import ConductorSettings
+from mooncake_zmq.conductor.profile import Profile, ProfileError, decode, fit
 from mooncake_zmq.decode.decode import DecodeSettings
 from mooncake_zmq.gateway.edge import EdgeSettings
 from mooncake_zmq.gateway.requests import RequestsSettings
@@ -107,7 +110,7 @@ class NodeSettings:
     store_endpoint: str = ""
     """Cache-nodes: where store clients (`mooncake_zmq.store`) connect; likewise. Empty: no store, and no memory for it."""
     threads: int = 1
-    """BLAS threads. OpenBLAS workers spin while they wait: more threads than cores slow decode 50-fold (measured)."""
+    """Threads that compute a prefill. Decode uses one: more measured slower."""
     metrics_port: int = 0
     """Prometheus on 127.0.0.1 at this port; 0: none."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -218,7 +221,10 @@ class Loaded:
         kind = get_type_hints(Config)[name]
         where = f"nodes[{self.config.nodes.index(node)}].settings"
         _check_keys(node.settings, kind, self.path, f"{where}.")
-        return _convert(_merge(self.raw.get(name, {}), node.settings), kind, self.path, self.sources, under=where)
+        merged = _merge(self.raw.get(name, {}), node.settings)
+        if node.role == "conductor":
+            merged |= _profiled(merged, self.path, f"{where}.profile")
+        return _convert(merged, kind, self.path, self.sources, under=where)
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Loaded:
@@ -234,7 +240,9 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environme
             _override(raw, sources, dotted, environment[variable], f"environment {variable}")
     for dotted, value in (overrides or {}).items():
         _override(raw, sources, dotted, value, "command line")
-    config: Config = _convert(raw, Config, shown, sources)
+    profiled = _profiled(raw.get("conductor"), shown, "conductor.profile")
+    sources |= {f"conductor.{key}": f"profile {raw['conductor']['profile']}" for key in profiled}
+    config: Config = _convert(_merge(raw, {"conductor": profiled}) if profiled else raw, Config, shown, sources)
     loaded = Loaded(shown, config, sources, raw)
     for position, node in enumerate(config.nodes):
         section = loaded.section(node)
@@ -260,6 +268,27 @@ def effective(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
                 yield dotted, value, loaded.sources.get(dotted, "default")
 
     yield from walk(loaded.config, "")
+
+
+def read_profile(path: str) -> Profile:
+    """Raises ProfileError."""
+    try:
+        return decode(Path(path).expanduser().read_bytes())
+    except OSError as error:
+        raise ProfileError(error.strerror or str(error)) from None
+
+
+def _profiled(conductor: Any, shown: str, where: str) -> dict[str, Any]:
+    """What the profile that a conductor's section names says of the settings that the section leaves open."""
+    path = conductor.get("profile") if isinstance(conductor, Mapping) else None
+    if not path or not isinstance(path, str):
+        return {}  # a value of another type is refused with the others
+    try:
+        profile = read_profile(path)
+        found = structs.asdict(fit(profile)) | {"profiled_model": profile.fingerprint}
+    except ProfileError as error:
+        raise ConfigError(f"{shown}: {where}: {path}: {error}") from None
+    return {key: value for key, value in found.items() if key not in conductor}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,16 +389,29 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 if section.ssd.directory:
                     what += f", SSD {section.ssd.bytes / mib:,.0f} MiB in {section.ssd.directory}"
             case "prefill":
-                size, what = section.slab_bytes, f"slab of {section.slab_bytes / mib:,.0f} MiB"
+                tokens = section.max_active * config.model.max_model_len + section.short_lane * section.chunk_tokens
+                running = tokens * config.conductor.kv_bytes_per_token
+                size, what = section.slab_bytes + running, f"slab of {section.slab_bytes / mib:,.0f} MiB"
+                what += f", KV of running prompts {running / mib:,.0f} MiB"
             case "decode":
                 size = section.capacity_tokens * config.conductor.kv_bytes_per_token
                 what = f"KV of {section.capacity_tokens:,} tokens, {size / mib:,.0f} MiB"
+            case "conductor":
+                if section.profile:
+                    what = f"costs of {section.profile}: " + ", ".join(_shown_costs(section))
             case "gateway":
                 what = f"http://{section.http_host}:{section.http_port}"
         total += size
         threads = f", threads {node.threads}" if node.role in ENGINE_ROLES else ""
         yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{threads}"
     yield f"KV and stores take at most {total / mib:,.0f} MiB of RAM, beside the weights (one copy for all) and the processes"
+
+
+def _shown_costs(conductor: ConductorSettings) -> Iterator[str]:
+    fixed_s = conductor.decode_step_s / (1 + conductor.decode_slope)
+    yield f"prefill {1e3 * conductor.prefill_token_s:.3g} ms per token"
+    yield f"decode step {1e3 * fixed_s:.3g} ms + {1e3 * fixed_s * conductor.decode_slope:.3g} ms per request"
+    yield f"{1e6 * fixed_s * conductor.decode_context_slope:.3g} us per token of KV"
 
 
 def warnings(loaded: Loaded) -> Iterator[str]:
@@ -380,14 +422,9 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     if threads > cores:
         yield (
             f"the engines of {loaded.path} have {threads} threads and this machine {cores} cores: "
-            "they will wait for each other when all are busy; more threads than cores in one engine make it slower still"
+            "they will wait for each other when all are busy"
         )
-    for node in config.of_role(*ENGINE_ROLES):
-        if node.threads > cores:
-            yield (
-                f"{node.name}: {node.threads} threads on {cores} cores: OpenBLAS workers spin while they wait, "
-                "decode may be 50 times slower"
-            )
+    yield from _profile_warnings(loaded)
     pools = {node.host for node in config.of_role("cache-node")}
     for node in config.of_role(*ENGINE_ROLES):
         if node.host not in pools:
@@ -398,3 +435,16 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for node in config.of_role("decode"):
         if loaded.section(node).capacity_tokens < config.model.max_model_len:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: the longest requests will not fit"
+
+
+def _profile_warnings(loaded: Loaded) -> Iterator[str]:
+    """Whether profiles measured what runs here. The weights themselves are compared when the conductor starts."""
+    model = loaded.config.model.path
+    threads = sorted({node.threads for node in loaded.config.of_role(*ENGINE_ROLES)})
+    for path in sorted({loaded.section(node).profile for node in loaded.config.of_role("conductor")} - {""}):
+        profile = read_profile(path)
+        if profile.model != model:
+            yield f"{path} measured the model {profile.model}, and this deployment's is {model}: the conductor compares weights"
+        if threads and threads != [profile.threads]:
+            here = " and ".join(map(str, threads))
+            yield f"{path} was measured with {profile.threads} threads, and the engines here have {here}"

@@ -144,3 +144,13 @@ def test_more_engine_threads_than_cores_is_a_warning(write: Any) -> None:
     loaded = load(write("", NODES + "threads = 900\n"), {}, {})
     assert any("900 threads" in text for text in warnings(loaded))
     assert any("there is no prefill" in text for text in warnings(loaded))
+
+
+def test_the_summary_counts_the_kv_of_running_prompts(write: Any) -> None:
+    text = (
+        "[model]\nmax_model_len = 1024\n[prefill]\nmax_active = 3\nshort_lane = 1\nchunk_tokens = 256\nslab_bytes = 1048576\n"
+    )
+    loaded = load(write(text, '[[nodes]]\nname = "p"\nrole = "prefill"\n'), {"conductor.kv_bytes_per_token": "1024"}, {})
+    lines = list(summary(loaded))
+    assert "slab of 1 MiB, KV of running prompts 3 MiB" in lines[1]
+    assert "at most 4 MiB" in lines[-1]

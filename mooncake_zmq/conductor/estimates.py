@@ -143,11 +143,21 @@ class DecodeBatch:
         return count, self._load.capacity_tokens - held - sum(booking.tokens for booking in staying)
 
     def step_s(self, batch: float) -> float:
-        """Duration of a step at this batch size: the measured step, moved along the slope."""
+        """Duration of a step at this batch size: the measured step, moved along the slope.
+
+        A request more reads as much KV as those here do on average.
+        """
         measured = self._load.step_s if self._load else 0.0
         at = max(1, self._load.running) if self._load and measured else 1
-        slope = self._settings.decode_slope
+        slope = self._settings.decode_slope + self._settings.decode_context_slope * self._tokens_per_request
         return (measured or self._settings.decode_step_s) * (1 + slope * batch) / (1 + slope * at)
+
+    @property
+    def _tokens_per_request(self) -> float:
+        """Mean KV of the requests here; 0 before any report, and with nobody here."""
+        load = self._load
+        count = load.running + load.reserved if load else 0
+        return (load.capacity_tokens - load.free_tokens) / count if load and count else 0.0
 
     def report(self, now: float, load: DecodeLoad) -> None:
         """The node's own figures; bookings old enough and due to run are among them."""

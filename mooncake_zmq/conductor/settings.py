@@ -21,18 +21,31 @@ POSITIVE = (
     "replica_max_chains",
     "replica_max_blocks",
 )
-NOT_NEGATIVE = ("ttft_slo_s", "tbt_slo_s", "prefill_square_s", "decode_slope", "report_grace_s", "replica_interval_s")
+NOT_NEGATIVE = (
+    "ttft_slo_s",
+    "tbt_slo_s",
+    "prefill_square_s",
+    "decode_slope",
+    "decode_context_slope",
+    "report_grace_s",
+    "replica_interval_s",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConductorSettings:
-    """Times in seconds. The cost fields only seed the estimates: what the nodes measure and report rescales them."""
+    """Times in seconds. The cost fields, which a profile may set, seed the estimates: what nodes measure rescales them."""
 
     ttft_slo_s: float = 30.0
     """Longest predicted time to the first token that is still admitted; 0 or inf admits all. The paper's bound end to end."""
     tbt_slo_s: float = 1.0
     """Longest predicted gap between tokens that is still admitted; 0 or inf admits all. Far above a healthy step even on a
     CPU, so that by default only an overfull or stalled decode rejects; a GPU deployment sets 0.1 to 0.3 as the paper does."""
+    profile: str = ""
+    """A file that `mooncake-zmq profile` wrote: the cost fields not set otherwise are fitted from it. Empty: their defaults. A
+    relative path counts from where the process is started, as model.path does."""
+    profiled_model: str = ""
+    """Fingerprint of the model that the profile measured, taken from it. A conductor of another model does not start."""
     kvcache_balancing_threshold: float = 1.05
     """Algorithm 1: a prefill fetches from another host only if the best match is at least this many times its own match
     (1 or more, a ratio). At a match of 0 the ratio counts as infinite if anyone holds anything, and as 1 if nobody does.
@@ -55,6 +68,8 @@ class ConductorSettings:
     """Duration of a decode step of one request before any was measured: the default model's weights read once by a core."""
     decode_slope: float = 0.0195
     """Growth of a step per request in the batch, as a share of the step's fixed part: .0149 / .765 in the paper's figure."""
+    decode_context_slope: float = 0.0
+    """Growth of a step per token of KV it reads, of all its requests together, as a share of its fixed part; 0: not known."""
     expected_output_tokens: int = 512
     """Output tokens a request is taken to produce: how long it stays, and, up to its own max_tokens, the room its decode must
     have besides the prompt. The paper's mean is 343; a decode that runs short preempts, so asking for more leaves KV unused."""
@@ -77,6 +92,12 @@ class ConductorSettings:
     """Prefixes whose demand is followed; at the limit the half that is asked for least is forgotten. At worst 60 MB."""
     replica_max_blocks: int = 512
     """Leading blocks of a prompt that are followed and copied: 16,000 tokens in blocks of 32."""
+
+    def check_model(self, fingerprint: str) -> None:
+        """Raise ValueError if the costs were measured with another model than this one."""
+        if self.profiled_model and self.profiled_model != fingerprint:
+            measured = f"{self.profile or 'conductor.profiled_model'} measured another model"
+            raise ValueError(f"{measured} ({self.profiled_model[:12]}, not {fingerprint[:12]}): run mooncake-zmq profile again")
 
     def __post_init__(self) -> None:
         for name in POSITIVE + NOT_NEGATIVE:

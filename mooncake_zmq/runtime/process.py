@@ -167,7 +167,7 @@ class _Process:
         if node.role in ("prefill", "decode"):
             from mooncake_zmq.engine.weights import load_engine
 
-            engine = load_engine(self.model.path)
+            engine = load_engine(self.model.path, threads=node.threads)
         pool = self.settings if node.role == "cache-node" else None
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
@@ -284,6 +284,10 @@ class _Process:
         name, host, incarnation = self.node.name, self.node.host, self.incarnation
         match self.node.role:
             case "conductor":
+                try:
+                    self.settings.check_model(self.model.spec.fingerprint)
+                except ValueError as error:
+                    raise ConfigError(f"conductor.profile: {error}") from None
                 # The cost model needs the model's own size, whatever the file says.
                 settings = replace(self.settings, kv_bytes_per_token=self.model.spec.kv_bytes_per_token)
                 block_tokens = self.layout.block_tokens

@@ -132,6 +132,15 @@ def test_step_time_follows_the_batch():
     assert batch.step_s(9) == pytest.approx(0.06 * (1 + 9 * slope) / (1 + 4 * slope))
 
 
+def test_step_time_follows_the_context():
+    batch = DecodeBatch(ConductorSettings(decode_context_slope=1e-4, decode_slope=0.02))
+    assert batch.step_s(1) == SETTINGS.decode_step_s
+    batch.report(10.0, load(running=3, reserved=1, free=2000, step_s=0.06))
+    assert batch.step_s(3) == pytest.approx(0.06)
+    slope = 0.02 + 1e-4 * (10_000 - 2000) / 4
+    assert batch.step_s(8) == pytest.approx(0.06 * (1 + 8 * slope) / (1 + 3 * slope))
+
+
 def test_decode_bookings_count_until_they_are_reported():
     batch = DecodeBatch(SETTINGS)
     assert batch.free_tokens == math.inf

@@ -1,0 +1,246 @@
+"""`bench engine`: our engine against other engines on the same CPU, and against what the machine can do.
+
+Every side is a process of its own that holds the same float32 weights and computes only when asked, so the sides of a row
+take turns, round by round, and only one of them ever computes. See `engine_driver` for what exactly each of them does.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+
+from mooncake_zmq.bench.engine_peers import MACHINE, OURS, TRANSFORMERS, VLLM, engine_process
+from mooncake_zmq.bench.hugging_face import hugging_face_directory
+from mooncake_zmq.bench.memory import cpu_s, footprint
+from mooncake_zmq.bench.peers import Peer
+from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.spec import ModelSpec
+from mooncake_zmq.engine.tokenizer import open_tokenizer
+from mooncake_zmq.engine.weights import prepare, read_spec
+
+STEPS = 32
+GREEDY_TOKENS = 32
+GREEDY_TEXT = "The steam engine changed the world because it"
+QUIET_S, QUIET_CPU_S, QUIET_TIMEOUT_S = 0.1, 0.015, 20.0
+"""A peer rests if it uses at most a tick of CPU time in this long."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One figure: a prefill of `tokens`, or a decode step of `batch` sequences of that many."""
+
+    tokens: int
+    batch: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"decode, batch {self.batch}, context {self.tokens:,}" if self.batch else f"prefill, {self.tokens:,} tokens"
+
+    @property
+    def per_call(self) -> int:
+        """Tokens that one timed call makes or takes."""
+        return self.batch or self.tokens
+
+
+CASES = {
+    "prefill": (Case(tokens=512), Case(tokens=2048)),
+    "decode": tuple(Case(tokens=context, batch=batch) for batch in (1, 8) for context in (128, 1024)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBench:
+    """What to run. `cases`: by part."""
+
+    model: str = "default"
+    cache_dir: str = ""
+    rounds: int = 5
+    threads: int = 2
+    steps: int = STEPS
+    vllm_python: str | None = None
+    vllm_eager: bool = False
+    transformers_python: str | None = None
+    cases: Mapping[str, Sequence[Case]] | None = None
+
+
+def bench_engine(bench: EngineBench, *, parts: Sequence[str], progress: Progress) -> Report:
+    """Run it all. Raises click.ClickException when a side cannot be started, dies or does not rest, or on a bad model."""
+    cases = [case for part in parts for case in (bench.cases or CASES)[part]]
+    with TemporaryDirectory(prefix="mczmq-bench-") as scratch, ExitStack() as stack:
+        try:
+            progress(f"preparing the model {bench.model}")
+            path = prepare(bench.model, bench.cache_dir)
+            if str(path) == "toy":
+                raise ModelError("the toy engine has no weights: give another model")
+            spec = read_spec(path)
+            _check_length(spec, cases, bench.steps)
+            others = bench.vllm_python or bench.transformers_python
+            directory = hugging_face_directory(bench.model, Path(scratch)) if others else None
+        except ModelError as error:
+            raise click.ClickException(error.message) from None
+        sides = _start(bench, spec, path, directory, cases, stack, progress)
+        report = Report("engine")
+        report.notes += [f"{name} {side.ready['version']}" for name, side in sides.items()]
+        report.notes += _compare_greedy(sides, open_tokenizer(path).encode(GREEDY_TEXT), progress)
+        took = _rounds(bench, sides, cases, spec, progress)
+        report.rows += [row for case in cases for row in _rows(case, took, spec)]
+        report.notes += _machine_notes(took, spec, cases)
+        report.memory += [footprint(name, side.pid) for name, side in sides.items() if name != MACHINE]
+    return report
+
+
+def layer_weights(spec: ModelSpec) -> int:
+    """Parameters of all layers' matrices: every token is multiplied with each of them once."""
+    attention = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim * spec.hidden
+    return spec.layers * (attention + 3 * spec.hidden * spec.ffn)
+
+
+def head_weights(spec: ModelSpec) -> int:
+    """Parameters of the head."""
+    return spec.vocab_size * spec.hidden
+
+
+def prefill_flops(spec: ModelSpec, tokens: int) -> float:
+    """2 x layer weights x n + 4 x d x layers x n^2 / 2, d the width of all query heads; the head for the last token only."""
+    width = spec.heads * spec.head_dim
+    return 2.0 * layer_weights(spec) * tokens + 2.0 * width * spec.layers * tokens**2 + 2.0 * head_weights(spec)
+
+
+def step_bytes(spec: ModelSpec) -> int:
+    """What a decode step reads of the weights, as float32."""
+    return 4 * (layer_weights(spec) + head_weights(spec))
+
+
+def _check_length(spec: ModelSpec, cases: Sequence[Case], steps: int) -> None:
+    longest = max(case.tokens + (2 * steps if case.batch else 0) for case in cases)
+    if longest > spec.max_positions:
+        raise ModelError(f"{spec.name} has {spec.max_positions} positions, and these rows need {longest}")
+
+
+def _start(
+    bench: EngineBench,
+    spec: ModelSpec,
+    path: Path,
+    directory: Path | None,
+    cases: Sequence[Case],
+    stack: ExitStack,
+    progress: Progress,
+) -> dict[str, Peer]:
+    """A process for each side there is."""
+    longest, batch = max(case.tokens for case in cases), max(case.batch for case in cases)
+    orders: dict[str, tuple[str | None, dict[str, Any]]] = {
+        OURS: (None, {"model": str(path)}),
+        VLLM: (bench.vllm_python, {"model": str(directory), "max_context": longest, "eager": bench.vllm_eager}),
+        TRANSFORMERS: (bench.transformers_python, {"model": str(directory)}),
+        MACHINE: (None, {"weight_bytes": step_bytes(spec)}),
+    }
+    sides = {}
+    for name, (python, order) in orders.items():
+        if python is not None or name in (OURS, MACHINE):
+            progress(f"starting {name}")
+            order |= {"engine": name, "threads": bench.threads, "max_batch": max(1, batch), "steps": bench.steps}
+            sides[name] = stack.enter_context(engine_process(order, python=python))
+    return sides
+
+
+def _rounds(
+    bench: EngineBench, sides: Mapping[str, Peer], cases: Sequence[Case], spec: ModelSpec, progress: Progress
+) -> dict[tuple[str, str], list[float]]:
+    """(side, case or figure) -> its value in each counted round; seconds, or FLOP/s."""
+    took: dict[tuple[str, str], list[float]] = {}
+    for number in range(bench.rounds + 1):
+        shown = f"round {number} of {bench.rounds}" if number else "warming up"
+        for seed, case in enumerate(cases):
+            for name, side in sides.items():
+                if name == MACHINE:
+                    continue
+                _rest(sides)
+                arguments = {"tokens": case.tokens, "vocab_size": spec.vocab_size, "seed": 1000 * number + seed}
+                if case.batch:
+                    took_s = side.ask("decode", batch=case.batch, steps=bench.steps, **arguments)["s"]
+                else:
+                    took_s = side.ask("prefill", **arguments)["s"]
+                progress(f"{shown}: {case.name}: {name} {case.per_call / took_s:,.1f} tokens/s")
+                if number:
+                    took.setdefault((name, case.name), []).append(took_s)
+        _rest(sides)
+        for figure, value in sides[MACHINE].ask("machine").items():
+            if number:
+                took.setdefault((MACHINE, figure), []).append(value)
+    return took
+
+
+def _rest(sides: Mapping[str, Peer]) -> None:
+    """Wait until no side computes: BLAS and OpenMP threads spin for a while when they are done."""
+    deadline = time.monotonic() + QUIET_TIMEOUT_S
+    used = {name: cpu_s(side.pid) for name, side in sides.items()}
+    while time.monotonic() < deadline:
+        time.sleep(QUIET_S)
+        before, used = used, {name: cpu_s(side.pid) for name, side in sides.items()}
+        busy = [name for name in sides if used[name] - before[name] > QUIET_CPU_S]
+        if not busy:
+            return
+    raise click.ClickException(f"{', '.join(busy)} computes though nobody asks: no figure would be worth anything")
+
+
+def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: ModelSpec) -> list[Row]:
+    """Tokens per second against each engine, and against what the machine's own rate would give."""
+    if case.batch:
+        bound, bound_s = "sgemv of the weights", median(took[MACHINE, "gemv_s"])
+    else:
+        bound, bound_s = "GEMM rate", prefill_flops(spec, case.tokens) / median(took[MACHINE, "gemm_flops"])
+    others = {name: median(took[name, case.name]) for name in (VLLM, TRANSFORMERS) if (name, case.name) in took}
+    ours_s = median(took[OURS, case.name])
+    return [
+        Row(
+            name=f"{case.name} / {name}",
+            unit="tokens/s",
+            value=case.per_call / ours_s,
+            reference=case.per_call / reference_s,
+            higher_is_better=True,
+        )
+        for name, reference_s in {**others, bound: bound_s}.items()
+    ]
+
+
+def _compare_greedy(sides: Mapping[str, Peer], prompt: list[int], progress: Progress) -> list[str]:
+    """Whether the others continue a text as we do. They may part where two tokens are nearly equal, so it is but a note."""
+    progress("comparing greedy tokens")
+    answers = {
+        name: side.ask("greedy", prompt=prompt, count=GREEDY_TOKENS)["tokens"]
+        for name, side in sides.items()
+        if name != MACHINE
+    }
+    notes = []
+    for name in answers.keys() - {OURS}:
+        pairs = zip(answers[OURS], answers[name], strict=True)
+        parted = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        if parted is None:
+            notes.append(f"{name}: the same {GREEDY_TOKENS} greedy tokens as ours")
+        else:
+            ours, theirs = answers[OURS][parted], answers[name][parted]
+            notes.append(f"{name}: greedy tokens part at token {parted + 1} of {GREEDY_TOKENS}: {theirs}, ours {ours}")
+    return sorted(notes)
+
+
+def _machine_notes(took: Mapping[tuple[str, str], Sequence[Any]], spec: ModelSpec, cases: Sequence[Case]) -> list[str]:
+    gemm, gemv_s = median(took[MACHINE, "gemm_flops"]), median(took[MACHINE, "gemv_s"])
+    size = step_bytes(spec)
+    notes = [
+        f"GEMM rate: {gemm / 1e9:,.1f} GFLOP/s, the best of several 2048^3 float32 products of NumPy",
+        f"sgemv of the weights: {size / 1e6:,.0f} MB in {1e3 * gemv_s:.1f} ms, {size / gemv_s / 1e9:.1f} GB/s, "
+        f"{took[MACHINE, 'gemv_shape'][-1]}",
+    ]
+    for case in cases:
+        if not case.batch:
+            notes.append(f"{case.tokens:,} tokens are {prefill_flops(spec, case.tokens) / 1e9:,.1f} GFLOP")
+    return notes

@@ -1,0 +1,282 @@
+"""One side of `bench engine`: a process that holds one engine and times it when asked. Ours and the others run this very file.
+
+Run by path, in the Python of the engine's own environment, so it imports nothing but the standard library before it knows
+which engine. Its argument is a JSON object: `engine` (one of SIDES), `model` (a path), `threads` and what else the side takes.
+It answers one line when ready, then one for each request `{"do": method, **arguments}`; all lines are JSON, on standard input
+and output. Whatever else an engine prints goes to standard error. The end of the input ends the process.
+"""
+
+import importlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+FIRST_ID = 100
+"""Ids below are special in many vocabularies, and no text."""
+WARM_UP_STEPS = 2
+GEMM_SIZE = 2048
+GEMM_TRIES = 5
+GEMV_TRIES = 3
+GEMV_COLUMNS = (1024, 2048, 4096, 8192)
+VLLM_BLOCK_TOKENS = 32
+VLLM_SPARE_TOKENS = 128
+"""Output beyond the counted steps: while the last prompts of a batch are prefilled in chunks, the first already decode."""
+
+
+class Side(Protocol):
+    """One engine. Prompts are token ids; decoding is greedy and never ends early."""
+
+    version: str
+
+    def prefill_s(self, prompt: list[int]) -> float:
+        """Time until the first token."""
+
+    def decode_step_s(self, prompts: list[list[int]], steps: int) -> float:
+        """Mean time of a step of all the prompts together, sampling included; prefill and the first steps do not count."""
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """The first `count` tokens."""
+
+
+class Mooncake:
+    """Ours, through the engine's protocol."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        sys.path.insert(0, str(Path(__file__).parents[2]))
+        numpy = importlib.import_module("numpy")
+        self.version = f"{importlib.import_module('mooncake_zmq').__version__} on numpy {numpy.__version__}"
+        self._random = numpy.random.default_rng(0)
+        self._timing = importlib.import_module("mooncake_zmq.bench.engine_timing")
+        self._engine = importlib.import_module("mooncake_zmq.engine.weights").load_engine(
+            order["model"], threads=order["threads"]
+        )
+        self._array: Callable[[list[int]], Any] = lambda tokens: numpy.array(tokens, numpy.int32)
+
+    def prefill_s(self, prompt: list[int]) -> float:
+        sequence = self._engine.new_sequence(len(prompt))
+        tokens = self._array(prompt)
+        began = time.perf_counter()
+        self._timing.prefill(self._engine, sequence, tokens)
+        took_s = time.perf_counter() - began
+        sequence.close()
+        return took_s
+
+    def decode_step_s(self, prompts: list[list[int]], steps: int) -> float:
+        batch, context = len(prompts), len(prompts[0])
+        took_s: float = self._timing.decode_step_s(self._engine, self._random, batch=batch, context=context, steps=steps)
+        return took_s
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        tokens: list[int] = self._timing.greedy(self._engine, self._array(prompt), count)
+        return tokens
+
+
+class Vllm:
+    """vLLM's engine in this process, driven step by step: no server, no tokenizer, no text."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        cores = sorted(os.sched_getaffinity(0))[: order["threads"]]
+        os.environ |= {
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "HF_HUB_OFFLINE": "1",
+        }
+        vllm = importlib.import_module("vllm")
+        self.version = f"{vllm.__version__}, {'eager' if order['eager'] else 'compiled'}"
+        self._sampling_params = vllm.SamplingParams
+        self._engine = vllm.LLM(
+            model=order["model"],
+            dtype="float32",
+            block_size=VLLM_BLOCK_TOKENS,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            max_model_len=order["max_context"] + order["steps"] + VLLM_SPARE_TOKENS,
+            max_num_seqs=order["max_batch"],
+            enforce_eager=order["eager"],
+        ).llm_engine
+        self._requests = 0
+        self._running: list[str] = []
+
+    def prefill_s(self, prompt: list[int]) -> float:
+        self._add([prompt], 1)
+        began = time.perf_counter()
+        while not self._step():
+            pass
+        took_s = time.perf_counter() - began
+        self._finish()
+        return took_s
+
+    def decode_step_s(self, prompts: list[list[int]], steps: int) -> float:
+        self._add(prompts, steps + VLLM_SPARE_TOKENS)
+        made: dict[str, int] = {}
+        while len(made) < len(prompts):
+            made |= self._step()
+        for _ in range(WARM_UP_STEPS):
+            made = self._step()
+        began = time.perf_counter()
+        for _ in range(steps):
+            last = self._step()
+        took_s = time.perf_counter() - began
+        each = {last.get(name, 0) - tokens for name, tokens in made.items()}
+        assert each == {steps}, f"vLLM made {each} tokens for each prompt in {steps} steps"
+        self._finish()
+        return took_s / steps
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        self._add([prompt], count)
+        tokens: list[int] = []
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    def _add(self, prompts: list[list[int]], max_tokens: int) -> None:
+        wanted = self._sampling_params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        self._running = [f"{self._requests + number}" for number in range(len(prompts))]
+        self._requests += len(prompts)
+        for name, prompt in zip(self._running, prompts, strict=True):
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, wanted)
+
+    def _step(self) -> dict[str, int]:
+        """Request -> tokens it has so far, of those that got one."""
+        return {output.request_id: len(output.outputs[0].token_ids) for output in self._engine.step()}
+
+    def _finish(self) -> None:
+        self._engine.abort_request(self._running)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+
+class Transformers:
+    """transformers on torch, attention as it comes (sdpa), its own growing cache."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        self._torch = importlib.import_module("torch")
+        self._torch.set_num_threads(order["threads"])
+        self._torch.set_grad_enabled(False)
+        transformers = importlib.import_module("transformers")
+        self.version = f"{transformers.__version__} on torch {self._torch.__version__}"
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(order["model"], dtype=self._torch.float32).eval()
+
+    def prefill_s(self, prompt: list[int]) -> float:
+        began = time.perf_counter()
+        self._forward(self._torch.tensor([prompt]), None)
+        return time.perf_counter() - began
+
+    def decode_step_s(self, prompts: list[list[int]], steps: int) -> float:
+        tokens, cache = self._forward(self._torch.tensor(prompts), None)
+        for number in range(WARM_UP_STEPS + steps):
+            if number == WARM_UP_STEPS:
+                began = time.perf_counter()
+            tokens, cache = self._forward(tokens, cache)
+        return (time.perf_counter() - began) / steps
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        tokens, cache = self._forward(self._torch.tensor([prompt]), None)
+        made = [int(tokens[0, 0])]
+        while len(made) < count:
+            tokens, cache = self._forward(tokens, cache)
+            made.append(int(tokens[0, 0]))
+        return made
+
+    def _forward(self, tokens: Any, cache: Any) -> tuple[Any, Any]:
+        """Next tokens [batch, 1] and the cache."""
+        out = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+
+
+class Machine:
+    """No engine: how fast NumPy multiplies, and reads memory by multiplying."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._numpy: Any = importlib.import_module("numpy")
+        self.version = f"numpy {self._numpy.__version__}"
+        rng = self._numpy.random.default_rng(0)
+        self._left, self._right = (rng.standard_normal((GEMM_SIZE, GEMM_SIZE), dtype="float32") for _ in range(2))
+        self._out = self._numpy.empty_like(self._left)
+        self._weights = rng.standard_normal(order["weight_bytes"] // 4, dtype="float32")
+        self._shapes = [(columns, transposed) for columns in GEMV_COLUMNS for transposed in (False, True)]
+
+    def gemm_flops(self) -> float:
+        """FLOP/s of the best product of two matrices of GEMM_SIZE^2."""
+        took_s = []
+        for _ in range(GEMM_TRIES):
+            began = time.perf_counter()
+            self._numpy.matmul(self._left, self._right, out=self._out)
+            took_s.append(time.perf_counter() - began)
+        return float(2 * GEMM_SIZE**3 / min(took_s))
+
+    def gemv_s(self) -> float:
+        """Shortest time of a product of vectors with matrices that have `weight_bytes` together. Four matrices, A x or x A,
+        of the columns that the first call found to be the fastest."""
+        if len(self._shapes) > 1:
+            self._shapes = [min(self._shapes, key=lambda shape: min(self._pass_s(*shape) for _ in range(2)))]
+        return min(self._pass_s(*self._shapes[0]) for _ in range(GEMV_TRIES))
+
+    def gemv_shape(self) -> str:
+        ((columns, transposed),) = self._shapes
+        rows = len(self._weights) // 4 // columns
+        return f"4 matrices of {rows} x {columns}, " + ("vector times matrix" if transposed else "matrix times vector")
+
+    def _pass_s(self, columns: int, transposed: bool) -> float:
+        rows = len(self._weights) // 4 // columns
+        pieces = self._weights[: 4 * rows * columns].reshape(4, rows, columns)
+        vector = self._numpy.ones(rows if transposed else columns, "float32")
+        outs = self._numpy.empty((4, columns if transposed else rows), "float32")
+        began = time.perf_counter()
+        for piece, out in zip(pieces, outs, strict=True):
+            self._numpy.matmul(vector, piece, out=out) if transposed else self._numpy.matmul(piece, vector, out=out)
+        took_s = time.perf_counter() - began
+        return float(took_s * len(self._weights) / pieces.size)  # rows are whole; at most a row of each is left out
+
+
+SIDES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "mooncake_zmq": Mooncake,
+    "vLLM": Vllm,
+    "transformers": Transformers,
+    "machine": Machine,
+}
+
+
+def _answer(side: Any, request: dict[str, Any]) -> dict[str, Any]:
+    match request:
+        case {"do": "prefill", "tokens": tokens, "vocab_size": vocab_size, "seed": seed}:
+            return {"s": side.prefill_s(_prompts(1, tokens, vocab_size, seed)[0])}
+        case {"do": "decode", "batch": batch, "tokens": context, "steps": steps, "vocab_size": vocab_size, "seed": seed}:
+            return {"s": side.decode_step_s(_prompts(batch, context, vocab_size, seed), steps)}
+        case {"do": "greedy", "prompt": prompt, "count": count}:
+            return {"tokens": side.greedy(prompt, count)}
+        case {"do": "machine"}:
+            return {"gemm_flops": side.gemm_flops(), "gemv_s": side.gemv_s(), "gemv_shape": side.gemv_shape()}
+    raise ValueError(f"there is no request {request}")
+
+
+def _prompts(batch: int, tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """The same in every process; no two begin alike."""
+    source = random.Random(seed)
+    return [[source.randrange(min(FIRST_ID, vocab_size // 2), vocab_size) for _ in range(tokens)] for _ in range(batch)]
+
+
+def main(arguments: Sequence[str]) -> None:
+    order = json.loads(arguments[0])
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines print on standard output
+    side = SIDES[order["engine"]](order)
+    answers.write(json.dumps({"version": side.version}) + "\n")
+    answers.flush()
+    for line in sys.stdin:
+        answers.write(json.dumps(_answer(side, json.loads(line))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose modules would stand before others of their names
+    main(sys.argv[1:])

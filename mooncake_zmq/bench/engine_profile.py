@@ -1,0 +1,193 @@
+"""`profile`: measures one engine over lengths, prefixes and batches, for the conductor's estimates. See `conductor.profile`."""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import click
+import numpy as np
+from msgspec import structs
+from rich.console import Console
+from rich.table import Table
+
+from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s
+from mooncake_zmq.bench.report import machine
+from mooncake_zmq.conductor.profile import Costs, PrefillTime, Profile, StepTime, fit
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.spec import Engine
+from mooncake_zmq.engine.weights import load_engine, prepare
+
+WARM_UP_TOKENS = 64
+MEMORY_SHARE = 0.7
+"""Of what is available: a batch whose KV would take more is not begun."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilePlan:
+    """What to measure. `chunk_tokens`: as prefill nodes compute a prompt."""
+
+    model: str = "default"
+    cache_dir: str = ""
+    threads: int = 1
+    rounds: int = 3
+    lengths: tuple[int, ...] = (64, 256, 512, 1024, 2048)
+    prefixes: tuple[int, ...] = (0, 1024, 2048)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    contexts: tuple[int, ...] = (128, 1024)
+    steps: int = 16
+    chunk_tokens: int = 512
+
+
+def measure(plan: ProfilePlan, progress: Progress) -> Profile:
+    """Medians of `rounds`. Raises click.ClickException on a bad model, or when the plan does not fit it or the memory."""
+    if min(len(set(plan.lengths)), len(set(plan.batches)), len(set(plan.contexts))) < 2:
+        raise click.ClickException("two or more lengths, batches and contexts are needed to fit anything")
+    try:
+        progress(f"preparing the model {plan.model}")
+        path = prepare(plan.model, plan.cache_dir, lambda what, share: progress(f"{what}: {share:.0%}"))
+        engine = load_engine(path, threads=plan.threads)
+    except ModelError as error:
+        raise click.ClickException(error.message) from None
+    _check_fits(plan, engine)
+    random = np.random.default_rng(0)
+    prefill_times_s(engine, random, [WARM_UP_TOKENS] * 3, prefix=0, chunk_tokens=0)
+    return Profile(
+        model=plan.model,
+        fingerprint=engine.spec.fingerprint,
+        threads=plan.threads,
+        machine=machine(),
+        prefill=_measure_prefill(plan, engine, random, progress),
+        decode=_measure_decode(plan, engine, random, progress),
+    )
+
+
+def _measure_prefill(
+    plan: ProfilePlan, engine: Engine, random: np.random.Generator, progress: Progress
+) -> tuple[PrefillTime, ...]:
+    times = []
+    for prefix in plan.prefixes:
+        progress(f"prefill of {_listed(plan.lengths)} tokens behind {prefix:,}, {plan.rounds} rounds")
+        lengths = [length for length in plan.lengths for _ in range(plan.rounds)]
+        took_s = prefill_times_s(engine, random, lengths, prefix=prefix, chunk_tokens=plan.chunk_tokens)
+        for at, length in enumerate(plan.lengths):
+            seconds = median(took_s[at * plan.rounds : (at + 1) * plan.rounds])
+            progress(f"  {length:,} tokens: {1e3 * seconds:,.1f} ms, {length / seconds:,.0f} tokens/s")
+            times.append(PrefillTime(length, prefix, seconds))
+    return tuple(times)
+
+
+def _measure_decode(plan: ProfilePlan, engine: Engine, random: np.random.Generator, progress: Progress) -> tuple[StepTime, ...]:
+    times = []
+    for batch, context in itertools.product(plan.batches, plan.contexts):
+        progress(f"decode, batch {batch}, context {context:,}, {plan.rounds} rounds")
+        seconds = median(
+            decode_step_s(engine, random, batch=batch, context=context, steps=plan.steps) for _ in range(plan.rounds)
+        )
+        progress(f"  {1e3 * seconds:,.1f} ms a step, {batch / seconds:,.1f} tokens/s")
+        times.append(StepTime(batch, context, seconds))
+    return tuple(times)
+
+
+def _check_fits(plan: ProfilePlan, engine: Engine) -> None:
+    spec = engine.spec
+    longest = max(max(plan.lengths) + max(plan.prefixes), max(plan.contexts) + 2 * plan.steps)
+    if longest > spec.max_positions:
+        raise click.ClickException(f"{spec.name} has {spec.max_positions} positions, and this plan needs {longest}")
+    needed = spec.kv_bytes_per_token * max(max(plan.batches) * (max(plan.contexts) + 2 * plan.steps), longest)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > MEMORY_SHARE * available:
+        raise click.ClickException(f"the largest batch takes {needed >> 20} MiB of KV, and {available >> 20} MiB are free")
+
+
+def show(profile: Profile, *, as_json: bool) -> None:
+    """Measured beside fitted, and the costs, on standard output."""
+    costs = fit(profile)
+    if as_json:
+        click.echo(json.dumps({"costs": structs.asdict(costs), "measurements": [line.as_dict() for line in lines(profile)]}))
+        return
+    table = Table(title=f"profile of {profile.model}, {profile.threads} threads ({profile.machine})")
+    for column in ("measured", "ms", "fitted ms", "error"):
+        table.add_column(column, justify="left" if column == "measured" else "right", no_wrap=True)
+    for line in lines(profile):
+        table.add_row(line.name, f"{1e3 * line.seconds:,.1f}", f"{1e3 * line.fitted_s:,.1f}", f"{line.error:+.1%}")
+    Console(width=100).print(table)
+    for name, value in structs.asdict(costs).items():
+        click.echo(f"{name} = {value:.4g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A measurement beside what the fit makes of it. `x`: where it stands in a plot."""
+
+    name: str
+    kind: str
+    x: int
+    seconds: float
+    fitted_s: float
+
+    @property
+    def error(self) -> float:
+        """Of the fit, as a share of the measurement."""
+        return self.fitted_s / self.seconds - 1
+
+    def as_dict(self) -> dict[str, str | float]:
+        """For JSON."""
+        return {"name": self.name, "seconds": self.seconds, "fitted_s": self.fitted_s, "error": self.error}
+
+
+def lines(profile: Profile) -> list[Line]:
+    """All measurements. Raises ProfileError when they cannot be fitted."""
+    costs: Costs = fit(profile)
+    prefills = [
+        Line(
+            name=f"prefill {t.tokens:,} behind {t.prefix:,}",
+            kind=f"prefill behind {t.prefix:,}",
+            x=t.tokens,
+            seconds=t.seconds,
+            fitted_s=costs.prefill_s(t.tokens, t.prefix),
+        )
+        for t in profile.prefill
+    ]
+    steps = [
+        Line(
+            name=f"decode step, batch {t.batch}, context {t.context:,}",
+            kind=f"decode step, context {t.context:,}",
+            x=t.batch,
+            seconds=t.seconds,
+            fitted_s=costs.step_s(t.batch, t.context),
+        )
+        for t in profile.decode
+    ]
+    return prefills + steps
+
+
+def draw(profile: Profile, path: Path) -> None:
+    """Measured (dots) and fitted (lines). Raises click.ClickException without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for position, (kind, unit) in enumerate((("prefill", "tokens"), ("decode step", "batch")), start=1):
+        axes = figure.add_subplot(1, 2, position)
+        shown = [line for line in lines(profile) if line.kind.startswith(kind)]
+        for name in dict.fromkeys(line.kind for line in shown):
+            group = sorted((line for line in shown if line.kind == name), key=lambda line: line.x)
+            at = [line.x for line in group]
+            (fitted,) = axes.plot(at, [1e3 * line.fitted_s for line in group], label=name)
+            axes.plot(at, [1e3 * line.seconds for line in group], "o", color=fitted.get_color())
+        axes.set_xlabel(unit)
+        axes.set_ylabel("ms")
+        axes.legend()
+    figure.suptitle(f"{profile.model}, {profile.threads} threads, {profile.machine}: measured (dots) and fitted")
+    figure.savefig(path)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(f"{number:,}" for number in numbers)

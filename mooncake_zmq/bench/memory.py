@@ -1,0 +1,62 @@
+"""What processes take of memory and of the CPU, as the kernel counts it."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+FIELDS = {"VmHWM": "peak_bytes", "RssAnon": "private_bytes", "RssFile": "file_bytes", "RssShmem": "shared_bytes"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Resident memory of one process: its peak, and what it is now made of."""
+
+    name: str
+    peak_bytes: int
+    private_bytes: int
+    """Its own alone: heap, stacks, activations, a sequence's KV."""
+    file_bytes: int
+    """Mapped files: weights and libraries, in memory once for all that map them."""
+    shared_bytes: int
+    """Shared memory: segments of KV blocks, in memory once for all that map them."""
+
+
+def footprint(name: str, pid: int) -> Footprint:
+    """Of a running process. Raises ProcessLookupError when there is none."""
+    sizes = dict.fromkeys(FIELDS.values(), 0)
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except FileNotFoundError:
+        raise ProcessLookupError(f"{name} (process {pid}) is gone") from None
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key in FIELDS:
+            sizes[FIELDS[key]] = int(value.split()[0]) << 10
+    return Footprint(name=name, **sizes)
+
+
+def shared_files(pid: int, directory: str = "/dev/shm") -> dict[str, int]:
+    """The files below a tmpfs that a process maps, and the memory each takes: all of it, touched by this process or not."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    names = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    return {
+        name: Path(name).stat().st_blocks * 512 for name in names if name.startswith(f"{directory}/") and Path(name).exists()
+    }
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time that a process and its descendants have used; 0 for one that is gone. Resolution: a clock tick."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _children(task)]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(cpu_s(child) for child in children)
+
+
+def _children(task: Path) -> list[str]:
+    try:
+        return (task / "children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []

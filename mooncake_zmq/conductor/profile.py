@@ -1,0 +1,130 @@
+"""What was measured of an engine, and the costs that the estimates take from it, by least squares. PURE.
+
+Prefill of n tokens behind a prefix of p: a n' + b ((p + n)^2 - p^2), n' the tokens computed: the paper's polynomial. A decode
+step: fixed (1 + slope batch + context_slope tokens), tokens those of all its sequences together. Relative errors are
+minimized: a short prompt's milliseconds count as much as a long one's seconds. Costs below 0 make no sense and are taken as 0.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+FORMAT = 1
+Seconds = Annotated[float, Meta(gt=0, le=1e6)]
+Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+Rows = Meta(min_length=2, max_length=4096)
+
+
+class ProfileError(Exception):
+    """A profile cannot be read, or no costs come out of it; in one line."""
+
+
+class PrefillTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`tokens` prefilled behind `prefix` tokens whose KV was there."""
+
+    tokens: Count
+    prefix: Annotated[int, Meta(ge=0, le=1 << 31)]
+    seconds: Seconds
+
+
+class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A decode step of `batch` sequences of `context` tokens each."""
+
+    batch: Count
+    context: Count
+    seconds: Seconds
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine on one machine, as `mooncake-zmq profile` writes it."""
+
+    format: int = FORMAT
+    model: str
+    """As given to --model."""
+    fingerprint: str
+    """Of the model's shape and weights: costs of one model say nothing about another."""
+    threads: Count
+    machine: str
+    prefill: Annotated[tuple[PrefillTime, ...], Rows]
+    decode: Annotated[tuple[StepTime, ...], Rows]
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of the same names in ConductorSettings."""
+
+    prefill_token_s: float
+    prefill_square_s: float
+    decode_step_s: float
+    decode_slope: float
+    decode_context_slope: float
+
+    def prefill_s(self, tokens: int, prefix: int) -> float:
+        """The fitted time."""
+        return self.prefill_token_s * tokens + self.prefill_square_s * ((prefix + tokens) ** 2 - prefix**2)
+
+    def step_s(self, batch: int, context: int) -> float:
+        """The fitted time; `context` tokens in each sequence."""
+        fixed = self.decode_step_s / (1 + self.decode_slope)
+        return fixed * (1 + self.decode_slope * batch + self.decode_context_slope * batch * context)
+
+
+def encode(profile: Profile) -> bytes:
+    """As JSON, a line for each measurement or so: to be read by people too."""
+    return msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n"
+
+
+def decode(content: bytes) -> Profile:
+    """Raises ProfileError."""
+    try:
+        profile = msgspec.json.decode(content, type=Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProfileError(f"not a profile: {str(error).replace('`', '')}") from None
+    if profile.format != FORMAT:
+        raise ProfileError(f"format {profile.format}, and this version reads {FORMAT}: measure again")
+    return profile
+
+
+def fit(profile: Profile) -> Costs:
+    """Raises ProfileError when the measurements cannot tell the costs apart, or contradict them."""
+    prefill = [(t.tokens, (t.prefix + t.tokens) ** 2 - t.prefix**2) for t in profile.prefill]
+    token_s, square_s = _least_squares(prefill, [t.seconds for t in profile.prefill])
+    decode = [(1, t.batch, t.batch * t.context) for t in profile.decode]
+    fixed_s, request_s, context_s = _least_squares(decode, [t.seconds for t in profile.decode])
+    if token_s <= 0:
+        raise ProfileError("its prefill times do not grow with the tokens: measure again, with nothing else running")
+    if fixed_s <= 0:
+        raise ProfileError("its decode steps have no fixed part: measure again, with nothing else running")
+    return Costs(
+        prefill_token_s=token_s,
+        prefill_square_s=square_s,
+        decode_step_s=fixed_s + request_s,
+        decode_slope=request_s / fixed_s,
+        decode_context_slope=context_s / fixed_s,
+    )
+
+
+def _least_squares(terms: Sequence[Sequence[int]], seconds: Sequence[float]) -> list[float]:
+    """Coefficients >= 0 that minimize the sum of squared relative errors. Raises ProfileError when they are not determined.
+
+    The most negative coefficient is dropped until none is: with two or three of them that finds the constrained optimum in
+    all but contrived cases.
+    """
+    relative: NDArray[np.float64] = np.array(terms, np.float64) / np.array(seconds)[:, None]
+    scale = np.abs(relative).max(axis=0)  # squared tokens beside ones: unscaled, rounding would eat the smaller
+    relative /= scale
+    if np.linalg.matrix_rank(relative) < len(scale):
+        raise ProfileError("too few measurements to fit: give two or more lengths, batches and contexts")
+    kept = list(range(len(scale)))
+    result = [0.0] * len(scale)
+    while kept:
+        found = np.linalg.lstsq(relative[:, kept], np.ones(len(seconds)), rcond=None)[0]
+        if found.min() >= 0:
+            for at, value in zip(kept, found, strict=True):
+                result[at] = float(value / scale[at])
+            break
+        kept.pop(int(found.argmin()))
+    return result

@@ -1,0 +1,89 @@
+"""Costs from measurements."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planted_profile import COSTS, LENGTHS, planted
+
+from mooncake_zmq.conductor.estimates import compute_s
+from mooncake_zmq.conductor.profile import Costs, PrefillTime, ProfileError, StepTime, decode, encode, fit
+from mooncake_zmq.conductor.settings import ConductorSettings
+
+
+@given(
+    st.builds(
+        Costs,
+        prefill_token_s=st.floats(1e-6, 1e-2),
+        prefill_square_s=st.floats(1e-10, 1e-6),
+        decode_step_s=st.floats(1e-4, 1.0),
+        decode_slope=st.floats(1e-3, 1.0),
+        decode_context_slope=st.floats(1e-6, 1e-2),
+    )
+)
+def test_a_fit_recovers_planted_costs(costs):
+    fitted = fit(planted(costs))
+    for name in Costs.__struct_fields__:
+        assert getattr(fitted, name) == pytest.approx(getattr(costs, name), rel=1e-3), name
+
+
+def test_measurements_that_are_off_move_the_fit_by_no_more():
+    fitted = fit(planted(noise=0.05))
+    assert fitted.prefill_s(1024, 512) == pytest.approx(COSTS.prefill_s(1024, 512), rel=0.06)
+    assert fitted.step_s(8, 512) == pytest.approx(COSTS.step_s(8, 512), rel=0.06)
+
+
+def test_the_estimates_use_the_formula_that_was_fitted():
+    settings = ConductorSettings(prefill_token_s=COSTS.prefill_token_s, prefill_square_s=COSTS.prefill_square_s)
+    assert compute_s(settings, tokens=1536, prefix=1024, token_s=0) == pytest.approx(COSTS.prefill_s(512, 1024))
+
+
+def test_a_cost_that_would_be_negative_is_none():
+    """Longer contexts that happened to be quicker."""
+    decode = tuple(StepTime(t.batch, 1152 - t.context, t.seconds) for t in planted().decode)
+    fitted = fit(planted(decode=decode))
+    assert fitted.decode_context_slope == 0
+    assert fitted.decode_step_s > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"prefill": (PrefillTime(64, 0, 0.1), PrefillTime(64, 0, 0.2))}, "too few measurements"),
+        ({"decode": (StepTime(1, 128, 0.1), StepTime(1, 1024, 0.2))}, "too few measurements"),
+        ({"prefill": tuple(PrefillTime(n, 0, 1e-9 * n**3) for n in LENGTHS)}, "do not grow"),
+        ({"decode": tuple(StepTime(t.batch, t.context, 1e-6 * t.batch**3) for t in planted().decode)}, "no fixed part"),
+    ],
+)
+def test_measurements_that_give_no_costs_are_refused(changes, complaint):
+    with pytest.raises(ProfileError, match=complaint):
+        fit(planted(**changes))
+
+
+def test_a_profile_reads_as_it_was_written():
+    assert decode(encode(planted())) == planted()
+
+
+@given(st.binary(max_size=200), st.integers(0, 2000), st.booleans())
+def test_any_bytes_are_a_profile_or_one_error(junk, at, cut):
+    whole = encode(planted())
+    damaged = whole[:at] if cut else whole[:at] + junk + whole[at + len(junk) :]
+    for content in (junk, damaged):
+        with suppress(ProfileError):
+            decode(content)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        (b'"format": 1', b'"format": 2', "format 2"),
+        (b'"threads": 1', b'"threads": 0', r">= 1 - at \$.threads"),
+        (b'"seconds": ', b'"seconds": -', r"\$.prefill"),
+        (b'"machine"', b'"machin"', "machin"),
+    ],
+)
+def test_a_damaged_profile_says_where(old, new, complaint):
+    assert old in encode(planted())
+    with pytest.raises(ProfileError, match=complaint):
+        decode(encode(planted()).replace(old, new))

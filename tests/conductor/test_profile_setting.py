@@ -1,0 +1,111 @@
+"""A deployment's file that names a profile: what it gives, what goes before it, and how a bad one is told."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from planted_profile import COSTS, planted
+
+from mooncake_zmq.conductor.profile import encode, fit
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.config import ConfigError, effective, load, summary, warnings
+
+NODES = """
+[[nodes]]
+name = "c"
+role = "conductor"
+
+[[nodes]]
+name = "d"
+role = "decode"
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(conductor: str, nodes: str = NODES, **changes):
+        (tmp_path / "p.json").write_bytes(encode(planted(**changes)))
+        path = tmp_path / "x.toml"
+        path.write_text(conductor.replace("PROFILE", str(tmp_path / "p.json")) + nodes)
+        return path
+
+    return write_file
+
+
+def test_the_costs_come_from_the_profile_unless_they_are_set(write):
+    loaded = load(write("[conductor]\nprofile = 'PROFILE'\ndecode_slope = 0.5\n"), {"conductor.prefill_square_s": "1e-9"}, {})
+    conductor = loaded.config.conductor
+    assert conductor.prefill_token_s == pytest.approx(COSTS.prefill_token_s)
+    assert conductor.decode_context_slope == pytest.approx(COSTS.decode_context_slope)
+    assert (conductor.decode_slope, conductor.prefill_square_s) == (0.5, 1e-9)
+    assert conductor.profiled_model == planted().fingerprint
+    assert loaded.section(loaded.config.node("c")) == conductor
+    sources = {dotted: source for dotted, _, source in effective(loaded)}
+    assert sources["conductor.prefill_token_s"].startswith("profile ")
+    assert (sources["conductor.decode_slope"], sources["conductor.tie_ratio"]) == ("file", "default")
+
+
+def test_one_conductor_may_have_a_profile_of_its_own(write):
+    path = write("", NODES.replace('role = "conductor"', 'role = "conductor"\nsettings = { profile = "PROFILE" }'))
+    path.write_text(path.read_text().replace("PROFILE", str(path.parent / "p.json")))
+    loaded = load(path, {}, {})
+    assert loaded.section(loaded.config.node("c")).prefill_token_s == pytest.approx(fit(planted()).prefill_token_s)
+    assert loaded.config.conductor.prefill_token_s == ConductorSettings().prefill_token_s
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "No such file"),
+        (b"{", "not a profile"),
+        (b"\xff\xfe", "not a profile"),
+        (encode(planted(prefill=planted().prefill[:2] * 2)), None),
+        (encode(planted(prefill=planted().prefill[:1] * 2)), "too few measurements"),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_named_with_its_setting(write, content, complaint):
+    path = write("[conductor]\nprofile = 'PROFILE'\n")
+    file = path.parent / "p.json"
+    file.unlink() if content is None else file.write_bytes(content)
+    if complaint is None:
+        load(path, {}, {})
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(path, {}, {})
+    assert re.fullmatch(
+        rf"{re.escape(str(path))}: conductor\.profile: {re.escape(str(file))}: .*{complaint}.*", str(caught.value)
+    )
+
+
+def test_a_profile_setting_of_another_type_is_refused(write):
+    with pytest.raises(ConfigError, match=r"conductor.profile: expected str, got int"):
+        load(write("[conductor]\nprofile = 3\n"), {}, {})
+
+
+def test_config_check_shows_the_costs_and_warns_of_other_models_and_threads(write):
+    fits = load(write("[conductor]\nprofile = 'PROFILE'\n"), {}, {})
+    assert [line for line in summary(fits) if "costs of" in line and "prefill 2 ms per token" in line]
+    assert not [text for text in warnings(fits) if "p.json" in text]
+    other = load(write("[conductor]\nprofile = 'PROFILE'\n", model="toy", threads=2), {}, {})
+    told = [text for text in warnings(other) if "p.json" in text]
+    assert len(told) == 2
+    assert "the model toy" in told[0]
+    assert "2 threads" in told[1]
+
+
+def test_a_conductor_of_another_model_does_not_start():
+    settings = ConductorSettings(profile="p.json", profiled_model="a" * 32)
+    settings.check_model("a" * 32)
+    ConductorSettings().check_model("b" * 32)
+    with pytest.raises(ValueError, match=r"p.json measured another model \(aaaaaaaaaaaa, not bbbbbbbbbbbb\)"):
+        settings.check_model("b" * 32)
+
+
+def test_a_conductor_process_of_another_model_says_so_and_ends(write, tmp_path):
+    path = write("[conductor]\nprofile = 'PROFILE'\n[model]\npath = 'toy'\n")
+    setting = f"cluster.runtime_dir={tmp_path}"
+    command = [sys.executable, "-m", "mooncake_zmq", "conductor", "--config", str(path), "--node", "c", "--set", setting]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert ran.returncode == 2
+    assert re.fullmatch(r"mooncake-zmq: c: conductor.profile: .*p.json measured another model .*\n", ran.stderr), ran.stderr
