@@ -226,6 +226,11 @@ class Loaded:
             merged |= _profiled(merged, self.path, f"{where}.profile")
         return _convert(merged, kind, self.path, self.sources, under=where)
 
+    def longest_request(self, max_model_len: int, block_tokens: int) -> int:
+        """Tokens of prompt and output together: what the model takes, and the roomiest decode holds in whole blocks."""
+        blocks = [self.section(node).capacity_tokens // block_tokens for node in self.config.of_role("decode")]
+        return min(max_model_len, max(blocks) * block_tokens) if blocks else max_model_len
+
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Loaded:
     """Read `path`, lay environment and command line (`overrides`, by dotted path) over it, check everything."""
@@ -434,7 +439,7 @@ def warnings(loaded: Loaded) -> Iterator[str]:
             yield f"there is no {role}"
     for node in config.of_role("decode"):
         if loaded.section(node).capacity_tokens < config.model.max_model_len:
-            yield f"{node.name}: capacity_tokens is below model.max_model_len: the longest requests will not fit"
+            yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
 
 
 def _profile_warnings(loaded: Loaded) -> Iterator[str]:

@@ -122,7 +122,7 @@ class _Process:
     """Everything one life of one node holds; `stack` lets go of it in reverse order."""
 
     def __init__(self, loaded: Loaded, node: NodeSettings, stack: ExitStack) -> None:
-        self.config, self.node, self.stack = loaded.config, node, stack
+        self.loaded, self.config, self.node, self.stack = loaded, loaded.config, node, stack
         self.settings = loaded.section(node)
         cluster = self.config.cluster
         self.runtime_dir = Path(cluster.runtime_dir)
@@ -329,7 +329,7 @@ class _Process:
             incarnation=self.incarnation,
             model=ServedModel(
                 id=self.model.spec.name,
-                max_model_len=self.model.max_model_len,
+                max_model_len=self.loaded.longest_request(self.model.max_model_len, self.layout.block_tokens),
                 vocab_size=min(self.model.spec.vocab_size, tokenizer.vocab_size),
                 block_tokens=self.layout.block_tokens,
                 model_fingerprint=self.model.spec.fingerprint,

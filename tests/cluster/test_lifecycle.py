@@ -1,5 +1,6 @@
 """Starts, second starts, wrong starts and ends: a clear line each time, and nothing left behind."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from toy_cluster import NODES, ROOT, ToyCluster, eventually
 
@@ -88,6 +90,27 @@ def test_a_role_alone_starts_drains_and_leaves_nothing(directory: Path) -> None:
     assert process.wait(10) == 0
     process.stderr.close()
     assert cluster.leftovers() == ["cache-a.lock"]
+
+
+def test_what_fits_into_no_decode_is_refused_at_the_gateway(directory: Path) -> None:
+    cluster = ToyCluster(directory, settings=("decode.capacity_tokens=100", "model.block_tokens=16"))
+    command = [sys.executable, "-m", "mooncake_zmq", "gateway", "--node", "gateway-0", *cluster.arguments]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: reachable(cluster.url), what="the gateway listens")
+        assert httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["max_model_len"] == 96
+        answer = httpx.post(f"{cluster.url}/v1/completions", json={"model": "toy", "prompt": [1] * 90, "max_tokens": 7})
+        assert answer.status_code == 400
+        assert "96 tokens" in answer.json()["error"]["message"]
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def reachable(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health").status_code > 0
+    return False
 
 
 def test_sd_notify_says_ready_watchdog_and_stopping(directory: Path) -> None:
