@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
-from mooncake_zmq.engine.blas import limit_blas
+from mooncake_zmq.engine.cpu import limit_blas
 
 DEFAULT_CONFIG = "configs/local.toml"
 """Below the current directory, or else below the project's own."""

@@ -19,6 +19,7 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.conductor import ConductorSettings
 from mooncake_zmq.conductor.profile import Profile, ProfileError, decode, fit
 from mooncake_zmq.decode.decode import DecodeSettings
+from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.gateway.edge import EdgeSettings
 from mooncake_zmq.gateway.requests import RequestsSettings
 from mooncake_zmq.messages import MAX_BLOCKS, MAX_TOKENS
@@ -110,7 +111,9 @@ class NodeSettings:
     store_endpoint: str = ""
     """Cache-nodes: where store clients (`mooncake_zmq.store`) connect; likewise. Empty: no store, and no memory for it."""
     threads: int = 1
-    """Threads that compute a prefill. Decode uses one: more measured slower."""
+    """Threads that compute: a prefill, and with the backend "compiled" a step of decode. With "numpy", decode uses one."""
+    backend: Backend = "numpy"
+    """What decode computes with. "compiled" is several times faster on quantised models; it needs the extra of that name."""
     metrics_port: int = 0
     """Prometheus on 127.0.0.1 at this port; 0: none."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -407,7 +410,7 @@ def summary(loaded: Loaded) -> Iterator[str]:
             case "gateway":
                 what = f"http://{section.http_host}:{section.http_port}"
         total += size
-        threads = f", threads {node.threads}" if node.role in ENGINE_ROLES else ""
+        threads = f", threads {node.threads}, {node.backend}" if node.role in ENGINE_ROLES else ""
         yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{threads}"
     yield f"KV and stores take at most {total / mib:,.0f} MiB of RAM, beside the weights (one copy for all) and the processes"
 

@@ -184,6 +184,7 @@ class Up:
                 self.config.model.path,
                 self.config.model.cache_dir,
                 lambda what, share: progress.update(task, description=what, completed=share),
+                backend="compiled" if any(node.backend == "compiled" for node in self.config.nodes) else "numpy",
             )
         took = time.monotonic() - began_at
         self.say(f"model {self.config.model.path}: {path}" + (f" (prepared in {took:.0f} s)" if took > 1 else ""))

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import click
 
-from mooncake_zmq.engine.blas import limit_blas
+from mooncake_zmq.engine.cpu import Backend, limit_blas
 from mooncake_zmq.kv.eviction import POLICIES
 
 PARTS = ("cold", "warm", "decode")
@@ -165,6 +166,7 @@ def pool(
 @click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds per row; medians are shown.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of every side.")
+@click.option("--backend", type=click.Choice(get_args(Backend)), default="numpy", show_default=True, help="Of decode.")
 @click.option(
     "--only", "parts", multiple=True, type=click.Choice(ENGINE_PARTS), help="Rows of this kind alone; may be repeated."
 )
@@ -183,6 +185,7 @@ def engine(
     cache_dir: str,
     rounds: int,
     threads: int,
+    backend: Backend,
     parts: tuple[str, ...],
     vllm_python: str | None,
     vllm_eager: bool,
@@ -202,6 +205,7 @@ def engine(
         cache_dir=cache_dir,
         rounds=rounds,
         threads=threads,
+        backend=backend,
         vllm_python=vllm_python,
         vllm_eager=vllm_eager,
         transformers_python=transformers_python,
@@ -214,6 +218,7 @@ def engine(
 @click.option("--model", default="default", show_default=True, metavar="MODEL", help="As in the setting model.path.")
 @click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="As the nodes' setting threads.")
+@click.option("--backend", type=click.Choice(get_args(Backend)), default="numpy", show_default=True, help="Of decode.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Of each measurement; medians count.")
 @numbers_option("--lengths", least=1, default="64,256,512,1024,2048", help="Tokens prefilled.")
 @numbers_option("--prefixes", least=0, default="0,1024,2048", help="Tokens before them, in the KV.")
@@ -229,6 +234,7 @@ def profile(
     model: str,
     cache_dir: str,
     threads: int,
+    backend: Backend,
     rounds: int,
     lengths: tuple[int, ...],
     prefixes: tuple[int, ...],
@@ -253,6 +259,7 @@ def profile(
         model=model,
         cache_dir=cache_dir,
         threads=threads,
+        backend=backend,
         rounds=rounds,
         lengths=lengths,
         prefixes=prefixes,

@@ -20,6 +20,7 @@ from mooncake_zmq.bench.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.memory import cpu_s, footprint
 from mooncake_zmq.bench.peers import Peer
 from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.engine.tokenizer import open_tokenizer
@@ -65,6 +66,7 @@ class EngineBench:
     cache_dir: str = ""
     rounds: int = 5
     threads: int = 2
+    backend: Backend = "numpy"
     steps: int = STEPS
     vllm_python: str | None = None
     vllm_eager: bool = False
@@ -78,7 +80,7 @@ def bench_engine(bench: EngineBench, *, parts: Sequence[str], progress: Progress
     with TemporaryDirectory(prefix="mczmq-bench-") as scratch, ExitStack() as stack:
         try:
             progress(f"preparing the model {bench.model}")
-            path = prepare(bench.model, bench.cache_dir)
+            path = prepare(bench.model, bench.cache_dir, backend=bench.backend)
             if str(path) == "toy":
                 raise ModelError("the toy engine has no weights: give another model")
             spec = read_spec(path)
@@ -138,7 +140,7 @@ def _start(
     """A process for each side there is."""
     longest, batch = max(case.tokens for case in cases), max(case.batch for case in cases)
     orders: dict[str, tuple[str | None, dict[str, Any]]] = {
-        OURS: (None, {"model": str(path)}),
+        OURS: (None, {"model": str(path), "backend": bench.backend}),
         VLLM: (bench.vllm_python, {"model": str(directory), "max_context": longest, "eager": bench.vllm_eager}),
         TRANSFORMERS: (bench.transformers_python, {"model": str(directory)}),
         MACHINE: (None, {"weight_bytes": step_bytes(spec)}),

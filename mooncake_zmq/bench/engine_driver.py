@@ -49,11 +49,13 @@ class Mooncake:
     def __init__(self, order: dict[str, Any]) -> None:
         sys.path.insert(0, str(Path(__file__).parents[2]))
         numpy = importlib.import_module("numpy")
-        self.version = f"{importlib.import_module('mooncake_zmq').__version__} on numpy {numpy.__version__}"
+        self.version = (
+            f"{importlib.import_module('mooncake_zmq').__version__} on numpy {numpy.__version__}, backend {order['backend']}"
+        )
         self._random = numpy.random.default_rng(0)
         self._timing = importlib.import_module("mooncake_zmq.bench.engine_timing")
         self._engine = importlib.import_module("mooncake_zmq.engine.weights").load_engine(
-            order["model"], threads=order["threads"]
+            order["model"], threads=order["threads"], backend=order["backend"]
         )
         self._array: Callable[[list[int]], Any] = lambda tokens: numpy.array(tokens, numpy.int32)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_zmq.bench.peers import Peer, driver_process
-from mooncake_zmq.engine.blas import blas_environment
+from mooncake_zmq.engine.cpu import blas_environment
 
 OURS, VLLM, TRANSFORMERS, MACHINE = "mooncake_zmq", "vLLM", "transformers", "machine"
 DRIVER = Path(__file__).with_name("engine_driver.py")

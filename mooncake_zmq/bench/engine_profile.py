@@ -17,6 +17,7 @@ from rich.table import Table
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s
 from mooncake_zmq.bench.report import machine
 from mooncake_zmq.conductor.profile import Costs, PrefillTime, Profile, StepTime, fit
+from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.engine.weights import load_engine, prepare
@@ -35,6 +36,7 @@ class ProfilePlan:
     model: str = "default"
     cache_dir: str = ""
     threads: int = 1
+    backend: Backend = "numpy"
     rounds: int = 3
     lengths: tuple[int, ...] = (64, 256, 512, 1024, 2048)
     prefixes: tuple[int, ...] = (0, 1024, 2048)
@@ -50,8 +52,8 @@ def measure(plan: ProfilePlan, progress: Progress) -> Profile:
         raise click.ClickException("two or more lengths, batches and contexts are needed to fit anything")
     try:
         progress(f"preparing the model {plan.model}")
-        path = prepare(plan.model, plan.cache_dir, lambda what, share: progress(f"{what}: {share:.0%}"))
-        engine = load_engine(path, threads=plan.threads)
+        path = prepare(plan.model, plan.cache_dir, lambda what, share: progress(f"{what}: {share:.0%}"), backend=plan.backend)
+        engine = load_engine(path, threads=plan.threads, backend=plan.backend)
     except ModelError as error:
         raise click.ClickException(error.message) from None
     _check_fits(plan, engine)

@@ -11,6 +11,7 @@ at 20 GB/s instead of 7, and prefill runs at 110 GFLOP/s where whole-matrix prod
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -22,15 +23,17 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.engine import tokenizer
+from mooncake_zmq.engine import compact, tokenizer
+from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.panels import PANEL_COLUMNS, panel_count, to_panels
+from mooncake_zmq.engine.quantized import Panels, bfloat16_panels, concatenate, quantized_panels
 from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource, Source, expected_shapes
 from mooncake_zmq.engine.spec import FAMILIES, Engine, ModelSpec, check_spec
 from mooncake_zmq.engine.toy import ToyEngine
@@ -48,6 +51,8 @@ DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DOWNLOAD_TIMEOUT_S = 900
 
+_FUSED = {"qkv": ("q", "k", "v"), "out": ("out",), "gate_up": ("gate", "up"), "down": ("down",)}
+_Item = TypeVar("_Item", bound=np.generic)
 Progress = Callable[[str, float], None]
 
 
@@ -57,24 +62,28 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mooncake_zmq"
 
 
-def prepare(model: str, cache_dir: Path | str, progress: Progress = lambda what, share: None) -> Path:
+def prepare(
+    model: str, cache_dir: Path | str, progress: Progress = lambda what, share: None, *, backend: Backend = "numpy"
+) -> Path:
     """The prepared directory of `model`, made if needed. Raises ModelError.
 
     `model` is "default", a .gguf file, a Hugging Face directory, "dummy:SHAPE" or "toy" (nothing to prepare).
     `cache_dir`: as in the setting `model.cache_dir`; empty: the default one.
+    `backend`: "compiled" has its compact.bin added, from the model's source once more if that is another day.
     `progress(what, share)` is called with a short text and a share from 0 to 1.
     """
     if model == "toy":
         return Path("toy")
+    compacted = backend == "compiled"
     cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
     target = locate(model, cache_dir)
-    if (target / HEADER_FILE).exists():
+    if _is_prepared(target, compacted=compacted):
         return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / f".{target.name}.lock", progress):
-            if not (target / HEADER_FILE).exists():
-                _build(model, target, progress)
+            if not _is_prepared(target, compacted=compacted):
+                _build(model, target, progress, compacted=compacted)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ModelError(f"no space left in {cache_dir}: free some, or set model.cache_dir elsewhere") from error
@@ -104,6 +113,22 @@ def open_source(model: str) -> tuple[Source, str]:
 
 def open_model(path: Path, *, device: str = "cpu", threads: int = 1) -> Llama:
     """Map a prepared model. Takes milliseconds; pages come in as they are read and are shared by all processes."""
+    spec, tensors = _map_tensors(path)
+    return Llama(spec, tensors, device=device, threads=threads)
+
+
+def open_compiled(path: Path, *, threads: int = 1) -> Engine:
+    """As `open_model`, for decode in machine code; seconds where no process on this machine has made that yet."""
+    try:
+        from mooncake_zmq.engine.compiled import CompiledLlama
+    except ImportError as error:
+        raise ModelError(f"backend 'compiled' needs Numba ({error}): install the extra 'compiled'") from error
+    spec, tensors = _map_tensors(path)
+    panels = compact.read(path, _matrix_shapes(spec))
+    return CompiledLlama(spec, tensors, panels, threads=threads, cache_dir=path.parent)
+
+
+def _map_tensors(path: Path) -> tuple[ModelSpec, dict[str, NDArray[np.float32]]]:
     spec, table = _read_header(path)
     try:
         data: NDArray[np.uint8] = np.memmap(path / WEIGHTS_FILE, dtype=np.uint8, mode="r")
@@ -115,12 +140,16 @@ def open_model(path: Path, *, device: str = "cpu", threads: int = 1) -> Llama:
         if end > len(data):
             raise ModelError(f"{path} is damaged ({name} ends beyond the file): delete it, it will be made again")
         tensors[name] = data[offset:end].view(np.float32).reshape(shape)
-    return Llama(spec, tensors, device=device, threads=threads)
+    return spec, tensors
 
 
-def load_engine(model: Path | str, *, device: str = "cpu", threads: int = 1) -> Engine:
-    """The engine of a prepared directory, or of "toy"."""
-    return ToyEngine() if str(model) == "toy" else open_model(Path(model), device=device, threads=threads)
+def load_engine(model: Path | str, *, device: str = "cpu", threads: int = 1, backend: Backend = "numpy") -> Engine:
+    """The engine of a directory prepared for `backend`, or of "toy"."""
+    if str(model) == "toy":
+        return ToyEngine()
+    if backend == "compiled":
+        return open_compiled(Path(model), threads=threads)
+    return open_model(Path(model), device=device, threads=threads)
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -194,10 +223,18 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
         yield
 
 
-def _build(model: str, target: Path, progress: Progress) -> None:
-    """Convert into a temporary neighbour, then rename. We hold the lock, so a leftover neighbour is a dead process's."""
+def _is_prepared(target: Path, *, compacted: bool) -> bool:
+    return (target / HEADER_FILE).exists() and (not compacted or compact.exists(target))
+
+
+def _build(model: str, target: Path, progress: Progress, *, compacted: bool) -> None:
+    """Convert into a temporary neighbour, then rename. We hold the lock, so a leftover neighbour is a dead process's.
+
+    A directory that lacks but its compact form gets that.
+    """
     temporary = target.with_name(f".{target.name}.tmp")
-    if target.exists():  # without a header: an interrupted delete
+    known = (target / HEADER_FILE).exists()
+    if target.exists() and not known:  # an interrupted delete
         shutil.rmtree(target)
     _sweep(target.parent, own=temporary)
     scratch = temporary / "scratch"
@@ -208,10 +245,18 @@ def _build(model: str, target: Path, progress: Progress) -> None:
             source.spec = replace(source.spec, name=DEFAULT_NAME)
         else:
             source = open_source(model)[0]
-        tokenizer.write_parts(temporary, source.read_tokenizer(), source.spec.vocab_size)
-        _convert(source, temporary, progress)
+        if not known:
+            tokenizer.write_parts(temporary, source.read_tokenizer(), source.spec.vocab_size)
+            _convert(source, temporary, progress)
+        if compacted:
+            compact.check_space(target.parent, prepared_bytes(source.spec) // compact.LEAST_SHORTER)
+            progress("packing the weights", 0.9)
+            compact.write(target if known else temporary, _compact_matrices(source))
         shutil.rmtree(scratch)
-        temporary.rename(target)
+        if known:
+            temporary.rmdir()
+        else:
+            temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -299,6 +344,47 @@ def _stored_tensors(source: Source) -> Iterator[tuple[int, str, NDArray[np.float
         yield spec.layers, "embed", np.ascontiguousarray(tensor("embed"))
 
 
+def _compact_matrices(source: Source) -> Iterator[tuple[str, Panels]]:
+    """The matrices of `_stored_tensors` that have a shorter exact form, under the same names."""
+    spec = source.spec
+    heads = {"q": spec.heads, "k": spec.kv_heads}
+
+    def pairs(name: str, rows: NDArray[_Item]) -> NDArray[_Item]:
+        part = name.rpartition(".")[2]
+        return rotation_pairs(rows, heads[part]) if part in heads else rows
+
+    def panels(*names: str) -> Panels | None:
+        parts = [source.quantized(name) for name in names]
+        if not any(part is None for part in parts):
+            return quantized_panels(
+                concatenate(
+                    [part.map_rows(functools.partial(pairs, name)) for name, part in zip(names, parts, strict=True) if part]
+                )
+            )
+        return bfloat16_panels(np.concatenate([pairs(name, source.tensor(name)) for name in names]))
+
+    matrices = {
+        f"{layer}.{name}": [f"{layer}.{part}" for part in parts]
+        for layer in range(spec.layers)
+        for name, parts in _FUSED.items()
+    }
+    for name, parts in (matrices | {"head": ["embed" if spec.tied else "head"]}).items():
+        found = panels(*parts)
+        if found is not None:
+            yield name, found
+
+
+def _matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """[out, in] of every matrix of `_compact_matrices`, unpadded."""
+    shapes = expected_shapes(spec)
+    matrices = {
+        f"{layer}.{name}": (sum(shapes[f"{layer}.{part}"][0] for part in parts), shapes[f"{layer}.{parts[0]}"][1])
+        for layer in range(spec.layers)
+        for name, parts in _FUSED.items()
+    }
+    return matrices | {"head": (spec.vocab_size, spec.hidden)}
+
+
 def stored_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The tensors of weights.bin and their shapes, in float32: what `_stored_tensors` yields, without a source."""
     query, kv, family = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, FAMILIES[spec.family]
@@ -333,7 +419,7 @@ def preparing_bytes(spec: ModelSpec) -> int:
     return 4 * ITEM_BYTES * max(math.prod(shape) for shape in stored_shapes(spec).values())
 
 
-def rotation_pairs(weights: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+def rotation_pairs(weights: NDArray[_Item], heads: int) -> NDArray[_Item]:
     """Rows (0, 1, .. d-1) of each head to (0, d/2, 1, d/2+1, ..): what RoPE turns together lies side by side.
 
     Scores do not change when Q and K are permuted alike; a rotation becomes one complex product. Biases and norms, of one

@@ -31,6 +31,7 @@ from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
 from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.gateway.edge import Edge, ServedModel
@@ -99,12 +100,16 @@ class Model:
     max_model_len: int
 
     @classmethod
-    def prepare(cls, config: Config) -> "Model":
+    def prepare(cls, config: Config, backend: Backend = "numpy") -> "Model":
         """Convert the model if nobody has yet. Raises ModelError."""
         from mooncake_zmq.engine import tokenizer, weights  # maps BLAS: only after the thread count is set
 
         model = config.model
-        path = weights.prepare(model.path, model.cache_dir, lambda what, share: log.debug("model", what=what, share=share))
+
+        def progress(what: str, share: float) -> None:
+            log.debug("model", what=what, share=share)
+
+        path = weights.prepare(model.path, model.cache_dir, progress, backend=backend)
         spec = weights.load_engine("toy").spec if str(path) == "toy" else weights.read_spec(path)
         return cls(path, spec, tokenizer.fingerprint(path), min(model.max_model_len, spec.max_positions))
 
@@ -134,7 +139,7 @@ class _Process:
         self.incarnation = lock.incarnation
         for swept in sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life)):
             log.warning("stale_segment_removed", path=str(swept))
-        self.model = Model.prepare(self.config)
+        self.model = Model.prepare(self.config, self.node.backend)
         self.layout = self.model.layout(self.config.model.block_tokens)
         self.signals_seen = 0
         self.crash: BaseException | None = None
@@ -167,7 +172,7 @@ class _Process:
         if node.role in ("prefill", "decode"):
             from mooncake_zmq.engine.weights import load_engine
 
-            engine = load_engine(self.model.path, threads=node.threads)
+            engine = load_engine(self.model.path, threads=node.threads, backend=node.backend)
         pool = self.settings if node.role == "cache-node" else None
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None

@@ -110,7 +110,7 @@ def test_real_processes_measure_a_tiny_model(tmp_path):
 def test_a_side_that_dies_is_told_with_its_last_words():
     with pytest.raises(click.ClickException, match="no such"), engine_process({"engine": "no such", "threads": 1}, python=None):
         pass
-    order = {"engine": OURS, "model": "/no/model", "threads": 1}
+    order = {"engine": OURS, "model": "/no/model", "threads": 1, "backend": "numpy"}
     with pytest.raises(click.ClickException, match="not a prepared model"), engine_process(order, python=None):
         pass
 

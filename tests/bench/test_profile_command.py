@@ -81,7 +81,7 @@ def test_the_prefixes_of_a_prompt_are_not_timed(tmp_path, monkeypatch):
             calls.append((sequence.length, len(tokens)))
             return super().prefill(sequence, tokens, **options)
 
-    monkeypatch.setattr(engine_profile, "load_engine", lambda path, threads: Counting())
+    monkeypatch.setattr(engine_profile, "load_engine", lambda path, threads, backend: Counting())
     plan = engine_profile.ProfilePlan(
         model="toy", rounds=2, lengths=(8, 40), prefixes=(24,), batches=(1, 2), contexts=(4, 8), steps=2, chunk_tokens=32
     )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.engine import tokenizer
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.quantized import Quantized
 from mooncake_zmq.engine.sources.rope import rope_frequencies
 from mooncake_zmq.engine.sources.source import StoredTensor, expected_shapes
 from mooncake_zmq.engine.spec import FAMILIES, ModelSpec, check_spec
@@ -94,6 +95,9 @@ class DummySource:
         seed = int.from_bytes(name.encode(), "little") % 2**64
         values = np.random.Generator(np.random.Philox(key=seed)).standard_normal(shape, dtype=np.float32)
         return values / np.float32(math.sqrt(shape[-1]))
+
+    def quantized(self, name: str) -> Quantized | None:
+        return None
 
     def read_tokenizer(self) -> tokenizer.TokenizerParts:
         return tokenizer.byte_parts()

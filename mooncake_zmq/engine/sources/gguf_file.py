@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.engine import gguf_vocabulary, tokenizer
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.quantized import Quantized, split
 from mooncake_zmq.engine.sources.rope import divided_frequencies, scaled_frequencies
 from mooncake_zmq.engine.sources.source import SUPPORTED, StoredTensor, check_tensors
 from mooncake_zmq.engine.spec import ModelSpec, check_spec
@@ -38,6 +39,7 @@ _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FACTORS = "rope_freqs.weight"
 _SCALINGS = {"none": "default", "linear": "linear"}  # GGUF's names; llama3's is carried as factors
 
+_Item = TypeVar("_Item", bound=np.generic)
 T = TypeVar("T", int, float, bool, str, list[Any])
 
 
@@ -142,11 +144,18 @@ class GgufSource:
     def tensor(self, name: str) -> NDArray[np.float32]:
         if name == "inv_freq":
             return self._inv_freq
-        weights = self._read(_stored_name(name))
+        return self._in_order(name, self._read(_stored_name(name)))
+
+    def quantized(self, name: str) -> Quantized | None:
+        tensor = self._tensors[_stored_name(name)]
+        found = split(tensor.data, tensor.tensor_type)
+        return found and found.map_rows(functools.partial(self._in_order, name))
+
+    def _in_order(self, name: str, rows: NDArray[_Item]) -> NDArray[_Item]:
         part = name.rpartition(".")[2]
         if self._architecture == "llama" and part in ("q", "k"):
-            return _unpermute(weights, self.spec.heads if part == "q" else self.spec.kv_heads)
-        return weights
+            return _unpermute(rows, self.spec.heads if part == "q" else self.spec.kv_heads)
+        return rows
 
     def _read(self, stored_name: str) -> NDArray[np.float32]:
         tensor = self._tensors[stored_name]
@@ -236,7 +245,7 @@ def _stored_name(name: str) -> str:
     return f"blk.{layer}.{_NAMES[part]}" if layer else _NAMES[part]
 
 
-def _unpermute(weights: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+def _unpermute(weights: NDArray[_Item], heads: int) -> NDArray[_Item]:
     """Llama's files store the rows of Q and K as interleaved rotation pairs (0, d/2, 1, d/2+1, ..); back to halves."""
     rows, columns = weights.shape
     return weights.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.engine import tokenizer
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.quantized import Quantized
 from mooncake_zmq.engine.sources.rope import scaled_frequencies
 from mooncake_zmq.engine.sources.safetensors_file import READABLE, SafetensorsFile
 from mooncake_zmq.engine.sources.source import SUPPORTED, StoredTensor, check_tensors
@@ -181,6 +182,9 @@ class HuggingFaceSource:
             return self._inv_freq
         stored_name = _stored_name(name)
         return self._files[stored_name].read(stored_name)
+
+    def quantized(self, name: str) -> Quantized | None:
+        return None
 
     def read_tokenizer(self) -> tokenizer.TokenizerParts:
         vocabulary = tokenizer.read_vocabulary(self._directory / "tokenizer.json")

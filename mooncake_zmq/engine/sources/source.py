@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.quantized import Quantized
 from mooncake_zmq.engine.spec import FAMILIES, ModelSpec
 from mooncake_zmq.engine.tokenizer import TokenizerParts
 
@@ -39,6 +40,10 @@ class Source(Protocol):
     @property
     def stored(self) -> Mapping[str, StoredTensor]: ...
     def tensor(self, name: str) -> NDArray[np.float32]: ...
+    def quantized(self, name: str) -> Quantized | None:
+        """`tensor` in the file's own integers; None where it has none, or they do not give exactly the same."""
+        ...
+
     def read_tokenizer(self) -> TokenizerParts: ...
 
 

@@ -1,6 +1,10 @@
-"""How many threads BLAS uses, said before anything loads NumPy. Imports nothing that does."""
+"""How a CPU is used: the backends there are, and BLAS threads, which are said before anything loads NumPy; so this does not."""
 
 import os
+from typing import Literal
+
+Backend = Literal["numpy", "compiled"]
+"""What decode computes with; see `llama` and `compiled`."""
 
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -1,0 +1,182 @@
+"""An optional engine: prefill as `Llama` does it, decode in machine code over the weights in the fewest exact bits.
+
+Decode reads every weight once a step and does little else: a quarter or a fifth of the bytes is most of its gain, and
+the rest is that all threads share a step without returning to Python. Needs Numba (extra `compiled`).
+"""
+
+import functools
+import hashlib
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.engine import kernels, quantized
+from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
+from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.panels import PANEL_COLUMNS, column
+from mooncake_zmq.engine.quantized import Form, Panels
+from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
+
+_LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of kernels.QKV..DOWN
+
+
+_numba_settings = threading.Lock()
+
+
+class CompiledLlama:
+    """Implements `Engine`. `tensors` as `Llama` takes them; `panels` holds those matrices that have a shorter form.
+
+    `threads` share each step: more of them than idle cores make it slower, since they wait for each other in loops.
+    Machine code is kept in `cache_dir`; the first process on a machine takes some seconds to make it.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: dict[str, NDArray[np.float32]],
+        panels: Mapping[str, Panels],
+        *,
+        threads: int = 1,
+        cache_dir: Path,
+    ) -> None:
+        if threads < 1:
+            raise ValueError("an engine needs at least one thread")
+        self.spec = spec
+        self._llama = Llama(spec, tensors, threads=threads)
+        self._tensors, self._panels = tensors, panels  # the kernel knows their addresses only
+        self._threads = threads
+        self._helpers = ThreadPoolExecutor(threads - 1, "decode") if threads > 1 else None
+        names = [f"{layer}.{name}" for layer in range(spec.layers) for name in _LAYER_MATRICES]
+        self._matrices = np.array([self._matrix(name) for name in (*names, "head")], dtype=np.int64)
+        norms = [f"{layer}.{name}" for layer in range(spec.layers) for name in ("attn_norm", "ffn_norm")]
+        self._norms = np.stack([tensors[name] for name in (*norms, "final_norm")])
+        self._biases = self._of_each_layer("qkv_bias", (0,))
+        self._head_norms = self._of_each_layer("qk_norm", (0, spec.head_dim))
+        self._step = _compiled_step(cache_dir)
+        self._step.compile(tuple(map(numba.typeof, self._arguments(0, _Workspace(spec, 1, threads)))))
+
+    def new_sequence(self, capacity_tokens: int) -> SequenceKV:
+        return self._llama.new_sequence(capacity_tokens)
+
+    def prefill(
+        self,
+        sequence: SequenceKV,
+        tokens: NDArray[np.int32],
+        *,
+        before_layer: LayerCallback | None = None,
+        after_layer: LayerCallback | None = None,
+        logits_at: Sequence[int] | None = (-1,),
+    ) -> NDArray[np.float32] | None:
+        return self._llama.prefill(sequence, tokens, before_layer=before_layer, after_layer=after_layer, logits_at=logits_at)
+
+    def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        tokens = np.asarray(tokens, dtype=np.int32)
+        if len(sequences) != len(tokens):
+            raise ValueError("decode needs one token for each sequence")
+        for sequence in sequences:
+            check_room(sequence, 1)
+        check_tokens(tokens, self.spec.vocab_size)
+        if not sequences:
+            return np.empty((0, self.spec.vocab_size), dtype=np.float32)
+        work = _Workspace(self.spec, len(sequences), self._threads)
+        work.caches[:] = [
+            (sequence.keys.ctypes.data, sequence.values.ctypes.data, sequence.capacity, sequence.length)
+            for sequence in sequences
+        ]
+        angles = np.array([[sequence.length] for sequence in sequences], dtype=np.float32) * self._tensors["inv_freq"]
+        work.cos[:], work.sin[:] = np.cos(angles), np.sin(angles)
+        work.hidden[:, : self.spec.hidden] = self._embed(tokens)
+        self._run(work)
+        for sequence in sequences:
+            sequence.length += 1
+        return work.logits[:, : self.spec.vocab_size]
+
+    def _run(self, work: "_Workspace") -> None:
+        """One step in all threads. Each waits for the others, so a step begins only when every helper has begun it."""
+        others = []
+        if self._helpers:
+            others = [self._helpers.submit(self._step, *self._arguments(thread, work)) for thread in range(1, self._threads)]
+        self._step(*self._arguments(0, work))
+        for other in others:
+            other.result()
+
+    def _embed(self, ids: NDArray[np.int32]) -> Any:
+        if self.spec.tied:
+            return column(self._tensors["head"], ids)
+        return self._tensors["embed"][ids]
+
+    def _matrix(self, name: str) -> list[int]:
+        """A row of kernels.MATRIX_FIELDS."""
+        panels = self._panels.get(name)
+        if panels is None:
+            values = self._tensors[name]
+            return [Form.FLOAT32, values.ctypes.data, 0, 0, 0, values.shape[1], len(values)]
+        values, scales, minima = panels.values, panels.scales, panels.minima
+        depth = self._tensors[name].shape[1]
+        shift = 0 if scales is None else int(math.log2(depth // scales.shape[1]))
+        addresses = [0 if array is None else array.ctypes.data for array in (values, scales, minima)]
+        return [panels.form, *addresses, shift, depth, len(values)]
+
+    def _of_each_layer(self, name: str, shape_of_none: tuple[int, ...]) -> NDArray[np.float32]:
+        if f"0.{name}" not in self._tensors:
+            return np.empty((self.spec.layers, *shape_of_none), dtype=np.float32)
+        return np.stack([self._tensors[f"{layer}.{name}"] for layer in range(self.spec.layers)])
+
+    def _arguments(self, thread: int, work: "_Workspace") -> tuple[Any, ...]:
+        model = (self._matrices, self._norms, self._biases, self._head_norms, np.float32(self.spec.norm_eps))
+        return (thread, self._threads, work.barrier, *model, *work.arrays())
+
+
+class _Workspace:
+    """The arrays of one step, in the order of decode_step's arguments. Widths are rounded up to whole panels."""
+
+    def __init__(self, spec: ModelSpec, rows: int, threads: int) -> None:
+        group, dim, query = spec.heads // spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
+
+        def floats(*shape: int) -> NDArray[np.float32]:
+            return np.empty(shape, dtype=np.float32)
+
+        def panelled(width: int) -> NDArray[np.float32]:
+            return floats(rows, -(-width // PANEL_COLUMNS) * PANEL_COLUMNS)
+
+        self.barrier = np.zeros(1, dtype=np.int64)
+        self.caches = np.empty((rows, kernels.CACHE_FIELDS), dtype=np.int64)
+        self.cos = floats(rows, dim // 2)
+        self.sin = floats(rows, dim // 2)
+        self.hidden = panelled(spec.hidden)
+        self.normed = floats(threads, rows, spec.hidden)
+        self.qkv = panelled(query + 2 * spec.kv_heads * dim)
+        self.queries = floats(threads, group, dim)
+        self.scores = floats(threads, group, kernels.SPAN_TILES * KEY_TILE)
+        self.mixed = floats(threads, rows, spec.kv_heads, group, dim)
+        self.states = floats(threads, rows, spec.kv_heads, group, 2)
+        self.attended = floats(rows, query)
+        self.gate_up = panelled(2 * spec.ffn)
+        self.active = floats(rows, spec.ffn)
+        self.logits = panelled(spec.vocab_size)
+
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        return tuple(array for name, array in vars(self).items() if name != "barrier")
+
+
+@functools.cache
+def _compiled_step(cache_dir: Path) -> Any:
+    """decode_step, its machine code read from `cache_dir` where it is there: under a name that any change of it changes."""
+    sources = [Path(module.__file__ or "").read_bytes() for module in (kernels, quantized)]
+    versions = f"{KEY_TILE} {PANEL_COLUMNS} {numba.__version__} {np.__version__}".encode()
+    digest = hashlib.sha256(b"".join([versions, *sources])).hexdigest()[:12]
+    with _numba_settings:
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(cache_dir / f"machine-code-{digest}")
+        try:
+            return numba.njit(kernels.decode_step, nogil=True, error_model="numpy", cache=True)
+        except RuntimeError:  # nowhere to write: this process makes its own
+            return numba.njit(kernels.decode_step, nogil=True, error_model="numpy")
+        finally:
+            numba.config.CACHE_DIR = before

@@ -1,0 +1,205 @@
+"""Matrices in the few bits their file holds them in: exactly the same weights, a fifth of the memory to read.
+
+A quantised block of GGUF is w = scale * q + minimum, q a small integer, over 16 or 32 inputs of one output. `split` takes
+q, scale and minimum out of the file's bytes and proves them: computed again in float32 they give what the gguf package
+gives, bit for bit. A float32 matrix that was bfloat16 keeps its upper halves. Anything else stays float32.
+
+Panels are [out / 32, in, 32], as in weights.bin but narrower; packed q are [out / 32, in / 8, 32] of eight 4-bit values.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+PANEL_WIDTH = 32  # outputs in a panel: two registers of AVX-512; eight rows of them leave registers for the weights
+ROWS_AT_ONCE = 4096  # of a matrix while it is split: bounds the copies
+
+
+class Form(IntEnum):
+    """How a matrix lies in memory. FLOAT32 is weights.bin's own panel of 64."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT8_MINIMUM = 3
+    INT4_MINIMUM = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """w = scales * values + minima. `values` int8 [out, in]; the others float32 [out, in / group], minima None: zero."""
+
+    values: NDArray[np.int8]
+    scales: NDArray[np.float32]
+    minima: NDArray[np.float32] | None
+
+    @property
+    def group(self) -> int:
+        return int(self.values.shape[1] // self.scales.shape[1])
+
+    def map_rows(self, permute: Callable[[NDArray[Any]], NDArray[Any]]) -> "Quantized":
+        """With the rows of all its arrays in another order."""
+        minima = None if self.minima is None else permute(self.minima)
+        return Quantized(permute(self.values), permute(self.scales), minima)
+
+    def dequantize(self) -> NDArray[np.float32]:
+        weights = self.values.astype(np.float32) * np.repeat(self.scales, self.group, axis=1)
+        return weights if self.minima is None else weights + np.repeat(self.minima, self.group, axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A matrix as the compiled engine reads it. `scales` and `minima` are float32 [out / 32, in / group, 32]."""
+
+    form: Form
+    values: NDArray[Any]
+    scales: NDArray[np.float32] | None = None
+    minima: NDArray[np.float32] | None = None
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; 0: none do."""
+        if self.scales is None:
+            return 0
+        steps = 8 if self.form is Form.INT4_MINIMUM else 1
+        return int(self.values.shape[1] * steps // self.scales.shape[1])
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "form"}
+        return {name: array for name, array in found.items() if array is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where a block keeps what: byte ranges set so that every q is 0, or 1, and the one that holds its minimum's factor."""
+
+    group: int
+    one: tuple[tuple[int, int, int], ...]  # (start, stop, byte) of q's bits
+    minimum: tuple[int, int] | None = None
+
+
+_LAYOUTS = {
+    "Q4_0": _Layout(32, ((2, 18, 0x99),)),
+    "Q4_1": _Layout(32, ((4, 20, 0x11),), (2, 4)),
+    "Q5_0": _Layout(32, ((2, 6, 0xFF), (6, 22, 0x11))),
+    "Q5_1": _Layout(32, ((4, 8, 0x00), (8, 24, 0x11)), (2, 4)),
+    "Q8_0": _Layout(32, ((2, 34, 0x01),)),
+    "Q2_K": _Layout(16, ((16, 80, 0x55),), (82, 84)),
+    "Q3_K": _Layout(16, ((0, 32, 0xFF), (32, 96, 0x55))),
+    "Q4_K": _Layout(32, ((16, 144, 0x11),), (2, 4)),
+    "Q5_K": _Layout(32, ((16, 48, 0x00), (48, 176, 0x11)), (2, 4)),
+    "Q6_K": _Layout(16, ((0, 128, 0x11), (128, 192, 0xAA))),
+}
+
+
+def split(raw: NDArray[np.uint8], kind: Any) -> Quantized | None:
+    """A quantised tensor's bytes [out, bytes of a row] taken apart; None where its kind or its numbers do not allow it.
+
+    The gguf package does the decoding: a scale is what it makes of a block whose every q is 1 and minimum 0.
+    """
+    layout = _LAYOUTS.get(kind.name)
+    if layout is None:
+        return None
+    parts = []
+    for first in range(0, len(raw), ROWS_AT_ONCE):
+        part = _split_rows(np.asarray(raw[first : first + ROWS_AT_ONCE]), kind, layout)
+        if part is None:
+            return None
+        parts.append(part)
+    return concatenate(parts)
+
+
+def _split_rows(raw: NDArray[np.uint8], kind: Any, layout: _Layout) -> Quantized | None:
+    block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = raw.reshape(-1, block_bytes)
+
+    def decoded(q: int, *, minimum: bool) -> NDArray[np.float32]:
+        changed = blocks.copy()
+        for start, stop, byte in layout.one:
+            changed[:, start:stop] = byte * q
+        if layout.minimum and not minimum:
+            changed[:, slice(*layout.minimum)] = 0
+        weights = gguf.quants.dequantize(changed.reshape(raw.shape), kind)
+        return np.ascontiguousarray(weights[:, :: layout.group], dtype=np.float32)
+
+    with np.errstate(all="ignore"):
+        weights = np.asarray(gguf.quants.dequantize(raw, kind), dtype=np.float32)
+        scales = decoded(1, minimum=False)
+        minima = decoded(0, minimum=True) if layout.minimum else None
+        offsets = np.float32(0) if minima is None else np.repeat(minima, layout.group, axis=1)
+        divisors = np.repeat(np.where(scales == 0, np.float32(1), scales), layout.group, axis=1)
+        values = np.clip(np.nan_to_num(np.rint((weights - offsets) / divisors)), -128, 127).astype(np.int8)
+        result = Quantized(values, scales, minima)
+        return result if np.array_equal(result.dequantize(), weights) else None
+
+
+def concatenate(parts: Sequence[Quantized]) -> Quantized:
+    """One matrix of several that share their input: the finest groups of any, minima where one has them."""
+    group = min(part.group for part in parts)
+
+    def refined(part: Quantized, array: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        return np.repeat(np.zeros_like(part.scales) if array is None else array, part.group // group, axis=1)
+
+    plain = all(part.minima is None for part in parts)
+    return Quantized(
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([refined(part, part.scales) for part in parts]),
+        None if plain else np.concatenate([refined(part, part.minima) for part in parts]),
+    )
+
+
+def quantized_panels(matrix: Quantized) -> Panels:
+    """Packed 4 bits where the values fit, else 8."""
+    low, high = int(matrix.values.min()), int(matrix.values.max())
+    scales = _cut(matrix.scales)
+    if low >= 0 and high <= 15 or (matrix.minima is None and low >= -8 and high <= 7):
+        shift = 0 if low >= 0 else 8  # q + 8 with a minimum of -8 scales is the same weight: both are exact
+        minima = np.float32(-shift) * matrix.scales if matrix.minima is None else matrix.minima
+        return Panels(Form.INT4_MINIMUM, _packed(_cut(matrix.values + np.int8(shift))), scales, _cut(minima))
+    form = Form.INT8 if matrix.minima is None else Form.INT8_MINIMUM
+    return Panels(form, _cut(matrix.values), scales, None if matrix.minima is None else _cut(matrix.minima))
+
+
+def bfloat16_panels(weights: NDArray[np.float32]) -> Panels | None:
+    """Upper halves of float32 weights [out, in] whose lower halves are zero; None where they are not."""
+    bits = np.ascontiguousarray(weights).view(np.uint32)
+    if np.any(bits & np.uint32(0xFFFF)):
+        return None
+    return Panels(Form.BFLOAT16, _cut((bits >> np.uint32(16)).astype(np.uint16)))
+
+
+def panel_arrays(form: Form, rows: int, columns: int, group: int) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """dtype and shape of the arrays of a matrix [rows, columns] in this form."""
+    count = -(-rows // PANEL_WIDTH)
+    steps = columns // 8 if form is Form.INT4_MINIMUM else columns
+    item = {Form.BFLOAT16: np.uint16, Form.INT4_MINIMUM: np.uint32}.get(form, np.int8)
+    arrays: dict[str, tuple[Any, tuple[int, ...]]] = {"values": (item, (count, steps, PANEL_WIDTH))}
+    if form is not Form.BFLOAT16:
+        arrays["scales"] = (np.float32, (count, columns // group, PANEL_WIDTH))
+    if form in (Form.INT8_MINIMUM, Form.INT4_MINIMUM):
+        arrays["minima"] = arrays["scales"]
+    return arrays
+
+
+def _cut(matrix: NDArray[Any]) -> NDArray[Any]:
+    """[out, in] to [out / 32, in, 32], the last panel padded with zeros."""
+    rows, columns = matrix.shape
+    count = -(-rows // PANEL_WIDTH)
+    padded = np.zeros((count * PANEL_WIDTH, columns), dtype=matrix.dtype)
+    padded[:rows] = matrix
+    return np.ascontiguousarray(padded.reshape(count, PANEL_WIDTH, columns).transpose(0, 2, 1))
+
+
+def _packed(panels: NDArray[np.int8]) -> NDArray[np.uint32]:
+    """[panel, in, 32] of 0..15 to [panel, in / 8, 32]: the first of eight inputs in the lowest bits."""
+    count, columns, width = panels.shape
+    eights = panels.view(np.uint8).reshape(count, columns // 8, 8, width)
+    packed = np.zeros((count, columns // 8, width), dtype=np.uint32)
+    for index in range(8):
+        packed |= eights[:, :, index].astype(np.uint32) << np.uint32(4 * index)
+    return packed
