@@ -88,6 +88,7 @@ class Report:
     def _draw(self, path: Path) -> None:
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
         except ImportError:
             raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
         figure = Figure(figsize=(9, 0.3 * len(self.rows) + 1.2), layout="constrained")
@@ -95,6 +96,9 @@ class Report:
         names = [f"{row.name} [{row.unit}]" for row in self.rows]
         ratios = [row.ratio for row in self.rows]
         axes.set_xscale("log")  # twice as slow is as far from 1 as twice as fast
+        axes.xaxis.set_major_locator(LogLocator(base=2))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.axvline(1.0, color="black", linewidth=1)
         bars = axes.barh(names, [ratio - 1 for ratio in ratios], left=1.0, color="#4477aa")
         axes.bar_label(bars, labels=[f"{ratio:.2f}" for ratio in ratios], padding=3)
