@@ -67,8 +67,8 @@ class ConductorSettings:
     decode_step_s: float = 0.025
     """Duration of a decode step of one request before any was measured: the default model's weights read once by a core."""
     decode_slope: float = 0.08
-    """Growth of a step per request in the batch, as a share of the step's fixed part: the default model in NumPy at a context of
-    128 takes 30 ms alone and 45 in a batch of 8. The paper's figure, on GPUs: .0149 / .765 = .0195."""
+    """Growth of a step per request in the batch, as a share of the step's fixed part: the default model in NumPy, at a context
+    of 128, takes 30 ms alone and 45 in a batch of 8. The paper's figure, on GPUs: .0149 / .765 = .0195."""
     decode_context_slope: float = 0.0
     """Growth of a step per token of KV it reads, of all its requests together, as a share of its fixed part; 0: not known."""
     expected_output_tokens: int = 512
