@@ -117,6 +117,8 @@ class CacheNode:
         self._leases: dict[HolderId, GrantedLease] = {}
         self._puts: dict[HolderId, _Put] = {}
         self._probes: dict[int, tuple[str, int]] = {}
+        self._newcomers: list[str] = []
+        """Conductors met in this event."""
         self._draining = False
 
     @property
@@ -485,11 +487,9 @@ class CacheNode:
     def _on_peer_up(self, up: PeerUp) -> list[Effect]:
         self._bury(up.peer, up.incarnation - 1)
         self._peers[up.peer] = _Client(up.incarnation, up.hello.role)
-        if up.hello.role != "conductor":
-            return []
-        dram = self.slots.committed_keys()
-        disk = [key for key in self.disk.slots.committed_keys() if self.slots.committed(key) is None]
-        return [Send(up.peer, message) for message in announcements(dram + (disk if self.disk.readable else []))]
+        if up.hello.role == "conductor":
+            self._newcomers.append(up.peer)
+        return []
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         """Leases and puts of a silent client stay until they expire: it may only be cut off, and still read or write."""
@@ -499,7 +499,7 @@ class CacheNode:
         return self._gatherer.source_down(now, peer)
 
     def _announce(self) -> list[Effect]:
-        """Tell of what this event changed, in either tier."""
+        """Tell of what this event changed, in either tier; a conductor just met hears of all that is held now."""
         if self.disk.stored:
             new = [key for key in self.disk.stored if self.slots.committed(key) is None]
             self._announcer.stored(BlocksStored(tuple(self.disk.stored), Medium.DISK), new)
@@ -510,8 +510,15 @@ class CacheNode:
         self._count("evicted_blocks[tier=disk]", len(left_disk))
         self.slots.evicted.clear()
         self.disk.slots.evicted.clear()
-        conductors = [name for name, peer in self._peers.items() if peer.role == "conductor"]
-        return self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], conductors)
+        informed = [name for name, peer in self._peers.items() if peer.role == "conductor" and name not in self._newcomers]
+        effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], informed)
+        if self._newcomers:
+            dram = self.slots.committed_keys()
+            disk = [key for key in self.disk.slots.committed_keys() if self.slots.committed(key) is None]
+            everything = announcements(dram + (disk if self.disk.readable else []))
+            effects += [Send(newcomer, message) for newcomer in self._newcomers for message in everything]
+            self._newcomers.clear()
+        return effects
 
     def _drained(self) -> list[Effect]:
         busy = self._leases or self._puts or self._gatherer.gatherings or self._gatherer.fetches or self.disk.demoting

@@ -52,7 +52,7 @@ class ClusterSettings:
         capacity_tokens=304, max_batch=6, max_requests=8, pull_deadline_s=3.0, step_deadline_s=5.0, pool=POOL
     )
     cache_node: CacheNodeSettings = CacheNodeSettings(
-        pool_bytes=56 * SLOT_BYTES,
+        pool_bytes=32 * SLOT_BYTES,
         max_lease_s=8.0,
         fetch_lease_s=3.0,
         fetch_batch_blocks=4,

@@ -14,7 +14,7 @@ from mooncake_zmq.work import DiskBlock
 
 @dataclass(slots=True)
 class SimDisk:
-    """`fault`: "" while it works, "full", or "failing"."""
+    """`fault`: "" while it works, "full", or "failing"; `slowness`: how many times as long a block takes."""
 
     layout: BlockLayout
     slots: int
@@ -23,6 +23,7 @@ class SimDisk:
     rows: dict[int, DiskBlock] = field(default_factory=dict)
     """The index, the oldest row first."""
     fault: str = ""
+    slowness: float = 1.0
 
     def __post_init__(self) -> None:
         self.memory = bytearray(self.slots * self.layout.block_bytes)

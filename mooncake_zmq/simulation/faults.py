@@ -41,6 +41,8 @@ class FaultKind(Enum):
     """The target's SSD takes no more writes."""
     DISK_FAIL = "disk_fail"
     """The target's SSD fails reads and writes."""
+    DISK_SLOW = "disk_slow"
+    """The target's SSD takes `amount` times as long for each block."""
     GARBAGE = "garbage"
     """`amount` frames reach the target that are noise, a stranger's, or of an old life."""
 
@@ -107,7 +109,9 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             return Fault(kind, at_s, duration_s, (), random.uniform(0.02, 0.3))
         case FaultKind.BIT_FLIP:
             return Fault(kind, at_s, 0.0, (random.choice(segments),), random.randint(1, 6))
-        case FaultKind.DISK_FULL | FaultKind.DISK_FAIL:
-            return Fault(kind, at_s, duration_s, (random.choice([name for name in segments if name.startswith("cache")]),))
+        case FaultKind.DISK_FULL | FaultKind.DISK_FAIL | FaultKind.DISK_SLOW:
+            cache_node = random.choice([name for name in segments if name.startswith("cache")])
+            amount = random.uniform(5, 50) if kind is FaultKind.DISK_SLOW else 0.0
+            return Fault(kind, at_s, duration_s, (cache_node,), amount)
         case FaultKind.GARBAGE:
             return Fault(kind, at_s, 0.0, (one,), random.randint(3, 20))

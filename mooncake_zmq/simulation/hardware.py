@@ -256,6 +256,9 @@ class Machine:
             case ProbeProcess() as work:
                 return self._probe(work)
 
+    def _disk_block_s(self) -> float:
+        return self.world.hardware.disk_block_s * (self.disk.slowness if self.disk else 1.0)
+
     def _took(self, seconds: float) -> float:
         world = self.world
         return seconds * (1 + world.hardware.jitter * world.random.random()) * world.slowness(self.host)
@@ -401,7 +404,7 @@ class Machine:
         if any(copy.target is not self.segment for copy in copies if copy.target is not None):
             self.world.half_written(self.name)
         # From here on a stopped process writes late: the generation was checked, the bytes are on their way.
-        yield self._took(self._copy_s(len(copies), sources) + self.world.hardware.disk_block_s * len(stored))
+        yield self._took(self._copy_s(len(copies), sources) + self._disk_block_s() * len(stored))
         self.disk_reads.subtract(stored)
         if fail:
             return WorkFailed("injected failure")
@@ -452,7 +455,7 @@ class Machine:
             if self.disk_reads[block.slot] > 0:
                 self.world.watcher.broken(self, f"writes disk slot {block.slot}, which a copy reads")
             disk.write(block, segment.block(source.slot), half=True)
-            stop = yield self._took(self.world.hardware.disk_block_s)
+            stop = yield self._took(self._disk_block_s())
             payload = segment.block(source.slot)
             disk.write(block, payload, half=False)
             if generation_stands(segment, source) and disk.stands(block, payload):

@@ -100,9 +100,16 @@ def _disk_unverified() -> list[tuple[Any, str, Any]]:
     ]
 
 
+class _ExclusiveSlots(_PinlessSlots):
+    """What is being promoted is the next to go, as DRAM will have it."""
+
+    def pin(self, slot: int) -> None:
+        self.demote(slot)
+
+
 def _disk_unpinned() -> list[tuple[Any, str, Any]]:
     """Disk slots are not kept for the copies that read them."""
-    return [(disk_tier, "Slots", _PinlessSlots), (CacheNode, "check", _silent)]
+    return [(disk_tier, "Slots", _ExclusiveSlots), (CacheNode, "check", _silent)]
 
 
 def _ttl_from_receipt() -> list[tuple[Any, str, Any]]:
@@ -286,7 +293,7 @@ PLANTED: dict[str, Planted] = {
     "ttl_from_receipt": Planted("ttl counted from receipt", ("I2",), (K.STOP_ASKER,), _ttl_from_receipt),
     "late_writer": Planted("quarantine ignored", ("I2",), (K.STOP_WRITER,), _late_writer),
     "disk_unverified": Planted("disk reads are not verified", ("I1",), (K.BIT_FLIP, K.CRASH, K.DRAIN), _disk_unverified),
-    "disk_unpinned": Planted("disk slots written while read", ("I2",), (K.SLOW, K.SLOW, K.CRASH), _disk_unpinned),
+    "disk_unpinned": Planted("disk slots written while read", ("I2",), (K.DISK_SLOW, K.DISK_SLOW, K.CRASH), _disk_unpinned),
     "commit_unverified": Planted("commit without checksum", ("I1",), (K.COPY_TEAR, K.COPY_FAIL), _commit_unverified),
     "duplicate_token": Planted("duplicate token", ("I3",), (K.DUPLICATE,), _duplicate_token),
     "stale_attempt": Planted(

@@ -496,11 +496,16 @@ class Simulator:
     def _apply_levels(self) -> None:
         level = {kind: 0.0 for kind in FaultKind}
         self._slow.clear()
+        for disk in self.disks.values():
+            disk.slowness = 1.0
         for fault in self._active:
             level[fault.kind] = max(level[fault.kind], fault.amount)
             if fault.kind is FaultKind.SLOW:
                 host = self.processes[fault.targets[0]].spec.host
                 self._slow[host] = max(self._slow.get(host, 1.0), fault.amount)
+            elif fault.kind is FaultKind.DISK_SLOW:
+                disk = self.disks[fault.targets[0]]
+                disk.slowness = max(disk.slowness, fault.amount)
         self._drop = level[FaultKind.DROP]
         self._duplicate = level[FaultKind.DUPLICATE]
         self._delay_s = level[FaultKind.DELAY]
