@@ -113,7 +113,8 @@ class NodeSettings:
     threads: int = 1
     """Threads that compute: a prefill, and with the backend "compiled" a step of decode. With "numpy", decode uses one."""
     backend: Backend = "numpy"
-    """What decode computes with. "compiled" is several times faster on quantised models; it needs the extra of that name."""
+    """What a decode node computes with. "compiled" is several times faster on quantised models; it needs the extra of that
+    name."""
     metrics_port: int = 0
     """Prometheus on 127.0.0.1 at this port; 0: none."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -124,6 +125,8 @@ class NodeSettings:
                 raise ValueError(f"{what} must be 1 to 63 of a-z, 0-9, '.', '_', '-'")
         if self.store_endpoint and self.role != "cache-node":
             raise ValueError("store_endpoint is for cache-nodes")
+        if self.backend != "numpy" and self.role != "decode":
+            raise ValueError(f"{self.name}: backend {self.backend!r} is for decode nodes, and this is a {self.role}")
         if not 1 <= self.threads <= 1024:
             raise ValueError("threads must be between 1 and 1024")
         if not 0 <= self.metrics_port < 65536:
@@ -197,6 +200,11 @@ class Config:
     def of_role(self, *roles: Role) -> list[NodeSettings]:
         """The nodes with one of `roles`, in the file's order: the order in which gateways try conductors."""
         return [node for node in self.nodes if node.role in roles]
+
+    @property
+    def backend(self) -> Backend:
+        """What the model is to be prepared for: "compiled" if any node computes with that."""
+        return "compiled" if any(node.backend == "compiled" for node in self.nodes) else "numpy"
 
     def endpoint(self, node: NodeSettings) -> str:
         """Where `node` listens for messages."""
@@ -450,6 +458,7 @@ def _profile_warnings(loaded: Loaded) -> Iterator[str]:
     """Whether profiles measured what runs here. The weights themselves are compared when the conductor starts."""
     model = loaded.config.model.path
     threads = sorted({node.threads for node in loaded.config.of_role(*ENGINE_ROLES)})
+    backends = sorted({node.backend for node in loaded.config.of_role("decode")})
     for path in sorted({loaded.section(node).profile for node in loaded.config.of_role("conductor")} - {""}):
         profile = read_profile(path)
         if profile.model != model:
@@ -457,3 +466,6 @@ def _profile_warnings(loaded: Loaded) -> Iterator[str]:
         if threads and threads != [profile.threads]:
             here = " and ".join(map(str, threads))
             yield f"{path} was measured with {profile.threads} threads, and the engines here have {here}"
+        if backends and backends != [profile.backend]:
+            here = " and ".join(backends)
+            yield f"{path} was measured with backend {profile.backend}, and the decodes here have {here}"

@@ -174,20 +174,22 @@ class Up:
         self._sweep()
 
     def _prepare_model(self) -> None:
-        from mooncake_zmq.engine import weights
+        from mooncake_zmq.engine.prepare import prepare, remove_former
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
             task = progress.add_task("model", total=1.0)
             began_at = time.monotonic()
-            path = weights.prepare(
+            path = prepare(
                 self.config.model.path,
                 self.config.model.cache_dir,
                 lambda what, share: progress.update(task, description=what, completed=share),
-                backend="compiled" if any(node.backend == "compiled" for node in self.config.nodes) else "numpy",
+                backend=self.config.backend,
             )
         took = time.monotonic() - began_at
         self.say(f"model {self.config.model.path}: {path}" + (f" (prepared in {took:.0f} s)" if took > 1 else ""))
+        for former in remove_former(path):
+            self.say(f"removed {former}, which an earlier version had prepared")
 
     def _start(self) -> None:
         logs = self.runtime_dir / "logs"

@@ -1,5 +1,6 @@
 """The supervisor's own work, without a cluster: logs of bounded size, holding a node, what RAM is in use."""
 
+import io
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from mooncake_zmq import up as up_module
 from mooncake_zmq.config import load
@@ -95,3 +97,16 @@ def test_ram_of_what_has_just_vanished_is_none(up: Up) -> None:
     (up.runtime_dir / f"mooncake={up.config.cluster.name}=cache-a=1").symlink_to(up.runtime_dir / "removed")
     assert alone > 0
     assert up.ram_bytes() == pytest.approx(alone, rel=0.2)
+
+
+def test_models_of_earlier_versions_are_removed_and_that_is_said(tmp_path: Path) -> None:
+    settings = {"cluster.runtime_dir": str(tmp_path), "model.path": "dummy:tiny", "model.cache_dir": str(tmp_path / "cache")}
+    up = Up(load(TOY, settings, {}), str(TOY), None, ())
+    up.console = Console(file=io.StringIO(), width=400)
+    former = tmp_path / "cache" / "dummy-tiny-0123456789ab"
+    former.mkdir(parents=True)
+    (former / "weights.bin").touch()
+    (former / "header.json").write_text('{"format": 1}')
+    up._prepare_model()
+    assert not former.exists()
+    assert f"removed {former}" in up.console.file.getvalue()

@@ -1,7 +1,8 @@
 """`bench engine`: our engine against other engines on the same CPU, and against what the machine can do.
 
-Every side is a process of its own that holds the same float32 weights and computes only when asked, so the sides of a row
-take turns, round by round, and only one of them ever computes. See `engine_driver` for what exactly each of them does.
+Every side is a process of its own that holds the same weights and computes only when asked, so the sides of a row take
+turns, round by round, and only one of them ever computes. All hold them in float32; our compiled backend decodes from fewer
+bits wherever those give the very same numbers. See `engine_driver` for what exactly each of them does.
 """
 
 import time
@@ -22,9 +23,10 @@ from mooncake_zmq.bench.peers import Peer
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.engine.tokenizer import open_tokenizer
-from mooncake_zmq.engine.weights import prepare, read_spec
+from mooncake_zmq.engine.weights import read_spec
 
 STEPS = 32
 GREEDY_TOKENS = 32

@@ -52,7 +52,6 @@ class Mooncake:
         self.version = (
             f"{importlib.import_module('mooncake_zmq').__version__} on numpy {numpy.__version__}, backend {order['backend']}"
         )
-        self._random = numpy.random.default_rng(0)
         self._timing = importlib.import_module("mooncake_zmq.bench.engine_timing")
         self._engine = importlib.import_module("mooncake_zmq.engine.weights").load_engine(
             order["model"], threads=order["threads"], backend=order["backend"]
@@ -69,8 +68,7 @@ class Mooncake:
         return took_s
 
     def decode_step_s(self, prompts: list[list[int]], steps: int) -> float:
-        batch, context = len(prompts), len(prompts[0])
-        took_s: float = self._timing.decode_step_s(self._engine, self._random, batch=batch, context=context, steps=steps)
+        took_s: float = self._timing.decode_step_s(self._engine, list(map(self._array, prompts)), steps=steps)
         return took_s
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:

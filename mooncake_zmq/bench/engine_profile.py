@@ -14,13 +14,14 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s
+from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
 from mooncake_zmq.bench.report import machine
 from mooncake_zmq.conductor.profile import Costs, PrefillTime, Profile, StepTime, fit
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.spec import Engine
-from mooncake_zmq.engine.weights import load_engine, prepare
+from mooncake_zmq.engine.weights import load_engine
 
 WARM_UP_TOKENS = 64
 MEMORY_SHARE = 0.7
@@ -63,6 +64,7 @@ def measure(plan: ProfilePlan, progress: Progress) -> Profile:
         model=plan.model,
         fingerprint=engine.spec.fingerprint,
         threads=plan.threads,
+        backend=plan.backend,
         machine=machine(),
         prefill=_measure_prefill(plan, engine, random, progress),
         decode=_measure_decode(plan, engine, random, progress),
@@ -88,9 +90,8 @@ def _measure_decode(plan: ProfilePlan, engine: Engine, random: np.random.Generat
     times = []
     for batch, context in itertools.product(plan.batches, plan.contexts):
         progress(f"decode, batch {batch}, context {context:,}, {plan.rounds} rounds")
-        seconds = median(
-            decode_step_s(engine, random, batch=batch, context=context, steps=plan.steps) for _ in range(plan.rounds)
-        )
+        prompts = [random_prompt(random, context, engine.spec.vocab_size) for _ in range(batch)]
+        seconds = median(decode_step_s(engine, prompts, steps=plan.steps) for _ in range(plan.rounds))
         progress(f"  {1e3 * seconds:,.1f} ms a step, {batch / seconds:,.1f} tokens/s")
         times.append(StepTime(batch, context, seconds))
     return tuple(times)
@@ -113,7 +114,7 @@ def show(profile: Profile, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"costs": structs.asdict(costs), "measurements": [line.as_dict() for line in lines(profile)]}))
         return
-    table = Table(title=f"profile of {profile.model}, {profile.threads} threads ({profile.machine})")
+    table = Table(title=f"profile of {profile.model}, {profile.threads} threads, {profile.backend} ({profile.machine})")
     for column in ("measured", "ms", "fitted ms", "error"):
         table.add_column(column, justify="left" if column == "measured" else "right", no_wrap=True)
     for line in lines(profile):
@@ -187,7 +188,8 @@ def draw(profile: Profile, path: Path) -> None:
         axes.set_xlabel(unit)
         axes.set_ylabel("ms")
         axes.legend()
-    figure.suptitle(f"{profile.model}, {profile.threads} threads, {profile.machine}: measured (dots) and fitted")
+    engine = f"{profile.model}, {profile.threads} threads, {profile.backend}, {profile.machine}"
+    figure.suptitle(f"{engine}: measured (dots) and fitted")
     figure.savefig(path)
 
 

@@ -48,16 +48,19 @@ def prefill_times_s(
     return took_s
 
 
-def decode_step_s(engine: Engine, random: np.random.Generator, *, batch: int, context: int, steps: int) -> float:
-    """Mean time of a step of `batch` sequences that have `context` tokens before the first one; WARM_UP_STEPS do not count."""
-    room = context + steps + WARM_UP_STEPS
-    sequences = [engine.new_sequence(room) for _ in range(batch)]
+def decode_step_s(engine: Engine, prompts: Sequence[NDArray[np.int32]], *, steps: int) -> float:
+    """Mean time of a step of a batch that goes on after `prompts`, all of one length; WARM_UP_STEPS do not count.
+
+    The rows begin with tokens of their own but with the KV of the first: a prefill of each would only take longer.
+    """
+    room = len(prompts[0]) + steps + WARM_UP_STEPS
+    sequences = [engine.new_sequence(room) for _ in prompts]
     try:
         first = sequences[0]
-        token = prefill(engine, first, random_prompt(random, context, engine.spec.vocab_size))
+        prefill(engine, first, prompts[0])
         for sequence in sequences[1:]:
             _copy(engine.spec, first, sequence)
-        tokens: NDArray[np.int32] = np.full(batch, token, np.int32)
+        tokens: NDArray[np.int32] = np.array([prompt[-1] for prompt in prompts], np.int32)
         for number in range(WARM_UP_STEPS + steps):
             if number == WARM_UP_STEPS:
                 began = time.perf_counter()

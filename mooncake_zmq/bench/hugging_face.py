@@ -6,34 +6,17 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from mooncake_zmq.engine.download import obtain_default
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.sources import DummySource, GgufSource, Source, expected_shapes, rope_frequencies
-from mooncake_zmq.engine.weights import obtain_default
+from mooncake_zmq.engine.prepare import open_source
+from mooncake_zmq.engine.sources import GgufSource, Source, expected_shapes, rope_frequencies
+from mooncake_zmq.engine.sources.hugging_face import stored_name
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
-}
-_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "head": "lm_head.weight",
-    "final_norm": "model.norm.weight",
-    "attn_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "out": "self_attn.o_proj.weight",
-    "ffn_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
 }
 
 
@@ -45,10 +28,8 @@ def hugging_face_directory(model: str, scratch: Path) -> Path:
     scratch.mkdir(parents=True, exist_ok=True)
     if model == "default":
         source: Source = GgufSource(obtain_default(scratch))
-    elif model.startswith("dummy:"):
-        source = DummySource(model.removeprefix("dummy:"))
     else:
-        source = GgufSource(own)
+        source = open_source(model)[0]
     directory = scratch / "model"
     directory.mkdir()
     _write(source, directory)
@@ -62,10 +43,8 @@ def _write(source: Source, directory: Path) -> None:
         raise ModelError(f"{spec.name} has {what}, which is not written for other engines: give its Hugging Face directory")
     tensors = {}
     for name in expected_shapes(spec):
-        layer, _, part = name.rpartition(".")
         if name != "inv_freq":
-            stored = f"model.layers.{layer}.{_NAMES[part]}" if layer else _NAMES[part]
-            tensors[stored] = np.ascontiguousarray(source.tensor(name), dtype=np.float32)
+            tensors[stored_name(name)] = np.ascontiguousarray(source.tensor(name), dtype=np.float32)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": [_ARCHITECTURES[spec.family]],

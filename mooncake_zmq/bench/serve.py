@@ -19,10 +19,10 @@ from mooncake_zmq.bench.cluster import Answer, BenchCluster, bench_cluster
 from mooncake_zmq.bench.memory import footprint, shared_files
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.config import Config, load
-from mooncake_zmq.engine.cpu import Backend
+from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.sampling import sample
 from mooncake_zmq.engine.spec import Engine
-from mooncake_zmq.engine.weights import load_engine, prepare
+from mooncake_zmq.engine.weights import load_engine
 from mooncake_zmq.messages import Sampling
 
 COLD_TOKENS = (64, 512, 2048, 4096)
@@ -39,9 +39,8 @@ def bench_serve(config: Path, *, rounds: int, threads: int, parts: Sequence[str]
     """Run it all. Raises click.ClickException when the cluster cannot be started or answers an error."""
     settings = load(config).config
     progress("opening the bare engine")
-    backend: Backend = "compiled" if any(node.backend == "compiled" for node in settings.nodes) else "numpy"
-    path = prepare(settings.model.path, settings.model.cache_dir, backend=backend)
-    engine = load_engine(path, threads=threads, backend=backend)
+    path = prepare(settings.model.path, settings.model.cache_dir, backend=settings.backend)
+    engine = load_engine(path, threads=threads, backend=settings.backend)
     report = Report("serve")
     overrides = {"prefill.own_reuse": "false", "conductor.ttft_slo_s": "0", "conductor.tbt_slo_s": "0"}
     progress("starting the cluster")

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-FORMAT = 1
+FORMAT = 2
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Rows = Meta(min_length=2, max_length=4096)
@@ -48,9 +48,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fingerprint: str
     """Of the model's shape and weights: costs of one model say nothing about another."""
     threads: Count
+    backend: str
+    """As given to --backend."""
     machine: str
     prefill: Annotated[tuple[PrefillTime, ...], Rows]
     decode: Annotated[tuple[StepTime, ...], Rows]
+
+
+class _Written(msgspec.Struct):
+    """What every version's profile has."""
+
+    format: int
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,12 +88,12 @@ def encode(profile: Profile) -> bytes:
 def decode(content: bytes) -> Profile:
     """Raises ProfileError."""
     try:
-        profile = msgspec.json.decode(content, type=Profile)
+        written = msgspec.json.decode(content, type=_Written).format
+        if written != FORMAT:
+            raise ProfileError(f"format {written}, and this version reads {FORMAT}: measure again")
+        return msgspec.json.decode(content, type=Profile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProfileError(f"not a profile: {str(error).replace('`', '')}") from None
-    if profile.format != FORMAT:
-        raise ProfileError(f"format {profile.format}, and this version reads {FORMAT}: measure again")
-    return profile
 
 
 def fit(profile: Profile) -> Costs:

@@ -9,6 +9,7 @@ from mooncake_zmq.engine.panels import SMALL_PRODUCT
 from mooncake_zmq.engine.spec import ModelSpec
 
 MIXED_TOKENS = 16  # whose scores meet the values in one product; measured 8 to 32: equal
+SCORES_ITEMS = 64 * 1024  # of one product, to be in a core's cache through softmax; measured FILL
 SMALLEST_TOTAL, LARGEST_TOTAL = 1e-26, 1e30  # of a row of exponentials, for softmax without a shift: exp(-60), exp(69)
 
 
@@ -28,42 +29,54 @@ class Attention:
 
     def many(self, sequence: SequenceKV, index: int, queries: Any, start: int, count: int, out: Any) -> None:
         """`count` new tokens, queries [kv_head, n, group, head_dim], at token `start`, each over all up to itself, in layer
-        `index`: a tile of queries and a head at a time, into the first rows of `out` [rows, heads * head_dim].
+        `index`: a tile of queries and some heads at a time, into the first rows of `out` [rows, heads * head_dim].
 
         Two of softmax's five passes over the scores find and take off each row's maximum. Ordinary scores, within about
         +-60, do not need it; leaving it out, unless a sum shows otherwise, measured a tenth of attention.
         """
+        by_head = out[:count].reshape(count, self._kv_heads, self._group, self._dim)
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found by its sum, and computed again
+            totals = self._mix_values(sequence, index, queries, start, by_head, shift=False)
+            if not SMALLEST_TOTAL < float(totals.min()) <= float(totals.max()) < LARGEST_TOTAL:
+                totals = self._mix_values(sequence, index, queries, start, by_head, shift=True)
+        by_head /= totals
+
+    def _mix_values(self, sequence: SequenceKV, index: int, queries: Any, start: int, out: Any, *, shift: bool) -> Any:
+        """Values weighted by exponentials of scores, into `out` [n, kv_head, group, head_dim]; returns the sums of the weights,
+        [n, kv_head, group, 1]."""
         xp, group, dim = self._xp, self._group, self._dim
-        by_head = out[:count].reshape(count, self._kv_heads, group, dim)
-        self._scores(min(self._tile_tokens, count) * group, start + count + KEY_TILE)  # the largest first
+        count = len(out)
+        totals = xp.empty((count, self._kv_heads, group, 1), dtype=xp.float32)
+        self._scores(1, min(self._tile_tokens, count) * group, start + count + KEY_TILE)  # the largest first
         for first in range(0, count, self._tile_tokens):
             end = min(first + self._tile_tokens, count)
             height, visible = (end - first) * group, start + end
             tiles = -(-visible // KEY_TILE)
             width = tiles * KEY_TILE
-            scores = self._scores(height, width)
-            scores_by_tile = scores.reshape(height, tiles, KEY_TILE).transpose(1, 0, 2)
-            own = scores.reshape(end - first, group, width)[:, :, start + first :]
-            mask = self._causal_mask[: end - first, None, : own.shape[2]]
-            for head in range(self._kv_heads):
-                tile = queries[head, first:end].reshape(height, dim)
-                xp.matmul(tile, sequence.keys[index, head, :tiles], out=scores_by_tile)
+            mask = self._causal_mask[: end - first, None, : width - start - first]
+            at_once = max(1, SCORES_ITEMS // (height * width))
+            for head in range(0, self._kv_heads, at_once):
+                heads = slice(head, min(head + at_once, self._kv_heads))
+                tile = queries[heads, first:end].reshape(-1, 1, height, dim)
+                scores = self._scores(len(tile), height, width)
+                by_tile = scores.reshape(len(tile), height, tiles, KEY_TILE).transpose(0, 2, 1, 3)
+                xp.matmul(tile, sequence.keys[index, heads, :tiles], out=by_tile)
+                own = scores.reshape(len(tile), end - first, group, width)[:, :, :, start + first :]
                 own += mask
-                totals = self._exponentiate(scores)
-                if not SMALLEST_TOTAL < float(totals.min()) <= float(totals.max()) < LARGEST_TOTAL:
-                    xp.matmul(tile, sequence.keys[index, head, :tiles], out=scores_by_tile)
-                    own += mask
-                    scores -= scores.max(axis=1, keepdims=True)
-                    totals = self._exponentiate(scores)
-                mixed = self._mix(scores, sequence.values[index, head], visible)
-                mixed /= totals
-                by_head[first:end, head] = mixed.reshape(end - first, group, dim)
+                if shift:
+                    scores -= scores.max(axis=2, keepdims=True)
+                xp.exp(scores, out=scores)
+                by_token = (len(tile), end - first, group, -1)
+                totals[first:end, heads] = scores.sum(axis=2).reshape(by_token).transpose(1, 0, 2, 3)
+                mixed = self._mix(scores, sequence.values[index, heads], visible)
+                out[first:end, heads] = mixed.reshape(by_token).transpose(1, 0, 2, 3)
+        return totals
 
     def one(self, sequence: SequenceKV, index: int, queries: Any, visible: int) -> Any:
         """One token, queries [kv_head, group, head_dim], over its sequence's first `visible` tokens."""
         xp, (heads, group, dim) = self._xp, queries.shape
         tiles = -(-visible // KEY_TILE)
-        scores = self._scores(heads * group, tiles * KEY_TILE).reshape(heads, group, tiles * KEY_TILE)
+        scores = self._scores(heads, group, tiles * KEY_TILE)
         by_tile = scores.reshape(heads, group, tiles, KEY_TILE).transpose(0, 2, 1, 3)
         xp.matmul(queries[:, None], sequence.keys[index, :, :tiles], out=by_tile)
         weights = scores[:, :, :visible]
@@ -79,26 +92,21 @@ class Attention:
         return mixed.reshape(-1)
 
     def _mix(self, scores: Any, values: Any, visible: int) -> Any:
-        """scores [n * group, width] @ values [token, head_dim] over the first `visible`, in small products: measured
-        105 GFLOP/s where one product reaches 97."""
-        height, width = scores.shape
+        """scores [head, n * group, width] @ values [head, token, head_dim] over the first `visible`, in small products:
+        measured 105 GFLOP/s where one product reaches 97."""
+        heads, height, width = scores.shape
         rows = MIXED_TOKENS * self._group if height % (MIXED_TOKENS * self._group) == 0 else height
         span = max(KEY_TILE, SMALL_PRODUCT // (rows * self._dim) // KEY_TILE * KEY_TILE)
-        blocks = scores.reshape(height // rows, rows, width)
-        mixed = blocks[:, :, : min(span, visible)] @ values[: min(span, visible)]
+        blocks = scores.reshape(heads, height // rows, rows, width)
+        values = values[:, None, :visible]
+        mixed = blocks[:, :, :, : min(span, visible)] @ values[:, :, :span]
         for at in range(span, visible, span):
-            end = min(at + span, visible)
-            mixed += blocks[:, :, at:end] @ values[at:end]
-        return mixed.reshape(height, self._dim)
+            mixed += blocks[:, :, :, at : min(at + span, visible)] @ values[:, :, at : at + span]
+        return mixed
 
-    def _exponentiate(self, scores: Any) -> Any:
-        """exp in place; returns the sums of the rows."""
-        with np.errstate(over="ignore"):
-            self._xp.exp(scores, out=scores)
-            return scores.sum(axis=1, keepdims=True)
-
-    def _scores(self, height: int, width: int) -> Any:
-        """Scratch [height, width], of any content."""
-        if self._scratch.size < height * width:
-            self._scratch = self._xp.empty(height * width, dtype=self._xp.float32)
-        return self._scratch[: height * width].reshape(height, width)
+    def _scores(self, heads: int, height: int, width: int) -> Any:
+        """Scratch [head, height, width], of any content."""
+        size = heads * height * width
+        if self._scratch.size < size:
+            self._scratch = self._xp.empty(size, dtype=self._xp.float32)
+        return self._scratch[:size].reshape(heads, height, width)

@@ -5,8 +5,6 @@ made when a process first asks for it, under its final names only when whole.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.engine.disk import sync
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.quantized import Form, Panels, panel_arrays
 
@@ -22,17 +21,23 @@ ALIGNMENT_BYTES = 64
 COMPACT_FILE = "compact.bin"
 TABLE_FILE = "compact.json"  # written last
 GROUPS = (16, 32)
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 LEAST_SHORTER = 2  # compact.bin is at most half of weights.bin
 
 
 def exists(directory: Path) -> bool:
-    return (directory / TABLE_FILE).exists()
+    """Whether it is there and of this format; else it is to be made, whatever lies there."""
+    try:
+        _read_table(directory)
+    except _UNREADABLE:
+        return False
+    return (directory / COMPACT_FILE).exists()
 
 
 def write(directory: Path, matrices: Iterable[tuple[str, Panels]]) -> None:
     """Add compact.bin to a prepared model. The caller holds its lock."""
     table: dict[str, Any] = {}
-    temporary = directory / f".{COMPACT_FILE}.tmp"
+    temporary, described = directory / f".{COMPACT_FILE}.tmp", directory / f".{TABLE_FILE}.tmp"
     try:
         with temporary.open("wb") as file:
             for name, panels in matrices:
@@ -42,29 +47,37 @@ def write(directory: Path, matrices: Iterable[tuple[str, Panels]]) -> None:
                     offsets[part] = file.tell()
                     file.write(array.data.cast("B"))
                 table[name] = {"form": panels.form.name, "group": panels.group, "offsets": offsets}
-            file.flush()
-            os.fsync(file.fileno())
+        described.write_text(json.dumps({"format": FORMAT, "matrices": table}, indent=1))
+        for written in (temporary, described):
+            sync(written)
+        (directory / TABLE_FILE).unlink(missing_ok=True)  # a table never describes another file
         temporary.rename(directory / COMPACT_FILE)
+        described.rename(directory / TABLE_FILE)
+        sync(directory)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        for written in (temporary, described):
+            written.unlink(missing_ok=True)
         raise
-    temporary = directory / f".{TABLE_FILE}.tmp"
-    temporary.write_text(json.dumps({"format": FORMAT, "matrices": table}, indent=1))
-    temporary.rename(directory / TABLE_FILE)
 
 
 def read(directory: Path, shapes: dict[str, tuple[int, int]]) -> dict[str, Panels]:
     """Map compact.bin. `shapes` are the model's matrices, [out, in], by name. Raises ModelError."""
     try:
-        content = json.loads((directory / TABLE_FILE).read_text())
-        if content["format"] != FORMAT:
-            raise ValueError("it was written by another version")
+        matrices = _read_table(directory)
         data: NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
-        if content["matrices"]:
+        if matrices:
             data = np.memmap(directory / COMPACT_FILE, dtype=np.uint8, mode="r")
-        return {name: _panels(data, entry, *shapes[name]) for name, entry in content["matrices"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return {name: _panels(data, entry, *shapes[name]) for name, entry in matrices.items()}
+    except _UNREADABLE as error:
         raise ModelError(f"{directory / TABLE_FILE} is damaged ({error!r}): delete it, it will be made again") from error
+
+
+def _read_table(directory: Path) -> dict[str, Any]:
+    """Its matrices by name. Raises one of _UNREADABLE."""
+    content = json.loads((directory / TABLE_FILE).read_text())
+    if content["format"] != FORMAT:
+        raise ValueError("it was written by another version")
+    return dict(content["matrices"])
 
 
 def _panels(data: NDArray[np.uint8], entry: dict[str, Any], rows: int, columns: int) -> Panels:
@@ -78,13 +91,3 @@ def _panels(data: NDArray[np.uint8], entry: dict[str, Any], rows: int, columns: 
             raise ValueError(f"{part} end beyond the file")
         arrays[part] = data[start : start + size].view(dtype).reshape(shape)
     return Panels(form, **arrays)
-
-
-def check_space(cache_dir: Path, needed_bytes: int) -> None:
-    """Raise ModelError unless that much is free."""
-    free = shutil.disk_usage(cache_dir).free
-    if free < needed_bytes:
-        raise ModelError(
-            f"{cache_dir} has {free >> 20} MiB free and backend 'compiled' needs {needed_bytes >> 20} MiB more there: "
-            "free some, or set model.cache_dir elsewhere"
-        )

@@ -5,29 +5,24 @@ the rest is that all threads share a step without returning to Python. Needs Num
 """
 
 import functools
-import hashlib
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.engine import kernels, quantized
+from mooncake_zmq.engine import machine_code
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.panels import PANEL_COLUMNS, column
 from mooncake_zmq.engine.quantized import Form, Panels
 from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
+from mooncake_zmq.engine.step_layout import ARRAY_FIELDS, CACHE_FIELDS, SPAN_TILES, Array
 
-_LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of kernels.QKV..DOWN
-
-
-_numba_settings = threading.Lock()
+_LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of step_layout.QKV..DOWN
 
 
 class CompiledLlama:
@@ -54,13 +49,15 @@ class CompiledLlama:
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "decode") if threads > 1 else None
         names = [f"{layer}.{name}" for layer in range(spec.layers) for name in _LAYER_MATRICES]
-        self._matrices = np.array([self._matrix(name) for name in (*names, "head")], dtype=np.int64)
         norms = [f"{layer}.{name}" for layer in range(spec.layers) for name in ("attn_norm", "ffn_norm")]
-        self._norms = np.stack([tensors[name] for name in (*norms, "final_norm")])
-        self._biases = self._of_each_layer("qkv_bias", (0,))
-        self._head_norms = self._of_each_layer("qk_norm", (0, spec.head_dim))
-        self._step = _compiled_step(cache_dir)
-        self._step.compile(tuple(map(numba.typeof, self._arguments(0, _Workspace(spec, 1, threads)))))
+        self._model: dict[Array, NDArray[Any]] = {
+            Array.MATRICES: np.array([self._matrix(name) for name in (*names, "head")], dtype=np.int64),
+            Array.NORMS: np.stack([tensors[name] for name in (*norms, "final_norm")]),
+            Array.BIASES: self._of_each_layer("qkv_bias", (0,)),
+            Array.HEAD_NORMS: self._of_each_layer("qk_norm", (0, spec.head_dim)),
+            Array.EPSILON: np.array([spec.norm_eps], dtype=np.float32),
+        }
+        self._step = _decode_step(cache_dir)
 
     def new_sequence(self, capacity_tokens: int) -> SequenceKV:
         return self._llama.new_sequence(capacity_tokens)
@@ -85,25 +82,25 @@ class CompiledLlama:
         check_tokens(tokens, self.spec.vocab_size)
         if not sequences:
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)
-        work = _Workspace(self.spec, len(sequences), self._threads)
-        work.caches[:] = [
+        work = _workspace(self.spec, len(sequences), self._threads)
+        work[Array.CACHES][:] = [
             (sequence.keys.ctypes.data, sequence.values.ctypes.data, sequence.capacity, sequence.length)
             for sequence in sequences
         ]
         angles = np.array([[sequence.length] for sequence in sequences], dtype=np.float32) * self._tensors["inv_freq"]
-        work.cos[:], work.sin[:] = np.cos(angles), np.sin(angles)
-        work.hidden[:, : self.spec.hidden] = self._embed(tokens)
-        self._run(work)
+        work[Array.COS][:], work[Array.SIN][:] = np.cos(angles), np.sin(angles)
+        work[Array.HIDDEN][:, : self.spec.hidden] = self._embed(tokens)
+        self._run(_table(self._model | work))
         for sequence in sequences:
             sequence.length += 1
-        return work.logits[:, : self.spec.vocab_size]
+        return work[Array.LOGITS][:, : self.spec.vocab_size]
 
-    def _run(self, work: "_Workspace") -> None:
+    def _run(self, table: NDArray[np.int64]) -> None:
         """One step in all threads. Each waits for the others, so a step begins only when every helper has begun it."""
         others = []
         if self._helpers:
-            others = [self._helpers.submit(self._step, *self._arguments(thread, work)) for thread in range(1, self._threads)]
-        self._step(*self._arguments(0, work))
+            others = [self._helpers.submit(self._step, thread, table.ctypes.data) for thread in range(1, self._threads)]
+        self._step(0, table.ctypes.data)
         for other in others:
             other.result()
 
@@ -113,7 +110,7 @@ class CompiledLlama:
         return self._tensors["embed"][ids]
 
     def _matrix(self, name: str) -> list[int]:
-        """A row of kernels.MATRIX_FIELDS."""
+        """A row of step_layout.MATRIX_FIELDS."""
         panels = self._panels.get(name)
         if panels is None:
             values = self._tensors[name]
@@ -129,54 +126,43 @@ class CompiledLlama:
             return np.empty((self.spec.layers, *shape_of_none), dtype=np.float32)
         return np.stack([self._tensors[f"{layer}.{name}"] for layer in range(self.spec.layers)])
 
-    def _arguments(self, thread: int, work: "_Workspace") -> tuple[Any, ...]:
-        model = (self._matrices, self._norms, self._biases, self._head_norms, np.float32(self.spec.norm_eps))
-        return (thread, self._threads, work.barrier, *model, *work.arrays())
+
+def _workspace(spec: ModelSpec, rows: int, threads: int) -> dict[Array, NDArray[Any]]:
+    """The arrays of one step that are not the model's. Widths are rounded up to whole panels."""
+    group, dim, query = spec.heads // spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
+
+    def floats(*shape: int) -> NDArray[np.float32]:
+        return np.empty(shape, dtype=np.float32)
+
+    def panelled(width: int) -> NDArray[np.float32]:
+        return floats(rows, -(-width // PANEL_COLUMNS) * PANEL_COLUMNS)
+
+    return {
+        Array.BARRIER: np.zeros(1, dtype=np.int64),
+        Array.CACHES: np.empty((rows, CACHE_FIELDS), dtype=np.int64),
+        Array.COS: floats(rows, dim // 2),
+        Array.SIN: floats(rows, dim // 2),
+        Array.HIDDEN: panelled(spec.hidden),
+        Array.LOGITS: panelled(spec.vocab_size),
+        Array.NORMED: floats(threads, rows, spec.hidden),
+        Array.QKV: panelled(query + 2 * spec.kv_heads * dim),
+        Array.QUERIES: floats(threads, group, dim),
+        Array.SCORES: floats(threads, group, SPAN_TILES * KEY_TILE),
+        Array.MIXED: floats(threads, rows, spec.kv_heads, group, dim),
+        Array.STATES: floats(threads, rows, spec.kv_heads, group, 2),
+        Array.ATTENDED: floats(rows, query),
+        Array.GATE_UP: panelled(2 * spec.ffn),
+        Array.ACTIVE: floats(rows, spec.ffn),
+    }
 
 
-class _Workspace:
-    """The arrays of one step, in the order of decode_step's arguments. Widths are rounded up to whole panels."""
-
-    def __init__(self, spec: ModelSpec, rows: int, threads: int) -> None:
-        group, dim, query = spec.heads // spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
-
-        def floats(*shape: int) -> NDArray[np.float32]:
-            return np.empty(shape, dtype=np.float32)
-
-        def panelled(width: int) -> NDArray[np.float32]:
-            return floats(rows, -(-width // PANEL_COLUMNS) * PANEL_COLUMNS)
-
-        self.barrier = np.zeros(1, dtype=np.int64)
-        self.caches = np.empty((rows, kernels.CACHE_FIELDS), dtype=np.int64)
-        self.cos = floats(rows, dim // 2)
-        self.sin = floats(rows, dim // 2)
-        self.hidden = panelled(spec.hidden)
-        self.normed = floats(threads, rows, spec.hidden)
-        self.qkv = panelled(query + 2 * spec.kv_heads * dim)
-        self.queries = floats(threads, group, dim)
-        self.scores = floats(threads, group, kernels.SPAN_TILES * KEY_TILE)
-        self.mixed = floats(threads, rows, spec.kv_heads, group, dim)
-        self.states = floats(threads, rows, spec.kv_heads, group, 2)
-        self.attended = floats(rows, query)
-        self.gate_up = panelled(2 * spec.ffn)
-        self.active = floats(rows, spec.ffn)
-        self.logits = panelled(spec.vocab_size)
-
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        return tuple(array for name, array in vars(self).items() if name != "barrier")
+def _table(arrays: Mapping[Array, NDArray[Any]]) -> NDArray[np.int64]:
+    """Where all the arrays of a step lie: what `decode_step` takes."""
+    table = np.zeros((len(Array), ARRAY_FIELDS), dtype=np.int64)
+    for row, array in arrays.items():
+        assert array.flags.c_contiguous, row.name
+        table[row, : 1 + array.ndim] = array.ctypes.data, *array.shape
+    return table
 
 
-@functools.cache
-def _compiled_step(cache_dir: Path) -> Any:
-    """decode_step, its machine code read from `cache_dir` where it is there: under a name that any change of it changes."""
-    sources = [Path(module.__file__ or "").read_bytes() for module in (kernels, quantized)]
-    versions = f"{KEY_TILE} {PANEL_COLUMNS} {numba.__version__} {np.__version__}".encode()
-    digest = hashlib.sha256(b"".join([versions, *sources])).hexdigest()[:12]
-    with _numba_settings:
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(cache_dir / f"machine-code-{digest}")
-        try:
-            return numba.njit(kernels.decode_step, nogil=True, error_model="numpy", cache=True)
-        except RuntimeError:  # nowhere to write: this process makes its own
-            return numba.njit(kernels.decode_step, nogil=True, error_model="numpy")
-        finally:
-            numba.config.CACHE_DIR = before
+_decode_step = functools.cache(machine_code.load)

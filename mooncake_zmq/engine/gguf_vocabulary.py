@@ -1,5 +1,6 @@
 """Tokenizers built from the parts that a GGUF file carries: byte-level BPE ("gpt2") and SentencePiece BPE ("llama")."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -107,6 +108,8 @@ def sentencepiece_bpe(
     """A tokenizer that merges the neighbours whose union scores highest, and writes what it does not know as bytes."""
     if len(scores) != len(tokens):
         raise ModelError(f"the model's tokenizer is damaged: {len(tokens)} tokens with {len(scores)} scores")
+    if not all(isinstance(score, int | float) and not math.isnan(score) for score in scores):
+        raise ModelError("the model's tokenizer is damaged: its scores are no numbers")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenKind.UNKNOWN), None)
     merges = _merges(

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_zmq.engine import tokenizer, weights
+from mooncake_zmq.engine.download import DEFAULT_NAME, DEFAULT_PACKAGE, DEFAULT_SIZE_BYTES
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.prepare import default_cache_dir, locate, open_source
 from mooncake_zmq.engine.sources import DUMMY_SHAPES, Source, expected_shapes
 from mooncake_zmq.engine.spec import ModelSpec, check_spec
 from mooncake_zmq.engine.toy import TOY_SPEC
 
 WORKING_TOKENS = 1024  # a model whose weights fit but not the KV of so short a conversation does not run
 _CGROUP = Path("/sys/fs/cgroup")
-_DEFAULT_SPEC = replace(DUMMY_SHAPES["135m"], name=weights.DEFAULT_NAME)
+_DEFAULT_SPEC = replace(DUMMY_SHAPES["135m"], name=DEFAULT_NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,24 +81,24 @@ class Inspection:
 
 def inspect(model: str, cache_dir: Path | str = "", host: Host | None = None) -> Inspection:
     """Describe `model`, anything that `prepare` takes or a prepared directory. Raises ModelError: it is not supported."""
-    cache_dir = Path(cache_dir) if cache_dir else weights.default_cache_dir()
+    cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
     host = host or measure_host(cache_dir)
     if model == "toy":
         return _inspection(model, "the toy engine of the tests", TOY_SPEC, tokenizer.byte_parts(), None, host)
     path = Path(model).expanduser()
     if _is_prepared(path):
         return _inspect_prepared(model, "a prepared model", path, host)
-    target = weights.locate(model, cache_dir)
+    target = locate(model, cache_dir)
     prepared = target if _is_prepared(target) else None
     if model != "default":
-        source, origin = weights.open_source(model)
+        source, origin = open_source(model)
         return _inspection(model, origin, source.spec, source.read_tokenizer(), prepared, host, source)
-    origin = f"{weights.DEFAULT_PACKAGE} of the Python package index"
+    origin = f"{DEFAULT_PACKAGE} of the Python package index"
     if prepared:
         return _inspect_prepared(model, origin, prepared, host)
     parts = tokenizer.TokenizerParts("GGUF, byte-level BPE (smollm)", None, tokenizer.BYTE_CONVERSATION)
     found = _inspection(model, origin, _DEFAULT_SPEC, parts, None, host)
-    megabytes = f"{weights.DEFAULT_SIZE_BYTES / 1e6:.1f} MB"
+    megabytes = f"{DEFAULT_SIZE_BYTES / 1e6:.1f} MB"
     return replace(found, notes=(*found.notes, f"not downloaded yet ({megabytes}): described as published"))
 
 

@@ -1,10 +1,11 @@
 """The decoder of Llama, Mistral and Qwen2/3: chunked prefill over a cached prefix, batched decode. float32, one namespace.
 
 Prefill gives each thread of a team some of the rows; a thread waits for another only to see the KV of earlier rows. Decode
-uses one: two threads that share its heads and columns, or its rows, measured slower, as its many short steps are bound by the
-interpreter's lock and its long ones by memory.
+shares out its large products alone: measured with two threads, sharing the rest too, or the rows, was slower than one thread,
+as its many short steps are bound by the interpreter's lock.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from mooncake_zmq.engine.attention import Attention
 from mooncake_zmq.engine.backend import array_namespace, to_host
 from mooncake_zmq.engine.kv_cache import SequenceKV
-from mooncake_zmq.engine.panels import PANEL_COLUMNS, column, linear, panel_count, rows_needed
+from mooncake_zmq.engine.panels import PANEL_COLUMNS, Product, column, linear, panel_count, rows_needed, shared_linear
 from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
 from mooncake_zmq.engine.team import Team
 
@@ -74,7 +75,7 @@ class Llama:
             rope = self._rope_tables(np.arange(start + first, start + end))
             work.hidden[:rows] = self._embed(tokens[first:end])
             for index, layer in enumerate(self._layers):
-                self._project(work, layer, rows)
+                self._project(linear, work, layer, rows)
                 queries, keys, values = self._rotate(work, rope, rows)
                 if before_layer and rank == 0:  # the others hear of rank 0 before they read
                     before_layer(index)
@@ -87,7 +88,7 @@ class Llama:
                     after_layer(index)
                 if index + 1 < self.spec.layers and rows:
                     seat.attention.many(sequence, index, queries, start + first, rows, work.attended)
-                    self._finish_layer(work, layer, rows)
+                    self._finish_layer(linear, work, layer, rows)
             # The last layer's output is needed only where logits are asked: 1/30 of the work of SmolLM2-135M.
             if asked is not None and logits is not None:
                 mine = np.flatnonzero((asked >= first) & (asked < end))
@@ -117,8 +118,8 @@ class Llama:
         few.hidden[: len(rows)] = hidden
         for target, row in enumerate(rows):
             few.attended[target] = seat.attention.one(sequence, last, queries[:, row], start + row + 1)
-        self._finish_layer(few, self._layers[last], len(rows))
-        return self._logits(few, len(rows))
+        self._finish_layer(linear, few, self._layers[last], len(rows))
+        return self._logits(linear, few, len(rows))
 
     # -------------------------------------------------------------------------------------------------------- decode
 
@@ -131,18 +132,19 @@ class Llama:
             check_room(sequence, 1)
         check_tokens(tokens, self.spec.vocab_size)
         positions = [sequence.length for sequence in sequences]
+        product = functools.partial(shared_linear, self._team)
         seat = self._seats[0]
         work = seat.activations(count)
         rope = self._rope_tables(np.array(positions))
         work.hidden[:count] = self._embed(tokens)
         for index, layer in enumerate(self._layers):
-            self._project(work, layer, count)
+            self._project(product, work, layer, count)
             queries, keys, values = self._rotate(work, rope, count)
             for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
                 sequence.append(index, position, keys[row], values[row])
                 work.attended[row] = seat.attention.one(sequence, index, queries[:, row], position + 1)
-            self._finish_layer(work, layer, count)
-        result = self._logits(work, count)
+            self._finish_layer(product, work, layer, count)
+        result = self._logits(product, work, count)
         for sequence in sequences:
             sequence.length += 1
         return result
@@ -163,9 +165,9 @@ class Llama:
         keys = (xp.cos(angles) + 1j * xp.sin(angles)).astype(xp.complex64)
         return keys * np.float32(1.0 / math.sqrt(self.spec.head_dim)), keys
 
-    def _project(self, work: "_Activations", layer: "_Layer", count: int) -> None:
+    def _project(self, product: Product, work: "_Activations", layer: "_Layer", count: int) -> None:
         self._normalize(work.hidden, layer.attn_norm, work.normed, count)
-        linear(self._xp, work.normed, layer.qkv, work.qkv, count)
+        product(self._xp, work.normed, layer.qkv, work.qkv, count)
         if layer.qkv_bias is not None:
             work.qkv[:count, : len(layer.qkv_bias)] += layer.qkv_bias
         if layer.qk_norm is not None:
@@ -195,29 +197,28 @@ class Llama:
         values = qkv[:, key_end : key_end + self._kv_width].reshape(count, spec.kv_heads, spec.head_dim)
         return queries.view(xp.float32), keys.view(xp.float32), values
 
-    def _finish_layer(self, work: "_Activations", layer: "_Layer", count: int) -> None:
+    def _finish_layer(self, product: Product, work: "_Activations", layer: "_Layer", count: int) -> None:
         """Output projection and feed-forward, each added to the hidden state."""
         xp, ffn, hidden = self._xp, self.spec.ffn, self.spec.hidden
-        linear(xp, work.attended, layer.out, work.delta, count)
+        product(xp, work.attended, layer.out, work.delta, count)
         work.hidden[:count] += work.delta[:count, :hidden]
         self._normalize(work.hidden, layer.ffn_norm, work.normed, count)
-        linear(xp, work.normed, layer.gate_up, work.gate_up, count)
+        product(xp, work.normed, layer.gate_up, work.gate_up, count)
         gate, up = work.gate_up[:count, :ffn], work.gate_up[:count, ffn : 2 * ffn]
-        active = work.active[:count]  # silu(gate) * up = gate / (1 + exp(-gate)) * up
-        xp.negative(gate, out=active)
-        with np.errstate(over="ignore"):
-            xp.exp(active, out=active)
+        active = work.active[:count]  # silu(gate) * up, silu(x) as x / 2 * (1 + tanh(x / 2)): tanh cannot overflow
+        gate *= np.float32(0.5)
+        xp.tanh(gate, out=active)
         active += np.float32(1.0)
-        xp.divide(gate, active, out=active)
+        active *= gate
         active *= up
-        linear(xp, work.active, layer.down, work.delta, count)
+        product(xp, work.active, layer.down, work.delta, count)
         work.hidden[:count] += work.delta[:count, :hidden]
 
-    def _logits(self, work: "_Activations", count: int) -> NDArray[np.float32]:
+    def _logits(self, product: Product, work: "_Activations", count: int) -> NDArray[np.float32]:
         head = self._tensors["head"]
         self._normalize(work.hidden, self._tensors["final_norm"], work.normed, count)
         out = self._xp.empty((len(work.normed), len(head) * PANEL_COLUMNS), dtype=self._xp.float32)
-        linear(self._xp, work.normed, head, out, count)
+        product(self._xp, work.normed, head, out, count)
         logits: NDArray[np.float32] = to_host(out[:count, : self.spec.vocab_size])
         return logits
 

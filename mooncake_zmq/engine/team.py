@@ -52,7 +52,9 @@ class Team:
             raise error
 
     def tell(self, rank: int, to: int) -> None:
-        """Let `to` go on, now or later, at a `hear` of its own."""
+        """Let `to` go on, now or later, at a `hear` of its own. Ends this share if another has failed."""
+        if self._errors:
+            raise _Abandoned
         self._notes[rank][to].put(True)
 
     def hear(self, rank: int, of: int) -> None:

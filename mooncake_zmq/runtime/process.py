@@ -103,13 +103,16 @@ class Model:
     def prepare(cls, config: Config, backend: Backend = "numpy") -> "Model":
         """Convert the model if nobody has yet. Raises ModelError."""
         from mooncake_zmq.engine import tokenizer, weights  # maps BLAS: only after the thread count is set
+        from mooncake_zmq.engine.prepare import prepare, remove_former
 
         model = config.model
 
         def progress(what: str, share: float) -> None:
             log.debug("model", what=what, share=share)
 
-        path = weights.prepare(model.path, model.cache_dir, progress, backend=backend)
+        path = prepare(model.path, model.cache_dir, progress, backend=backend)
+        for former in remove_former(path):
+            log.info("former_model_removed", path=str(former))
         spec = weights.load_engine("toy").spec if str(path) == "toy" else weights.read_spec(path)
         return cls(path, spec, tokenizer.fingerprint(path), min(model.max_model_len, spec.max_positions))
 

@@ -260,11 +260,10 @@ class Session:
 
     def _accept_sequenced(self, now: float, peer: _Peer, envelope: Envelope) -> list[SessionEvent]:
         events: list[SessionEvent] = []
-        epoch = peer.remote_epoch
         for sequence, body in enumerate(envelope.bodies, envelope.sequence):
             peer.unreported += 1
             events += self._accept(now, peer, sequence, body)
-        if peer.unreported >= ACK_EVERY and epoch == peer.remote_epoch:
+        if peer.unreported >= ACK_EVERY:
             self._transmit(now, peer, 0, ())
         return events
 

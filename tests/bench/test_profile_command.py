@@ -87,3 +87,12 @@ def test_the_prefixes_of_a_prompt_are_not_timed(tmp_path, monkeypatch):
     )
     engine_profile.measure(plan, lambda _: None)
     assert calls[3:10] == [(0, 24), (24, 8), (24, 8), (24, 32), (56, 8), (24, 32), (56, 8)]
+
+
+def test_the_backend_that_was_measured_is_written_down():
+    from mooncake_zmq.bench.engine_profile import ProfilePlan, measure
+
+    plan = ProfilePlan(
+        model="toy", backend="compiled", rounds=1, lengths=(8, 40), prefixes=(0,), batches=(1, 2), contexts=(4, 8), steps=2
+    )
+    assert measure(plan, lambda _: None).backend == "compiled"

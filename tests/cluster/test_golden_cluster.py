@@ -14,6 +14,7 @@ import pytest
 from toy_cluster import NODES, ROOT, Stream, ToyCluster, eventually, until_none
 
 from mooncake_zmq.engine import weights
+from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.sampling import near_tie
 from mooncake_zmq.messages import Sampling
 
@@ -32,7 +33,7 @@ class Reference:
 
     def is_near_tie(self, index: int) -> bool:
         """Whether I3 lets the choice of token `index` differ. Only asked after a difference: the engine takes seconds."""
-        engine = weights.load_engine(weights.prepare("default", weights.default_cache_dir()))
+        engine = weights.load_engine(prepare("default", default_cache_dir()))
         so_far = self.prompt + self.tokens[:index]
         sequence = engine.new_sequence(len(so_far))
         logits = engine.prefill(sequence, np.array(so_far, np.int32))

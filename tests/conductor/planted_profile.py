@@ -16,6 +16,7 @@ def planted(costs: Costs = COSTS, noise: float = 0.0, **changes) -> Profile:
         "model": "default",
         "fingerprint": "f" * 32,
         "threads": 1,
+        "backend": "numpy",
         "machine": "planted",
         "prefill": tuple(PrefillTime(t.tokens, t.prefix, t.seconds * wobble[i % 2]) for i, t in enumerate(prefill)),
         "decode": tuple(StepTime(t.batch, t.context, t.seconds * wobble[i % 2]) for i, t in enumerate(steps)),

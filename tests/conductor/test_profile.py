@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +66,13 @@ def test_a_profile_reads_as_it_was_written():
     assert decode(encode(planted())) == planted()
 
 
+def test_a_profile_of_an_earlier_format_is_to_be_measured_again():
+    fields = msgspec.json.decode(encode(planted()))
+    del fields["backend"]
+    with pytest.raises(ProfileError, match="format 1, and this version reads 2: measure again"):
+        decode(msgspec.json.encode(fields | {"format": 1}))
+
+
 @given(st.binary(max_size=200), st.integers(0, 2000), st.booleans())
 def test_any_bytes_are_a_profile_or_one_error(junk, at, cut):
     whole = encode(planted())
@@ -77,7 +85,7 @@ def test_any_bytes_are_a_profile_or_one_error(junk, at, cut):
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        (b'"format": 1', b'"format": 2', "format 2"),
+        (b'"format": 2', b'"format": 3', "format 3"),
         (b'"threads": 1', b'"threads": 0', r">= 1 - at \$.threads"),
         (b'"seconds": ', b'"seconds": -', r"\$.prefill"),
         (b'"machine"', b'"machin"', "machin"),

@@ -83,15 +83,23 @@ def test_a_profile_setting_of_another_type_is_refused(write):
         load(write("[conductor]\nprofile = 3\n"), {}, {})
 
 
-def test_config_check_shows_the_costs_and_warns_of_other_models_and_threads(write):
+def test_config_check_shows_the_costs_and_warns_of_other_models_threads_and_backends(write):
     fits = load(write("[conductor]\nprofile = 'PROFILE'\n"), {}, {})
     assert [line for line in summary(fits) if "costs of" in line and "prefill 2 ms per token" in line]
     assert not [text for text in warnings(fits) if "p.json" in text]
-    other = load(write("[conductor]\nprofile = 'PROFILE'\n", model="toy", threads=2), {}, {})
+    other = load(write("[conductor]\nprofile = 'PROFILE'\n", model="toy", threads=2, backend="compiled"), {}, {})
     told = [text for text in warnings(other) if "p.json" in text]
-    assert len(told) == 2
+    assert len(told) == 3
     assert "the model toy" in told[0]
     assert "2 threads" in told[1]
+    assert told[2].endswith("p.json was measured with backend compiled, and the decodes here have numpy")
+
+
+def test_a_profile_of_the_backend_that_decodes_is_no_reason_to_warn(write):
+    nodes = NODES.replace('role = "decode"', 'role = "decode"\nbackend = "compiled"')
+    for backend, warned in (("compiled", False), ("numpy", True)):
+        loaded = load(write("[conductor]\nprofile = 'PROFILE'\n", nodes, backend=backend), {}, {})
+        assert any("backend" in text for text in warnings(loaded)) == warned
 
 
 def test_a_conductor_of_another_model_does_not_start():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mooncake_zmq.engine import weights
+from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "smollm2.npz"
@@ -17,7 +18,7 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "smollm2.npz"
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory):
-    return weights.prepare("dummy:tiny", tmp_path_factory.mktemp("models"))
+    return prepare("dummy:tiny", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +38,7 @@ def engine(request, tiny_path, tiny):
 
 @pytest.fixture(scope="session")
 def default_path():
-    return weights.prepare("default", weights.default_cache_dir())
+    return prepare("default", default_cache_dir())
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import safetensors.numpy
 
 from mooncake_zmq.engine.gguf_vocabulary import byte_level_bpe
 from mooncake_zmq.engine.sources import expected_shapes
-from mooncake_zmq.engine.sources.hugging_face import _NAMES
+from mooncake_zmq.engine.sources.hugging_face import stored_name
 
 GGUF_NAMES = {
     "embed_tokens": "token_embd",
@@ -32,9 +32,8 @@ def stored(source):
     spec = source.spec
     tensors = {}
     for name in expected_shapes(spec):
-        layer, _, part = name.rpartition(".")
-        if part != "inv_freq":
-            tensors[f"model.layers.{layer}.{_NAMES[part]}" if layer else _NAMES[part]] = source.tensor(name)
+        if name != "inv_freq":
+            tensors[stored_name(name)] = source.tensor(name)
     config = {
         "model_type": spec.family,
         "num_hidden_layers": spec.layers,

@@ -1,12 +1,16 @@
 """Decode in machine code against NumPy's: every shape, form of weights, batch and number of threads."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from mooncake_zmq.engine import quantized, weights
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.panels import to_panels
+from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.sampling import near_tie
 from mooncake_zmq.messages import Sampling
 
@@ -30,12 +34,13 @@ def cache_dir(tmp_path_factory):
 
 
 def open_both(path, threads, panels=None):
-    """(NumPy's, compiled). `panels` maps a name to a matrix's form."""
+    """(NumPy's, compiled). `panels(spec, tensors)` gives matrices' shorter forms; decode sees NaN for the float32 of these."""
     spec, tensors = weights._map_tensors(path)
     tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
     panels = {} if panels is None else panels(spec, tensors)
     numpy = weights.Llama(spec, tensors)
-    return numpy, compiled.CompiledLlama(spec, tensors, panels, threads=threads, cache_dir=path.parent)
+    poisoned = {name: np.full_like(tensor, np.nan) if name in panels else tensor for name, tensor in tensors.items()}
+    return numpy, compiled.CompiledLlama(spec, poisoned, panels, threads=threads, cache_dir=path.parent)
 
 
 def begin(engine, lengths, steps):
@@ -47,7 +52,7 @@ def begin(engine, lengths, steps):
 
 
 def assert_same_decode(numpy, other, lengths, steps=3, tolerance=1e-4):
-    left, right = begin(numpy, lengths, steps), begin(other, lengths, steps)
+    left, right = begin(numpy, lengths, steps), begin(numpy, lengths, steps)
     rng = np.random.default_rng(7)
     spec = numpy.spec
     for _ in range(steps):
@@ -67,7 +72,7 @@ def assert_same_decode(numpy, other, lengths, steps=3, tolerance=1e-4):
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape(cache_dir, shape, threads):
-    path = weights.prepare("dummy:" + json.dumps(SHAPES[shape]), cache_dir)
+    path = prepare("dummy:" + json.dumps(SHAPES[shape]), cache_dir)
     numpy, other = open_both(path, threads, _distort)
     for lengths in ([5], [64, 1], LENGTHS):
         assert_same_decode(numpy, other, lengths)
@@ -85,7 +90,7 @@ def _distort(spec, tensors):
 @pytest.mark.parametrize("batch", range(1, 10))
 @pytest.mark.parametrize("form", list(quantized.Form))
 def test_every_form_and_batch(cache_dir, form, batch):
-    path = weights.prepare('dummy:{"hidden": 96, "ffn": 160, "heads": 6, "head_dim": 32}', cache_dir)
+    path = prepare('dummy:{"hidden": 96, "ffn": 160, "heads": 6, "head_dim": 32}', cache_dir)
     numpy, other = open_both(path, 2, lambda spec, tensors: _in_form(form, spec, tensors))
     assert_same_decode(numpy, other, LENGTHS[:batch], steps=2)
 
@@ -108,7 +113,7 @@ def _in_form(form, spec, tensors):
             drawn = quantized.Quantized(values, scales / high, None if form is quantized.Form.INT8 else minima)
             matrix, panels[name] = drawn.dequantize(), quantized.quantized_panels(drawn)
         assert panels[name].form is form
-        tensors[name] = weights.to_panels(matrix)
+        tensors[name] = to_panels(matrix)
     return panels
 
 
@@ -119,12 +124,12 @@ def test_scores_far_apart_do_not_overflow(cache_dir):
                 tensors[name] *= 30
         return {}
 
-    numpy, other = open_both(weights.prepare("dummy:tiny", cache_dir), 2, loud)
+    numpy, other = open_both(prepare("dummy:tiny", cache_dir), 2, loud)
     assert_same_decode(numpy, other, [130, 5, 64], tolerance=2e-3)
 
 
 def test_impossible_requests_are_refused(cache_dir):
-    _, engine = open_both(weights.prepare("dummy:tiny", cache_dir), 1)
+    _, engine = open_both(prepare("dummy:tiny", cache_dir), 1)
     sequence = begin(engine, [10], 0)[0]
     with pytest.raises(ValueError, match="capacity"):
         engine.decode([sequence], np.array([1], dtype=np.int32))
@@ -135,19 +140,41 @@ def test_impossible_requests_are_refused(cache_dir):
     assert sequence.length == 10
 
 
-def test_machine_code_is_kept(cache_dir):
-    open_both(weights.prepare("dummy:tiny", cache_dir), 1)
-    assert list(cache_dir.glob("machine-code-*/**/*.nbc"))
+WARM_START = """
+import sys
+from pathlib import Path
+sys.modules["numba"] = None  # an import of it fails
+import numpy as np
+from mooncake_zmq.engine import compiled, weights
+path = Path(sys.argv[1])
+engine = compiled.CompiledLlama(*weights._map_tensors(path), {}, threads=2, cache_dir=path.parent)
+sequence = engine.new_sequence(8)
+engine.prefill(sequence, np.arange(5, dtype=np.int32))
+print(engine.decode([sequence], np.array([7], dtype=np.int32)).tobytes().hex())
+"""
+
+
+def test_a_warm_start_needs_no_compiler(cache_dir):
+    """Another process, that cannot import Numba, decodes the same with the code that this one made."""
+    path = prepare("dummy:tiny", cache_dir)
+    _, engine = open_both(path, 2)
+    sequence = engine.new_sequence(8)
+    engine.prefill(sequence, np.arange(5, dtype=np.int32))
+    expected = engine.decode([sequence], np.array([7], dtype=np.int32))
+    done = subprocess.run([sys.executable, "-c", WARM_START, str(path)], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    got = np.frombuffer(bytes.fromhex(done.stdout), dtype=np.float32).reshape(expected.shape)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
 def test_a_model_without_its_compact_form_is_refused(tmp_path):
     with pytest.raises(ModelError, match="compact"):
-        weights.load_engine(weights.prepare("dummy:tiny", tmp_path), backend="compiled")
+        weights.load_engine(prepare("dummy:tiny", tmp_path), backend="compiled")
 
 
 @pytest.fixture(scope="session")
 def compiled_model():
-    path = weights.prepare("default", weights.default_cache_dir(), backend="compiled")
+    path = prepare("default", default_cache_dir(), backend="compiled")
     return weights.load_engine(path, threads=2, backend="compiled")
 
 

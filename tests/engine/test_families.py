@@ -10,6 +10,7 @@ import pytest
 from model_files import save_gguf, save_model_directory
 
 from mooncake_zmq.engine import weights
+from mooncake_zmq.engine.prepare import prepare
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 sys.path.insert(0, str(GOLDEN))
@@ -60,7 +61,7 @@ def case(request, recorded, tmp_path_factory):
     directory = tmp_path_factory.mktemp("family")
     found = {key.removeprefix(f"{name}/"): value for key, value in recorded.items() if key.startswith(f"{name}/")}
     assert families.digest(name) == str(found["digest"]), "families.npz belongs to other weights: run make_families.py"
-    path = weights.prepare(str(write(name, form, directory, recorded)), directory)
+    path = prepare(str(write(name, form, directory, recorded)), directory)
     engine = weights.open_model(path)
     found["prompt"] = families.tokens(name)
     return engine, found
@@ -117,10 +118,10 @@ def test_a_sliding_window_caps_the_context(tmp_path):
     """Within its window such a model sees everything, so it is served up to there and no further."""
     fields = families.config("mistral") | {"sliding_window": 100}
     path = save_model_directory(tmp_path / "m", fields, families.weights("mistral"))
-    spec = weights.read_spec(weights.prepare(str(path), tmp_path))
+    spec = weights.read_spec(prepare(str(path), tmp_path))
     assert (spec.max_positions, spec.sliding_window) == (100, 100)
     switched_off = save_model_directory(tmp_path / "q", families.config("qwen2"), families.weights("qwen2"))
-    spec = weights.read_spec(weights.prepare(str(switched_off), tmp_path))
+    spec = weights.read_spec(prepare(str(switched_off), tmp_path))
     assert (spec.max_positions, spec.sliding_window) == (256, None)
 
 

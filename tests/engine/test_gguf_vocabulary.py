@@ -10,8 +10,9 @@ import tokenizers
 from model_files import save_gguf, stored
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mooncake_zmq.engine import gguf_vocabulary, weights
+from mooncake_zmq.engine import gguf_vocabulary
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.sources import DummySource, GgufSource
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 
@@ -145,7 +146,7 @@ def test_a_sentencepiece_model_through_the_whole_path(sentencepiece, tmp_path):
     add = functools.partial(add_sentencepiece, tokens=tokens, scores=scores, kinds=kinds)
     config, tensors = stored(DummySource('{"vocab_size": 640}'))
     path = save_gguf(tmp_path / "model.gguf", config, tensors, add_tokenizer=add)
-    tokenizer = open_tokenizer(weights.prepare(str(path), tmp_path))
+    tokenizer = open_tokenizer(prepare(str(path), tmp_path))
     for text in TEXTS:
         ids = reference.encode(text, add_special_tokens=False).ids
         assert tokenizer.encode(text) == [1, *ids], "Llama 2's begin with BOS unless the file says otherwise"
@@ -167,13 +168,24 @@ def test_unknown_tokenizers_are_refused_by_name_at_open(tmp_path, model, pre):
         GgufSource(save_gguf(tmp_path / "model.gguf", config, tensors, add_tokenizer=add))
 
 
-@pytest.mark.parametrize("field", ["scores", "token_type", "merges"])
-def test_damaged_vocabularies_are_refused(tmp_path, field):
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("scores", [0.0] * 3),
+        ("scores", ["x"] * 512),
+        ("scores", [[0.0, 1.0]] * 512),
+        ("scores", [float("nan")] * 512),
+        ("token_type", [1] * 3),
+        ("token_type", ["x"] * 512),
+        ("merges", ["no such"]),
+        ("merges", [1, 2]),
+    ],
+)
+def test_damaged_vocabularies_are_refused(tmp_path, field, values):
     def add(writer, vocab_size):
         writer.add_tokenizer_model("llama" if field == "scores" else "gpt2")
         writer.add_token_list([str(number) for number in range(vocab_size)])
-        values = {"scores": [0.0] * 3, "token_type": [1] * 3, "merges": ["no such"]}
-        whole = {"scores": [0.0] * vocab_size, "token_type": [1] * vocab_size, "merges": ["1 1"]} | {field: values[field]}
+        whole = {"scores": [0.0] * vocab_size, "token_type": [1] * vocab_size, "merges": ["1 1"]} | {field: values}
         for key, value in whole.items():
             writer.add_array(f"tokenizer.ggml.{key}", value)
 

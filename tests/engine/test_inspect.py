@@ -16,6 +16,7 @@ from mooncake_zmq.cli import main
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.inspect import WORKING_TOKENS, Host, inspect, measure_host
+from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.sources import DummySource
 
 ROOMY = Host(memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)
@@ -47,7 +48,7 @@ def test_a_hugging_face_directory(tmp_path):
     assert found.parameters == sum(tensor.size for tensor in tensors.values())
     assert found.formats == {"BF16": 2 * found.parameters}
     assert found.prepared is None
-    prepared = weights.prepare(str(path), tmp_path / "cache")
+    prepared = prepare(str(path), tmp_path / "cache")
     assert found.prepared_bytes == (prepared / "weights.bin").stat().st_size
     for model in (path, prepared):
         again = inspect(str(model), tmp_path / "cache", ROOMY)
@@ -125,7 +126,7 @@ def test_this_host_is_measured(tmp_path):
 
 
 def test_a_prepared_directory_that_is_damaged(tmp_path):
-    path = weights.prepare("dummy:tiny", tmp_path)
+    path = prepare("dummy:tiny", tmp_path)
     (path / "weights.bin").write_bytes(b"")
     assert "damaged" in inspect(str(path), tmp_path, ROOMY).problems[0]
     (path / "weights.bin").unlink()
@@ -254,7 +255,7 @@ def test_tampered_safetensors_headers(tmp_path, key, value, length):
 def test_tampered_prepared_directories(tmp_path, part, key, value):
     whole, path = tmp_path / "whole", tmp_path / "prepared"
     if not whole.exists():
-        weights.prepare("dummy:tiny", tmp_path).rename(whole)
+        prepare("dummy:tiny", tmp_path).rename(whole)
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(whole, path)
     file = path / ("conversation.json" if part in ("kind", "vocab_size") else "header.json")

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from mooncake_zmq.engine import compact, quantized, weights
+from mooncake_zmq.engine import compact, quantized
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.quantized import Form
 
 FACTORS = {  # offsets of a block's float16 scale (and minimum), which random bytes would make infinite
@@ -148,8 +149,8 @@ def test_a_truncated_file_is_refused(tmp_path):
 
 
 def test_a_prepared_model_gets_its_compact_form_when_asked(tmp_path):
-    path = weights.prepare("dummy:tiny", tmp_path)
+    path = prepare("dummy:tiny", tmp_path)
     assert not compact.exists(path)
-    assert weights.prepare("dummy:tiny", tmp_path, backend="compiled") == path
+    assert prepare("dummy:tiny", tmp_path, backend="compiled") == path
     assert compact.exists(path)
     assert not list(tmp_path.glob(".*.tmp"))

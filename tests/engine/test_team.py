@@ -48,6 +48,19 @@ def test_a_rank_hears_only_what_it_was_told():
     check_order(said, 50, 3)
 
 
+def test_a_rank_that_only_tells_ends_when_another_has_failed():
+    team = Team(2)
+
+    def share(rank):
+        if rank == 1:
+            raise LookupError("this one")
+        while True:
+            team.tell(rank, to=1)
+
+    with pytest.raises(LookupError, match="this one"):
+        team.run(share)
+
+
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_one_failure_ends_all_and_leaves_nothing_for_the_next_run(culprit):
     team = Team(3)

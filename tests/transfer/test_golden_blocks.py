@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mooncake_zmq.engine import weights
+from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.messages import SlotRef
@@ -20,7 +21,7 @@ PREFIX_BLOCKS = 12
 
 @pytest.fixture(scope="module")
 def model():
-    return weights.load_engine(weights.prepare("default", weights.default_cache_dir()))
+    return weights.load_engine(prepare("default", default_cache_dir()))
 
 
 def test_a_prefix_loaded_from_blocks_gives_the_golden_logits(model, tmp_path):

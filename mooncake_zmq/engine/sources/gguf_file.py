@@ -171,6 +171,8 @@ class GgufSource:
         kinds = self._field("tokenizer.ggml.token_type", list)
         if len(kinds) != len(tokens):
             raise ModelError(f"{self._path}: its {len(tokens)} tokens have {len(kinds)} types")
+        if not all(isinstance(kind, int) for kind in kinds):
+            raise ModelError(f"{self._path}: its tokens' types are no numbers")
         if model == "llama":
             vocabulary = gguf_vocabulary.sentencepiece_bpe(
                 tokens=tokens,

