@@ -111,7 +111,7 @@ class NodeSettings:
     store_endpoint: str = ""
     """Cache-nodes: where store clients (`mooncake_zmq.store`) connect; likewise. Empty: no store, and no memory for it."""
     threads: int = 1
-    """Threads that compute: a prefill, and with the backend "compiled" a step of decode. With "numpy", decode uses one."""
+    """Threads that compute; with the backend "numpy", decode uses more than one for its largest products alone."""
     backend: Backend = "numpy"
     """What a decode node computes with. "compiled" is several times faster on quantised models; it needs the extra of that
     name."""
@@ -125,8 +125,10 @@ class NodeSettings:
                 raise ValueError(f"{what} must be 1 to 63 of a-z, 0-9, '.', '_', '-'")
         if self.store_endpoint and self.role != "cache-node":
             raise ValueError("store_endpoint is for cache-nodes")
-        if self.backend != "numpy" and self.role != "decode":
-            raise ValueError(f"{self.name}: backend {self.backend!r} is for decode nodes, and this is a {self.role}")
+        if self.backend != "numpy" and self.role not in ("prefill", "decode"):
+            raise ValueError(
+                f"{self.name}: backend {self.backend!r} is for prefill and decode nodes, and this is a {self.role}"
+            )
         if not 1 <= self.threads <= 1024:
             raise ValueError("threads must be between 1 and 1024")
         if not 0 <= self.metrics_port < 65536:

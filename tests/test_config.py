@@ -156,10 +156,10 @@ def test_the_summary_counts_the_kv_of_running_prompts(write: Any) -> None:
     assert "at most 4 MiB" in lines[-1]
 
 
-@pytest.mark.parametrize("role", ["conductor", "prefill", "cache-node", "gateway"])
-def test_only_decode_nodes_compute_with_another_backend(write: Any, role: str) -> None:
+@pytest.mark.parametrize("role", ["conductor", "cache-node", "gateway"])
+def test_only_prefills_and_decodes_compute_with_another_backend(write: Any, role: str) -> None:
     nodes = f'\n[[nodes]]\nname = "odd"\nrole = "{role}"\nbackend = "compiled"\n'
-    assert f"odd: backend 'compiled' is for decode nodes, and this is a {role}" in fails(write("", nodes))
+    assert f"odd: backend 'compiled' is for prefill and decode nodes, and this is a {role}" in fails(write("", nodes))
 
 
 def test_the_model_is_prepared_for_any_node_that_computes_with_another_backend(write: Any) -> None:

@@ -6,36 +6,39 @@ import numpy as np
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
 from mooncake_zmq.engine.panels import SMALL_PRODUCT
+from mooncake_zmq.engine.rowwise import Rowwise
 from mooncake_zmq.engine.spec import ModelSpec
 
 MIXED_TOKENS = 16  # whose scores meet the values in one product; measured 8 to 32: equal
-SCORES_ITEMS = 64 * 1024  # of one product, to be in a core's cache through softmax; measured FILL
+SCORES_ITEMS = 64 * 1024  # of one product: heads are taken together while they are shorter, for fewer calls
 SMALLEST_TOTAL, LARGEST_TOTAL = 1e-26, 1e30  # of a row of exponentials, for softmax without a shift: exp(-60), exp(69)
+
+
+def tile_tokens(spec: ModelSpec) -> int:
+    """Queries that `Attention.many` takes at a time."""
+    fitting = SMALL_PRODUCT // (KEY_TILE * spec.head_dim * (spec.heads // spec.kv_heads))
+    return min(64, max(16, fitting // 16 * 16))  # measured flat from 32 to 80, slower beyond
 
 
 class Attention:
     """For one thread, with its scratch memory. Queries come scaled."""
 
-    def __init__(self, xp: Any, spec: ModelSpec) -> None:
+    def __init__(self, xp: Any, spec: ModelSpec, rowwise: Rowwise) -> None:
         self._xp = xp
+        self._rowwise = rowwise
         self._kv_heads, self._dim = spec.kv_heads, spec.head_dim
         self._group = spec.heads // spec.kv_heads
-        fitting = SMALL_PRODUCT // (KEY_TILE * spec.head_dim * self._group)
-        self._tile_tokens = min(64, max(16, fitting // 16 * 16))  # measured flat from 32 to 80, slower beyond
-        # What a tile of queries may not see of the keys from its own first token on.
-        future = np.triu(np.ones((self._tile_tokens, self._tile_tokens + KEY_TILE), dtype=bool), k=1)
-        self._causal_mask: Any = xp.asarray(np.where(future, -np.inf, 0.0).astype(np.float32))
+        self._tile_tokens = tile_tokens(spec)
         self._scratch: Any = xp.empty(0, dtype=xp.float32)
 
     def many(self, sequence: SequenceKV, index: int, queries: Any, start: int, count: int, out: Any) -> None:
         """`count` new tokens, queries [kv_head, n, group, head_dim], at token `start`, each over all up to itself, in layer
         `index`: a tile of queries and some heads at a time, into the first rows of `out` [rows, heads * head_dim].
 
-        Two of softmax's five passes over the scores find and take off each row's maximum. Ordinary scores, within about
-        +-60, do not need it; leaving it out, unless a sum shows otherwise, measured a tenth of attention.
+        Ordinary scores, within about +-60, need no shift to be exponentiated; what the sums of others show is computed again.
         """
         by_head = out[:count].reshape(count, self._kv_heads, self._group, self._dim)
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found by its sum, and computed again
+        with np.errstate(over="ignore", invalid="ignore"):
             totals = self._mix_values(sequence, index, queries, start, by_head, shift=False)
             if not SMALLEST_TOTAL < float(totals.min()) <= float(totals.max()) < LARGEST_TOTAL:
                 totals = self._mix_values(sequence, index, queries, start, by_head, shift=True)
@@ -44,32 +47,25 @@ class Attention:
     def _mix_values(self, sequence: SequenceKV, index: int, queries: Any, start: int, out: Any, *, shift: bool) -> Any:
         """Values weighted by exponentials of scores, into `out` [n, kv_head, group, head_dim]; returns the sums of the weights,
         [n, kv_head, group, 1]."""
-        xp, group, dim = self._xp, self._group, self._dim
-        count = len(out)
+        xp, group, dim, count = self._xp, self._group, self._dim, len(out)
         totals = xp.empty((count, self._kv_heads, group, 1), dtype=xp.float32)
         self._scores(1, min(self._tile_tokens, count) * group, start + count + KEY_TILE)  # the largest first
         for first in range(0, count, self._tile_tokens):
             end = min(first + self._tile_tokens, count)
             height, visible = (end - first) * group, start + end
             tiles = -(-visible // KEY_TILE)
-            width = tiles * KEY_TILE
-            mask = self._causal_mask[: end - first, None, : width - start - first]
-            at_once = max(1, SCORES_ITEMS // (height * width))
+            at_once = max(1, SCORES_ITEMS // (height * tiles * KEY_TILE))
             for head in range(0, self._kv_heads, at_once):
                 heads = slice(head, min(head + at_once, self._kv_heads))
                 tile = queries[heads, first:end].reshape(-1, 1, height, dim)
-                scores = self._scores(len(tile), height, width)
+                scores = self._scores(len(tile), height, tiles * KEY_TILE)
                 by_tile = scores.reshape(len(tile), height, tiles, KEY_TILE).transpose(0, 2, 1, 3)
                 xp.matmul(tile, sequence.keys[index, heads, :tiles], out=by_tile)
-                own = scores.reshape(len(tile), end - first, group, width)[:, :, :, start + first :]
-                own += mask
-                if shift:
-                    scores -= scores.max(axis=2, keepdims=True)
-                xp.exp(scores, out=scores)
-                by_token = (len(tile), end - first, group, -1)
-                totals[first:end, heads] = scores.sum(axis=2).reshape(by_token).transpose(1, 0, 2, 3)
+                by_token = scores.reshape(len(tile), end - first, group, -1)
+                sums = self._rowwise.exponentiate(by_token, start + first + 1, shift=shift)
+                totals[first:end, heads] = sums.transpose(1, 0, 2, 3)
                 mixed = self._mix(scores, sequence.values[index, heads], visible)
-                out[first:end, heads] = mixed.reshape(by_token).transpose(1, 0, 2, 3)
+                out[first:end, heads] = mixed.reshape(by_token.shape[:3] + (dim,)).transpose(1, 0, 2, 3)
         return totals
 
     def one(self, sequence: SequenceKV, index: int, queries: Any, visible: int) -> Any:

@@ -1,9 +1,10 @@
-"""An optional engine: prefill as `Llama` does it, decode in machine code over the weights in the fewest exact bits.
+"""An optional engine: decode in machine code over the weights in the fewest exact bits; of prefill what is not a product.
 
 Decode reads every weight once a step and does little else: a quarter or a fifth of the bytes is most of its gain, and
 the rest is that all threads share a step without returning to Python. Needs Numba (extra `compiled`).
 """
 
+import ctypes
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,46 @@ from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.panels import PANEL_COLUMNS, column
 from mooncake_zmq.engine.quantized import Form, Panels
 from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
-from mooncake_zmq.engine.step_layout import ARRAY_FIELDS, CACHE_FIELDS, SPAN_TILES, Array
+from mooncake_zmq.engine.step_layout import ARRAY_FIELDS, CACHE_FIELDS, ROW_NUMBERS, SPAN_TILES, Array, What
 
 _LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of step_layout.QKV..DOWN
+
+
+class CompiledRowwise:
+    """Implements `Rowwise`: each of its steps in one pass over the rows. Arrays are float32, contiguous within a row."""
+
+    def __init__(self, code: machine_code.MachineCode) -> None:
+        self._code = code
+
+    def normalize(self, x: Any, weight: Any, eps: float, out: Any) -> None:
+        held = np.array([eps], dtype=np.float32)
+        self._run(What.NORMALIZE, *_rows(x), _address(weight), *_rows(out), *out.shape, _address(held))
+
+    def activate(self, gate: Any, up: Any, out: Any) -> None:
+        self._run(What.ACTIVATE, *_rows(gate), *_rows(up), *_rows(out), *out.shape)
+
+    def exponentiate(self, scores: Any, visible: int, *, shift: bool) -> Any:
+        heads, tokens, group, width = scores.shape
+        assert scores.flags.c_contiguous
+        totals = np.empty((heads, tokens, group, 1), dtype=np.float32)
+        self._run(What.EXPONENTIATE, _address(scores), width, heads, tokens, group, visible, _address(totals))
+        return totals
+
+    def _run(self, what: What, *numbers: int) -> None:
+        table = (ctypes.c_int64 * ROW_NUMBERS)(*numbers)
+        self._code(what, ctypes.addressof(table))
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _rows(array: NDArray[np.float32]) -> tuple[int, int]:
+    """Address and stride, in floats, of rows."""
+    assert array.dtype == np.float32
+    assert array.strides[1] == 4 or array.shape[1] == 1
+    return _address(array), array.strides[0] // 4
 
 
 class CompiledLlama:
@@ -44,7 +82,8 @@ class CompiledLlama:
         if threads < 1:
             raise ValueError("an engine needs at least one thread")
         self.spec = spec
-        self._llama = Llama(spec, tensors, threads=threads)
+        self._code = _machine_code(cache_dir)
+        self._llama = Llama(spec, tensors, threads=threads, rowwise=CompiledRowwise(self._code))
         self._tensors, self._panels = tensors, panels  # the kernel knows their addresses only
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "decode") if threads > 1 else None
@@ -57,7 +96,6 @@ class CompiledLlama:
             Array.HEAD_NORMS: self._of_each_layer("qk_norm", (0, spec.head_dim)),
             Array.EPSILON: np.array([spec.norm_eps], dtype=np.float32),
         }
-        self._step = _decode_step(cache_dir)
 
     def new_sequence(self, capacity_tokens: int) -> SequenceKV:
         return self._llama.new_sequence(capacity_tokens)
@@ -97,10 +135,10 @@ class CompiledLlama:
 
     def _run(self, table: NDArray[np.int64]) -> None:
         """One step in all threads. Each waits for the others, so a step begins only when every helper has begun it."""
-        others = []
+        step, others = (What.DECODE_STEP, table.ctypes.data), []
         if self._helpers:
-            others = [self._helpers.submit(self._step, thread, table.ctypes.data) for thread in range(1, self._threads)]
-        self._step(0, table.ctypes.data)
+            others = [self._helpers.submit(self._code, *step, thread) for thread in range(1, self._threads)]
+        self._code(*step)
         for other in others:
             other.result()
 
@@ -157,7 +195,7 @@ def _workspace(spec: ModelSpec, rows: int, threads: int) -> dict[Array, NDArray[
 
 
 def _table(arrays: Mapping[Array, NDArray[Any]]) -> NDArray[np.int64]:
-    """Where all the arrays of a step lie: what `decode_step` takes."""
+    """Where all the arrays of a step lie: what a decode step takes."""
     table = np.zeros((len(Array), ARRAY_FIELDS), dtype=np.int64)
     for row, array in arrays.items():
         assert array.flags.c_contiguous, row.name
@@ -165,4 +203,4 @@ def _table(arrays: Mapping[Array, NDArray[Any]]) -> NDArray[np.int64]:
     return table
 
 
-_decode_step = functools.cache(machine_code.load)
+_machine_code = functools.cache(machine_code.load)

@@ -4,17 +4,22 @@
 attention into tiles of keys, in T equal shares; a barrier stands wherever one share needs another.
 """
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
-from numba.np.arrayobj import make_array, populate_array
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
+from mooncake_zmq.engine.memory_access import atomic_read, fetch_add, floats, integers
 from mooncake_zmq.engine.products import OPTIONS, linear, multiply_2, multiply_16, multiply_32, multiply_float32
+from mooncake_zmq.engine.row_kernels import (
+    activate_rows,
+    exp,
+    exponentiate,
+    exponentiate_rows,
+    largest,
+    normalize,
+    normalize_rows,
+    silu_times,
+)
 from mooncake_zmq.engine.step_layout import (
     ARRAY_FIELDS,
     CAPACITY,
@@ -25,14 +30,15 @@ from mooncake_zmq.engine.step_layout import (
     OUT,
     POSITION,
     QKV,
+    ROW_NUMBERS,
     SPAN_TILES,
     VALUES_AT,
     Array,
+    What,
 )
 
 SPINS = 4096  # looks at the barrier before the core is offered to others
 
-_LONG = ir.IntType(64)
 ARRAYS = len(Array)
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
@@ -40,73 +46,30 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 # ---------------------------------------------------------------------------------------------------- threads and memory
 
 
-@intrinsic
-def _fetch_add(context, address, value):
-    """Add to an int64 that other threads read; returns what it held."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], _LONG.as_pointer())
-        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def _atomic_read(context, address):
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(arguments[0], _LONG.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), generate
-
-
-def _array_of(item: Any, ir_item: Any, item_bytes: int) -> Any:
-    """f(address, shape): what lies there as an array. Numba's `carray` would need its runtime."""
-
-    @intrinsic
-    def array(context, address, shape):
-        kind = types.Array(item, len(shape), "C")
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            result = make_array(kind)(context, builder)
-            dimensions, strides = cgutils.unpack_tuple(builder, arguments[1]), [_LONG(item_bytes)]
-            for dimension in dimensions[:0:-1]:
-                strides.insert(0, builder.mul(strides[0], dimension))
-            pointer = builder.inttoptr(arguments[0], ir_item.as_pointer())
-            populate_array(result, pointer, dimensions, strides, strides[-1], None)
-            return result._getvalue()
-
-        return kind(types.int64, types.UniTuple(types.int64, len(shape))), generate
-
-    return array
-
-
-_floats, _integers = _array_of(types.float32, ir.FloatType(), 4), _array_of(types.int64, _LONG, 8)
-
-
 @njit(**OPTIONS, inline="always")
 def _floats_1(row):
     """The array that a row of a step's table tells of; of one dimension, below of more."""
-    return _floats(row[0], (row[1],))
+    return floats(row[0], (row[1],))
 
 
 @njit(**OPTIONS, inline="always")
 def _floats_2(row):
-    return _floats(row[0], (row[1], row[2]))
+    return floats(row[0], (row[1], row[2]))
 
 
 @njit(**OPTIONS, inline="always")
 def _floats_3(row):
-    return _floats(row[0], (row[1], row[2], row[3]))
+    return floats(row[0], (row[1], row[2], row[3]))
 
 
 @njit(**OPTIONS, inline="always")
 def _floats_5(row):
-    return _floats(row[0], (row[1], row[2], row[3], row[4], row[5]))
+    return floats(row[0], (row[1], row[2], row[3], row[4], row[5]))
 
 
 @njit(**OPTIONS, inline="always")
 def _integers_2(row):
-    return _integers(row[0], (row[1], row[2]))
+    return integers(row[0], (row[1], row[2]))
 
 
 @njit(**OPTIONS)
@@ -115,9 +78,9 @@ def _meet(barrier, meetings, threads):
     if threads == 1:
         return meetings
     meetings += 1
-    _fetch_add(barrier, 1)
+    fetch_add(barrier, 1)
     spins = 0
-    while _atomic_read(barrier) < meetings * threads:
+    while atomic_read(barrier) < meetings * threads:
         spins += 1
         if spins > SPINS:
             _sched_yield()
@@ -125,36 +88,6 @@ def _meet(barrier, meetings, threads):
 
 
 # ------------------------------------------------------------------------------------------------------------ the layers
-
-
-@njit(**OPTIONS, inline="always")
-def _exp(x):
-    """exp to 2 ulp over -87..88, and what it is there beyond: a polynomial, so that loops of it become vectors."""
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    turns = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    rest = x - turns * np.float32(0.693359375) + turns * np.float32(2.12194440e-4)
-    series = np.float32(1.9875691500e-4)
-    series = series * rest + np.float32(1.3981999507e-3)
-    series = series * rest + np.float32(8.3334519073e-3)
-    series = series * rest + np.float32(4.1665795894e-2)
-    series = series * rest + np.float32(1.6666665459e-1)
-    series = series * rest + np.float32(5.0000001201e-1)
-    series = series * rest * rest + rest + np.float32(1.0)
-    return series * np.int32((np.int32(turns) + np.int32(127)) << np.int32(23)).view(np.float32)
-
-
-_REORDERED = {"reassoc", "contract", "nsz"}  # lets sums be vectors
-
-
-@njit(**OPTIONS, fastmath=_REORDERED)
-def _normalize(x, weight, eps, out):
-    """RMSNorm of one row."""
-    total = np.float32(0.0)
-    for index in range(len(weight)):
-        total += x[index] * x[index]
-    scale = np.float32(1.0) / np.sqrt(total / np.float32(len(weight)) + eps)
-    for index in range(len(weight)):
-        out[index] = x[index] * scale * weight[index]
 
 
 @njit(**OPTIONS)
@@ -183,27 +116,8 @@ def _prepared_head(qkv, head, bias, norms, eps, cos, sin, scale, out):
         for index in range(dim):
             out[index] += bias[first + index]
     if len(norms):
-        _normalize(out, norms[head], eps, out)
+        normalize(out, norms[head], eps, out)
     _rotate(out, cos, sin, scale)
-
-
-@njit(**OPTIONS, fastmath=_REORDERED)
-def _exponentiate(scores, count, highest):
-    """exp(scores - highest) in place; returns their sum."""
-    total = np.float32(0.0)
-    for index in range(count):
-        value = _exp(scores[index] - highest)
-        scores[index] = value
-        total += value
-    return total
-
-
-@njit(**OPTIONS, fastmath=_REORDERED | {"nnan"})
-def _highest(scores, count):
-    highest = scores[0]
-    for index in range(count):
-        highest = max(highest, scores[index])
-    return highest
 
 
 @njit(**OPTIONS)
@@ -225,10 +139,10 @@ def _attend_tiles(queries, scores, mixed, state, keys, values, first, last, visi
             here, out = keys + 4 * tile * dim * KEY_TILE, scores.ctypes.data + 4 * (tile - begin) * KEY_TILE
             multiply_float32(queries.ctypes.data, dim, here, KEY_TILE, 0, 0, 0, dim, out, span, group)
         for row in range(group):
-            highest = max(state[row, 0], _highest(scores[row], count))
-            total = _exponentiate(scores[row], count, highest)
+            highest = max(state[row, 0], largest(scores[row], count))
+            total = exponentiate(scores[row], count, highest)
             if highest > state[row, 0]:
-                lowered = _exp(state[row, 0] - highest) if begin > first else np.float32(0.0)
+                lowered = exp(state[row, 0] - highest) if begin > first else np.float32(0.0)
                 for index in range(dim):
                     mixed[row, index] *= lowered
                 state[row, 1] *= lowered
@@ -276,10 +190,10 @@ def _attend(layer, caches, qkv, bias, norms, eps, cos, sin, queries, scores, mix
             keys = caches[row, KEYS_AT] + 4 * (layer * kv_heads + head) * tiles_of_room * dim * KEY_TILE
             values = caches[row, VALUES_AT] + 4 * (layer * kv_heads + head) * capacity * dim
             if own_last == tiles:
-                tile = _floats(keys + 4 * (tiles - 1) * dim * KEY_TILE, (dim, KEY_TILE))
+                tile = floats(keys + 4 * (tiles - 1) * dim * KEY_TILE, (dim, KEY_TILE))
                 _prepared_head(qkv[row], kv_heads * group + head, bias, norms, eps, cos[row], sin[row], one, queries[0])
                 _copy(queries[0], tile[:, position % KEY_TILE])
-                value = _floats(values + 4 * position * dim, (dim,))
+                value = floats(values + 4 * position * dim, (dim,))
                 source = (kv_heads * (group + 1) + head) * dim
                 _copy(qkv[row, source : source + dim], value)
                 if len(bias):
@@ -319,18 +233,12 @@ def _merge(mixed, states, attended, thread, threads):
         total = np.float32(0.0)
         for part in range(threads):
             if states[part, row, head, query, 1] > 0.0:
-                share = _exp(states[part, row, head, query, 0] - highest)
+                share = exp(states[part, row, head, query, 0] - highest)
                 total += share * states[part, row, head, query, 1]
                 for index in range(dim):
                     out[index] += share * mixed[part, row, head, query, index]
         for index in range(dim):
             out[index] /= total
-
-
-@njit(**OPTIONS, fastmath=_REORDERED)
-def _silu_times(gate, up, out):
-    for index in range(len(out)):
-        out[index] = gate[index] / (np.float32(1.0) + _exp(-gate[index])) * up[index]
 
 
 @njit(**OPTIONS)
@@ -339,16 +247,17 @@ def _activate(gate_up, active, thread, threads):
     rows, ffn = active.shape
     first, last = ffn * thread // threads, ffn * (thread + 1) // threads
     for row in range(rows):
-        _silu_times(gate_up[row, first:last], gate_up[row, ffn + first : ffn + last], active[row, first:last])
+        silu_times(gate_up[row, first:last], gate_up[row, ffn + first : ffn + last], active[row, first:last])
 
 
-def decode_step(thread, table):
+@njit(**OPTIONS)
+def _decode_step(thread, table):
     """One token for each row, through all layers: KV into the caches, logits out. All rows' sequences have room.
 
     `table`: address of int64 [len(Array), ARRAY_FIELDS], each row an array's address and shape. Called by all `threads`
     (there are as many as NORMED has) with the same table.
     """
-    arrays = _integers(table, (ARRAYS, ARRAY_FIELDS))
+    arrays = integers(table, (ARRAYS, ARRAY_FIELDS))
     barrier, eps = arrays[Array.BARRIER, 0], _floats_1(arrays[Array.EPSILON])[0]
     matrices, caches = _integers_2(arrays[Array.MATRICES]), _integers_2(arrays[Array.CACHES])
     norms, biases = _floats_2(arrays[Array.NORMS]), _floats_2(arrays[Array.BIASES])
@@ -367,7 +276,7 @@ def decode_step(thread, table):
         first = MATRICES * layer
         bias, head_norm = biases[layer], head_norms[layer]
         for row in range(rows):
-            _normalize(hidden[row], norms[2 * layer], eps, own[row])
+            normalize(hidden[row], norms[2 * layer], eps, own[row])
         linear(matrices[first + QKV], own, qkv, False, thread, threads)
         meetings = _meet(barrier, meetings, threads)
         _attend(
@@ -379,7 +288,7 @@ def decode_step(thread, table):
         linear(matrices[first + OUT], attended, hidden, True, thread, threads)
         meetings = _meet(barrier, meetings, threads)
         for row in range(rows):
-            _normalize(hidden[row], norms[2 * layer + 1], eps, own[row])
+            normalize(hidden[row], norms[2 * layer + 1], eps, own[row])
         linear(matrices[first + GATE_UP], own, gate_up, False, thread, threads)
         meetings = _meet(barrier, meetings, threads)
         _activate(gate_up, active, thread, threads)
@@ -387,6 +296,20 @@ def decode_step(thread, table):
         linear(matrices[first + DOWN], active, hidden, True, thread, threads)
         meetings = _meet(barrier, meetings, threads)
     for row in range(rows):
-        _normalize(hidden[row], norms[2 * layers], eps, own[row])
+        normalize(hidden[row], norms[2 * layers], eps, own[row])
     linear(matrices[MATRICES * layers], own, logits, False, thread, threads)
     _meet(barrier, meetings, threads)
+
+
+def run(what, thread, table):
+    """What the machine code is entered by. `table`: the address of what step_layout.What says."""
+    if what == What.DECODE_STEP:
+        _decode_step(thread, table)
+        return
+    numbers = integers(table, (ROW_NUMBERS,))
+    if what == What.NORMALIZE:
+        normalize_rows(numbers)
+    elif what == What.ACTIVATE:
+        activate_rows(numbers)
+    elif what == What.EXPONENTIATE:
+        exponentiate_rows(numbers)

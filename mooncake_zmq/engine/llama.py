@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.engine.attention import Attention
+from mooncake_zmq.engine.attention import Attention, tile_tokens
 from mooncake_zmq.engine.backend import array_namespace, to_host
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.panels import PANEL_COLUMNS, Product, column, linear, panel_count, rows_needed, shared_linear
+from mooncake_zmq.engine.rowwise import ArrayRowwise, Rowwise
 from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
 from mooncake_zmq.engine.team import Team
 
@@ -25,7 +26,13 @@ class Llama:
     """Implements `Engine`. `tensors` are float32 as `weights` stores them, and are never written."""
 
     def __init__(
-        self, spec: ModelSpec, tensors: dict[str, NDArray[np.float32]], *, device: str = "cpu", threads: int = 1
+        self,
+        spec: ModelSpec,
+        tensors: dict[str, NDArray[np.float32]],
+        *,
+        device: str = "cpu",
+        threads: int = 1,
+        rowwise: Rowwise | None = None,
     ) -> None:
         xp: Any = array_namespace(device)
         self.spec = spec
@@ -36,7 +43,8 @@ class Llama:
         self._query_width = spec.heads * spec.head_dim
         self._kv_width = spec.kv_heads * spec.head_dim
         self._team = Team(threads)
-        self._seats = [_Seat(xp, spec) for _ in range(threads)]
+        self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(spec))
+        self._seats = [_Seat(xp, spec, self._rowwise) for _ in range(threads)]
 
     def new_sequence(self, capacity_tokens: int) -> SequenceKV:
         spec = self.spec
@@ -205,12 +213,7 @@ class Llama:
         self._normalize(work.hidden, layer.ffn_norm, work.normed, count)
         product(xp, work.normed, layer.gate_up, work.gate_up, count)
         gate, up = work.gate_up[:count, :ffn], work.gate_up[:count, ffn : 2 * ffn]
-        active = work.active[:count]  # silu(gate) * up, silu(x) as x / 2 * (1 + tanh(x / 2)): tanh cannot overflow
-        gate *= np.float32(0.5)
-        xp.tanh(gate, out=active)
-        active += np.float32(1.0)
-        active *= gate
-        active *= up
+        self._rowwise.activate(gate, up, work.active[:count])
         product(xp, work.active, layer.down, work.delta, count)
         work.hidden[:count] += work.delta[:count, :hidden]
 
@@ -223,11 +226,7 @@ class Llama:
         return logits
 
     def _normalize(self, x: Any, weight: Any, out: Any, count: int) -> None:
-        x, out = x[:count], out[:count]
-        mean_square = self._xp.einsum("ij,ij->i", x, x) * np.float32(1.0 / self.spec.hidden)
-        scale = np.float32(1.0) / self._xp.sqrt(mean_square + np.float32(self.spec.norm_eps))
-        self._xp.multiply(x, scale[:, None], out=out)
-        out *= weight
+        self._rowwise.normalize(x[:count], weight, self.spec.norm_eps, out[:count])
 
 
 class _Layer:
@@ -250,8 +249,8 @@ class _Layer:
 class _Seat:
     """What one thread works with, kept from step to step; as large as its largest step, so the caller's chunks bound it."""
 
-    def __init__(self, xp: Any, spec: ModelSpec) -> None:
-        self.attention = Attention(xp, spec)
+    def __init__(self, xp: Any, spec: ModelSpec, rowwise: Rowwise) -> None:
+        self.attention = Attention(xp, spec, rowwise)
         self._xp = xp
         self._spec = spec
         self._kept = _Activations(xp, spec, 1)

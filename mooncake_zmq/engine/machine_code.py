@@ -1,4 +1,4 @@
-"""The decode step's machine code: made once for this kind of CPU, kept as one file of object code, called through ctypes.
+"""Our machine code: made once for this kind of CPU, kept as one file of object code, called through ctypes.
 
 A warm start reads that file and imports no compiler. Its name tells all that the code depends on; a checksum in it, that it
 is whole. Code is run only from a file that this user alone can write, and no file is needed: any trouble with it costs
@@ -23,39 +23,42 @@ import structlog
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.panels import PANEL_COLUMNS
+from mooncake_zmq.engine.step_layout import What
 
 DIRECTORY = "machine-code"  # in the models' cache directory
-NAME = "decode_step"
-MAGIC = b"mooncake decode step 1\n"
+NAME = "run"
+MAGIC = b"mooncake machine code\n"
 CHECKSUM = hashlib.sha256
 HEADER_BYTES = len(MAGIC) + CHECKSUM().digest_size
 MAX_FILE_BYTES = 16 << 20  # ours has 0.2 MB: a larger one is none of ours
 UNUSED_S = 30 * 24 * 3600.0  # after this long without a start, another version's or CPU's code is removed
 LEFTOVER_S = 3600.0  # writing takes milliseconds: an older temporary file is a dead process's
 
-_SOURCES = ("kernels.py", "products.py", "step_layout.py", "quantized.py", "machine_code.py")
+_SOURCES = [
+    f"{name}.py" for name in ["kernels", "machine_code", "memory_access", "products", "quantized", "row_kernels", "step_layout"]
+]
 _VERSIONS = [f"{package} {importlib.metadata.version(package)}" for package in ("numba", "numpy", "llvmlite")]  # or ImportError
 
 log = structlog.get_logger()
 
 
-class DecodeStep:
-    """`kernels.decode_step`, called without the GIL. Callable from any thread for as long as this lives."""
+class MachineCode:
+    """`kernels.run`, called without the GIL. Callable from any thread for as long as this lives."""
 
     def __init__(self, code: bytes) -> None:
         """`code`: from `make`, whole and made for this kind of CPU: LLVM ends the process over anything else."""
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
-        self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(self._engine.get_function_address(NAME))
+        self._call = ctypes.CFUNCTYPE(None, *3 * [ctypes.c_int64])(self._engine.get_function_address(NAME))
 
-    def __call__(self, thread: int, table_address: int) -> None:
-        self._call(thread, table_address)
+    def __call__(self, what: What, table_address: int, thread: int = 0) -> None:
+        self._call(what, thread, table_address)
 
 
-def load(cache_dir: Path) -> DecodeStep:
+def load(cache_dir: Path) -> MachineCode:
     """The code kept in `cache_dir`, or made (some seconds) and kept there where that can be."""
-    return DecodeStep(kept(cache_dir / DIRECTORY / f"decode-step-{digest()}.o", make))
+    return MachineCode(kept(cache_dir / DIRECTORY / f"{digest()}.o", make))
 
 
 def digest() -> str:
@@ -86,14 +89,14 @@ def kept(path: Path, make: Callable[[], bytes]) -> bytes:
 
 
 def make() -> bytes:
-    """Compile `kernels.decode_step` for this machine's CPU: some seconds, and the import of Numba."""
+    """Compile `kernels.run` for this machine's CPU: some seconds, and the import of Numba."""
     from numba import cfunc, types
 
-    from mooncake_zmq.engine.kernels import decode_step
+    from mooncake_zmq.engine.kernels import run
     from mooncake_zmq.engine.products import OPTIONS
 
-    step = cfunc(types.void(types.int64, types.int64), **OPTIONS)(decode_step)
-    return _object_code(step.inspect_llvm(), step.native_name)
+    entry = cfunc(types.void(types.int64, types.int64, types.int64), **OPTIONS)(run)
+    return _object_code(entry.inspect_llvm(), entry.native_name)
 
 
 def _object_code(optimized: str, entry: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What a decode step's caller and its machine code agree on: int64 tables of addresses, shapes and numbers.
+"""What the machine code and its callers agree on: int64 tables of addresses, shapes and numbers.
 
 Apart from both, so that stored machine code is called without importing the compiler.
 """
@@ -9,6 +9,8 @@ QKV, OUT, GATE_UP, DOWN, MATRICES = range(5)  # of a layer; the head follows the
 FORM, VALUES, SCALES, MINIMA, GROUP_SHIFT, DEPTH, PANELS, MATRIX_FIELDS = range(8)  # of a row of `matrices`
 KEYS_AT, VALUES_AT, CAPACITY, POSITION, CACHE_FIELDS = range(5)  # of a row of `caches`
 SPAN_TILES = 8  # of keys, scored before their values are read: long runs of memory measured a tenth faster than 1
+
+ROW_NUMBERS = 8  # in the table of any work but DECODE_STEP
 
 ARRAY_FIELDS = 6  # of a row of a step's table: an address and up to five dimensions
 
@@ -36,3 +38,12 @@ class Array(IntEnum):
     ATTENDED = 17  # [rows, query]
     GATE_UP = 18  # [rows, 2 * ffn, padded]
     ACTIVE = 19  # [rows, ffn]
+
+
+class What(IntEnum):
+    """The works, and their tables. Strides and widths count floats; `eps` and all that is not a number is an address."""
+
+    DECODE_STEP = 0  # [len(Array), ARRAY_FIELDS]
+    NORMALIZE = 1  # x, stride, weight, out, stride, rows, width, eps
+    ACTIVATE = 2  # gate, stride, up, stride, out, stride, rows, width
+    EXPONENTIATE = 3  # scores, width, heads, tokens, group, visible, totals

@@ -1,4 +1,4 @@
-"""Decode in machine code against NumPy's: every shape, form of weights, batch and number of threads."""
+"""Machine code against NumPy: every shape, form of weights, batch and number of threads."""
 
 import json
 import subprocess
@@ -67,6 +67,33 @@ def assert_same_decode(numpy, other, lengths, steps=3, tolerance=1e-4):
             before.read_part(layer, 0, before.length, parts[0])
             after.read_part(layer, 0, after.length, parts[1])
             np.testing.assert_allclose(parts[1], parts[0], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shapes_prefill_in_chunks(cache_dir, shape, threads):
+    numpy, other = open_both(prepare("dummy:" + json.dumps(SHAPES[shape]), cache_dir), threads, _distort)
+    rng = np.random.default_rng(3)
+    left, right = numpy.new_sequence(800), other.new_sequence(800)
+    for length in (1, 64, 65, 130, 1, 300, 7):
+        tokens = rng.integers(0, 500, length).astype(np.int32)
+        expected, got = (engine.prefill(s, tokens, logits_at=range(length)) for engine, s in ((numpy, left), (other, right)))
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+
+
+def test_a_softmax_of_any_scores_is_finite(cache_dir):
+    rowwise = compiled.CompiledRowwise(compiled._machine_code(cache_dir))
+    rng = np.random.default_rng(5)
+    for tokens, visible, size in ((1, 1, 1), (16, 50, 1e4), (64, 65, 1e30)):
+        scores = (size * rng.standard_normal((2, tokens, 3, 128))).astype(np.float32)
+        exact = scores.astype(np.float64)
+        totals = rowwise.exponentiate(scores, visible, shift=False)
+        for token in range(tokens):
+            seen = exact[:, token, :, : visible + token]
+            expected = np.exp(seen - seen.max(axis=2, keepdims=True))
+            np.testing.assert_allclose(scores[:, token, :, : visible + token], expected, rtol=1e-5, atol=1e-30)
+            assert not scores[:, token, :, visible + token : visible + tokens - 1].any(), "later tokens are not seen"
+            np.testing.assert_allclose(totals[:, token, :, 0], expected.sum(axis=2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

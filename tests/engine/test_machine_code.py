@@ -183,16 +183,16 @@ def test_all_that_the_code_is_made_of_is_in_its_name():
 def test_object_code_is_callable():
     code = machine_code._object_code(
         """
-        define void @entry(i64 %thread, i64 %table) {
+        define void @entry(i64 %what, i64 %thread, i64 %table) {
           %at = inttoptr i64 %table to ptr
-          store i64 %thread, ptr %at
+          store i64 %what, ptr %at
           ret void
         }
         """,
         "entry",
     )
     table = np.zeros(1, dtype=np.int64)
-    machine_code.DecodeStep(code)(17, table.ctypes.data)
+    machine_code.MachineCode(code)(17, table.ctypes.data)
     assert table[0] == 17
 
 
