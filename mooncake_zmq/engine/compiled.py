@@ -43,7 +43,7 @@ class CompiledRowwise:
         heads, tokens, group, width = scores.shape
         assert scores.flags.c_contiguous
         totals = np.empty((heads, tokens, group, 1), dtype=np.float32)
-        self._run(What.EXPONENTIATE, _address(scores), width, heads, tokens, group, visible, _address(totals))
+        self._run(What.EXPONENTIATE, _address(scores), width, heads, tokens, group, visible, _address(totals), shift)
         return totals
 
     def _run(self, what: What, *numbers: int) -> None:

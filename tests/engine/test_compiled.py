@@ -81,13 +81,25 @@ def test_every_shapes_prefill_in_chunks(cache_dir, shape, threads):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
 
 
+def test_scores_that_need_a_shift_get_it(cache_dir):
+    def enlarge(spec, tensors):
+        for layer in range(spec.layers):
+            tensors[f"{layer}.qkv"] *= 40
+        return {}
+
+    numpy, other = open_both(prepare("dummy:tiny", cache_dir), 2, enlarge)
+    tokens = np.arange(100, 228, dtype=np.int32)
+    expected, got = (engine.prefill(engine.new_sequence(128), tokens, logits_at=range(128)) for engine in (numpy, other))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-3)
+
+
 def test_a_softmax_of_any_scores_is_finite(cache_dir):
     rowwise = compiled.CompiledRowwise(compiled._machine_code(cache_dir))
     rng = np.random.default_rng(5)
     for tokens, visible, size in ((1, 1, 1), (16, 50, 1e4), (64, 65, 1e30)):
         scores = (size * rng.standard_normal((2, tokens, 3, 128))).astype(np.float32)
         exact = scores.astype(np.float64)
-        totals = rowwise.exponentiate(scores, visible, shift=False)
+        totals = rowwise.exponentiate(scores, visible, shift=True)
         for token in range(tokens):
             seen = exact[:, token, :, : visible + token]
             expected = np.exp(seen - seen.max(axis=2, keepdims=True))
