@@ -166,7 +166,7 @@ def pool(
 @click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds per row; medians are shown.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of every side.")
-@click.option("--backend", type=click.Choice(get_args(Backend)), default="numpy", show_default=True, help="Of decode.")
+@click.option("--backend", type=click.Choice(get_args(Backend)), default="numpy", show_default=True, help="Of our engine.")
 @click.option(
     "--only", "parts", multiple=True, type=click.Choice(ENGINE_PARTS), help="Rows of this kind alone; may be repeated."
 )
@@ -218,7 +218,7 @@ def engine(
 @click.option("--model", default="default", show_default=True, metavar="MODEL", help="As in the setting model.path.")
 @click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="As the nodes' setting threads.")
-@click.option("--backend", type=click.Choice(get_args(Backend)), default="numpy", show_default=True, help="Of decode.")
+@click.option("--backend", type=click.Choice(get_args(Backend)), default="numpy", show_default=True, help="Of our engine.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Of each measurement; medians count.")
 @numbers_option("--lengths", least=1, default="64,256,512,1024,2048", help="Tokens prefilled.")
 @numbers_option("--prefixes", least=0, default="0,1024,2048", help="Tokens before them, in the KV.")
