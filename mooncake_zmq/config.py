@@ -113,8 +113,8 @@ class NodeSettings:
     threads: int = 1
     """Threads that compute; with the backend "numpy", decode uses more than one for its largest products alone."""
     backend: Backend = "numpy"
-    """What a decode node computes with. "compiled" is several times faster on quantised models; it needs the extra of that
-    name."""
+    """What a prefill or decode computes with. "compiled" decodes quantised models several times faster; it needs the extra of
+    that name."""
     metrics_port: int = 0
     """Prometheus on 127.0.0.1 at this port; 0: none."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class NodeSettings:
                 raise ValueError(f"{what} must be 1 to 63 of a-z, 0-9, '.', '_', '-'")
         if self.store_endpoint and self.role != "cache-node":
             raise ValueError("store_endpoint is for cache-nodes")
-        if self.backend != "numpy" and self.role not in ("prefill", "decode"):
+        if self.backend != "numpy" and self.role not in ENGINE_ROLES:
             raise ValueError(
                 f"{self.name}: backend {self.backend!r} is for prefill and decode nodes, and this is a {self.role}"
             )
@@ -421,7 +421,7 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 what = f"http://{section.http_host}:{section.http_port}"
         total += size
         threads = f", threads {node.threads}" if node.role in ENGINE_ROLES else ""
-        threads += f", {node.backend}" if node.role == "decode" else ""
+        threads += f", {node.backend}" if node.role in ENGINE_ROLES else ""
         yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{threads}"
     yield f"KV and stores take at most {total / mib:,.0f} MiB of RAM, beside the weights (one copy for all) and the processes"
 
@@ -460,7 +460,7 @@ def _profile_warnings(loaded: Loaded) -> Iterator[str]:
     """Whether profiles measured what runs here. The weights themselves are compared when the conductor starts."""
     model = loaded.config.model.path
     threads = sorted({node.threads for node in loaded.config.of_role(*ENGINE_ROLES)})
-    backends = sorted({node.backend for node in loaded.config.of_role("decode")})
+    backends = sorted({node.backend for node in loaded.config.of_role(*ENGINE_ROLES)})
     for path in sorted({loaded.section(node).profile for node in loaded.config.of_role("conductor")} - {""}):
         profile = read_profile(path)
         if profile.model != model:
@@ -470,4 +470,4 @@ def _profile_warnings(loaded: Loaded) -> Iterator[str]:
             yield f"{path} was measured with {profile.threads} threads, and the engines here have {here}"
         if backends and backends != [profile.backend]:
             here = " and ".join(backends)
-            yield f"{path} was measured with backend {profile.backend}, and the decodes here have {here}"
+            yield f"{path} was measured with backend {profile.backend}, and the engines here have {here}"

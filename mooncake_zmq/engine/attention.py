@@ -30,17 +30,21 @@ class Attention:
         self._group = spec.heads // spec.kv_heads
         self._tile_tokens = tile_tokens(spec)
         self._scratch: Any = xp.empty(0, dtype=xp.float32)
+        self._shifted: set[int] = set()
+        """Layers whose scores have been too large or too small for exponentials as they are."""
 
     def many(self, sequence: SequenceKV, index: int, queries: Any, start: int, count: int, out: Any) -> None:
         """`count` new tokens, queries [kv_head, n, group, head_dim], at token `start`, each over all up to itself, in layer
         `index`: a tile of queries and some heads at a time, into the first rows of `out` [rows, heads * head_dim].
 
-        Ordinary scores, within about +-60, need no shift to be exponentiated; what the sums of others show is computed again.
+        Ordinary scores, within about +-60, need no shift to be exponentiated. Others show in their sums: they are computed
+        again, and the layer's are shifted from then on.
         """
         by_head = out[:count].reshape(count, self._kv_heads, self._group, self._dim)
         with np.errstate(over="ignore", invalid="ignore"):
-            totals = self._mix_values(sequence, index, queries, start, by_head, shift=False)
+            totals = self._mix_values(sequence, index, queries, start, by_head, shift=index in self._shifted)
             if not SMALLEST_TOTAL < float(totals.min()) <= float(totals.max()) < LARGEST_TOTAL:
+                self._shifted.add(index)
                 totals = self._mix_values(sequence, index, queries, start, by_head, shift=True)
         by_head /= totals
 

@@ -8,7 +8,6 @@ import ctypes
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,6 @@ class CompiledLlama:
         self._llama = Llama(spec, tensors, threads=threads, rowwise=CompiledRowwise(self._code))
         self._tensors, self._panels = tensors, panels  # the kernel knows their addresses only
         self._threads = threads
-        self._helpers = ThreadPoolExecutor(threads - 1, "decode") if threads > 1 else None
         names = [f"{layer}.{name}" for layer in range(spec.layers) for name in _LAYER_MATRICES]
         norms = [f"{layer}.{name}" for layer in range(spec.layers) for name in ("attn_norm", "ffn_norm")]
         self._model: dict[Array, NDArray[Any]] = {
@@ -134,13 +132,8 @@ class CompiledLlama:
         return work[Array.LOGITS][:, : self.spec.vocab_size]
 
     def _run(self, table: NDArray[np.int64]) -> None:
-        """One step in all threads. Each waits for the others, so a step begins only when every helper has begun it."""
-        step, others = (What.DECODE_STEP, table.ctypes.data), []
-        if self._helpers:
-            others = [self._helpers.submit(self._code, *step, thread) for thread in range(1, self._threads)]
-        self._code(*step)
-        for other in others:
-            other.result()
+        """One step in all threads of the team; `table` and what it tells of live until the last has ended."""
+        self._llama.team.run(lambda rank: self._code(What.DECODE_STEP, table.ctypes.data, rank))
 
     def _embed(self, ids: NDArray[np.int32]) -> Any:
         if self.spec.tied:

@@ -1,4 +1,4 @@
-"""The decode step as Numba makes it into machine code. Knows addresses and shapes, not files or models.
+"""The decode step as Numba makes it into machine code, and its entry. Knows addresses and shapes, not files or models.
 
 `decode_step` runs in each of T threads at once, without the GIL. Every product is cut into panels of outputs, and
 attention into tiles of keys, in T equal shares; a barrier stands wherever one share needs another.

@@ -44,8 +44,8 @@ class Llama:
         self._group = spec.heads // spec.kv_heads
         self._query_width = spec.heads * spec.head_dim
         self._kv_width = spec.kv_heads * spec.head_dim
-        self._team = Team(threads)
-        self._product = functools.partial(shared_linear, self._team)
+        self.team = Team(threads)
+        self._product = functools.partial(shared_linear, self.team)
         self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(spec))
         self._seats = [_Seat(xp, spec, self._rowwise) for _ in range(threads)]
 
@@ -77,7 +77,7 @@ class Llama:
         asked = None if logits_at is None else np.arange(count)[np.asarray(logits_at, dtype=np.int64)]
         rests: dict[int, tuple[NDArray[np.int64], Any, Any]] = {}
         bounds = self._split_rows(start, count)
-        team, last_rank = self._team, self._team.size - 1
+        team, last_rank = self.team, self.team.size - 1
 
         def compute(rank: int) -> None:
             first, end = bounds[rank], bounds[rank + 1]
@@ -113,7 +113,7 @@ class Llama:
     def _split_rows(self, start: int, count: int) -> list[int]:
         """Bounds of the threads' rows, of about equal work: a later row sees more keys. Measured: a multiply-add of attention
         costs 1.4 of a product with weights. Bounds are such that products need no padding, unless there are few rows."""
-        spec, size = self.spec, self._team.size
+        spec, size = self.spec, self.team.size
         products = spec.hidden * 2 * (spec.heads + spec.kv_heads) * spec.head_dim + 3 * spec.hidden * spec.ffn
         work = np.cumsum(products / (1.4 * 2 * self._query_width) + np.arange(start, start + count))
         cuts = np.searchsorted(work, work[-1] * np.arange(1, size) / size)

@@ -82,7 +82,8 @@ def open_source(model: str) -> tuple[Source, str]:
 
 
 def remove_former(prepared: Path) -> list[Path]:
-    """Remove what earlier versions prepared of the same model and no process has open; returns what was removed.
+    """Remove what earlier versions prepared of models of this name and no process of this version has open; returns what was
+    removed. An older one's process, which held no lock, keeps its mapping; started again it would prepare the model again.
 
     Beside `prepared`, under the same name but for the key, of an older format: this version would not read it.
     """

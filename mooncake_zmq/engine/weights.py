@@ -53,7 +53,7 @@ def open_model(path: Path, *, device: str = "cpu", threads: int = 1) -> Llama:
 
 
 def open_compiled(path: Path, *, threads: int = 1) -> "CompiledLlama":
-    """As `open_model`, for decode in machine code; seconds where no process on this machine has made that yet."""
+    """As `open_model`, in machine code; seconds where no process on this machine has made that yet."""
     engine = compiled_engine()
     spec, tensors = _map_tensors(path)
     panels = compact.read(path, _matrix_shapes(spec))

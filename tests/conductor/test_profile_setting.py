@@ -92,7 +92,7 @@ def test_config_check_shows_the_costs_and_warns_of_other_models_threads_and_back
     assert len(told) == 3
     assert "the model toy" in told[0]
     assert "2 threads" in told[1]
-    assert told[2].endswith("p.json was measured with backend compiled, and the decodes here have numpy")
+    assert told[2].endswith("p.json was measured with backend compiled, and the engines here have numpy")
 
 
 def test_a_profile_of_the_backend_that_decodes_is_no_reason_to_warn(write):

@@ -90,6 +90,7 @@ def test_scores_that_need_a_shift_get_it(cache_dir):
     numpy, other = open_both(prepare("dummy:tiny", cache_dir), 2, enlarge)
     tokens = np.arange(100, 228, dtype=np.int32)
     expected, got = (engine.prefill(engine.new_sequence(128), tokens, logits_at=range(128)) for engine in (numpy, other))
+    assert np.isfinite(expected).all()
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-3)
 
 

@@ -14,6 +14,7 @@ import pytest
 from model_files import add_byte_level_tokenizer, save_gguf, save_model_directory, save_tensors, stored
 
 from mooncake_zmq.engine import download, tokenizer, weights
+from mooncake_zmq.engine.attention import Attention
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource
@@ -59,6 +60,23 @@ def test_scores_beyond_the_range_of_exp(tmp_path):
     directory = write_hugging_face(tmp_path / "large", source)
     expected = naive_llama.logits(source, TOKENS)[::7]
     np.testing.assert_allclose(last_logits(prepare(str(directory), tmp_path)), expected, atol=1e-2)
+
+
+def test_a_layer_that_needed_a_shift_is_computed_once_from_then_on(tmp_path, monkeypatch):
+    source = DummySource("tiny")
+    plain = source.tensor
+    source.tensor = lambda name: plain(name) * 40 if name in ("0.q", "0.k") else plain(name)
+    engine = weights.open_model(prepare(str(write_hugging_face(tmp_path / "large", source)), tmp_path))
+    passes, mix = [], Attention._mix_values
+
+    def watched(self, *rest, shift):
+        passes.append(shift)
+        return mix(self, *rest, shift=shift)
+
+    monkeypatch.setattr(Attention, "_mix_values", watched)
+    for _ in range(2):  # of two layers the last is computed for the asked row alone
+        engine.prefill(engine.new_sequence(200), TOKENS)
+    assert passes == [False, True, True]
 
 
 def test_hugging_face_directory_equals_its_source(tmp_path):
@@ -343,6 +361,8 @@ def test_rope_settings_may_be_given_in_both_forms(tmp_path):
     given = {"rope_parameters": linear, "rope_scaling": {"type": "linear", "factor": 2.0}}
     source = HuggingFaceSource(write_hugging_face(tmp_path / "model", DummySource("tiny"), **given))
     np.testing.assert_allclose(source.tensor("inv_freq"), DummySource("tiny").tensor("inv_freq") / 2)
+    both_plain = {"rope_parameters": {"rope_theta": 10000.0}, "rope_scaling": {"rope_type": "default"}}
+    HuggingFaceSource(write_hugging_face(tmp_path / "plain", DummySource("tiny"), **both_plain))
 
 
 def test_a_tensor_too_many_is_refused(tmp_path, cache):

@@ -163,7 +163,8 @@ class HuggingFaceSource:
         if self._rope.get("partial_rotary_factor", 1) != 1 or self._config.get("partial_rotary_factor", 1) != 1:
             unknown.append("partial_rotary_factor")
         stated = scaling if isinstance(scaling, dict) else {"rope_scaling": scaling}
-        if given and scaling and any(given.get({"type": "rope_type"}.get(key, key)) != stated[key] for key in stated):
+        whole = {"rope_type": "default"} | (given or {})
+        if given and scaling and any(whole.get({"type": "rope_type"}.get(key, key)) != stated[key] for key in stated):
             unknown.append("a rope_scaling other than its rope_parameters")
         return unknown
 
