@@ -420,9 +420,8 @@ def summary(loaded: Loaded) -> Iterator[str]:
             case "gateway":
                 what = f"http://{section.http_host}:{section.http_port}"
         total += size
-        threads = f", threads {node.threads}" if node.role in ENGINE_ROLES else ""
-        threads += f", {node.backend}" if node.role in ENGINE_ROLES else ""
-        yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{threads}"
+        engine = f", threads {node.threads}, {node.backend}" if node.role in ENGINE_ROLES else ""
+        yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{engine}"
     yield f"KV and stores take at most {total / mib:,.0f} MiB of RAM, beside the weights (one copy for all) and the processes"
 
 

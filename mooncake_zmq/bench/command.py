@@ -37,7 +37,30 @@ Then, in the deployment's file:
 """
 
 
-def numbers_option(name: str, least: int, default: str, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+Option = Callable[[Callable[..., None]], Callable[..., None]]
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+model_option = click.option(
+    "--model", default="default", show_default=True, metavar="MODEL", help="As in the setting model.path."
+)
+cache_dir_option = click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
+backend_option = click.option(
+    "--backend", type=click.Choice(get_args(Backend)), default="numpy", show_default=True, help="Of our engine."
+)
+
+
+def rounds_option(default: int) -> Option:
+    """How often each row is measured."""
+    what = "Rounds per row; medians are shown."
+    return click.option("--rounds", type=click.IntRange(min=1), default=default, show_default=True, help=what)
+
+
+def plot_option(what: str) -> Option:
+    """A file to draw `what` to."""
+    return click.option("--plot", type=click.Path(path_type=Path), help=f"Draw {what} to this file.")
+
+
+def numbers_option(name: str, least: int, default: str, help: str) -> Option:
     """An option of whole numbers with commas between them: a tuple, sorted, none twice."""
 
     def parse(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -52,6 +75,11 @@ def numbers_option(name: str, least: int, default: str, help: str) -> Callable[[
     return click.option(name, default=default, show_default=True, metavar="N,N,..", help=help, callback=parse)
 
 
+def tell(text: str) -> None:
+    """Progress."""
+    click.echo(text, err=True)
+
+
 @click.group(epilog=EXAMPLES)
 def bench() -> None:
     """Measure; each row stands beside its reference from the same run, and a ratio above 1 is better than it."""
@@ -59,7 +87,7 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--config", type=click.Path(path_type=Path), default=Path("configs/local.toml"), show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds per row; medians are shown.")
+@rounds_option(3)
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
@@ -68,16 +96,14 @@ def bench() -> None:
     help="Of the bare engine.",
 )
 @click.option("--only", "parts", multiple=True, type=click.Choice(PARTS), help="Rows of this kind alone; may be repeated.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the ratios to this file.")
+@json_option
+@plot_option("the ratios")
 def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
     """The cluster against the bare engine: cold and warm TTFT, decode throughput. Takes about 5 minutes on 2 cores."""
     limit_blas()
     from mooncake_zmq.bench.serve import bench_serve
 
-    report = bench_serve(
-        config, rounds=rounds, threads=threads, parts=parts or PARTS, progress=lambda text: click.echo(text, err=True)
-    )
+    report = bench_serve(config, rounds=rounds, threads=threads, parts=parts or PARTS, progress=tell)
     report.show(as_json=as_json, plot=plot)
 
 
@@ -87,22 +113,20 @@ def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_js
 @click.option(
     "--policy", "policies", multiple=True, type=click.Choice(tuple(POLICIES)), help="All by default; may be repeated."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the hit ratios over the capacities to this file.")
+@json_option
+@plot_option("the hit ratios over the capacities")
 def eviction(
     trace: Path | None, capacities: tuple[int, ...], policies: tuple[str, ...], as_json: bool, plot: Path | None
 ) -> None:
     """Hit ratio of each eviction policy and capacity, against a pool that never evicts. Takes about a minute."""
     from mooncake_zmq.bench.eviction import CAPACITIES, bench_eviction
 
-    report = bench_eviction(
-        trace, capacities or CAPACITIES, policies or tuple(POLICIES), progress=lambda text: click.echo(text, err=True)
-    )
+    report = bench_eviction(trace, capacities or CAPACITIES, policies or tuple(POLICIES), progress=tell)
     report.show(as_json=as_json, plot=plot)
 
 
 @bench.command()
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds per row; medians are shown.")
+@rounds_option(5)
 @click.option("--only", "parts", multiple=True, type=click.Choice(POOL_PARTS), help="Rows of this kind alone; may be repeated.")
 @click.option(
     "--working-set-mib",
@@ -130,8 +154,8 @@ def eviction(
     metavar="PYTHON",
     help="Python that has redis: rows against a redis-server, which must be in PATH.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the ratios to this file.")
+@json_option
+@plot_option("the ratios")
 def pool(
     rounds: int,
     parts: tuple[str, ...],
@@ -157,16 +181,16 @@ def pool(
         mooncake_python=mooncake_python,
         redis_python=redis_python,
     )
-    report = bench_pool(settings, parts=parts or POOL_PARTS, progress=lambda text: click.echo(text, err=True))
+    report = bench_pool(settings, parts=parts or POOL_PARTS, progress=tell)
     report.show(as_json=as_json, plot=plot)
 
 
 @bench.command()
-@click.option("--model", default="default", show_default=True, metavar="MODEL", help="As in the setting model.path.")
-@click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds per row; medians are shown.")
+@model_option
+@cache_dir_option
+@rounds_option(5)
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of every side.")
-@click.option("--backend", type=click.Choice(get_args(Backend)), default="numpy", show_default=True, help="Of our engine.")
+@backend_option
 @click.option(
     "--only", "parts", multiple=True, type=click.Choice(ENGINE_PARTS), help="Rows of this kind alone; may be repeated."
 )
@@ -178,8 +202,8 @@ def pool(
     metavar="PYTHON",
     help="Python that has transformers and torch: rows against transformers.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the ratios to this file.")
+@json_option
+@plot_option("the ratios")
 def engine(
     model: str,
     cache_dir: str,
@@ -210,15 +234,15 @@ def engine(
         vllm_eager=vllm_eager,
         transformers_python=transformers_python,
     )
-    report = bench_engine(settings, parts=parts or ENGINE_PARTS, progress=lambda text: click.echo(text, err=True))
+    report = bench_engine(settings, parts=parts or ENGINE_PARTS, progress=tell)
     report.show(as_json=as_json, plot=plot)
 
 
 @click.command(epilog=PROFILE_EXAMPLES)
-@click.option("--model", default="default", show_default=True, metavar="MODEL", help="As in the setting model.path.")
-@click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
+@model_option
+@cache_dir_option
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="As the nodes' setting threads.")
-@click.option("--backend", type=click.Choice(get_args(Backend)), default="numpy", show_default=True, help="Of our engine.")
+@backend_option
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Of each measurement; medians count.")
 @numbers_option("--lengths", least=1, default="64,256,512,1024,2048", help="Tokens prefilled.")
 @numbers_option("--prefixes", least=0, default="0,1024,2048", help="Tokens before them, in the KV.")
@@ -228,8 +252,8 @@ def engine(
     "--chunk-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="As the setting prefill.chunk_tokens."
 )
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile to this file, as JSON.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw measured and fitted times to this file.")
+@json_option
+@plot_option("measured and fitted times")
 def profile(
     model: str,
     cache_dir: str,
@@ -267,7 +291,7 @@ def profile(
         contexts=contexts,
         chunk_tokens=chunk_tokens,
     )
-    measured = measure(plan, lambda text: click.echo(text, err=True))
+    measured = measure(plan, tell)
     if out is not None:
         out.write_bytes(encode(measured))
     try:

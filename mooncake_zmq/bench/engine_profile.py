@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
-from mooncake_zmq.bench.report import machine
+from mooncake_zmq.bench.report import machine, new_figure
 from mooncake_zmq.conductor.profile import Costs, PrefillTime, Profile, StepTime, fit
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
@@ -172,11 +172,7 @@ def lines(profile: Profile) -> list[Line]:
 
 def draw(profile: Profile, path: Path) -> None:
     """Measured (dots) and fitted (lines). Raises click.ClickException without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     for position, (kind, unit) in enumerate((("prefill", "tokens"), ("decode step", "batch")), start=1):
         axes = figure.add_subplot(1, 2, position)
         shown = [line for line in lines(profile) if line.kind.startswith(kind)]

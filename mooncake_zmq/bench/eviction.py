@@ -14,7 +14,7 @@ from typing import Annotated
 import click
 import msgspec
 
-from mooncake_zmq.bench.report import Report, Row, commit
+from mooncake_zmq.bench.report import Report, Row, commit, new_figure
 from mooncake_zmq.kv.block_hash import KEY_BYTES, Key
 from mooncake_zmq.kv.slots import Slots
 
@@ -41,11 +41,7 @@ class EvictionReport(Report):
     ceiling: float = 0.0
 
     def _draw(self, path: Path) -> None:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
-        figure = Figure(figsize=(8, 5), layout="constrained")
+        figure = new_figure(8, 5)
         axes = figure.add_subplot()
         for policy, points in self.curves.items():
             axes.plot(*zip(*points, strict=True), marker="o", label=policy)

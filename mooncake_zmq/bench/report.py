@@ -86,12 +86,9 @@ class Report:
         return table
 
     def _draw(self, path: Path) -> None:
-        try:
-            from matplotlib.figure import Figure
-            from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-        except ImportError:
-            raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
-        figure = Figure(figsize=(9, 0.3 * len(self.rows) + 1.2), layout="constrained")
+        figure = new_figure(9, 0.3 * len(self.rows) + 1.2)
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
         axes = figure.add_subplot()
         names = [f"{row.name} [{row.unit}]" for row in self.rows]
         ratios = [row.ratio for row in self.rows]
@@ -107,6 +104,15 @@ class Report:
         axes.set_xlabel("ratio to the reference (above 1 is better)")
         axes.set_title(f"bench {self.bench}, {commit()}")
         figure.savefig(path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """matplotlib's, in inches. Raises click.ClickException where that is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def commit() -> str:

@@ -7,7 +7,7 @@ the rest is that all threads share a step without returning to Python. Needs Num
 import ctypes
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from mooncake_zmq.engine import machine_code
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
 from mooncake_zmq.engine.llama import Llama
-from mooncake_zmq.engine.panels import PANEL_COLUMNS, column
+from mooncake_zmq.engine.panels import PANEL_COLUMNS
 from mooncake_zmq.engine.quantized import Form, Panels
-from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
+from mooncake_zmq.engine.spec import ModelSpec, check_batch
 from mooncake_zmq.engine.step_layout import ARRAY_FIELDS, CACHE_FIELDS, ROW_NUMBERS, SPAN_TILES, Array, What
 
 _LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of step_layout.QKV..DOWN
@@ -62,8 +62,8 @@ def _rows(array: NDArray[np.float32]) -> tuple[int, int]:
     return _address(array), array.strides[0] // 4
 
 
-class CompiledLlama:
-    """Implements `Engine`. `tensors` as `Llama` takes them; `panels` holds those matrices that have a shorter form.
+class CompiledLlama(Llama):
+    """`Llama` with a decode step of its own; `panels` holds those matrices that have a shorter form.
 
     `threads` share each step: more of them than idle cores make it slower, since they wait for each other in loops.
     Machine code is kept in `cache_dir`; the first process on a machine takes some seconds to make it.
@@ -78,13 +78,9 @@ class CompiledLlama:
         threads: int = 1,
         cache_dir: Path,
     ) -> None:
-        if threads < 1:
-            raise ValueError("an engine needs at least one thread")
-        self.spec = spec
         self._code = _machine_code(cache_dir)
-        self._llama = Llama(spec, tensors, threads=threads, rowwise=CompiledRowwise(self._code))
-        self._tensors, self._panels = tensors, panels  # the kernel knows their addresses only
-        self._threads = threads
+        super().__init__(spec, tensors, threads=threads, rowwise=CompiledRowwise(self._code))
+        self._panels = panels  # as of the tensors, the kernel knows their addresses only
         names = [f"{layer}.{name}" for layer in range(spec.layers) for name in _LAYER_MATRICES]
         norms = [f"{layer}.{name}" for layer in range(spec.layers) for name in ("attn_norm", "ffn_norm")]
         self._model: dict[Array, NDArray[Any]] = {
@@ -95,30 +91,12 @@ class CompiledLlama:
             Array.EPSILON: np.array([spec.norm_eps], dtype=np.float32),
         }
 
-    def new_sequence(self, capacity_tokens: int) -> SequenceKV:
-        return self._llama.new_sequence(capacity_tokens)
-
-    def prefill(
-        self,
-        sequence: SequenceKV,
-        tokens: NDArray[np.int32],
-        *,
-        before_layer: LayerCallback | None = None,
-        after_layer: LayerCallback | None = None,
-        logits_at: Sequence[int] | None = (-1,),
-    ) -> NDArray[np.float32] | None:
-        return self._llama.prefill(sequence, tokens, before_layer=before_layer, after_layer=after_layer, logits_at=logits_at)
-
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         tokens = np.asarray(tokens, dtype=np.int32)
-        if len(sequences) != len(tokens):
-            raise ValueError("decode needs one token for each sequence")
-        for sequence in sequences:
-            check_room(sequence, 1)
-        check_tokens(tokens, self.spec.vocab_size)
+        check_batch(sequences, tokens, self.spec.vocab_size)
         if not sequences:
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)
-        work = _workspace(self.spec, len(sequences), self._threads)
+        work = _workspace(self.spec, len(sequences), self._team.size)
         work[Array.CACHES][:] = [
             (sequence.keys.ctypes.data, sequence.values.ctypes.data, sequence.capacity, sequence.length)
             for sequence in sequences
@@ -133,12 +111,7 @@ class CompiledLlama:
 
     def _run(self, table: NDArray[np.int64]) -> None:
         """One step in all threads of the team; `table` and what it tells of live until the last has ended."""
-        self._llama.team.run(lambda rank: self._code(What.DECODE_STEP, table.ctypes.data, rank))
-
-    def _embed(self, ids: NDArray[np.int32]) -> Any:
-        if self.spec.tied:
-            return column(self._tensors["head"], ids)
-        return self._tensors["embed"][ids]
+        self._team.run(lambda rank: self._code(What.DECODE_STEP, table.ctypes.data, rank))
 
     def _matrix(self, name: str) -> list[int]:
         """A row of step_layout.MATRIX_FIELDS."""

@@ -18,7 +18,7 @@ from mooncake_zmq.engine.backend import array_namespace, to_host
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.panels import PANEL_COLUMNS, Product, column, linear, panel_count, rows_needed, shared_linear
 from mooncake_zmq.engine.rowwise import ArrayRowwise, Rowwise
-from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
+from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_batch, check_room, check_tokens
 from mooncake_zmq.engine.team import Team
 
 ROWS_TOGETHER = 16  # a thread's rows are a multiple of it: heights that divide it waste nothing
@@ -44,8 +44,8 @@ class Llama:
         self._group = spec.heads // spec.kv_heads
         self._query_width = spec.heads * spec.head_dim
         self._kv_width = spec.kv_heads * spec.head_dim
-        self.team = Team(threads)
-        self._product = functools.partial(shared_linear, self.team)
+        self._team = Team(threads)
+        self._product = functools.partial(shared_linear, self._team)
         self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(spec))
         self._seats = [_Seat(xp, spec, self._rowwise) for _ in range(threads)]
 
@@ -77,7 +77,7 @@ class Llama:
         asked = None if logits_at is None else np.arange(count)[np.asarray(logits_at, dtype=np.int64)]
         rests: dict[int, tuple[NDArray[np.int64], Any, Any]] = {}
         bounds = self._split_rows(start, count)
-        team, last_rank = self.team, self.team.size - 1
+        team, last_rank = self._team, self._team.size - 1
 
         def compute(rank: int) -> None:
             first, end = bounds[rank], bounds[rank + 1]
@@ -113,7 +113,7 @@ class Llama:
     def _split_rows(self, start: int, count: int) -> list[int]:
         """Bounds of the threads' rows, of about equal work: a later row sees more keys. Measured: a multiply-add of attention
         costs 1.4 of a product with weights. Bounds are such that products need no padding, unless there are few rows."""
-        spec, size = self.spec, self.team.size
+        spec, size = self.spec, self._team.size
         products = spec.hidden * 2 * (spec.heads + spec.kv_heads) * spec.head_dim + 3 * spec.hidden * spec.ffn
         work = np.cumsum(products / (1.4 * 2 * self._query_width) + np.arange(start, start + count))
         cuts = np.searchsorted(work, work[-1] * np.arange(1, size) / size)
@@ -139,12 +139,8 @@ class Llama:
 
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         tokens = np.asarray(tokens, dtype=np.int32)
+        check_batch(sequences, tokens, self.spec.vocab_size)
         count = len(sequences)
-        if count != len(tokens):
-            raise ValueError("decode needs one token for each sequence")
-        for sequence in sequences:
-            check_room(sequence, 1)
-        check_tokens(tokens, self.spec.vocab_size)
         positions = [sequence.length for sequence in sequences]
         product, seat = self._product, self._seats[0]
         work = seat.activations(count)

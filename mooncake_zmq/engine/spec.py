@@ -120,6 +120,15 @@ def check_room(sequence: SequenceKV, token_count: int) -> None:
         raise ValueError(f"{sequence.length} + {token_count} tokens exceed the sequence's capacity of {sequence.capacity}")
 
 
+def check_batch(sequences: Sequence[SequenceKV], tokens: NDArray[Any], vocab_size: int) -> None:
+    """Raise ValueError unless there is a token for each sequence, of the vocabulary and with room for it."""
+    if len(sequences) != len(tokens):
+        raise ValueError("decode needs one token for each sequence")
+    for sequence in sequences:
+        check_room(sequence, 1)
+    check_tokens(tokens, vocab_size)
+
+
 def check_tokens(tokens: NDArray[Any], vocab_size: int) -> None:
     """Raise ValueError when an id lies outside the vocabulary."""
     if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
