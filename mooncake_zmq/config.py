@@ -110,6 +110,9 @@ class NodeSettings:
     """Data plane; likewise."""
     store_endpoint: str = ""
     """Cache-nodes: where store clients (`mooncake_zmq.store`) connect; likewise. Empty: no store, and no memory for it."""
+    store_stream_port: int = 0
+    """TCP port for the bytes of stored values, at the address of `store_endpoint`. 0: any free one; set it where a firewall
+    has to let it through."""
     threads: int = 1
     """Threads that compute; with the backend "numpy", decode uses more than one for its largest products alone."""
     backend: Backend = "numpy"
@@ -125,14 +128,17 @@ class NodeSettings:
                 raise ValueError(f"{what} must be 1 to 63 of a-z, 0-9, '.', '_', '-'")
         if self.store_endpoint and self.role != "cache-node":
             raise ValueError("store_endpoint is for cache-nodes")
+        if self.store_stream_port and not self.store_endpoint.startswith("tcp://"):
+            raise ValueError("store_stream_port goes with a store_endpoint of tcp://")
         if self.backend != "numpy" and self.role not in ENGINE_ROLES:
             raise ValueError(
                 f"{self.name}: backend {self.backend!r} is for prefill and decode nodes, and this is a {self.role}"
             )
         if not 1 <= self.threads <= 1024:
             raise ValueError("threads must be between 1 and 1024")
-        if not 0 <= self.metrics_port < 65536:
-            raise ValueError("metrics_port must be between 0 and 65535")
+        for what in ("metrics_port", "store_stream_port"):
+            if not 0 <= getattr(self, what) < 65536:
+                raise ValueError(f"{what} must be between 0 and 65535")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

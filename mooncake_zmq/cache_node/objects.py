@@ -3,8 +3,8 @@
 It never touches bytes: it says which cell a value goes to, and notes in `fences` the generations that the segment must
 show before any answer leaves. An object's row in the columns is its entry; entries are reused, generations never are.
 
-A put reserves cells, its writer fills them, a commit makes them readable. A shared writer (one that maps the segment) that
-runs past its time may still write: its cells stay in quarantine until it answers or is buried.
+A put reserves cells, its writer fills them, a commit makes them readable. A writer that runs past its time may still write:
+its cells stay in quarantine until it answers or is buried.
 """
 
 import itertools
@@ -119,7 +119,6 @@ class Found(NamedTuple):
 class _Put:
     client: bytes
     expires_at: float
-    shared: bool
     keys: tuple[str, ...]
     pins: Pin
     grants: list[Grant]
@@ -240,9 +239,8 @@ class Objects:
         *,
         pins: Pin = Pin.NONE,
         ttl_s: float,
-        shared: bool,
     ) -> list[Grant]:
-        """Cells for these values, each key answered on its own. `shared`: the client itself writes into our memory."""
+        """Cells for these values, each key answered on its own."""
         holder = self._clients.setdefault(client, _Client())
         known = holder.puts.get(put_id)
         if known is not None:
@@ -250,21 +248,12 @@ class Objects:
         if len(holder.puts) >= self.settings.max_puts_per_client:
             self.counts["no_room"] += len(keys)
             return [Grant(Code.NO_ROOM)] * len(keys)
-        put = _Put(client, now + min(ttl_s, self.settings.max_ttl_s), shared, tuple(keys), pins, [], 0)
+        put = _Put(client, now + min(ttl_s, self.settings.max_ttl_s), tuple(keys), pins, [], 0)
         for key, size in zip(keys, sizes, strict=True):
             put.grants.append(self._reserve(holder, put, key, size))
         if any(grant.code is Code.OK for grant in put.grants):
             holder.puts[put_id] = put
         return put.grants
-
-    def writable(self, client: bytes, put_id: int, index: int) -> tuple[int, int] | None:
-        """(offset, size) of the cell that a put of this client may still write; None if there is none."""
-        holder = self._clients.get(client)
-        put = holder.puts.get(put_id) if holder else None
-        if put is None or put.quarantined or index >= len(put.grants) or put.grants[index].code is not Code.OK:
-            return None
-        entry = put.grants[index].entry
-        return self._offset[entry], self._size[entry]
 
     def commit(
         self, now: float, client: bytes, put_id: int, indexes: Sequence[int], checksums: Sequence[int]
@@ -341,9 +330,9 @@ class Objects:
             self._end_lease(lease)
 
     def set_checksum(self, found: Found, checksum: int) -> None:
-        """Remember a checksum made later than at its put."""
-        assert self.generation[found.entry] == found.generation
-        self._checksum[found.entry] = checksum
+        """Remember a checksum made later than at its put, unless that copy is gone already."""
+        if self.generation[found.entry] == found.generation:
+            self._checksum[found.entry] = checksum
 
     # --- removal
 
@@ -573,11 +562,6 @@ class Objects:
     def _expire_put(self, holder: _Client, put_id: int) -> None:
         put = holder.puts[put_id]
         self.counts["puts_expired"] += 1
-        if not put.shared:
-            del holder.puts[put_id]
-            holder.reserved_bytes -= put.reserved_bytes
-            self._drop_put(put)
-            return
         put.quarantined = True
         for key, grant in zip(put.keys, put.grants, strict=True):
             if grant.code is Code.OK:

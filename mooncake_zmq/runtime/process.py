@@ -180,7 +180,7 @@ class _Process:
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
         if pool and node.store_endpoint:
-            self._serve_store(pool.objects, node.store_endpoint)
+            self._serve_store(pool.objects, node)
         executor = None
         if node.role != "conductor":
             executor = Executor(
@@ -258,7 +258,7 @@ class _Process:
         log.info("ssd_open", directory=ssd.directory, slots=disk.slots, blocks=len(disk.recovered), direct=disk.direct)
         return disk
 
-    def _serve_store(self, objects: ObjectSettings, endpoint: str) -> None:
+    def _serve_store(self, objects: ObjectSettings, node: NodeSettings) -> None:
         try:
             store = StoreServer(
                 settings=objects,
@@ -266,11 +266,15 @@ class _Process:
                 cluster=self.config.cluster.name,
                 node=self.node.name,
                 incarnation=self.incarnation,
-                endpoint=endpoint,
+                endpoint=node.store_endpoint,
+                stream_port=node.store_stream_port,
                 on_crash=self._on_crash,
             )
         except zmq.ZMQError as error:
-            raise BadEndpoint(f"cannot listen on store_endpoint {endpoint}: {error}") from error
+            raise BadEndpoint(f"cannot listen on store_endpoint {node.store_endpoint}: {error}") from error
+        except OSError as error:
+            where = f"port {node.store_stream_port}" if node.store_stream_port else "a port"
+            raise BadEndpoint(f"cannot listen on {where} for streams of {node.store_endpoint}: {error}") from error
         self.stack.callback(store.close)
         self._store = store
         log.info("store_open", endpoint=store.endpoint, bytes=objects.object_bytes)

@@ -1,7 +1,7 @@
 """A client of one or several stores: values at addresses in, values at addresses out, one code a key.
 
 The first store on this host is home: it is asked first and written first. In a store on this host the client copies in the
-mapped segment; with others it exchanges frames.
+mapped segment; with others it exchanges bytes on streams.
 """
 
 import time
@@ -13,7 +13,7 @@ import structlog
 import zmq
 
 from mooncake_zmq.cache_node.objects import Code, Pin, is_key
-from mooncake_zmq.store import framed_copy, protocol, shared_copy
+from mooncake_zmq.store import protocol, shared_copy, streamed_copy
 from mooncake_zmq.store.batch import Batch, Place, Value, Wanted
 from mooncake_zmq.store.link import Configure, ReplyT, Unreached
 from mooncake_zmq.store.peer import Call, ClientSettings, Peer
@@ -48,7 +48,7 @@ class StoreClient:
             met = dict(zip(self._peers, pool.map(self._meet, self._peers), strict=True))
         # Those whose memory we share first; the others in the order given.
         self._peers = sorted(self._peers, key=lambda peer: met[peer] != "shared")
-        reasons = [f"{peer.endpoint}: {how}" for peer, how in met.items() if how not in ("shared", "framed")]
+        reasons = [f"{peer.endpoint}: {how}" for peer, how in met.items() if how not in ("shared", "streamed")]
         return "; ".join(reasons) if len(reasons) == len(met) else None
 
     def _meet(self, peer: Peer) -> str:
@@ -57,7 +57,7 @@ class StoreClient:
             session = peer.session(time.monotonic() + self.settings.setup_timeout_s)
         except Unreached as error:
             return str(error)
-        return "shared" if session.segment is not None else "framed"
+        return "shared" if session.segment is not None else "streamed"
 
     def home_name(self) -> str | None:
         """The name of the store that is asked and written first; None if it does not answer."""
@@ -263,7 +263,7 @@ class StoreClient:
             if call.session.segment is not None:
                 shared_copy.read(call, call.session.segment, indexes, wanted)
             else:
-                framed_copy.read(call, indexes, wanted)
+                streamed_copy.read(call, indexes, wanted)
 
         peer.call(work)
 
@@ -277,7 +277,7 @@ def _put(batch: Batch, call: Call) -> list[int]:
         # One small value is sooner sent along with the request than written between two of them.
         if call.session.segment is not None and (len(batch.keys) > 1 or batch.sizes[0] > SEND_BYTES):
             return shared_copy.put(call, call.session.segment, put_id, batch)
-        return framed_copy.put(call, put_id, batch)
+        return streamed_copy.put(call, put_id, batch)
     except BaseException:
         call.peer.abandon(put_id)
         raise

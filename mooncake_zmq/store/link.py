@@ -15,6 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.stream import Stream
 
 log = structlog.get_logger()
 
@@ -22,10 +23,8 @@ Configure = Callable[["zmq.Socket[bytes]"], None]
 
 SLICE_MS = 200
 """How often a waiting call looks whether the store was closed or its connection lost."""
-MAX_QUEUED_SENDS = 32
-"""Pieces not yet on the wire; further sends wait."""
-LEND_BYTES = 256 << 10
-"""From this size on a payload is sent from where it is; pyzmq's bookkeeping for that costs more than a shorter copy."""
+MAX_QUEUED = 32
+"""Messages of a connection in either direction not yet taken; further ones wait."""
 _LOSS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _LOSS |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CONNECT_RETRIED
 ReplyT = TypeVar("ReplyT", bound=protocol.Reply)
@@ -40,7 +39,7 @@ class Forgotten(Exception):
 
 
 class Link:
-    """One connection."""
+    """One connection for requests and, once a call needs it, a stream for bytes beside it."""
 
     def __init__(
         self,
@@ -51,8 +50,8 @@ class Link:
         is_closed: Callable[[], bool],
     ) -> None:
         self._is_closed = is_closed
-        self._lent: list[zmq.MessageTracker] = []
-        """Of the payloads that ZeroMQ may still read, at most a call's."""
+        self.stream: Stream | None = None
+        """Whoever makes it puts it here; it ends with the connection."""
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.routing_id = routing_id
@@ -61,8 +60,7 @@ class Link:
         self.socket.heartbeat_timeout = 10_000
         self.socket.tcp_keepalive = 1
         self.socket.immediate = True
-        self.socket.sndhwm = MAX_QUEUED_SENDS
-        self.socket.rcvhwm = 2 * protocol.MAX_OUTSTANDING
+        self.socket.sndhwm = self.socket.rcvhwm = MAX_QUEUED
         self.socket.sndtimeo = self.socket.rcvtimeo = SLICE_MS
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_LOSS)
         try:
@@ -73,39 +71,22 @@ class Link:
             raise
 
     def close(self) -> None:
-        """Drop what is not sent yet; no payload is read any more once this returns."""
+        """Drop what is not sent yet."""
+        if self.stream is not None:
+            self.stream.close()
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
         self.socket.close()
-        for tracker in self._lent:  # no deadline: without linger no peer can delay it, and the memory is not ours
-            tracker.wait()
-        self._lent.clear()
 
-    def send(self, message: object, deadline: float, payload: memoryview | None = None) -> None:
-        """Raises Unreached. A payload of LEND_BYTES or more is lent: it has to stay as it is until `settle` or `close`."""
-        frames: list[bytes | memoryview] = [protocol.encode(message)]
-        if payload is not None:
-            frames.append(payload)
-        lend = payload is not None and len(payload) >= LEND_BYTES
+    def send(self, message: object, deadline: float) -> None:
+        """Raises Unreached."""
         while True:
             try:
-                tracker = self.socket.send_multipart(frames, copy=not lend, track=lend)
+                self.socket.send(protocol.encode(message))
             except zmq.Again:
                 self._check(deadline)
             else:
-                if tracker is not None:
-                    self._lent.append(tracker)
                 return
-
-    def settle(self, deadline: float) -> None:
-        """Wait until no payload is read any more: at once where the server has answered. Raises Unreached."""
-        for tracker in self._lent:
-            while not tracker.done:
-                try:
-                    tracker.wait(SLICE_MS / 1000)
-                except zmq.NotDone:
-                    self._check(deadline)
-        self._lent.clear()
 
     def tell(self, message: object) -> None:
         """Send what is not answered; lost if the queue is full, as the server's timers do the same in the end."""
@@ -115,7 +96,7 @@ class Link:
             log.debug("store_note_lost", message=type(message).__name__)
 
     def receive(self, deadline: float) -> protocol.Reply:
-        """The next reply; its payload, if any, is still in the socket. Raises Unreached or Forgotten."""
+        """The next reply. Raises Unreached or Forgotten."""
         while True:
             try:
                 reply: protocol.Reply = protocol.decode_reply(self.socket.recv())
@@ -128,10 +109,6 @@ class Link:
                     raise Forgotten
                 return reply
 
-    def more(self) -> bool:
-        """Does the message received last go on?"""
-        return bool(self.socket.getsockopt(zmq.RCVMORE))
-
     def ask(self, request: protocol.Identified, expected: type[ReplyT], deadline: float) -> ReplyT:
         """Send and wait for the answer. Raises Unreached or Forgotten."""
         self.send(request, deadline)
@@ -140,10 +117,14 @@ class Link:
             raise Unreached(f"{type(reply).__name__} in answer to {type(request).__name__}")
         return reply
 
-    def _check(self, deadline: float) -> None:
-        """Called when nothing happened for a while: is there a reason to give up?"""
+    def check_open(self) -> None:
+        """Raises Unreached once nobody waits for this connection any more."""
         if self._is_closed():
             raise Unreached("the store was closed")
+
+    def _check(self, deadline: float) -> None:
+        """Called when nothing happened for a while: is there a reason to give up?"""
+        self.check_open()
         if self._monitor.poll(0):
             event = zmq.Event(recv_monitor_message(self._monitor)["event"])
             raise Unreached(f"not connected ({event.name})")

@@ -14,10 +14,11 @@ import structlog
 import zmq
 
 from mooncake_zmq.store import protocol
-from mooncake_zmq.store.link import Configure, Forgotten, Link, Links, Unreached
+from mooncake_zmq.store.link import SLICE_MS, Configure, Forgotten, Link, Links, Unreached
 from mooncake_zmq.store.memory import keep_freed_memory
 from mooncake_zmq.store.protocol import MAX_KEYS
 from mooncake_zmq.store.segment import Life, ObjectSegment, boot_id
+from mooncake_zmq.store.stream import Attach, Stream, StreamError, connect, decode_attached
 from mooncake_zmq.transfer.shared_memory import SharedMemoryError
 
 log = structlog.get_logger()
@@ -69,6 +70,12 @@ class Call:
     session: Session
     link: Link
     deadline: float
+
+    def stream(self) -> Stream:
+        """The connection's stream. Raises Unreached or Forgotten where there is none yet and none can be made."""
+        if self.link.stream is None:
+            self.link.stream = self.peer.open_stream(self.session, self.link, self.deadline)
+        return self.link.stream
 
 
 class Peer:
@@ -131,14 +138,36 @@ class Peer:
                 self._drop(session)
                 if last:
                     raise Unreached("the store refuses us") from None
-            except Unreached as error:
+            except (Unreached, StreamError) as error:
                 if last or self.closed:
                     self._drop(session)
                     self._note_down(error)
-                    raise
+                    raise Unreached(str(error)) from error
             finally:
                 self._links.put_back(link, broken=broken)
         raise AssertionError("the last try returns or raises")
+
+    def open_stream(self, session: Session, link: Link, deadline: float) -> Stream:
+        """A new stream, to be closed with `link`. Raises Unreached, Forgotten or StreamError."""
+
+        def idle(quiet_s: float) -> None:
+            link.check_open()
+            if quiet_s >= self.settings.timeout_s:
+                raise Unreached("no answer in time")
+
+        try:
+            connection = connect(session.welcome.stream, self.endpoint, max(0.1, deadline - time.monotonic()))
+        except OSError as error:
+            raise Unreached(f"no stream to {session.welcome.stream} of {self.endpoint}: {error.strerror}") from error
+        stream = Stream(connection, idle, slice_s=SLICE_MS / 1000)
+        try:
+            stream.send(Attach(self._name, session.welcome.token))
+            if isinstance(stream.receive(decode_attached), protocol.Stranger):
+                raise Forgotten
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
     def abandon(self, put_id: int) -> None:
         """Nothing more will be written under this put: say so with the next call."""
@@ -167,7 +196,7 @@ class Peer:
                 self._session = None
         self._links.drop_idle()
 
-    def _note_down(self, error: Unreached) -> None:
+    def _note_down(self, error: Exception) -> None:
         if not self.closed:
             log.warning("store_unreached", endpoint=self.endpoint, reason=str(error))
         self._reason = str(error)

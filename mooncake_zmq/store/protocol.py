@@ -1,11 +1,11 @@
 """What store clients and a store's server say to each other. PURE; versioned, flat, bounded; no clock readings.
 
-    client DEALER  -- [request] or [Write or WritePiece, payload] --> ROUTER of the store server
-                   <-- [reply] or [Part, payload] -----------------
+    client DEALER  -- [request] --> ROUTER of the store server
+                   <-- [reply] ---
 
 A client on the server's host maps its segment and copies by itself: `Reserve`, copy, `Commit`; `Lease`, copy, `Release`.
-Another one sends and receives payload frames. Requests carry ids that the client never uses twice for two things; a
-request sent again with its id is answered again and changes nothing more.
+Another one exchanges bytes with the server on streams, see `stream.py`. Requests carry ids that the client never uses twice
+for two things; a request sent again with its id is answered again and changes nothing more.
 """
 
 from typing import Annotated
@@ -13,16 +13,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_KEYS = 1024
 """Keys in one request; clients split longer lists."""
 PIECE_BYTES = 1 << 20
-"""The largest payload frame: small enough to stay in the CPU's cache between the socket, the copy and the checksum."""
+"""What is copied at a time: small enough to stay in the CPU's cache until it is hashed."""
 MAX_FRAME_BYTES = 2 << 20
 """Longest frame either side takes: 1024 keys of 1024 bytes with what goes with each."""
-MAX_OUTSTANDING = 128
-"""Payload frames a client may have under way on one connection; the server queues twice as many replies per connection."""
-
 REMOVED_AT_ONCE = 16_384
 """Objects that one `RemoveAll` removes at most: a long one would keep all clients waiting."""
 
@@ -53,7 +50,11 @@ class Hello(_Message, frozen=True, tag=1):
 
 
 class Welcome(_Message, frozen=True, tag=2):
-    """What the client must know of the server. `path` is empty where it cannot share memory."""
+    """What the client must know of the server. `path` is empty where it cannot share memory.
+
+    `stream`: where streams connect, `tcp://*:PORT` at the address of this connection or `ipc://PATH`; with `token` they are
+    the client's.
+    """
 
     id: Id
     protocol: Size
@@ -66,6 +67,8 @@ class Welcome(_Message, frozen=True, tag=2):
     max_object_bytes: Size
     max_ttl_s: Seconds
     shared: bool
+    stream: Text
+    token: Annotated[bytes, Meta(max_length=64)]
 
 
 class Stranger(_Message, frozen=True, tag=3):
@@ -150,66 +153,27 @@ class Release(_Message, frozen=True, tag=12):
     puts: Ids
 
 
-class Read(_Message, frozen=True, tag=13):
-    """Send these ranges, each as a `Part` with its payload. `generations`: of the copy already begun, 0 for any."""
-
-    id: Id
-    tokens: Ids
-    keys: Keys
-    offsets: Sizes
-    lengths: Sizes
-    generations: Sizes
-
-
-class Part(_Message, frozen=True, tag=14):
-    """A range of a value; the payload follows if `size` is not 0 (not here, or another copy by now)."""
-
-    id: Id
-    token: Id
-    size: Size
-    generation: Size
-    checksum: U64
-
-
-class Write(_Message, frozen=True, tag=15):
-    """Store a value of one piece, which follows. Answered by `Numbers` with one code."""
-
-    id: Id
-    key: Annotated[str, Meta(max_length=1024)]
-    size: Size
-    checksum: U64
-    pins: Annotated[int, Meta(ge=0, le=7)]
-
-
-class WritePiece(_Message, frozen=True, tag=16):
-    """A range of the value at `index` of put `put_id` follows. Not answered: `Commit` on the same connection is."""
-
-    put_id: Id
-    index: Annotated[int, Meta(ge=0, lt=MAX_KEYS)]
-    offset: Size
-
-
-class SizesOf(_Message, frozen=True, tag=17):
+class SizesOf(_Message, frozen=True, tag=13):
     """Answered by `Numbers`: sizes, or NOT_FOUND."""
 
     id: Id
     keys: Keys
 
 
-class Remove(_Message, frozen=True, tag=18):
+class Remove(_Message, frozen=True, tag=14):
     """Answered by `Numbers`: codes."""
 
     id: Id
     keys: Keys
 
 
-class RemoveAll(_Message, frozen=True, tag=19):
+class RemoveAll(_Message, frozen=True, tag=15):
     """Answered by `Numbers` with one number: how many went. Ask again while it is REMOVED_AT_ONCE."""
 
     id: Id
 
 
-class ListKeys(_Message, frozen=True, tag=20):
+class ListKeys(_Message, frozen=True, tag=16):
     """A page of the readable keys from `cursor` on, 0 at first."""
 
     id: Id
@@ -217,7 +181,7 @@ class ListKeys(_Message, frozen=True, tag=20):
     limit: Annotated[int, Meta(ge=1, le=MAX_KEYS)]
 
 
-class KeysListed(_Message, frozen=True, tag=21):
+class KeysListed(_Message, frozen=True, tag=17):
     """`cursor`: where to go on, 0 at the end."""
 
     id: Id
@@ -225,32 +189,17 @@ class KeysListed(_Message, frozen=True, tag=21):
     cursor: Size
 
 
-class ReportCorrupt(_Message, frozen=True, tag=22):
+class ReportCorrupt(_Message, frozen=True, tag=18):
     """Not answered. These copies did not verify."""
 
     entries: Ids
     generations: Sizes
 
 
-Request = (
-    Hello
-    | Exist
-    | Reserve
-    | Commit
-    | Lease
-    | Release
-    | Read
-    | Write
-    | WritePiece
-    | SizesOf
-    | Remove
-    | RemoveAll
-    | ListKeys
-    | ReportCorrupt
-)
+Request = Hello | Exist | Reserve | Commit | Lease | Release | SizesOf | Remove | RemoveAll | ListKeys | ReportCorrupt
 Identified = Hello | Exist | Reserve | Commit | Lease | SizesOf | Remove | RemoveAll | ListKeys
 """Requests answered by one reply that echoes their id."""
-Reply = Welcome | Stranger | Codes | Numbers | Reserved | Leased | Part | KeysListed
+Reply = Welcome | Stranger | Codes | Numbers | Reserved | Leased | KeysListed
 
 encode = msgspec.msgpack.encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

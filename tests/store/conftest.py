@@ -90,6 +90,6 @@ def connect() -> Iterator[Callable[..., MooncakeDistributedStore]]:
         store.close()
 
 
-@pytest.fixture(params=["shared", "framed"])
+@pytest.fixture(params=["shared", "streamed"])
 def store(request, server, connect) -> MooncakeDistributedStore:
     return connect(server, share_memory=request.param == "shared")

@@ -16,10 +16,25 @@ import zmq
 from conftest import SLAB_BYTES, WORK_GAUGES, Memory, idle, wait_for
 
 from mooncake_zmq.cache_node.objects import Code
+from mooncake_zmq.runtime import store_streams
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.client import StoreClient
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.peer import ClientSettings
+from mooncake_zmq.store.stream import (
+    EAGER_BYTES,
+    Attach,
+    Checksums,
+    Ended,
+    Get,
+    Put,
+    Stream,
+    StreamError,
+    decode_attached,
+    decode_ended,
+    decode_values,
+)
+from mooncake_zmq.store.stream import connect as connect_stream
 
 
 @pytest.fixture
@@ -56,11 +71,26 @@ def exists(peer, key):
     return ask(peer, protocol.Exist(peer.next_id(), [key]), protocol.Codes).codes == b"\1"
 
 
-def write_piece(peer, put_id, offset, payload):
-    def work(call):
-        call.link.send(protocol.WritePiece(put_id, 0, offset), call.deadline, memoryview(payload))
+@contextlib.contextmanager
+def streaming(peer):
+    """A stream of this client, by hand; closed at the end."""
 
-    peer.call(work)
+    def take(call):
+        stream = call.stream()
+        call.link.stream = None  # ours now
+        return stream
+
+    stream = peer.call(take)
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+def begin_put(peer, stream, key="k", size=100_000, ttl_s=10.0):
+    """Ask for one value's place; its bytes may follow."""
+    stream.send(Put(peer.next_id(), [key], [size], 0, ttl_s, []))
+    return stream.receive(decode_ended).codes
 
 
 def test_the_reader_of_an_aborted_put_finds_nothing(server, raw):
@@ -104,55 +134,156 @@ def test_a_put_past_its_time_is_refused_and_its_cell_kept_until_the_writer_says_
     assert idle(server)
 
 
-def test_the_cells_of_a_put_by_frames_are_free_when_its_time_is_over(server, raw):
+def test_a_streamed_put_past_its_time_is_refused_and_its_cell_kept_until_the_stream_lets_go(server, raw):
     peer = raw(False)
-    put, _ = reserve(peer, "k", ttl_s=0.01)
-    wait_for(lambda: server.counts["puts_expired"] == 1, "expiry")
-    write_piece(peer, put.id, 0, bytes(100))
-    assert commit(peer, put.id) == []
+    with streaming(peer) as stream:
+        assert begin_put(peer, stream, ttl_s=0.05) == [0]
+        stream.send_values([(memoryview(bytes(10)),)])
+        wait_for(lambda: server.gauges()["quarantined_objects"] == 1, "quarantine")
+        stream.send_values([(memoryview(bytes(99_990)),)])
+        with pytest.raises(StreamError):
+            stream.receive(decode_ended)
+    wait_for(lambda: idle(server), "the stream's end")
+    assert not exists(peer, "k")
+
+
+def test_a_steady_but_slow_writer_cannot_keep_its_cell_for_longer_than_it_asked(server, raw):
+    peer = raw(False)
+    with streaming(peer) as stream:
+        assert begin_put(peer, stream, size=1_000_000, ttl_s=0.05) == [0]
+
+        def dribble():
+            with contextlib.suppress(StreamError):
+                stream.send_values([(memoryview(b"x"),)])
+            return idle(server)
+
+        wait_for(dribble, "the server to give up")
+    assert not exists(peer, "k")
+
+
+@pytest.mark.parametrize("sent", [0, 50_000, 100_000])
+def test_a_writer_that_goes_before_the_end_leaves_nothing(server, raw, sent):
+    peer = raw(False)
+    with streaming(peer) as stream:
+        assert begin_put(peer, stream) == [0]
+        stream.send_values([(memoryview(bytes(sent)),)] if sent else [])
+        assert not idle(server)
+    wait_for(lambda: idle(server), "the stream's end")
+    assert not exists(peer, "k")
+
+
+def test_a_writer_that_falls_silent_is_given_up(server, raw, monkeypatch):
+    monkeypatch.setattr(store_streams, "SLICE_S", 0.01)
+    monkeypatch.setattr(store_streams, "STALL_S", 0.02)
+    peer = raw(False)
+    with streaming(peer) as stream:
+        assert begin_put(peer, stream) == [0]
+        wait_for(lambda: idle(server), "the server to give up")
+
+
+def test_a_reader_that_takes_nothing_is_given_up_and_its_lease_ends(server, raw, monkeypatch):
+    monkeypatch.setattr(store_streams, "SLICE_S", 0.01)
+    monkeypatch.setattr(store_streams, "STALL_S", 0.02)
+    source = Memory(SLAB_BYTES)
+    peer = raw(False)
+    store = StoreClient([server.endpoint])
+    assert store.connect() is None
+    for key in ("a", "b", "c"):  # more than the kernel's buffers hold
+        assert store.put([key], [[(source.address, source.size)]]) == [0]
+    with streaming(peer) as stream:
+        stream.send(Get(peer.next_id(), ["a", "b", "c"], [], 10.0))
+        wait_for(lambda: server.gauges()["leases"] == 1, "the lease")
+        wait_for(lambda: idle(server), "the server to give up")
+    store.close()
+
+
+def test_a_value_that_is_damaged_on_its_way_in_is_refused(server, raw):
+    peer = raw(False)
+    good = checksum_of(b"x" * 100_000)
+    with streaming(peer) as stream:
+        assert begin_put(peer, stream) == [0]
+        stream.send_values([(memoryview(b"x" * 99_999 + b"y"),)])
+        stream.send(Checksums([good]))
+        assert stream.receive(decode_ended).codes == [Code.TRANSFER_FAILED]
+        stream.send(Put(peer.next_id(), ["k"], [3], 0, 10.0, [good]), [memoryview(b"xxx")])
+        assert stream.receive(decode_ended).codes == [Code.TRANSFER_FAILED]
+        assert not exists(peer, "k")
+        stream.send(Put(peer.next_id(), ["k"], [3], 0, 10.0, [checksum_of(b"xxx")]), [memoryview(b"xxx")])
+        assert stream.receive(decode_ended).codes == [0]
+    assert server.counts["corrupt_writes"] == 2
+    assert exists(peer, "k")
     assert idle(server)
+
+
+def test_bytes_sent_unasked_for_a_key_that_stands_are_passed_over(server, raw):
+    peer = raw(False)
+    with streaming(peer) as stream:
+        for value, codes in ((b"first", [0, 0]), (b"other", [Code.EXISTS, 0])):
+            keys = ["k", value.decode()]
+            stream.send(Put(peer.next_id(), keys, [5, 5], 0, 10.0, [checksum_of(value)] * 2), [memoryview(value)] * 2)
+            assert stream.receive(decode_ended).codes == codes
+        stream.send(Get(peer.next_id(), ["k", "other"], [], 10.0))
+        assert stream.receive(decode_values).sizes == [5, 5]
+        got = bytearray(10)
+        stream.receive_values([(memoryview(got),)])
+    assert got == b"firstother"
 
 
 @pytest.mark.parametrize(
-    "pieces",
-    [[], [(0, 50)], [(50, 50)], [(0, 50), (0, 50)], [(0, 50), (50, 51)], [(0, 101)], [(0, 100), (100, 1)]],
+    "message",
+    [
+        Put(1, ["k"], [], 0, 1.0, []),
+        Put(1, ["k"], [0], 0, 1.0, []),
+        Put(1, ["k"], [1], 0, 1.0, [1, 2]),
+        Put(1, ["k"], [EAGER_BYTES + 1], 0, 1.0, [1]),
+        Get(1, ["k"], [1, 2], 1.0),
+        Get(-1, ["k"], [], 1.0),
+        Checksums([1]),
+        Ended([0]),
+        [99, "what"],
+    ],
     ids=str,
 )
-def test_a_value_of_missing_doubled_or_long_pieces_is_refused(server, raw, pieces):
-    peer = raw(False)
-    put, _ = reserve(peer, "k")
-    for offset, size in pieces:
-        write_piece(peer, put.id, offset, b"x" * size)
-    assert commit(peer, put.id, checksums=(checksum_of(b"x" * 100),)) == [Code.TRANSFER_FAILED]
-    assert not exists(peer, "k")
+def test_a_stream_that_says_what_cannot_be_is_ended_and_counted(server, raw, message):
+    with streaming(raw(False)) as stream:
+        stream.send(message)
+        with pytest.raises(StreamError):
+            stream.receive(decode_ended)
+    assert server.counts["stream_garbage"] == 1
     assert idle(server)
 
 
-def test_a_small_value_that_is_short_or_damaged_is_refused(server, raw):
+def test_a_stream_is_refused_without_a_clients_token(server, raw):
     peer = raw(False)
-
-    def write(size, payload, checksum):
-        request = protocol.Write(peer.next_id(), "k", size, checksum, 0)
-
-        def work(call):
-            call.link.send(request, call.deadline, memoryview(payload))
-            return call.link.receive(call.deadline).numbers
-
-        return peer.call(work)
-
-    good = checksum_of(b"x" * 100)
-    assert write(100, b"x" * 99, good) == [Code.TRANSFER_FAILED]
-    assert write(100, b"x" * 101, good) == [Code.TRANSFER_FAILED]
-    assert write(100, b"x" * 99 + b"y", good) == [Code.TRANSFER_FAILED]
-    assert write(protocol.PIECE_BYTES + 1, b"x", good) == [Code.INVALID]
-    assert write(100, b"x" * 100, good) == [0]
-    assert server.counts["corrupt_writes"] == 3
-    assert idle(server)
+    session = peer.session(monotonic() + 5)
+    for attach in (Attach(peer._name, bytes(16)), Attach(bytes(16), session.welcome.token), [1], b"\xc1" * 100):
+        connection = connect_stream(session.welcome.stream, server.endpoint, 5.0)
+        with contextlib.closing(Stream(connection, lambda quiet_s: None, slice_s=1.0)) as stream:
+            stream.send(attach)
+            with contextlib.suppress(StreamError):
+                assert stream.receive(decode_attached) == protocol.Stranger(0)
+                continue
+            assert not isinstance(attach, Attach), "a stranger is told so"
+    assert server.counts["strangers"] == 2
+    wait_for(lambda: server.counts["stream_garbage"] == 2, "all garbage")
 
 
-def test_a_remote_client_gets_no_lease_and_a_server_forgets_no_shared_writer(server, raw):
+def test_with_all_streams_taken_a_call_fails_and_the_next_may_not(server, connect, monkeypatch):
+    first, second = connect(server, share_memory=False), connect(server, share_memory=False)
+    monkeypatch.setattr(store_streams, "MAX_STREAMS", 1)
+    assert first.put("k", b"x") == 0
+    assert second.get_into("k", 1, 1) == -900
+    assert server.counts["streams_refused"] >= 1
+    first.close()
+    second._client._peers[0]._down_until = 0.0
+    wait_for(lambda: second.get("k") == b"x", "the first one's stream to end")
+
+
+def test_a_remote_client_gets_no_lease_and_no_cell_and_a_server_forgets_no_shared_writer(server, raw):
     peer = raw(False)
     assert ask(peer, protocol.Lease(peer.next_id(), ["k"], 1.0), protocol.Codes).codes == b""
+    assert ask(peer, protocol.Reserve(peer.next_id(), ["k"], [1], 0, 1.0), protocol.Codes).codes == b""
+    assert ask(peer, protocol.Commit(peer.next_id(), 1, [0], [1]), protocol.Codes).codes == b""
     peer = raw(True)
     peer.call(lambda call: peer._hello(call.link, call.deadline, shared=False))
     reserve(peer, "k", ttl_s=0.01)
@@ -186,13 +317,15 @@ def test_a_flipped_bit_in_the_segment_is_a_counted_miss_and_is_found_by_nobody_a
     for shared in (True, False):
         store = connect(server, share_memory=shared)
         store.put("k", value)
-        found = server._objects.find("k")
-        server._segment.memory[found.offset + 77_777] ^= 4
+        with server._memory as objects:
+            found = objects.find("k")
+        server._memory.view(found.offset, found.size)[77_777] ^= 4
         assert store.get("k") == b""
         assert store._client._peers[0].counts["corrupt"] == 1
-        if shared:
-            wait_for(lambda: server.counts["corrupt"] == 1, "the report")
-            assert store.is_exist("k") == 0
+        wait_for(lambda: server.counts["corrupt"] == (1 if shared else 2), "the report")  # noqa: B023
+        assert store.is_exist("k") == 0
+        assert store.put("k", value) == 0
+        assert store.get("k") == value
         store.remove("k")
 
 
@@ -200,11 +333,13 @@ def test_a_bit_flipped_on_the_network_is_a_counted_miss(make_server, connect):
     server = make_server(endpoint="tcp://127.0.0.1:*")
     value = b"\x55" * 3_000_000
     connect(server).put("k", value)
-    with damaging_proxy(int(server.endpoint.rpartition(":")[2])) as port:
-        store = connect(type("At", (), {"endpoint": f"tcp://127.0.0.1:{port}"}), share_memory=False)
+    with damaging_proxy(int(server._streams.endpoint.rpartition(":")[2])) as port:
+        server._streams.endpoint = f"tcp://*:{port}"
+        store = connect(server, share_memory=False)
         assert store.get("k") == b""
         assert store._client._peers[0].counts["corrupt"] == 1
         assert store.get("k") == value, "only the way was bad"
+        assert server.counts["corrupt"] == 0, "and the store looked"
         assert store.put("other", b"\x66" * 3_000_000) == 0
 
 
@@ -295,7 +430,7 @@ def test_a_client_killed_with_leases_and_half_written_cells_leaves_nothing(serve
     assert store.get("k") == b"x"
 
 
-@pytest.mark.parametrize("what", ["shared", "framed"])
+@pytest.mark.parametrize("what", ["shared", "streamed"])
 def test_kill_9_amid_puts_never_shows_a_wrong_byte(server, connect, what):
     store = connect(server)
     for turn in range(3):
@@ -333,14 +468,19 @@ def test_a_forked_child_cannot_use_the_store_of_its_parent(server, connect):
     assert store.put("k", b"x") == 0
 
 
+def checksum_at(server, key):
+    with server._memory as objects:
+        return objects.find(key).checksum
+
+
 def test_values_without_a_checksum_get_one_when_they_leave_the_host(server, connect):
     here = connect(server, checksum_local=False, verify_local=False)
     value = os.urandom(2_500_000)
     here.put("k", value)
-    assert server._objects.find("k").checksum == 0
+    assert checksum_at(server, "k") == 0
     assert here.get("k") == value
     assert connect(server, share_memory=False).get("k") == value
-    assert server._objects.find("k").checksum == checksum_of(value)
+    assert checksum_at(server, "k") == checksum_of(value)
 
 
 def test_a_client_share_bounds_what_one_batch_reserves(make_server, connect):

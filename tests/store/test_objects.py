@@ -15,8 +15,8 @@ def make(slabs=2, **changes):
     return Objects(ObjectSettings(object_bytes=slabs * SLAB, slab_bytes=SLAB, max_client_share=1.0, **changes))
 
 
-def reserve(objects, key, size=100, *, client=ME, put_id=1, now=0.0, pins=Pin.NONE, shared=True, ttl_s=10.0):
-    return objects.reserve(now, client, put_id, [key], [size], pins=pins, ttl_s=ttl_s, shared=shared)[0]
+def reserve(objects, key, size=100, *, client=ME, put_id=1, now=0.0, pins=Pin.NONE, ttl_s=10.0):
+    return objects.reserve(now, client, put_id, [key], [size], pins=pins, ttl_s=ttl_s)[0]
 
 
 _ids = iter(range(1000, 1 << 60))
@@ -179,7 +179,7 @@ def test_an_expired_lease_protects_nothing():
     objects.check()
 
 
-def test_a_late_shared_writer_keeps_its_cell_in_quarantine_until_it_answers():
+def test_a_late_writer_keeps_its_cell_in_quarantine_until_it_answers():
     objects = make(slabs=1)
     reserve(objects, "k", SLAB)
     assert objects.expire(11) == {ME}
@@ -188,14 +188,6 @@ def test_a_late_shared_writer_keeps_its_cell_in_quarantine_until_it_answers():
     assert objects.commit(12, ME, 1, [0], [1]) == [Code.EXPIRED]
     assert objects.find("k") is None
     assert put(objects, "other", 64) is Code.OK
-
-
-def test_a_late_remote_put_is_free_at_once_and_its_key_can_be_put_again():
-    objects = make(slabs=1)
-    reserve(objects, "k", SLAB, shared=False)
-    assert objects.expire(11) == set()
-    assert put(objects, "k", SLAB) is Code.OK
-    assert objects.commit(12, ME, 1, [0], [1]) is None
 
 
 def test_burying_a_client_ends_its_leases_and_frees_its_half_written_and_quarantined_cells():
@@ -277,7 +269,7 @@ class ObjectsMachine(RuleBasedStateMachine):
     def reserve(self, client, keys, size, pins):
         put_id, self.next_id = self.next_id, self.next_id + 1
         sizes = [size] * len(keys)
-        grants = self.objects.reserve(self.now, client, put_id, keys, sizes, pins=Pin(pins), ttl_s=5, shared=True)
+        grants = self.objects.reserve(self.now, client, put_id, keys, sizes, pins=Pin(pins), ttl_s=5)
         mine = {}
         for index, (key, grant) in enumerate(zip(keys, grants, strict=True)):
             if grant.code is Code.OK:

@@ -1,0 +1,265 @@
+"""The bytes of a store's values, to and from clients that share no memory with it: a thread for each of their streams.
+
+Values leave straight from their cells, under a lease, and arrive straight in cells of a put. While a thread fills a cell it
+is a writer like a client of this host: a put past its time keeps its cells until the thread has let go of them. A cell read
+beyond its lease may serve another value by then: the reader's checksum makes that a miss.
+"""
+
+import itertools
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from mooncake_zmq.cache_node.objects import Code, Found, Grant, Pin
+from mooncake_zmq.runtime.store_memory import StoreMemory
+from mooncake_zmq.store.memory import checksum_of
+from mooncake_zmq.store.protocol import Stranger
+from mooncake_zmq.store.stream import (
+    EAGER_BYTES,
+    Attach,
+    Attached,
+    Ended,
+    Get,
+    Put,
+    Recheck,
+    Stream,
+    StreamError,
+    StreamGarbage,
+    Values,
+    decode_attach,
+    decode_checksums,
+    decode_request,
+    listen,
+)
+
+log = structlog.get_logger()
+
+MAX_STREAMS = 512
+"""Threads; a further stream is closed at once, and its client's call fails with the reason."""
+SLICE_S = 1.0
+STALL_S = 10.0
+"""A client that neither takes nor sends a byte for so long, amid a request, is given up."""
+ATTACH_S = 5.0
+ACCEPT_AGAIN_S = 0.1
+"""Pause after an accept that failed, as for want of file descriptors."""
+
+
+class Clients(Protocol):
+    """Who may stream. Called from the threads of streams."""
+
+    def attach(self, attach: Attach) -> bool:
+        """Is this a client of ours? Then it is one until it is detached."""
+
+    def detach(self, client: bytes) -> None: ...
+
+
+class StoreStreams:
+    """Serves from construction until `close`. Raises OSError where it cannot listen."""
+
+    def __init__(
+        self, memory: StoreMemory, clients: Clients, endpoint: str, port: int, on_crash: Callable[[BaseException], None]
+    ) -> None:
+        self.counts = dict.fromkeys(("streams", "stream_garbage", "streams_refused", "corrupt_writes"), 0)
+        self._memory = memory
+        self._clients = clients
+        self._on_crash = on_crash
+        self._stopping = False
+        self._lock = threading.Lock()
+        """Guards `counts` and `_open`."""
+        self._open: dict[threading.Thread, Stream] = {}
+        self._listener, self.endpoint = listen(endpoint, port)
+        self._acceptor = threading.Thread(target=self._accept, name="store-streams", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """End all streams."""
+        self._stopping = True
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()
+        self._listener.close()
+        if self.endpoint.startswith("ipc://"):
+            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        with self._lock:
+            threads = dict(self._open)
+        for stream in threads.values():
+            stream.shut()
+        for thread in threads:
+            thread.join()
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self.counts[name] += 1
+
+    def _accept(self) -> None:
+        while not self._stopping:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._stopping:
+                    log.warning("store_stream_not_accepted", reason=error.strerror)
+                    time.sleep(ACCEPT_AGAIN_S)
+                continue
+            if len(self._open) >= MAX_STREAMS:
+                self._count("streams_refused")
+                connection.close()
+                continue
+            served = _Served(self._memory, self._clients, connection, self._count, lambda: self._stopping)
+            thread = threading.Thread(target=self._serve, args=(served,), name="store-stream", daemon=True)
+            with self._lock:
+                self.counts["streams"] += 1
+                self._open[thread] = served.stream
+            thread.start()
+
+    def _serve(self, served: "_Served") -> None:
+        try:
+            served.run()
+        except Exception as error:
+            log.critical("store_stream_crashed", exc_info=error)
+            self._on_crash(error)
+        finally:
+            with self._lock:
+                del self._open[threading.current_thread()]
+            served.stream.close()
+
+
+class _Served:
+    """One stream."""
+
+    def __init__(
+        self,
+        memory: StoreMemory,
+        clients: Clients,
+        connection: socket.socket,
+        count: Callable[[str], None],
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        self.stream = Stream(connection, self._idle, slice_s=SLICE_S)
+        self._memory = memory
+        self._clients = clients
+        self._count = count
+        self._is_stopping = is_stopping
+        self._patience_s = ATTACH_S
+        """How long the client may be silent."""
+        self._client = b""
+
+    def run(self) -> None:
+        """Serve until the client ends it, falls silent amid a request, or says what is none."""
+        try:
+            attach = self.stream.receive(decode_attach)
+            if not self._clients.attach(attach):
+                self.stream.send(Stranger(0))
+                return
+        except StreamError as error:
+            self._count("stream_garbage")
+            log.warning("store_stream_refused", reason=str(error))
+            return
+        self._client = attach.client
+        try:
+            self.stream.send(Attached())
+            while True:
+                self._patience_s = math.inf
+                request = self.stream.receive(decode_request)
+                self._patience_s = STALL_S
+                match request:
+                    case Get():
+                        self._get(request)
+                    case Put():
+                        self._put(request)
+                    case Recheck():
+                        self._recheck(request)
+        except StreamGarbage as error:
+            self._count("stream_garbage")
+            log.warning("store_stream_ended", client=self._client.hex(), reason=str(error))
+        except StreamError as error:
+            log.debug("store_stream_ended", client=self._client.hex(), reason=str(error))
+        finally:
+            self._clients.detach(self._client)
+
+    def _idle(self, quiet_s: float) -> None:
+        if self._is_stopping():
+            raise StreamError("the store is closing")
+        if quiet_s >= self._patience_s:
+            raise StreamError("silent amid a request")
+
+    def _get(self, request: Get) -> None:
+        if request.caps and len(request.caps) != len(request.keys):
+            raise StreamGarbage("as many caps as keys")
+        with self._memory as objects:
+            found = objects.lease(time.monotonic(), self._client, request.id, request.keys, request.ttl_s)
+        try:
+            checksums = [self._checksum(one) if one else 0 for one in found]
+            caps: Iterable[float] = request.caps or itertools.repeat(math.inf)
+            wanted = [one for one, cap in zip(found, caps, strict=False) if one and one.size <= cap]
+            views = [self._memory.view(one.offset, one.size) for one in wanted]
+            self.stream.send(Values([one.size if one else 0 for one in found], checksums), views)
+        finally:
+            with self._memory as objects:
+                objects.release(self._client, request.id)
+
+    def _checksum(self, found: Found) -> int:
+        """Its writer's, or one made now: what leaves the host carries one."""
+        if found.checksum:
+            return found.checksum
+        checksum = checksum_of(self._memory.view(found.offset, found.size))
+        with self._memory as objects:
+            objects.set_checksum(found, checksum)
+        return checksum
+
+    def _put(self, request: Put) -> None:
+        sizes = request.sizes
+        if len(sizes) != len(request.keys) or len(request.checksums) not in (0, len(sizes)) or not all(sizes):
+            raise StreamGarbage("a put needs a size for each key, and a checksum for each or for none")
+        if request.checksums and sum(sizes) > EAGER_BYTES:
+            raise StreamGarbage(f"{sum(sizes)} bytes unasked")
+        now = time.monotonic()
+        with self._memory as objects:
+            grants = objects.reserve(
+                now, self._client, request.id, request.keys, sizes, pins=Pin(request.pins), ttl_s=request.ttl_s
+            )
+        whole: dict[int, int] = {}
+        try:
+            self.stream.stop_at = now + request.ttl_s
+            whole = self._receive(request, grants)
+        finally:
+            self.stream.stop_at = math.inf
+            with self._memory as objects:
+                ended = objects.commit(time.monotonic(), self._client, request.id, list(whole), list(whole.values()))
+        codes = [int(code) for code in ended or (grant.code for grant in grants)]
+        for index, grant in enumerate(grants):
+            if grant.code is Code.OK and index not in whole:
+                codes[index] = Code.TRANSFER_FAILED
+                self._count("corrupt_writes")
+        self.stream.send(Ended(codes))
+
+    def _receive(self, request: Put, grants: Sequence[Grant]) -> dict[int, int]:
+        """Take the bytes of a put: the checksum of each value, by index, that came as it was sent."""
+        granted = [index for index, grant in enumerate(grants) if grant.code is Code.OK]
+        places = {index: self._memory.view(grants[index].offset, request.sizes[index]) for index in granted}
+        if request.checksums:
+            unwanted = memoryview(bytearray(max(request.sizes)))
+            coming = list(range(len(grants)))
+            came = self.stream.receive_values((places.get(i, unwanted[: request.sizes[i]]),) for i in coming)
+            told = request.checksums
+        else:
+            self.stream.send(Ended([int(grant.code) for grant in grants]))
+            coming = granted
+            came = self.stream.receive_values((places[index],) for index in coming)
+            told = self.stream.receive(decode_checksums).checksums
+        if len(told) != len(came):
+            raise StreamGarbage(f"{len(told)} checksums for {len(came)} values")
+        rows = zip(coming, told, came, strict=True)
+        return {index: made for index, sent, made in rows if sent == made and index in places}
+
+    def _recheck(self, request: Recheck) -> None:
+        for key in request.keys:
+            with self._memory as objects:
+                found = objects.find(key)
+            if found and found.checksum and checksum_of(self._memory.view(found.offset, found.size)) != found.checksum:
+                with self._memory as objects:
+                    objects.report_corrupt(found.entry, found.generation)  # unless the cell serves another value by now
