@@ -22,6 +22,7 @@ from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.protocol import Stranger
 from mooncake_zmq.store.stream import (
     EAGER_BYTES,
+    MAX_ATTACH_BYTES,
     Attach,
     Attached,
     Ended,
@@ -41,7 +42,8 @@ from mooncake_zmq.store.stream import (
 log = structlog.get_logger()
 
 MAX_STREAMS = 512
-"""Threads; a further stream is closed at once, and its client's call fails with the reason."""
+"""Threads. For a further stream the one that waits longest for a request is ended, of which its client makes a new one when it
+needs it; with all at work the further one is refused, and its client's call fails."""
 SLICE_S = 1.0
 STALL_S = 10.0
 """A client that neither takes nor sends a byte for so long, amid a request, is given up."""
@@ -58,6 +60,9 @@ class Clients(Protocol):
 
     def detach(self, client: bytes) -> None: ...
 
+    def new_id(self) -> int:
+        """For a put or a lease of a stream: one that no message of a client can name."""
+
 
 class StoreStreams:
     """Serves from construction until `close`. Raises OSError where it cannot listen."""
@@ -72,7 +77,7 @@ class StoreStreams:
         self._stopping = False
         self._lock = threading.Lock()
         """Guards `counts` and `_open`."""
-        self._open: dict[threading.Thread, Stream] = {}
+        self._open: dict[threading.Thread, _Served] = {}
         self._listener, self.endpoint = listen(endpoint, port)
         self._acceptor = threading.Thread(target=self._accept, name="store-streams", daemon=True)
         self._acceptor.start()
@@ -87,8 +92,8 @@ class StoreStreams:
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
         with self._lock:
             threads = dict(self._open)
-        for stream in threads.values():
-            stream.shut()
+        for served in threads.values():
+            served.stream.shut()
         for thread in threads:
             thread.join()
 
@@ -105,16 +110,32 @@ class StoreStreams:
                     log.warning("store_stream_not_accepted", reason=error.strerror)
                     time.sleep(ACCEPT_AGAIN_S)
                 continue
-            if len(self._open) >= MAX_STREAMS:
+            try:
+                self._begin(connection)
+            except (OSError, RuntimeError) as error:  # the latter: the system has no thread for us
                 self._count("streams_refused")
+                log.warning("store_stream_refused", reason=str(error))
                 connection.close()
-                continue
-            served = _Served(self._memory, self._clients, connection, self._count, lambda: self._stopping)
-            thread = threading.Thread(target=self._serve, args=(served,), name="store-stream", daemon=True)
-            with self._lock:
-                self.counts["streams"] += 1
-                self._open[thread] = served.stream
+
+    def _begin(self, connection: socket.socket) -> None:
+        with self._lock:
+            others = list(self._open.values())
+        if len(others) >= MAX_STREAMS:
+            oldest = min(others, key=lambda served: served.waits_since)
+            if oldest.waits_since == math.inf:
+                raise RuntimeError(f"{MAX_STREAMS} streams are at work")
+            oldest.stream.shut()
+        served = _Served(self._memory, self._clients, connection, self._count, lambda: self._stopping)
+        thread = threading.Thread(target=self._serve, args=(served,), name="store-stream", daemon=True)
+        with self._lock:
+            self._open[thread] = served
+        try:
             thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._open[thread]
+            raise
+        self._count("streams")
 
     def _serve(self, served: "_Served") -> None:
         try:
@@ -147,11 +168,15 @@ class _Served:
         self._patience_s = ATTACH_S
         """How long the client may be silent."""
         self._client = b""
+        self.waits_since = math.inf
+        """When it began to wait for the request to come; infinite while it is at work."""
 
     def run(self) -> None:
         """Serve until the client ends it, falls silent amid a request, or says what is none."""
         try:
-            attach = self.stream.receive(decode_attach)
+            self.stream.stop_at = time.monotonic() + ATTACH_S
+            attach = self.stream.receive(decode_attach, MAX_ATTACH_BYTES)
+            self.stream.stop_at = math.inf
             if not self._clients.attach(attach):
                 self.stream.send(Stranger(0))
                 return
@@ -164,7 +189,9 @@ class _Served:
             self.stream.send(Attached())
             while True:
                 self._patience_s = math.inf
+                self.waits_since = time.monotonic()
                 request = self.stream.receive(decode_request)
+                self.waits_since = math.inf
                 self._patience_s = STALL_S
                 match request:
                     case Get():
@@ -190,26 +217,31 @@ class _Served:
     def _get(self, request: Get) -> None:
         if request.caps and len(request.caps) != len(request.keys):
             raise StreamGarbage("as many caps as keys")
+        lease_id = self._clients.new_id()
         with self._memory as objects:
-            found = objects.lease(time.monotonic(), self._client, request.id, request.keys, request.ttl_s)
+            leased = objects.lease(time.monotonic(), self._client, lease_id, request.keys, request.ttl_s)
         try:
-            checksums = [self._checksum(one) if one else 0 for one in found]
             caps: Iterable[float] = request.caps or itertools.repeat(math.inf)
-            wanted = [one for one, cap in zip(found, caps, strict=False) if one and one.size <= cap]
-            views = [self._memory.view(one.offset, one.size) for one in wanted]
-            self.stream.send(Values([one.size if one else 0 for one in found], checksums), views)
+            sizes, checksums, views = [], [], []
+            for found, cap in zip(leased, caps, strict=False):
+                fits = found is not None and found.size <= cap
+                checksum = self._checksum(found) if found and fits else 0
+                sizes.append(found.size if found and (checksum or not fits) else 0)
+                checksums.append(checksum)
+                if found and checksum:
+                    views.append(self._memory.view(found.offset, found.size))
+            self.stream.send(Values(sizes, checksums), views)
         finally:
             with self._memory as objects:
-                objects.release(self._client, request.id)
+                objects.release(self._client, lease_id)
 
     def _checksum(self, found: Found) -> int:
-        """Its writer's, or one made now: what leaves the host carries one."""
+        """Its writer's, or one made now, as what leaves the host carries one; 0 if the value went meanwhile."""
         if found.checksum:
             return found.checksum
         checksum = checksum_of(self._memory.view(found.offset, found.size))
         with self._memory as objects:
-            objects.set_checksum(found, checksum)
-        return checksum
+            return checksum if objects.set_checksum(found, checksum) else 0
 
     def _put(self, request: Put) -> None:
         sizes = request.sizes
@@ -218,18 +250,23 @@ class _Served:
         if request.checksums and sum(sizes) > EAGER_BYTES:
             raise StreamGarbage(f"{sum(sizes)} bytes unasked")
         now = time.monotonic()
+        put_id = self._clients.new_id()
         with self._memory as objects:
+            if request.again:
+                objects.supersede(self._client, request.keys)
             grants = objects.reserve(
-                now, self._client, request.id, request.keys, sizes, pins=Pin(request.pins), ttl_s=request.ttl_s
+                now, self._client, put_id, request.keys, sizes, pins=Pin(request.pins), ttl_s=request.ttl_s
             )
+            ttl_s = min(request.ttl_s, objects.settings.max_ttl_s)
         whole: dict[int, int] = {}
         try:
-            self.stream.stop_at = now + request.ttl_s
+            self.stream.stop_at = now + ttl_s
             whole = self._receive(request, grants)
         finally:
             self.stream.stop_at = math.inf
             with self._memory as objects:
-                ended = objects.commit(time.monotonic(), self._client, request.id, list(whole), list(whole.values()))
+                ended = objects.commit(time.monotonic(), self._client, put_id, list(whole), list(whole.values()))
+        assert ended is not None or all(grant.code is not Code.OK for grant in grants), "a put ends here alone"
         codes = [int(code) for code in ended or (grant.code for grant in grants)]
         for index, grant in enumerate(grants):
             if grant.code is Code.OK and index not in whole:
