@@ -50,7 +50,7 @@ class Link:
     ) -> None:
         self._is_closed = is_closed
         self.stream: Stream | None = None
-        """Whoever makes it puts it here; it ends with the connection."""
+        """Whoever makes it puts it here, to end with the connection, which is of no use if it failed to attach."""
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.routing_id = routing_id

@@ -75,9 +75,7 @@ class Call:
 
     def stream(self) -> Stream:
         """The connection's stream. Raises Unreached or Forgotten where there is none yet and none can be made."""
-        if self.link.stream is None:
-            self.link.stream = self.peer.open_stream(self.session, self.link, self.deadline)
-        return self.link.stream
+        return self.link.stream or self.peer.open_stream(self.session, self.link, self.deadline)
 
 
 class Peer:
@@ -150,7 +148,7 @@ class Peer:
         raise AssertionError("the last try returns or raises")
 
     def open_stream(self, session: Session, link: Link, deadline: float) -> Stream:
-        """A new stream, to be closed with `link`. Raises Unreached, Forgotten or StreamError."""
+        """A new stream, which is the link's. Raises Unreached or Forgotten."""
 
         def idle(quiet_s: float) -> None:
             link.check_open()
@@ -161,17 +159,15 @@ class Peer:
             connection = connect(session.welcome.stream, self.endpoint, max(0.1, deadline - time.monotonic()))
         except (OSError, ValueError, OverflowError) as error:  # the latter two: what was told is no address
             raise Unreached(f"no stream to {session.welcome.stream} of {self.endpoint}: {error}") from error
-        stream = Stream(connection, idle, slice_s=SLICE_MS / 1000)
+        stream = link.stream = Stream(connection, idle, slice_s=SLICE_MS / 1000)
+        link.check_open()  # whoever closes from now on finds the stream to end
         try:
             stream.send(Attach(self._name, session.welcome.token))
-            if isinstance(stream.receive(decode_attached), protocol.Stranger):
-                raise Forgotten
+            attached = stream.receive(decode_attached)
         except StreamError as error:
-            stream.close()
             raise Unreached(f"{self.endpoint} takes no further stream: {error}") from error
-        except BaseException:
-            stream.close()
-            raise
+        if isinstance(attached, protocol.Stranger):
+            raise Forgotten
         return stream
 
     def abandon(self, put_id: int) -> None:

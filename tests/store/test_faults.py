@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from time import monotonic
+from time import monotonic, sleep
 
 import msgspec
 import numpy as np
@@ -286,15 +286,17 @@ def test_a_client_without_its_say_is_given_up_however_steadily_it_speaks(server,
     monkeypatch.setattr(store_streams, "ATTACH_S", 0.05)
     monkeypatch.setattr(store_streams, "SLICE_S", 0.01)
     where = raw(False).session(monotonic() + 5).welcome.stream
-    for number, dribble in enumerate((b"", b"x"), 1):
+    for number, say in enumerate((b"", b"\xff\0\0\0" + bytes(250)), 1):
+        left = list(say)
         with connect_stream(where, server.endpoint, 5.0) as connection:
 
-            def ended(connection=connection, dribble=dribble, number=number):
+            def ended(connection=connection, left=left, number=number):
                 with contextlib.suppress(OSError):
-                    connection.send(dribble)
+                    connection.send(bytes([left.pop(0)] if left else []))
                 return server.counts["stream_garbage"] == number
 
             wait_for(ended, "its end")
+        assert left or not say, "it was heard to the end"
 
 
 def test_past_the_limit_the_stream_that_waits_longest_makes_room(server, connect, monkeypatch):
@@ -398,8 +400,17 @@ def mute(server):
     real = server._streams.endpoint
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server._streams.endpoint = f"tcp://*:{listener.getsockname()[1]}"
-        yield
+        yield listener
     server._streams.endpoint = real
+
+
+def trickle(listener):
+    """A message that never ends, to one client."""
+    with listener.accept()[0] as connection, contextlib.suppress(OSError):
+        connection.sendall((protocol.MAX_FRAME_BYTES).to_bytes(4, "little"))
+        while True:
+            connection.sendall(b"x")
+            sleep(0.01)
 
 
 @pytest.mark.parametrize("server", ["tcp"], indirect=True)
@@ -410,9 +421,12 @@ def test_a_silent_stream_is_given_up_in_time(server, connect, mute):
 
 
 @pytest.mark.parametrize("server", ["tcp"], indirect=True)
-def test_close_ends_a_call_that_waits_for_its_stream(server, connect, mute):
+@pytest.mark.parametrize("trickles", [False, True])
+def test_close_ends_a_call_that_waits_for_its_stream(server, connect, mute, trickles):
     store = connect(server, share_memory=False, timeout_s=3000)
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(2) as thread:
+        if trickles:
+            thread.submit(trickle, mute)
         waiting = thread.submit(store.put, "k", b"x")
         wait_for(lambda: any(peer._links._used for peer in store._client._peers), "the call")
         store.close()
