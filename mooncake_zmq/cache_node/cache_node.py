@@ -27,6 +27,7 @@ from mooncake_zmq.messages import (
     LeaseBlocks,
     LeasedBlock,
     LeaseRenewed,
+    Message,
     ReclaimSlots,
     ReleaseLease,
     RenewLease,
@@ -143,22 +144,8 @@ class CacheNode:
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
-            case Received(sender, LeaseBlocks() as message):
-                return self._on_lease(now, sender, message)
-            case Received(sender, RenewLease() as message):
-                return self._on_renew(now, sender, message)
-            case Received(sender, ReleaseLease() as message):
-                return self._on_release(sender, message)
-            case Received(sender, ReserveSlots() as message):
-                return self._on_reserve(now, sender, message)
-            case Received(sender, CommitSlots() as message):
-                return self._on_commit(now, sender, message)
-            case Received(_, ReportCorrupt() as message):
-                return self._on_corrupt(message)
-            case Received(sender, ChangeReplica() as message):
-                return self._on_change_replica(now, sender, message)
-            case Received(sender, BlocksLeased() as message):
-                return self._gatherer.on_leased(now, sender, message)
+            case Received(sender, message):
+                return self._on_message(now, sender, message)
             case WorkDone(work_id, BlocksCopied() | WorkFailed() as copied) if self._gatherer.copies(work_id):
                 return self._gatherer.on_copied(now, work_id, copied)
             case WorkDone(work_id, DiskWritten() | WorkFailed() as written) if self.disk.writes(work_id):
@@ -183,13 +170,32 @@ class CacheNode:
                     self._gatherer.drop(holder)
                 self.disk.begin_drain()
                 return []
-            case Received(_, message):
-                self._count(f"unexpected_messages[type={type(message).__name__}]")
-                return []
             case Started() | TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
                 raise TypeError(event)
+
+    def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
+        match message:
+            case LeaseBlocks():
+                return self._on_lease(now, sender, message)
+            case ReleaseLease():
+                return self._on_release(sender, message)
+            case RenewLease():
+                return self._on_renew(now, sender, message)
+            case ReserveSlots():
+                return self._on_reserve(now, sender, message)
+            case CommitSlots():
+                return self._on_commit(now, sender, message)
+            case ReportCorrupt():
+                return self._on_corrupt(message)
+            case ChangeReplica():
+                return self._on_change_replica(now, sender, message)
+            case BlocksLeased():
+                return self._gatherer.on_leased(now, sender, message)
+            case _:
+                self._count(f"unexpected_messages[type={type(message).__name__}]")
+                return []
 
     def check(self, now: float) -> None:
         """See `runtime.actor`."""
@@ -274,8 +280,10 @@ class CacheNode:
         if gathering.wish:
             self.slots.unpin(gathering.pinned)
             return []
-        self.slots.unpin(list(gathering.ahead.values()))
-        origins = [gathering.came_from.get(key) for key in run]
+        if gathering.ahead:
+            self.slots.unpin(list(gathering.ahead.values()))
+        came_from = gathering.came_from
+        origins = [came_from.get(key) for key in run] if came_from else [None] * len(run)
         disk = origins.count(DISK)
         here = origins.count(None)
         self._count("lookup_blocks[result=local]", here)
@@ -283,8 +291,10 @@ class CacheNode:
         self._count("lookup_blocks[result=remote]", len(run) - here - disk)
         self._count("lookup_blocks[result=miss]", len(gathering.keys) - len(run))
         blocks = tuple(
-            LeasedBlock(source=self._ref(slot), remote=origin not in (None, DISK))
-            for slot, origin in zip(gathering.run, origins, strict=True)
+            [
+                LeasedBlock(source=ref, remote=origin is not None and origin != DISK)
+                for ref, origin in zip(self._refs(gathering.run), origins, strict=True)
+            ]
         )
         reply = Send(holder.node, BlocksLeased(lease_id=holder.number, blocks=blocks))
         if not run:
@@ -505,11 +515,12 @@ class CacheNode:
             self._announcer.stored(BlocksStored(tuple(self.disk.stored), Medium.DISK), new)
             self.disk.stored.clear()
         left_dram, left_disk = tuple(self.slots.evicted), tuple(self.disk.slots.evicted)
-        self.disk.left(left_dram, left_disk)
-        self._count("evicted_blocks[tier=dram]", len(left_dram))
-        self._count("evicted_blocks[tier=disk]", len(left_disk))
-        self.slots.evicted.clear()
-        self.disk.slots.evicted.clear()
+        if left_dram or left_disk:
+            self.disk.left(left_dram, left_disk)
+            self._count("evicted_blocks[tier=dram]", len(left_dram))
+            self._count("evicted_blocks[tier=disk]", len(left_disk))
+            self.slots.evicted.clear()
+            self.disk.slots.evicted.clear()
         informed = [name for name, peer in self._peers.items() if peer.role == "conductor" and name not in self._newcomers]
         effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], informed)
         if self._newcomers:
@@ -528,13 +539,14 @@ class CacheNode:
         return HolderId(sender, self._peers[sender].incarnation, number)
 
     def _ref(self, slot: int) -> SlotRef:
-        return SlotRef(
-            node=self.name,
-            incarnation=self.incarnation,
-            slot=slot,
-            generation=self.slots.generation[slot],
-            checksum=self.slots.checksum[slot],
-        )
+        return self._refs((slot,))[0]
+
+    def _refs(self, slots: Sequence[int]) -> list[SlotRef]:
+        name, incarnation, generations, checksums = self.name, self.incarnation, self.slots.generation, self.slots.checksum
+        return [
+            SlotRef(node=name, incarnation=incarnation, slot=slot, generation=generations[slot], checksum=checksums[slot])
+            for slot in slots
+        ]
 
     def _grant(self, slot: int) -> SlotGrant:
         return SlotGrant(self.name, self.incarnation, slot, self.slots.generation[slot])

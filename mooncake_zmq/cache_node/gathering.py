@@ -184,15 +184,14 @@ class Gatherer:
     def _pin_present(self, gathering: Gathering) -> None:
         missing = gathering.keys[gathering.here :]
         run = self._dram.leading_run(missing)
-        for slot in run:
-            self._dram.pin(slot)
+        self._dram.pin(run)
         gathering.run += run
         if len(run) == len(missing) and not gathering.ahead:
             return
         self._dram.unpin([gathering.ahead.pop(key) for key in missing[: len(run)] if key in gathering.ahead])
         for key in missing[len(run) :]:
             if key not in gathering.ahead and (present := self._dram.committed(key)) is not None:
-                self._dram.pin(present)
+                self._dram.pin((present,))
                 gathering.ahead[key] = present
 
     def _may_come(self, now: float, gathering: Gathering) -> bool:
@@ -297,7 +296,7 @@ class Gatherer:
                     gathering.limits.pop(fetch.source, None)
                 break
             if isinstance(source, DiskBlock):
-                self._disk.slots.pin(source.slot)
+                self._disk.slots.pin((source.slot,))
             fetch.copies.append((key, slot, source))
             self._flying.add(key)
         if not fetch.copies:

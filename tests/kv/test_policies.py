@@ -148,7 +148,7 @@ def machine_of(name):
         @rule(data=st.data())
         def remove(self, data):
             slot = self.pick(data, inside=True)
-            self.policy.remove(slot)
+            self.policy.remove((slot,))
             self.model.remove(slot)
 
         @precondition(lambda self: self.model.order)
@@ -193,7 +193,7 @@ def test_children_go_before_parents(name, data):
     def use(chain, how):
         for slot in reversed(chain):
             if how == "lease":
-                policy.remove(slot)
+                policy.remove((slot,))
         for depth, slot in reversed(list(enumerate(chain))):
             if how == "touch":
                 policy.touch(slot, depth)
@@ -229,7 +229,7 @@ def test_a_slot_is_inserted_once_and_removed_once(name):
     policy.insert((0,), (0,))
     with pytest.raises(AssertionError):
         policy.insert((0,), (0,))
-    for breach in (policy.remove, policy.touch, policy.demote):
+    for breach in (lambda slot: policy.remove((slot,)), policy.touch, policy.demote):
         with pytest.raises(AssertionError):
             breach(1)
 
