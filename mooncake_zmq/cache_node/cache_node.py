@@ -25,7 +25,6 @@ from mooncake_zmq.messages import (
     CommitSlots,
     GrantedSlot,
     LeaseBlocks,
-    LeasedBlock,
     LeaseRenewed,
     Message,
     ReclaimSlots,
@@ -255,7 +254,7 @@ class CacheNode:
         mine = sum(1 for h in self._leases if h.node == sender) + sum(1 for h in gatherings if h.node == sender)
         if self._draining or mine >= self._settings.max_leases_per_client:
             self._count("leases_denied")
-            return [Send(sender, BlocksLeased(lease_id=message.lease_id, blocks=()))]
+            return [Send(sender, BlocksLeased(lease_id=message.lease_id, node=self.name, incarnation=self.incarnation))]
         fetch_s = min(message.fetch_s, self._settings.max_lease_s)
         gathering = Gathering(
             holder=holder,
@@ -282,25 +281,28 @@ class CacheNode:
             return []
         if gathering.ahead:
             self.slots.unpin(list(gathering.ahead.values()))
-        came_from = gathering.came_from
-        origins = [came_from.get(key) for key in run] if came_from else [None] * len(run)
+        origins = [gathering.came_from[key] for key in run if key in gathering.came_from] if gathering.came_from else []
         disk = origins.count(DISK)
-        here = origins.count(None)
-        self._count("lookup_blocks[result=local]", here)
+        remote = len(origins) - disk
+        self._count("lookup_blocks[result=local]", len(run) - len(origins))
         self._count("lookup_blocks[result=disk]", disk)
-        self._count("lookup_blocks[result=remote]", len(run) - here - disk)
+        self._count("lookup_blocks[result=remote]", remote)
         self._count("lookup_blocks[result=miss]", len(gathering.keys) - len(run))
-        blocks = tuple(
-            [
-                LeasedBlock(source=ref, remote=origin is not None and origin != DISK)
-                for ref, origin in zip(self._refs(gathering.run), origins, strict=True)
-            ]
+        slots = tuple(gathering.run)
+        leased = BlocksLeased(
+            lease_id=holder.number,
+            node=self.name,
+            incarnation=self.incarnation,
+            slots=slots,
+            generations=tuple(map(self.slots.generation.__getitem__, slots)),
+            checksums=tuple(map(self.slots.checksum.__getitem__, slots)),
+            remote=remote,
         )
-        reply = Send(holder.node, BlocksLeased(lease_id=holder.number, blocks=blocks))
+        reply = Send(holder.node, leased)
         if not run:
             return [reply]
         self.disk.used(len(run))
-        self._leases[holder] = GrantedLease(tuple(gathering.run), now + gathering.ttl_s)
+        self._leases[holder] = GrantedLease(slots, now + gathering.ttl_s)
         return [reply, SetTimer(("lease", holder.node, holder.incarnation, holder.number), gathering.ttl_s)]
 
     def _on_renew(self, now: float, sender: str, message: RenewLease) -> list[Effect]:
@@ -539,14 +541,13 @@ class CacheNode:
         return HolderId(sender, self._peers[sender].incarnation, number)
 
     def _ref(self, slot: int) -> SlotRef:
-        return self._refs((slot,))[0]
-
-    def _refs(self, slots: Sequence[int]) -> list[SlotRef]:
-        name, incarnation, generations, checksums = self.name, self.incarnation, self.slots.generation, self.slots.checksum
-        return [
-            SlotRef(node=name, incarnation=incarnation, slot=slot, generation=generations[slot], checksum=checksums[slot])
-            for slot in slots
-        ]
+        return SlotRef(
+            node=self.name,
+            incarnation=self.incarnation,
+            slot=slot,
+            generation=self.slots.generation[slot],
+            checksum=self.slots.checksum[slot],
+        )
 
     def _grant(self, slot: int) -> SlotGrant:
         return SlotGrant(self.name, self.incarnation, slot, self.slots.generation[slot])

@@ -270,15 +270,15 @@ class Gatherer:
         if fetch is None or fetch.source != sender or fetch.copies:
             return [Send(sender, ReleaseLease(lease_id=message.lease_id))]
         gathering = self.gatherings.get(fetch.holder)
-        if gathering is not None and len(message.blocks) < len(fetch.keys) and sender in gathering.limits:
-            lacks = gathering.keys.index(fetch.keys[len(message.blocks)])
+        if gathering is not None and len(message.slots) < len(fetch.keys) and sender in gathering.limits:
+            lacks = gathering.keys.index(fetch.keys[len(message.slots)])
             gathering.limits[sender] = min(gathering.limits[sender], lacks)
         time_left = fetch.asked_at + self._settings.fetch_lease_s - now
         if gathering is not None:
             time_left = min(time_left, gathering.deadline - now)
         blocks: list[tuple[Key, SlotRef | DiskBlock]] = []
         if gathering is not None and time_left > 0:
-            blocks = [(key, block.source) for key, block in zip(fetch.keys, message.blocks, strict=False)]
+            blocks = list(zip(fetch.keys, message.sources, strict=False))
         effects = self._copy(now, message.lease_id, fetch, blocks, time_left)
         return effects + (self._advance(now, gathering) if gathering is not None else [])
 

@@ -461,19 +461,16 @@ class Prefill:
         return [*effects, Send(request.decode, reserve)]
 
     def _on_leased(self, now: float, message: BlocksLeased) -> list[Effect]:
-        blocks = self._pool.on_leased(message)
+        sources = self._pool.on_leased(message)
         job = next((j for j in self._jobs.values() if j.lease_id == message.lease_id), None)
-        if blocks is None:
+        if sources is None:
             return []
         if job is None or job.state is not JobState.PREPARING or job.leased:
             return self._pool.release(message.lease_id)
         job.leased = True
-        for block in blocks:
-            job.prefix.append(block.source)
-            if block.remote:
-                job.remote_blocks += 1
-            else:
-                job.local_blocks += 1
+        job.prefix += sources
+        job.remote_blocks += message.remote
+        job.local_blocks += len(sources) - message.remote
         return []
 
     def _on_reserved(self, now: float, sender: str, message: DecodeReserved) -> list[Effect]:

@@ -343,7 +343,7 @@ class ZmqRuntime:
     def _receive(self) -> bool:
         for _ in range(FRAMES_PER_TURN):
             # Asked first: that the last frame was taken is told every turn, and an exception for it costs more than a frame.
-            if self.stopped or not self._router.get(zmq.EVENTS) & POLLIN:
+            if self.stopped or not int(self._router.get(zmq.EVENTS)) & POLLIN:
                 return False
             self._router.recv(zmq.DONTWAIT)  # the connection's identity; who speaks, the envelope tells
             frame = self._router.recv(zmq.DONTWAIT)
