@@ -367,7 +367,7 @@ class LeaseBlocks(_Message, frozen=True):
 class BlocksLeased(_Message, frozen=True):
     """The leading run, perhaps empty, of blocks in `node`'s slots, held until `ttl_s` after the holder *sent* its request.
 
-    In columns, one entry a block: a record for each would take as long to make and to read as to find and to pin the block.
+    In columns, one entry a block: a record for each took the sender four times as long to make and to pack.
     """
 
     lease_id: Count
