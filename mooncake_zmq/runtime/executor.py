@@ -430,9 +430,9 @@ class Executor:
         if stored:
             assert self._disk, "a node without a disk has nothing to promote"
             blocks = [source for source, _ in work.copies if isinstance(source, DiskBlock)]
-            runs = deque([stored[place] for place in run] for run in self._disk.share_out(blocks))
-            turn = partial(self._read_blocks, job, work, runs, copied, self._disk)
-            turns += [(self._disk_reads, turn)] * min(self._disk.threads, len(runs))
+            shares = deque([stored[place] for place in share] for share in self._disk.share_out(blocks))
+            turn = partial(self._read_blocks, job, work, shares, copied, self._disk)
+            turns += [(self._disk_reads, turn)] * min(self._disk.threads, len(shares))
         self._begin(job, turns, reads)
 
     def _copy_blocks(self, job: "_Job", work: CopyBlocks, indices: list[int], copied: "_Copied") -> None:
@@ -453,12 +453,12 @@ class Executor:
 
     # --- the SSD tier
 
-    def _read_blocks(self, job: "_Job", work: CopyBlocks, runs: deque[list[int]], copied: "_Copied", disk: Disk) -> None:
-        for run in _taken(runs):
+    def _read_blocks(self, job: "_Job", work: CopyBlocks, shares: deque[list[int]], copied: "_Copied", disk: Disk) -> None:
+        for share in _taken(shares):
             if job.stopped or job.is_late() or copied.fault:
                 return
             indices, copies = [], []
-            for index in run:
+            for index in share:
                 block, grant = work.copies[index]
                 assert isinstance(block, DiskBlock)
                 target = self._directory.segment((grant.node, grant.incarnation), writable=True)
@@ -473,25 +473,25 @@ class Executor:
 
     def _start_write(self, job: "_Job", work: WriteToDisk) -> None:
         assert self._disk, "a node without a disk has nothing to demote to"
-        runs = deque(self._disk.share_out([block for _, block in work.blocks]))
-        parties = min(self._disk.threads, len(runs))
+        shares = deque(self._disk.share_out([block for _, block in work.blocks]))
+        parties = min(self._disk.threads, len(shares))
         written = _Written(len(work.blocks), parties)
         job.conclude = written.result
-        turn = partial(self._write_blocks, job, work, runs, written, self._disk)
+        turn = partial(self._write_blocks, job, work, shares, written, self._disk)
         self._begin(job, [(self._disk_writes, turn)] * parties, [])
 
-    def _write_blocks(self, job: "_Job", work: WriteToDisk, runs: deque[list[int]], written: "_Written", disk: Disk) -> None:
+    def _write_blocks(self, job: "_Job", work: WriteToDisk, shares: deque[list[int]], written: "_Written", disk: Disk) -> None:
         """Write what is left to write; the last party to end makes it all durable at once."""
         assert self._segment, "a node without a segment has nothing to demote"
-        for run in _taken(runs):
+        for share in _taken(shares):
             if job.stopped or job.is_late() or written.fault:
                 break
             try:
-                outcomes = write_blocks(self._segment, disk, [work.blocks[index] for index in run])
+                outcomes = write_blocks(self._segment, disk, [work.blocks[index] for index in share])
             except DiskFault as fault:
                 written.fault = str(fault)
                 break
-            for index, outcome in zip(run, outcomes, strict=True):
+            for index, outcome in zip(share, outcomes, strict=True):
                 written.set(index, outcome)
                 if outcome is ReadFailure.CORRUPT:
                     source, block = work.blocks[index]
@@ -780,11 +780,11 @@ class _Worker:
                 self._on_crash(error)
 
 
-def _taken(runs: deque[list[int]]) -> Iterator[list[int]]:
+def _taken(shares: deque[list[int]]) -> Iterator[list[int]]:
     """Take turns with other threads at one list of things to do."""
     while True:
         try:
-            yield runs.popleft()
+            yield shares.popleft()
         except IndexError:
             return
 
