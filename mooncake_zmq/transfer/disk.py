@@ -14,10 +14,11 @@ takes a share of a batch, 1 MiB or one block: it hashes and counts all of it tog
 moves in one system call. For a block of 64 KiB alone, Python and its lock would cost as much as the I/O; of large ones
 hashing remains, at 10 GB/s a core from memory beside a disk's 2 to 4 GB/s, when others want the cores as well.
 
-Measured on two such cores with 4 at once, beside bare I/O of single blocks: of 64 KiB 1.0 to 1.2 of its speed writing and
-1.2 to 1.4 reading; of 1.4 MiB 0.8 to 0.95 and 0.8 to 1.0; of 16 MiB 0.85 to 0.9 and 0.92 to 0.98. That is with neighbours:
-under LRU, with chains that share, grow and leave, blocks keep 4 or 5 together on disk (simulated), and 4 of 64 KiB reach
-0.9 and 1.0; scattered singly they reach 0.5 and 0.7. Evicting from the disk by place gained nothing over LRU's own order.
+Measured on two such cores, busy with other work, 4 at once, medians of their ratio to bare I/O of single blocks: of 64 KiB
+1.0 writing and 1.2 reading; of 1.4 MiB 0.8 to 0.9 and 0.9; of 16 MiB 0.85 and 0.95. That is with neighbours. Under LRU, with
+chains that share, grow and leave, blocks keep 4 or 5 together on disk (simulated): 4 of 64 KiB reach 0.9 and 1.0, scattered
+ones 0.5 and 0.7. Evicting from the disk by place left no more of them together than LRU's own order. More threads than
+requests at the disk, to hash meanwhile, gained nothing.
 
 Threads, not io_uring. Direct I/O with fio, 4 to 16 at once, on a virtual disk of a 2-core EPYC, GB/s, threads against
 io_uring: 64 KiB read 0.8-1.8 and 0.9-1.2, write 2.3-3.1 and 2.0-2.7; 1.4 MiB read 1.4-2.0 and 1.1-1.7, write 2.5-4.6 and

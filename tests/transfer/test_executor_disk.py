@@ -170,10 +170,11 @@ def test_in_one_call_each_block_has_an_outcome_of_its_own(rig, refs, disk, monke
     monkeypatch.setattr(disk, "read", late)
     blocks = [block for _, block in work.blocks]
     blocks[2] = DiskBlock(blocks[2].slot, blocks[2].key, blocks[2].checksum ^ 1)
-    grants = rig.grants(*range(8, 14))
+    grants = list(rig.grants(*range(8, 14)))
+    grants[4] = SlotGrant("nobody", 1, 0, 1)
     rig.executor.fence([(9, 4)])
     result = rig.run(CopyBlocks(tuple(zip(blocks, grants, strict=True))))
-    lost = {1: "granted to another before", 2: "another block", 3: "taken away meanwhile"}
+    lost = {1: "granted to another before", 2: "another block", 3: "taken away meanwhile", 4: "nobody's slot"}
     assert result == BlocksCopied(tuple(None if i in lost else ref.checksum for i, ref in enumerate(refs)), corrupt=(2,))
     assert not rig.segment.parts(11).any(), "its checksums are another's as well"
     for index in set(range(BLOCKS)) - set(lost):
