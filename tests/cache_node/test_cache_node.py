@@ -127,10 +127,14 @@ class Pool(Harness):
         self.say(source, leased(ask.lease_id, refs, node=source))
 
     def written(self, *, fail=(), fault=""):
-        """The batch under way is on disk, but for those whose index is in `fail`."""
-        work_id, work = self.work(WriteToDisk)
+        """The older batch under way is on disk, but for those whose index is in `fail`."""
+        work_id, work = self.batches()[0]
         self.done(work_id, DiskWritten(tuple(i not in fail for i in range(len(work.blocks))), fault))
         return tuple(int.from_bytes(block.key, "big") for _, block in work.blocks)
+
+    def batches(self):
+        """The demotions under way, the oldest first: (id, work)."""
+        return [(work_id, work) for work_id, work in self.works.items() if isinstance(work, WriteToDisk)]
 
     def on_disk(self):
         return {int.from_bytes(k, "big") for k in self.actor.disk.slots.committed_keys()}
@@ -584,6 +588,34 @@ def test_the_coldest_blocks_are_written_ahead_of_need_in_batches():
     assert [int.from_bytes(slots.key_of(slot), "big") for slot in slots.coldest(8)] == [3, 2, 1, 6, 5, 4, 8, 7]
 
 
+def test_a_second_batch_is_written_beside_the_first_if_it_is_full():
+    pool = disk_pool()
+    pool.store(*range(1, 9))
+    assert [len(work.blocks) for _, work in pool.batches()] == [3, 3]
+    assert pool.actor.gauges(pool.now)["demoting_blocks"] == 6
+    pool.written()
+    assert len(pool.batches()) == 1, "what is left fills no batch"
+    pool.written()
+    assert [len(work.blocks) for _, work in pool.batches()] == [2]
+    pool.written()
+    assert pool.on_disk() == set(range(1, 9))
+    assert not pool.works
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_batches_a_fault_of_one_takes_nothing_from_the_other(first):
+    pool = disk_pool()
+    pool.store(*range(1, 9))
+    batches = pool.batches()
+    kept = {int.from_bytes(block.key, "big") for _, block in batches[1 - first][1].blocks}
+    for at in (first, 1 - first):
+        work_id, work = batches[at]
+        fine = at != first
+        pool.done(work_id, DiskWritten((fine,) * len(work.blocks), "" if fine else "no space left"))
+    assert pool.on_disk() == kept
+    assert not pool.works, "nothing more is written"
+
+
 def test_a_block_evicted_from_dram_is_promoted_for_a_lease():
     pool = disk_pool()
     pool.store(1, 2)
@@ -592,7 +624,7 @@ def test_a_block_evicted_from_dram_is_promoted_for_a_lease():
     pool.answer(pool.one(LeaseBlocks, "c1"), *range(100, 100 + CAPACITY))
     pool.copied()
     pool.say("p0", ReleaseLease(lease_id=pool.one(BlocksLeased, "p0").lease_id))
-    while any(isinstance(work, WriteToDisk) for work in pool.works.values()):
+    while pool.batches():
         pool.written()
     assert 1 not in pool.held()
     assert 1 in pool.on_disk()
