@@ -29,7 +29,7 @@ from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.conductor.conductor import Conductor
-from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
+from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings, check_devices
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
@@ -134,6 +134,7 @@ class _Process:
         self.settings = loaded.section(node)
         cluster = self.config.cluster
         self.runtime_dir = Path(cluster.runtime_dir)
+        check_devices([node])
         _mind_early_signals()
         _follow_parent()
         make_private(self.runtime_dir)
@@ -175,7 +176,7 @@ class _Process:
         if node.role in ("prefill", "decode"):
             from mooncake_zmq.engine.weights import load_engine
 
-            engine = load_engine(self.model.path, threads=node.threads, backend=node.backend)
+            engine = load_engine(self.model.path, device=node.device, threads=node.threads, backend=node.backend)
         pool = self.settings if node.role == "cache-node" else None
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
