@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.conductor.conductor import Conductor
-from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings, check_devices
+from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
@@ -48,6 +49,7 @@ from mooncake_zmq.runtime.node import Node
 from mooncake_zmq.runtime.session import Session
 from mooncake_zmq.runtime.store_server import StoreServer
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
+from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.disk import Disk, DiskError
 from mooncake_zmq.transfer.network import DataServer
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
@@ -134,7 +136,6 @@ class _Process:
         self.settings = loaded.section(node)
         cluster = self.config.cluster
         self.runtime_dir = Path(cluster.runtime_dir)
-        check_devices([node])
         _mind_early_signals()
         _follow_parent()
         make_private(self.runtime_dir)
@@ -145,6 +146,7 @@ class _Process:
             log.warning("stale_segment_removed", path=str(swept))
         self.model = Model.prepare(self.config, self.node.backend)
         self.layout = self.model.layout(self.config.model.block_tokens)
+        self.cuda = self._open_device() if node.device == "cuda" else None
         self.signals_seen = 0
         self.crash: BaseException | None = None
         self.data_counts: dict[str, Mapping[str, float]] = {}
@@ -176,7 +178,10 @@ class _Process:
         if node.role in ("prefill", "decode"):
             from mooncake_zmq.engine.weights import load_engine
 
-            engine = load_engine(self.model.path, device=node.device, threads=node.threads, backend=node.backend)
+            sequences = partial(DeviceSequence, self.cuda) if self.cuda else None
+            engine = load_engine(
+                self.model.path, device=node.device, threads=node.threads, backend=node.backend, sequences=sequences
+            )
         pool = self.settings if node.role == "cache-node" else None
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
@@ -196,6 +201,7 @@ class _Process:
                 on_crash=self._on_crash,
                 disk=disk,
                 verify_local=self.settings.pool.verify_local if engine else True,
+                cuda=self.cuda,
             )
         self._runtime = ZmqRuntime(
             Node(self._actor(disk), self._session(segment_ref)),
@@ -227,7 +233,8 @@ class _Process:
                 f"needs {needed}: raise it to {needed * self.layout.slot_bytes}, or lower max_model_len"
             )
         cluster = self.config.cluster
-        segment = Segment.create(
+        create = partial(DeviceSegment.allocate, self.cuda) if self.cuda else Segment.create
+        segment = create(
             cluster.shm_dir,
             cluster.name,
             self.node.name,
@@ -246,7 +253,19 @@ class _Process:
         self.data_counts["data_server"] = server.counts
         if wanted.startswith("ipc://"):
             self.stack.callback(Path(wanted.removeprefix("ipc://")).unlink, missing_ok=True)
-        return segment, SegmentRef(path=str(segment.path), endpoint=server.endpoint, slots=slots)
+        handle = segment.handle if isinstance(segment, DeviceSegment) else b""
+        device = segment.device if handle else b""
+        return segment, SegmentRef(path=str(segment.path), endpoint=server.endpoint, slots=slots, device=device, handle=handle)
+
+    def _open_device(self) -> Cuda:
+        try:
+            cuda = Cuda.open(self.layout)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.stack.callback(cuda.close)
+        self.data_counts["cuda"] = cuda.counts
+        log.info("device_open", device="cuda", uuid=cuda.uuid.hex())
+        return cuda
 
     def _open_disk(self, ssd: SsdSettings) -> Disk:
         def progress(done: int, total: int) -> None:
