@@ -51,6 +51,7 @@ class Llama:
         self._product = functools.partial(shared_linear, self._team)
         self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(spec))
         self._seats = [_Seat(xp, spec, self._rowwise) for _ in range(threads)]
+        synchronize(xp)  # weights that do not fit show here
 
     def new_sequence(self, capacity_tokens: int) -> SequenceKV:
         spec = self.spec

@@ -338,8 +338,9 @@ class DeviceSequence(SequenceKV):
     __slots__ = ("_cuda",)
 
     def __init__(self, cuda: Cuda, *, layers: int, kv_heads: int, head_dim: int, capacity_tokens: int) -> None:
-        super().__init__(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity_tokens=capacity_tokens, xp=cuda.xp)
         self._cuda = cuda
+        with cuda.stream():  # a sequence is opened by the thread of the event loop, which is not to wait for the engine
+            super().__init__(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity_tokens=capacity_tokens, xp=cuda.xp)
 
     def write_part(self, layer: int, start: int, part: Any) -> None:
         part = self._cuda.to_device(part) if isinstance(part, np.ndarray) else part

@@ -198,7 +198,6 @@ def test_a_sequence_too_large_for_the_device_is_a_memory_error(cuda):
     cuda.xp.runtime.free_bytes = 100
     with pytest.raises(MemoryError):
         DeviceSequence(cuda, **SHAPE)
-    cuda.xp.runtime.default_stream_is_busy = False
 
 
 # --- slabs
