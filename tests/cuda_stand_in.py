@@ -8,6 +8,7 @@ may be given work: on a GPU the two would race. Device arrays do not turn into N
 import ctypes
 import threading
 import types
+import weakref
 from collections import deque
 from typing import Any
 
@@ -32,8 +33,8 @@ class Gpu:
         self.allocations = {}
         """Base of each `malloc`: (memory, process)."""
         self.handles = {}
-        self.arrays = []
-        """What arrays lie in; kept, as queued work knows addresses only."""
+        self.arrays = weakref.WeakValueDictionary()
+        """What arrays lie in, by its address."""
 
 
 class Runtime:
@@ -54,8 +55,17 @@ class Runtime:
         """For arrays."""
         self.pageable_bytes = 0
         """Copied from or to host memory that was not pinned."""
-        self.default_stream_is_busy = False
+        self.of_thread = threading.local()
         self.lock = threading.RLock()
+
+    @property
+    def default_stream_is_busy(self):
+        """With what this thread gave it."""
+        return getattr(self.of_thread, "busy", False)
+
+    @default_stream_is_busy.setter
+    def default_stream_is_busy(self, busy):
+        self.of_thread.busy = busy
 
     # --- devices
 
@@ -87,6 +97,9 @@ class Runtime:
         if any(other.opened.get(base) for other in PROCESSES if other.gpu is self.gpu):
             raise Broken("freed while a neighbour has it open")
         del self.gpu.allocations[base]
+
+    def give_back(self, size):
+        self.free_bytes += size
 
     def ipcGetMemHandle(self, pointer):  # noqa: N802
         base = next(base for base, (memory, _) in self.gpu.allocations.items() if base <= pointer < base + memory.nbytes)
@@ -138,13 +151,14 @@ class Runtime:
     # --- copies
 
     def memcpyAsync(self, target, source, size, kind, stream):  # noqa: N802
-        on_device = self.is_on_device(target, size), self.is_on_device(source, size)
+        owners = self.owner(target, size), self.owner(source, size)
+        on_device = tuple(owner is not None for owner in owners)
         if on_device != {HOST_TO_DEVICE: (True, False), DEVICE_TO_HOST: (False, True)}.get(kind, (True, True)):
             raise Broken(f"a copy of kind {kind} between memory that is on the device: {on_device}")
         host = source if kind == HOST_TO_DEVICE else target if kind == DEVICE_TO_HOST else None
         if host is not None and not any(at <= host and host + size <= at + n for at, n in self.registered.items()):
             self.pageable_bytes += size
-        self.queue(stream, lambda: ctypes.memmove(target, source, size))
+        self.queue(stream, lambda _owners=owners: ctypes.memmove(target, source, size))
 
     def queue(self, stream, work):
         if self.default_stream_is_busy:
@@ -157,16 +171,18 @@ class Runtime:
         while queue:
             queue.popleft()()
 
-    def is_on_device(self, address, size):
+    def owner(self, address, size):
+        """The device memory that a range lies in, or None."""
         for gpu in self.devices:
             for base, (memory, process) in list(gpu.allocations.items()):
                 if base <= address and address + size <= base + memory.nbytes:
                     if process is not self and not self.opened.get(base):
                         raise Broken("a neighbour's memory that is not open here")
-                    return True
-            if any(start <= address and address + size <= start + memory.nbytes for start, memory in list(gpu.arrays)):
-                return True
-        return False
+                    return memory
+            for start, memory in list(gpu.arrays.items()):
+                if start <= address and address + size <= start + memory.nbytes:
+                    return memory
+        return None
 
 
 PROCESSES: list[Runtime] = []
@@ -177,8 +193,8 @@ class FakeCupy:
 
     float32, complex64, int32, int64 = np.float32, np.complex64, np.int32, np.int64
 
-    def __init__(self, gpu, others=()):
-        runtime = self.runtime = Runtime(gpu, others)
+    def __init__(self, gpu, others=(), *, kind=Runtime):
+        runtime = self.runtime = kind(gpu, others)
         PROCESSES.append(runtime)
         self.current = threading.local()
         default = types.SimpleNamespace(ptr=0, synchronize=lambda: setattr(runtime, "default_stream_is_busy", False))
@@ -214,7 +230,8 @@ class FakeCupy:
         if self.runtime.free_bytes < 0:
             raise MemoryError("out of memory")
         memory = np.full(size, 0xFF, np.uint8)  # of floats, this is NaN
-        self.runtime.gpu.arrays.append((memory.ctypes.data, memory))
+        self.runtime.gpu.arrays[memory.ctypes.data] = memory
+        weakref.finalize(memory, self.runtime.give_back, size)
         return DeviceArray(self, memory.view(dtype).reshape(shape))
 
     def zeros(self, shape, dtype=np.float32):

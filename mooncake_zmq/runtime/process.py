@@ -146,13 +146,13 @@ class _Process:
             log.warning("stale_segment_removed", path=str(swept))
         self.model = Model.prepare(self.config, self.node.backend)
         self.layout = self.model.layout(self.config.model.block_tokens)
-        self.cuda = self._open_device() if node.device == "cuda" else None
         self.signals_seen = 0
         self.crash: BaseException | None = None
         self.data_counts: dict[str, Mapping[str, float]] = {}
         """Counters of the data plane's threads, by part."""
         self._runtime: ZmqRuntime | None = None
         self._store: StoreServer | None = None
+        self.cuda = self._open_device() if node.device == "cuda" else None
 
     @property
     def runtime(self) -> ZmqRuntime:

@@ -61,7 +61,8 @@ class Cuda:
     def __init__(self, cupy: Any, layout: BlockLayout) -> None:
         """`cupy`: the module, or a stand-in."""
         self.xp = cupy
-        self.counts = {"pinned_bytes": 0, "pin_failures": 0, "staged_bytes": 0, "opened": 0, "open_failures": 0}
+        names = ("pinned_bytes", "unpinned_bytes", "pin_failures", "staged_bytes", "opened", "closed", "open_failures")
+        self.counts = dict.fromkeys(names, 0)
         self._runtime = cupy.cuda.runtime
         self._staging_bytes = max(STAGING_BYTES, layout.part_bytes)
         self._lanes = threading.local()
@@ -193,7 +194,7 @@ class Cuda:
         with self._lock:
             self._pinned = tuple(each for each in self._pinned if each[0] != address)
         self._runtime.hostUnregister(address)
-        self.counts["pinned_bytes"] -= size_bytes
+        self.counts["unpinned_bytes"] += size_bytes
 
     # --- device memory that neighbours share
 
@@ -231,7 +232,7 @@ class Cuda:
     def close_handle(self, address: int) -> None:
         """The end of `open_handle`, after the last copy from there."""
         self._runtime.ipcCloseMemHandle(address)
-        self.counts["opened"] -= 1
+        self.counts["closed"] += 1
 
     def _uuid(self, device: int) -> bytes:
         return bytes(self._runtime.getDeviceProperties(device)["uuid"])[:UUID_BYTES].ljust(UUID_BYTES, b"\0")

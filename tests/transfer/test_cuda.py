@@ -130,7 +130,7 @@ def test_a_pinned_segment_is_copied_from_directly_until_it_is_forgotten(cuda, ma
     gc.collect()
     runtime = cuda.xp.runtime
     assert [size for size in runtime.registered.values() if size != cuda._staging_bytes] == []
-    assert cuda.counts["pinned_bytes"] == 0
+    assert cuda.counts["unpinned_bytes"] == cuda.counts["pinned_bytes"]
     assert not cuda.is_pinned(view[0]), "the memory is mapped still, but no longer pinned"
     assert not cuda.is_pinned(owner.part_view(0, 0))
 
@@ -160,7 +160,7 @@ def test_the_directory_maps_what_it_pins_writable_and_once(cuda, make_segment, l
     del reader
     directory.forget("c")
     gc.collect()
-    assert cuda.counts["pinned_bytes"] == 0
+    assert cuda.counts["unpinned_bytes"] == cuda.counts["pinned_bytes"]
 
 
 # --- sequences
@@ -416,7 +416,7 @@ def test_a_slab_is_opened_once_a_life_and_closed_when_it_is_forgotten(make_cuda,
     assert directory.forget("p") == ("p", 2)
     gc.collect()
     assert decode.xp.runtime.opened[successor._address] == 0
-    assert decode.counts["opened"] == 0
+    assert decode.counts["opened"] == decode.counts["closed"] == 2
 
 
 def test_a_slab_out_of_reach_is_read_from_its_data_server(make_cuda, make_slab, layout, gpu):
