@@ -45,6 +45,8 @@ STAGING_BYTES = 4 << 20
 """Pinned memory of each thread that copies: what is larger waits for the stream in between. A part must fit in, so the largest
 part is the least size."""
 
+HANDLE_BYTES = 64
+
 
 @dataclass(slots=True)
 class _Lane:
@@ -221,6 +223,8 @@ class Cuda:
 
     def open_handle(self, handle: bytes) -> int:
         """Map a neighbour's allocation. Raises SharedMemoryError."""
+        if len(handle) != HANDLE_BYTES:
+            raise SharedMemoryError(f"a handle of {len(handle)} bytes is none")
         try:
             address = int(self._runtime.ipcOpenMemHandle(handle))
         except self._runtime.CUDARuntimeError as error:

@@ -41,6 +41,9 @@ class SegmentDirectory:
         self._cuda = cuda
         self._neighbours: dict[str, tuple[int, _Neighbour]] = {}
         self._lock = threading.Lock()
+        """Guards what is known of neighbours."""
+        self._mapping = threading.Lock()
+        """Held while a segment is mapped: pinning a large one takes seconds, for which only those wait who want to copy."""
 
     def learn(self, life: Life, host: str, segment: SegmentRef | None) -> Life | None:
         """Remember a peer, unless it is an older life; returns the life that it replaced, which is forgotten."""
@@ -75,7 +78,7 @@ class SegmentDirectory:
         neighbour = self._neighbour(life)
         if neighbour is None or not neighbour.is_local:
             return None
-        with self._lock:
+        with self._mapping:
             mapped = neighbour.mappings.get(True) or neighbour.mappings.get(writable)
             if mapped is None:
                 # What cannot be written cannot be pinned on every GPU.

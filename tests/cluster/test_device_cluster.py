@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from toy_cluster import ToyCluster, free_port, until_none
+from toy_cluster import ToyCluster, eventually, free_port, until_none
 
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import prepare
@@ -128,6 +128,11 @@ def test_tokens_of_a_cluster_on_a_gpu_are_those_of_the_bare_engine(cluster: Devi
         for index, prompt in enumerate(prompts):
             assert answers.pop(index) == expected(engine, prompt, 20)
 
+    def hits_the_pool() -> bool:
+        body = {"model": engine.spec.name, "prompt": prompts[-1], "max_tokens": 2}
+        return bool(cluster.complete_text(**body)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    eventually(hits_the_pool)
     decode, prefill = (cluster.counts(cluster.ports[port]) for port in ("decode_port", "prefill_port"))
     assert decode["mooncake_cuda_opened_total"] == 1
     assert prefill["mooncake_cuda_pinned_bytes_total"] > 0

@@ -338,6 +338,8 @@ def test_a_handle_is_opened_only_for_the_life_the_layout_and_the_device_of_its_f
     for asked in ((layout, 6, slab.device), (other, 7, slab.device), (layout, 7, b"x" * 16), (layout, 7, HOST)):
         with pytest.raises(SharedMemoryError):
             DeviceSegment.open(decode, slab.path, *asked, slab.handle)
+    with pytest.raises(SharedMemoryError, match="63 bytes"):
+        DeviceSegment.open(decode, slab.path, layout, 7, slab.device, slab.handle[:63])
     assert decode.counts["opened"] == decode.counts["open_failures"] == 0
     with pytest.raises(SharedMemoryError, match="slots on device"):
         Segment.attach(slab.path, layout, 7)
