@@ -16,9 +16,10 @@ Streams. Each thread copies on a stream of its own that waits for no other; the 
 agree through the host alone: an engine has waited for its stream before it says that KV is stored, and a copy is announced
 after `settle`. So neither side ever reads what the other still writes, without a single event.
 
-Sketch: a part of 262 kB (8 heads of 128, 32 tokens) takes 10 us over PCIe 4 at 25 GB/s, if its host memory is pinned, about
-three times that if it is not; its hash takes 13 us and runs beside the DMA. Sealing a part costs the writer 20 to 30 us: some
-5 % of what a 7B model computes for it.
+Sketch, all of it estimates: a part of 262 kB (8 heads of 128, 32 tokens) takes 10 us over PCIe 4 at 25 GB/s, if its host memory
+is pinned, about three times that if it is not; its hash takes 13 us and runs beside a load's DMA. Sealing a part costs the
+writer 20 to 30 us, some 5 % of what a 7B model computes for it, and the GPU is idle meanwhile: sealing a whole layer's parts
+with one wait is the first thing to try on a GPU.
 """
 
 import ctypes
