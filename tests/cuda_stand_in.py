@@ -35,6 +35,8 @@ class Gpu:
         self.handles = {}
         self.arrays = weakref.WeakValueDictionary()
         """What arrays lie in, by its address."""
+        self.lock = threading.RLock()
+        """Of `arrays`, which cannot be listed while one is added."""
 
 
 class Runtime:
@@ -179,7 +181,9 @@ class Runtime:
                     if process is not self and not self.opened.get(base):
                         raise Broken("a neighbour's memory that is not open here")
                     return memory
-            for start, memory in list(gpu.arrays.items()):
+            with gpu.lock:
+                arrays = list(gpu.arrays.items())
+            for start, memory in arrays:
                 if start <= address and address + size <= start + memory.nbytes:
                     return memory
         return None
@@ -230,7 +234,8 @@ class FakeCupy:
         if self.runtime.free_bytes < 0:
             raise MemoryError("out of memory")
         memory = np.full(size, 0xFF, np.uint8)  # of floats, this is NaN
-        self.runtime.gpu.arrays[memory.ctypes.data] = memory
+        with self.runtime.gpu.lock:
+            self.runtime.gpu.arrays[memory.ctypes.data] = memory
         weakref.finalize(memory, self.runtime.give_back, size)
         return DeviceArray(self, memory.view(dtype).reshape(shape))
 
