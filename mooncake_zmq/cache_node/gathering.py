@@ -355,14 +355,15 @@ class Gatherer:
         self._count(f"fetched_blocks[source={tier}]", len(came))
         self._count(f"fetch_failures[source={tier}]", len(copies) - len(came))
         self._count("fetched_blocks_corrupt", len(corrupt))
-        if isinstance(result, BlocksCopied) and result.fault:
-            self._disk.fail(result.fault)
         if came:
             self._measure(now, fetch, len(came))
         if gathering is not None:
             gathering.came_from.update(dict.fromkeys(came, fetch.source))
         self._note(came, gathering)
         self._stored(list(came))
+        if isinstance(result, BlocksCopied) and result.fault:
+            # After that: what came is on disk too until then, and only by this in DRAM alone.
+            self._disk.fail(result.fault)
         effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
         return effects + self._close(fetch_id) + self.advance_waiting(now, fetch.keys)
 
