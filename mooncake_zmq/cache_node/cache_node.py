@@ -365,6 +365,7 @@ class CacheNode:
         lease = self._leases.pop(holder, None)
         if lease is not None:
             self.slots.unpin(lease.slots)
+            self.disk.used(len(lease.slots))  # pinned, they were not seen among what is to be written
 
     def _on_corrupt(self, message: ReportCorrupt) -> list[Effect]:
         for ref in message.slots:

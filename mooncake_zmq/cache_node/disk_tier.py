@@ -101,7 +101,7 @@ class DiskTier:
         return self._contents.of(slot) if self._contents else UNKNOWN
 
     def used(self, blocks: int) -> None:
-        """Blocks of DRAM were leased: perhaps of its cold end."""
+        """Blocks of DRAM were leased, perhaps of its cold end, or came back to it."""
         self._clean -= blocks
 
     def begin_drain(self) -> None:

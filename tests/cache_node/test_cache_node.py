@@ -1038,6 +1038,16 @@ def test_a_block_corrupt_in_dram_is_not_kept_because_it_could_not_be_written():
     assert pool.on_disk() == {2}
 
 
+def test_blocks_that_came_for_a_lease_are_written_when_it_ends():
+    pool = disk_pool()
+    lease_id = pool.lease(1, 2, sources=("c1",))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1, 2)
+    pool.copied()
+    assert not pool.batches()
+    pool.say("p0", ReleaseLease(lease_id=lease_id))
+    assert pool.written() == (2, 1)
+
+
 def test_leases_of_what_is_on_disk_too_are_not_looked_through_again_and_again():
     pool = disk_pool(slots=40)
     pool.store(1, 2, 3, 4)
