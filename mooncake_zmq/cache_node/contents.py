@@ -35,14 +35,16 @@ class Contents:
         self._told = np.zeros(slots if block_tokens else 0, np.uint8).data
         """1: the tokens are known."""
 
-    def put(self, slot: int, parent: Key | None, tokens: bytes = b"") -> None:
-        """The slot has this block now. Tokens that are not as many as a block has are not kept."""
+    def put(self, slot: int, parent: Key | None, tokens: bytes = b"") -> Content:
+        """The slot has this block now. Returns what is kept of it: tokens only if they are as many as a block has."""
         self._parents[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = parent or NONE
         size = self.token_bytes
+        fits = size > 0 and len(tokens) == size
         if size:
-            fits = self._told[slot] = len(tokens) == size
-            if fits:
-                self._tokens[slot * size : (slot + 1) * size] = tokens
+            self._told[slot] = fits
+        if fits:
+            self._tokens[slot * size : (slot + 1) * size] = tokens
+        return Content(parent, tokens if fits else b"")
 
     def parent(self, slot: int) -> Key | None:
         """The block that this one follows, wherever that stands now."""
@@ -63,16 +65,15 @@ def in_chains(medium: Medium, blocks: Iterable[tuple[Key, Content]]) -> list[Blo
     """
     contents = dict(blocks)
     children: dict[Key, list[Key]] = {}
-    for key, (parent, _) in contents.items():
-        if parent in contents:
-            children.setdefault(parent, []).append(key)
-    unknown: list[Key] = []
     heads: list[Key] = []
-    for key, content in contents.items():
-        if content.parent not in contents:
-            (unknown if content == UNKNOWN and key not in children else heads).append(key)
+    for key, (parent, _) in contents.items():
+        if parent is not None and parent in contents:
+            children.setdefault(parent, []).append(key)
+        else:
+            heads.append(key)
+    unknown = [key for key in heads if contents[key] == UNKNOWN and key not in children]
+    heads = [key for key in reversed(heads) if contents[key] != UNKNOWN or key in children]
     events: list[BlocksStored] = []
-    heads.reverse()
     while heads:
         run = [heads.pop()]
         while run[-1] in children:

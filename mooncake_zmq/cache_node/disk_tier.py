@@ -184,9 +184,10 @@ class DiskTier:
 
     def _note(self, block: DiskBlock) -> None:
         """A block stands on disk now."""
+        content = UNKNOWN
         if self._contents:
-            self._contents.put(block.slot, block.parent, block.tokens)
-        self.stored.append((block.key, self.content(block.slot)))
+            content = self._contents.put(block.slot, block.parent, block.tokens)
+        self.stored.append((block.key, content))
 
     def corrupt(self, block: DiskBlock) -> None:
         """A copy did not verify: a miss from now on, and nothing is written to its place any more. Call when it is unpinned."""

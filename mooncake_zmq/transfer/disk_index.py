@@ -7,7 +7,8 @@ written again: the reader tells by the slot's own header and checksum.
 
 SQLite beside LMDB, medians on a 2-core EPYC with a virtual disk, 1 M rows: 64 replacements committed and synced 0.78 ms
 against 1.8 ms (in slot order 0.28 against 0.31), loading all rows 0.5 s against 0.4 s, 73 MB against 49 MB. No reason to
-add a dependency.
+add a dependency. What blocks of 32 tokens hold makes the rows five times as large, and loading them take 1.5 to 2 times as
+long.
 """
 
 import os
