@@ -25,26 +25,28 @@ UNKNOWN = Content()
 
 class Contents:
     """Columns by slot, which stand until the slot's next block: 16 bytes, and with tokens 4 for each and one more, so 145 for
-    a block of 32. They lie in pages that the kernel gives when they are first written."""
+    a block of 32."""
 
     def __init__(self, slots: int, block_tokens: int) -> None:
         """`block_tokens`: tokens kept of each block; 0: none, and of a block only its parent."""
         self.token_bytes = block_tokens * TOKEN_BYTES
-        self._parents = np.zeros(slots * KEY_BYTES, np.uint8).data
-        self._tokens = np.zeros(slots * self.token_bytes, np.uint8).data
-        self._told = np.zeros(slots if block_tokens else 0, np.uint8).data
+        self._parents = bytearray(slots * KEY_BYTES)
+        self._tokens = np.zeros(slots * self.token_bytes, np.uint8).data  # takes memory only as it is first written
+        self._told = bytearray(slots if block_tokens else 0)
         """1: the tokens are known."""
 
-    def put(self, slot: int, parent: Key | None, tokens: bytes = b"") -> Content:
-        """The slot has this block now. Returns what is kept of it: tokens only if they are as many as a block has."""
-        self._parents[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = parent or NONE
-        size = self.token_bytes
-        fits = size > 0 and len(tokens) == size
-        if size:
-            self._told[slot] = fits
-        if fits:
-            self._tokens[slot * size : (slot + 1) * size] = tokens
-        return Content(parent, tokens if fits else b"")
+    def put(self, slot: int, parent: Key | None, tokens: bytes = b"") -> None:
+        """The slot has this block now. Tokens that do not fit are not kept."""
+        start = slot * KEY_BYTES
+        self._parents[start : start + KEY_BYTES] = parent or NONE
+        if size := self.token_bytes:
+            fits = self._told[slot] = self.fits(tokens)
+            if fits:
+                self._tokens[slot * size : (slot + 1) * size] = tokens
+
+    def fits(self, tokens: bytes) -> bool:
+        """Are these as many tokens as a block has?"""
+        return len(tokens) == self.token_bytes > 0
 
     def parent(self, slot: int) -> Key | None:
         """The block that this one follows, wherever that stands now."""

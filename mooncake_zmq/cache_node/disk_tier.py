@@ -186,7 +186,8 @@ class DiskTier:
         """A block stands on disk now."""
         content = UNKNOWN
         if self._contents:
-            content = self._contents.put(block.slot, block.parent, block.tokens)
+            self._contents.put(block.slot, block.parent, block.tokens)
+            content = Content(block.parent, block.tokens if self._contents.fits(block.tokens) else b"")
         self.stored.append((block.key, content))
 
     def corrupt(self, block: DiskBlock) -> None:

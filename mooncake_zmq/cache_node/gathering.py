@@ -294,10 +294,9 @@ class Gatherer:
 
     def _fitting_contents(self, keys: Sequence[Key], message: BlocksLeased) -> dict[Key, Content]:
         """What the source tells of its blocks, unless it cannot be so: like a put's, its tokens are only passed on."""
-        size = self._contents.token_bytes
-        if not size or not message.tokens:
+        if not self._contents.token_bytes or not message.tokens:
             return {}
-        if any(len(tokens) not in (0, size) for tokens in message.tokens):
+        if not all(self._contents.fits(tokens) for tokens in message.tokens if tokens):
             self._count("fetched_tokens_misfit")
             return {}
         return dict(zip(keys, map(Content, message.parents, message.tokens), strict=False))
