@@ -243,7 +243,7 @@ def _contents_stale() -> list[tuple[Any, str, Any]]:
 
 
 def _contents_lost() -> list[tuple[Any, str, Any]]:
-    """A cache-node with KV events does not ask what the blocks it fetches hold."""
+    """What a source tells of its blocks is not kept."""
 
     def silent(self: Gatherer, *_: object) -> dict[Key, Content]:
         return {}
