@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""
@@ -367,6 +367,8 @@ class LeaseBlocks(_Message, frozen=True):
     ttl_s: Seconds
     compute_s: Seconds = 0.0
     """What computing one of these blocks takes the asker; 0: get it whatever it takes."""
+    contents: bool = False
+    """Tell what the blocks hold as well: the asker publishes KV events."""
 
 
 class BlocksLeased(_Message, frozen=True):
@@ -383,11 +385,20 @@ class BlocksLeased(_Message, frozen=True):
     checksums: Annotated[tuple[Checksum, ...], Meta(max_length=MAX_BLOCKS)] = ()
     remote: Count = 0
     """How many of the blocks were fetched from another host for this lease."""
+    parents: Annotated[tuple[Key | None, ...], Meta(max_length=MAX_BLOCKS)] = ()
+    tokens: Annotated[tuple[Tokens, ...], Meta(max_length=MAX_BLOCKS)] = ()
+    """If asked for: what each block follows (none: it begins a prompt) and holds, nothing where that is not known. No columns
+    if it is not known of any. At most `MAX_TOKENS` in all."""
 
     def __post_init__(self) -> None:
         blocks = len(self.slots)
         if not len(self.generations) == len(self.checksums) == blocks >= self.remote:
             raise ValueError("columns of different lengths")
+        if self.tokens or self.parents:
+            if not len(self.tokens) == len(self.parents) == blocks:
+                raise ValueError("columns of different lengths")
+            if sum(map(len, self.tokens)) > 4 * MAX_TOKENS:
+                raise ValueError(f"more than {MAX_TOKENS} tokens")
 
     @property
     def sources(self) -> tuple[SlotRef, ...]:

@@ -134,6 +134,9 @@ class DiskBlock:
     slot: int
     key: Key
     checksum: int
+    parent: Key | None = None
+    tokens: bytes = b""
+    """What is known of the block when it is written, and after a restart; nothing depends on it but KV events."""
 
 
 @dataclass(frozen=True, slots=True)

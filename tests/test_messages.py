@@ -16,6 +16,7 @@ from mooncake_zmq.messages import (
     MAX_BLOCKS,
     MAX_MESSAGE_BYTES,
     MAX_TEXT,
+    MAX_TOKENS,
     AttemptFailed,
     BlocksAnnounced,
     BlocksLeased,
@@ -79,12 +80,21 @@ def structs(kind):
     fields = {name: values(hints[name]) for name in kind.__struct_fields__}
     if kind is BlocksLeased:  # its columns agree
         refs = st.lists(structs(SlotRef), max_size=4)
-        return refs.flatmap(
+        plain = refs.flatmap(
             lambda refs: st.builds(
                 leased, fields["lease_id"], st.just(refs), remote=st.integers(0, len(refs)), node=fields["node"]
             )
         )
+        told = st.tuples(*[st.lists(values(typing.get_args(hints[name])[0].__args__[0])) for name in ("parents", "tokens")])
+        return st.builds(told_of, plain, told)
     return st.builds(kind, **fields)
+
+
+def told_of(leased, told):
+    """The lease with as much of these columns as there are blocks."""
+    parents, tokens = (tuple(column[: len(leased.slots)]) for column in told)
+    full = len(parents) == len(tokens) == len(leased.slots)
+    return msgspec.structs.replace(leased, parents=parents, tokens=tokens) if full else leased
 
 
 messages = st.sampled_from(TYPES).flatmap(structs)
@@ -269,11 +279,35 @@ def test_columns_that_do_not_agree_are_refused_on_arrival(columns):
 
 
 @pytest.mark.parametrize(
+    ("parents", "tokens"),
+    [
+        ((None,), (b"",)),
+        ((None, b"k" * 16), ()),
+        ((), (b"", b"")),
+        ((None, b"k" * 15), (b"", b"1234")),
+        ((None, None), (bytes(4 * MAX_TOKENS), b"1")),
+    ],
+    ids=range(5),
+)
+def test_contents_that_do_not_agree_or_are_too_many_are_refused_on_arrival(parents, tokens):
+    columns = ((1, 2), (2, 2), (5, 6), 0)
+    most = (bytes(4 * MAX_TOKENS - 4), b"1234")
+    fine = decode(msgpack.packb(["BlocksLeased", 1, "c", 7, *columns, (None, b"k" * 16), most]))
+    assert fine.parents == (None, b"k" * 16)
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(["BlocksLeased", 1, "c", 7, *columns, parents, tokens]))
+
+
+@pytest.mark.parametrize(
     "message",
     [
         BlocksAnnounced(stored=(b"k" * 16,) * MAX_BLOCKS, removed=(b"r" * 16,) * MAX_BLOCKS),
         ReportCorrupt(slots=(REF,) * MAX_BLOCKS),
-        leased(1, [REF] * MAX_BLOCKS, remote=MAX_BLOCKS),
+        msgspec.structs.replace(
+            leased(1, [REF] * MAX_BLOCKS, remote=MAX_BLOCKS),
+            parents=(b"p" * 16,) * MAX_BLOCKS,
+            tokens=(bytes(4 * MAX_TOKENS // MAX_BLOCKS),) * MAX_BLOCKS,
+        ),
         HandoffBlocks(request_id="r" * 128, attempt=1, first_block=0, sources=(REF,) * MAX_BLOCKS, ready=True),
         StartPrefill(
             request_id="r" * 128,

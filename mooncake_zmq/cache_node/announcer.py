@@ -20,9 +20,9 @@ class Announcer:
         self._stored: list[BlocksStored] = []
         self._new: list[Key] = []
 
-    def stored(self, event: BlocksStored, new: Sequence[Key]) -> None:
+    def stored(self, events: Iterable[BlocksStored], new: Iterable[Key]) -> None:
         """These blocks came to stand in a tier; `new`: those that stood in no other."""
-        self._stored.append(event)
+        self._stored += events
         self._new += new
 
     def flush(self, evicted: Sequence[tuple[Medium, Sequence[Key]]], conductors: Iterable[str]) -> list[Effect]:

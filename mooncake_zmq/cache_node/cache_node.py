@@ -11,6 +11,7 @@ from typing import Any
 
 from mooncake_zmq.cache_node.announcer import Announcer, announcements
 from mooncake_zmq.cache_node.chains import Chains
+from mooncake_zmq.cache_node.contents import UNKNOWN, Contents, in_chains
 from mooncake_zmq.cache_node.disk_tier import DiskContents, DiskTier
 from mooncake_zmq.cache_node.gathering import DISK, Gatherer, Gathering
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
@@ -20,6 +21,7 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.lease import GrantedLease, HolderId
 from mooncake_zmq.kv.slots import Slots, SlotState
 from mooncake_zmq.messages import (
+    MAX_TOKENS,
     BlocksLeased,
     ChangeReplica,
     CommitSlots,
@@ -99,14 +101,23 @@ class CacheNode:
         self._settings = settings
         self._layout = layout
         self._next_id = 1
+        self._contents = Contents(self.slots.capacity, layout.block_tokens if settings.kv_events.endpoint else 0)
         self.disk = DiskTier(
-            settings.ssd, disk, self.slots, policy=settings.eviction, ref=self._ref, new_id=self._new_id, counts=self.counts
+            settings.ssd,
+            disk,
+            self.slots,
+            self._contents,
+            policy=settings.eviction,
+            ref=self._ref,
+            new_id=self._new_id,
+            counts=self.counts,
         )
-        self._chains = Chains(self.slots)
+        self._chains = Chains(self.slots, self._contents)
         self._announcer = Announcer(self.holds, self.counts)
         self._gatherer = Gatherer(
             settings,
             self.slots,
+            self._contents,
             self.disk,
             grant=self._grant,
             new_id=self._new_id,
@@ -262,6 +273,7 @@ class CacheNode:
             deadline=now + fetch_s,
             ttl_s=min(message.ttl_s, self._settings.max_lease_s),
             compute_s=message.compute_s,
+            contents=message.contents,
         )
         return self._gather(now, gathering, message.sources, fetch_s)
 
@@ -289,6 +301,7 @@ class CacheNode:
         self._count("lookup_blocks[result=remote]", remote)
         self._count("lookup_blocks[result=miss]", len(gathering.keys) - len(run))
         slots = tuple(gathering.run)
+        parents, tokens = self._told(slots) if gathering.contents else ((), ())
         leased = BlocksLeased(
             lease_id=holder.number,
             node=self.name,
@@ -297,6 +310,8 @@ class CacheNode:
             generations=tuple(map(self.slots.generation.__getitem__, slots)),
             checksums=tuple(map(self.slots.checksum.__getitem__, slots)),
             remote=remote,
+            parents=parents,
+            tokens=tokens,
         )
         reply = Send(holder.node, leased)
         if not run:
@@ -304,6 +319,17 @@ class CacheNode:
         self.disk.used(len(run))
         self._leases[holder] = GrantedLease(slots, now + gathering.ttl_s)
         return [reply, SetTimer(("lease", holder.node, holder.incarnation, holder.number), gathering.ttl_s)]
+
+    def _told(self, slots: Sequence[int]) -> tuple[tuple[Key | None, ...], tuple[bytes, ...]]:
+        """What these blocks follow and hold, in columns, as far as a message has room; none if nothing is known."""
+        if not self._contents.token_bytes:
+            return (), ()
+        room = 4 * MAX_TOKENS // self._contents.token_bytes
+        contents = [content if content.tokens else UNKNOWN for content in map(self._contents.of, slots[:room])]
+        contents += [UNKNOWN] * (len(slots) - len(contents))
+        if not any(content.tokens for content in contents):
+            return (), ()
+        return tuple([content.parent for content in contents]), tuple([content.tokens for content in contents])
 
     def _on_renew(self, now: float, sender: str, message: RenewLease) -> list[Effect]:
         holder = self._holder(sender, message.lease_id)
@@ -339,6 +365,7 @@ class CacheNode:
         lease = self._leases.pop(holder, None)
         if lease is not None:
             self.slots.unpin(lease.slots)
+            self.disk.used(len(lease.slots))  # pinned, they were not seen among what is to be written
 
     def _on_corrupt(self, message: ReportCorrupt) -> list[Effect]:
         for ref in message.slots:
@@ -426,13 +453,15 @@ class CacheNode:
         if put.quarantined:
             self._count("late_commits")
         stored: list[int] = []
+        size = self._contents.token_bytes
         for index, (_, slot) in put.slots.items():
             checksum = checksums.get(index)
             if checksum is None:
                 self.slots.free(slot)
             else:
                 self.slots.commit(slot, checksum)
-                self._chains.link(slot, put.keys[index - 1] if index else put.parent)
+                parent = put.keys[index - 1] if index else put.parent
+                self._contents.put(slot, parent, put.tokens[index * size : (index + 1) * size])
                 stored.append(index)
         if not stored:
             return []
@@ -446,17 +475,17 @@ class CacheNode:
         for first, stop in _runs(stored):
             parent = put.keys[first - 1] if first else put.parent
             keys = put.keys[first:stop]
-            self._tell(BlocksStored(keys, Medium.CPU, parent or b"", put.tokens[first * size : stop * size]))
+            self._tell([BlocksStored(keys, Medium.CPU, parent or b"", put.tokens[first * size : stop * size])])
 
-    def _copied_here(self, keys: Sequence[Key], parent: Key | None) -> None:
-        slots = [slot for key in keys if (slot := self.slots.committed(key)) is not None]
-        for slot, before in zip(slots, (parent, *keys), strict=False):
-            self._chains.link(slot, before)
-        self._chains.touch(parent, slots)
-        self._tell(BlocksStored(tuple(keys), Medium.CPU, parent or b""))
+    def _copied_here(self, keys: Sequence[Key]) -> None:
+        slots = {key: slot for key in keys if (slot := self.slots.committed(key)) is not None}
+        events = in_chains(Medium.CPU, [(key, self._contents.of(slot)) for key, slot in slots.items()])
+        for event in events:
+            self._chains.touch(event.parent or None, [slots[key] for key in event.keys])
+        self._tell(events)
 
-    def _tell(self, stored: BlocksStored) -> None:
-        new = [key for key in stored.keys if self.disk.find(key) is None]
+    def _tell(self, stored: Sequence[BlocksStored]) -> None:
+        new = [key for event in stored for key in event.keys if self.disk.find(key) is None]
         self._announcer.stored(stored, new)
         self.disk.unsaved += len(new)
 
@@ -513,8 +542,8 @@ class CacheNode:
     def _announce(self) -> list[Effect]:
         """Tell of what this event changed, in either tier; a conductor just met hears of all that is held now."""
         if self.disk.stored:
-            new = [key for key in self.disk.stored if self.slots.committed(key) is None]
-            self._announcer.stored(BlocksStored(tuple(self.disk.stored), Medium.DISK), new)
+            new = [key for key, _ in self.disk.stored if self.slots.committed(key) is None]
+            self._announcer.stored(in_chains(Medium.DISK, self.disk.stored), new)
             self.disk.stored.clear()
         left_dram, left_disk = tuple(self.slots.evicted), tuple(self.disk.slots.evicted)
         if left_dram or left_disk:

@@ -1,25 +1,21 @@
-"""Which block follows which in DRAM, so that a use of a block is a use of all before it: children go before parents. PURE."""
+"""A use of a block in DRAM is a use of all blocks that it follows: children go before parents. PURE."""
 
 from collections.abc import Sequence
 
-from mooncake_zmq.kv.block_hash import KEY_BYTES, Key
+from mooncake_zmq.cache_node.contents import Contents
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.slots import Slots
 
 MAX_ANCESTORS = 1024
 """Blocks touched before a block that is used; older ones of a longer chain keep their place. Bounds the time of an event."""
-NONE = bytes(KEY_BYTES)
 
 
 class Chains:
-    """The parent's key of each slot's block: it finds the parent again wherever that stands now."""
+    """`contents` tells the parent's key of each slot's block, which finds the parent wherever that stands now."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots, contents: Contents) -> None:
         self._slots = slots
-        self._parents = bytearray(KEY_BYTES * slots.capacity)
-
-    def link(self, slot: int, parent: Key | None) -> None:
-        """The block in `slot` follows `parent`, if that is known."""
-        self._parents[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = parent or NONE
+        self._contents = contents
 
     def touch(self, parent: Key | None, slots: Sequence[int]) -> None:
         """A chain after `parent` was used: it and what it follows, the root last."""
@@ -32,7 +28,6 @@ class Chains:
             if slot is None:
                 break
             ancestors.append(slot)
-            parent = bytes(self._parents[slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
-            key = None if parent == NONE else parent
+            key = self._contents.parent(slot)
         ancestors.reverse()
         return ancestors

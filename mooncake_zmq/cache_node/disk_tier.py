@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from mooncake_zmq.cache_node.contents import UNKNOWN, Content, Contents
 from mooncake_zmq.cache_node.settings import SsdSettings
 from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.events import TOKEN_BYTES
 from mooncake_zmq.kv.slots import Slots, SlotState
 from mooncake_zmq.messages import SlotRef
 from mooncake_zmq.runtime.actor import Effect, Start
@@ -45,6 +47,7 @@ class DiskTier:
         settings: SsdSettings,
         contents: DiskContents,
         dram: Slots,
+        dram_contents: Contents,
         *,
         policy: str,
         ref: Callable[[int], SlotRef],
@@ -55,10 +58,14 @@ class DiskTier:
         self.readable = self.writable = contents.slots > 0
         self.fault = ""
         """Why the tier is off, or only read any more."""
-        self.stored: list[Key] = []
-        """Keys newly on disk, for whoever announces them; the owner clears the list."""
+        self.stored: list[tuple[Key, Content]] = []
+        """Blocks newly on disk, for whoever announces them; the owner clears the list."""
         self._settings = settings
         self._dram = dram
+        self._dram_contents = dram_contents
+        block_tokens = dram_contents.token_bytes // TOKEN_BYTES
+        self._contents = Contents(contents.slots, block_tokens) if block_tokens else None
+        """Kept for KV events alone."""
         self._ref = ref
         self._new_id = new_id
         self._counts = counts
@@ -72,7 +79,7 @@ class DiskTier:
         self._writing: dict[int, list[_Demotion]] = {}
         for block in contents.blocks:
             self.slots.restore(block.slot, block.key, block.checksum)
-            self.stored.append(block.key)
+            self._note(block)
 
     @property
     def capacity(self) -> int:
@@ -89,8 +96,12 @@ class DiskTier:
         slot = self.slots.committed(key) if self.readable else None
         return None if slot is None else DiskBlock(slot, key, self.slots.checksum[slot])
 
+    def content(self, slot: int) -> Content:
+        """What is known of the block in a disk slot."""
+        return self._contents.of(slot) if self._contents else UNKNOWN
+
     def used(self, blocks: int) -> None:
-        """Blocks of DRAM were leased: perhaps of its cold end."""
+        """Blocks of DRAM were leased, perhaps of its cold end, or came back to it."""
         self._clean -= blocks
 
     def begin_drain(self) -> None:
@@ -126,8 +137,13 @@ class DiskTier:
             target = self.slots.reserve(key)
             if target is None:
                 break
-            demotions.append(_Demotion(slot, DiskBlock(target, key, self._dram.checksum[slot])))
+            demotions.append(_Demotion(slot, DiskBlock(target, key, self._dram.checksum[slot], *self._content_above(slot))))
         return demotions
+
+    def _content_above(self, slot: int) -> Content:
+        """What the index row of the block in a DRAM slot is to tell."""
+        content = self._dram_contents.of(slot)
+        return content if content.tokens else UNKNOWN
 
     def _look(self) -> None:
         """Find what of the cold end of DRAM is not on disk. Looked at again only when a quarter of that is used up."""
@@ -150,7 +166,7 @@ class DiskTier:
         for demotion, done in zip(demotions, result.written, strict=True):
             if done and self.readable:
                 self.slots.commit(demotion.block.slot, demotion.block.checksum)
-                self.stored.append(demotion.block.key)
+                self._note(demotion.block)
                 self.unsaved -= self._dram.committed(demotion.block.key) is not None
             else:
                 self.slots.free(demotion.block.slot)
@@ -165,6 +181,14 @@ class DiskTier:
             self.writable = False
             self.fault = result.fault
             self._count("disk_faults[operation=write]")
+
+    def _note(self, block: DiskBlock) -> None:
+        """A block stands on disk now."""
+        content = UNKNOWN
+        if self._contents:
+            self._contents.put(block.slot, block.parent, block.tokens)
+            content = Content(block.parent, block.tokens if self._contents.fits(block.tokens) else b"")
+        self.stored.append((block.key, content))
 
     def corrupt(self, block: DiskBlock) -> None:
         """A copy did not verify: a miss from now on, and nothing is written to its place any more. Call when it is unpinned."""

@@ -6,9 +6,11 @@ of a chain begins at the root. A source slower than computing is not asked. At t
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+from mooncake_zmq.cache_node.contents import UNKNOWN, Content, Contents
 from mooncake_zmq.cache_node.disk_tier import DiskTier
 from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.kv.block_hash import Key
@@ -43,6 +45,8 @@ class Gathering:
     ttl_s: float = 0.0
     compute_s: float = 0.0
     wish: bool = False
+    contents: bool = False
+    """The holder wants to know what the blocks hold."""
     limits: dict[str, int] = field(default_factory=dict)
     """Source -> index in `keys` from which on it has nothing."""
     run: list[int] = field(default_factory=list)
@@ -77,6 +81,8 @@ class _Fetch:
     keys: tuple[Key, ...]
     asked_at: float
     copies: list[tuple[Key, int, SlotRef | DiskBlock]] = field(default_factory=list)
+    told: dict[Key, Content] = field(default_factory=dict)
+    """What the source says that its blocks hold."""
 
 
 class Gatherer:
@@ -86,18 +92,20 @@ class Gatherer:
         self,
         settings: CacheNodeSettings,
         dram: Slots,
+        contents: Contents,
         disk: DiskTier,
         *,
         grant: Callable[[int], SlotGrant],
         new_id: Callable[[], int],
-        stored: Callable[[Sequence[Key], Key | None], None],
+        stored: Callable[[Sequence[Key]], None],
         counts: dict[str, int],
     ) -> None:
-        """`stored(keys, parent)` is told of a chain's blocks that came to stand in DRAM."""
+        """`contents`: of the DRAM slots. `stored` is told of blocks that came to stand there."""
         self.gatherings: dict[HolderId, Gathering] = {}
         self.finished: list[Gathering] = []
         self._settings = settings
         self._dram = dram
+        self._contents = contents
         self._disk = disk
         self._grant = grant
         self._new_id = new_id
@@ -232,6 +240,7 @@ class Gatherer:
             fetch_s=gathering.deadline - now,
             ttl_s=self._settings.fetch_lease_s,
             compute_s=gathering.compute_s,
+            contents=self._contents.token_bytes > 0,
         )
         return [Send(source, ask)]
 
@@ -279,8 +288,18 @@ class Gatherer:
         blocks: list[tuple[Key, SlotRef | DiskBlock]] = []
         if gathering is not None and time_left > 0:
             blocks = list(zip(fetch.keys, message.sources, strict=False))
+            fetch.told = self._fitting_contents(fetch.keys, message)
         effects = self._copy(now, message.lease_id, fetch, blocks, time_left)
         return effects + (self._advance(now, gathering) if gathering is not None else [])
+
+    def _fitting_contents(self, keys: Sequence[Key], message: BlocksLeased) -> dict[Key, Content]:
+        """What the source tells of its blocks, unless it cannot be so: like a put's, its tokens are only passed on."""
+        if not self._contents.token_bytes or not message.tokens:
+            return {}
+        if not all(self._contents.fits(tokens) for tokens in message.tokens if tokens):
+            self._count("fetched_tokens_misfit")
+            return {}
+        return dict(zip(keys, map(Content, message.parents, message.tokens), strict=False))
 
     def _copy(
         self, now: float, fetch_id: int, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]], time_left: float
@@ -314,15 +333,15 @@ class Gatherer:
         checksums: Sequence[int | None] = result.checksums if isinstance(result, BlocksCopied) else [None] * len(copies)
         bad = set(result.corrupt) if isinstance(result, BlocksCopied) else set()
         gathering = self.gatherings.get(fetch.holder)
-        came: list[Key] = []
+        # All at once and from the root on, so that children go before parents.
+        self._disk.slots.unpin([source.slot for _, _, source in copies if isinstance(source, DiskBlock)])
+        came: dict[Key, Content] = {}
         corrupt: list[SlotRef] = []
         tier = "disk" if fetch.source == DISK else "node"
         for index, ((key, slot, source), checksum) in enumerate(zip(copies, checksums, strict=True)):
-            if isinstance(source, DiskBlock):
-                self._disk.slots.unpin([source.slot])
             if checksum is not None and checksum == source.checksum:
                 self._dram.commit(slot, checksum)
-                came.append(key)
+                came[key] = self._disk.content(source.slot) if isinstance(source, DiskBlock) else fetch.told.get(key, UNKNOWN)
                 continue
             self._dram.free(slot)
             if index in bad and isinstance(source, DiskBlock):
@@ -335,37 +354,26 @@ class Gatherer:
         self._count(f"fetched_blocks[source={tier}]", len(came))
         self._count(f"fetch_failures[source={tier}]", len(copies) - len(came))
         self._count("fetched_blocks_corrupt", len(corrupt))
-        if isinstance(result, BlocksCopied) and result.fault:
-            self._disk.fail(result.fault)
         if came:
             self._measure(now, fetch, len(came))
         if gathering is not None:
             gathering.came_from.update(dict.fromkeys(came, fetch.source))
-        self._tell_stored(came, gathering)
+        self._note(came, gathering)
+        self._stored(list(came))
+        if isinstance(result, BlocksCopied) and result.fault:
+            # After that: what came is on disk too until then, and only by this in DRAM alone.
+            self._disk.fail(result.fault)
         effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
         return effects + self._close(fetch_id) + self.advance_waiting(now, fetch.keys)
 
-    def _tell_stored(self, came: list[Key], gathering: Gathering | None) -> None:
-        """One chain after the other, each with the block that it follows, as far as that is known."""
-        if gathering is None:
-            for key in came:
-                self._stored([key], None)
-            return
-        new = set(came)
-        run: list[Key] = []
-        parent: Key | None = None
-        before: Key | None = None
-        for key in gathering.keys:
-            if key in new:
-                if not run:
-                    parent = before
-                run.append(key)
-            elif run:
-                self._stored(run, parent)
-                run = []
-            before = key
-        if run:
-            self._stored(run, parent)
+    def _note(self, came: Mapping[Key, Content], gathering: Gathering | None) -> None:
+        """Keep what these blocks hold; where that is not known, what they follow in the chain that was asked for, if any."""
+        keys = gathering.keys if gathering is not None else ()
+        before = {key: parent for parent, key in pairwise(keys) if key in came}
+        for key, content in came.items():
+            slot = self._dram.committed(key)
+            assert slot is not None
+            self._contents.put(slot, content.parent if content.tokens else before.get(key), content.tokens)
 
     def _measure(self, now: float, fetch: _Fetch, blocks: int) -> None:
         block_s = (now - fetch.asked_at) / blocks

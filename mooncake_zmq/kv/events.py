@@ -25,7 +25,8 @@ class Medium(Enum):
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
     """These blocks can now be read from `medium`. `keys` are a chain after `parent`, which is empty where they begin a prompt
-    or it is not known; `tokens` (int32 bytes), what they hold, is empty where this node was not told, as for copies."""
+    or it is not known; `tokens` (int32 bytes), what they hold, is empty where this node was not told: by the put, by the source
+    of a fetch, or by a life before this one that had no KV events."""
 
     keys: tuple[Key, ...]
     medium: Medium

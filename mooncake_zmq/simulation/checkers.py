@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mooncake_zmq.gateway.requests import ClientGone
-from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.events import BlocksStored
 from mooncake_zmq.messages import (
     BlocksAnnounced,
     BlocksLeased,
@@ -26,7 +27,19 @@ from mooncake_zmq.messages import (
     SlotsReserved,
     TokensDecoded,
 )
-from mooncake_zmq.runtime.actor import Effect, Event, Fence, FromClient, PeerDown, PeerUp, Received, Send, Start, ToClient
+from mooncake_zmq.runtime.actor import (
+    Effect,
+    Event,
+    Fence,
+    FromClient,
+    PeerDown,
+    PeerUp,
+    Publish,
+    Received,
+    Send,
+    Start,
+    ToClient,
+)
 from mooncake_zmq.simulation.hardware import Machine, Running, Segment
 from mooncake_zmq.work import PullBlocks, SlotGrant
 
@@ -83,9 +96,10 @@ class _Pool:
 
 
 class Checkers:
-    """All checkers of one run. `blocks`: what every key's block must hold; `max_lease_s`: the longest lease granted."""
+    """All checkers of one run. `blocks`: what every key's block must hold; `roots`: what prompts begin after; `max_lease_s`:
+    the longest lease granted."""
 
-    def __init__(self, *, blocks: Mapping[Key, bytes], max_lease_s: float) -> None:
+    def __init__(self, *, blocks: Mapping[Key, bytes], roots: Sequence[bytes], block_tokens: int, max_lease_s: float) -> None:
         self.messages: Counter[str] = Counter()
         self.works: Counter[str] = Counter()
         self.transitions: Counter[str] = Counter()
@@ -93,6 +107,8 @@ class Checkers:
         self.told_gone: set[str] = set()
         """Requests whose gateway has learned that the client hung up: nothing more may be sent."""
         self._blocks = blocks
+        self._roots = roots
+        self._block_tokens = block_tokens
         self._max_lease_s = max_lease_s
         self._attempts: dict[str, int] = {}
         """The latest attempt of each request."""
@@ -179,6 +195,8 @@ class Checkers:
                     self._reserved(pool, self._life(pool, to), event, reserved)
                 case Send(_, BlocksAnnounced(stored=stored)):
                     self._announced(me[0], stored)
+                case Publish(events):
+                    self._published(me[0], [told for told in events if isinstance(told, BlocksStored)])
 
     def _life(self, pool: _Pool, peer: str) -> LifeId:
         return peer, pool.peers.get(peer, 0)
@@ -235,6 +253,13 @@ class Checkers:
             for key in stored:
                 if not holds(key):
                     raise Violation("I5", f"{name} announces {key.hex()}, which it does not hold")
+
+    def _published(self, name: str, events: Sequence[BlocksStored]) -> None:
+        """I5: who hashes what KV events tell of a block, wherever its copy came from, finds its key."""
+        for event in events:
+            after = [event.parent] if event.parent else self._roots
+            if not any(extend_keys(parent, event.tokens, self._block_tokens) == list(event.keys) for parent in after):
+                raise Violation("I5", f"{name} tells of {len(event.keys)} blocks on {event.medium.value} what is not in them")
 
     # --- in the memory
 

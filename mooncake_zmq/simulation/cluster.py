@@ -6,7 +6,7 @@ from functools import partial
 from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.client import PoolClientSettings
 from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.cache_node.settings import CacheNodeSettings, SsdSettings
+from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
 from mooncake_zmq.conductor.conductor import Conductor, ConductorSettings
 from mooncake_zmq.decode.decode import Decode, DecodeSettings
 from mooncake_zmq.gateway.requests import Requests, RequestsSettings
@@ -58,6 +58,7 @@ class ClusterSettings:
         fetch_batch_blocks=4,
         probe_s=0.5,
         ssd=SsdSettings(bytes=40 * SLOT_BYTES, ahead=0.5, batch_blocks=6, write_s=3.0),
+        kv_events=KvEventsSettings(endpoint="the checkers"),
     )
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 

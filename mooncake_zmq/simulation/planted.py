@@ -12,8 +12,11 @@ from unittest.mock import patch
 from mooncake_zmq.cache_node import cache_node, client, disk_tier
 from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
+from mooncake_zmq.cache_node.contents import Content, Contents
+from mooncake_zmq.cache_node.gathering import Gatherer
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.gateway.requests import Requests
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.messages import (
@@ -228,6 +231,26 @@ def _announce_early() -> list[tuple[Any, str, Any]]:
     return [(CacheNode, "_on_reserve", announcing)]
 
 
+def _contents_stale() -> list[tuple[Any, str, Any]]:
+    """What was known of a slot's first block is told of all that follow it there."""
+    put = Contents.put
+
+    def once(self: Contents, slot: int, parent: Key | None, tokens: bytes = b"") -> None:
+        if not self.of(slot).tokens:
+            put(self, slot, parent, tokens)
+
+    return [(Contents, "put", once)]
+
+
+def _contents_lost() -> list[tuple[Any, str, Any]]:
+    """What a source tells of its blocks is not kept."""
+
+    def silent(self: Gatherer, *_: object) -> dict[Key, Content]:
+        return {}
+
+    return [(Gatherer, "_fitting_contents", silent)]
+
+
 def _lease_leak() -> list[tuple[Any, str, Any]]:
     """Leases end neither by release nor by expiry."""
 
@@ -302,6 +325,8 @@ PLANTED: dict[str, Planted] = {
     ),
     "index_lies": Planted("index keeps what is gone", ("I5",), (), _index_lies),
     "announce_early": Planted("announced before it is held", ("I5",), (), _announce_early),
+    "contents_stale": Planted("events tell what a slot held before", ("I5",), (), _contents_stale),
+    "contents_lost": Planted("events of fetched blocks tell nothing", ("I5",), (), _contents_lost),
     "lease_leak": Planted("lease leak", ("I2", "I4"), (), _lease_leak),
     "closed_under_copy": Planted("sequence closed under a copy", ("I2",), (), _closed_under_copy),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),

@@ -71,7 +71,9 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], tr
     segments = [spec.name for spec in specs if spec.slots]
     faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress)
     result.faults = [str(fault) for fault in faults]
-    checkers = Checkers(blocks=work.blocks, max_lease_s=settings.cache_node.max_lease_s)
+    roots = tuple(workload.roots(settings.layout).values())
+    max_lease_s = settings.cache_node.max_lease_s
+    checkers = Checkers(blocks=work.blocks, roots=roots, block_tokens=settings.layout.block_tokens, max_lease_s=max_lease_s)
     simulator = Simulator(
         random=random,
         specs=specs,

@@ -31,6 +31,10 @@ class Workload:
     starts_at: float = 0.0
     tenants: tuple[str, ...] = ("", "", "blue")
 
+    def roots(self, layout: BlockLayout) -> dict[str, bytes]:
+        """Each tenant's namespace, after which its prompts begin."""
+        return {tenant: namespace(model=MODEL, layout=layout.fingerprint, salt=tenant) for tenant in self.tenants}
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -79,7 +83,7 @@ def generate(random: Random, workload: Workload, layout: BlockLayout, blocks: di
 def _turns(
     random: Random, workload: Workload, layout: BlockLayout, trace: Trace, systems: list[list[int]], count: int
 ) -> tuple[Turn, ...]:
-    root = namespace(model=MODEL, layout=layout.fingerprint, salt=random.choice(workload.tenants))
+    root = workload.roots(layout)[random.choice(workload.tenants)]
     prompt = list(random.choice(systems)) if random.random() < 0.8 else []
     turns: list[Turn] = []
     for _ in range(count):

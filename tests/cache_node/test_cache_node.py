@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 from actor_harness import LAYOUT, Harness, leased
+from msgspec import structs
 
+from mooncake_zmq.cache_node import cache_node
 from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.cache_node.settings import CacheNodeSettings, SsdSettings
+from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
 from mooncake_zmq.kv.events import BlocksStored, Medium
 from mooncake_zmq.kv.eviction import POLICIES
 from mooncake_zmq.kv.slots import SlotState
@@ -27,6 +29,7 @@ from mooncake_zmq.messages import (
     SlotRef,
     SlotsReserved,
 )
+from mooncake_zmq.runtime.actor import Publish, Started
 from mooncake_zmq.work import (
     BlocksCopied,
     CopyBlocks,
@@ -52,13 +55,26 @@ def keys(*numbers):
     return tuple(key(i) for i in numbers)
 
 
+def tokens(*numbers):
+    """What these blocks hold."""
+    return b"".join(bytes([i]) * LAYOUT.block_tokens * 4 for i in numbers)
+
+
+EVENTS = KvEventsSettings(endpoint="tcp://*:5557")
+
+
 class Pool(Harness):
-    """A cache-node "me" with the local client p0, the remote pools c1 and c2, and the conductor k whose index is kept."""
+    """A cache-node "me" with the local client p0, the remote pools c1 and c2, and the conductor k whose index is kept.
+
+    With KV events, writers and sources tell tokens, and every event of a stored block must have them; `told`: these events.
+    """
 
     def __init__(self, *, disk=DiskContents(), **settings):
         self.index = {}
         self.mediums = {medium: set() for medium in Medium}
         settings = replace(BASE, **settings)
+        self.tells = bool(settings.kv_events.endpoint)
+        self.told = []
         actor = CacheNode(name="me", host="h0", incarnation=3, settings=settings, layout=LAYOUT, disk=disk)
         super().__init__(actor)
         for name, host in (("p0", "h0"), ("d0", "h0"), ("c1", "h1"), ("c2", "h2"), ("k", "h0")):
@@ -84,6 +100,8 @@ class Pool(Harness):
         assert {slot: slots.generation[slot] for slot in self.fences} == self.fences, "every change is fenced"
         for event in self.published:
             if isinstance(event, BlocksStored):
+                self.told.append(event)
+                assert not self.tells or event.tokens == tokens(*[k[-1] for k in event.keys])
                 self.mediums[event.medium].update(event.keys)
             else:
                 assert self.mediums[event.medium].issuperset(event.keys), "only what was stored is removed"
@@ -95,13 +113,14 @@ class Pool(Harness):
             if name in self.peers:
                 assert index == in_dram | on_disk, "the index says what is here"
 
-    def put(self, *numbers, client="p0", put_id=None):
+    def put(self, *numbers, client="p0", put_id=None, parent=None):
         put_id = put_id or self.fresh()
-        self.say(client, ReserveSlots(put_id=put_id, keys=keys(*numbers), ttl_s=15.0))
+        known = {"parent": parent, "tokens": tokens(*numbers)} if self.tells else {}
+        self.say(client, ReserveSlots(put_id=put_id, keys=keys(*numbers), ttl_s=15.0, **known))
         return put_id, self.one(SlotsReserved, client)
 
-    def store(self, *numbers):
-        put_id, reserved = self.put(*numbers)
+    def store(self, *numbers, parent=None):
+        put_id, reserved = self.put(*numbers, parent=parent)
         sums = tuple((grant.index, 1000 + numbers[grant.index]) for grant in reserved.grants)
         self.say("p0", CommitSlots(put_id=put_id, checksums=sums))
 
@@ -121,10 +140,14 @@ class Pool(Harness):
         lease_id = self.lease(*numbers, **options)
         return lease_id, self.one(BlocksLeased).sources
 
-    def answer(self, ask, *numbers, source="c1"):
-        """The remote pool leases these blocks to us."""
+    def answer(self, ask, *numbers, source="c1", parent=None):
+        """The remote pool leases these blocks to us, which are a chain there."""
         refs = [SlotRef(node=source, incarnation=1, slot=i, generation=2, checksum=1000 + i) for i in numbers]
-        self.say(source, leased(ask.lease_id, refs, node=source))
+        answer = leased(ask.lease_id, refs, node=source)
+        if ask.contents:
+            parents = (parent, *keys(*numbers))[: len(numbers)]
+            answer = structs.replace(answer, parents=parents, tokens=tuple(map(tokens, numbers)))
+        self.say(source, answer)
 
     def written(self, *, fail=(), fault=""):
         """The older batch under way is on disk, but for those whose index is in `fail`."""
@@ -645,6 +668,14 @@ def test_a_restart_serves_what_the_recovery_found():
     assert len(pool.one(BlocksLeased, "p0").slots) == 3
 
 
+def test_of_a_chain_promoted_the_leaf_is_the_next_to_leave_the_disk():
+    pool = disk_pool(recovered=(3, 1, 4, 2))
+    pool.lease(1, 2, 3, 4)
+    pool.copied()
+    slots = pool.actor.disk.slots
+    assert [slots.key_of(slot) for slot in slots.coldest(4)] == list(keys(4, 3, 2, 1))
+
+
 def test_another_pool_is_served_from_disk_too():
     pool = disk_pool(recovered=(1, 2))
     pool.say("c1", LeaseBlocks(lease_id=1, keys=keys(1, 2), sources=(), fetch_s=5.0, ttl_s=15.0))
@@ -704,6 +735,14 @@ def test_a_failing_disk_is_left_alone_and_the_node_goes_on():
     pool.store(1)
     assert not pool.works
     assert len(pool.leased(1)[1]) == 1
+
+
+def test_what_came_from_a_disk_that_then_fails_is_in_dram_alone():
+    pool = disk_pool(recovered=(9, 10))
+    pool.lease(9, 10)
+    pool.copied(fail=(1,), fault="input/output error")
+    assert pool.held() == {9}
+    assert pool.actor.disk.unsaved == 1
 
 
 def test_a_drain_writes_what_dram_alone_holds_before_it_ends():
@@ -811,6 +850,119 @@ def test_tokens_that_do_not_fit_the_blocks_are_not_told():
     assert pool.actor.counts["put_tokens_misfit"] == 1
 
 
+def test_a_fetched_copy_is_told_as_its_source_tells():
+    pool = Pool(kv_events=EVENTS)
+    pool.lease(1, 2, 3, sources=("c1",))
+    ask = pool.one(LeaseBlocks, "c1")
+    assert ask.contents
+    pool.answer(ask, 1, 2, 3, parent=key(99))
+    pool.copied(fail=(1,))
+    first, third = pool.told
+    assert first == BlocksStored(keys(1), Medium.CPU, key(99), tokens(1))
+    assert third == BlocksStored(keys(3), Medium.CPU, key(2), tokens(3))
+
+
+def test_a_copy_that_comes_when_nobody_waits_any_more_is_told_too():
+    pool = Pool(kv_events=EVENTS)
+    lease_id = pool.lease(1, 2, sources=("c1",))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1, 2)
+    pool.say("p0", ReleaseLease(lease_id=lease_id))
+    pool.copied()
+    assert pool.told == [BlocksStored(keys(1, 2), Medium.CPU, b"", tokens(1, 2))]
+
+
+def test_a_source_is_told_only_on_request_and_only_what_is_known():
+    pool = Pool(kv_events=EVENTS)
+    pool.store(1, 2, parent=key(99))
+    for contents, parents, told in ((True, (key(99), key(1)), (tokens(1), tokens(2))), (False, (), ())):
+        pool.lease(1, 2, client="c1", contents=contents)
+        answer = pool.one(BlocksLeased, "c1")
+        assert (answer.parents, answer.tokens) == (parents, told)
+    silent = Pool()
+    silent.store(1, 2)
+    silent.lease(1, 2, client="c1", contents=True)
+    answer = silent.one(BlocksLeased, "c1")
+    assert (len(answer.slots), answer.parents, answer.tokens) == (2, (), ())
+
+
+def test_blocks_past_what_a_message_may_tell_are_leased_without(monkeypatch):
+    monkeypatch.setattr(cache_node, "MAX_TOKENS", 2 * LAYOUT.block_tokens)
+    pool = Pool(kv_events=EVENTS)
+    pool.store(1, 2, 3)
+    pool.lease(1, 2, 3, client="c1", contents=True)
+    answer = pool.one(BlocksLeased, "c1")
+    assert answer.tokens == (tokens(1), tokens(2), b"")
+    assert answer.parents == (None, key(1), None)
+    assert len(answer.slots) == 3
+
+
+def test_tokens_of_a_source_that_do_not_fit_are_not_told():
+    pool = Pool(kv_events=EVENTS)
+    pool.tells = False
+    pool.lease(1, 2, sources=("c1",))
+    ask = pool.one(LeaseBlocks, "c1")
+    refs = [SlotRef(node="c1", incarnation=1, slot=i, generation=2, checksum=1000 + i) for i in (1, 2)]
+    pool.say("c1", structs.replace(leased(ask.lease_id, refs), parents=(None, key(1)), tokens=(tokens(1), b"short")))
+    pool.copied()
+    assert pool.told == [BlocksStored(keys(1, 2), Medium.CPU)]
+    assert pool.actor.counts["fetched_tokens_misfit"] == 1
+
+
+def test_copies_from_a_source_without_kv_events_are_told_in_the_order_that_was_asked_for():
+    pool = Pool(kv_events=EVENTS)
+    pool.tells = False
+    pool.store(1)
+    pool.told.clear()
+    pool.lease(1, 2, 3, sources=("c1",))
+    pool.answer(structs.replace(pool.one(LeaseBlocks, "c1"), contents=False), 2, 3)
+    pool.copied()
+    assert pool.told == [BlocksStored(keys(2, 3), Medium.CPU, key(1))]
+
+
+def test_what_a_block_holds_goes_to_disk_with_it_and_is_told_after_a_restart():
+    pool = disk_pool(kv_events=EVENTS)
+    pool.store(1, 2, 3, parent=key(99))
+    ((_, work),) = pool.batches()
+    rows = tuple(block for _, block in work.blocks)
+    assert [row.key for row in rows] == list(keys(3, 2, 1)), "children are colder"
+    pool.told.clear()
+    pool.written()
+    told = BlocksStored(keys(1, 2, 3), Medium.DISK, key(99), tokens(1, 2, 3))
+    assert pool.told == [told]
+    again = Pool(disk=DiskContents(20, rows), ssd=pool.actor._settings.ssd, kv_events=EVENTS)
+    assert again.told == [told]
+    again.lease(1, 2, 3)
+    again.copied()
+    assert again.told[1:] == [replace(told, medium=Medium.CPU)]
+    again.lease(1, 2, client="c1", contents=True)
+    assert again.one(BlocksLeased, "c1").tokens == (tokens(1), tokens(2))
+
+
+def test_blocks_found_on_disk_of_which_nothing_is_known_are_told_without():
+    pool = disk_pool(recovered=(1, 2))
+    assert pool.told == [BlocksStored(keys(1, 2), Medium.DISK)]
+    rows = (DiskBlock(0, key(1), 1001), DiskBlock(1, key(2), 1002, None, tokens(2)))
+    off = Pool(disk=DiskContents(20, rows))
+    assert off.told == [BlocksStored(keys(1, 2), Medium.DISK)], "there are no KV events to keep it for"
+
+
+def test_tokens_found_on_disk_that_do_not_fit_are_not_told():
+    disk = DiskContents(20, (DiskBlock(0, key(1), 1001, None, tokens(1)), DiskBlock(1, key(2), 1002, key(1), b"short")))
+    node = CacheNode(name="me", host="h0", incarnation=3, settings=replace(BASE, kv_events=EVENTS), layout=LAYOUT, disk=disk)
+    (published,) = [effect for effect in node.handle(0.0, Started()) if isinstance(effect, Publish)]
+    first = BlocksStored(keys(1), Medium.DISK, b"", tokens(1))
+    assert published.events == (first, BlocksStored(keys(2), Medium.DISK, key(1)))
+
+
+def test_without_kv_events_nothing_of_what_blocks_hold_goes_to_disk():
+    pool = disk_pool()
+    told = {"parent": key(99), "tokens": tokens(1)}
+    pool.say("p0", ReserveSlots(put_id=1, keys=keys(1), ttl_s=15.0, **told))
+    pool.say("p0", CommitSlots(put_id=1, checksums=((0, 1001),)))
+    ((_, work),) = pool.batches()
+    assert [(block.parent, block.tokens) for _, block in work.blocks] == [(None, b"")]
+
+
 def test_a_source_that_was_slow_once_is_judged_anew(pool):
     pool.lease(1, sources=("c1",), compute_s=0.5)
     ask = pool.one(LeaseBlocks, "c1")
@@ -886,6 +1038,16 @@ def test_a_block_corrupt_in_dram_is_not_kept_because_it_could_not_be_written():
     assert pool.on_disk() == {2}
 
 
+def test_blocks_that_came_for_a_lease_are_written_when_it_ends():
+    pool = disk_pool()
+    lease_id = pool.lease(1, 2, sources=("c1",))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1, 2)
+    pool.copied()
+    assert not pool.batches()
+    pool.say("p0", ReleaseLease(lease_id=lease_id))
+    assert pool.written() == (2, 1)
+
+
 def test_leases_of_what_is_on_disk_too_are_not_looked_through_again_and_again():
     pool = disk_pool(slots=40)
     pool.store(1, 2, 3, 4)
@@ -920,6 +1082,7 @@ def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
         ssd=SsdSettings(ahead=rng.choice((0.5, 1.0)), batch_blocks=3),
         disk=DiskContents(rng.choice((0, 3, 8, 20)) if seed % 4 else 0),
         eviction=rng.choice(sorted(POLICIES)),
+        kv_events=EVENTS if rng.random() < 0.7 else KvEventsSettings(),
     )
     leases, puts, asks = [], [], []
     lives = dict.fromkeys(pool.peers, 1)

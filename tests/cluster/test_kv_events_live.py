@@ -1,5 +1,6 @@
 """A router outside the cluster that subscribes to a cache-node's events knows what its pool holds, by tokens."""
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ PROMPT = [(13 * position) % 250 for position in range(200)]
 
 @pytest.fixture
 def cluster() -> Iterator[ToyCluster]:
-    with tempfile.TemporaryDirectory(prefix="mz-") as path:
+    with tempfile.TemporaryDirectory(prefix="mz-") as path, tempfile.TemporaryDirectory(prefix="mz-ssd-") as ssd:
         directory = Path(path)
         text = (ROOT / "configs/toy.toml").read_text()
         for host in "ab":
@@ -26,7 +27,8 @@ def cluster() -> Iterator[ToyCluster]:
             text = text.replace(node, f"{node}settings = {{ {events} }}\n")
         config = directory / "events.toml"
         config.write_text(text)
-        cluster = ToyCluster(directory / "run", config=str(config))
+        settings = (f"cache_node.ssd.directory={ssd}", "cache_node.ssd.ahead=1.0", "prefill.own_reuse=false")
+        cluster = ToyCluster(directory / "run", config=str(config), settings=settings)
         cluster.sockets = directory
         try:
             cluster.start()
@@ -54,6 +56,19 @@ def replayed(context: zmq.Context, endpoint: str) -> list[dict]:
             events += msgpack.unpackb(payload)[1]
 
 
+def told(context: zmq.Context, cluster: ToyCluster, host: str, medium: str | None = None) -> dict[bytes, tuple]:
+    """Of each block that the cache-node of `host` told of in this life: what it follows and holds."""
+    blocks: dict[bytes, tuple] = {}
+    for event in replayed(context, f"ipc://{cluster.sockets}/{host}.replay"):
+        if event["type"] == "BlockStored" and medium in (None, event["medium"]):
+            size = event["block_size"]
+            parent = event["parent_block_hash"]
+            for index, key in enumerate(event["block_hashes"]):
+                blocks[key] = (parent, event["token_ids"][index * size : (index + 1) * size])
+                parent = key
+    return blocks
+
+
 def test_a_subscriber_learns_every_block_of_a_prompt(cluster: ToyCluster) -> None:
     with cluster.stream(prompt=PROMPT, max_tokens=80) as stream:
         tokens = stream.read()
@@ -64,26 +79,54 @@ def test_a_subscriber_learns_every_block_of_a_prompt(cluster: ToyCluster) -> Non
     context = zmq.Context()
     try:
 
-        def told() -> dict[bytes, dict]:
-            blocks: dict[bytes, dict] = {}
-            for place in {host, decode_host}:
-                for event in replayed(context, f"ipc://{cluster.sockets}/{place}.replay"):
-                    if event["type"] == "BlockStored":
-                        size = event["block_size"]
-                        parent = event["parent_block_hash"]
-                        for index, key in enumerate(event["block_hashes"]):
-                            mine = event["token_ids"][index * size : (index + 1) * size]
-                            blocks[key] = {"parent": parent, "tokens": mine}
-                            parent = key
-            return blocks
+        def found() -> dict[bytes, tuple]:
+            return {key: block for place in {host, decode_host} for key, block in told(context, cluster, place).items()}
 
         # All but the last token have KV: 279 of them, so 8 whole blocks.
-        blocks = eventually(lambda: (found := told()) and len(found) >= 8 and found, 20, "all blocks are told")
+        blocks = eventually(lambda: (now := found()) and len(now) >= 8 and now, 20, "all blocks are told")
     finally:
         context.destroy(linger=0)
     chain: list[int] = []
     parent = None
-    while following := [key for key, block in blocks.items() if block["parent"] == parent]:
+    while following := [key for key, block in blocks.items() if block[0] == parent]:
         (parent,) = following
-        chain += blocks[parent]["tokens"]
+        chain += blocks[parent][1]
     assert chain == np.asarray(PROMPT + tokens)[:256].tolist()
+
+
+def test_copies_fetched_and_found_after_a_restart_are_told_as_the_put_was(cluster: ToyCluster) -> None:
+    def ask() -> dict:
+        with cluster.stream(prompt=PROMPT, max_tokens=8) as stream:
+            assert stream.read() == expected_tokens(PROMPT, 8)
+            return stream.served
+
+    blocks = len(PROMPT) // 32
+    first = ask()["prefill"]
+    until_none(cluster.busy_gauges, 30)
+    cluster.signal(first, signal.SIGSTOP)
+    try:
+        eventually(lambda: first not in (cluster.health() or {})["peers"]["prefill"], 30, "the stopped prefill is missed")
+        other = ask()
+    finally:
+        cluster.signal(first, signal.SIGCONT)
+    assert other["cached_remote"] == blocks * 32
+    hosts = (first[-1], other["prefill"][-1])
+    assert set(hosts) == {"a", "b"}
+    context = zmq.Context()
+    try:
+        put, fetched = (told(context, cluster, host, "CPU") for host in hosts)
+        assert [tokens for _, tokens in put.values()] == [PROMPT[at : at + 32] for at in range(0, blocks * 32, 32)]
+        assert [parent for parent, _ in put.values()] == [None, *put][:blocks]
+        assert fetched == put
+        for host in hosts:
+            eventually(lambda host=host: told(context, cluster, host, "DISK") == put, 20, "what is on disk is told")
+            killed = cluster.pid(f"cache-{host}")
+            cluster.signal(f"cache-{host}", signal.SIGKILL)
+            eventually(lambda node=f"cache-{host}", pid=killed: cluster.pid(node) != pid, 30, "it is restarted")
+        until_none(cluster.missing, 60)
+        for host in hosts:
+            _, found = replayed(context, f"ipc://{cluster.sockets}/{host}.replay")
+            assert (found["block_hashes"], found["medium"]) == (list(put), "DISK"), "in one event, parents first"
+            assert told(context, cluster, host) == put
+    finally:
+        context.destroy(linger=0)

@@ -49,7 +49,7 @@ class World:
         self, places: dict[str, str], *, slots: int = 4, role: str = "prefill", seed: int = 1, blocks: Any = None
     ) -> None:
         self.puppets: dict[str, list[Puppet]] = {name: [] for name in places}
-        self.checkers = Checkers(blocks=blocks or {}, max_lease_s=10.0)
+        self.checkers = Checkers(blocks=blocks or {}, roots=(), block_tokens=LAYOUT.block_tokens, max_lease_s=10.0)
         specs = [
             ProcessSpec(
                 name=name,

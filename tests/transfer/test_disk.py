@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,22 @@ def test_a_restart_finds_the_blocks_the_oldest_first(home):
     disk.close()
     disk = open_disk(home)
     assert disk.recovered[-1] == newest
+    disk.close()
+
+
+def test_a_restart_finds_what_was_known_of_the_blocks(home):
+    disk = open_disk(home)
+    slab = Slab()
+    known = ((None, b""), (None, b"root"), (key(9), b"tokens"), (key(9), b""))
+    blocks = []
+    for slot, (parent, tokens) in enumerate(known):
+        block = replace(slab.fill(slot, slot, key(slot)), parent=parent, tokens=tokens)
+        disk.commit([(block, *disk.write([(block, slab.view)]))])
+        blocks.append(block)
+    disk.close()
+    disk = open_disk(home)
+    assert disk.recovered == tuple(blocks)
+    assert all(stands(disk, replace(block, parent=None, tokens=b"")) for block in blocks), "reading does not depend on it"
     disk.close()
 
 
@@ -317,7 +334,7 @@ def test_a_tier_without_room_for_a_block_is_refused(home):
         Disk.open(home, LAYOUT, STRIDE - 1)
 
 
-@pytest.mark.parametrize("damage", ["layout", "version", "garbage", "page", "rows", "shape"])
+@pytest.mark.parametrize("damage", ["layout", "version", "garbage", "page", "rows", "parents", "shape"])
 def test_an_index_of_no_use_is_set_aside_and_the_tier_starts_empty(home, damage):
     layout = OTHER if damage == "layout" else LAYOUT
     disk = open_disk(home, layout=layout)
@@ -328,8 +345,9 @@ def test_an_index_of_no_use_is_set_aside_and_the_tier_starts_empty(home, damage)
     disk.close()
     path = home / "index.sqlite"
     statements = {
-        "version": "PRAGMA user_version = 99",
+        "version": "PRAGMA user_version = 1",  # whose rows did not tell what blocks hold
         "rows": "UPDATE blocks SET key = x'00' WHERE slot = 3",
+        "parents": "UPDATE blocks SET parent = x'00' WHERE slot = 3",
         "shape": "DELETE FROM tier",
     }
     if damage in statements:
