@@ -5,19 +5,19 @@ is a writer like a client of this host: a put past its time keeps its cells unti
 beyond its lease may serve another value by then: the reader's checksum makes that a miss.
 """
 
-import itertools
 import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
-from mooncake_zmq.cache_node.objects import Code, Found, Grant, Pin
+from mooncake_zmq.cache_node.objects import Code, Found, Grant, Objects, Pin
 from mooncake_zmq.runtime.store_memory import StoreMemory
+from mooncake_zmq.runtime.store_ssd import StoreSsd, StoreStopped
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.protocol import Stranger
 from mooncake_zmq.store.stream import (
@@ -26,6 +26,7 @@ from mooncake_zmq.store.stream import (
     Attached,
     Ended,
     Get,
+    Promote,
     Put,
     Recheck,
     Stream,
@@ -36,6 +37,7 @@ from mooncake_zmq.store.stream import (
     decode_checksums,
     decode_request,
     listen,
+    promoted_bytes,
 )
 
 log = structlog.get_logger()
@@ -46,6 +48,8 @@ SLICE_S = 1.0
 STALL_S = 10.0
 """A client that neither takes nor sends a byte for so long, amid a request, is given up."""
 ATTACH_S = 5.0
+PROMOTED_LEASE = 1 << 63
+"""Set in the id of a second lease of one request; no client's id has it."""
 ACCEPT_AGAIN_S = 0.1
 """Pause after an accept that failed, as for want of file descriptors."""
 
@@ -63,12 +67,19 @@ class StoreStreams:
     """Serves from construction until `close`. Raises OSError where it cannot listen."""
 
     def __init__(
-        self, memory: StoreMemory, clients: Clients, endpoint: str, port: int, on_crash: Callable[[BaseException], None]
+        self,
+        memory: StoreMemory,
+        clients: Clients,
+        endpoint: str,
+        port: int,
+        on_crash: Callable[[BaseException], None],
+        ssd: StoreSsd | None = None,
     ) -> None:
         self.counts = dict.fromkeys(("streams", "stream_garbage", "streams_refused", "corrupt_writes"), 0)
         self._memory = memory
         self._clients = clients
         self._on_crash = on_crash
+        self._ssd = ssd
         self._stopping = False
         self._lock = threading.Lock()
         """Guards `counts` and `_open`."""
@@ -109,7 +120,7 @@ class StoreStreams:
                 self._count("streams_refused")
                 connection.close()
                 continue
-            served = _Served(self._memory, self._clients, connection, self._count, lambda: self._stopping)
+            served = _Served(self._memory, self._ssd, self._clients, connection, self._count, lambda: self._stopping)
             thread = threading.Thread(target=self._serve, args=(served,), name="store-stream", daemon=True)
             with self._lock:
                 self.counts["streams"] += 1
@@ -134,6 +145,7 @@ class _Served:
     def __init__(
         self,
         memory: StoreMemory,
+        ssd: StoreSsd | None,
         clients: Clients,
         connection: socket.socket,
         count: Callable[[str], None],
@@ -141,6 +153,7 @@ class _Served:
     ) -> None:
         self.stream = Stream(connection, self._idle, slice_s=SLICE_S)
         self._memory = memory
+        self._ssd = ssd
         self._clients = clients
         self._count = count
         self._is_stopping = is_stopping
@@ -173,6 +186,8 @@ class _Served:
                         self._put(request)
                     case Recheck():
                         self._recheck(request)
+                    case Promote():
+                        self._promote(request)
         except StreamGarbage as error:
             self._count("stream_garbage")
             log.warning("store_stream_ended", client=self._client.hex(), reason=str(error))
@@ -190,17 +205,45 @@ class _Served:
     def _get(self, request: Get) -> None:
         if request.caps and len(request.caps) != len(request.keys):
             raise StreamGarbage("as many caps as keys")
+        caps: Sequence[float] = request.caps or [math.inf] * len(request.keys)
+        start = 0
+        while start < len(request.keys):
+            start += self._send_some(request, request.keys[start:], caps[start:])
+
+    def _send_some(self, request: Get, keys: Sequence[str], caps: Sequence[float]) -> int:
+        """Send values of the first of `keys`, of all if nothing has to be read from disk; how many keys that were."""
         with self._memory as objects:
-            found = objects.lease(time.monotonic(), self._client, request.id, request.keys, request.ttl_s)
+            if self._ssd is not None:
+                keys = keys[: _reach(objects, keys, caps)]
+            found = objects.lease(time.monotonic(), self._client, request.id, keys, request.ttl_s)
+            sizes = [one.size if one else objects.size_on_disk(key) or 0 for key, one in zip(keys, found, strict=True)]
         try:
+            missing = [index for index, one in enumerate(found) if not one and 0 < sizes[index] <= caps[index]]
+            if self._ssd is not None and missing:
+                promoted = [keys[index] for index in missing]
+                self._ssd.promote(promoted)
+                with self._memory as objects:
+                    now, lease_id = time.monotonic(), request.id | PROMOTED_LEASE
+                    leased = objects.lease(now, self._client, lease_id, promoted, request.ttl_s)
+                for index, one in zip(missing, leased, strict=True):
+                    found[index], sizes[index] = one, one.size if one else 0
             checksums = [self._checksum(one) if one else 0 for one in found]
-            caps: Iterable[float] = request.caps or itertools.repeat(math.inf)
             wanted = [one for one, cap in zip(found, caps, strict=False) if one and one.size <= cap]
             views = [self._memory.view(one.offset, one.size) for one in wanted]
-            self.stream.send(Values([one.size if one else 0 for one in found], checksums), views)
+            self.stream.send(Values(sizes, checksums), views)
         finally:
             with self._memory as objects:
                 objects.release(self._client, request.id)
+                objects.release(self._client, request.id | PROMOTED_LEASE)
+        return len(sizes)
+
+    def _promote(self, request: Promote) -> None:
+        with self._memory as objects:
+            for lease_id in request.leases:
+                objects.release(self._client, lease_id)
+        if self._ssd is not None:
+            self._ssd.promote(request.keys)
+        self.stream.send(Ended([]))
 
     def _checksum(self, found: Found) -> int:
         """Its writer's, or one made now: what leaves the host carries one."""
@@ -228,14 +271,25 @@ class _Served:
             whole = self._receive(request, grants)
         finally:
             self.stream.stop_at = math.inf
-            with self._memory as objects:
-                ended = objects.commit(time.monotonic(), self._client, request.id, list(whole), list(whole.values()))
+            ended = self._commit(request.id, whole)
         codes = [int(code) for code in ended or (grant.code for grant in grants)]
         for index, grant in enumerate(grants):
             if grant.code is Code.OK and index not in whole:
                 codes[index] = Code.TRANSFER_FAILED
                 self._count("corrupt_writes")
         self.stream.send(Ended(codes))
+
+    def _commit(self, put_id: int, whole: Mapping[int, int]) -> list[Code] | None:
+        def commit(objects: Objects, _: frozenset[str] = frozenset()) -> list[Code] | None:
+            return objects.commit(time.monotonic(), self._client, put_id, list(whole), list(whole.values()))
+
+        if self._ssd is None:
+            with self._memory as objects:
+                return commit(objects)
+        try:
+            return self._ssd.settle(lambda objects: objects.replaces(time.monotonic(), self._client, put_id, whole), commit)
+        except StoreStopped as error:
+            raise StreamError(str(error)) from error
 
     def _receive(self, request: Put, grants: Sequence[Grant]) -> dict[int, int]:
         """Take the bytes of a put: the checksum of each value, by index, that came as it was sent."""
@@ -263,3 +317,19 @@ class _Served:
             if found and found.checksum and checksum_of(self._memory.view(found.offset, found.size)) != found.checksum:
                 with self._memory as objects:
                     objects.report_corrupt(found.entry, found.generation)  # unless the cell serves another value by now
+
+
+def _reach(objects: Objects, keys: Sequence[str], caps: Sequence[float]) -> int:
+    """How many keys can be answered at once: all, or where some are on disk only, as many as may take up memory together."""
+    if all(map(objects.by_key.__contains__, keys)):
+        return len(keys)
+    limit_bytes = promoted_bytes(objects.settings.object_bytes)
+    total = 0
+    reads = False
+    for index, (key, cap) in enumerate(zip(keys, caps, strict=True)):
+        size = objects.size_of(key) or 0
+        total += size if size <= cap else 0
+        reads = reads or (key not in objects.by_key and 0 < size <= cap)
+        if index and reads and total > limit_bytes:
+            return index
+    return len(keys)
