@@ -34,7 +34,7 @@ POLL_S = 0.05
 MAX_PARKED = 4096
 """Requests that wait for the writer; a further one is not answered."""
 MOVED_SHARE = 0.5
-"""Of a segment that goes, what is moved to the newest one at most."""
+"""Of a new segment, what is filled at most with what is moved there."""
 TRIES = 3
 """To read a value that moves on disk meanwhile."""
 PROMOTER = b"ssd"
@@ -299,7 +299,7 @@ class StoreSsd:
         """What of the batch stands on disk now, which is as much as its segment has room for. Raises DiskFault."""
         place = self._place(batch)
         if place is None:
-            self._open_segment()
+            self._open_segment(round_up(record_bytes(batch[0].key.encode(), batch[0].size), PAGE_BYTES))
             place = self._place(batch)
         assert place is not None, "a segment holds any value"
         batch = batch[: len(place.offsets)]
@@ -336,21 +336,23 @@ class StoreSsd:
                 self._log.take(place)
         return place
 
-    def _open_segment(self) -> None:
+    def _open_segment(self, needed_bytes: int) -> None:
+        """Begin a new one, in which so much stays free while room is made for it."""
         with self._memory:
             segment, length = self._log.new_segment(), self._log.settings.segment_bytes
         self._disk.create(segment, length)
         with self._memory:
             self._log.open(segment, length)
-        self._make_room()
+        self._make_room(min(int(length * MOVED_SHARE), length - needed_bytes))
 
-    def _make_room(self) -> None:
+    def _make_room(self, movable_bytes: int = 0) -> None:
+        """Let segments go until another one fits in; of the first, so much is moved to the newest at most."""
         while True:
             with self._memory:
                 victim = self._log.victim()
             if victim is None:
                 return
-            moved, gone = self._move_from(victim)
+            moved, gone = self._move_from(victim, movable_bytes)
             self._disk.change([record for _, record in moved], gone)
             with self._memory:
                 for key, record in moved:
@@ -358,12 +360,12 @@ class StoreSsd:
             self._counts["moved"] += len(moved)
             self._drop(victim)
             self._disk.remove([victim])
+            movable_bytes = 0
 
-    def _move_from(self, segment: int) -> tuple[list[tuple[str, ObjectRecord]], list[int]]:
+    def _move_from(self, segment: int, room: int) -> tuple[list[tuple[str, ObjectRecord]], list[int]]:
         """Copy what was read of it, and memory has not, as far as there is room; the copies, and the sequences of the rest."""
         moved: list[tuple[str, ObjectRecord]] = []
         gone: list[int] = []
-        room = int(self._log.settings.segment_bytes * MOVED_SHARE)
         steps = self._log.standing(segment)
         while True:
             with self._memory as objects:
