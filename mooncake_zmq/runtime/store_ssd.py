@@ -7,6 +7,7 @@ runs on the writer's thread, so that nobody sees a key between its two values, n
 Readers promote: a value goes from disk into a cell like that of a put. Who wants one that is under way waits for the same.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -191,7 +192,8 @@ class StoreSsd:
                 else:
                     objects.commit(time.monotonic(), PROMOTER, put_id, [], [])
         if not good and is_current:
-            self.park([key], _nothing, _nothing)
+            with contextlib.suppress(StoreStopped):
+                self.settle(lambda _: [key], _nothing)
         return is_current
 
     def _fail(self, reason: str) -> None:

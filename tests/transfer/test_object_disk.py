@@ -1,4 +1,4 @@
-"""The files of a store's SSD tier: what is read is the value asked for, or a miss that is counted; whatever happened between."""
+"""The files of a store's SSD tier: what is read is the value asked for or a miss that is counted, whatever happened between."""
 
 import contextlib
 import errno
