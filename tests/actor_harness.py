@@ -2,9 +2,10 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import Hello, decode, encode
+from mooncake_zmq.messages import BlocksLeased, Hello, SlotRef, decode, encode
 from mooncake_zmq.runtime.actor import (
     CancelTimer,
     CancelWork,
@@ -30,6 +31,19 @@ from mooncake_zmq.runtime.actor import (
 
 LAYOUT = BlockLayout(layers=2, kv_heads=1, head_dim=2, block_tokens=4)
 ROLES = {"g": "gateway", "k": "conductor", "p": "prefill", "d": "decode", "c": "cache-node"}
+
+
+def leased(lease_id: int, sources: Sequence[SlotRef], *, remote: int = 0, node: str = "c") -> BlocksLeased:
+    """What the cache-node that holds `sources` (if any, else `node`) says of a lease."""
+    return BlocksLeased(
+        lease_id=lease_id,
+        node=sources[0].node if sources else node,
+        incarnation=sources[0].incarnation if sources else 1,
+        slots=tuple(ref.slot for ref in sources),
+        generations=tuple(ref.generation for ref in sources),
+        checksums=tuple(ref.checksum for ref in sources),
+        remote=remote,
+    )
 
 
 class Harness:

@@ -7,6 +7,7 @@ import typing
 import msgpack
 import msgspec
 import pytest
+from actor_harness import leased
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
@@ -22,7 +23,6 @@ from mooncake_zmq.messages import (
     FirstToken,
     HandoffBlocks,
     LeaseBlocks,
-    LeasedBlock,
     LeaseRenewed,
     Message,
     ProtocolError,
@@ -76,7 +76,15 @@ def bounded(kind, meta):
 
 def structs(kind):
     hints = typing.get_type_hints(kind, include_extras=True)
-    return st.builds(kind, **{name: values(hints[name]) for name in kind.__struct_fields__})
+    fields = {name: values(hints[name]) for name in kind.__struct_fields__}
+    if kind is BlocksLeased:  # its columns agree
+        refs = st.lists(structs(SlotRef), max_size=4)
+        return refs.flatmap(
+            lambda refs: st.builds(
+                leased, fields["lease_id"], st.just(refs), remote=st.integers(0, len(refs)), node=fields["node"]
+            )
+        )
+    return st.builds(kind, **fields)
 
 
 messages = st.sampled_from(TYPES).flatmap(structs)
@@ -169,8 +177,8 @@ def test_a_known_tag_with_any_fields_decodes_or_raises_protocol_error(kind, fiel
         msgpack.packb([["Hello"]]),
         msgpack.packb(["NoSuchMessage", 1]),
         msgpack.packb([b"RenewLease", 1, 1.0]),
-        b"\x93" + msgpack.packb("BlocksLeased") + b"\x01\xdd\xff\xff\xff\xff",
-        b"\x93" + msgpack.packb("BlocksLeased") + b"\x01\xdc\x40\x00",
+        b"\x92" + msgpack.packb("ReportCorrupt") + b"\xdd\xff\xff\xff\xff",
+        b"\x92" + msgpack.packb("ReportCorrupt") + b"\xdc\x40\x00",
         b"\x93" + msgpack.packb("RenewLease") + b"\x01" + b"\x91" * 100_000,
         b"\x93" + msgpack.packb("\udcff", unicode_errors="surrogateescape") + b"\x01\x01",
     ],
@@ -212,7 +220,7 @@ def test_everything_on_the_wire_is_bounded():
 
 
 def test_a_claimed_length_allocates_next_to_nothing():
-    raw = b"\x93" + msgpack.packb("BlocksLeased") + b"\x01\xdd\x10\x00\x00\x00"
+    raw = b"\x92" + msgpack.packb("ReportCorrupt") + b"\xdd\x10\x00\x00\x00"
     tracemalloc.start()
     try:
         decodes_or_protocol_error(raw)
@@ -250,11 +258,22 @@ def test_a_value_out_of_bounds_is_refused_on_arrival(message):
 
 
 @pytest.mark.parametrize(
+    "columns", [[(1, 2), (2,), (3, 3), 0], [(1,), (2, 2), (3,), 0], [(1,), (2,), (), 0], [(1,), (2,), (3,), 2]], ids=range(4)
+)
+def test_columns_that_do_not_agree_are_refused_on_arrival(columns):
+    refs = [SlotRef(node="c", incarnation=7, slot=slot, generation=2, checksum=slot + 4) for slot in (1, 2)]
+    assert decode(msgpack.packb(["BlocksLeased", 1, "c", 7, (1, 2), (2, 2), (5, 6), 1])) == leased(1, refs, remote=1)
+    assert leased(1, refs).sources == tuple(refs)
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(["BlocksLeased", 1, "c", 7, *columns]))
+
+
+@pytest.mark.parametrize(
     "message",
     [
         BlocksAnnounced(stored=(b"k" * 16,) * MAX_BLOCKS, removed=(b"r" * 16,) * MAX_BLOCKS),
         ReportCorrupt(slots=(REF,) * MAX_BLOCKS),
-        BlocksLeased(lease_id=1, blocks=(LeasedBlock(source=REF, remote=True),) * MAX_BLOCKS),
+        leased(1, [REF] * MAX_BLOCKS, remote=MAX_BLOCKS),
         HandoffBlocks(request_id="r" * 128, attempt=1, first_block=0, sources=(REF,) * MAX_BLOCKS, ready=True),
         StartPrefill(
             request_id="r" * 128,

@@ -1,7 +1,7 @@
 """The SSD tier, as the executor's works use it, against bare direct I/O of the same block size and number at once.
 
-Both sides move the same slots of shared memory, from and to files that were written once before, in batches of 64 blocks.
-The bare side is threads in pread and pwrite alone: no header, checksum, index or sync.
+Both sides move the same slots of shared memory, from and to files that were written once before, the tier in a cache-node's
+batches, two at once. The bare side is threads in pread and pwrite alone, a block a call: no header, checksum, index or sync.
 """
 
 import itertools
@@ -10,16 +10,18 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from mooncake_zmq.bench.report import Row
+from mooncake_zmq.cache_node.disk_tier import BATCHES
+from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout
 from mooncake_zmq.messages import SlotRef
@@ -29,9 +31,9 @@ from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.work import BlocksCopied, CopyBlocks, DiskBlock, DiskWritten, Result, SlotGrant, Work, WriteToDisk
 
-BATCH_BLOCKS = 64
-WORKS_AHEAD = 2
-"""Works under way at once: the next one's bytes move while the rows of the last one are committed."""
+T = TypeVar("T")
+
+SETTINGS = CacheNodeSettings()
 TIMEOUT_S = 120.0
 LAYOUTS = {
     "64 KiB": BlockLayout(layers=2, kv_heads=1, head_dim=64, block_tokens=64),
@@ -125,13 +127,13 @@ class _Tier:
 
     def write(self) -> None:
         pairs = list(zip(self._refs, self._blocks, strict=True))
-        for result in self._run([WriteToDisk(tuple(batch)) for batch in _batches(pairs)]):
+        for result in self._run([WriteToDisk(batch) for batch in _batches(pairs, SETTINGS.ssd.batch_blocks)]):
             assert isinstance(result, DiskWritten), result
             assert all(result.written), result.fault
 
     def read(self) -> None:
         pairs = list(zip(self._blocks, self._grants, strict=True))
-        for result in self._run([CopyBlocks(tuple(batch)) for batch in _batches(pairs)]):
+        for result in self._run([CopyBlocks(batch) for batch in _batches(pairs, SETTINGS.fetch_batch_blocks)]):
             assert isinstance(result, BlocksCopied), result
             assert None not in result.checksums, result.fault or "a block did not verify"
 
@@ -148,7 +150,7 @@ class _Tier:
         waiting, results = deque(works), []
         under_way = 0
         while waiting or under_way:
-            while waiting and under_way < WORKS_AHEAD:
+            while waiting and under_way < BATCHES:
                 self._executor.start(next(self._ids), waiting.popleft(), TIMEOUT_S)
                 under_way += 1
             match self._events.get(timeout=TIMEOUT_S):
@@ -211,5 +213,5 @@ def _fill(segment: Segment, slot: int, random: np.random.Generator) -> SlotRef:
     return SlotRef(node="bench", incarnation=1, slot=slot, generation=2, checksum=checksum)
 
 
-def _batches(items: list[Any]) -> list[list[Any]]:
-    return [items[start : start + BATCH_BLOCKS] for start in range(0, len(items), BATCH_BLOCKS)]
+def _batches(items: Sequence[T], size: int) -> list[tuple[T, ...]]:
+    return [tuple(items[start : start + size]) for start in range(0, len(items), size)]

@@ -140,14 +140,13 @@ def generated_trace(random: Random, requests: int) -> Trace:
 def _hold(slots: Slots, keys: Iterable[Key]) -> list[int]:
     """Pin what is there of `keys`, then write and pin the others, as far as there is room; the slots in the keys' order."""
     held = {key: slot for key in keys if (slot := slots.committed(key)) is not None}
-    for slot in held.values():
-        slots.pin(slot)
+    slots.pin(list(held.values()))
     for key in keys:
         if key not in held:
             new = slots.reserve(key)
             if new is None:
                 break
-            slots.pin(new)
+            slots.pin((new,))
             slots.commit(new, 0)
             held[key] = new
     return [held[key] for key in dict.fromkeys(keys) if key in held]

@@ -76,7 +76,7 @@ class LeaseClient:
                 # Leases are of the control plane: the bytes behind them are not looked at here.
                 commit = CommitSlots(put_id=1, checksums=tuple((grant.index, 1) for grant in grants))
                 return [Send(CACHE, commit), self._lease(now)]
-            case Received(_, BlocksLeased(blocks=blocks)) if len(blocks) == BLOCKS:
+            case Received(_, BlocksLeased(sources=sources)) if len(sources) == BLOCKS:
                 self.took_s.append(now - self._sent_at)
                 release = Send(CACHE, ReleaseLease(lease_id=self._lease_id))
                 return [release, Drained() if len(self.took_s) == self._cycles else self._lease(now)]

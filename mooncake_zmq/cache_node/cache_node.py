@@ -25,8 +25,8 @@ from mooncake_zmq.messages import (
     CommitSlots,
     GrantedSlot,
     LeaseBlocks,
-    LeasedBlock,
     LeaseRenewed,
+    Message,
     ReclaimSlots,
     ReleaseLease,
     RenewLease,
@@ -143,22 +143,8 @@ class CacheNode:
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
-            case Received(sender, LeaseBlocks() as message):
-                return self._on_lease(now, sender, message)
-            case Received(sender, RenewLease() as message):
-                return self._on_renew(now, sender, message)
-            case Received(sender, ReleaseLease() as message):
-                return self._on_release(sender, message)
-            case Received(sender, ReserveSlots() as message):
-                return self._on_reserve(now, sender, message)
-            case Received(sender, CommitSlots() as message):
-                return self._on_commit(now, sender, message)
-            case Received(_, ReportCorrupt() as message):
-                return self._on_corrupt(message)
-            case Received(sender, ChangeReplica() as message):
-                return self._on_change_replica(now, sender, message)
-            case Received(sender, BlocksLeased() as message):
-                return self._gatherer.on_leased(now, sender, message)
+            case Received(sender, message):
+                return self._on_message(now, sender, message)
             case WorkDone(work_id, BlocksCopied() | WorkFailed() as copied) if self._gatherer.copies(work_id):
                 return self._gatherer.on_copied(now, work_id, copied)
             case WorkDone(work_id, DiskWritten() | WorkFailed() as written) if self.disk.writes(work_id):
@@ -183,13 +169,32 @@ class CacheNode:
                     self._gatherer.drop(holder)
                 self.disk.begin_drain()
                 return []
-            case Received(_, message):
-                self._count(f"unexpected_messages[type={type(message).__name__}]")
-                return []
             case Started() | TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
                 raise TypeError(event)
+
+    def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
+        match message:
+            case LeaseBlocks():
+                return self._on_lease(now, sender, message)
+            case ReleaseLease():
+                return self._on_release(sender, message)
+            case RenewLease():
+                return self._on_renew(now, sender, message)
+            case ReserveSlots():
+                return self._on_reserve(now, sender, message)
+            case CommitSlots():
+                return self._on_commit(now, sender, message)
+            case ReportCorrupt():
+                return self._on_corrupt(message)
+            case ChangeReplica():
+                return self._on_change_replica(now, sender, message)
+            case BlocksLeased():
+                return self._gatherer.on_leased(now, sender, message)
+            case _:
+                self._count(f"unexpected_messages[type={type(message).__name__}]")
+                return []
 
     def check(self, now: float) -> None:
         """See `runtime.actor`."""
@@ -249,7 +254,7 @@ class CacheNode:
         mine = sum(1 for h in self._leases if h.node == sender) + sum(1 for h in gatherings if h.node == sender)
         if self._draining or mine >= self._settings.max_leases_per_client:
             self._count("leases_denied")
-            return [Send(sender, BlocksLeased(lease_id=message.lease_id, blocks=()))]
+            return [Send(sender, BlocksLeased(lease_id=message.lease_id, node=self.name, incarnation=self.incarnation))]
         fetch_s = min(message.fetch_s, self._settings.max_lease_s)
         gathering = Gathering(
             holder=holder,
@@ -274,23 +279,30 @@ class CacheNode:
         if gathering.wish:
             self.slots.unpin(gathering.pinned)
             return []
-        self.slots.unpin(list(gathering.ahead.values()))
-        origins = [gathering.came_from.get(key) for key in run]
+        if gathering.ahead:
+            self.slots.unpin(list(gathering.ahead.values()))
+        origins = [gathering.came_from[key] for key in run if key in gathering.came_from] if gathering.came_from else []
         disk = origins.count(DISK)
-        here = origins.count(None)
-        self._count("lookup_blocks[result=local]", here)
+        remote = len(origins) - disk
+        self._count("lookup_blocks[result=local]", len(run) - len(origins))
         self._count("lookup_blocks[result=disk]", disk)
-        self._count("lookup_blocks[result=remote]", len(run) - here - disk)
+        self._count("lookup_blocks[result=remote]", remote)
         self._count("lookup_blocks[result=miss]", len(gathering.keys) - len(run))
-        blocks = tuple(
-            LeasedBlock(source=self._ref(slot), remote=origin not in (None, DISK))
-            for slot, origin in zip(gathering.run, origins, strict=True)
+        slots = tuple(gathering.run)
+        leased = BlocksLeased(
+            lease_id=holder.number,
+            node=self.name,
+            incarnation=self.incarnation,
+            slots=slots,
+            generations=tuple(map(self.slots.generation.__getitem__, slots)),
+            checksums=tuple(map(self.slots.checksum.__getitem__, slots)),
+            remote=remote,
         )
-        reply = Send(holder.node, BlocksLeased(lease_id=holder.number, blocks=blocks))
+        reply = Send(holder.node, leased)
         if not run:
             return [reply]
         self.disk.used(len(run))
-        self._leases[holder] = GrantedLease(tuple(gathering.run), now + gathering.ttl_s)
+        self._leases[holder] = GrantedLease(slots, now + gathering.ttl_s)
         return [reply, SetTimer(("lease", holder.node, holder.incarnation, holder.number), gathering.ttl_s)]
 
     def _on_renew(self, now: float, sender: str, message: RenewLease) -> list[Effect]:
@@ -505,11 +517,12 @@ class CacheNode:
             self._announcer.stored(BlocksStored(tuple(self.disk.stored), Medium.DISK), new)
             self.disk.stored.clear()
         left_dram, left_disk = tuple(self.slots.evicted), tuple(self.disk.slots.evicted)
-        self.disk.left(left_dram, left_disk)
-        self._count("evicted_blocks[tier=dram]", len(left_dram))
-        self._count("evicted_blocks[tier=disk]", len(left_disk))
-        self.slots.evicted.clear()
-        self.disk.slots.evicted.clear()
+        if left_dram or left_disk:
+            self.disk.left(left_dram, left_disk)
+            self._count("evicted_blocks[tier=dram]", len(left_dram))
+            self._count("evicted_blocks[tier=disk]", len(left_disk))
+            self.slots.evicted.clear()
+            self.disk.slots.evicted.clear()
         informed = [name for name, peer in self._peers.items() if peer.role == "conductor" and name not in self._newcomers]
         effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], informed)
         if self._newcomers:

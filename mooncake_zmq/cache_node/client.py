@@ -9,7 +9,6 @@ from mooncake_zmq.messages import (
     BlocksLeased,
     CommitSlots,
     LeaseBlocks,
-    LeasedBlock,
     LeaseRenewed,
     ReclaimSlots,
     ReleaseLease,
@@ -132,15 +131,15 @@ class PoolClient:
         )
         return [Send(self.node, ask)]
 
-    def on_leased(self, message: BlocksLeased) -> tuple[LeasedBlock, ...] | None:
-        """The blocks of a lease still wanted, else None. An empty lease is over at once."""
+    def on_leased(self, message: BlocksLeased) -> tuple[SlotRef, ...] | None:
+        """Where to read the blocks of a lease still wanted, else None. An empty lease is over at once."""
         if message.lease_id not in self._leases:
             return None
-        if message.blocks:
+        if message.slots:
             self._leases[message.lease_id].granted = True
         else:
             del self._leases[message.lease_id]
-        return message.blocks
+        return message.sources
 
     def reading_time_s(self, now: float, lease_id: int | None) -> float:
         """How long a copy that begins now may take; 0 if the lease is over or nearly so."""

@@ -15,6 +15,8 @@ from mooncake_zmq.messages import SlotRef
 from mooncake_zmq.runtime.actor import Effect, Start
 from mooncake_zmq.work import DiskBlock, DiskWritten, WorkFailed, WriteToDisk
 
+BATCHES = 2
+"""Under way at once: one's bytes move while the rows of the other are committed."""
 MAX_SCAN = 4096
 """Cold DRAM slots looked at in one event, but for a drain."""
 
@@ -97,11 +99,24 @@ class DiskTier:
         self._look()
 
     def demote(self) -> list[Effect]:
-        """Write the coldest DRAM blocks that are not on disk yet, one batch at a time."""
-        if not self.writable or self._writing:
-            return []
-        if not self._todo and not self._draining and self.unsaved > 0 and self._clean <= self._window() * 3 // 4:
-            self._look()
+        """Write the coldest DRAM blocks that are not on disk yet, a batch at a time, and beside it one that is full."""
+        effects: list[Effect] = []
+        while self.writable and len(self._writing) < BATCHES:
+            if not self._todo and not self._draining and self.unsaved > 0 and self._clean <= self._window() * 3 // 4:
+                self._look()
+            if self._writing and len(self._todo) < self._settings.batch_blocks:
+                break
+            demotions = self._next_batch()
+            if not demotions:
+                break
+            work_id = self._new_id()
+            self._writing[work_id] = demotions
+            blocks = tuple((self._ref(demotion.slot), demotion.block) for demotion in demotions)
+            effects.append(Start(work_id, WriteToDisk(blocks), self._settings.write_s))
+        return effects
+
+    def _next_batch(self) -> list[_Demotion]:
+        """What is to be written first, each with its place reserved."""
         demotions: list[_Demotion] = []
         while self._todo and len(demotions) < self._settings.batch_blocks:
             slot, generation = self._todo.popleft()
@@ -112,12 +127,7 @@ class DiskTier:
             if target is None:
                 break
             demotions.append(_Demotion(slot, DiskBlock(target, key, self._dram.checksum[slot])))
-        if not demotions:
-            return []
-        work_id = self._new_id()
-        self._writing[work_id] = demotions
-        blocks = tuple((self._ref(demotion.slot), demotion.block) for demotion in demotions)
-        return [Start(work_id, WriteToDisk(blocks), self._settings.write_s)]
+        return demotions
 
     def _look(self) -> None:
         """Find what of the cold end of DRAM is not on disk. Looked at again only when a quarter of that is used up."""

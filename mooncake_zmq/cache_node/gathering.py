@@ -184,15 +184,14 @@ class Gatherer:
     def _pin_present(self, gathering: Gathering) -> None:
         missing = gathering.keys[gathering.here :]
         run = self._dram.leading_run(missing)
-        for slot in run:
-            self._dram.pin(slot)
+        self._dram.pin(run)
         gathering.run += run
         if len(run) == len(missing) and not gathering.ahead:
             return
         self._dram.unpin([gathering.ahead.pop(key) for key in missing[: len(run)] if key in gathering.ahead])
         for key in missing[len(run) :]:
             if key not in gathering.ahead and (present := self._dram.committed(key)) is not None:
-                self._dram.pin(present)
+                self._dram.pin((present,))
                 gathering.ahead[key] = present
 
     def _may_come(self, now: float, gathering: Gathering) -> bool:
@@ -271,15 +270,15 @@ class Gatherer:
         if fetch is None or fetch.source != sender or fetch.copies:
             return [Send(sender, ReleaseLease(lease_id=message.lease_id))]
         gathering = self.gatherings.get(fetch.holder)
-        if gathering is not None and len(message.blocks) < len(fetch.keys) and sender in gathering.limits:
-            lacks = gathering.keys.index(fetch.keys[len(message.blocks)])
+        if gathering is not None and len(message.slots) < len(fetch.keys) and sender in gathering.limits:
+            lacks = gathering.keys.index(fetch.keys[len(message.slots)])
             gathering.limits[sender] = min(gathering.limits[sender], lacks)
         time_left = fetch.asked_at + self._settings.fetch_lease_s - now
         if gathering is not None:
             time_left = min(time_left, gathering.deadline - now)
         blocks: list[tuple[Key, SlotRef | DiskBlock]] = []
         if gathering is not None and time_left > 0:
-            blocks = [(key, block.source) for key, block in zip(fetch.keys, message.blocks, strict=False)]
+            blocks = list(zip(fetch.keys, message.sources, strict=False))
         effects = self._copy(now, message.lease_id, fetch, blocks, time_left)
         return effects + (self._advance(now, gathering) if gathering is not None else [])
 
@@ -297,7 +296,7 @@ class Gatherer:
                     gathering.limits.pop(fetch.source, None)
                 break
             if isinstance(source, DiskBlock):
-                self._disk.slots.pin(source.slot)
+                self._disk.slots.pin((source.slot,))
             fetch.copies.append((key, slot, source))
             self._flying.add(key)
         if not fetch.copies:

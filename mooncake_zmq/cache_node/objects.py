@@ -281,11 +281,21 @@ class Objects:
         """Keys that a commit of these would give another value than they may have on disk."""
         holder = self._clients.get(client)
         put = holder.puts.get(put_id) if holder else None
-        if put is None or self.log is None or now > put.expires_at:
+        if put is None or self.log is None or put.quarantined or now > put.expires_at:
             return []
         written = [put.keys[index] for index in indexes if index < len(put.keys) and put.grants[index].code is Code.OK]
         hides = put.pins & Pin.UPSERT or self.log.readable is not self.log.by_key
         return written if hides else [key for key in written if key in self.log.writing]
+
+    def supersede(self, client: bytes, keys: Iterable[str]) -> None:
+        """Puts of this client with these keys under way end as if their time were over: it begins them anew."""
+        holder = self._clients.get(client)
+        entries = {self._writing[key] for key in keys if key in self._writing}
+        if holder is None or not entries:
+            return
+        for put_id, put in list(holder.puts.items()):
+            if not put.quarantined and any(grant.entry in entries for grant in put.grants):
+                self._expire_put(holder, put_id)
 
     # --- readers
 
@@ -348,10 +358,12 @@ class Objects:
         if lease is not None:
             self._end_lease(lease)
 
-    def set_checksum(self, found: Found, checksum: int) -> None:
-        """Remember a checksum made later than at its put, unless that copy is gone already."""
-        if self.generation[found.entry] == found.generation:
-            self._checksum[found.entry] = checksum
+    def set_checksum(self, found: Found, checksum: int) -> bool:
+        """Remember a checksum made later than at its put; False if it may be of other bytes, as that copy is gone."""
+        if self.generation[found.entry] != found.generation:
+            return False
+        self._checksum[found.entry] = checksum
+        return True
 
     # --- removal
 

@@ -363,17 +363,17 @@ class Decode:
 
     def _on_leased(self, now: float, message: BlocksLeased) -> list[Effect]:
         """Load the leading blocks that our own host holds; the prefill hands off the rest."""
-        blocks = self._pool.on_leased(message)
-        if blocks is None:
+        sources = self._pool.on_leased(message)
+        if sources is None:
             return []
         request = next((r for r in self._requests.values() if r.lease_id == message.lease_id), None)
         if request is None or request.state is not RequestState.RESERVING:
             return self._pool.release(message.lease_id)
-        for block, leased in enumerate(blocks):
-            request.sources[block] = leased.source
+        for block, source in enumerate(sources):
+            request.sources[block] = source
             request.wanted.append((block, 0, self._layout.layers))
-        request.held_pull = bool(blocks)
-        return self._reserved(request, len(blocks)) + self._pull(now, request)
+        request.held_pull = bool(sources)
+        return self._reserved(request, len(sources)) + self._pull(now, request)
 
     def _reserved(self, request: _Request, held_blocks: int) -> list[Effect]:
         self._move(request, "reserved")

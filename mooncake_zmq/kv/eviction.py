@@ -28,8 +28,8 @@ class Eviction(Protocol):
     def touch(self, slot: int, depth: int = 0) -> None:
         """A slot in here was used just now."""
 
-    def remove(self, slot: int) -> None:
-        """A slot in here may not be evicted for now; what is known of its block stays."""
+    def remove(self, slots: Sequence[int]) -> None:
+        """Slots in here may not be evicted for now; what is known of their blocks stays."""
 
     def forget(self, slot: int) -> None:
         """The block of a slot that is not in here is gone: what comes next there is new."""
@@ -79,16 +79,18 @@ class Lru:
         self._count += len(slots)
 
     def touch(self, slot: int, depth: int = 0) -> None:
-        self.remove(slot)
+        self.remove((slot,))
         self.insert((slot,), (depth,))
 
-    def remove(self, slot: int) -> None:
-        before, after = self._previous[slot], self._next[slot]
-        assert after != OUT, "not evictable"
-        self._next[before] = after
-        self._previous[after] = before
-        self._next[slot] = OUT
-        self._count -= 1
+    def remove(self, slots: Sequence[int]) -> None:
+        following, previous = self._next, self._previous
+        for slot in slots:
+            before, after = previous[slot], following[slot]
+            assert after != OUT, "not evictable"
+            following[before] = after
+            previous[after] = before
+            following[slot] = OUT
+        self._count -= len(slots)
 
     def forget(self, slot: int) -> None:
         pass
@@ -96,14 +98,14 @@ class Lru:
     def pop(self) -> int:
         assert self._count, "nothing to evict"
         slot = self._next[self._end]
-        self.remove(slot)
+        self.remove((slot,))
         return slot
 
     def coldest(self, limit: int) -> list[int]:
         return list(islice(self._in_order(), limit))
 
     def demote(self, slot: int) -> None:
-        self.remove(slot)
+        self.remove((slot,))
         self._link(slot, self._next[self._end])
 
     def _link(self, slot: int, after: int) -> None:
@@ -132,17 +134,18 @@ class _Ranked(Lru):
         self._in_use = 0
         """Bit r is set while some slot has rank r."""
 
-    def remove(self, slot: int) -> None:
-        before = self._previous[slot]
-        super().remove(slot)
-        if self._next[before] == before:  # only a ring's own node is left of it
-            self._in_use ^= 1 << (before - self._end)
+    def remove(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            before = self._previous[slot]
+            super().remove((slot,))
+            if self._next[before] == before:  # only a ring's own node is left of it
+                self._in_use ^= 1 << (before - self._end)
 
     def pop(self) -> int:
         assert self._count, "nothing to evict"
         lowest = (self._in_use & -self._in_use).bit_length() - 1
         slot = self._next[self._end + lowest]
-        self.remove(slot)
+        self.remove((slot,))
         return slot
 
     def demote(self, slot: int) -> None:
@@ -231,10 +234,11 @@ class Sieve(Lru):
         assert slot in self, "not evictable"
         self._use[slot] = self.USED
 
-    def remove(self, slot: int) -> None:
-        assert slot in self, "not evictable"
-        self._use[slot] = self.HELD
-        self._held += 1
+    def remove(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            assert slot in self, "not evictable"
+            self._use[slot] = self.HELD
+        self._held += len(slots)
 
     def forget(self, slot: int) -> None:
         if self._use[slot] == self.HELD:
@@ -248,7 +252,7 @@ class Sieve(Lru):
             if use == self.USED:
                 self._use[slot] = self.KNOWN
             self._hand = self._next[slot]
-        self.remove(slot)
+        self.remove((slot,))
         return slot
 
     def demote(self, slot: int) -> None:
@@ -266,7 +270,7 @@ class Sieve(Lru):
     def _take_out(self, slot: int) -> None:
         if slot == self._hand:
             self._hand = self._next[slot]
-        super().remove(slot)
+        super().remove((slot,))
 
     def _in_order(self) -> Iterator[int]:
         """Two rounds of the hand: who is not spared goes in the first. May walk over all slots for a few victims."""

@@ -5,6 +5,7 @@ probe chain up, without tombstones, so that a table that was full for a year is 
 """
 
 from array import array
+from collections.abc import Sequence
 from math import isqrt
 from struct import Struct
 
@@ -51,6 +52,26 @@ class KeyTable:
             if at == self._size:
                 at = 0
         return None
+
+    def leading_run(self, keys: Sequence[Key]) -> list[int]:
+        """Slots of the keys before the first that is not in the table; as `get`, but one call for all of a lease's keys."""
+        size, by_low, by_high = self._size, self._by_low, self._by_high
+        table, lows, highs = self._table, self._low, self._high
+        run: list[int] = []
+        for low, high in WORDS.iter_unpack(b"".join(keys)):
+            at = (low * by_low + high * by_high) % size
+            while (slot := table[at]) != EMPTY and not (lows[slot] == low and highs[slot] == high):
+                at += 1
+                if at == size:
+                    at = 0
+            if slot == EMPTY:
+                break
+            run.append(slot)
+        return run
+
+    def all_named(self, slots: Sequence[int]) -> bool:
+        """Does each of `slots` hold a key?"""
+        return all(map(self._named.__getitem__, slots))
 
     def is_named(self, slot: int) -> bool:
         """Does `slot` hold a key?"""

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from msgspec import Struct
 
-@dataclass(frozen=True, slots=True)
-class HolderId:
+
+class HolderId(Struct, frozen=True):
     """One lease of one life of one node: a later life never inherits it."""
 
     node: str

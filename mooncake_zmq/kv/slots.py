@@ -121,13 +121,11 @@ class Slots:
 
     def leading_run(self, keys: Sequence[Key]) -> list[int]:
         """Slots of the longest leading run of `keys` that is readable."""
-        run: list[int] = []
-        get, state = self._by_key.get, self._state
-        for key in keys:
-            slot = get(key)
-            if slot is None or state[slot] != COMMITTED:
-                break
-            run.append(slot)
+        run = self._by_key.leading_run(keys)
+        states = self._state
+        for index, slot in enumerate(run):
+            if states[slot] != COMMITTED:
+                return run[:index]
         return run
 
     def reserve(self, key: Key | None) -> int | None:
@@ -191,7 +189,7 @@ class Slots:
         """A committed and unpinned slot whose medium failed is never handed out again in this life."""
         assert self.pins[slot] == 0
         self._move(slot, "retire")
-        self._evictable.remove(slot)
+        self._evictable.remove((slot,))
         self._unname(slot)
         self._set_generation(slot, self.generation[slot] + 2)
 
@@ -201,21 +199,27 @@ class Slots:
         if self.key_of(slot) is None:
             return
         if self.pins[slot] == 0:
-            self._evictable.remove(slot)
+            self._evictable.remove((slot,))
         self._unname(slot)
         if self.pins[slot] == 0:
             self._release((slot,), (0,))
 
-    def pin(self, slot: int) -> None:
-        """Cover a slot by a lease or copy."""
-        pins = self.pins
-        if pins[slot] == 0:
-            self._pinned += 1
-            if self._state[slot] == COMMITTED:
-                self._evictable.remove(slot)
-            else:
-                assert self._state[slot] == WRITING
-        pins[slot] += 1
+    def pin(self, slots: Sequence[int]) -> None:
+        """Cover slots by a lease or copy, each as often as it is named."""
+        pins, states = self.pins, self._state
+        evictable: list[int] = []
+        begun = 0
+        for slot in slots:
+            before = pins[slot]
+            pins[slot] = before + 1
+            if before == 0:
+                begun += 1
+                if states[slot] == COMMITTED:
+                    evictable.append(slot)
+                else:
+                    assert states[slot] == WRITING
+        self._pinned += begun
+        self._evictable.remove(evictable)
 
     def unpin(self, slots: Sequence[int], depth: int = 0) -> None:
         """End a cover. Given a chain's slots from the root on, the leaf becomes the next to evict, the root the last.
@@ -227,9 +231,10 @@ class Slots:
         depths: list[int] = []
         for index in range(len(slots) - 1, -1, -1):
             slot = slots[index]
-            assert pins[slot] > 0, "a pin ends once"
-            pins[slot] -= 1
-            if pins[slot] == 0:
+            left = pins[slot] - 1
+            assert left >= 0, "a pin ends once"
+            pins[slot] = left
+            if left == 0:
                 self._pinned -= 1
                 if states[slot] == COMMITTED:
                     over.append(slot)
@@ -284,12 +289,11 @@ class Slots:
 
     def _release(self, slots: Sequence[int], depths: Sequence[int]) -> None:
         """Committed slots have no pin (any more): evictable, or free at once if nobody could find them."""
-        is_named = self._by_key.is_named
-        if all(map(is_named, slots)):
+        if self._by_key.all_named(slots):
             self._evictable.insert(slots, depths)
             return
         for slot, depth in zip(slots, depths, strict=True):
-            if is_named(slot):
+            if self._by_key.is_named(slot):
                 self._evictable.insert((slot,), (depth,))
             else:
                 self._move(slot, "free")

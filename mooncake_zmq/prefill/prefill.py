@@ -428,10 +428,10 @@ class Prefill:
         job.started_at = now
         request = job.request
         reusable = request.keys[: (job.length - 1) // self._layout.block_tokens]
-        for slot in self.slots.leading_run(reusable if self._settings.own_reuse else ()):
-            self.slots.pin(slot)
-            job.own_slots.append(slot)
-            job.prefix.append(self._ref(slot))
+        own = self.slots.leading_run(reusable if self._settings.own_reuse else ())
+        self.slots.pin(own)
+        job.own_slots += own
+        job.prefix += [self._ref(slot) for slot in own]
         effects: list[Effect] = []
         unreused = request.request_id in self._unreused
         self._unreused.pop(request.request_id, None)
@@ -461,19 +461,16 @@ class Prefill:
         return [*effects, Send(request.decode, reserve)]
 
     def _on_leased(self, now: float, message: BlocksLeased) -> list[Effect]:
-        blocks = self._pool.on_leased(message)
+        sources = self._pool.on_leased(message)
         job = next((j for j in self._jobs.values() if j.lease_id == message.lease_id), None)
-        if blocks is None:
+        if sources is None:
             return []
         if job is None or job.state is not JobState.PREPARING or job.leased:
             return self._pool.release(message.lease_id)
         job.leased = True
-        for block in blocks:
-            job.prefix.append(block.source)
-            if block.remote:
-                job.remote_blocks += 1
-            else:
-                job.local_blocks += 1
+        job.prefix += sources
+        job.remote_blocks += message.remote
+        job.local_blocks += len(sources) - message.remote
         return []
 
     def _on_reserved(self, now: float, sender: str, message: DecodeReserved) -> list[Effect]:
@@ -504,7 +501,7 @@ class Prefill:
             key = job.request.keys[index] if index < len(job.request.keys) else None
             slot = self.slots.reserve(None if key is None or self.slots.held(key) else key)
             assert slot is not None
-            self.slots.pin(slot)
+            self.slots.pin((slot,))
             job.new_slots.append(slot)
         self._move(job, "prepared")
         job.waiting_since = now
@@ -684,8 +681,7 @@ class Prefill:
     def _offer_chain(self, now: float, request: StartPrefill, first: int, slots: list[int]) -> list[Effect]:
         """Put the blocks from index `first` on, which stand in `slots`."""
         stop, size = first + len(slots), self._layout.block_tokens * 4
-        for slot in slots:
-            self.slots.pin(slot)
+        self.slots.pin(slots)
         effects = self._pool.put(
             now,
             self._new_id(),

@@ -4,8 +4,9 @@
 `Start`ed with an id and a deadline, and its outcome returns as `WorkDone` on every path, failure included.
 """
 
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from mooncake_zmq.kv.events import KvEvent
 from mooncake_zmq.messages import Hello, Message
@@ -14,8 +15,7 @@ from mooncake_zmq.work import Progress, Result, Work
 TimerKey = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PeerUp:
+class PeerUp(Struct, frozen=True):
     """A fresh conversation with `peer` began: nothing said before it counts any more."""
 
     peer: str
@@ -23,53 +23,45 @@ class PeerUp:
     hello: Hello
 
 
-@dataclass(frozen=True, slots=True)
-class PeerDown:
+class PeerDown(Struct, frozen=True):
     """The conversation with `peer` is over: messages either way may be lost; leases and jobs shared with it are void."""
 
     peer: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(Struct, frozen=True):
     """A message, delivered at most once and in order within a conversation."""
 
     sender: str
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class TimerFired:
+class TimerFired(Struct, frozen=True):
     key: TimerKey
 
 
-@dataclass(frozen=True, slots=True)
-class WorkProgress:
+class WorkProgress(Struct, frozen=True):
     work_id: int
     progress: Progress
 
 
-@dataclass(frozen=True, slots=True)
-class WorkDone:
+class WorkDone(Struct, frozen=True):
     """The end of a `Start`ed work; `WorkFailed` when it could not be done or missed its deadline."""
 
     work_id: int
     result: Result
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(Struct, frozen=True):
     """The first event of an actor's life."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrainWanted:
+class DrainWanted(Struct, frozen=True):
     """The operator wants this process gone: accept nothing new, finish the rest."""
 
 
-@dataclass(frozen=True, slots=True)
-class FromClient:
+class FromClient(Struct, frozen=True):
     """Gateway only: something from the client's connection at the HTTP edge; the types are in `gateway.requests`."""
 
     request_id: str
@@ -79,8 +71,7 @@ class FromClient:
 Event = PeerUp | PeerDown | Received | TimerFired | WorkProgress | WorkDone | Started | DrainWanted | FromClient
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Send to a peer. To a peer that is down it is dropped and counted. `lossy`: may be dropped, never retransmitted."""
 
     to: str
@@ -88,21 +79,18 @@ class Send:
     lossy: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SetTimer:
+class SetTimer(Struct, frozen=True):
     """(Re)arm the timer `key` to fire once after `delay_s`."""
 
     key: TimerKey
     delay_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class CancelTimer:
+class CancelTimer(Struct, frozen=True):
     key: TimerKey
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Struct, frozen=True):
     """Begin long work. Ids are the actor's own, never reused in its life."""
 
     work_id: int
@@ -110,52 +98,45 @@ class Start:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class CancelWork:
+class CancelWork(Struct, frozen=True):
     """Ask a work to stop early. It still ends with a `WorkDone`: bytes in flight cannot be unsent."""
 
     work_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(Struct, frozen=True):
     """Set slot generations in this process's own segment, before any later effect of the same list is carried out."""
 
     generations: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSequence:
+class OpenSequence(Struct, frozen=True):
     """Allocate the KV of a running sequence."""
 
     sequence: int
     capacity_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class CloseSequence:
+class CloseSequence(Struct, frozen=True):
     """Free a sequence's KV. The actor promises that no work on it is in flight."""
 
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class ToClient:
+class ToClient(Struct, frozen=True):
     """Gateway only: something for the client's connection at the HTTP edge; the types are in `gateway.requests`."""
 
     request_id: str
     output: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(Struct, frozen=True):
     """Cache-node only: one batch of KV events for whoever subscribed, in the order they happened."""
 
     events: tuple[KvEvent, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(Struct, frozen=True):
     """Nothing is left to finish: the process may exit."""
 
 

@@ -35,10 +35,10 @@ from mooncake_zmq.transfer.block_copy import (
     copy_block,
     granted,
     load_layers,
-    read_block,
+    read_blocks,
     store_block,
     store_part,
-    write_block,
+    write_blocks,
 )
 from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.disk import Disk, DiskFault
@@ -413,7 +413,7 @@ class Executor:
         copied = _Copied(len(work.copies))
         job.conclude = copied.result
         here: list[int] = []
-        stored: deque[int] = deque()
+        stored: list[int] = []
         reads: list[RemoteRead] = []
         for index, (source, grant) in enumerate(work.copies):
             if isinstance(source, DiskBlock):
@@ -429,8 +429,10 @@ class Executor:
             turns.append((self._copy, partial(self._copy_blocks, job, work, here, copied)))
         if stored:
             assert self._disk, "a node without a disk has nothing to promote"
-            turn = partial(self._read_blocks, job, work, stored, copied, self._disk)
-            turns += [(self._disk_reads, turn)] * min(self._disk.threads, len(stored))
+            blocks = [source for source, _ in work.copies if isinstance(source, DiskBlock)]
+            shares = deque([stored[place] for place in share] for share in self._disk.share_out(blocks))
+            turn = partial(self._read_blocks, job, work, shares, copied, self._disk)
+            turns += [(self._disk_reads, turn)] * min(self._disk.threads, len(shares))
         self._begin(job, turns, reads)
 
     def _copy_blocks(self, job: "_Job", work: CopyBlocks, indices: list[int], copied: "_Copied") -> None:
@@ -451,46 +453,49 @@ class Executor:
 
     # --- the SSD tier
 
-    def _read_blocks(self, job: "_Job", work: CopyBlocks, indices: deque[int], copied: "_Copied", disk: Disk) -> None:
-        for index in _taken(indices):
+    def _read_blocks(self, job: "_Job", work: CopyBlocks, shares: deque[list[int]], copied: "_Copied", disk: Disk) -> None:
+        for share in _taken(shares):
             if job.stopped or job.is_late() or copied.fault:
                 return
-            block, grant = work.copies[index]
-            assert isinstance(block, DiskBlock)
-            target = self._directory.segment((grant.node, grant.incarnation), writable=True)
-            if target is None:
-                continue
+            indices, copies = [], []
+            for index in share:
+                block, grant = work.copies[index]
+                assert isinstance(block, DiskBlock)
+                target = self._directory.segment((grant.node, grant.incarnation), writable=True)
+                if target:
+                    indices.append(index)
+                    copies.append((block, target, grant))
             try:
-                copied.set(index, read_block(disk, block, target, grant))
+                for index, outcome in zip(indices, read_blocks(disk, copies), strict=True):
+                    copied.set(index, outcome)
             except DiskFault as fault:
                 copied.fault = str(fault)
 
     def _start_write(self, job: "_Job", work: WriteToDisk) -> None:
         assert self._disk, "a node without a disk has nothing to demote to"
-        indices = deque(range(len(work.blocks)))
-        parties = min(self._disk.threads, len(indices))
-        written = _Written(len(indices), parties)
+        shares = deque(self._disk.share_out([block for _, block in work.blocks]))
+        parties = min(self._disk.threads, len(shares))
+        written = _Written(len(work.blocks), parties)
         job.conclude = written.result
-        turn = partial(self._write_blocks, job, work, indices, written, self._disk)
+        turn = partial(self._write_blocks, job, work, shares, written, self._disk)
         self._begin(job, [(self._disk_writes, turn)] * parties, [])
 
-    def _write_blocks(self, job: "_Job", work: WriteToDisk, indices: deque[int], written: "_Written", disk: Disk) -> None:
+    def _write_blocks(self, job: "_Job", work: WriteToDisk, shares: deque[list[int]], written: "_Written", disk: Disk) -> None:
         """Write what is left to write; the last party to end makes it all durable at once."""
         assert self._segment, "a node without a segment has nothing to demote"
-        for index in _taken(indices):
+        for share in _taken(shares):
             if job.stopped or job.is_late() or written.fault:
                 break
-            source, block = work.blocks[index]
             try:
-                outcome = write_block(self._segment, source, disk, block)
+                outcomes = write_blocks(self._segment, disk, [work.blocks[index] for index in share])
             except DiskFault as fault:
                 written.fault = str(fault)
                 break
-            if outcome is ReadFailure.CORRUPT:
-                log.error("block_corrupt_in_memory", slot=source.slot, key=block.key.hex())
-                written.corrupt.append(index)
-            elif not isinstance(outcome, ReadFailure):
-                written.sequences[index] = outcome
+            for index, outcome in zip(share, outcomes, strict=True):
+                written.set(index, outcome)
+                if outcome is ReadFailure.CORRUPT:
+                    source, block = work.blocks[index]
+                    log.error("block_corrupt_in_memory", slot=source.slot, key=block.key.hex())
         if written.is_last() and not job.stopped:
             try:
                 written.commit(work, disk)
@@ -668,11 +673,17 @@ class _Written:
 
     def __init__(self, count: int, parties: int) -> None:
         self.sequences: list[int | None] = [None] * count
-        self.corrupt: list[int] = []
         self.fault = ""
+        self._corrupt: list[int] = []
         self._committed = False
         self._lock = threading.Lock()
         self._parties = parties
+
+    def set(self, index: int, outcome: int | ReadFailure) -> None:
+        if not isinstance(outcome, ReadFailure):
+            self.sequences[index] = outcome
+        elif outcome is ReadFailure.CORRUPT:
+            self._corrupt.append(index)
 
     def is_last(self) -> bool:
         """Called by each party at its end: is it the last?"""
@@ -687,7 +698,7 @@ class _Written:
 
     def result(self) -> Result:
         written = tuple(self._committed and sequence is not None for sequence in self.sequences)
-        return DiskWritten(written, self.fault, tuple(sorted(self.corrupt)))
+        return DiskWritten(written, self.fault, tuple(sorted(self._corrupt)))
 
 
 class _SequenceSink:
@@ -769,11 +780,11 @@ class _Worker:
                 self._on_crash(error)
 
 
-def _taken(indices: deque[int]) -> Iterator[int]:
+def _taken(shares: deque[list[int]]) -> Iterator[list[int]]:
     """Take turns with other threads at one list of things to do."""
     while True:
         try:
-            yield indices.popleft()
+            yield shares.popleft()
         except IndexError:
             return
 

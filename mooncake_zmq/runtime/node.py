@@ -4,15 +4,15 @@ The runtime feeds frames, ticks, timers and finished works in, and carries out t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mooncake_zmq.runtime.actor import Actor, Effect, Event, Send
 from mooncake_zmq.runtime.session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class Transmit:
+class Transmit(Struct, frozen=True):
     """Put one frame on the wire to `to`; losing it is allowed."""
 
     to: str

@@ -6,6 +6,7 @@ pure `Objects`; the bytes of others pass by on streams (`store_streams`).
 
 import contextlib
 import hmac
+import itertools
 import os
 import threading
 import time
@@ -15,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import structlog
 import zmq
 
@@ -95,6 +95,7 @@ class StoreServer:
         self._counts = dict.fromkeys(("requests", "garbage", "dropped", "strangers", "clients_died"), 0)
         self._clients: dict[bytes, _Client] = {}
         """Changed within `with self._memory`, as streams attach from threads of their own."""
+        self._stream_ids = itertools.count(1)
         self._stopping = self._closed = False
         self._late: deque[tuple[bytes, protocol.Reply]] = deque()
         """Answers to what waited for the disk."""
@@ -183,6 +184,10 @@ class StoreServer:
             client.streams += 1
             return True
 
+    def new_id(self) -> int:
+        """See `store_streams.Clients`."""
+        return -next(self._stream_ids)
+
     def detach(self, client: bytes) -> None:
         """See `store_streams.Clients`."""
         with self._memory:
@@ -222,7 +227,7 @@ class StoreServer:
     def _receive(self, peer: bytes) -> None:
         try:
             request = protocol.decode_request(self._socket.recv()) if self._more() else None
-        except msgspec.DecodeError:
+        except protocol.NotAMessage:
             request = None
         while self._more():  # frames that no message of ours has
             self._socket.recv(copy=False)

@@ -22,6 +22,7 @@ from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.protocol import Stranger
 from mooncake_zmq.store.stream import (
     EAGER_BYTES,
+    MAX_ATTACH_BYTES,
     Attach,
     Attached,
     Ended,
@@ -43,13 +44,12 @@ from mooncake_zmq.store.stream import (
 log = structlog.get_logger()
 
 MAX_STREAMS = 512
-"""Threads; a further stream is closed at once, and its client's call fails with the reason."""
+"""Threads. For a further stream the one that waits longest for a request is ended, of which its client makes a new one when it
+needs it; with all at work the further one is refused, and its client's call fails."""
 SLICE_S = 1.0
 STALL_S = 10.0
 """A client that neither takes nor sends a byte for so long, amid a request, is given up."""
 ATTACH_S = 5.0
-PROMOTED_LEASE = 1 << 63
-"""Set in the id of a second lease of one request; no client's id has it."""
 ACCEPT_AGAIN_S = 0.1
 """Pause after an accept that failed, as for want of file descriptors."""
 
@@ -61,6 +61,9 @@ class Clients(Protocol):
         """Is this a client of ours? Then it is one until it is detached."""
 
     def detach(self, client: bytes) -> None: ...
+
+    def new_id(self) -> int:
+        """For a put or a lease of a stream: one that no message of a client can name."""
 
 
 class StoreStreams:
@@ -83,7 +86,7 @@ class StoreStreams:
         self._stopping = False
         self._lock = threading.Lock()
         """Guards `counts` and `_open`."""
-        self._open: dict[threading.Thread, Stream] = {}
+        self._open: dict[threading.Thread, _Served] = {}
         self._listener, self.endpoint = listen(endpoint, port)
         self._acceptor = threading.Thread(target=self._accept, name="store-streams", daemon=True)
         self._acceptor.start()
@@ -98,8 +101,8 @@ class StoreStreams:
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
         with self._lock:
             threads = dict(self._open)
-        for stream in threads.values():
-            stream.shut()
+        for served in threads.values():
+            served.stream.shut()
         for thread in threads:
             thread.join()
 
@@ -116,16 +119,32 @@ class StoreStreams:
                     log.warning("store_stream_not_accepted", reason=error.strerror)
                     time.sleep(ACCEPT_AGAIN_S)
                 continue
-            if len(self._open) >= MAX_STREAMS:
+            try:
+                self._begin(connection)
+            except (OSError, RuntimeError) as error:  # the latter: the system has no thread for us
                 self._count("streams_refused")
+                log.warning("store_stream_refused", reason=str(error))
                 connection.close()
-                continue
-            served = _Served(self._memory, self._ssd, self._clients, connection, self._count, lambda: self._stopping)
-            thread = threading.Thread(target=self._serve, args=(served,), name="store-stream", daemon=True)
-            with self._lock:
-                self.counts["streams"] += 1
-                self._open[thread] = served.stream
+
+    def _begin(self, connection: socket.socket) -> None:
+        with self._lock:
+            others = list(self._open.values())
+        if len(others) >= MAX_STREAMS:
+            oldest = min(others, key=lambda served: served.waits_since)
+            if oldest.waits_since == math.inf:
+                raise RuntimeError(f"{MAX_STREAMS} streams are at work")
+            oldest.stream.shut()
+        served = _Served(self._memory, self._ssd, self._clients, connection, self._count, lambda: self._stopping)
+        thread = threading.Thread(target=self._serve, args=(served,), name="store-stream", daemon=True)
+        with self._lock:
+            self._open[thread] = served
+        try:
             thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._open[thread]
+            raise
+        self._count("streams")
 
     def _serve(self, served: "_Served") -> None:
         try:
@@ -160,11 +179,15 @@ class _Served:
         self._patience_s = ATTACH_S
         """How long the client may be silent."""
         self._client = b""
+        self.waits_since = math.inf
+        """When it began to wait for the request to come; infinite while it is at work."""
 
     def run(self) -> None:
         """Serve until the client ends it, falls silent amid a request, or says what is none."""
         try:
-            attach = self.stream.receive(decode_attach)
+            self.stream.stop_at = time.monotonic() + ATTACH_S
+            attach = self.stream.receive(decode_attach, MAX_ATTACH_BYTES)
+            self.stream.stop_at = math.inf
             if not self._clients.attach(attach):
                 self.stream.send(Stranger(0))
                 return
@@ -177,7 +200,9 @@ class _Served:
             self.stream.send(Attached())
             while True:
                 self._patience_s = math.inf
+                self.waits_since = time.monotonic()
                 request = self.stream.receive(decode_request)
+                self.waits_since = math.inf
                 self._patience_s = STALL_S
                 match request:
                     case Get():
@@ -208,34 +233,40 @@ class _Served:
         caps: Sequence[float] = request.caps or [math.inf] * len(request.keys)
         start = 0
         while start < len(request.keys):
-            start += self._send_some(request, request.keys[start:], caps[start:])
+            start += self._send_some(request.keys[start:], caps[start:], request.ttl_s)
 
-    def _send_some(self, request: Get, keys: Sequence[str], caps: Sequence[float]) -> int:
+    def _send_some(self, keys: Sequence[str], caps: Sequence[float], ttl_s: float) -> int:
         """Send values of the first of `keys`, of all if nothing has to be read from disk; how many keys that were."""
+        lease_ids = [self._clients.new_id()]
         with self._memory as objects:
             if self._ssd is not None:
                 keys = keys[: _reach(objects, keys, caps)]
-            found = objects.lease(time.monotonic(), self._client, request.id, keys, request.ttl_s)
-            sizes = [one.size if one else objects.size_on_disk(key) or 0 for key, one in zip(keys, found, strict=True)]
+            leased = objects.lease(time.monotonic(), self._client, lease_ids[0], keys, ttl_s)
+            told = [one.size if one else objects.size_on_disk(key) or 0 for key, one in zip(keys, leased, strict=True)]
         try:
-            missing = [index for index, one in enumerate(found) if not one and 0 < sizes[index] <= caps[index]]
+            missing = [index for index, one in enumerate(leased) if not one and 0 < told[index] <= caps[index]]
             if self._ssd is not None and missing:
                 promoted = [keys[index] for index in missing]
                 self._ssd.promote(promoted)
+                lease_ids.append(self._clients.new_id())
                 with self._memory as objects:
-                    now, lease_id = time.monotonic(), request.id | PROMOTED_LEASE
-                    leased = objects.lease(now, self._client, lease_id, promoted, request.ttl_s)
-                for index, one in zip(missing, leased, strict=True):
-                    found[index], sizes[index] = one, one.size if one else 0
-            checksums = [self._checksum(one) if one else 0 for one in found]
-            wanted = [one for one, cap in zip(found, caps, strict=False) if one and one.size <= cap]
-            views = [self._memory.view(one.offset, one.size) for one in wanted]
+                    came = objects.lease(time.monotonic(), self._client, lease_ids[1], promoted, ttl_s)
+                for index, one in zip(missing, came, strict=True):
+                    leased[index], told[index] = one, 0
+            sizes, checksums, views = [], [], []
+            for found, size, cap in zip(leased, told, caps, strict=False):
+                fits = found is not None and found.size <= cap
+                checksum = self._checksum(found) if found and fits else 0
+                sizes.append(found.size if found and checksum else 0 if fits else size)
+                checksums.append(checksum)
+                if found and checksum:
+                    views.append(self._memory.view(found.offset, found.size))
             self.stream.send(Values(sizes, checksums), views)
         finally:
             with self._memory as objects:
-                objects.release(self._client, request.id)
-                objects.release(self._client, request.id | PROMOTED_LEASE)
-        return len(sizes)
+                for lease_id in lease_ids:
+                    objects.release(self._client, lease_id)
+        return len(keys)
 
     def _promote(self, request: Promote) -> None:
         with self._memory as objects:
@@ -246,13 +277,12 @@ class _Served:
         self.stream.send(Ended([]))
 
     def _checksum(self, found: Found) -> int:
-        """Its writer's, or one made now: what leaves the host carries one."""
+        """Its writer's, or one made now, as what leaves the host carries one; 0 if the value went meanwhile."""
         if found.checksum:
             return found.checksum
         checksum = checksum_of(self._memory.view(found.offset, found.size))
         with self._memory as objects:
-            objects.set_checksum(found, checksum)
-        return checksum
+            return checksum if objects.set_checksum(found, checksum) else 0
 
     def _put(self, request: Put) -> None:
         sizes = request.sizes
@@ -261,17 +291,22 @@ class _Served:
         if request.checksums and sum(sizes) > EAGER_BYTES:
             raise StreamGarbage(f"{sum(sizes)} bytes unasked")
         now = time.monotonic()
+        put_id = self._clients.new_id()
         with self._memory as objects:
+            if request.again:
+                objects.supersede(self._client, request.keys)
             grants = objects.reserve(
-                now, self._client, request.id, request.keys, sizes, pins=Pin(request.pins), ttl_s=request.ttl_s
+                now, self._client, put_id, request.keys, sizes, pins=Pin(request.pins), ttl_s=request.ttl_s
             )
+            ttl_s = min(request.ttl_s, objects.settings.max_ttl_s)
         whole: dict[int, int] = {}
         try:
-            self.stream.stop_at = now + request.ttl_s
+            self.stream.stop_at = now + ttl_s
             whole = self._receive(request, grants)
         finally:
             self.stream.stop_at = math.inf
-            ended = self._commit(request.id, whole)
+            ended = self._commit(put_id, whole)
+        assert ended is not None or all(grant.code is not Code.OK for grant in grants), "a put ends here alone"
         codes = [int(code) for code in ended or (grant.code for grant in grants)]
         for index, grant in enumerate(grants):
             if grant.code is Code.OK and index not in whole:

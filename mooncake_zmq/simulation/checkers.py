@@ -186,11 +186,10 @@ class Checkers:
     def _granted(self, pool: _Pool, segment: Segment, holder: LifeId, leased: BlocksLeased) -> None:
         """I1: what is leased is committed, stands, and is what its key says."""
         ask = pool.asked.get((holder, leased.lease_id))
-        if ask is None or not leased.blocks:
+        if ask is None or not leased.slots:
             return
         slots: dict[int, int] = {}
-        for key, block in zip(ask.keys, leased.blocks, strict=False):
-            ref = block.source
+        for key, ref in zip(ask.keys, leased.sources, strict=False):
             generation = pool.fences.get(ref.slot, segment.generations[ref.slot])
             where = f"{segment.node} slot {ref.slot} generation {ref.generation}"
             if generation != ref.generation or generation % 2:

@@ -60,7 +60,7 @@ def _silent(self: Any, now: float = 0.0) -> None:
 class _PinlessSlots(Slots):
     """A lease pins nothing: its slots stay among those to evict."""
 
-    def pin(self, slot: int) -> None:
+    def pin(self, slots: Sequence[int]) -> None:
         pass
 
     def unpin(self, slots: Sequence[int], depth: int = 0) -> None:
@@ -103,8 +103,9 @@ def _disk_unverified() -> list[tuple[Any, str, Any]]:
 class _ExclusiveSlots(_PinlessSlots):
     """What is being promoted is the next to go, as DRAM will have it."""
 
-    def pin(self, slot: int) -> None:
-        self.demote(slot)
+    def pin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.demote(slot)
 
 
 def _disk_unpinned() -> list[tuple[Any, str, Any]]:

@@ -269,18 +269,13 @@ class StoreClient:
 
 
 def _put(batch: Batch, call: Call) -> list[int]:
-    put_id = call.peer.next_id()
     most = call.session.welcome.max_object_bytes
     if max(batch.sizes) > most:
         log.warning("store_value_too_large", size=max(batch.sizes), largest=most, reason="the store's slab_bytes")
-    try:
-        # One small value is sooner sent along with the request than written between two of them.
-        if call.session.segment is not None and (len(batch.keys) > 1 or batch.sizes[0] > SEND_BYTES):
-            return shared_copy.put(call, call.session.segment, put_id, batch)
-        return streamed_copy.put(call, put_id, batch)
-    except BaseException:
-        call.peer.abandon(put_id)
-        raise
+    # One small value is sooner sent along with the request than written between two of them.
+    if call.session.segment is not None and (len(batch.keys) > 1 or batch.sizes[0] > SEND_BYTES):
+        return shared_copy.put(call, call.session.segment, batch)
+    return streamed_copy.put(call, batch)
 
 
 def _chunks(wanted: Sequence[int], sizes: Sequence[int] | None) -> Iterator[list[int]]:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-import msgspec
 import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -51,7 +50,7 @@ class Link:
     ) -> None:
         self._is_closed = is_closed
         self.stream: Stream | None = None
-        """Whoever makes it puts it here; it ends with the connection."""
+        """Whoever makes it puts it here, to end with the connection, which is of no use if it failed to attach."""
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.routing_id = routing_id
@@ -69,6 +68,12 @@ class Link:
         except BaseException:
             self.close()
             raise
+
+    def shut(self) -> None:
+        """End its stream under whoever is at it. From any thread."""
+        stream = self.stream
+        if stream is not None:
+            stream.shut()
 
     def close(self) -> None:
         """Drop what is not sent yet."""
@@ -102,7 +107,7 @@ class Link:
                 reply: protocol.Reply = protocol.decode_reply(self.socket.recv())
             except zmq.Again:
                 self._check(deadline)
-            except msgspec.DecodeError as error:
+            except protocol.NotAMessage as error:
                 raise Unreached(f"an answer that is none: {error}") from error
             else:
                 if isinstance(reply, protocol.Stranger):
@@ -138,6 +143,7 @@ class Links:
     def __init__(self, make: Callable[[], Link], limit: int) -> None:
         self._make = make
         self._idle: deque[Link] = deque()
+        self._used: set[Link] = set()
         self._limit = limit
         self._free = threading.Semaphore(limit)
         self._lock = threading.Lock()
@@ -152,15 +158,21 @@ class Links:
                 self._free.release()
                 raise Unreached("the store was closed")
             if self._idle:
-                return self._idle.pop()
+                link = self._idle.pop()
+                self._used.add(link)
+                return link
         try:
-            return self._make()
+            link = self._make()
         except BaseException:
             self._free.release()
             raise
+        with self._lock:
+            self._used.add(link)
+        return link
 
     def put_back(self, link: Link, *, broken: bool) -> None:
         with self._lock:
+            self._used.discard(link)
             keep = not (broken or self._closed)
             if keep:
                 self._idle.append(link)
@@ -179,6 +191,9 @@ class Links:
         """No more calls; waits for those under way, which end within moments. False if one had not by then."""
         with self._lock:
             self._closed = True
+            used = list(self._used)
+        for link in used:
+            link.shut()
         self.drop_idle()
         taken = 0
         while taken < self._limit and self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):

@@ -70,12 +70,12 @@ class Call:
     session: Session
     link: Link
     deadline: float
+    again: bool
+    """Is it the second try, the first one having broken off?"""
 
     def stream(self) -> Stream:
         """The connection's stream. Raises Unreached or Forgotten where there is none yet and none can be made."""
-        if self.link.stream is None:
-            self.link.stream = self.peer.open_stream(self.session, self.link, self.deadline)
-        return self.link.stream
+        return self.link.stream or self.peer.open_stream(self.session, self.link, self.deadline)
 
 
 class Peer:
@@ -122,25 +122,25 @@ class Peer:
     def call(self, work: Callable[[Call], T]) -> T:
         """Run `work` with a connection of its own. Raises Unreached. After a loss or a restart it is run once more."""
         deadline = time.monotonic() + self.settings.timeout_s
-        for last in (False, True):
+        for again in (False, True):
             if self.closed or os.getpid() != self._pid:
                 raise Unreached("the store was closed")
             session = self.session(deadline)
             link = self._links.take(deadline)
             broken = True
             try:
-                if self._abandoned:
-                    link.tell(protocol.Release([], self._take_abandoned()))
-                result = work(Call(self, session, link, deadline))
+                self._tell_abandoned(link, deadline)
+                result = work(Call(self, session, link, deadline, again))
                 broken = False
                 return result
             except Forgotten:
                 self._drop(session)
-                if last:
+                if again:
                     raise Unreached("the store refuses us") from None
             except (Unreached, StreamError) as error:
-                if last or self.closed:
-                    self._drop(session)
+                # A restarted store is met anew: what we know of it, streams and all, is of its former life.
+                self._drop(session)
+                if again or self.closed or time.monotonic() >= deadline:
                     self._note_down(error)
                     raise Unreached(str(error)) from error
             finally:
@@ -148,7 +148,7 @@ class Peer:
         raise AssertionError("the last try returns or raises")
 
     def open_stream(self, session: Session, link: Link, deadline: float) -> Stream:
-        """A new stream, to be closed with `link`. Raises Unreached, Forgotten or StreamError."""
+        """A new stream, which is the link's. Raises Unreached or Forgotten."""
 
         def idle(quiet_s: float) -> None:
             link.check_open()
@@ -157,16 +157,17 @@ class Peer:
 
         try:
             connection = connect(session.welcome.stream, self.endpoint, max(0.1, deadline - time.monotonic()))
-        except OSError as error:
-            raise Unreached(f"no stream to {session.welcome.stream} of {self.endpoint}: {error.strerror}") from error
-        stream = Stream(connection, idle, slice_s=SLICE_MS / 1000)
+        except (OSError, ValueError, OverflowError) as error:  # the latter two: what was told is no address
+            raise Unreached(f"no stream to {session.welcome.stream} of {self.endpoint}: {error}") from error
+        stream = link.stream = Stream(connection, idle, slice_s=SLICE_MS / 1000)
+        link.check_open()  # whoever closes from now on finds the stream to end
         try:
             stream.send(Attach(self._name, session.welcome.token))
-            if isinstance(stream.receive(decode_attached), protocol.Stranger):
-                raise Forgotten
-        except BaseException:
-            stream.close()
-            raise
+            attached = stream.receive(decode_attached)
+        except StreamError as error:
+            raise Unreached(f"{self.endpoint} takes no further stream: {error}") from error
+        if isinstance(attached, protocol.Stranger):
+            raise Forgotten
         return stream
 
     def abandon(self, put_id: int) -> None:
@@ -184,11 +185,17 @@ class Peer:
             self._life.end()
         return ended
 
-    def _take_abandoned(self) -> list[int]:
-        taken = []
+    def _tell_abandoned(self, link: Link, deadline: float) -> None:
+        """Before anything else is said on the connection; kept for the next one if it fails."""
+        taken: list[int] = []
         while self._abandoned:
             taken.append(self._abandoned.popleft())
-        return taken
+        if taken:
+            try:
+                link.send(protocol.Release([], taken), deadline)
+            except Unreached:
+                self._abandoned.extend(taken)
+                raise
 
     def _drop(self, session: Session) -> None:
         with self._lock:

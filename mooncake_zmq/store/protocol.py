@@ -8,7 +8,8 @@ Another one exchanges bytes with the server on streams, see `stream.py`. Request
 for two things; a request sent again with its id is answered again and changes nothing more.
 """
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -204,7 +205,27 @@ Identified = Hello | Exist | Reserve | Commit | Lease | SizesOf | Remove | Remov
 """Requests answered by one reply that echoes their id."""
 Reply = Welcome | Stranger | Codes | Numbers | Reserved | Leased | KeysListed
 
+_NOT_OURS = (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError)
+KindT = TypeVar("KindT")
+
+
+class NotAMessage(Exception):
+    """Bytes that are no message of ours: the peer's fault."""
+
+
+def decoder(kind: type[KindT]) -> Callable[[bytes | memoryview], KindT]:
+    """What reads messages of a kind; it raises NotAMessage, and nothing else, on any other bytes."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def read(raw: bytes | memoryview) -> KindT:
+        try:
+            return decode(raw)
+        except _NOT_OURS as error:
+            raise NotAMessage(str(error)) from None
+
+    return read
+
+
 encode = msgspec.msgpack.encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
-"""Both raise msgspec.DecodeError (ValidationError is one) on what is no message; frames are bounded by MAXMSGSIZE."""
+decode_request: Callable[[bytes | memoryview], Request] = decoder(Request)  # type: ignore[arg-type]
+decode_reply: Callable[[bytes | memoryview], Reply] = decoder(Reply)  # type: ignore[arg-type]

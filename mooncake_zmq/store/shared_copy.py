@@ -21,8 +21,17 @@ log = structlog.get_logger()
 PROMOTIONS = 2
 
 
-def put(call: Call, segment: ObjectSegment, put_id: int, batch: Batch) -> list[int]:
+def put(call: Call, segment: ObjectSegment, batch: Batch) -> list[int]:
     """A code a key; EXISTS where nothing was written."""
+    put_id = call.peer.next_id()
+    try:
+        return _put(call, segment, put_id, batch)
+    except BaseException:
+        call.peer.abandon(put_id)
+        raise
+
+
+def _put(call: Call, segment: ObjectSegment, put_id: int, batch: Batch) -> list[int]:
     stop_at = time.monotonic() + call.session.ttl_s
     reserve = protocol.Reserve(put_id, batch.keys, batch.sizes, batch.pins, call.session.ttl_s)
     reserved = call.link.ask(reserve, protocol.Reserved, call.deadline)

@@ -29,11 +29,24 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, TypeVar
 
-import msgspec
 from msgspec import Meta, Struct
 
 from mooncake_zmq.store.memory import Checksum, checksum_of
-from mooncake_zmq.store.protocol import MAX_FRAME_BYTES, MAX_KEYS, PIECE_BYTES, Id, Ints, Keys, Seconds, Sizes, Stranger, U64s
+from mooncake_zmq.store.protocol import (
+    MAX_FRAME_BYTES,
+    MAX_KEYS,
+    PIECE_BYTES,
+    Id,
+    Ints,
+    Keys,
+    NotAMessage,
+    Seconds,
+    Sizes,
+    Stranger,
+    U64s,
+    decoder,
+    encode,
+)
 
 EAGER_BYTES = 256 << 10
 """A put of up to so many bytes is sent without waiting to hear which of its values are wanted."""
@@ -41,6 +54,7 @@ MAX_PROMOTED_BYTES = 64 << 20
 MAX_VIEWS = 512
 """Places that one system call fills or sends; Linux takes 1024."""
 IPC_SUFFIX = "-stream"
+MAX_ATTACH_BYTES = 256
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 10, 5, 3
 _LENGTH = struct.Struct("<I")
 
@@ -71,7 +85,6 @@ class Attached(_Message, frozen=True, tag=2):
 class Get(_Message, frozen=True, tag=3):
     """Send these values, as far as they are here and not larger than `caps`, if any are given."""
 
-    id: Id
     keys: Keys
     caps: Sizes
     ttl_s: Seconds
@@ -86,17 +99,17 @@ class Values(_Message, frozen=True, tag=4):
 
 
 class Put(_Message, frozen=True, tag=5):
-    """Store these values under put `id`. `pins`: see `objects.Pin`.
+    """Store these values. `pins`: see `objects.Pin`. `again`: after a stream that broke, whose puts of these keys are over.
 
     Without `checksums`, what is granted is answered first. With them, the bytes of all values follow, EAGER_BYTES at most.
     """
 
-    id: Id
     keys: Keys
     sizes: Sizes
     pins: Annotated[int, Meta(ge=0, le=7)]
     ttl_s: Seconds
     checksums: U64s
+    again: bool
 
 
 class Checksums(_Message, frozen=True, tag=6):
@@ -126,14 +139,12 @@ class Promote(_Message, frozen=True, tag=9):
 
 
 Request = Get | Put | Recheck | Promote
-decode_attach = msgspec.msgpack.Decoder(Attach).decode
-decode_attached = msgspec.msgpack.Decoder(Attached | Stranger).decode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_values = msgspec.msgpack.Decoder(Values).decode
-decode_checksums = msgspec.msgpack.Decoder(Checksums).decode
-decode_ended = msgspec.msgpack.Decoder(Ended).decode
-"""All raise msgspec.DecodeError on anything else."""
-_encode = msgspec.msgpack.encode
+decode_attach = decoder(Attach)
+decode_attached: Callable[[memoryview], Attached | Stranger] = decoder(Attached | Stranger)  # type: ignore[arg-type]
+decode_request: Callable[[memoryview], Request] = decoder(Request)  # type: ignore[arg-type]
+decode_values = decoder(Values)
+decode_checksums = decoder(Checksums)
+decode_ended = decoder(Ended)
 MessageT = TypeVar("MessageT")
 BytesT = TypeVar("BytesT", memoryview, Sequence[memoryview])
 
@@ -150,7 +161,7 @@ class Stream:
         """`idle` is called every `slice_s` that nothing moves, with how long that is; it raises where that is a reason to
         give up."""
         self.stop_at = math.inf
-        """When bytes have to have come, however steadily they do (monotonic clock)."""
+        """When what is awaited has to have come, however steadily it does (monotonic clock)."""
         self._socket = connection
         self._idle = idle
         self._slice_s = slice_s
@@ -170,23 +181,23 @@ class Stream:
 
     def send(self, message: object, views: Sequence[memoryview] = ()) -> None:
         """A message and the bytes that belong to it. Raises StreamError, or what `idle` raises."""
-        body = _encode(message)
+        body = encode(message)
         head = memoryview(_LENGTH.pack(len(body)) + body)
         self._send([head, *views[: MAX_VIEWS - 1]])
         for start in range(MAX_VIEWS - 1, len(views), MAX_VIEWS):
             self._send(views[start : start + MAX_VIEWS])
 
-    def receive(self, decode: Callable[[memoryview], MessageT]) -> MessageT:
+    def receive(self, decode: Callable[[memoryview], MessageT], most_bytes: int = MAX_FRAME_BYTES) -> MessageT:
         """The next message. Raises StreamError, also for one that does not decode; or what `idle` raises."""
         self._receive([self._length])
         (length,) = _LENGTH.unpack(self._length)
-        if length > MAX_FRAME_BYTES:
+        if length > most_bytes:
             raise StreamGarbage(f"a message of {length} bytes")
         body = memoryview(bytearray(length))
         self._receive([body])
         try:
             return decode(body)
-        except msgspec.DecodeError as error:
+        except NotAMessage as error:
             raise StreamGarbage(f"not the message expected: {error}") from error
 
     def send_values(self, values: Iterable[Sequence[memoryview]]) -> list[int]:

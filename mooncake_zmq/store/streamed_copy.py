@@ -1,5 +1,6 @@
 """Puts and reads of a store that we share no memory with: bytes go straight between its cells and an application's memory."""
 
+import contextlib
 from collections.abc import Sequence
 
 import structlog
@@ -9,12 +10,12 @@ from mooncake_zmq.store.batch import Batch, Value, Wanted
 from mooncake_zmq.store.link import Unreached
 from mooncake_zmq.store.memory import checksum_of, cut, read_view, write_view
 from mooncake_zmq.store.peer import Call
-from mooncake_zmq.store.stream import EAGER_BYTES, Checksums, Get, Put, Recheck, decode_ended, decode_values
+from mooncake_zmq.store.stream import EAGER_BYTES, Checksums, Get, Put, Recheck, StreamError, decode_ended, decode_values
 
 log = structlog.get_logger()
 
 
-def put(call: Call, put_id: int, batch: Batch) -> list[int]:
+def put(call: Call, batch: Batch) -> list[int]:
     """A code a key; EXISTS where nothing was written. Of large values only those that the store wants are sent."""
     stream = call.stream()
     values = [[read_view(*span) for span in value if span[1]] for value in batch.values]
@@ -22,10 +23,10 @@ def put(call: Call, put_id: int, batch: Batch) -> list[int]:
     if sum(batch.sizes) <= EAGER_BYTES:
         # Made in one go, as a value in several places is a rare thing among small ones.
         checksums = [checksum_of(views[0] if len(views) == 1 else b"".join(views)) for views in values]
-        request = Put(put_id, batch.keys, batch.sizes, batch.pins, ttl_s, checksums)
+        request = Put(batch.keys, batch.sizes, batch.pins, ttl_s, checksums, call.again)
         stream.send(request, [view for views in values for view in views])
     else:
-        stream.send(Put(put_id, batch.keys, batch.sizes, batch.pins, ttl_s, []))
+        stream.send(Put(batch.keys, batch.sizes, batch.pins, ttl_s, [], call.again))
         granted = _codes(call, len(values))
         stream.send(Checksums(stream.send_values(views for views, code in zip(values, granted, strict=True) if code == 0)))
     return _codes(call, len(values))
@@ -40,15 +41,19 @@ def _codes(call: Call, count: int) -> list[int]:
 
 def read(call: Call, indexes: Sequence[int], wanted: Wanted) -> None:
     """Fill in the results for `indexes`; what is not there, or not good, stays NOT_FOUND."""
+    for index in indexes:  # of a try before this one, which had other places
+        wanted.results[index] = Code.NOT_FOUND
     stream = call.stream()
-    caps = [] if wanted.caps is None else [wanted.caps[index] for index in indexes]
-    stream.send(Get(call.peer.next_id(), [wanted.keys[index] for index in indexes], caps, call.session.ttl_s))
+    most = call.session.welcome.max_object_bytes
+    caps = [] if wanted.caps is None else [min(max(wanted.caps[index], 0), most) for index in indexes]
+    stream.send(Get([wanted.keys[index] for index in indexes], caps, call.session.ttl_s))
     corrupt: list[str] = []
     done = 0
     while done < len(indexes):
         done += _receive(call, indexes[done:], caps[done:], wanted, corrupt)
     if corrupt:
-        stream.send(Recheck(corrupt))
+        with contextlib.suppress(StreamError):  # what came stands; the next call finds the stream broken
+            stream.send(Recheck(corrupt))
 
 
 def _receive(call: Call, indexes: Sequence[int], caps: Sequence[int], wanted: Wanted, corrupt: list[str]) -> int:

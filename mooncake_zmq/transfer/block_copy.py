@@ -83,34 +83,35 @@ def copy_block(
     return ReadFailure.UNREACHED if checksum_here is None else checksum_here
 
 
-def read_block(disk: Disk, block: DiskBlock, target: Segment, grant: SlotGrant) -> int | ReadFailure:
-    """Promote a block from the SSD tier into a slot: its checksum. Raises `DiskFault`."""
-    if not granted(target, grant):
-        return ReadFailure.UNREACHED
-    parts = disk.read(block, _slot_view(target, grant.slot))
-    if parts is None or not granted(target, grant):
-        return ReadFailure.CORRUPT if parts is None else ReadFailure.UNREACHED
-    target.parts(grant.slot)[:] = parts
-    checksum = _committable(target, grant)
-    return ReadFailure.UNREACHED if checksum is None else checksum
+def read_blocks(disk: Disk, copies: Sequence[tuple[DiskBlock, Segment, SlotGrant]]) -> list[int | ReadFailure]:
+    """Promote blocks from the SSD tier into slots: the checksum of each. Raises `DiskFault`."""
+    outcomes: list[int | ReadFailure] = [ReadFailure.UNREACHED] * len(copies)
+    wanted = [index for index, (_, target, grant) in enumerate(copies) if granted(target, grant)]
+    places = [(block, _slot_view(target, grant.slot)) for block, target, grant in map(copies.__getitem__, wanted)]
+    for index, parts in zip(wanted, disk.read(places), strict=True):
+        _, target, grant = copies[index]
+        if parts is None:
+            outcomes[index] = ReadFailure.CORRUPT
+        elif granted(target, grant):
+            target.parts(grant.slot)[:] = parts
+            checksum = _committable(target, grant)
+            outcomes[index] = ReadFailure.UNREACHED if checksum is None else checksum
+    return outcomes
 
 
-def write_block(segment: Segment, source: SlotRef, disk: Disk, block: DiskBlock) -> int | ReadFailure:
-    """Write a committed block to the SSD tier, verified as it leaves memory: its sequence number, to be committed there.
+def write_blocks(segment: Segment, disk: Disk, blocks: Sequence[tuple[SlotRef, DiskBlock]]) -> list[int | ReadFailure]:
+    """Write committed blocks to the SSD tier, each verified as it leaves memory: sequence numbers, to be committed there.
 
     Raises `DiskFault`.
     """
-    layers = range(segment.layout.layers)
-    expected = _expected(segment, source, layers)
-    if isinstance(expected, ReadFailure):
-        return expected
-    if block_checksum(expected) != block.checksum:
-        return _mismatch(segment, source)
-    for layer, checksum in zip(layers, expected, strict=True):
-        if part_checksum(segment.part_view(source.slot, layer).data) != checksum:
-            return _mismatch(segment, source)
-    sequence = disk.write(block, _slot_view(segment, source.slot))
-    return sequence if _fits(segment, source) else ReadFailure.UNREACHED
+    views = [_verified_view(segment, source, block) for source, block in blocks]
+    placed = [(block, view) for (_, block), view in zip(blocks, views, strict=True) if isinstance(view, memoryview)]
+    sequences = iter(disk.write(placed))
+    outcomes: list[int | ReadFailure] = []
+    for (source, _), view in zip(blocks, views, strict=True):
+        outcome = view if isinstance(view, ReadFailure) else next(sequences)
+        outcomes.append(outcome if _fits(segment, source) else ReadFailure.UNREACHED)
+    return outcomes
 
 
 def store_part(sequence: SequenceKV, layer: int, start: int, stop: int, target: Segment, slot: int) -> int:
@@ -145,6 +146,16 @@ def _slot_view(segment: Segment, slot: int) -> memoryview:
     view = segment.layers_view(slot, 0, div_ceil(layout.slot_bytes, layout.part_bytes))  # ends at the slot's end
     assert view.nbytes == layout.slot_bytes
     return view
+
+
+def _verified_view(segment: Segment, source: SlotRef, block: DiskBlock) -> memoryview | ReadFailure:
+    """The bytes of a committed block's slot, if they are those that `block` is to have."""
+    told = _expected(segment, source, range(segment.layout.layers))
+    if isinstance(told, ReadFailure):
+        return told
+    view, part_bytes = _slot_view(segment, source.slot), segment.layout.part_bytes
+    parts = [part_checksum(view[start : start + part_bytes]) for start in range(0, segment.layout.block_bytes, part_bytes)]
+    return view if block_checksum(parts) == block.checksum else _mismatch(segment, source)
 
 
 def _committable(target: Segment, grant: SlotGrant) -> int | None:

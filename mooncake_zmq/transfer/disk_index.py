@@ -14,6 +14,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from mooncake_zmq.kv.block_hash import KEY_BYTES
@@ -22,6 +23,8 @@ from mooncake_zmq.work import DiskBlock
 VERSION = 1
 """Of the rows, and of the slots' headers."""
 ROWS_PER_PIECE = 10_000
+ROWS_PER_STATEMENT = 200
+"""Rows written at once: each statement gives the interpreter up once, and gets it back behind busy threads."""
 _U64 = (1 << 64) - 1
 
 _SCHEMA = (
@@ -85,7 +88,9 @@ class DiskIndex:
         """Add (block, sequence), each in place of what its slot held; all of them or none, durable on return."""
         values = [(block.slot, block.key, _signed(block.checksum), sequence) for block, sequence in rows]
         with self._lock, self._db:
-            self._db.executemany("REPLACE INTO blocks VALUES (?, ?, ?, ?)", values)
+            for start in range(0, len(values), ROWS_PER_STATEMENT):
+                some = values[start : start + ROWS_PER_STATEMENT]
+                self._db.execute("REPLACE INTO blocks VALUES " + ", ".join(["(?, ?, ?, ?)"] * len(some)), [*chain(*some)])
 
     def delete(self, blocks: Iterable[DiskBlock]) -> None:
         """Forget blocks; a slot that holds another one by now keeps it."""

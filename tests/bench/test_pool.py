@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import click
 import pytest
+from actor_harness import leased
 
 from mooncake_zmq.bench import pool
 from mooncake_zmq.bench.peers import peer
@@ -11,7 +12,7 @@ from mooncake_zmq.bench.pool import MIB, PoolBench, bench_pool
 from mooncake_zmq.bench.pool_index import index_bytes_per_block
 from mooncake_zmq.bench.pool_lease import BLOCKS, CACHE, LeaseClient, lease_times_s
 from mooncake_zmq.bench.store_driver import Buffer, StoreClient, WrongBytes
-from mooncake_zmq.messages import BlocksLeased, Hello, LeaseBlocks, LeasedBlock, ReleaseLease, SlotRef
+from mooncake_zmq.messages import Hello, LeaseBlocks, ReleaseLease, SlotRef
 from mooncake_zmq.runtime.actor import Drained, PeerUp, Received, Send, TimerFired
 
 WORKING_SET = 4 * MIB
@@ -151,8 +152,7 @@ HELLO = Hello(protocol=1, role="cache-node", host="h", model="m", tokenizer="t",
 
 
 def granted(blocks: int) -> Received:
-    block = LeasedBlock(source=SlotRef(node=CACHE, incarnation=1, slot=0, generation=2, checksum=1), remote=False)
-    return Received(CACHE, BlocksLeased(lease_id=1, blocks=(block,) * blocks))
+    return Received(CACHE, leased(1, [SlotRef(node=CACHE, incarnation=1, slot=0, generation=2, checksum=1)] * blocks))
 
 
 def test_a_cycle_is_one_lease_and_one_release_and_the_last_ends_the_client():

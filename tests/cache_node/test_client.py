@@ -1,14 +1,13 @@
 """A pool client's clocks and puts: it stops before the granter does, and its sources go only when nothing reads them."""
 
 import pytest
+from actor_harness import leased
 
 from mooncake_zmq.cache_node.client import COPY_MARGIN, PoolClient, PoolClientSettings
 from mooncake_zmq.messages import (
-    BlocksLeased,
     CommitSlots,
     GrantedSlot,
     Hello,
-    LeasedBlock,
     LeaseRenewed,
     ReclaimSlots,
     RenewLease,
@@ -37,9 +36,9 @@ def client():
     return client
 
 
-def leased(client, lease_id=1, now=0.0):
+def granted(client, lease_id=1, now=0.0):
     client.lease(now, lease_id, KEYS, (), fetch=False)
-    client.on_leased(BlocksLeased(lease_id=lease_id, blocks=(LeasedBlock(source=REF, remote=False),)))
+    client.on_leased(leased(lease_id, [REF]))
 
 
 def grant(client, now=1.0, put_id=5, index=0, work_id=77):
@@ -60,7 +59,7 @@ def test_only_the_hosts_own_cache_node_is_the_pool():
 
 
 def test_reading_ends_before_the_lease_counted_from_when_it_was_asked_for(client):
-    leased(client, now=100.0)
+    granted(client, now=100.0)
     usable = SETTINGS.lease_ttl_s * (1 - COPY_MARGIN)
     assert client.reading_time_s(100.0, 1) == pytest.approx(usable)
     assert client.reading_time_s(106.0, 1) == pytest.approx(usable - 6.0)
@@ -69,7 +68,7 @@ def test_reading_ends_before_the_lease_counted_from_when_it_was_asked_for(client
 
 
 def test_a_renewal_counts_from_when_it_was_sent_and_only_once_confirmed(client):
-    leased(client)
+    granted(client)
     assert client.renew(3.0) == [Send("c", RenewLease(lease_id=1, ttl_s=10.0))]
     assert client.renew(6.0) == [], "one renewal at a time, or the answers could not be told apart"
     assert client.reading_time_s(6.0, 1) == pytest.approx(1.5)
@@ -83,12 +82,12 @@ def test_a_renewal_counts_from_when_it_was_sent_and_only_once_confirmed(client):
 def test_a_lease_only_asked_for_is_not_renewed_until_granted(client):
     client.lease(0.0, 1, KEYS, (), fetch=True)
     assert client.renew(3.0) == []
-    client.on_leased(BlocksLeased(lease_id=1, blocks=(LeasedBlock(source=REF, remote=False),)))
+    client.on_leased(leased(1, [REF]))
     assert len(client.renew(4.0)) == 1
 
 
 def test_a_dead_pool_voids_its_leases(client):
-    leased(client)
+    granted(client)
     client.peer_down("c")
     assert client.leases == 0
     assert client.reading_time_s(0.0, 1) == 0.0
@@ -96,12 +95,12 @@ def test_a_dead_pool_voids_its_leases(client):
 
 
 def test_a_released_or_empty_lease_is_over(client):
-    leased(client)
+    granted(client)
     assert len(client.release(1)) == 1
     assert client.release(1) == []
-    assert client.on_leased(BlocksLeased(lease_id=1, blocks=())) is None
+    assert client.on_leased(leased(1, [], node="c")) is None
     client.lease(0.0, 2, KEYS, (), fetch=False)
-    assert client.on_leased(BlocksLeased(lease_id=2, blocks=())) == ()
+    assert client.on_leased(leased(2, [], node="c")) == ()
     assert client.leases == 0
 
 

@@ -4,14 +4,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from actor_harness import LAYOUT, Harness
+from actor_harness import LAYOUT, Harness, leased
 
 from mooncake_zmq.decode.decode import Decode, DecodeSettings
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.messages import (
     AttemptFailed,
-    BlocksLeased,
     CancelRequest,
     CommitSlots,
     DecodeDenied,
@@ -24,7 +23,6 @@ from mooncake_zmq.messages import (
     HandoffReceived,
     LayersReady,
     LeaseBlocks,
-    LeasedBlock,
     ReleaseLease,
     ReportCorrupt,
     ReserveDecode,
@@ -275,7 +273,7 @@ def test_blocks_of_the_own_host_are_loaded_from_the_pool_and_the_rest_handed_off
     assert ask.fetch_s == 0.0
     assert node.take(DecodeReserved) == []
     ref = SlotRef(node="c", incarnation=7, slot=3, generation=2, checksum=block_sum(0))
-    node.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=(LeasedBlock(source=ref, remote=False),)))
+    node.say("c", leased(ask.lease_id, [ref]))
     assert node.one(DecodeReserved, "p1").held_blocks == 1
     node.blocks(first=0, count=3, prefill="p1")
     node.pulled()
@@ -594,7 +592,7 @@ def test_a_lease_answer_that_comes_after_the_end_is_given_back(node):
     node.say("g", CancelRequest(request_id="r", attempt=1))
     assert node.one(ReleaseLease).lease_id == ask.lease_id
     ref = SlotRef(node="c", incarnation=7, slot=3, generation=2, checksum=1)
-    node.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=(LeasedBlock(source=ref, remote=False),)))
+    node.say("c", leased(ask.lease_id, [ref]))
     assert_nothing_left(node)
 
 
@@ -637,9 +635,9 @@ def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
             case 10:
                 for ask in node.take(LeaseBlocks, "c"):
                     ref = SlotRef(node="c", incarnation=7, slot=0, generation=2, checksum=1)
-                    blocks = (LeasedBlock(source=ref, remote=False),) * rng.randint(0, len(ask.keys))
+                    refs = [ref] * rng.randint(0, len(ask.keys))
                     if "c" in node.peers:
-                        node.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=blocks))
+                        node.say("c", leased(ask.lease_id, refs))
                 if "c" in node.peers:
                     node.put_all(fail=rng.random() < 0.3)
             case 11 if "g" in node.peers:

@@ -147,9 +147,10 @@ def machine_of(name):
         @precondition(lambda self: self.model.order)
         @rule(data=st.data())
         def remove(self, data):
-            slot = self.pick(data, inside=True)
-            self.policy.remove(slot)
-            self.model.remove(slot)
+            slots = data.draw(st.lists(st.sampled_from(sorted(self.model.order)), min_size=1, unique=True))
+            self.policy.remove(slots)
+            for slot in slots:
+                self.model.remove(slot)
 
         @precondition(lambda self: self.model.order)
         @rule(data=st.data())
@@ -191,9 +192,8 @@ def test_children_go_before_parents(name, data):
     policy = make_policy(name, capacity)
 
     def use(chain, how):
-        for slot in reversed(chain):
-            if how == "lease":
-                policy.remove(slot)
+        if how == "lease":
+            policy.remove(chain)
         for depth, slot in reversed(list(enumerate(chain))):
             if how == "touch":
                 policy.touch(slot, depth)
@@ -229,7 +229,7 @@ def test_a_slot_is_inserted_once_and_removed_once(name):
     policy.insert((0,), (0,))
     with pytest.raises(AssertionError):
         policy.insert((0,), (0,))
-    for breach in (policy.remove, policy.touch, policy.demote):
+    for breach in (lambda slot: policy.remove((slot,)), policy.touch, policy.demote):
         with pytest.raises(AssertionError):
             breach(1)
 

@@ -4,14 +4,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from actor_harness import LAYOUT, Harness
+from actor_harness import LAYOUT, Harness, leased
 
 from mooncake_zmq.cache_node.client import PoolClientSettings
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.messages import (
     AttemptFailed,
-    BlocksLeased,
     CancelRequest,
     CommitSlots,
     DecodeDenied,
@@ -24,7 +23,6 @@ from mooncake_zmq.messages import (
     HandoffReceived,
     LayersReady,
     LeaseBlocks,
-    LeasedBlock,
     LeaseRenewed,
     PrefillLoad,
     ReclaimSlots,
@@ -86,13 +84,8 @@ class Node(Harness):
     def lease(self, count=0, *, remote=0):
         """The pool answers the one open lease with `count` blocks, the last `remote` of them fetched."""
         ask = self.one(LeaseBlocks, "c")
-        blocks = tuple(
-            LeasedBlock(
-                source=SlotRef(node="c", incarnation=7, slot=i, generation=2, checksum=500 + i), remote=i >= count - remote
-            )
-            for i in range(count)
-        )
-        self.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=blocks))
+        refs = [SlotRef(node="c", incarnation=7, slot=i, generation=2, checksum=500 + i) for i in range(count)]
+        self.say("c", leased(ask.lease_id, refs, remote=remote, node="c"))
         return ask.lease_id
 
     def ready(self, request_id="r", tokens=None, *, held=0, leased=0, **options):
@@ -361,7 +354,7 @@ def test_jobs_that_wait_for_each_others_hits_do_not_stand_still():
     for _ in range(2):
         ask = node.take(LeaseBlocks)
         for lease in ask:
-            node.say("c", BlocksLeased(lease_id=lease.lease_id, blocks=()))
+            node.say("c", leased(lease.lease_id, [], node="c"))
     node.reserve("a")
     node.reserve("b")
     assert node.one(AttemptFailed).request_id == "b"
@@ -539,7 +532,7 @@ def settle(node):
     """Answer whatever is open and let the other job finish."""
     for _ in range(6):
         for ask in node.take(LeaseBlocks, "c"):
-            node.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=()))
+            node.say("c", leased(ask.lease_id, [], node="c"))
         for ask in node.take(ReserveDecode, "d"):
             node.say("d", DecodeReserved(request_id=ask.request_id, attempt=ask.attempt, held_blocks=0))
         while node.works:
@@ -689,8 +682,8 @@ def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
             case 5 if "c" in node.peers and any(isinstance(m, LeaseBlocks) for _, m in node.sent):
                 for ask in node.take(LeaseBlocks):
                     ref = SlotRef(node="c", incarnation=7, slot=0, generation=2, checksum=1)
-                    blocks = (LeasedBlock(source=ref, remote=rng.random() < 0.5),) * rng.randint(0, len(ask.keys))
-                    node.say("c", BlocksLeased(lease_id=ask.lease_id, blocks=blocks))
+                    refs = [ref] * rng.randint(0, len(ask.keys))
+                    node.say("c", leased(ask.lease_id, refs, remote=rng.randint(0, len(refs))))
             case 6 | 7 if node.works:
                 answer(node, rng)
             case 8 if "d" in node.peers:

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import select
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +42,8 @@ from mooncake_zmq.work import ProbeProcess, ProcessProbed
 
 # A peer is not taken for dead while a busy machine keeps it waiting: what was on its way would be void.
 SETTINGS = SessionSettings(heartbeat_s=0.05, peer_timeout_s=3.0, retransmit_s=0.1)
+QUIET = SessionSettings(heartbeat_s=100.0, peer_timeout_s=1000.0, retransmit_s=100.0)
+"""No tick within a test, to wake a loop that missed something else."""
 ANSWER = 1 << 20
 HELLO = Hello(protocol=1, role="test", host="here", model="m", tokenizer="t", layout="l")
 
@@ -84,10 +88,17 @@ def endpoint(directory: Path, name: str) -> str:
 
 
 def make(
-    directory: Path, me: str, peers: list[str], *, incarnation: int = 1, actor: Echo | None = None, **more: Any
+    directory: Path,
+    me: str,
+    peers: list[str],
+    *,
+    incarnation: int = 1,
+    actor: Echo | None = None,
+    settings: SessionSettings = SETTINGS,
+    **more: Any,
 ) -> ZmqRuntime:
     actor = actor or Echo()
-    session = Session(me=me, incarnation=incarnation, hello=HELLO, peers=peers, settings=SETTINGS, now=time.monotonic())
+    session = Session(me=me, incarnation=incarnation, hello=HELLO, peers=peers, settings=settings, now=time.monotonic())
     return ZmqRuntime(
         Node(actor, session),
         endpoint=endpoint(directory, me),
@@ -96,13 +107,23 @@ def make(
     )
 
 
+def run_in_asyncio(runtime: ZmqRuntime) -> None:
+    async def serve() -> None:
+        stopped = asyncio.Event()
+        runtime.attach(asyncio.get_running_loop(), stopped.set, fail)
+        await stopped.wait()
+        runtime.close()
+
+    asyncio.run(serve())
+
+
 @contextmanager
-def running(runtime: ZmqRuntime):
+def running(runtime: ZmqRuntime, drive: Callable[[ZmqRuntime], None] = ZmqRuntime.run):
     failures: list[BaseException] = []
 
     def serve() -> None:
         try:
-            runtime.run()
+            drive(runtime)
         except BaseException as error:
             failures.append(error)
 
@@ -114,7 +135,8 @@ def running(runtime: ZmqRuntime):
         runtime.call(runtime.stop)
         thread.join(5)
         assert not thread.is_alive()
-        runtime.close()
+        if drive is ZmqRuntime.run:
+            runtime.close()
         if failures:
             raise failures[0]
 
@@ -215,6 +237,39 @@ def test_garbage_frames_are_counted_and_harm_nobody(tmp_path: Path) -> None:
         stranger.close()
         context.term()
         eventually(lambda: a.of(PeerUp))
+
+
+DRIVERS = pytest.mark.parametrize("drive", [ZmqRuntime.run, run_in_asyncio], ids=["run", "attach"])
+
+
+@DRIVERS
+def test_frames_that_a_full_turn_leaves_are_taken_without_another_wake(drive, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("mooncake_zmq.runtime.zmq_runtime.FRAMES_PER_TURN", 2)
+    sent = threading.Event()
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 1000)
+    try:
+        with running(make(tmp_path, "a", [], settings=QUIET), drive) as runtime:
+            runtime.call(lambda: sent.wait(5) and None)
+            stranger.connect(endpoint(tmp_path, "a"))
+            for _ in range(1000):
+                stranger.send(b"")
+            sent.set()
+            eventually(lambda: runtime.node.session.counts.get("dropped[reason=malformed]", 0) == 1000)
+    finally:
+        stranger.close()
+        context.term()
+
+
+@DRIVERS
+def test_an_event_from_another_thread_wakes_an_idle_loop_once(drive, tmp_path: Path) -> None:
+    actor = Echo()
+    with running(make(tmp_path, "a", [], actor=actor, settings=QUIET), drive) as runtime:
+        for number in range(1, 4):
+            runtime.post(TimerFired((number,)))
+            eventually(lambda number=number: len(actor.of(TimerFired)) == number)
+        assert select.select([runtime._wake_fd], [], [], 0)[0] == [], "or the loop would go round for ever"
 
 
 def test_frames_lost_at_the_high_water_mark_are_counted_and_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from time import monotonic
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic, sleep
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ from mooncake_zmq.store.stream import (
     Ended,
     Get,
     Put,
+    Recheck,
     Stream,
     StreamError,
     decode_attached,
@@ -87,9 +89,18 @@ def streaming(peer):
         stream.close()
 
 
-def begin_put(peer, stream, key="k", size=100_000, ttl_s=10.0):
+NOT_UTF8 = "no UTF-8"
+
+
+def framed(message):
+    """A message as it lies on the wire, with bad bytes where NOT_UTF8 stands."""
+    body = protocol.encode(message).replace(NOT_UTF8.encode(), b"\xff" * len(NOT_UTF8))
+    return len(body).to_bytes(4, "little") + body
+
+
+def begin_put(stream, key="k", size=100_000, ttl_s=10.0, *, again=False):
     """Ask for one value's place; its bytes may follow."""
-    stream.send(Put(peer.next_id(), [key], [size], 0, ttl_s, []))
+    stream.send(Put([key], [size], 0, ttl_s, [], again))
     return stream.receive(decode_ended).codes
 
 
@@ -137,7 +148,7 @@ def test_a_put_past_its_time_is_refused_and_its_cell_kept_until_the_writer_says_
 def test_a_streamed_put_past_its_time_is_refused_and_its_cell_kept_until_the_stream_lets_go(server, raw):
     peer = raw(False)
     with streaming(peer) as stream:
-        assert begin_put(peer, stream, ttl_s=0.05) == [0]
+        assert begin_put(stream, ttl_s=0.05) == [0]
         stream.send_values([(memoryview(bytes(10)),)])
         wait_for(lambda: server.gauges()["quarantined_objects"] == 1, "quarantine")
         stream.send_values([(memoryview(bytes(99_990)),)])
@@ -147,10 +158,12 @@ def test_a_streamed_put_past_its_time_is_refused_and_its_cell_kept_until_the_str
     assert not exists(peer, "k")
 
 
-def test_a_steady_but_slow_writer_cannot_keep_its_cell_for_longer_than_it_asked(server, raw):
-    peer = raw(False)
+@pytest.mark.parametrize(("asked_s", "granted_s"), [(0.05, 30.0), (3600.0, 0.05)])
+def test_a_steady_but_slow_writer_cannot_keep_its_cell_for_longer_than_granted(make_server, connect, asked_s, granted_s):
+    server = make_server(max_ttl_s=granted_s)
+    peer = connect(server, share_memory=False)._client._peers[0]
     with streaming(peer) as stream:
-        assert begin_put(peer, stream, size=1_000_000, ttl_s=0.05) == [0]
+        assert begin_put(stream, size=1_000_000, ttl_s=asked_s) == [0]
 
         def dribble():
             with contextlib.suppress(StreamError):
@@ -165,7 +178,7 @@ def test_a_steady_but_slow_writer_cannot_keep_its_cell_for_longer_than_it_asked(
 def test_a_writer_that_goes_before_the_end_leaves_nothing(server, raw, sent):
     peer = raw(False)
     with streaming(peer) as stream:
-        assert begin_put(peer, stream) == [0]
+        assert begin_put(stream) == [0]
         stream.send_values([(memoryview(bytes(sent)),)] if sent else [])
         assert not idle(server)
     wait_for(lambda: idle(server), "the stream's end")
@@ -177,7 +190,7 @@ def test_a_writer_that_falls_silent_is_given_up(server, raw, monkeypatch):
     monkeypatch.setattr(store_streams, "STALL_S", 0.02)
     peer = raw(False)
     with streaming(peer) as stream:
-        assert begin_put(peer, stream) == [0]
+        assert begin_put(stream) == [0]
         wait_for(lambda: idle(server), "the server to give up")
 
 
@@ -191,7 +204,7 @@ def test_a_reader_that_takes_nothing_is_given_up_and_its_lease_ends(server, raw,
     for key in ("a", "b", "c"):  # more than the kernel's buffers hold
         assert store.put([key], [[(source.address, source.size)]]) == [0]
     with streaming(peer) as stream:
-        stream.send(Get(peer.next_id(), ["a", "b", "c"], [], 10.0))
+        stream.send(Get(["a", "b", "c"], [], 10.0))
         wait_for(lambda: server.gauges()["leases"] == 1, "the lease")
         wait_for(lambda: idle(server), "the server to give up")
     store.close()
@@ -201,14 +214,14 @@ def test_a_value_that_is_damaged_on_its_way_in_is_refused(server, raw):
     peer = raw(False)
     good = checksum_of(b"x" * 100_000)
     with streaming(peer) as stream:
-        assert begin_put(peer, stream) == [0]
+        assert begin_put(stream) == [0]
         stream.send_values([(memoryview(b"x" * 99_999 + b"y"),)])
         stream.send(Checksums([good]))
         assert stream.receive(decode_ended).codes == [Code.TRANSFER_FAILED]
-        stream.send(Put(peer.next_id(), ["k"], [3], 0, 10.0, [good]), [memoryview(b"xxx")])
+        stream.send(Put(["k"], [3], 0, 10.0, [good], False), [memoryview(b"xxx")])
         assert stream.receive(decode_ended).codes == [Code.TRANSFER_FAILED]
         assert not exists(peer, "k")
-        stream.send(Put(peer.next_id(), ["k"], [3], 0, 10.0, [checksum_of(b"xxx")]), [memoryview(b"xxx")])
+        stream.send(Put(["k"], [3], 0, 10.0, [checksum_of(b"xxx")], False), [memoryview(b"xxx")])
         assert stream.receive(decode_ended).codes == [0]
     assert server.counts["corrupt_writes"] == 2
     assert exists(peer, "k")
@@ -220,9 +233,9 @@ def test_bytes_sent_unasked_for_a_key_that_stands_are_passed_over(server, raw):
     with streaming(peer) as stream:
         for value, codes in ((b"first", [0, 0]), (b"other", [Code.EXISTS, 0])):
             keys = ["k", value.decode()]
-            stream.send(Put(peer.next_id(), keys, [5, 5], 0, 10.0, [checksum_of(value)] * 2), [memoryview(value)] * 2)
+            stream.send(Put(keys, [5, 5], 0, 10.0, [checksum_of(value)] * 2, False), [memoryview(value)] * 2)
             assert stream.receive(decode_ended).codes == codes
-        stream.send(Get(peer.next_id(), ["k", "other"], [], 10.0))
+        stream.send(Get(["k", "other"], [], 10.0))
         assert stream.receive(decode_values).sizes == [5, 5]
         got = bytearray(10)
         stream.receive_values([(memoryview(got),)])
@@ -232,12 +245,13 @@ def test_bytes_sent_unasked_for_a_key_that_stands_are_passed_over(server, raw):
 @pytest.mark.parametrize(
     "message",
     [
-        Put(1, ["k"], [], 0, 1.0, []),
-        Put(1, ["k"], [0], 0, 1.0, []),
-        Put(1, ["k"], [1], 0, 1.0, [1, 2]),
-        Put(1, ["k"], [EAGER_BYTES + 1], 0, 1.0, [1]),
-        Get(1, ["k"], [1, 2], 1.0),
-        Get(-1, ["k"], [], 1.0),
+        Put(["k"], [], 0, 1.0, [], False),
+        Put(["k"], [0], 0, 1.0, [], False),
+        Put(["k"], [1], 0, 1.0, [1, 2], False),
+        Put(["k"], [EAGER_BYTES + 1], 0, 1.0, [1], False),
+        Get(["k"], [1, 2], 1.0),
+        Get(["k"], [-1], 1.0),
+        [3, [NOT_UTF8], [], 1.0],
         Checksums([1]),
         Ended([0]),
         [99, "what"],
@@ -246,7 +260,7 @@ def test_bytes_sent_unasked_for_a_key_that_stands_are_passed_over(server, raw):
 )
 def test_a_stream_that_says_what_cannot_be_is_ended_and_counted(server, raw, message):
     with streaming(raw(False)) as stream:
-        stream.send(message)
+        stream._send([memoryview(framed(message))])
         with pytest.raises(StreamError):
             stream.receive(decode_ended)
     assert server.counts["stream_garbage"] == 1
@@ -268,15 +282,188 @@ def test_a_stream_is_refused_without_a_clients_token(server, raw):
     wait_for(lambda: server.counts["stream_garbage"] == 2, "all garbage")
 
 
-def test_with_all_streams_taken_a_call_fails_and_the_next_may_not(server, connect, monkeypatch):
-    first, second = connect(server, share_memory=False), connect(server, share_memory=False)
+def test_a_client_without_its_say_is_given_up_however_steadily_it_speaks(server, raw, monkeypatch):
+    monkeypatch.setattr(store_streams, "ATTACH_S", 0.05)
+    monkeypatch.setattr(store_streams, "SLICE_S", 0.01)
+    where = raw(False).session(monotonic() + 5).welcome.stream
+    for number, say in enumerate((b"", b"\xff\0\0\0" + bytes(250)), 1):
+        left = list(say)
+        with connect_stream(where, server.endpoint, 5.0) as connection:
+
+            def ended(connection=connection, left=left, number=number):
+                with contextlib.suppress(OSError):
+                    connection.send(bytes([left.pop(0)] if left else []))
+                return server.counts["stream_garbage"] == number
+
+            wait_for(ended, "its end")
+        assert left or not say, "it was heard to the end"
+
+
+def test_past_the_limit_the_stream_that_waits_longest_makes_room(server, connect, monkeypatch):
     monkeypatch.setattr(store_streams, "MAX_STREAMS", 1)
+    first, second = connect(server, share_memory=False), connect(server, share_memory=False)
     assert first.put("k", b"x") == 0
-    assert second.get_into("k", 1, 1) == -900
-    assert server.counts["streams_refused"] >= 1
-    first.close()
-    second._client._peers[0]._down_until = 0.0
-    wait_for(lambda: second.get("k") == b"x", "the first one's stream to end")
+    for _ in range(3):
+        assert second.get("k") == first.get("k") == b"x"
+
+
+def test_with_all_streams_at_work_a_call_fails_and_the_next_may_not(server, connect, raw, monkeypatch):
+    monkeypatch.setattr(store_streams, "MAX_STREAMS", 1)
+    store = connect(server, share_memory=False)
+    with streaming(raw(False)) as stream:
+        assert begin_put(stream) == [0]
+        assert store.put("other", b"x") == -900
+        assert server.counts["streams_refused"] >= 1
+    wait_for(lambda: store.put("other", b"x") == 0, "the first one's stream to end")
+
+
+def test_a_system_out_of_threads_costs_a_call_and_not_the_store(server, connect, monkeypatch):
+    store = connect(server, share_memory=False)
+
+    class NoThread(threading.Thread):
+        def start(self):
+            raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store_streams.threading, "Thread", NoThread)
+        assert store.put("k", b"x") == -900
+    wait_for(lambda: store.put("k", b"x") == 0, "the store to be asked again")
+
+
+def test_no_message_of_a_client_ends_what_a_stream_still_writes(server, raw):
+    peer = raw(False)
+    with streaming(peer) as stream:
+        assert begin_put(stream) == [0]
+        peer.call(lambda call: call.link.send(protocol.Release(list(range(999)), list(range(999))), call.deadline))
+        assert ask(peer, protocol.Commit(peer.next_id(), 1, [], []), protocol.Codes).codes == b""
+        assert server.gauges()["writing_objects"] == 1
+
+
+def test_a_put_begun_anew_is_not_taken_for_one_that_another_writes(server, raw):
+    peer = raw(False)
+    with streaming(peer) as broken, streaming(peer) as stream:
+        assert begin_put(broken, size=3) == [0]
+        assert begin_put(stream, size=3) == [Code.EXISTS]
+        stream.send(Checksums([]))
+        assert stream.receive(decode_ended).codes == [Code.EXISTS]
+        assert begin_put(stream, size=3, again=True) == [0]
+        assert server.gauges()["quarantined_objects"] == 1
+        for each, value, code in ((stream, b"new", 0), (broken, b"old", Code.EXPIRED)):
+            each.send(Checksums(each.send_values([(memoryview(value),)])))
+            codes = each.receive(decode_ended).codes
+            assert codes == [code]
+        stream.send(Get(["k"], [], 10.0))
+        assert stream.receive(decode_values).checksums == [checksum_of(b"new")]
+    wait_for(lambda: idle(server), "everything to be over")
+
+
+def test_a_client_with_a_stream_is_not_forgotten_and_without_it_is(server, raw):
+    peer = raw(False)
+    with streaming(peer) as stream:
+        assert begin_put(stream) == [0]
+        server._tick(monotonic() + 1000)
+        assert (server.gauges()["clients"], server.gauges()["puts"]) == (1, 1)
+    wait_for(lambda: not server._streams._open, "the stream's end")
+    server._tick(monotonic() + 1000)
+    assert server.gauges()["clients"] == 0
+
+
+def test_the_connections_of_a_closed_client_end(server, connect):
+    store = connect(server, share_memory=False)
+    assert store.put("k", b"x") == 0
+    assert server._streams._open
+    store.close()
+    wait_for(lambda: not server._streams._open, "the stream's end")
+
+
+def test_a_forked_child_does_not_keep_its_parents_streams_up(server, connect):
+    store = connect(server, share_memory=False)
+    assert store.put("k", b"x") == 0
+    wait_fd, go_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(go_fd)
+        os.read(wait_fd, 1)
+        os._exit(0)
+    try:
+        store.close()
+        wait_for(lambda: not server._streams._open, "the stream's end")
+    finally:
+        os.close(go_fd)
+        os.close(wait_fd)
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def mute(server):
+    """Instead of the server's streams, one that takes connections and says nothing."""
+    real = server._streams.endpoint
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server._streams.endpoint = f"tcp://*:{listener.getsockname()[1]}"
+        yield listener
+    server._streams.endpoint = real
+
+
+def trickle(listener):
+    """A message that never ends, to one client."""
+    with listener.accept()[0] as connection, contextlib.suppress(OSError):
+        connection.sendall((protocol.MAX_FRAME_BYTES).to_bytes(4, "little"))
+        while True:
+            connection.sendall(b"x")
+            sleep(0.01)
+
+
+@pytest.mark.parametrize("server", ["tcp"], indirect=True)
+def test_a_silent_stream_is_given_up_in_time(server, connect, mute):
+    store = connect(server, share_memory=False, timeout_s=0.5)
+    assert store.put("k", b"x") == -900
+    assert store.get("k") == b""
+
+
+@pytest.mark.parametrize("server", ["tcp"], indirect=True)
+@pytest.mark.parametrize("trickles", [False, True])
+def test_close_ends_a_call_that_waits_for_its_stream(server, connect, mute, trickles):
+    store = connect(server, share_memory=False, timeout_s=3000)
+    with ThreadPoolExecutor(2) as thread:
+        if trickles:
+            thread.submit(trickle, mute)
+        waiting = thread.submit(store.put, "k", b"x")
+        wait_for(lambda: any(peer._links._used for peer in store._client._peers), "the call")
+        store.close()
+        assert waiting.result(timeout=20) == -900
+
+
+def test_a_value_whose_place_went_while_its_checksum_was_made_is_a_miss(server, connect, raw, monkeypatch):
+    here = connect(server, checksum_local=False)
+    assert here.put_batch(["a", "b"], [b"a" * 100_000] * 2) == 0
+
+    def lose(view):
+        wait_for(lambda: server.counts["leases_expired"] == 1, "the lease's end")
+        here.remove("a")
+        return checksum_of(view)
+
+    with streaming(raw(False)) as stream:
+        monkeypatch.setattr(store_streams, "checksum_of", lose)
+        stream.send(Get(["a", "b"], [], 0.01))
+        sizes = stream.receive(decode_values).sizes
+    assert sizes == [0, 100_000]
+
+
+def test_a_report_that_does_not_leave_costs_nothing_that_came(server, connect, monkeypatch):
+    store = connect(server, share_memory=False)
+    assert store.put_batch(["good", "bad"], [b"g" * 9999, b"b" * 9999]) == 0
+    with server._memory as objects:
+        found = objects.find("bad")
+    server._memory.view(found.offset, found.size)[7] ^= 1
+    send = Stream.send
+
+    def no_report(self, message, views=()):
+        if isinstance(message, Recheck):
+            raise StreamError("gone")
+        send(self, message, views)
+
+    monkeypatch.setattr(Stream, "send", no_report)
+    assert store.get_batch(["good", "bad"]) == [b"g" * 9999, b""]
 
 
 def test_a_remote_client_gets_no_lease_and_no_cell_and_a_server_forgets_no_shared_writer(server, raw):
@@ -295,7 +482,8 @@ def test_garbage_strangers_and_foreign_versions_are_dropped_and_counted(server):
         dealer.linger = 0
         dealer.routing_id = b"c" + bytes(15) + b"12345"
         dealer.connect(server.endpoint)
-        for frames in ([b""], [b"\xc1"], [b"x" * 1000], [msgspec.msgpack.encode([4, 1])], [msgspec.msgpack.encode([99])]):
+        not_utf8 = framed([1, 1, 1, NOT_UTF8, False])[4:]
+        for frames in ([b""], [b"\xc1"], [not_utf8], [msgspec.msgpack.encode([4, 1])], [msgspec.msgpack.encode([99])]):
             dealer.send_multipart(frames)
         dealer.send(protocol.encode(protocol.Exist(1, ["k"])))
         assert dealer.poll(10_000)

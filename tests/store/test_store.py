@@ -282,6 +282,18 @@ def test_a_server_that_ends_is_an_error_and_its_successor_is_found(make_server, 
     assert store.get("k") == b"new"
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_the_first_call_after_a_restart_finds_the_new_server(server, make_server, connect, share):
+    store = connect(server, share_memory=share)
+    assert store.put("small", b"x") == store.put("large", bytes(300_000)) == 0
+    server.close()
+    make_server("successor", endpoint=server.endpoint, incarnation=2)
+    assert store.put("small", b"y") == 0
+    assert store.get("small") == b"y"
+    assert store.put("large", bytes(400_000)) == 0
+    assert store.get("large") == bytes(400_000)
+
+
 # --- several stores
 
 

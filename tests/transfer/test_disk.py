@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -60,16 +61,33 @@ def open_disk(directory: Path, slots: int = SLOTS, **options) -> Disk:
 def put(disk: Disk, slot: int, number: int, seed: object = 0) -> DiskBlock:
     slab = Slab()
     block = slab.fill((number, seed), slot, key(number))
-    disk.commit([(block, disk.write(block, slab.view))])
+    disk.commit([(block, *disk.write([(block, slab.view)]))])
     return block
 
 
 def stands(disk: Disk, block: DiskBlock) -> bool:
     """Read a block: is it there? If so, its bytes were verified here once more."""
     slab = Slab()
-    parts = disk.read(block, slab.view)
+    (parts,) = disk.read([(block, slab.view)])
     assert parts is None or (parts == slab.parts() and block_checksum(parts) == block.checksum)
     return parts is not None
+
+
+def put_share(disk: Disk, slots: Sequence[int], seed: object = 0) -> list[DiskBlock]:
+    """Write blocks in one call, each with its slot's number for a key."""
+    slabs = [Slab() for _ in slots]
+    blocks = [slab.fill((slot, seed), slot, key(slot)) for slot, slab in zip(slots, slabs, strict=True)]
+    disk.commit(list(zip(blocks, disk.write([*zip(blocks, (slab.view for slab in slabs), strict=True)]), strict=True)))
+    return blocks
+
+
+def share_stands(disk: Disk, blocks: Sequence[DiskBlock]) -> list[bool]:
+    """As `stands`, of blocks read in one call."""
+    slabs = [Slab() for _ in blocks]
+    found = disk.read([(block, slab.view) for block, slab in zip(blocks, slabs, strict=True)])
+    for block, slab, parts in zip(blocks, slabs, found, strict=True):
+        assert parts is None or (parts == slab.parts() and block_checksum(parts) == block.checksum)
+    return [parts is not None for parts in found]
 
 
 def place(directory: Path, slot: int) -> tuple[Path, int]:
@@ -140,7 +158,7 @@ def test_a_restart_finds_the_blocks_the_oldest_first(home):
 def test_what_was_not_committed_is_not_found_after_a_restart(home):
     disk = open_disk(home)
     slab = Slab()
-    disk.write(slab.fill(1, 0, key(1)), slab.view)
+    disk.write([(slab.fill(1, 0, key(1)), slab.view)])
     disk.close()
     disk = open_disk(home)
     assert disk.recovered == ()
@@ -172,7 +190,7 @@ def test_a_slot_being_written_again_is_a_miss_under_its_old_key(home):
     disk = open_disk(home)
     old = put(disk, 0, 1)
     slab = Slab()
-    disk.write(slab.fill(2, 0, key(2)), slab.view)  # and no commit: the process is killed here
+    disk.write([(slab.fill(2, 0, key(2)), slab.view)])  # and no commit: the process is killed here
     disk.close()
     disk = open_disk(home)
     assert disk.recovered == (old,)
@@ -306,7 +324,7 @@ def test_an_index_of_no_use_is_set_aside_and_the_tier_starts_empty(home, damage)
     slab = Slab(layout)
     for number in range(SLOTS):
         block = slab.fill(number, number, key(number))
-        disk.commit([(block, disk.write(block, slab.view))])
+        disk.commit([(block, *disk.write([(block, slab.view)]))])
     disk.close()
     path = home / "index.sqlite"
     statements = {
@@ -349,6 +367,112 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DiskError, match="cannot use"):
         open_disk(tmp_path / "file")
+
+
+def test_neighbours_in_one_file_move_in_one_call(disk, monkeypatch):
+    calls = []
+
+    def noted(name):
+        real = getattr(os, name)
+
+        def call(fd, buffers, offset):
+            calls.append((name, offset // STRIDE, len(buffers) // 2))
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(os, name, call)
+
+    noted("pwritev")
+    noted("preadv")
+    blocks = put_share(disk, (1, 2, 3, 5, 6, 7))
+    assert all(share_stands(disk, blocks))
+    runs = [(1, 2), (0, 1), (2, 1), (0, 2)]
+    assert calls == [("pwritev", *run) for run in runs] + [("preadv", *run) for run in runs]
+    assert disk.counts["written"] == disk.counts["read"] == 6
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("offset", [0, 4096])
+def test_a_changed_block_is_a_miss_and_its_neighbours_in_the_call_are_not(home, disk, bad, offset):
+    blocks = put_share(disk, (3, 4, 5))
+    overwrite(home, 3 + bad, offset, flip)
+    assert share_stands(disk, blocks) == [index != bad for index in range(3)]
+    assert misses(disk) == {"corrupt": 1}
+    disk.close()
+    disk = open_disk(home)
+    assert disk.recovered == tuple(block for index, block in enumerate(blocks) if index != bad)
+    disk.close()
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("pages", [0, 1, 2])
+def test_a_read_that_ends_within_one_block_goes_on_behind_it(disk, monkeypatch, bad, pages):
+    blocks = put_share(disk, (3, 4, 5))
+    real = os.preadv
+    end = bad * STRIDE + pages * 4096
+
+    def short(fd, buffers, offset):
+        size = real(fd, buffers, offset)
+        return end - offset if offset <= end < offset + size else size
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert share_stands(disk, blocks) == [index != bad for index in range(3)]
+    assert misses(disk) == {"short": 1}
+
+
+def test_all_beyond_a_files_end_is_missed_and_what_stands_before_it_is_not(home, disk):
+    blocks = put_share(disk, range(SLOTS))
+    path, start = place(home, 4)
+    os.truncate(path, start + 4096)
+    assert share_stands(disk, blocks) == [slot not in (4, 5) for slot in range(SLOTS)]
+    assert misses(disk) == {"short": 2}
+
+
+def test_files_grow_ahead_of_all_that_a_call_writes(disk, monkeypatch):
+    grown = []
+    monkeypatch.setattr(disk_module, "PIECE_BYTES", 4 * 4096)
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, start, size: grown.append((start, size)))
+    put_share(disk, (1, 2))
+    assert grown == [(0, 4 * 4096), (4 * 4096, 4 * 4096), (8 * 4096, 3 * STRIDE - 8 * 4096)]
+
+
+def test_a_fault_on_the_way_commits_nothing_of_a_share(disk, monkeypatch):
+    real = os.pwritev
+
+    def second_fails(fd, buffers, offset):
+        monkeypatch.setattr(os, "pwritev", lambda *args: 4096)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", second_fails)
+    with pytest.raises(DiskFault, match="only 4096 of"):
+        put_share(disk, (0, 1, 4, 5))
+    assert disk.counts["written"] == 0
+    assert disk.counts["faults"] == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 255), max_size=80, unique=True), st.integers(1, 5))
+def test_blocks_are_shared_out_evenly_neighbours_together_and_the_first_first(slots, threads):
+    with tempfile.TemporaryDirectory() as directory:
+        disk = open_disk(Path(directory), 256, threads=threads)
+        shares = disk.share_out([DiskBlock(slot, key(slot), 0) for slot in slots])
+        disk.close()
+    assert sorted(index for share in shares for index in share) == list(range(len(slots)))
+    assert [min(share) for share in shares] == sorted(min(share) for share in shares)
+    by_slot = sorted(shares, key=lambda share: slots[share[0]])
+    assert [slots[index] for share in by_slot for index in share] == sorted(slots), "each has what lies between its ends"
+    most = min(disk_module.SHARE_BYTES // STRIDE, -(-len(slots) // threads))
+    assert all(len(share) == most for share in by_slot[:-1])
+    assert all(1 <= len(share) <= most for share in by_slot)
+
+
+def test_a_share_holds_at_least_one_block_and_not_more_bytes_than_it_may(home, monkeypatch):
+    for limit, size in ((1, 1), (2 * STRIDE - 1, 1), (2 * STRIDE, 2), (100 * STRIDE, 8)):
+        monkeypatch.setattr(disk_module, "SHARE_BYTES", limit)
+        disk = open_disk(home, threads=1)
+        assert [len(share) for share in disk.share_out([DiskBlock(slot, key(slot), 0) for slot in range(SLOTS)])] == [size] * (
+            SLOTS // size
+        )
+        disk.close()
 
 
 def test_without_direct_io_the_page_cache_serves_and_the_reason_is_told(home, monkeypatch):
@@ -434,7 +558,7 @@ def test_an_index_that_cannot_grow_is_a_fault(home, disk):
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     slab = Slab()
     block = slab.fill(9, 0, key(9))
-    sequence = disk.write(block, slab.view)
+    (sequence,) = disk.write([(block, slab.view)])
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, ((home / "index.sqlite-wal").stat().st_size, hard))
         with pytest.raises(DiskFault, match="write: disk"):
@@ -477,6 +601,19 @@ def test_a_miss_on_a_disk_too_full_to_forget_it_is_still_a_miss(home, disk, monk
     assert not stands(disk, block)
 
 
+def test_rows_are_written_some_at_a_time_all_or_none(home, monkeypatch):
+    monkeypatch.setattr(disk_index, "ROWS_PER_STATEMENT", 3)
+    disk = open_disk(home)
+    disk.commit([])
+    blocks = put_share(disk, range(SLOTS))
+    with pytest.raises(DiskFault):
+        disk.commit([(block, 100 if block.slot < 7 else "no number") for block in reversed(blocks)])
+    disk.close()
+    disk = open_disk(home)
+    assert disk.recovered == tuple(blocks)
+    disk.close()
+
+
 def test_rows_are_loaded_in_pieces(home, monkeypatch):
     monkeypatch.setattr(disk_index, "ROWS_PER_PIECE", 3)
     monkeypatch.setattr(disk_module, "LOG_INTERVAL_S", 0.0)
@@ -496,10 +633,11 @@ WRITER = """
 import sys
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
-from test_disk import open_disk, put, SLOTS
+from test_disk import open_disk, put_share, SLOTS
 disk = open_disk(Path(sys.argv[1]))
 for number in range(1_000_000):
-    put(disk, number * 5 % SLOTS, number)
+    start = number * 5 % SLOTS
+    put_share(disk, range(start, min(start + 2, SLOTS)), number)
     if number == 2 * SLOTS:
         print("begun", flush=True)
 """
@@ -515,7 +653,7 @@ def test_what_is_found_after_kill_9_in_the_middle_of_writing_verifies_or_is_a_co
             writer.kill()
         disk = open_disk(home)
         found = [stands(disk, block) for block in disk.recovered]
-        assert found.count(True) >= SLOTS - 1  # at most the slot under way is lost
+        assert found.count(True) >= SLOTS - 2  # at most the slots under way are lost
         assert found.count(False) == sum(misses(disk).values())
         disk.close()
 
@@ -543,7 +681,7 @@ def test_any_writes_damage_and_reopens_agree_with_a_dict(steps):
                 slots[slot] = (put(disk, slot, number, step), True)
             elif what == "torn":
                 slab = Slab()
-                disk.write(slab.fill(step, slot, key(number)), slab.view)
+                disk.write([(slab.fill(step, slot, key(number)), slab.view)])
                 if slot in slots:
                     slots[slot] = (slots[slot][0], False)
             elif what == "flip" and slot in slots:
@@ -558,6 +696,7 @@ def test_any_writes_damage_and_reopens_agree_with_a_dict(steps):
                 assert {row.key for row, _ in slots.values()} == set(newest)
                 slots = {at: held for at, held in slots.items() if newest[held[0].key] == held[0]}
                 assert len(slots) == len(newest)
-        for at, (block, whole) in list(slots.items()):
-            assert stands(disk, block) == whole, (at, whole)
+        standing = [slots[at] for at in sorted(slots)]
+        assert share_stands(disk, [block for block, _ in standing]) == [whole for _, whole in standing]
+        assert [stands(disk, block) for block, _ in standing] == [whole for _, whole in standing]
         disk.close()

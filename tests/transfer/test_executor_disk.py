@@ -11,7 +11,7 @@ from test_executor import TIMEOUT_S, Rig
 from mooncake_zmq.messages import SlotRef
 from mooncake_zmq.runtime import executor as executor_module
 from mooncake_zmq.runtime.actor import WorkDone
-from mooncake_zmq.transfer.block_copy import read_block, write_block
+from mooncake_zmq.transfer.block_copy import read_blocks, write_blocks
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.work import (
     BlockLoad,
@@ -129,19 +129,16 @@ def test_only_what_is_as_named_is_written(rig, refs, disk):
 
 
 def test_a_source_taken_away_while_it_is_written_is_not_indexed(rig, refs, disk, monkeypatch):
-    def late(segment, source, disk, block):
-        real = disk.write
+    real = disk.write
 
-        def write(block, payload):
-            rig.executor.fence([(source.slot, 3)])
-            return real(block, payload)
+    def late(blocks):
+        rig.executor.fence([(refs[1].slot, 3)])
+        return real(blocks)
 
-        monkeypatch.setattr(disk, "write", write)
-        return write_block(segment, source, disk, block)
-
-    monkeypatch.setattr(executor_module, "write_block", late)
-    assert rig.run(demotion(refs[:1])) == DiskWritten((False,))
-    assert disk.counts["written"] == 0
+    monkeypatch.setattr(disk, "write", late)
+    monkeypatch.setattr(disk, "share_out", lambda blocks: [[0, 1, 2]])
+    assert rig.run(demotion(refs[:3])) == DiskWritten((True, False, True))
+    assert disk.counts["written"] == 2
 
 
 def test_a_disk_copy_that_does_not_verify_is_reported_corrupt(rig, refs, disk):
@@ -154,6 +151,34 @@ def test_a_disk_copy_that_does_not_verify_is_reported_corrupt(rig, refs, disk):
     copies = tuple(zip(sources, rig.grants(8, 9, 10, 11), strict=True))
     result = rig.run(CopyBlocks(copies))
     assert result == BlocksCopied((refs[0].checksum, None, refs[2].checksum, None), (1, 3))
+
+
+def test_in_one_call_each_block_has_an_outcome_of_its_own(rig, refs, disk, monkeypatch):
+    monkeypatch.setattr(disk, "share_out", lambda blocks: [sorted(range(len(blocks)), key=lambda at: blocks[at].slot)])
+    slot_bytes(rig.segment, 1)[0] ^= 1
+    work = demotion(refs)
+    assert rig.run(work) == DiskWritten((True, False, True, True, True, True), corrupt=(1,))
+    slot_bytes(rig.segment, 1)[0] ^= 1
+    assert rig.run(demotion(refs[1:2])) == DiskWritten((True,))
+    real = disk.read
+
+    def late(blocks):
+        found = real(blocks)
+        rig.executor.fence([(11, 4)])
+        return found
+
+    monkeypatch.setattr(disk, "read", late)
+    blocks = [block for _, block in work.blocks]
+    blocks[2] = DiskBlock(blocks[2].slot, blocks[2].key, blocks[2].checksum ^ 1)
+    grants = list(rig.grants(*range(8, 14)))
+    grants[4] = SlotGrant("nobody", 1, 0, 1)
+    rig.executor.fence([(9, 4)])
+    result = rig.run(CopyBlocks(tuple(zip(blocks, grants, strict=True))))
+    lost = {1: "granted to another before", 2: "another block", 3: "taken away meanwhile", 4: "nobody's slot"}
+    assert result == BlocksCopied(tuple(None if i in lost else ref.checksum for i, ref in enumerate(refs)), corrupt=(2,))
+    assert not rig.segment.parts(11).any(), "its checksums are another's as well"
+    for index in set(range(BLOCKS)) - set(lost):
+        assert slot_bytes(rig.segment, 8 + index) == slot_bytes(rig.segment, index)
 
 
 def test_a_target_no_longer_granted_is_not_written(rig, refs):
@@ -197,7 +222,7 @@ def test_a_failing_read_is_a_fault_that_accuses_no_block(rig, refs, disk, monkey
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
-def test_a_cancelled_work_stops_between_blocks(rig, refs, disk, monkeypatch, way):
+def test_a_cancelled_work_stops_between_shares(rig, refs, disk, monkeypatch, way):
     rig.run(demotion(refs))
     entered, go = threading.Semaphore(0), threading.Event()
     touched = []
@@ -211,8 +236,9 @@ def test_a_cancelled_work_stops_between_blocks(rig, refs, disk, monkeypatch, way
 
         return call
 
-    monkeypatch.setattr(executor_module, "read_block", held(read_block))
-    monkeypatch.setattr(executor_module, "write_block", held(write_block))
+    monkeypatch.setattr(disk, "share_out", lambda blocks: [[index] for index in range(len(blocks))])
+    monkeypatch.setattr(executor_module, "read_blocks", held(read_blocks))
+    monkeypatch.setattr(executor_module, "write_blocks", held(write_blocks))
     if way == "write":
         work = demotion(refs)
     else:
@@ -240,9 +266,9 @@ def test_a_promotion_does_not_wait_for_demotions(rig, refs, disk, monkeypatch):
 
     def held(*args):
         assert go.wait(TIMEOUT_S)
-        return write_block(*args)
+        return write_blocks(*args)
 
-    monkeypatch.setattr(executor_module, "write_block", held)
+    monkeypatch.setattr(executor_module, "write_blocks", held)
     demoting = rig.start(demotion(refs))
     copies = ((work.blocks[0][1], rig.grants(8)[0]),)
     assert rig.run(CopyBlocks(copies)) == BlocksCopied((refs[0].checksum,))
@@ -275,6 +301,6 @@ def test_without_local_verification_the_disk_and_the_network_are_still_verified(
     slot_bytes(rig.segment, 1)[:] = slot_bytes(rig.segment, 0)
     slot_bytes(rig.segment, 1)[0] ^= 1
     bad = DiskBlock(0, key(1), here.checksum)
-    disk.commit([(bad, disk.write(bad, slot_bytes(rig.segment, 1)))])
+    disk.commit([(bad, *disk.write([(bad, slot_bytes(rig.segment, 1))]))])
     result = rig.run(CopyBlocks(tuple(zip((bad, there), rig.grants(8, 9), strict=True))))
     assert result == BlocksCopied((None, None), (0, 1))
