@@ -48,8 +48,6 @@ MAX_QUEUED_REPLIES = 256
 """Of one connection; further ones are dropped, as a client that waits for each answer never has so many."""
 WAKE = "inproc://wake"
 """Where the server's thread can be woken by an empty message."""
-WAKER = b"wake"
-"""Who does; a stranger who calls himself so does no more."""
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 
@@ -118,9 +116,9 @@ class StoreServer:
         self._socket.rcvhwm = MAX_QUEUED_REQUESTS
         self._ssd: StoreSsd | None = None
         self._waker: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        """Of the disk's writer, until that has ended."""
+        """Of the disk's writer, until that has ended. Its name is not one of a connection, nor to be guessed."""
         self._waker.linger = 0
-        self._waker.routing_id = WAKER
+        self._waker.routing_id = self._waker_name = b"w" + os.urandom(16)
         try:
             self._socket.bind(WAKE)
             self._waker.connect(WAKE)
@@ -236,7 +234,7 @@ class StoreServer:
                 reply = self._dispatch(objects, peer, request)
             if reply is not None:
                 self._send(peer, reply)
-        elif not self._stopping and peer != WAKER:
+        elif not self._stopping and peer != self._waker_name:
             self._counts["garbage"] += 1
 
     def _dispatch(self, objects: Objects, peer: bytes, request: protocol.Request) -> protocol.Reply | None:

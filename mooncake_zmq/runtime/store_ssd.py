@@ -8,9 +8,10 @@ Readers promote: a value goes from disk into a cell like that of a put. Who want
 """
 
 import contextlib
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ import structlog
 
 from mooncake_zmq.cache_node.object_log import ObjectLog, Place
 from mooncake_zmq.cache_node.objects import Code, Objects, Pin, Unsaved
-from mooncake_zmq.kv.layout import PAGE_BYTES
+from mooncake_zmq.kv.layout import PAGE_BYTES, div_ceil
 from mooncake_zmq.kv.object_record import LARGE_BYTES, ObjectRecord, record_bytes, round_up
 from mooncake_zmq.runtime.store_memory import StoreMemory
 from mooncake_zmq.store.memory import checksum_of
@@ -73,19 +74,19 @@ class StoreSsd:
         self._counts = dict.fromkeys(("moved", "dropped", "segments_dropped", "promotions_denied"), 0)
         """`moved` to `segments_dropped` are the writer's."""
         self._is_writable = True
+        self._put_ids = itertools.count(1)
         self._changed = threading.Condition()
         """Guards what follows."""
         self._parked: list[_Parked] = []
         self._promoting: dict[str, Future[None]] = {}
-        self._put_ids = 0
         self._dead = False
         self._drain_until: float | None = None
         self._is_hurried: Callable[[], bool] = lambda: False
         with memory as objects:
             share = objects.settings.max_client_share * objects.settings.object_bytes
             # Each reader may hold a cell of the largest size: all of them no more than one client may.
-            readers = max(1, min(settings.threads, int(share) // objects.max_object_bytes))
-        self._readers = ThreadPoolExecutor(readers, "store-disk-read")
+            self._reader_count = max(1, min(settings.threads, int(share) // objects.max_object_bytes))
+        self._readers = ThreadPoolExecutor(self._reader_count, "store-disk-read")
         self._writer = threading.Thread(target=self._run, name="store-disk-write", daemon=True)
         self._writer.start()
 
@@ -128,16 +129,18 @@ class StoreSsd:
             raise StoreStopped("too much waits for the disk")
         return ended.result()
 
-    def promote(self, keys: Iterable[str]) -> None:
+    def promote(self, keys: Sequence[str]) -> None:
         """Bring values that are on disk into memory, as far as they are good and there is room; waits for it."""
-        under_way = []
-        for key in keys:
-            with self._changed:
-                future = self._promoting.get(key)
-                if future is None:
-                    self._put_ids += 1
-                    future = self._promoting[key] = self._readers.submit(self._promote, key, self._put_ids)
-            under_way.append(future)
+        with self._changed:
+            under_way = [future for key in keys if (future := self._promoting.get(key)) is not None]
+            fresh = [key for key in dict.fromkeys(keys) if key not in self._promoting]
+            # A share for each reader: of small values, handing over one costs as much as reading it.
+            share = max(1, div_ceil(len(fresh), self._reader_count))
+            for start in range(0, len(fresh), share):
+                some = fresh[start : start + share]
+                future = self._readers.submit(self._promote_some, some)
+                self._promoting.update(dict.fromkeys(some, future))
+                under_way.append(future)
         for future in under_way:
             future.result()
 
@@ -151,16 +154,18 @@ class StoreSsd:
 
     # --- readers
 
-    def _promote(self, key: str, put_id: int) -> None:
+    def _promote_some(self, keys: Sequence[str]) -> None:
         try:
-            for _ in range(TRIES):
-                if self._promote_from(key, put_id, self._where(key)):
-                    return
+            for key in keys:
+                for _ in range(TRIES):
+                    if self._promote_from(key, self._where(key)):
+                        break
         except DiskFault as fault:
             self._fail(str(fault))
         finally:
             with self._changed:
-                del self._promoting[key]
+                for key in keys:
+                    del self._promoting[key]
 
     def _where(self, key: str) -> ObjectRecord | None:
         with self._memory as objects:
@@ -168,10 +173,11 @@ class StoreSsd:
                 return None
             return self._log.find(key)
 
-    def _promote_from(self, key: str, put_id: int, record: ObjectRecord | None) -> bool:
+    def _promote_from(self, key: str, record: ObjectRecord | None) -> bool:
         """Is there no reason to try again?"""
         if record is None:
             return True
+        put_id = next(self._put_ids)
         pins = Pin.PROMOTION | Pin(record.pin)
         with self._memory as objects:
             now, ttl_s = time.monotonic(), objects.settings.max_ttl_s
