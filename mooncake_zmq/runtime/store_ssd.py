@@ -5,6 +5,7 @@ stands there. What is to give a key on disk another value, or none, is parked un
 runs on the writer's thread, so that nobody sees a key between its two values, nor the old one after a crash.
 
 Readers promote: a value goes from disk into a cell like that of a put. Who wants one that is under way waits for the same.
+Where memory has no room for it, as all is leased or pinned, it is a miss: `promotions_denied` counts them.
 """
 
 import contextlib
@@ -158,7 +159,7 @@ class StoreSsd:
         try:
             for key in keys:
                 for _ in range(TRIES):
-                    if self._promote_from(key, self._where(key)):
+                    if self._promote_from(key, self._where(key), more=len(keys) > 1):
                         break
         except DiskFault as fault:
             self._fail(str(fault))
@@ -173,8 +174,8 @@ class StoreSsd:
                 return None
             return self._log.find(key)
 
-    def _promote_from(self, key: str, record: ObjectRecord | None) -> bool:
-        """Is there no reason to try again?"""
+    def _promote_from(self, key: str, record: ObjectRecord | None, *, more: bool) -> bool:
+        """Is there no reason to try again? `more`: other values will be read."""
         if record is None:
             return True
         put_id = next(self._put_ids)
@@ -185,10 +186,12 @@ class StoreSsd:
         if grant.code is not Code.OK:
             with self._changed:
                 self._counts["promotions_denied"] += 1
+            if grant.code is Code.INVALID:  # no cell is as large any more
+                self._give_up(key)
             return True
         good = is_current = False
         try:
-            good = self._disk.read(key, record, self._memory.view(grant.offset, _cell_bytes(record.size)))
+            good = self._disk.read(key, record, self._memory.view(grant.offset, _cell_bytes(record.size)), ahead=more)
         finally:
             with self._memory as objects:
                 is_current = self._log.find(key) == record
@@ -198,9 +201,13 @@ class StoreSsd:
                 else:
                     objects.commit(time.monotonic(), PROMOTER, put_id, [], [])
         if not good and is_current:
-            with contextlib.suppress(StoreStopped):
-                self.settle(lambda _: [key], _nothing)
+            self._give_up(key)
         return is_current
+
+    def _give_up(self, key: str) -> None:
+        """Nobody shall find this copy any more; waits for it, as the next reader would try again."""
+        with contextlib.suppress(StoreStopped):
+            self.settle(lambda _: [key], _nothing)
 
     def _fail(self, reason: str) -> None:
         """Nothing is served from disk, or written to it, in this life. Copies there still go when their keys do."""

@@ -104,33 +104,57 @@ class ObjectDisk:
 
     # --- reading
 
-    def read(self, key: str, record: ObjectRecord, cell: memoryview) -> bool:
+    def read(self, key: str, record: ObjectRecord, cell: memoryview, *, ahead: bool = False) -> bool:
         """Read a value into the begin of its cell, which is at a page if the value is large: is it good? Raises `DiskFault`.
 
-        If not it is a miss, which is counted. The record may have moved meanwhile, then it is worth another try.
+        If not it is a miss, which is counted. The record may have moved meanwhile, then it is worth another try. `ahead`: the
+        same thread will read more, maybe of what stands behind it.
         """
-        expected = header(key.encode(), record)
-        start = record.offset // PAGE_BYTES * PAGE_BYTES
-        stop = record.offset + record_bytes(key.encode(), record.size)
-        if record.size >= LARGE_BYTES:
-            buffers = [self._bounce.view[:PAGE_BYTES], cell[: round_up(record.size, PAGE_BYTES)]]
-        else:
-            buffers = [self._bounce.view[: round_up(stop, PAGE_BYTES) - start]]
+        name = key.encode()
+        miss = (
+            self._read_large(name, record, cell) if record.size >= LARGE_BYTES else self._read_small(name, record, cell, ahead)
+        )
+        self._count(miss or "read")
+        if miss:
+            log.warning("store_disk_missed", why=miss, segment=record.segment, offset=record.offset, size=record.size)
+        return not miss
+
+    def _read_large(self, key: bytes, record: ObjectRecord, cell: memoryview) -> str:
+        """Why it is a miss; empty if it is none."""
+        bounce = self._bounce
+        bounce.size = 0
+        buffers = [bounce.view[:PAGE_BYTES], cell[: round_up(record.size, PAGE_BYTES)]]
         with self._faults("read"):
-            got = self._read(record.segment, buffers, start)
-        at = record.offset - start
-        miss = "short" if got < stop - start else why_missed(bytes(buffers[0][at : at + len(expected)]), expected)
+            size = self._read(record.segment, buffers, record.offset)
+        if size < record_bytes(key, record.size):
+            return "short"
+        expected = header(key, record)
+        miss = why_missed(bytes(buffers[0][: len(expected)]), expected)
+        return miss or ("" if _checksum(cell[: record.size]) == record.checksum else "corrupt")
+
+    def _read_small(self, key: bytes, record: ObjectRecord, cell: memoryview, ahead: bool) -> str:
+        """The same. Values that share pages, or lie close by, come with one read."""
+        bounce = self._bounce
+        stop = record.offset + record_bytes(key, record.size)
+        if ahead and bounce.holds(record.segment, record.offset, stop) and not self._take_small(key, record, cell):
+            return ""
+        start = record.offset // PAGE_BYTES * PAGE_BYTES
+        buffer = bounce.view if ahead else bounce.view[: round_up(stop, PAGE_BYTES) - start]
+        bounce.segment, bounce.start, bounce.size = record.segment, start, 0
+        with self._faults("read"):
+            bounce.size = self._read(record.segment, [buffer], start)
+        return self._take_small(key, record, cell) if bounce.holds(record.segment, record.offset, stop) else "short"
+
+    def _take_small(self, key: bytes, record: ObjectRecord, cell: memoryview) -> str:
+        """Copy a value out of what was read."""
+        at = record.offset - self._bounce.start
+        expected = header(key, record)
+        miss = why_missed(bytes(self._bounce.view[at : at + len(expected)]), expected)
         if not miss:
-            if record.size < LARGE_BYTES:
-                at += header_bytes(key.encode(), record.size)
-                cell[: record.size] = buffers[0][at : at + record.size]
-            if (xxhash.xxh3_64_intdigest(cell[: record.size]) or 1) == record.checksum:
-                self._count("read")
-                return True
-            miss = "corrupt"
-        self._count(miss)
-        log.warning("store_disk_missed", why=miss, segment=record.segment, offset=record.offset, size=record.size)
-        return False
+            at += len(expected)
+            cell[: record.size] = self._bounce.view[at : at + record.size]
+            miss = "" if _checksum(cell[: record.size]) == record.checksum else "corrupt"
+        return miss
 
     def _read(self, segment: int, buffers: list[memoryview], offset: int) -> int:
         """Bytes that were there. The file is opened each time: a segment may go at any time, and there may be thousands."""
@@ -273,10 +297,20 @@ class ObjectDisk:
 
 
 class _Bounce(threading.local):
-    """At a page boundary, for each thread its own: what is read of a small value, or of a large one's header."""
+    """At a page boundary, for each thread its own: what was read of small values, or of a large one's header."""
 
     def __init__(self) -> None:
         self.view = memoryview(mmap.mmap(-1, LARGE_BYTES + 2 * PAGE_BYTES))
+        self.segment = self.start = self.size = 0
+
+    def holds(self, segment: int, start: int, stop: int) -> bool:
+        """Was all of this read? It may have changed since only where nothing stood yet."""
+        return segment == self.segment and self.start <= start and stop <= self.start + self.size
+
+
+def _checksum(value: memoryview) -> int:
+    """As the store makes them: never 0."""
+    return xxhash.xxh3_64_intdigest(value) or 1
 
 
 _Recovered = tuple[ObjectIndex, dict[int, int], dict[str, ObjectRecord], int]

@@ -56,7 +56,8 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., StoreServer]]:
         """`ssd`: settings of an SSD tier, if there is one."""
         if ssd is not None:
             changes["ssd"] = ObjectSsdSettings(**{"directory": str(tmp_path / "ssd"), "bytes": SSD_BYTES, **ssd})
-        settings = ObjectSettings(object_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, max_objects=4096, **changes)
+        sizes = {"object_bytes": slabs * SLAB_BYTES, "slab_bytes": SLAB_BYTES, "max_objects": 4096}
+        settings = ObjectSettings(**(sizes | changes))
         server = StoreServer(
             settings=settings,
             directory=tmp_path,

@@ -165,10 +165,10 @@ def test_many_readers_of_one_value_on_disk_read_it_once(make, connect, monkeypat
     begun, go_on = threading.Event(), threading.Event()
     read = ObjectDisk.read
 
-    def slowly(*arguments):
+    def slowly(*arguments, **named):
         begun.set()
         assert go_on.wait(20)
-        return read(*arguments)
+        return read(*arguments, **named)
 
     monkeypatch.setattr(ObjectDisk, "read", slowly)
     with ThreadPoolExecutor(6) as pool:
@@ -190,8 +190,8 @@ def test_a_value_that_is_replaced_while_it_is_promoted_is_not_seen_again(make, c
     store, other = connect(server, share_memory=False), connect(server)
     read = ObjectDisk.read
 
-    def changed_amid(self, key, record, cell):
-        good = read(self, key, record, cell)
+    def changed_amid(self, key, record, cell, **named):
+        good = read(self, key, record, cell, **named)
         assert (other.upsert("k", b"new" * 50_000) if change == "upsert" else other.remove("k")) == 0
         return good
 
@@ -219,6 +219,15 @@ def test_a_value_that_went_bad_on_disk_is_a_miss_and_gone(make, client, tmp_path
     wait_for(lambda: store.is_exist("a") == 0, "its row to go")
     assert store.put("a", b"again") == 0
     assert store.get("a") == b"again"
+
+
+def test_a_value_too_large_for_the_memory_of_now_is_a_miss_and_gone(make, client):
+    first = make()
+    assert client(first).put_batch(["large", "small"], [bytes(SLAB_BYTES - 5000), b"x"]) == 0
+    drain(first)
+    store = client(make(slab_bytes=SLAB_BYTES - 4096))  # which is less in whole cells
+    assert store.get_batch(["large", "small"]) == [b"", b"x"]
+    assert store.batch_is_exist(["large", "small"]) == [0, 1]
 
 
 def fail_with(number):
@@ -372,3 +381,47 @@ def test_after_kill_9_amid_puts_only_right_values_are_served(make, connect, tmp_
         assert name == doubtful or store.get(name) in (b"", wanted)
     assert server.counts["promoted"] > 0
     assert server.counts["ssd_corrupt"] == server.counts["ssd_stale"] == server.counts["ssd_short"] == 0
+
+
+def test_many_clients_at_once_see_their_own_values_or_misses(make, connect):
+    """Memory of 16 MiB and a disk of 34, so that values come, go and move all the time."""
+    server = make(ssd={"bytes": 34 << 20, "ahead": 1.0})
+
+    def work(number):
+        store = connect(server, share_memory=number % 2 == 0)
+        choose = random.Random(number)
+        allowed = {}
+
+        def read(key):
+            got = store.get(key)
+            assert not got or got in allowed.get(key, ())
+            if got:
+                allowed[key] = {got}
+
+        for turn in range(150):
+            key, size = f"{number}-{choose.randrange(12)}", choose.choice(SIZES[2:])
+            do = choose.choice(["upsert", "upsert", "put", "remove", "get", "get", "get"])
+            if do == "remove":
+                store.remove(key)
+                allowed[key] = set()
+                assert store.is_exist(key) == 0
+            elif do == "get":
+                read(key)
+            else:
+                content = value((number, turn), size)
+                code = store.upsert(key, content) if do == "upsert" else store.put(key, content)
+                assert code in (0, -200)
+                if code == 0:  # of a put: stored, or there was one
+                    allowed[key] = {content, *(allowed.get(key, ()) if do == "put" else ())}
+                    read(key)
+
+    with ThreadPoolExecutor(4) as pool:
+        for each in [pool.submit(work, number) for number in range(4)]:
+            each.result()
+    wait_for(lambda: idle(server), "the end of all work")
+    counts = server.counts
+    assert counts["demoted"] > 0
+    assert counts["ssd_segments_dropped"] > 0
+    assert not any(
+        counts[name] for name in ("ssd_corrupt", "ssd_stale", "ssd_short", "ssd_faults", "corrupt", "corrupt_writes")
+    )

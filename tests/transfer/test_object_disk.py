@@ -50,9 +50,9 @@ def write(disk: ObjectDisk, sizes: dict[str, int], *, segment: int = 1, start: i
     return rows, end
 
 
-def stands(disk: ObjectDisk, key: str, record: ObjectRecord) -> bool:
+def stands(disk: ObjectDisk, key: str, record: ObjectRecord, *, ahead: bool = False) -> bool:
     target = cell(record.size)
-    good = disk.read(key, record, target)
+    good = disk.read(key, record, target, ahead=ahead)
     assert not good or target[: record.size] == value(key, record.size)
     return good
 
@@ -295,3 +295,22 @@ def test_a_disk_that_cannot_be_read_is_a_fault(disk, monkeypatch):
     with pytest.raises(DiskFault):
         disk.read("a", rows["a"], cell(10))
     assert disk.counts["faults"] == 1
+
+
+def test_small_values_that_lie_together_are_read_at_once(disk, monkeypatch):
+    rows, _ = write(disk, {f"k{number}": 4000 for number in range(30)} | {"large": 70_000, "last": 10})
+    reads = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *arguments: reads.append(arguments[2]) or preadv(*arguments))
+    assert all(stands(disk, key, record, ahead=True) for key, record in rows.items())
+    assert len(reads) == 4
+    assert all(stands(disk, key, record, ahead=True) for key, record in reversed(rows.items()))
+    assert not misses(disk)
+
+
+def test_what_was_not_there_when_its_place_was_read_is_read_again(disk):
+    rows, end = write(disk, {"first": 100})
+    assert stands(disk, "first", rows["first"], ahead=True)
+    more, _ = write(disk, {"second": 100}, start=end, sequence=9)
+    assert stands(disk, "second", more["second"], ahead=True)
+    assert not misses(disk)
