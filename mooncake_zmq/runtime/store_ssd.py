@@ -88,6 +88,10 @@ class StoreSsd:
             # Each reader may hold a cell of the largest size: all of them no more than one client may.
             self._reader_count = max(1, min(settings.threads, int(share) // objects.max_object_bytes))
         self._readers = ThreadPoolExecutor(self._reader_count, "store-disk-read")
+        all_there = threading.Barrier(self._reader_count + 1)
+        for _ in range(self._reader_count):  # started now, as later there may be no thread to be had
+            self._readers.submit(all_there.wait)
+        all_there.wait()
         self._writer = threading.Thread(target=self._run, name="store-disk-write", daemon=True)
         self._writer.start()
 
@@ -220,10 +224,10 @@ class StoreSsd:
 
     def _run(self) -> None:
         try:
-            self._make_room()
-        except DiskFault as fault:
-            self._stop_writing(str(fault))
-        try:
+            try:
+                self._make_room()
+            except DiskFault as fault:
+                self._stop_writing(str(fault))
             while not self._is_over():
                 erased = self._erase()
                 if not self._demote() and not erased:

@@ -54,6 +54,7 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., StoreServer]]:
         node: str = "node-1", *, endpoint: str = "", incarnation: int = 1, slabs: int = 4, ssd: dict | None = None, **changes
     ) -> StoreServer:
         """`ssd`: settings of an SSD tier, if there is one."""
+        on_crash = changes.pop("on_crash", crashes.append)
         if ssd is not None:
             changes["ssd"] = ObjectSsdSettings(**{"directory": str(tmp_path / "ssd"), "bytes": SSD_BYTES, **ssd})
         sizes = {"object_bytes": slabs * SLAB_BYTES, "slab_bytes": SLAB_BYTES, "max_objects": 4096}
@@ -65,7 +66,7 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., StoreServer]]:
             node=node,
             incarnation=incarnation,
             endpoint=endpoint or f"ipc://{tmp_path}/{node}.sock",
-            on_crash=crashes.append,
+            on_crash=on_crash,
             probe_s=0.05,
             disk=None if ssd is None else ObjectDisk.open(settings.ssd.directory, settings.slab_bytes),
         )

@@ -425,3 +425,19 @@ def test_many_clients_at_once_see_their_own_values_or_misses(make, connect):
     assert not any(
         counts[name] for name in ("ssd_corrupt", "ssd_stale", "ssd_short", "ssd_faults", "corrupt", "corrupt_writes")
     )
+
+
+def test_a_bug_in_the_writer_is_told_of_and_calls_that_need_no_disk_go_on(make_server, connect, monkeypatch, tmp_path):
+    crashes = []
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ObjectDisk, "write", fail)
+    server = make_server(ssd={"ahead": 1.0}, on_crash=crashes.append)
+    store = connect(server, timeout_s=1.0)
+    assert store.put("k", b"x" * 70_000) == 0
+    wait_for(lambda: bool(crashes), "the crash to be told")
+    assert isinstance(crashes[0], ZeroDivisionError)
+    assert store.get("k") == b"x" * 70_000
+    assert store.put("other", b"y" * 70_000) == 0
