@@ -1,7 +1,8 @@
 """The store half of a cache-node: values of any size for store clients.
 
 Requests come to one ROUTER, on a thread of its own. Clients of this host copy by themselves in the segment that shows the
-pure `Objects`; the bytes of others pass by on streams (`store_streams`).
+pure `Objects`; the bytes of others pass by on streams (`store_streams`). With an SSD tier (`store_ssd`) this thread still does
+no I/O: what must wait for the disk is answered when its writer has come to it.
 """
 
 import contextlib
