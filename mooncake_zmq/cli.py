@@ -135,9 +135,10 @@ def config() -> None:
 @set_option
 def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
     """Check FILE and print what it would use: nodes, RAM, cores."""
-    from mooncake_zmq.config import summary, warnings
+    from mooncake_zmq.config import check_devices, summary, warnings
 
     loaded = _load(path, model, assignments)
+    _or_exit(lambda: check_devices(loaded.config.nodes))
     for line in summary(loaded):
         click.echo(line)
     for warning in warnings(loaded):

@@ -7,7 +7,7 @@ errors.
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -19,7 +19,8 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.conductor import ConductorSettings
 from mooncake_zmq.conductor.profile import Profile, ProfileError, decode, fit
 from mooncake_zmq.decode.decode import DecodeSettings
-from mooncake_zmq.engine.cpu import Backend
+from mooncake_zmq.engine.backend import array_namespace
+from mooncake_zmq.engine.cpu import Backend, Device
 from mooncake_zmq.gateway.edge import EdgeSettings
 from mooncake_zmq.gateway.requests import RequestsSettings
 from mooncake_zmq.messages import MAX_BLOCKS, MAX_TOKENS
@@ -118,6 +119,9 @@ class NodeSettings:
     backend: Backend = "numpy"
     """What a prefill or decode computes with. "compiled" decodes quantised models several times faster; it needs the extra of
     that name."""
+    device: Device = "cpu"
+    """Where a prefill or decode computes and keeps its KV, a prefill its slab too. "cuda" is the first GPU that the process
+    sees (CUDA_VISIBLE_DEVICES) and needs the extra gpu-cu12 or gpu-cu13. Written without a GPU at hand, not yet run on one."""
     metrics_port: int = 0
     """Prometheus on 127.0.0.1 at this port; 0: none."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -134,11 +138,21 @@ class NodeSettings:
             raise ValueError(
                 f"{self.name}: backend {self.backend!r} is for prefill and decode nodes, and this is a {self.role}"
             )
+        if self.device != "cpu":
+            self._check_device()
         if not 1 <= self.threads <= 1024:
             raise ValueError("threads must be between 1 and 1024")
         for what in ("metrics_port", "store_stream_port"):
             if not 0 <= getattr(self, what) < 65536:
                 raise ValueError(f"{what} must be between 0 and 65535")
+
+    def _check_device(self) -> None:
+        if self.role not in ENGINE_ROLES:
+            raise ValueError(f"{self.name}: device {self.device!r} is for prefill and decode nodes, and this is a {self.role}")
+        if self.backend != "numpy":
+            raise ValueError(f"{self.name}: device {self.device!r} needs backend 'numpy'; {self.backend!r} computes on the CPU")
+        if self.threads != 1:
+            raise ValueError(f"{self.name}: device {self.device!r} computes from one thread; leave threads at 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +200,8 @@ class Config:
                 raise ValueError(f"nodes: {error}") from error
             if endpoints.count(endpoint) > 1:
                 raise ValueError(f"nodes: two of them listen on {endpoint}")
+        if self.model.path == "toy" and any(node.device != "cpu" for node in self.nodes):
+            raise ValueError("nodes: the toy model computes on the CPU alone: leave device out")
         if self.prefill.chunk_tokens % self.model.block_tokens:
             raise ValueError(f"prefill.chunk_tokens must be a multiple of model.block_tokens, {self.model.block_tokens}")
         self._check_ladder()
@@ -275,6 +291,15 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environme
         except ValueError as error:
             raise ConfigError(f"{shown}: nodes[{position}].settings: {error}") from None
     return loaded
+
+
+def check_devices(nodes: Iterable[NodeSettings]) -> None:
+    """Raise ConfigError where a node computes on a device that this machine does not have, or lacks the library for."""
+    for node in nodes:
+        try:
+            array_namespace(node.device)
+        except ValueError as error:
+            raise ConfigError(f"{node.name}: {error}") from None
 
 
 def effective(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
@@ -399,7 +424,7 @@ def _convert(raw: Mapping[str, Any], kind: type[Any], shown: str, sources: Mappi
 def summary(loaded: Loaded) -> Iterator[str]:
     """What the deployment uses, line by line. Sizes of KV are exact once the model is prepared."""
     config, mib = loaded.config, 1 << 20
-    total = 0
+    totals = {"cpu": 0, "cuda": 0}
     yield f"cluster {config.cluster.name}: model {config.model.path}, blocks of {config.model.block_tokens} tokens"
     for node in config.nodes:
         section = loaded.section(node)
@@ -427,10 +452,14 @@ def summary(loaded: Loaded) -> Iterator[str]:
                     what = f"costs of {section.profile}: " + ", ".join(_shown_costs(section))
             case "gateway":
                 what = f"http://{section.http_host}:{section.http_port}"
-        total += size
-        engine = f", threads {node.threads}, {node.backend}" if node.role in ENGINE_ROLES else ""
+        totals[node.device] += size
+        where = f"threads {node.threads}" if node.device == "cpu" else node.device
+        engine = f", {where}, {node.backend}" if node.role in ENGINE_ROLES else ""
         yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{engine}"
-    yield f"KV and stores take at most {total / mib:,.0f} MiB of RAM, beside the weights (one copy for all) and the processes"
+    ram, gpu = (f"{total / mib:,.0f} MiB" for total in totals.values())
+    yield f"KV and stores take at most {ram} of RAM, beside the weights (one copy for all) and the processes"
+    if totals["cuda"]:
+        yield f"and {gpu} of GPU memory, beside the weights (one copy for each node)"
 
 
 def _shown_costs(conductor: ConductorSettings) -> Iterator[str]:

@@ -71,11 +71,16 @@ class StopRule(_Record, frozen=True):
 
 
 class SegmentRef(_Record, frozen=True):
-    """Where a node's block slots can be read: a shared-memory file on its host, a data endpoint from elsewhere."""
+    """Where a node's block slots can be read: a shared-memory file on its host, a data endpoint from elsewhere.
+
+    Slots in GPU memory: the UUID of the `device` and the IPC `handle` of the whole slab, both empty for slots in the file.
+    """
 
     path: Text
     endpoint: Text
     slots: Count
+    device: Annotated[bytes, Meta(max_length=16)] = b""
+    handle: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 class SlotRef(_Record, frozen=True, gc=False):

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from mooncake_zmq.config import ConfigError, effective, load, summary, warnings
+from mooncake_zmq import config as config_module
+from mooncake_zmq.config import ConfigError, check_devices, effective, load, summary, warnings
 
 ROOT = Path(__file__).parent.parent
 NODES = """
@@ -166,3 +167,52 @@ def test_the_model_is_prepared_for_any_node_that_computes_with_another_backend(w
     assert load(write(""), {}, {}).config.backend == "numpy"
     another = '\n[[nodes]]\nname = "d2"\nrole = "decode"\nbackend = "compiled"\n'
     assert load(write("", NODES + another), {}, {}).config.backend == "compiled"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ('role = "cache-node"', "odd: device 'cuda' is for prefill and decode nodes, and this is a cache-node"),
+        ('role = "decode"\nbackend = "compiled"', "odd: device 'cuda' needs backend 'numpy'; 'compiled' computes on the CPU"),
+        ('role = "prefill"\nthreads = 2', "odd: device 'cuda' computes from one thread; leave threads at 1"),
+    ],
+)
+def test_a_device_computes_for_prefills_and_decodes_in_one_thread_of_the_numpy_engine(
+    write: Any, setting: str, said: str
+) -> None:
+    assert said in fails(write("", f'\n[[nodes]]\nname = "odd"\ndevice = "cuda"\n{setting}\n'))
+
+
+def test_the_toy_model_has_no_device(write: Any) -> None:
+    nodes = '\n[[nodes]]\nname = "p"\nrole = "prefill"\ndevice = "cuda"\n'
+    assert "the toy model computes on the CPU alone" in fails(write('[model]\npath = "toy"\n', nodes))
+
+
+def test_an_unknown_device_is_refused(write: Any) -> None:
+    assert "nodes[0].device: invalid enum value 'tpu'" in fails(
+        write("", '[[nodes]]\nname = "p"\nrole = "prefill"\ndevice = "tpu"\n')
+    )
+
+
+def test_a_device_that_this_machine_lacks_is_told_in_one_line(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(device: str) -> None:
+        if device == "cuda":
+            raise ValueError("device 'cuda' needs CuPy and a GPU")
+
+    monkeypatch.setattr(config_module, "array_namespace", lacking)
+    nodes = NODES + '[[nodes]]\nname = "p"\nrole = "prefill"\ndevice = "cuda"\n'
+    config = load(write("", nodes), {}, {}).config
+    check_devices(config.nodes[:2])
+    with pytest.raises(ConfigError, match="^p: device 'cuda' needs CuPy and a GPU$"):
+        check_devices(config.nodes)
+
+
+def test_the_summary_counts_gpu_memory_by_itself(write: Any) -> None:
+    text = (
+        "[model]\nmax_model_len = 1024\n[prefill]\nmax_active = 3\nshort_lane = 1\nchunk_tokens = 256\nslab_bytes = 1048576\n"
+    )
+    node = '[[nodes]]\nname = "p"\nrole = "prefill"\ndevice = "cuda"\n'
+    lines = list(summary(load(write(text, node), {"conductor.kv_bytes_per_token": "1024"}, {})))
+    assert lines[1].endswith("KV of running prompts 3 MiB, cuda, numpy")
+    assert "at most 0 MiB of RAM" in lines[-2]
+    assert lines[-1].startswith("and 4 MiB of GPU memory")

@@ -25,6 +25,7 @@ class Attention:
 
     def __init__(self, xp: Any, spec: ModelSpec, rowwise: Rowwise) -> None:
         self._xp = xp
+        self._on_device = xp is not np
         self._rowwise = rowwise
         self._kv_heads, self._dim = spec.kv_heads, spec.head_dim
         self._group = spec.heads // spec.kv_heads
@@ -38,12 +39,13 @@ class Attention:
         `index`: a tile of queries and some heads at a time, into the first rows of `out` [rows, heads * head_dim].
 
         Ordinary scores, within about +-60, need no shift to be exponentiated. Others show in their sums: they are computed
-        again, and the layer's are shifted from then on.
+        again, and the layer's are shifted from then on. A GPU shifts always: it is idle while the host looks at sums.
         """
         by_head = out[:count].reshape(count, self._kv_heads, self._group, self._dim)
         with np.errstate(over="ignore", invalid="ignore"):
-            totals = self._mix_values(sequence, index, queries, start, by_head, shift=index in self._shifted)
-            if not SMALLEST_TOTAL < float(totals.min()) <= float(totals.max()) < LARGEST_TOTAL:
+            shift = self._on_device or index in self._shifted
+            totals = self._mix_values(sequence, index, queries, start, by_head, shift=shift)
+            if not self._on_device and not SMALLEST_TOTAL < float(totals.min()) <= float(totals.max()) < LARGEST_TOTAL:
                 self._shifted.add(index)
                 totals = self._mix_values(sequence, index, queries, start, by_head, shift=True)
         by_head /= totals

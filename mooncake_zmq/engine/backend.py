@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from mooncake_zmq.engine.cpu import Device
+
 MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it only in later versions
 
 
-def array_namespace(device: str) -> ModuleType:
+def array_namespace(device: Device) -> ModuleType:
     """NumPy for "cpu", CuPy for "cuda". Raises ValueError with one line that says what to do."""
     if device == "cpu":
         return np
-    if device != "cuda":
-        raise ValueError(f"unknown device {device!r}: use 'cpu' or 'cuda'")
     try:
         cupy = importlib.import_module("cupy")
         if cupy.cuda.runtime.getDeviceCount() < 1:
@@ -34,14 +34,23 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
     return host
 
 
+def synchronize(xp: ModuleType) -> None:
+    """Return once the device has done all that this thread asked of it, so that other threads may read it. The CPU has."""
+    if xp is not np:
+        xp.cuda.get_current_stream().synchronize()
+
+
 def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> tuple[Any, Callable[[], None]]:
     """A float32 array of zeros and the function that gives its memory back.
 
     On the host the pages come from a private anonymous mapping: none is committed before its first write, and releasing
-    returns them to the OS at once, even while some view of the array is still alive (it then reads zeros).
+    returns them to the OS at once, even while some view of the array is still alive (it then reads zeros). On a device all of
+    it is taken at once, or MemoryError raised; it goes back to CuPy's pool with the last reference.
     """
     if xp is not np:
-        return xp.zeros(shape, dtype=xp.float32), lambda: None
+        zeros = xp.zeros(shape, dtype=xp.float32)
+        synchronize(xp)  # threads that copy into it do so on streams of their own, which wait for no other
+        return zeros, lambda: None
     size_bytes = 4 * int(np.prod(shape, dtype=np.int64))
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, max(size_bytes, 1), flags=flags)

@@ -1,10 +1,14 @@
-"""How a CPU is used: the backends there are, and BLAS threads, which are said before anything loads NumPy; so this does not."""
+"""What computes: the backends and devices there are, and BLAS threads, which are said before anything loads NumPy; so this
+does not."""
 
 import os
 from typing import Literal
 
 Backend = Literal["numpy", "compiled"]
 """What decode computes with; see `llama` and `compiled`."""
+
+Device = Literal["cpu", "cuda"]
+"""Where an engine computes and keeps its KV; see `backend`."""
 
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -12,12 +12,11 @@ append-only, every (layer, token) cell is written once, and each thread touches 
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mooncake_zmq.engine.backend import allocate_zeros, to_host
+from mooncake_zmq.engine.backend import allocate_zeros
 
 KEY_TILE = 64  # tokens in one transposed tile of keys
 
@@ -26,9 +25,10 @@ class SequenceKV:
     """`length` tokens of valid KV out of `capacity`; memory is committed as it is written and returned by `close`.
 
     `keys` is [layer, kv_head, tile, head_dim, KEY_TILE], `values` [layer, kv_head, token, head_dim]; engines read them.
+    Parts are arrays of the same namespace; `transfer.cuda` has sequences on a GPU that also take and give them in host memory.
     """
 
-    __slots__ = ("_releases", "_xp", "capacity", "keys", "length", "values")
+    __slots__ = ("_releases", "capacity", "keys", "length", "values")
 
     def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity_tokens: int, xp: ModuleType = np) -> None:
         if capacity_tokens < 1:
@@ -39,24 +39,28 @@ class SequenceKV:
         self.keys, release_keys = allocate_zeros(xp, (layers, kv_heads, tiles, head_dim, KEY_TILE))
         self.values, release_values = allocate_zeros(xp, (layers, kv_heads, capacity_tokens, head_dim))
         self._releases: tuple[Callable[[], None], ...] = (release_keys, release_values)
-        self._xp = xp
         self.capacity = capacity_tokens
         self.length = 0
 
-    def write_part(self, layer: int, start: int, part: NDArray[np.float32]) -> None:
-        """Store one layer's part of a block, [k/v, n, kv_head, head_dim], at tokens start..start+n."""
-        on_device = self._xp.asarray(part)
-        self.store(layer, start, on_device[0], on_device[1])
+    def write_part(self, layer: int, start: int, part: Any) -> None:
+        """Store one layer's part of a block, [k/v, n, kv_head, head_dim], at tokens start..start+n.
 
-    def read_part(self, layer: int, start: int, stop: int, out: NDArray[np.float32]) -> None:
+        On a device it may be under way until `settle`, and `part` is to stay as it is until then.
+        """
+        self.store(layer, start, part[0], part[1])
+
+    def settle(self) -> None:
+        """Return once every `write_part` of this thread has ended."""
+
+    def read_part(self, layer: int, start: int, stop: int, out: Any) -> None:
         """Copy one layer's tokens start..stop into `out`, [k/v, stop - start, kv_head, head_dim].
 
         `stop` may lie beyond `length`: after `after_layer(l)` a layer can be read while later layers still compute.
         """
         self._check_range(start, stop)
-        out[1] = to_host(self.values[layer, :, start:stop]).transpose(1, 0, 2)
+        out[1] = self.values[layer, :, start:stop].transpose(1, 0, 2)
         for tiles, columns, tokens in _tile_runs(start, stop):
-            source = to_host(self.keys[layer, :, tiles, :, columns])
+            source = self.keys[layer, :, tiles, :, columns]
             target = out[0, tokens].reshape(source.shape[1], source.shape[3], source.shape[0], source.shape[2])
             target[...] = source.transpose(1, 3, 0, 2)
 
@@ -92,6 +96,12 @@ class SequenceKV:
     def _check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.capacity:
             raise ValueError(f"tokens {start}..{stop} are outside the sequence's capacity of {self.capacity}")
+
+
+class NewSequence(Protocol):
+    """Makes sequences of a model's shape."""
+
+    def __call__(self, *, layers: int, kv_heads: int, head_dim: int, capacity_tokens: int) -> SequenceKV: ...
 
 
 def _tile_runs(start: int, stop: int) -> list[tuple[slice, slice, slice]]:

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.attention import Attention, tile_tokens
-from mooncake_zmq.engine.backend import array_namespace, to_host
-from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.backend import array_namespace, synchronize, to_host
+from mooncake_zmq.engine.cpu import Device
+from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV
 from mooncake_zmq.engine.panels import PANEL_COLUMNS, Product, column, linear, panel_count, rows_needed, shared_linear
 from mooncake_zmq.engine.rowwise import ArrayRowwise, Rowwise
 from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_batch, check_room, check_tokens
@@ -32,11 +33,13 @@ class Llama:
         spec: ModelSpec,
         tensors: dict[str, NDArray[np.float32]],
         *,
-        device: str = "cpu",
+        device: Device = "cpu",
         threads: int = 1,
         rowwise: Rowwise | None = None,
+        sequences: NewSequence | None = None,
     ) -> None:
         xp: Any = array_namespace(device)
+        self._new_sequence = sequences or functools.partial(SequenceKV, xp=xp)
         self.spec = spec
         self._xp = xp
         self._tensors: dict[str, Any] = {name: xp.asarray(tensor) for name, tensor in tensors.items()}
@@ -48,15 +51,12 @@ class Llama:
         self._product = functools.partial(shared_linear, self._team)
         self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(spec))
         self._seats = [_Seat(xp, spec, self._rowwise) for _ in range(threads)]
+        synchronize(xp)  # weights that do not fit show here
 
     def new_sequence(self, capacity_tokens: int) -> SequenceKV:
         spec = self.spec
-        return SequenceKV(
-            layers=spec.layers,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            capacity_tokens=capacity_tokens,
-            xp=self._xp,
+        return self._new_sequence(
+            layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, capacity_tokens=capacity_tokens
         )
 
     # ------------------------------------------------------------------------------------------------------- prefill
@@ -77,7 +77,7 @@ class Llama:
         asked = None if logits_at is None else np.arange(count)[np.asarray(logits_at, dtype=np.int64)]
         rests: dict[int, tuple[NDArray[np.int64], Any, Any]] = {}
         bounds = self._split_rows(start, count)
-        team, last_rank = self._team, self._team.size - 1
+        xp, team, last_rank = self._xp, self._team, self._team.size - 1
 
         def compute(rank: int) -> None:
             first, end = bounds[rank], bounds[rank + 1]
@@ -96,6 +96,7 @@ class Llama:
                 if rank < last_rank:
                     team.tell(rank, to=rank + 1)
                 elif after_layer:
+                    synchronize(xp)  # the layer is only then stored for whoever copies it
                     after_layer(index)
                 if index + 1 < self.spec.layers and rows:
                     seat.attention.many(sequence, index, queries, start + first, rows, work.attended)
@@ -103,10 +104,11 @@ class Llama:
             # The last layer's output is needed only where logits are asked: 1/30 of the work of SmolLM2-135M.
             if asked is not None:
                 mine = np.flatnonzero((asked >= first) & (asked < end))
-                few = asked[mine] - first
+                few = xp.asarray(asked[mine] - first)
                 rests[rank] = mine, work.hidden[few], queries[:, few]
 
         team.run(compute)
+        synchronize(xp)
         sequence.length = start + count
         return None if asked is None else self._last_rows(sequence, start + asked, list(rests.values()))
 
@@ -129,7 +131,7 @@ class Llama:
         last, attention = self.spec.layers - 1, self._seats[0].attention
         few = _Activations(self._xp, self.spec, len(positions))
         for rows, hidden, queries in rests:
-            few.hidden[rows] = hidden
+            few.hidden[self._xp.asarray(rows)] = hidden
             for at, row in enumerate(rows.tolist()):
                 few.attended[row] = attention.one(sequence, last, queries[:, at], int(positions[row]) + 1)
         self._finish_layer(self._product, few, self._layers[last], len(positions))

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine import compact
-from mooncake_zmq.engine.cpu import Backend
+from mooncake_zmq.engine.cpu import Backend, Device
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.kv_cache import NewSequence
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.panels import PANEL_COLUMNS, panel_count
 from mooncake_zmq.engine.sources import expected_shapes
@@ -37,19 +38,26 @@ WEIGHTS_FILE = "weights.bin"
 _FUSED = {"qkv": ("q", "k", "v"), "out": ("out",), "gate_up": ("gate", "up"), "down": ("down",)}
 
 
-def load_engine(model: Path | str, *, device: str = "cpu", threads: int = 1, backend: Backend = "numpy") -> Engine:
-    """The engine of a directory prepared for `backend`, or of "toy"."""
+def load_engine(
+    model: Path | str,
+    *,
+    device: Device = "cpu",
+    threads: int = 1,
+    backend: Backend = "numpy",
+    sequences: NewSequence | None = None,
+) -> Engine:
+    """The engine of a directory prepared for `backend`, or of "toy". `sequences`: what makes those of a device."""
     if str(model) == "toy":
         return ToyEngine()
     if backend == "compiled":
         return open_compiled(Path(model), threads=threads)
-    return open_model(Path(model), device=device, threads=threads)
+    return open_model(Path(model), device=device, threads=threads, sequences=sequences)
 
 
-def open_model(path: Path, *, device: str = "cpu", threads: int = 1) -> Llama:
+def open_model(path: Path, *, device: Device = "cpu", threads: int = 1, sequences: NewSequence | None = None) -> Llama:
     """Map a prepared model. Takes milliseconds; pages come in as they are read and are shared by all processes."""
     spec, tensors = _map_tensors(path)
-    return Llama(spec, tensors, device=device, threads=threads)
+    return Llama(spec, tensors, device=device, threads=threads, sequences=sequences)
 
 
 def open_compiled(path: Path, *, threads: int = 1) -> "CompiledLlama":

@@ -1,8 +1,8 @@
 """Carries out an actor's works live: model steps on one thread, local copies on another, reads from other hosts on a third,
 and the SSD tier's reads and writes on some more, apart from each other, so that no promotion waits behind demotions.
 
-All KV moves as a one-sided read by its destination: from a mapped segment, or from a data server. RDMA or CUDA IPC would
-be a third way to do the same read. What arrives is verified; what does not verify is reported per block, as a miss.
+All KV moves as a one-sided read by its destination: from a mapped segment, in host or GPU memory, or from a data server. RDMA
+would be a third way to do the same read. What arrives is verified; what does not verify is reported per block, as a miss.
 
 A work may have several parties (a chunk's computation and the loading of its prefix). Its `WorkDone` is emitted when the
 last of them has let go, so that nothing of a work touches memory after its end.
@@ -40,6 +40,7 @@ from mooncake_zmq.transfer.block_copy import (
     store_part,
     write_blocks,
 )
+from mooncake_zmq.transfer.cuda import Cuda
 from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.disk import Disk, DiskFault
 from mooncake_zmq.transfer.network import Configure, ReadBatch, RemoteRead, RemoteReader, plain
@@ -93,11 +94,12 @@ class Executor:
         configure: Configure = plain,
         disk: Disk | None = None,
         verify_local: bool = True,
+        cuda: Cuda | None = None,
     ) -> None:
         """`emit` and `on_crash` are called from worker threads. `progress_s`: a chunk's layers are told of at most this often:
         each time takes the interpreter's lock from the computation for a moment. `disk` stays the caller's to close, after
         this. Without `verify_local`, local reads of committed blocks check generations alone, and the bytes' checksums only
-        where they come from another host or a disk."""
+        where they come from another host or a disk. `cuda`: the GPU that the engine's sequences are on."""
         self._segment = segment
         self._layout = layout
         self._engine = engine
@@ -114,7 +116,7 @@ class Executor:
         self._jobs: dict[int, _Job] = {}
         self._sequences: dict[int, _OpenSequence] = {}
         self._closed = False
-        self._directory = SegmentDirectory(node, incarnation, host, layout, segment)
+        self._directory = SegmentDirectory(node, incarnation, host, layout, segment, cuda)
         self._progress_s = progress_s
         self._reader = RemoteReader(layout, on_crash=crash, window_bytes=window_bytes, configure=configure)
         self._compute = _Worker("compute", crash)
@@ -156,7 +158,11 @@ class Executor:
     def open_sequence(self, sequence: int, capacity_tokens: int) -> None:
         assert self._engine, "a node without an engine has no sequences"
         assert sequence not in self._sequences, f"sequence {sequence} is open already"
-        opened = _OpenSequence(self._engine.new_sequence(capacity_tokens))
+        try:
+            opened = _OpenSequence(self._engine.new_sequence(capacity_tokens))
+        except MemoryError as error:  # a GPU's, which is taken at once; works with the sequence fail
+            log.warning("no_memory_for_sequence", tokens=capacity_tokens, error=str(error))
+            opened = _OpenSequence(None)
         with self._lock:
             self._sequences[sequence] = opened
 
@@ -167,7 +173,7 @@ class Executor:
             opened.closing = True
             idle = opened.uses == 0
         if idle:
-            opened.kv.close()
+            opened.close()
 
     # --- works
 
@@ -181,6 +187,10 @@ class Executor:
                 opened = job.sequences[sequence] = self._sequences[sequence]
                 opened.uses += 1
             self._jobs[work_id] = job
+        if any(opened.memory is None for opened in job.sequences.values()):
+            job.result = WorkFailed("no memory for the sequence")
+            self._begin(job, [], [])
+            return
         match work:
             case ComputeChunk():
                 self._start_chunk(job, work)
@@ -241,6 +251,8 @@ class Executor:
             result = turn()
         except _Stopped as stopped:
             result = WorkFailed(stopped.reason)
+        except MemoryError as error:
+            result = WorkFailed(f"out of memory: {error}")
         except Exception as error:
             self._leave(job, WorkFailed(f"bug: {error!r}"))
             raise
@@ -261,9 +273,9 @@ class Executor:
             del self._jobs[job.work_id]
             for opened in job.sequences.values():
                 opened.uses -= 1
-            unused = [opened.kv for opened in job.sequences.values() if opened.closing and not opened.uses]
-        for kv in unused:
-            kv.close()
+            unused = [opened for opened in job.sequences.values() if opened.closing and not opened.uses]
+        for opened in unused:
+            opened.close()
         self._emit(WorkDone(job.work_id, outcome))
 
     def _stop(self, job: "_Job", reason: str) -> None:
@@ -530,9 +542,19 @@ class _PrefixFailed(Exception):
 
 @dataclass(slots=True, eq=False)
 class _OpenSequence:
-    kv: SequenceKV
+    memory: SequenceKV | None
+    """None: there was none for it."""
     uses: int = 0
     closing: bool = False
+
+    @property
+    def kv(self) -> SequenceKV:
+        assert self.memory, "no work begins on a sequence without memory"
+        return self.memory
+
+    def close(self) -> None:
+        if self.memory:
+            self.memory.close()
 
 
 def _nothing() -> Result:
@@ -717,6 +739,7 @@ class _SequenceSink:
         part: NDArray[Any] = np.frombuffer(payload, self._layout.dtype).reshape(self._layout.part_shape)
         load = self._load
         self._sequence.write_part(layer, load.block * self._layout.block_tokens, part[:, : load.tokens])
+        self._sequence.settle()
         self._record.arrived(load.block, range(layer, layer + 1), (checksum,))
 
     def end(self, failure: ReadFailure | None) -> None:

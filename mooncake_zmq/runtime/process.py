@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from mooncake_zmq.runtime.node import Node
 from mooncake_zmq.runtime.session import Session
 from mooncake_zmq.runtime.store_server import StoreServer
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
+from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.disk import Disk, DiskError
 from mooncake_zmq.transfer.network import DataServer
 from mooncake_zmq.transfer.object_disk import ObjectDisk
@@ -153,6 +155,7 @@ class _Process:
         """Counters of the data plane's threads, by part."""
         self._runtime: ZmqRuntime | None = None
         self._store: StoreServer | None = None
+        self.cuda = self._open_device() if node.device == "cuda" else None
 
     @property
     def runtime(self) -> ZmqRuntime:
@@ -178,7 +181,10 @@ class _Process:
         if node.role in ("prefill", "decode"):
             from mooncake_zmq.engine.weights import load_engine
 
-            engine = load_engine(self.model.path, threads=node.threads, backend=node.backend)
+            sequences = partial(DeviceSequence, self.cuda) if self.cuda else None
+            engine = load_engine(
+                self.model.path, device=node.device, threads=node.threads, backend=node.backend, sequences=sequences
+            )
         pool = self.settings if node.role == "cache-node" else None
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
@@ -198,6 +204,7 @@ class _Process:
                 on_crash=self._on_crash,
                 disk=disk,
                 verify_local=self.settings.pool.verify_local if engine else True,
+                cuda=self.cuda,
             )
         self._runtime = ZmqRuntime(
             Node(self._actor(disk), self._session(segment_ref)),
@@ -229,7 +236,8 @@ class _Process:
                 f"needs {needed}: raise it to {needed * self.layout.slot_bytes}, or lower max_model_len"
             )
         cluster = self.config.cluster
-        segment = Segment.create(
+        create = partial(DeviceSegment.allocate, self.cuda) if self.cuda else Segment.create
+        segment = create(
             cluster.shm_dir,
             cluster.name,
             self.node.name,
@@ -248,7 +256,19 @@ class _Process:
         self.data_counts["data_server"] = server.counts
         if wanted.startswith("ipc://"):
             self.stack.callback(Path(wanted.removeprefix("ipc://")).unlink, missing_ok=True)
-        return segment, SegmentRef(path=str(segment.path), endpoint=server.endpoint, slots=slots)
+        handle = segment.handle if isinstance(segment, DeviceSegment) else b""
+        device = segment.device if handle else b""
+        return segment, SegmentRef(path=str(segment.path), endpoint=server.endpoint, slots=slots, device=device, handle=handle)
+
+    def _open_device(self) -> Cuda:
+        try:
+            cuda = Cuda.open(self.layout)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.stack.callback(cuda.close)
+        self.data_counts["cuda"] = cuda.counts
+        log.info("device_open", device="cuda", uuid=cuda.uuid.hex())
+        return cuda
 
     def _open_disk(self, ssd: SsdSettings) -> Disk:
         path = Path(ssd.directory) / self.node.name

@@ -2,11 +2,11 @@
 each part; of local reads of committed blocks the checksums may be left out.
 
 Sketch: a part is touched twice, by the copy and, while still in the CPU's cache, by the hash (three times its speed), so a
-verified read should reach about three quarters of a plain memory copy. A device backend replaces `write_part` and
-`read_part` of its sequences and may hash pinned source bytes just the same.
+verified read should reach about three quarters of a plain memory copy.
 
-The hash covers the bytes at the *source*, right after they were copied. A source that changes between the two is told by
-its generation, which its writer makes odd before the first byte.
+The hash covers the bytes at the *source*, right after they were copied, or, into a GPU, while they are. A source that changes
+between the two is told by its generation, which its writer makes odd before the first byte, and which is looked at once
+the copies have ended. What that means where one side or both are GPU memory stands in `transfer.cuda`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.messages import SlotRef
 from mooncake_zmq.transfer.disk import Disk
-from mooncake_zmq.transfer.shared_memory import Segment
+from mooncake_zmq.transfer.shared_memory import HOST, Segment
 from mooncake_zmq.work import BlockLoad, DiskBlock, SlotGrant
 
 
@@ -45,18 +45,24 @@ def load_layers(
 ) -> list[int] | ReadFailure:
     """Copy layers of a block into a sequence: their parts' checksums, if all verified.
 
-    Without `verify_committed` the bytes of a committed block are taken for what they were when it was put.
+    Without `verify_committed` the bytes of a committed block, or of any in GPU memory, are taken for what they were when they
+    were written.
     """
-    verify = verify_committed or load.source.checksum == 0
+    verify = verify_committed or (load.source.checksum == 0 and segment.device == HOST)
     expected = _expected(segment, load.source, layers)
     if isinstance(expected, ReadFailure):
         return expected
+    if not verify and 0 in expected:  # not written yet
+        return _mismatch(segment, load.source)
     start = load.block * segment.layout.block_tokens
-    for layer, checksum in zip(layers, expected, strict=True):
-        part = segment.part_view(load.source.slot, layer)
-        sequence.write_part(layer, start, part[:, : load.tokens])
-        if verify and part_checksum(part.data) != checksum:
-            return _mismatch(segment, load.source)
+    try:
+        for layer, checksum in zip(layers, expected, strict=True):
+            part = segment.part_view(load.source.slot, layer)
+            sequence.write_part(layer, start, part[:, : load.tokens])
+            if verify and segment.checksum(part) != checksum:
+                return _mismatch(segment, load.source)
+    finally:
+        sequence.settle()  # before anybody reads or frees either side, whatever came of it
     return expected if _fits(segment, load.source) else ReadFailure.UNREACHED
 
 
@@ -73,7 +79,7 @@ def copy_block(
         return ReadFailure.UNREACHED
     for layer, checksum in zip(layers, expected, strict=True):
         part = target.part_view(grant.slot, layer)
-        part[...] = segment.part_view(source.slot, layer)
+        segment.copy_part(source.slot, layer, part)
         if verify and part_checksum(part.data) != checksum:
             return _mismatch(segment, source) if granted(target, grant) else ReadFailure.UNREACHED
     if not _fits(segment, source):
@@ -116,12 +122,9 @@ def write_blocks(segment: Segment, disk: Disk, blocks: Sequence[tuple[SlotRef, D
 
 def store_part(sequence: SequenceKV, layer: int, start: int, stop: int, target: Segment, slot: int) -> int:
     """Copy tokens `start..stop` of one layer into a slot's part, the rest of which becomes zero; returns its checksum."""
-    part = target.part_view(slot, layer)
+    part = target.part_room(slot, layer)
     sequence.read_part(layer, start, stop, part[:, : stop - start])
-    part[:, stop - start :] = 0
-    checksum = part_checksum(part.data)
-    target.parts(slot)[layer] = checksum
-    return checksum
+    return target.seal_part(slot, layer, part, stop - start)
 
 
 def store_block(sequence: SequenceKV, block: int, target: Segment, grant: SlotGrant) -> int | None:

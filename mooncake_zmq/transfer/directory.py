@@ -1,4 +1,5 @@
-"""Where the slots of each life of each node can be reached: own memory, a neighbour's mapped file, a data endpoint."""
+"""Where the slots of each life of each node can be reached: own memory, a neighbour's mapped file, its GPU memory, a data
+endpoint."""
 
 import threading
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ import structlog
 
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.messages import SegmentRef
+from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError
 
 log = structlog.get_logger()
@@ -21,19 +23,27 @@ class _Neighbour:
 
     segment: SegmentRef
     is_local: bool
+    """Its slots can be mapped here; those of a GPU that this process does not see are as far as another host's."""
     mappings: dict[bool, Segment] = field(default_factory=dict)
 
 
 class SegmentDirectory:
-    """Knows one life of each peer, the newest. Mappings are made at first use and vanish with their last reader."""
+    """Knows one life of each peer, the newest. Mappings are made at first use, those of GPU memory at once, and vanish with
+    their last reader. Where there is `cuda`, what is mapped is pinned."""
 
-    def __init__(self, node: str, incarnation: int, host: str, layout: BlockLayout, own: Segment | None) -> None:
+    def __init__(
+        self, node: str, incarnation: int, host: str, layout: BlockLayout, own: Segment | None, cuda: Cuda | None = None
+    ) -> None:
         self._own_life = (node, incarnation)
         self._own = own
         self._host = host
         self._layout = layout
+        self._cuda = cuda
         self._neighbours: dict[str, tuple[int, _Neighbour]] = {}
         self._lock = threading.Lock()
+        """Guards what is known of neighbours."""
+        self._mapping = threading.Lock()
+        """Held while a segment is mapped: pinning a large one takes seconds, for which only those wait who want to copy."""
 
     def learn(self, life: Life, host: str, segment: SegmentRef | None) -> Life | None:
         """Remember a peer, unless it is an older life; returns the life that it replaced, which is forgotten."""
@@ -45,7 +55,9 @@ class SegmentDirectory:
             if segment is None:
                 self._neighbours.pop(node, None)
             elif not (known and known[0] == incarnation and known[1].segment == segment):
-                self._neighbours[node] = (incarnation, _Neighbour(segment, host == self._host))
+                here = host == self._host
+                neighbour = _Neighbour(segment, here) if not segment.device else self._on_device(life, segment, here)
+                self._neighbours[node] = (incarnation, neighbour)
             return (node, known[0]) if known and known[0] < incarnation else None
 
     def forget(self, node: str) -> Life | None:
@@ -66,16 +78,32 @@ class SegmentDirectory:
         neighbour = self._neighbour(life)
         if neighbour is None or not neighbour.is_local:
             return None
-        with self._lock:
+        with self._mapping:
             mapped = neighbour.mappings.get(True) or neighbour.mappings.get(writable)
             if mapped is None:
+                # What cannot be written cannot be pinned on every GPU.
+                writable = writable or self._cuda is not None
                 try:
                     mapped = Segment.attach(neighbour.segment.path, self._layout, life[1], writable=writable)
                 except SharedMemoryError as error:
                     log.warning("segment_lost", node=life[0], incarnation=life[1], error=str(error))
                     return None
+                if self._cuda:
+                    self._cuda.pin(mapped)
                 neighbour.mappings[writable] = mapped
             return mapped
+
+    def _on_device(self, life: Life, segment: SegmentRef, here: bool) -> _Neighbour:
+        """Opened at once, so that it is known from the start whether its slots are within reach."""
+        neighbour = _Neighbour(segment, is_local=False)
+        if here and self._cuda and self._cuda.sees(segment.device):
+            try:
+                opened = DeviceSegment.open(self._cuda, segment.path, self._layout, life[1], segment.device, segment.handle)
+            except SharedMemoryError as error:
+                log.warning("device_slab_not_opened", node=life[0], incarnation=life[1], error=str(error))
+            else:
+                neighbour.is_local, neighbour.mappings[False] = True, opened
+        return neighbour
 
     def clear(self) -> None:
         """Drop every mapping."""

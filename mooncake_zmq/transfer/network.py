@@ -7,10 +7,15 @@ The payload leaves straight from the slot, which may be rewritten while the fram
 a late writer may still do it). The reader's checksum catches such a torn block: a failed block, hence a miss. For the same
 reason no lifetime has to be tracked: the mapping outlives its frames, and what is in it matters only if it verifies.
 
+Slots in GPU memory have no bytes that a frame could leave from: they are first copied into pinned staging memory, whose
+buffers come back when their frames are gone. A reader may hold half of them. A request beyond that, or with all of them in
+use, waits for the oldest to come back, for STAGING_WAIT_S, and is dropped then, as is all that would wait for the same.
+
 Sketch: network -> kernel -> message -> slot is one copy more than a local read, and the I/O thread does the first two, so
 the reader's thread should keep up with one stream. Credits: a reader asks for at most `window_bytes` at a time per peer.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -21,15 +26,18 @@ from enum import Enum
 from typing import Annotated, Protocol
 
 import msgspec
+import numpy as np
 import structlog
 import zmq
 from msgspec import Meta, Struct
+from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 from mooncake_zmq.kv.checksum import part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.messages import Checksum, Count, SlotRef
 from mooncake_zmq.transfer.block_copy import ReadFailure, generation_fits, trusted_parts
+from mooncake_zmq.transfer.cuda import DeviceSegment
 from mooncake_zmq.transfer.directory import Life
 from mooncake_zmq.transfer.shared_memory import Segment
 
@@ -41,6 +49,10 @@ MAX_QUEUED_REPLIES = 256
 """Replies under way to one reader; further requests of it are dropped."""
 MAX_OUTSTANDING_READS = 128
 """Below MAX_QUEUED_REPLIES, so that a reader that keeps to it never has a request dropped."""
+STAGING_BYTES = 64 << 20
+"""Pinned memory for blocks that leave a GPU; half of it is what one reader asks for at a time."""
+STAGING_WAIT_S = 1.0
+"""How long a buffer is waited for; the requests behind wait too, so it is done but once for each use of a buffer."""
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 
@@ -100,6 +112,7 @@ class DataServer:
     ) -> None:
         self.counts = {"reads": 0, "bytes": 0, "refused": 0, "garbage": 0, "dropped": 0}
         self._segment = segment
+        self._staging = _Staging(segment) if isinstance(segment, DeviceSegment) else None
         self._on_crash = on_crash
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -160,10 +173,19 @@ class DataServer:
     def _serve(self, peer: bytes, request: ReadRequest) -> None:
         reply = self._answer(request)
         frames: list[bytes | memoryview] = [peer, _encode(reply)]
-        if reply.status is ReadStatus.OK:
+        staged = None
+        if reply.status is ReadStatus.OK and self._staging:
+            staged = self._staging.fill(peer, request.slot, request.first_layer, request.stop_layer)
+            if staged is None:
+                self.counts["dropped"] += 1
+                return
+            frames.append(staged.view)
+        elif reply.status is ReadStatus.OK:
             frames.append(self._segment.layers_view(request.slot, request.first_layer, request.stop_layer))
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=staged is not None)
+            if staged:
+                staged.tracker = tracker
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
@@ -190,6 +212,57 @@ class DataServer:
 
     def _fits(self, request: ReadRequest) -> bool:
         return generation_fits(self._segment.generation(request.slot), request.generation, committed=request.committed)
+
+
+@dataclass(slots=True, eq=False)
+class _Staged:
+    """A buffer of a block's size, and the message to `peer` that leaves from it, if one was sent."""
+
+    buffer: NDArray[np.uint8]
+    view: memoryview
+    peer: bytes = b""
+    tracker: zmq.MessageTracker | None = None
+    waited: bool = False
+
+    def is_free(self) -> bool:
+        return self.tracker is None or self.tracker.done
+
+    def comes_back(self) -> bool:
+        """Whether it is free, or soon was."""
+        if self.tracker and not self.tracker.done and not self.waited:
+            self.waited = True
+            with contextlib.suppress(zmq.NotDone):
+                self.tracker.wait(STAGING_WAIT_S)
+        return self.is_free()
+
+
+class _Staging:
+    """The staging memory of a server of device slots; for its thread."""
+
+    def __init__(self, segment: DeviceSegment) -> None:
+        self._segment = segment
+        block_bytes = segment.layout.block_bytes
+        count = max(2, STAGING_BYTES // block_bytes)
+        memory = segment.staging(count * block_bytes)
+        self._buffers = deque(_Staged(buffer, buffer.data) for buffer in memory.reshape(count, block_bytes))
+
+    def fill(self, peer: bytes, slot: int, first_layer: int, stop_layer: int) -> _Staged | None:
+        """A range of layers' parts as they were during the copy, or None if there is no buffer for this peer."""
+        used = [staged for staged in self._buffers if not staged.is_free()]
+        theirs = [staged for staged in used if staged.peer == peer]
+        if 2 * len(theirs) >= len(self._buffers):
+            staged = theirs[0]
+        else:
+            staged = next((each for each in self._buffers if each.is_free()), self._buffers[0])
+        if not staged.comes_back():
+            return None
+        size_bytes = (stop_layer - first_layer) * self._segment.layout.part_bytes
+        self._segment.copy_layers(slot, first_layer, stop_layer, staged.buffer[:size_bytes])
+        staged.view = staged.buffer[:size_bytes].data
+        staged.peer, staged.tracker, staged.waited = peer, None, False
+        self._buffers.remove(staged)  # the first is always the one that was filled longest ago
+        self._buffers.append(staged)
+        return staged
 
 
 class ReadSink(Protocol):

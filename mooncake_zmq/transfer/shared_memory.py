@@ -5,6 +5,9 @@
     next         checksums    uint64[slots, layers]  of each layer's part, 0: not written since the slot was granted
     data_offset  slots        [slots, slot_bytes]
 
+The slots of a process with a GPU may lie in that GPU's memory instead (`transfer.cuda`): its file then ends before them, and
+its header names the device.
+
 A generation works as a seqlock's counter: a reader looks before and after its copy. Loads and stores of it are single
 aligned 8-byte accesses; on CPUs that reorder them the part checksums, compared on every read, catch what it misses.
 """
@@ -17,20 +20,24 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote, unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.kv.checksum import part_checksum
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
 
 MAGIC = b"MOONKV\r\n"
-VERSION = 1
+VERSION = 2
 FILE_PREFIX = "mooncake"
 HUGE_PAGE_BYTES = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name it yet
-_HEADER = struct.Struct("<8sI16sQQIQQ")
+UUID_BYTES = 16
+HOST = bytes(UUID_BYTES)
+"""In place of a device's UUID: the slots lie in the file."""
+_HEADER = struct.Struct(f"<8sI16sQQIQQ{UUID_BYTES}s")
 
 
 class SharedMemoryError(Exception):
@@ -47,10 +54,10 @@ class _Offsets:
     total: int
 
     @classmethod
-    def of(cls, layout: BlockLayout, slots: int) -> "_Offsets":
+    def of(cls, layout: BlockLayout, slots: int, device: bytes) -> "_Offsets":
         checksums = PAGE_BYTES + _pages(slots * 8)
         tables_end = checksums + _pages(slots * layout.layers * 8)
-        data_bytes = slots * layout.slot_bytes
+        data_bytes = slots * layout.slot_bytes if device == HOST else 0
         # Large segments begin their data on a huge page, where the kernel may then use such.
         align = HUGE_PAGE_BYTES if data_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
         data = div_ceil(tables_end, align) * align
@@ -65,23 +72,33 @@ class Segment:
     """
 
     def __init__(
-        self, mapping: mmap.mmap, path: Path, layout: BlockLayout, slots: int, incarnation: int, owner_fd: int
+        self,
+        mapping: mmap.mmap,
+        path: Path,
+        layout: BlockLayout,
+        slots: int,
+        incarnation: int,
+        owner_fd: int,
+        device: bytes = HOST,
     ) -> None:
         self.path = path
+        self.device = device
+        """The UUID of the GPU whose memory the slots are, or HOST."""
         self.layout = layout
         self.slots = slots
         self.incarnation = incarnation
         self._mapping = mapping
         self._owner_fd = owner_fd
-        offsets = _Offsets.of(layout, slots)
+        offsets = _Offsets.of(layout, slots, device)
         slot_bytes, part_bytes, dtype = layout.slot_bytes, layout.part_bytes, np.dtype(layout.dtype)
         assert dtype.itemsize == layout.itemsize
         strides = (slot_bytes, part_bytes, *_strides(layout.part_shape, dtype.itemsize))
-        shape = (slots, layout.layers, *layout.part_shape)
+        mapped = slots if device == HOST else 0
+        shape = (mapped, layout.layers, *layout.part_shape)
         self._generations: NDArray[np.uint64] = np.ndarray((slots,), np.uint64, mapping, offsets.generations)
         self._checksums: NDArray[np.uint64] = np.ndarray((slots, layout.layers), np.uint64, mapping, offsets.checksums)
         self._parts: NDArray[Any] = np.ndarray(shape, dtype, mapping, offsets.data, strides)
-        self._bytes: NDArray[np.uint8] = np.ndarray((slots, slot_bytes), np.uint8, mapping, offsets.data)
+        self._bytes: NDArray[np.uint8] = np.ndarray((mapped, slot_bytes), np.uint8, mapping, offsets.data)
 
     @classmethod
     def create(
@@ -94,10 +111,11 @@ class Segment:
         incarnation: int,
         *,
         setting: str = "slots",
-    ) -> "Segment":
+        device: bytes = HOST,
+    ) -> Self:
         """Make the file with all its memory, or fail with a reason. `setting`: what an operator lowers to need less."""
         path = Path(directory) / _file_name(cluster, node, incarnation)
-        offsets = _Offsets.of(layout, slots)
+        offsets = _Offsets.of(layout, slots, device)
         _check_space(Path(directory), offsets.total, f"{slots} slots of {layout.slot_bytes} bytes for {node}; lower {setting}")
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -111,31 +129,34 @@ class Segment:
             mapping = _map(fd, offsets.total, writable=True)
             with contextlib.suppress(OSError):  # an older kernel: pages are then mapped as they are touched
                 mapping.madvise(MADV_POPULATE_WRITE)
-            header = (layout.fingerprint.encode(), slots, layout.slot_bytes, layout.layers, incarnation, offsets.total)
+            shape = (layout.fingerprint.encode(), slots, layout.slot_bytes, layout.layers)
+            header = (*shape, incarnation, offsets.total, device)
             mapping[: _HEADER.size] = _HEADER.pack(MAGIC, VERSION, *header)
         except OSError as error:
             os.unlink(path)
             os.close(fd)
             reason = f"{offsets.total} bytes: {error.strerror}; lower {setting}"
             raise SharedMemoryError(f"cannot create {path} of {reason}") from error
-        return cls(mapping, path, layout, slots, incarnation, fd)
+        return cls(mapping, path, layout, slots, incarnation, fd, device)
 
     @classmethod
-    def attach(cls, path: str | Path, layout: BlockLayout, incarnation: int, *, writable: bool = False) -> "Segment":
-        """Map a neighbour's segment, after checking that it is that life's and of our layout."""
+    def attach(
+        cls, path: str | Path, layout: BlockLayout, incarnation: int, *, writable: bool = False, device: bytes = HOST
+    ) -> Self:
+        """Map a neighbour's segment, after checking that it is that life's, of our layout, and where we look for its slots."""
         path = Path(path)
         try:
             fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         except OSError as error:
             raise SharedMemoryError(f"cannot attach {path}: {error.strerror}") from error
         try:
-            slots = _check_header(path, os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, layout, incarnation)
-            mapping = _map(fd, _Offsets.of(layout, slots).total, writable=writable)
+            slots = _check_header(path, os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, layout, incarnation, device)
+            mapping = _map(fd, _Offsets.of(layout, slots, device).total, writable=writable)
         except OSError as error:
             raise SharedMemoryError(f"cannot attach {path}: {error.strerror}") from error
         finally:
             os.close(fd)
-        return cls(mapping, path, layout, slots, incarnation, -1)
+        return cls(mapping, path, layout, slots, incarnation, -1, device)
 
     def generation(self, slot: int) -> int:
         return int(self._generations[slot])
@@ -151,10 +172,32 @@ class Segment:
         row: NDArray[np.uint64] = self._checksums[slot]
         return row
 
-    def part_view(self, slot: int, layer: int) -> NDArray[Any]:
+    def part_view(self, slot: int, layer: int) -> Any:
         """One layer's part, of `layout.part_shape`; a view."""
-        part: NDArray[Any] = self._parts[slot, layer]
-        return part
+        return self._parts[slot, layer]
+
+    def copy_part(self, slot: int, layer: int, out: NDArray[Any]) -> None:
+        """Copy one layer's part into host memory."""
+        out[...] = self._parts[slot, layer]
+
+    def checksum(self, part: Any) -> int:
+        """Of what `part_view` or `part_room` gave, as it is now."""
+        return part_checksum(part.data)
+
+    def part_room(self, slot: int, layer: int) -> Any:
+        """An array of `layout.part_shape` to write a part into and give to `seal_part`."""
+        return self.part_view(slot, layer)
+
+    def seal_part(self, slot: int, layer: int, part: Any, tokens: int) -> int:
+        """Make the first `tokens` of what was written into `part_room`, and zeros, the slot's part: its checksum."""
+        part[:, tokens:] = 0
+        checksum = self.checksum(part)
+        self._checksums[slot, layer] = checksum
+        return checksum
+
+    def slots_memory(self) -> NDArray[np.uint8]:
+        """All slots' bytes; a view."""
+        return self._bytes.reshape(-1)
 
     def layers_view(self, slot: int, first_layer: int, stop_layer: int) -> memoryview:
         """The bytes of a range of layers' parts, which are contiguous."""
@@ -227,18 +270,20 @@ def _check_space(directory: Path, needed: int, why: str) -> None:
         raise SharedMemoryError(f"{directory} has {free >> 20} MiB free of the {div_ceil(needed, 1 << 20)} MiB needed: {why}")
 
 
-def _check_header(path: Path, raw: bytes, size: int, layout: BlockLayout, incarnation: int) -> int:
+def _check_header(path: Path, raw: bytes, size: int, layout: BlockLayout, incarnation: int, device: bytes) -> int:
     """The number of slots, when header and size are those of the segment expected; else SharedMemoryError."""
     if len(raw) < _HEADER.size:
         raise SharedMemoryError(f"{path} is too short for a segment")
-    magic, version, fingerprint, slots, slot_bytes, layers, written, total = _HEADER.unpack(raw)
+    magic, version, fingerprint, slots, slot_bytes, layers, written, total, where = _HEADER.unpack(raw)
     if magic != MAGIC or version != VERSION:
         raise SharedMemoryError(f"{path} is no segment of version {VERSION}")
     if fingerprint != layout.fingerprint.encode() or slot_bytes != layout.slot_bytes or layers != layout.layers:
         raise SharedMemoryError(f"{path} has another layout: {fingerprint!r} instead of {layout.fingerprint!r}")
     if written != incarnation:
         raise SharedMemoryError(f"{path} belongs to incarnation {written}, not {incarnation}")
-    if not total == size == _Offsets.of(layout, slots).total:
+    if where != device:
+        raise SharedMemoryError(f"{path} has its slots on device {where.hex()}, not {device.hex()}")
+    if not total == size == _Offsets.of(layout, slots, device).total:
         raise SharedMemoryError(f"{path} has {size} bytes, its header says {total}")
     return int(slots)
 

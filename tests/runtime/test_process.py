@@ -5,6 +5,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 TOY = Path(__file__).parent.parent.parent / "configs/toy.toml"
 CRASHES_EARLY = """
 import sys
@@ -31,3 +33,35 @@ def test_a_data_server_that_dies_before_the_loop_exists_ends_the_process_with_it
         assert "an early bug" in ended.stderr
         assert "AttributeError" not in ended.stderr
         assert [path.name for path in Path(directory).iterdir()] == ["cache-a.lock"]
+
+
+WITHOUT_CUPY = """
+import sys
+sys.modules["cupy"] = None
+from mooncake_zmq.cli import main
+main(sys.argv[1:])
+"""
+DEVICE = """
+[model]
+path = "dummy:tiny"
+cache_dir = "{directory}"
+max_model_len = 64
+[cluster]
+runtime_dir = "{directory}/run"
+shm_dir = "{directory}"
+[[nodes]]
+name = "d"
+role = "decode"
+device = "cuda"
+"""
+
+
+@pytest.mark.parametrize("command", [["config", "check", "FILE"], ["decode", "--config", "FILE", "--node", "d"]], ids=" ".join)
+def test_a_device_that_is_missing_is_told_in_one_line(tmp_path: Path, command: list[str]) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text(DEVICE.format(directory=tmp_path))
+    arguments = [str(file) if word == "FILE" else word for word in command]
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_CUPY, *arguments], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended.stderr
+    (told,) = ended.stderr.splitlines()
+    assert told.startswith("mooncake-zmq: d: device 'cuda' needs CuPy and a GPU")

@@ -1,14 +1,17 @@
-"""Small segments full of random blocks, and a list that catches what a thread's crash path reports."""
+"""Small segments full of random blocks, in host memory and on a stand-in's GPU, and a list that catches what a thread's crash
+path reports."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_stand_in import FakeCupy, Gpu
 
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.messages import SlotRef
+from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
 from mooncake_zmq.transfer.shared_memory import Segment
 
 LAYOUT = BlockLayout(layers=3, kv_heads=1, head_dim=2, block_tokens=4)
@@ -61,3 +64,45 @@ def crashes() -> Iterator[list[BaseException]]:
     caught: list[BaseException] = []
     yield caught
     assert not caught
+
+
+@pytest.fixture
+def gpu():
+    return Gpu()
+
+
+@pytest.fixture
+def make_cuda(gpu, layout):
+    """One process's view of the GPU."""
+    made = []
+
+    def make(gpu=gpu, others=()):
+        made.append(Cuda(FakeCupy(gpu, others), layout))
+        return made[-1]
+
+    yield make
+    for cuda in made:
+        assert not any(cuda.xp.runtime.streams.values()), "a copy was never waited for"
+        assert cuda.xp.runtime.pageable_bytes == 0, "all copies go through pinned memory"
+        cuda.close()
+        assert not cuda.xp.runtime.host_memory
+
+
+@pytest.fixture
+def cuda(make_cuda):
+    return make_cuda()
+
+
+@pytest.fixture
+def make_slab(layout, tmp_path):
+    made = []
+    directory = tmp_path / "slabs"
+    directory.mkdir()
+
+    def make(cuda, node="p", *, slots=4, incarnation=1):
+        made.append(DeviceSegment.allocate(cuda, directory, "test", node, layout, slots, incarnation))
+        return made[-1]
+
+    yield make
+    for slab in made:
+        slab.close()

@@ -103,6 +103,9 @@ class EvictingSequence:
         if layer == self.at_layer:
             self.segment.set_generation(0, self.generation)
 
+    def settle(self):
+        pass
+
 
 @pytest.mark.parametrize("at_layer", range(3))
 def test_eviction_during_the_copy_is_noticed(make_segment, fill, at_layer):

@@ -11,11 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from cuda_stand_in import FakeCupy, Gpu
 from segment_bytes import slot_bytes
 
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.messages import SlotRef
+from mooncake_zmq.transfer import network
 from mooncake_zmq.transfer.block_copy import ReadFailure
+from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
 from mooncake_zmq.transfer.network import DataServer, ReadReply, ReadRequest, ReadStatus, RemoteRead, RemoteReader
 
 LIFE = ("a", 1)
@@ -386,8 +390,12 @@ def test_a_crash_in_a_sink_is_told_and_ends_the_batch(tcp_server, reader, segmen
 SERVER = """
 import sys
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.messages import SlotRef
+from mooncake_zmq.transfer import network
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.messages import SlotRef
+from mooncake_zmq.transfer import network
 from mooncake_zmq.transfer.network import DataServer
 from mooncake_zmq.transfer.shared_memory import Segment
 layout = BlockLayout(layers=4, kv_heads=4, head_dim=64, block_tokens=128)
@@ -457,3 +465,106 @@ def test_reads_end_after_the_reader_crashed_too(tcp_server, reader, segment, cra
         fetch(reader, late)
         assert {one.sink.failure for one in late} == {ReadFailure.UNREACHED}
     crashes.clear()
+
+
+LARGE = BlockLayout(layers=2, kv_heads=4, head_dim=64, block_tokens=1024)  # blocks of 4 MiB
+
+
+@pytest.fixture
+def slab(tmp_path):
+    """Four committed blocks in a stand-in's GPU memory."""
+    (tmp_path / "slab").mkdir()
+    cuda = Cuda(FakeCupy(Gpu()), LARGE)
+    segment = DeviceSegment.allocate(cuda, tmp_path / "slab", "test", "a", LARGE, 4, 1)
+    random = np.random.default_rng(5)
+    segment.refs = []
+    for slot in range(4):
+        segment.set_generation(slot, 1)
+        for layer in range(2):
+            part = cuda.to_device(random.standard_normal(LARGE.part_shape, dtype=np.float32))
+            segment.seal_part(slot, layer, part, LARGE.block_tokens)
+        segment.set_generation(slot, 2)
+        checksum = block_checksum(segment.parts(slot).tolist())
+        segment.refs.append(SlotRef(node="a", incarnation=1, slot=slot, generation=2, checksum=checksum))
+    yield segment
+    segment.close()
+    cuda.close()
+
+
+@pytest.fixture
+def slab_server(slab, crashes, monkeypatch):
+    monkeypatch.setattr(network, "STAGING_BYTES", 4 * LARGE.block_bytes)
+    monkeypatch.setattr(network, "STAGING_WAIT_S", 0.2)
+    made = DataServer(slab, "tcp://127.0.0.1:*", on_crash=crashes.append)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def slab_reader(slab_server, crashes):
+    made = RemoteReader(LARGE, on_crash=crashes.append)
+    made.learn(LIFE, slab_server.endpoint)
+    yield made
+    made.close()
+
+
+def test_blocks_in_gpu_memory_arrive_by_way_of_a_bounded_staging(slab_server, slab_reader, slab):
+    reads = [read(slab.refs[index % 4], range(index % 2, 2)) for index in range(40)]
+    fetch(slab_reader, reads)
+    expected = np.empty(LARGE.part_shape, np.float32)
+    for one in reads:
+        assert one.sink.verified
+        for layer in one.layers:
+            slab.copy_part(one.source.slot, layer, expected)
+            assert one.sink.parts[layer] == (expected.tobytes(), int(slab.parts(one.source.slot)[layer]))
+    assert slab_server.counts["dropped"] == 0
+
+
+def test_a_flipped_bit_in_gpu_memory_is_caught(slab_server, slab_reader, slab):
+    wrong = slab._cuda.to_device(np.zeros(1, np.uint8))
+    slab._cuda.within(slab._part_at(1, 1) + 77, wrong.data.ptr, 1)
+    slab._cuda.settle()
+    reads = [read(ref, range(2)) for ref in slab.refs]
+    fetch(slab_reader, reads)
+    assert [one.sink.failure for one in reads] == [None, ReadFailure.CORRUPT, None, None]
+
+
+def test_a_reader_that_does_not_take_its_replies_holds_half_of_the_staging_at_most(slab_server, slab_reader, slab):
+    context = zmq.Context()
+    glutton = context.socket(zmq.DEALER)
+    glutton.linger, glutton.rcvhwm, glutton.sndhwm = 0, 1, 100_000
+    glutton.connect(slab_server.endpoint)
+    request = msgspec.msgpack.encode(ReadRequest(1, 1, 0, 2, True, 0, 2))
+    deadline = time.monotonic() + TIMEOUT_S
+    while not slab_server.counts["dropped"]:
+        glutton.send(request)
+        assert time.monotonic() < deadline
+    reads = [read(ref, range(2)) for ref in slab.refs * 3]
+    fetch(slab_reader, reads)
+    assert all(one.sink.verified for one in reads)
+    glutton.close()
+    context.term()
+
+
+def test_requests_that_no_staging_comes_back_for_are_dropped(slab_server, slab_reader, slab):
+    waits = []
+
+    class Stuck:
+        done = False
+
+        def wait(self, timeout):
+            waits.append(timeout)
+            raise zmq.NotDone
+
+    for staged in slab_server._staging._buffers:
+        staged.tracker = Stuck()
+    reads = [read(ref, range(2)) for ref in slab.refs]
+    fetch(slab_reader, reads, deadline_s=0.5)
+    assert {one.sink.failure for one in reads} == {ReadFailure.UNREACHED}
+    assert slab_server.counts["dropped"] == 4
+    assert waits == [network.STAGING_WAIT_S], "the others would have waited for the same buffer"
+    for staged in slab_server._staging._buffers:
+        staged.tracker = None
+    again = read(slab.refs[0], range(2))
+    fetch(slab_reader, [again])
+    assert again.sink.verified

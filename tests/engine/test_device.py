@@ -1,0 +1,98 @@
+"""The engine's arithmetic in another namespace than NumPy: a stand-in for CuPy whose arrays are never converted silently."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cuda_stand_in import FakeCupy, Gpu
+
+from mooncake_zmq.engine import llama
+from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.spec import FAMILIES
+from mooncake_zmq.engine.weights import stored_shapes
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.transfer.cuda import Cuda, DeviceSequence
+
+TOKENS = np.random.default_rng(1).integers(0, 500, 300).astype(np.int32)
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request, tiny):
+    """(spec, random tensors)"""
+    spec = replace(tiny.spec, family=request.param, tied=request.param == "qwen3")
+    random = np.random.default_rng(2)
+    tensors = {name: random.standard_normal(shape, np.float32) * 0.1 for name, shape in stored_shapes(spec).items()}
+    for name in tensors:
+        if name.endswith("norm"):
+            tensors[name] += 1
+    tensors["inv_freq"] = np.abs(tensors["inv_freq"])
+    return spec, tensors
+
+
+@pytest.fixture
+def cuda(tiny):
+    spec = tiny.spec
+    layout = BlockLayout(layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, block_tokens=16)
+    opened = Cuda(FakeCupy(Gpu()), layout)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def engines(family, cuda, monkeypatch):
+    """The same model on the CPU and on the device."""
+    spec, tensors = family
+    on_cpu = Llama(spec, tensors)
+    monkeypatch.setattr(llama, "array_namespace", lambda device: cuda.xp if device == "cuda" else np)
+    shape_of = lambda **shape: DeviceSequence(cuda, **shape)  # noqa: E731
+    return on_cpu, Llama(spec, tensors, device="cuda", sequences=shape_of)
+
+
+def test_prefill_and_decode_give_numpys_logits(engines, cuda):
+    logits = []
+    for engine in engines:
+        one, two = engine.new_sequence(400), engine.new_sequence(100)
+        engine.prefill(one, TOKENS[:130], logits_at=None)
+        assert not cuda.xp.runtime.default_stream_is_busy, "a chunk without logits has ended too"
+        of_prompt = engine.prefill(one, TOKENS[130:300], logits_at=(0, 63, -1))
+        of_other = engine.prefill(two, TOKENS[:1])
+        steps = [engine.decode([one, two], TOKENS[at : at + 2]) for at in range(3)]
+        logits.append(np.concatenate([of_prompt, of_other, *steps]))
+    assert type(logits[1]) is np.ndarray
+    np.testing.assert_allclose(logits[1], logits[0], atol=2e-4)
+
+
+def test_a_layer_that_is_told_of_is_stored(engines):
+    on_cpu, on_device = engines
+    reference = on_cpu.new_sequence(64)
+    on_cpu.prefill(reference, TOKENS[:50])
+    sequence = on_device.new_sequence(64)
+    told = []
+
+    def after(layer):
+        got, expected = (np.zeros((2, 50, on_cpu.spec.kv_heads, on_cpu.spec.head_dim), np.float32) for _ in range(2))
+        sequence.read_part(layer, 0, 50, got)  # the stand-in refuses it while the engine's stream is busy
+        reference.read_part(layer, 0, 50, expected)
+        np.testing.assert_allclose(got, expected, atol=2e-4)
+        told.append(layer)
+
+    on_device.prefill(sequence, TOKENS[:50], after_layer=after, logits_at=None)
+    assert told == list(range(on_cpu.spec.layers))
+
+
+def test_kv_that_another_thread_copied_in_continues_the_sequence(engines):
+    on_cpu, on_device = engines
+    source = on_cpu.new_sequence(200)
+    expected = on_cpu.prefill(source, TOKENS[:150])
+    part = np.zeros((2, 100, on_cpu.spec.kv_heads, on_cpu.spec.head_dim), np.float32)
+    sequence = on_device.new_sequence(200)
+
+    def load(layer):
+        source.read_part(layer, 0, 100, part)
+        sequence.write_part(layer, 0, part)
+        sequence.settle()
+
+    for layer in range(on_cpu.spec.layers):
+        load(layer)
+    sequence.set_length(100)
+    np.testing.assert_allclose(on_device.prefill(sequence, TOKENS[100:150]), expected, atol=2e-4)
