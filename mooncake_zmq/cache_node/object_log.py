@@ -112,8 +112,10 @@ class ObjectLog:
         return None if row is None else self._size[row]
 
     def use(self, key: str) -> None:
-        """It was read: worth to be kept when its segment goes."""
-        self._used[self.by_key[key]] = True
+        """It was read, here or in memory: its copy, if there is one, is worth to be kept when its segment goes."""
+        row = self.by_key.get(key)
+        if row is not None:
+            self._used[row] = True
 
     def keys(self, cursor: int, limit: int) -> tuple[list[str], int]:
         """Up to `limit` rows' keys from row `cursor` on, and where to go on; 0 when that was all."""

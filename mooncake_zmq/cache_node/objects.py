@@ -315,6 +315,8 @@ class Objects:
         if entry in self._lru:
             self._unshelve(entry)
             self._shelve(entry)
+        if self.log is not None:
+            self.log.use(key)
         return self._found(entry)
 
     def size_of(self, key: str) -> int | None:
@@ -344,6 +346,8 @@ class Objects:
             if entry in self._lru:
                 self._unshelve(entry)
             self._leases[entry] += 1
+            if self.log is not None:
+                self.log.use(key)
             entries.append(entry)
             found.append(self._found(entry))
         if entries:

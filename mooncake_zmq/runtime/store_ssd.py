@@ -200,7 +200,6 @@ class StoreSsd:
             with self._memory as objects:
                 is_current = self._log.find(key) == record
                 if good and is_current:
-                    self._log.use(key)
                     objects.commit(time.monotonic(), PROMOTER, put_id, [0], [record.checksum])
                 else:
                     objects.commit(time.monotonic(), PROMOTER, put_id, [], [])

@@ -306,6 +306,17 @@ def test_a_promoted_value_is_on_disk_already():
     objects.check()
 
 
+def test_what_is_read_in_memory_counts_as_read_on_disk():
+    objects = make()
+    for key in "abc":
+        put(objects, key)
+    write(objects)
+    objects.find("a")
+    objects.lease(0.0, ME, 1, ["b", "none"], 10)
+    ((*step,),) = objects.log.standing(1)
+    assert {key: used for key, _, used in step} == {"a": True, "b": True, "c": False}
+
+
 def test_a_value_whose_copy_goes_is_written_again():
     objects = make()
     put(objects, "a")
