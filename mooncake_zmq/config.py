@@ -435,6 +435,8 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 if node.store_endpoint:
                     size += section.objects.object_bytes
                     what += f", store of {section.objects.object_bytes / mib:,.0f} MiB at {node.store_endpoint}"
+                    if section.objects.ssd.directory:
+                        what += f", its SSD {section.objects.ssd.bytes / mib:,.0f} MiB in {section.objects.ssd.directory}"
                 if section.ssd.directory:
                     what += f", SSD {section.ssd.bytes / mib:,.0f} MiB in {section.ssd.directory}"
             case "prefill":

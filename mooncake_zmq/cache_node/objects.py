@@ -5,9 +5,13 @@ show before any answer leaves. An object's row in the columns is its entry; entr
 
 A put reserves cells, its writer fills them, a commit makes them readable. A writer that runs past its time may still write:
 its cells stay in quarantine until it answers or is buried.
+
+With a log, `ObjectLog`, values live in two tiers. A key has one value: what both tiers have of it is the same, and before it
+gets another one, or none, the owner must have taken its copy off the log.
 """
 
 import itertools
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +21,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.cache_node.cold_end import ColdEnd
+from mooncake_zmq.cache_node.linked_rows import LinkedRows
+from mooncake_zmq.cache_node.object_log import MIN_SEGMENTS, ObjectLog, ObjectSsdSettings
 from mooncake_zmq.cache_node.slab import PARTS, SlabAllocator
+from mooncake_zmq.kv.layout import PAGE_BYTES
+from mooncake_zmq.kv.object_record import ObjectRecord
 
 MAX_KEY_BYTES = 1024
 SCAN_EVERY = 8
+DISK_COUNTS = ("evicted_unsaved", "promoted", "promoted_bytes", "demoted", "demoted_bytes")
 _NEVER = 1 << 62
 """Later than any use: not to be emptied."""
 
@@ -48,6 +58,8 @@ class Pin(IntFlag):
     SOFT = 1
     HARD = 2
     UPSERT = 4
+    PROMOTION = 8
+    """Not a client's: the value comes from the log."""
 
 
 class State(IntEnum):
@@ -86,6 +98,7 @@ class ObjectSettings:
     max_puts_per_client: int = 256
     max_client_share: float = 0.5
     """Part of the memory that one client may hold reserved or in quarantine."""
+    ssd: ObjectSsdSettings = field(default_factory=ObjectSsdSettings)
 
     def __post_init__(self) -> None:
         if self.slab_bytes < 1 << 16 or self.object_bytes < self.slab_bytes:
@@ -94,6 +107,9 @@ class ObjectSettings:
             raise ValueError("max_objects, max_leases_per_client and max_puts_per_client must be at least 1")
         if self.max_ttl_s <= 0 or not 0 < self.max_client_share <= 1:
             raise ValueError("max_ttl_s must be positive and max_client_share in (0, 1]")
+        if self.ssd.directory and self.ssd.segment_bytes < self.slab_bytes + PAGE_BYTES:
+            least = MIN_SEGMENTS * (self.slab_bytes + PAGE_BYTES)
+            raise ValueError(f"objects.ssd.bytes must be at least {least}, eight values of slab_bytes; or lower slab_bytes")
 
 
 class Grant(NamedTuple):
@@ -113,6 +129,18 @@ class Found(NamedTuple):
     size: int
     generation: int
     checksum: int
+
+
+class Unsaved(NamedTuple):
+    """A value in memory that is to be written to disk."""
+
+    key: str
+    entry: int
+    generation: int
+    offset: int
+    size: int
+    checksum: int
+    pin: int
 
 
 @dataclass(slots=True)
@@ -141,46 +169,12 @@ class _Client:
     reserved_bytes: int = 0
 
 
-class _Lists:
-    """Circular doubly linked lists over rows of two columns; row `i < lists` is the sentinel of list `i`."""
-
-    def __init__(self, lists: int) -> None:
-        self._next = array("i", range(lists))
-        self._previous = array("i", range(lists))
-
-    def add_row(self) -> None:
-        self._next.append(-1)
-        self._previous.append(-1)
-
-    def append(self, index: int, row: int) -> None:
-        last = self._previous[index]
-        self._next[last] = self._previous[index] = row
-        self._previous[row], self._next[row] = last, index
-
-    def remove(self, row: int) -> None:
-        before, after = self._previous[row], self._next[row]
-        self._next[before], self._previous[after] = after, before
-        self._next[row] = self._previous[row] = -1
-
-    def first(self, index: int) -> int | None:
-        row = self._next[index]
-        return None if row == index else row
-
-    def __contains__(self, row: int) -> bool:
-        return self._next[row] >= 0
-
-    def rows(self, index: int) -> Iterable[int]:
-        row = self._next[index]
-        while row != index:
-            yield row
-            row = self._next[row]
-
-
 class Objects:
     """See the module. Clients are named by opaque bytes; their put and lease ids are theirs, and a repeat changes nothing."""
 
-    def __init__(self, settings: ObjectSettings) -> None:
+    def __init__(self, settings: ObjectSettings, log: ObjectLog | None = None) -> None:
         self.settings = settings
+        self.log = log
         self.slabs = SlabAllocator(settings.object_bytes, settings.slab_bytes)
         self.by_key: dict[str, int] = {}
         """Readable objects. Others may look keys up in it, and must not change it."""
@@ -188,12 +182,13 @@ class Objects:
         """(entry, generation) in the order in which the segment must show them; the owner clears the list."""
         self.counts = dict.fromkeys(
             ("puts", "put_bytes", "evicted", "evicted_bytes", "units_taken_over", "dedup_hits", "dedup_bytes_saved")
-            + ("puts_expired", "leases_expired", "quarantined", "no_room", "corrupt", "leased"),
+            + ("puts_expired", "leases_expired", "quarantined", "no_room", "corrupt", "leased")
+            + (DISK_COUNTS if log is not None else ()),
             0,
         )
         classes = len(self.slabs.sizes)
         self._first_entry = 2 * classes
-        self._lru = _Lists(2 * classes)
+        self._lru = LinkedRows(2 * classes)
         """Evictable entries, least recently used first: list 2c for class c, 2c + 1 for its soft pins."""
         rows = range(self._first_entry)
         self.generation = array("Q", (0 for _ in rows))
@@ -217,6 +212,9 @@ class Objects:
         self._writing: dict[str, int] = {}
         """Keys of plain puts under way."""
         self._object_bytes = 0
+        self._cold = ColdEnd(self._first_entry, self._size) if log else None
+        self._held: set[int] = set()
+        """Entries being written to disk: not evicted meanwhile, so that the work is not in vain."""
 
     @property
     def max_object_bytes(self) -> int:
@@ -279,6 +277,16 @@ class Objects:
                 self._free(grant.entry)
         return codes
 
+    def replaces(self, now: float, client: bytes, put_id: int, indexes: Iterable[int]) -> list[str]:
+        """Keys that a commit of these would give another value than they may have on disk."""
+        holder = self._clients.get(client)
+        put = holder.puts.get(put_id) if holder else None
+        if put is None or self.log is None or put.quarantined or now > put.expires_at:
+            return []
+        written = [put.keys[index] for index in indexes if index < len(put.keys) and put.grants[index].code is Code.OK]
+        hides = put.pins & Pin.UPSERT or self.log.readable is not self.log.by_key
+        return written if hides else [key for key in written if key in self.log.writing]
+
     def supersede(self, client: bytes, keys: Iterable[str]) -> None:
         """Puts of this client with these keys under way end as if their time were over: it begins them anew."""
         holder = self._clients.get(client)
@@ -291,6 +299,14 @@ class Objects:
 
     # --- readers
 
+    def exist(self, keys: Sequence[str]) -> bytes:
+        """1 or 0 a key: can it be read?"""
+        found = bytes(map(self.by_key.__contains__, keys))
+        if self.log is None or 0 not in found:
+            return found
+        on_disk = self.log.readable
+        return bytes(here or key in on_disk for here, key in zip(found, keys, strict=True))
+
     def find(self, key: str) -> Found | None:
         """A readable value, which counts as used. Unleased: it may be evicted as soon as this event is over."""
         entry = self.by_key.get(key)
@@ -299,11 +315,16 @@ class Objects:
         if entry in self._lru:
             self._unshelve(entry)
             self._shelve(entry)
+        if self.log is not None:
+            self.log.use(key)
         return self._found(entry)
 
     def size_of(self, key: str) -> int | None:
         entry = self.by_key.get(key)
-        return None if entry is None else self._size[entry]
+        return self.size_on_disk(key) if entry is None else self._size[entry]
+
+    def size_on_disk(self, key: str) -> int | None:
+        return None if self.log is None else self.log.size_of(key)
 
     def lease(self, now: float, client: bytes, lease_id: int, keys: Sequence[str], ttl_s: float) -> list[Found | None]:
         """Keep those of `keys` that are here from being evicted. The holder counts `ttl_s` from when it asked."""
@@ -325,6 +346,8 @@ class Objects:
             if entry in self._lru:
                 self._unshelve(entry)
             self._leases[entry] += 1
+            if self.log is not None:
+                self.log.use(key)
             entries.append(entry)
             found.append(self._found(entry))
         if entries:
@@ -350,18 +373,20 @@ class Objects:
 
     def remove(self, key: str) -> bool:
         """Nobody finds `key` any more; its readers may finish. Pins do not protect from this."""
+        assert self.log is None or key not in self.log.by_key, "it would come back"
         entry = self.by_key.get(key)
         if entry is None:
             return False
         self._retire(entry)
         return True
 
-    def remove_all(self, limit: int) -> int:
-        """Remove up to `limit` readable objects; returns how many."""
-        entries = list(itertools.islice(self.by_key.values(), limit))
-        for entry in entries:
-            self._retire(entry)
-        return len(entries)
+    def some_keys(self, limit: int) -> list[str]:
+        """Up to `limit` keys that are here; fewer only if that is all."""
+        keys = list(itertools.islice(self.by_key, limit))
+        if self.log is not None and len(keys) < limit:
+            others = (key for key in self.log.by_key if key not in self.by_key)
+            keys += itertools.islice(others, limit - len(keys))
+        return keys
 
     def report_corrupt(self, entry: int, generation: int) -> None:
         """A reader found bytes that do not verify: nobody else shall find them, unless that copy is gone already."""
@@ -373,10 +398,75 @@ class Objects:
 
     def keys(self, cursor: int, limit: int) -> tuple[list[str], int]:
         """Up to `limit` rows' readable keys from `cursor` (0 at first) on, and where to go on; 0 when that was all."""
+        on_disk = self.log.readable if self.log is not None else {}
+        if cursor >= self.table_entries and self.log is not None:
+            page, cursor = self.log.keys(cursor - self.table_entries, limit)
+            return page, cursor and cursor + self.table_entries
         start = max(cursor, self._first_entry)
         stop = min(start + limit, len(self._key))
-        page = [key for entry in range(start, stop) if (key := self._key[entry]) is not None and self.by_key.get(key) == entry]
-        return page, 0 if stop == len(self._key) else stop
+        page = [
+            key
+            for entry in range(start, stop)
+            if (key := self._key[entry]) is not None and self.by_key.get(key) == entry and key not in on_disk
+        ]
+        if stop == len(self._key):
+            stop = self.table_entries if on_disk else 0
+        return page, stop
+
+    # --- disk
+
+    def copies_on_disk(self, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` of which a copy is on disk, or on its way there."""
+        log = self.log
+        return [] if log is None else [key for key in keys if key in log.by_key or key in log.writing]
+
+    def unsaved(self, limit_bytes: int, limit: int, *, draining: bool = False) -> list[Unsaved]:
+        """What is to be written next, if anything is; it is held until `end_writing`."""
+        log, cold = self._tiers
+        assert not self._held
+        free_bytes = self.slabs.free_slabs * self.slabs.slab_bytes
+        target_bytes = math.inf if draining else log.settings.ahead * self.settings.object_bytes - free_bytes
+        batch = []
+        for entry in cold.unsaved(target_bytes, limit_bytes, limit):
+            key = self._key[entry]
+            assert key is not None
+            self._held.add(entry)
+            self._blocked[self.slabs.unit_of(self._offset[entry])] += 1
+            found = self._found(entry)
+            batch.append(Unsaved(key, entry, found.generation, found.offset, found.size, found.checksum, self._pin[entry]))
+        log.writing = frozenset(value.key for value in batch)
+        return batch
+
+    @property
+    def unsaved_bytes(self) -> int:
+        """Of values that memory alone holds."""
+        return self._tiers[1].unsaved_bytes
+
+    def are_whole(self, batch: Sequence[Unsaved]) -> list[bool]:
+        """The bytes of these were read: which of them are still those of the value?"""
+        return [self.generation[value.entry] == value.generation for value in batch]
+
+    def end_writing(self, saved: Sequence[tuple[Unsaved, ObjectRecord]]) -> None:
+        """These, and no others of the batch, stand on disk."""
+        log, cold = self._tiers
+        self._let_all_go()
+        for value, record in saved:
+            log.add(value.key, record)
+            self.counts["demoted"] += 1
+            self.counts["demoted_bytes"] += value.size
+            if self.generation[value.entry] == value.generation:
+                cold.save(value.entry)
+                self._checksum[value.entry] = record.checksum
+        log.writing = frozenset()
+
+    def drop_from_disk(self, keys: Iterable[str]) -> None:
+        """The copies of these are gone for good."""
+        log, cold = self._tiers
+        for key in keys:
+            log.remove(key)
+            entry = self.by_key.get(key)
+            if entry is not None:
+                cold.lapse(entry)
 
     # --- time and death
 
@@ -414,6 +504,7 @@ class Objects:
             "writing_objects": sum(count for quarantined, count in states if not quarantined),
             "quarantined_objects": sum(count for quarantined, count in states if quarantined),
             "reserved_bytes": sum(holder.reserved_bytes for holder in self._clients.values()),
+            **self._disk_gauges(),
         }
 
     def check(self) -> None:
@@ -447,7 +538,7 @@ class Objects:
                 offset, cell_bytes = cells[entry]
                 assert offset == self._offset[entry]
                 assert 0 < self._size[entry] <= cell_bytes
-                blocked[self.slabs.unit_of(offset)] += not evictable
+                blocked[self.slabs.unit_of(offset)] += (not evictable) + (entry in self._held)
                 soft[self.slabs.unit_of(offset)] += bool(self._pin[entry] & Pin.SOFT)
         assert (blocked == self._blocked).all()
         assert (soft == self._soft).all()
@@ -458,6 +549,13 @@ class Objects:
         for index in range(self._first_entry):
             used = [self._used_at[entry] for entry in self._lru.rows(index)]
             assert used == sorted(used)
+        if self.log is not None and self._cold is not None:
+            self.log.check()
+            self._cold.check(list(self.by_key.values()))
+            for key, entry in self.by_key.items():
+                assert self._cold.is_saved(entry) == (key in self.log.by_key)
+                record = self.log.record(key)
+                assert record is None or record.size == self._size[entry]
 
     # --- inside
 
@@ -465,9 +563,10 @@ class Objects:
         size_class = self.slabs.class_of(size) if size > 0 else None
         if size_class is None or not is_key(key):
             return Grant(Code.INVALID)
-        if not put.pins & Pin.UPSERT and (key in self.by_key or key in self._writing):
-            self.counts["dedup_hits"] += 1
-            self.counts["dedup_bytes_saved"] += size
+        if not put.pins & Pin.UPSERT and (key in self.by_key or key in self._writing or self._is_on_disk_only(key, put.pins)):
+            if not put.pins & Pin.PROMOTION:
+                self.counts["dedup_hits"] += 1
+                self.counts["dedup_bytes_saved"] += size
             return Grant(Code.EXISTS)
         cell_bytes = self.slabs.sizes[size_class]
         limit = max(self.settings.max_client_share * self.settings.object_bytes, self.slabs.slab_bytes)
@@ -502,17 +601,21 @@ class Objects:
                 small.append(0)
             self._key.append(None)
             self._lru.add_row()
+            if self._cold is not None:
+                self._cold.add_row()
             return len(self._key) - 1
-        for soft in (0, 1):
-            oldest = [row for index in range(soft, self._first_entry, 2) if (row := self._lru.first(index)) is not None]
-            if oldest:
-                self._evict(min(oldest, key=self._used_at.__getitem__))
-                return self._free_entries.pop()
-        return None
+        while True:
+            for soft in (0, 1):
+                oldest = [row for index in range(soft, self._first_entry, 2) if (row := self._coldest_of(index)) is not None]
+                if oldest:
+                    self._evict(min(oldest, key=self._used_at.__getitem__))
+                    return self._free_entries.pop()
+            if not self._let_all_go():
+                return None
 
     def _take_cell(self, size_class: int, entry: int) -> int | None:
         while (offset := self.slabs.take(size_class, entry)) is None:
-            if not self._evict_for(size_class):
+            if not self._evict_for(size_class) and not self._let_all_go():
                 return None
         return offset
 
@@ -522,7 +625,7 @@ class Objects:
         Soft pins go last. False if nothing can be evicted.
         """
         for soft in (False, True):
-            own = self._lru.first(2 * size_class + soft)
+            own = self._coldest_of(2 * size_class + soft)
             # A scan of all units: dear beside one eviction, so a class that can help itself looks around only at times.
             look = own is None or self.counts["evicted"] % SCAN_EVERY == 0
             units, used_at = self._coldest(size_class, soft=soft) if look else (range(0), 0)
@@ -535,6 +638,13 @@ class Objects:
                 self._evict(own)
                 return True
         return False
+
+    def _coldest_of(self, index: int) -> int | None:
+        """The first of an LRU list that is not being written to disk."""
+        entry = self._lru.first(index)
+        while entry is not None and entry in self._held:
+            entry = self._lru.after(index, entry)
+        return entry
 
     def _coldest(self, size_class: int, *, soft: bool) -> tuple[range, int]:
         """The units to empty for this class, none of them of it: those not used for longest; and when they were last."""
@@ -553,9 +663,10 @@ class Objects:
 
     def _commit(self, entry: int, key: str, checksum: int, pins: Pin) -> Code:
         old = self.by_key.get(key)
-        if old is not None and not pins & Pin.UPSERT:
+        if not pins & Pin.UPSERT and (old is not None or self._is_on_disk_only(key, pins)):
             self._free(entry)
             return Code.EXISTS
+        assert self.log is None or key not in self.log.by_key or pins & Pin.PROMOTION, "another value would come back"
         if old is not None:
             self._retire(old)
         self._move(entry, "commit")
@@ -564,8 +675,11 @@ class Objects:
         self._key[entry] = key
         self.by_key[key] = entry
         self._object_bytes += self._size[entry]
-        self.counts["puts"] += 1
-        self.counts["put_bytes"] += self._size[entry]
+        promoted = bool(pins & Pin.PROMOTION)
+        self.counts["promoted" if promoted else "puts"] += 1
+        self.counts["promoted_bytes" if promoted else "put_bytes"] += self._size[entry]
+        if self._cold is not None:
+            self._cold.add(entry, saved=promoted)
         self._use(entry)
         if not self._pin[entry] & Pin.HARD:
             self._shelve(entry)
@@ -606,6 +720,8 @@ class Objects:
     def _evict(self, entry: int) -> None:
         self.counts["evicted"] += 1
         self.counts["evicted_bytes"] += self._size[entry]
+        if self._cold is not None and not self._cold.is_saved(entry):
+            self.counts["evicted_unsaved"] += 1
         self._retire(entry)
 
     def _retire(self, entry: int) -> None:
@@ -615,6 +731,10 @@ class Objects:
         del self.by_key[key]
         self._key[entry] = None
         self._object_bytes -= self._size[entry]
+        if self._cold is not None:
+            self._cold.remove(entry)
+        if entry in self._held:
+            self._let_go(entry)
         if entry in self._lru:
             self._unshelve(entry)
         if self._leases[entry] == 0:
@@ -634,7 +754,35 @@ class Objects:
     def _use(self, entry: int) -> None:
         self._clock += 1
         self._used_at[entry] = self._clock
+        if self._cold is not None:
+            self._cold.use(entry)
         self._unit_used_at[self.slabs.unit_of(self._offset[entry])] = self._clock
+
+    @property
+    def _tiers(self) -> tuple[ObjectLog, ColdEnd]:
+        assert self.log is not None, "there is no disk"
+        assert self._cold is not None
+        return self.log, self._cold
+
+    def _let_all_go(self) -> bool:
+        """Where nothing else can be evicted, what is being written is; that work is then in vain. False if nothing is."""
+        held = list(self._held)
+        for entry in held:
+            self._let_go(entry)
+        return bool(held)
+
+    def _let_go(self, entry: int) -> None:
+        """It may be evicted although it is being written, or was."""
+        self._held.discard(entry)
+        self._blocked[self.slabs.unit_of(self._offset[entry])] -= 1
+
+    def _is_on_disk_only(self, key: str, pins: Pin) -> bool:
+        return self.log is not None and not pins & Pin.PROMOTION and key in self.log.readable
+
+    def _disk_gauges(self) -> dict[str, float]:
+        if self.log is None or self._cold is None:
+            return {}
+        return {**self.log.gauges(), "ssd_unsaved_bytes": self._cold.unsaved_bytes, "ssd_demoting": len(self._held)}
 
     def _shelve(self, entry: int) -> None:
         """Evictable from now on, after everything else of its class."""

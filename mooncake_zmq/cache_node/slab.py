@@ -13,11 +13,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.kv.object_record import LARGE_BYTES
+
 MIN_CELL_BYTES = 64
 CLASS_STEP = 1.125
 SMALL_ALIGN_BYTES = 64
 LARGE_ALIGN_BYTES = 4096
-LARGE_CELL_BYTES = 64 << 10
+LARGE_CELL_BYTES = LARGE_BYTES
 """From this size on cells begin at multiples of LARGE_ALIGN_BYTES, as direct I/O and DMA want it."""
 PARTS = 16
 """Into which a slab is split for classes of small cells: at least eight cells fit a part."""

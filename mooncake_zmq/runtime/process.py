@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -52,6 +52,7 @@ from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.disk import Disk, DiskError
 from mooncake_zmq.transfer.network import DataServer
+from mooncake_zmq.transfer.object_disk import ObjectDisk
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
 
@@ -147,6 +148,8 @@ class _Process:
         self.model = Model.prepare(self.config, self.node.backend)
         self.layout = self.model.layout(self.config.model.block_tokens)
         self.signals_seen = 0
+        self.drain_until = 0.0
+        """When what is done before the end must have ended (monotonic clock); 0: there is no time for any."""
         self.crash: BaseException | None = None
         self.data_counts: dict[str, Mapping[str, float]] = {}
         """Counters of the data plane's threads, by part."""
@@ -268,17 +271,23 @@ class _Process:
         return cuda
 
     def _open_disk(self, ssd: SsdSettings) -> Disk:
-        def progress(done: int, total: int) -> None:
-            log.info("ssd_recovery", directory=ssd.directory, blocks=done, of=total)
-            _notify(f"STATUS=recovering {done} of {total} blocks from {ssd.directory}\nEXTEND_TIMEOUT_USEC=30000000")
-
-        disk = Disk.open(Path(ssd.directory) / self.node.name, self.layout, ssd.bytes, threads=ssd.threads, progress=progress)
+        path = Path(ssd.directory) / self.node.name
+        progress = _recovery(path, "blocks")
+        disk = Disk.open(path, self.layout, ssd.bytes, threads=ssd.threads, progress=progress)
         self.stack.callback(disk.close)
         self.data_counts["disk"] = disk.counts
         log.info("ssd_open", directory=ssd.directory, slots=disk.slots, blocks=len(disk.recovered), direct=disk.direct)
         return disk
 
+    def _open_store_disk(self, objects: ObjectSettings) -> ObjectDisk:
+        path = Path(objects.ssd.directory) / f"{self.node.name}.objects"
+        disk = ObjectDisk.open(path, objects.slab_bytes, _recovery(path, "values"))
+        self.stack.callback(disk.close)
+        log.info("store_ssd_open", directory=str(path), values=len(disk.recovered), direct=disk.direct)
+        return disk
+
     def _serve_store(self, objects: ObjectSettings, node: NodeSettings) -> None:
+        disk = self._open_store_disk(objects) if objects.ssd.directory else None
         try:
             store = StoreServer(
                 settings=objects,
@@ -289,13 +298,14 @@ class _Process:
                 endpoint=node.store_endpoint,
                 stream_port=node.store_stream_port,
                 on_crash=self._on_crash,
+                disk=disk,
             )
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on store_endpoint {node.store_endpoint}: {error}") from error
         except OSError as error:
             where = f"port {node.store_stream_port}" if node.store_stream_port else "a port"
             raise BadEndpoint(f"cannot listen on {where} for streams of {node.store_endpoint}: {error}") from error
-        self.stack.callback(store.close)
+        self.stack.callback(lambda: store.close(self.drain_until, lambda: self.signals_seen > 1))
         self._store = store
         log.info("store_open", endpoint=store.endpoint, bytes=objects.object_bytes)
 
@@ -434,6 +444,7 @@ class _Process:
             if self.signals_seen > 1:
                 runtime.call(runtime.stop)
                 return
+            self.drain_until = time.monotonic() + self.config.cluster.drain_timeout_s
             runtime.call(drain)
             runtime.call(lambda: runtime.every(self.config.cluster.drain_timeout_s, give_up))
 
@@ -535,6 +546,16 @@ def _notify(state: str) -> None:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier, contextlib.suppress(OSError):
         notifier.sendto(state.encode(), "\0" + where[1:] if where.startswith("@") else where)
+
+
+def _recovery(directory: Path, what: str) -> Callable[[int, int], None]:
+    """Tells the log and systemd how far a disk's index is loaded."""
+
+    def progress(done: int, total: int) -> None:
+        log.info("ssd_recovery", directory=str(directory), what=what, done=done, of=total)
+        _notify(f"STATUS=recovering {done} of {total} {what} from {directory}\nEXTEND_TIMEOUT_USEC=30000000")
+
+    return progress
 
 
 def _counts(runtime: ZmqRuntime) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """The store half of a cache-node: values of any size for store clients.
 
 Requests come to one ROUTER, on a thread of its own. Clients of this host copy by themselves in the segment that shows the
-pure `Objects`; the bytes of others pass by on streams (`store_streams`).
+pure `Objects`; the bytes of others pass by on streams (`store_streams`). With an SSD tier (`store_ssd`) this thread still does
+no I/O: what must wait for the disk is answered when its writer has come to it.
 """
 
 import contextlib
@@ -10,25 +11,31 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import structlog
 import zmq
 
+from mooncake_zmq.cache_node.object_log import ObjectLog
 from mooncake_zmq.cache_node.objects import Code, Found, Objects, ObjectSettings, Pin
 from mooncake_zmq.runtime.store_memory import StoreMemory
+from mooncake_zmq.runtime.store_ssd import StoreSsd
 from mooncake_zmq.runtime.store_streams import StoreStreams
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.protocol import encode
 from mooncake_zmq.store.segment import ObjectSegment, boot_id, is_lived, life_path
 from mooncake_zmq.store.stream import Attach
+from mooncake_zmq.transfer.object_disk import ObjectDisk
 
 log = structlog.get_logger()
 
 Configure = Callable[["zmq.Socket[bytes]"], None]
 
+NOTHING = Found(0, 0, 0, 0, 0)
 ROUTING_ID_BYTES = 21
 """b"c", 16 bytes that name the client, 4 that number its connection."""
 MAX_CLIENTS = 4096
@@ -76,8 +83,9 @@ class StoreServer:
         stream_port: int = 0,
         probe_s: float = 1.0,
         configure: Configure = plain,
+        disk: ObjectDisk | None = None,
     ) -> None:
-        """`stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port."""
+        """`stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port. `disk`: closed with the server."""
         self._settings = settings
         self._cluster, self._node, self._incarnation = cluster, node, incarnation
         self._on_crash = on_crash
@@ -88,7 +96,9 @@ class StoreServer:
         """Changed within `with self._memory`, as streams attach from threads of their own."""
         self._stream_ids = itertools.count(1)
         self._stopping = self._closed = False
-        objects = Objects(settings)
+        self._late: deque[tuple[bytes, protocol.Reply]] = deque()
+        """Answers to what waited for the disk."""
+        objects = Objects(settings, _recovered(settings, disk) if disk else None)
         segment = ObjectSegment.create(
             directory, cluster, node, incarnation, entries=objects.table_entries, memory_bytes=settings.object_bytes
         )
@@ -105,21 +115,32 @@ class StoreServer:
         self._socket.rcvtimeo = max(1, int(probe_s * 1000))
         self._socket.sndhwm = MAX_QUEUED_REPLIES
         self._socket.rcvhwm = MAX_QUEUED_REQUESTS
+        self._ssd: StoreSsd | None = None
+        self._waker: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        """Of the disk's writer, until that has ended. Its name is not one of a connection, nor to be guessed."""
+        self._waker.linger = 0
+        self._waker.routing_id = self._waker_name = b"w" + os.urandom(16)
         try:
             self._socket.bind(WAKE)
+            self._waker.connect(WAKE)
             configure(self._socket)
             self._socket.bind(endpoint)
             self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
             """Where it listens, a wildcard port resolved."""
-            self._streams = StoreStreams(self._memory, self, self.endpoint, stream_port, on_crash)
+            if disk is not None and objects.log is not None:
+                self._ssd = StoreSsd(self._memory, disk, objects.log, on_crash)
+            self._streams = StoreStreams(self._memory, self, self.endpoint, stream_port, on_crash, self._ssd)
         except BaseException:
             self._let_go()
             raise
         self._thread = threading.Thread(target=self._run, name="store-server", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop serving and remove the segment. May be called twice."""
+    def close(self, drain_until: float = 0.0, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Stop serving and remove the segment; before, write to disk what memory alone holds. May be called twice.
+
+        Writing ends at `drain_until` (monotonic clock) at the latest, or when `is_hurried`.
+        """
         if not self._closed:
             self._closed = self._stopping = True
             with self._context.socket(zmq.DEALER) as waker:
@@ -127,6 +148,8 @@ class StoreServer:
                 waker.send(b"")
                 self._thread.join()
             self._streams.close()
+            if self._ssd is not None:
+                self._ssd.close(drain_until, is_hurried)
             for name, client in self._clients.items():
                 if client.shared:
                     self._clear_life(name)
@@ -136,12 +159,14 @@ class StoreServer:
     def counts(self) -> Mapping[str, int]:
         """Counters, for metrics; safe from any thread."""
         with self._memory as objects:
-            return {**self._counts, **self._streams.counts, **objects.counts}
+            ssd = self._ssd.counts if self._ssd is not None else {}
+            return {**self._counts, **self._streams.counts, **objects.counts, **ssd}
 
     def gauges(self) -> dict[str, float]:
         """Safe from any thread. All but the pool's own are zero when no client is there."""
         with self._memory as objects:
-            return {**objects.gauges(), "clients": len(self._clients)}
+            gauges = {**objects.gauges(), "clients": len(self._clients)}
+        return {**gauges, **self._ssd.gauges()} if self._ssd is not None else gauges
 
     def check(self) -> None:
         """Assert the pool's invariants; slow, for tests."""
@@ -169,6 +194,9 @@ class StoreServer:
             self._clients[client].heard_at = time.monotonic()
 
     def _let_go(self) -> None:
+        if self._ssd is not None:  # in a constructor that failed
+            self._ssd.close(0.0)
+        self._waker.close()
         self._socket.close()
         self._context.term()
         self._memory.segment.close()
@@ -182,6 +210,8 @@ class StoreServer:
                 # Waiting in the receive itself: a poller costs a small request a tenth of its time.
                 with contextlib.suppress(zmq.Again):
                     self._receive(self._socket.recv())
+                while self._late:
+                    self._send(*self._late.popleft())
                 if time.monotonic() >= tick_at:
                     self._tick(time.monotonic())
                     tick_at = time.monotonic() + self._probe_s
@@ -205,7 +235,7 @@ class StoreServer:
                 reply = self._dispatch(objects, peer, request)
             if reply is not None:
                 self._send(peer, reply)
-        elif not self._stopping:
+        elif not self._stopping and peer != self._waker_name:
             self._counts["garbage"] += 1
 
     def _dispatch(self, objects: Objects, peer: bytes, request: protocol.Request) -> protocol.Reply | None:
@@ -221,6 +251,14 @@ class StoreServer:
                 return None
             return protocol.Stranger(request.id)
         client.heard_at = now
+        if isinstance(request, protocol.Remove):
+            return self._when_erased(objects, peer, request.keys, partial(_removed, request))
+        if isinstance(request, protocol.RemoveAll):
+            keys = objects.some_keys(protocol.REMOVED_AT_ONCE)
+            return self._when_erased(objects, peer, keys, partial(_all_removed, request, keys))
+        if isinstance(request, protocol.Commit):
+            keys = objects.replaces(now, name, request.put_id, request.indexes)
+            return self._when_erased(objects, peer, keys, partial(self._on_commit, name, client, request))
         return self._answer(now, objects, name, client, request)
 
     def _answer(
@@ -228,7 +266,7 @@ class StoreServer:
     ) -> protocol.Reply | None:
         match request:
             case protocol.Exist(id, keys):
-                return protocol.Codes(id, bytes(map(objects.by_key.__contains__, keys)))
+                return protocol.Codes(id, objects.exist(keys))
             case protocol.Lease():
                 return self._on_lease(now, objects, name, client, request)
             case protocol.Release(leases, puts):
@@ -238,16 +276,9 @@ class StoreServer:
                     objects.commit(now, name, put_id, (), ())
             case protocol.Reserve():
                 return self._on_reserve(now, objects, name, client, request)
-            case protocol.Commit():
-                return self._on_commit(now, objects, name, client, request)
             case protocol.SizesOf(id, keys):
                 sizes = [objects.size_of(key) for key in keys]
                 return protocol.Numbers(id, [Code.NOT_FOUND if size is None else size for size in sizes])
-            case protocol.Remove(id, keys):
-                codes = [Code.OK if objects.remove(key) else Code.NOT_FOUND for key in keys]
-                return protocol.Numbers(id, list(map(int, codes)))
-            case protocol.RemoveAll(id):
-                return protocol.Numbers(id, [objects.remove_all(protocol.REMOVED_AT_ONCE)])
             case protocol.ListKeys(id, cursor, limit):
                 return protocol.KeysListed(id, *objects.keys(cursor, limit))
             case protocol.ReportCorrupt(entries, generations):
@@ -294,8 +325,14 @@ class StoreServer:
     def _on_lease(self, now: float, objects: Objects, name: bytes, client: _Client, request: protocol.Lease) -> protocol.Reply:
         if not client.shared:
             return protocol.Codes(request.id, b"")
-        nothing = Found(0, 0, 0, 0, 0)
-        found = [one or nothing for one in objects.lease(now, name, request.id, request.keys, request.ttl_s)]
+        leased = objects.lease(now, name, request.id, request.keys, request.ttl_s)
+        if objects.log is None:
+            found = [one or NOTHING for one in leased]
+        else:
+            found = [
+                one or NOTHING._replace(size=objects.size_on_disk(key) or 0)
+                for key, one in zip(request.keys, leased, strict=True)
+            ]
         entries, offsets, sizes, generations, checksums = map(list, zip(*found, strict=True)) if found else ([],) * 5
         return protocol.Leased(request.id, sizes, entries, offsets, generations, checksums)
 
@@ -309,12 +346,34 @@ class StoreServer:
         codes, entries, offsets, generations = map(list, zip(*grants, strict=True)) if grants else ([],) * 4
         return protocol.Reserved(request.id, list(map(int, codes)), entries, offsets, generations)
 
+    def _when_erased(
+        self,
+        objects: Objects,
+        peer: bytes,
+        keys: Sequence[str],
+        answer: Callable[[Objects, frozenset[str]], protocol.Reply],
+    ) -> protocol.Reply | None:
+        """The answer to what removes or replaces `keys`: now, or when no copy of them is on disk any more."""
+        doomed = objects.copies_on_disk(keys)
+        if not doomed:
+            return answer(objects, frozenset())
+        assert self._ssd is not None
+        if not self._ssd.park(doomed, answer, lambda reply: self._answer_late(peer, reply)):
+            self._counts["dropped"] += 1
+        return None
+
+    def _answer_late(self, peer: bytes, reply: protocol.Reply) -> None:
+        """Called by the disk's writer."""
+        self._late.append((peer, reply))
+        with contextlib.suppress(zmq.Again):  # with so many on their way, it is awake
+            self._waker.send(b"", zmq.NOBLOCK)
+
     def _on_commit(
-        self, now: float, objects: Objects, name: bytes, client: _Client, request: protocol.Commit
+        self, name: bytes, client: _Client, request: protocol.Commit, objects: Objects, _: frozenset[str]
     ) -> protocol.Reply:
         if not client.shared or len(request.indexes) != len(request.checksums):
             return protocol.Codes(request.id, b"")
-        codes = objects.commit(now, name, request.put_id, request.indexes, request.checksums)
+        codes = objects.commit(time.monotonic(), name, request.put_id, request.indexes, request.checksums)
         return protocol.Numbers(request.id, [] if codes is None else list(map(int, codes)))
 
     # --- time
@@ -345,3 +404,27 @@ class StoreServer:
                     continue
                 del self._clients[name]
                 objects.bury(name)
+
+
+def _recovered(settings: ObjectSettings, disk: ObjectDisk) -> ObjectLog:
+    """The log of what is on disk."""
+    objects_log = ObjectLog(settings.ssd)
+    objects_log.restore(disk.lengths, disk.recovered.items())
+    disk.recovered = {}
+    return objects_log
+
+
+def _removed(request: protocol.Remove, objects: Objects, erased: frozenset[str]) -> protocol.Reply:
+    left = set(erased)
+    codes = []
+    for key in request.keys:
+        was_here = objects.remove(key) or key in left
+        left.discard(key)
+        codes.append(int(Code.OK if was_here else Code.NOT_FOUND))
+    return protocol.Numbers(request.id, codes)
+
+
+def _all_removed(request: protocol.RemoveAll, keys: Sequence[str], objects: Objects, _: frozenset[str]) -> protocol.Reply:
+    for key in keys:
+        objects.remove(key)
+    return protocol.Numbers(request.id, [len(keys)])

@@ -5,19 +5,19 @@ is a writer like a client of this host: a put past its time keeps its cells unti
 beyond its lease may serve another value by then: the reader's checksum makes that a miss.
 """
 
-import itertools
 import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
-from mooncake_zmq.cache_node.objects import Code, Found, Grant, Pin
+from mooncake_zmq.cache_node.objects import Code, Found, Grant, Objects, Pin
 from mooncake_zmq.runtime.store_memory import StoreMemory
+from mooncake_zmq.runtime.store_ssd import StoreSsd, StoreStopped
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.protocol import Stranger
 from mooncake_zmq.store.stream import (
@@ -27,6 +27,7 @@ from mooncake_zmq.store.stream import (
     Attached,
     Ended,
     Get,
+    Promote,
     Put,
     Recheck,
     Stream,
@@ -37,6 +38,7 @@ from mooncake_zmq.store.stream import (
     decode_checksums,
     decode_request,
     listen,
+    promoted_bytes,
 )
 
 log = structlog.get_logger()
@@ -68,12 +70,19 @@ class StoreStreams:
     """Serves from construction until `close`. Raises OSError where it cannot listen."""
 
     def __init__(
-        self, memory: StoreMemory, clients: Clients, endpoint: str, port: int, on_crash: Callable[[BaseException], None]
+        self,
+        memory: StoreMemory,
+        clients: Clients,
+        endpoint: str,
+        port: int,
+        on_crash: Callable[[BaseException], None],
+        ssd: StoreSsd | None = None,
     ) -> None:
         self.counts = dict.fromkeys(("streams", "stream_garbage", "streams_refused", "corrupt_writes"), 0)
         self._memory = memory
         self._clients = clients
         self._on_crash = on_crash
+        self._ssd = ssd
         self._stopping = False
         self._lock = threading.Lock()
         """Guards `counts` and `_open`."""
@@ -125,7 +134,7 @@ class StoreStreams:
             if oldest.waits_since == math.inf:
                 raise RuntimeError(f"{MAX_STREAMS} streams are at work")
             oldest.stream.shut()
-        served = _Served(self._memory, self._clients, connection, self._count, lambda: self._stopping)
+        served = _Served(self._memory, self._ssd, self._clients, connection, self._count, lambda: self._stopping)
         thread = threading.Thread(target=self._serve, args=(served,), name="store-stream", daemon=True)
         with self._lock:
             self._open[thread] = served
@@ -155,6 +164,7 @@ class _Served:
     def __init__(
         self,
         memory: StoreMemory,
+        ssd: StoreSsd | None,
         clients: Clients,
         connection: socket.socket,
         count: Callable[[str], None],
@@ -162,6 +172,7 @@ class _Served:
     ) -> None:
         self.stream = Stream(connection, self._idle, slice_s=SLICE_S)
         self._memory = memory
+        self._ssd = ssd
         self._clients = clients
         self._count = count
         self._is_stopping = is_stopping
@@ -200,6 +211,8 @@ class _Served:
                         self._put(request)
                     case Recheck():
                         self._recheck(request)
+                    case Promote():
+                        self._promote(request)
         except StreamGarbage as error:
             self._count("stream_garbage")
             log.warning("store_stream_ended", client=self._client.hex(), reason=str(error))
@@ -217,23 +230,51 @@ class _Served:
     def _get(self, request: Get) -> None:
         if request.caps and len(request.caps) != len(request.keys):
             raise StreamGarbage("as many caps as keys")
-        lease_id = self._clients.new_id()
+        caps: Sequence[float] = request.caps or [math.inf] * len(request.keys)
+        start = 0
+        while start < len(request.keys):
+            start += self._send_some(request.keys[start:], caps[start:], request.ttl_s)
+
+    def _send_some(self, keys: Sequence[str], caps: Sequence[float], ttl_s: float) -> int:
+        """Send values of the first of `keys`, of all if nothing has to be read from disk; how many keys that were."""
+        lease_ids = [self._clients.new_id()]
         with self._memory as objects:
-            leased = objects.lease(time.monotonic(), self._client, lease_id, request.keys, request.ttl_s)
+            if self._ssd is not None:
+                keys = keys[: _reach(objects, keys, caps)]
+            leased = objects.lease(time.monotonic(), self._client, lease_ids[0], keys, ttl_s)
+            told = [one.size if one else objects.size_on_disk(key) or 0 for key, one in zip(keys, leased, strict=True)]
         try:
-            caps: Iterable[float] = request.caps or itertools.repeat(math.inf)
+            missing = [index for index, one in enumerate(leased) if not one and 0 < told[index] <= caps[index]]
+            if self._ssd is not None and missing:
+                promoted = [keys[index] for index in missing]
+                self._ssd.promote(promoted)
+                lease_ids.append(self._clients.new_id())
+                with self._memory as objects:
+                    came = objects.lease(time.monotonic(), self._client, lease_ids[1], promoted, ttl_s)
+                for index, one in zip(missing, came, strict=True):
+                    leased[index], told[index] = one, 0
             sizes, checksums, views = [], [], []
-            for found, cap in zip(leased, caps, strict=False):
+            for found, size, cap in zip(leased, told, caps, strict=False):
                 fits = found is not None and found.size <= cap
                 checksum = self._checksum(found) if found and fits else 0
-                sizes.append(found.size if found and (checksum or not fits) else 0)
+                sizes.append(found.size if found and checksum else 0 if fits else size)
                 checksums.append(checksum)
                 if found and checksum:
                     views.append(self._memory.view(found.offset, found.size))
             self.stream.send(Values(sizes, checksums), views)
         finally:
             with self._memory as objects:
+                for lease_id in lease_ids:
+                    objects.release(self._client, lease_id)
+        return len(keys)
+
+    def _promote(self, request: Promote) -> None:
+        with self._memory as objects:
+            for lease_id in request.leases:
                 objects.release(self._client, lease_id)
+        if self._ssd is not None:
+            self._ssd.promote(request.keys)
+        self.stream.send(Ended([]))
 
     def _checksum(self, found: Found) -> int:
         """Its writer's, or one made now, as what leaves the host carries one; 0 if the value went meanwhile."""
@@ -264,8 +305,7 @@ class _Served:
             whole = self._receive(request, grants)
         finally:
             self.stream.stop_at = math.inf
-            with self._memory as objects:
-                ended = objects.commit(time.monotonic(), self._client, put_id, list(whole), list(whole.values()))
+            ended = self._commit(put_id, whole)
         assert ended is not None or all(grant.code is not Code.OK for grant in grants), "a put ends here alone"
         codes = [int(code) for code in ended or (grant.code for grant in grants)]
         for index, grant in enumerate(grants):
@@ -273,6 +313,18 @@ class _Served:
                 codes[index] = Code.TRANSFER_FAILED
                 self._count("corrupt_writes")
         self.stream.send(Ended(codes))
+
+    def _commit(self, put_id: int, whole: Mapping[int, int]) -> list[Code] | None:
+        def commit(objects: Objects, _: frozenset[str] = frozenset()) -> list[Code] | None:
+            return objects.commit(time.monotonic(), self._client, put_id, list(whole), list(whole.values()))
+
+        if self._ssd is None:
+            with self._memory as objects:
+                return commit(objects)
+        try:
+            return self._ssd.settle(lambda objects: objects.replaces(time.monotonic(), self._client, put_id, whole), commit)
+        except StoreStopped as error:
+            raise StreamError(str(error)) from error
 
     def _receive(self, request: Put, grants: Sequence[Grant]) -> dict[int, int]:
         """Take the bytes of a put: the checksum of each value, by index, that came as it was sent."""
@@ -300,3 +352,19 @@ class _Served:
             if found and found.checksum and checksum_of(self._memory.view(found.offset, found.size)) != found.checksum:
                 with self._memory as objects:
                     objects.report_corrupt(found.entry, found.generation)  # unless the cell serves another value by now
+
+
+def _reach(objects: Objects, keys: Sequence[str], caps: Sequence[float]) -> int:
+    """How many keys can be answered at once: all, or where some are on disk only, as many as may take up memory together."""
+    if all(map(objects.by_key.__contains__, keys)):
+        return len(keys)
+    limit_bytes = promoted_bytes(objects.settings.object_bytes)
+    total = 0
+    reads = False
+    for index, (key, cap) in enumerate(zip(keys, caps, strict=True)):
+        size = objects.size_of(key) or 0
+        total += size if size <= cap else 0
+        reads = reads or (key not in objects.by_key and 0 < size <= cap)
+        if index and reads and total > limit_bytes:
+            return index
+    return len(keys)

@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_KEYS = 1024
 """Keys in one request; clients split longer lists."""
 PIECE_BYTES = 1 << 20
@@ -137,7 +137,10 @@ class Lease(_Message, frozen=True, tag=10):
 
 
 class Leased(_Message, frozen=True, tag=11):
-    """Columns, one row a key: size (0: not here), entry, offset, generation, checksum (0: none was made)."""
+    """Columns, one row a key: size (0: not here), entry (0: on disk only), offset, generation, checksum (0: none was made).
+
+    What is on disk only is not leased; a stream takes a `Promote`.
+    """
 
     id: Id
     sizes: Sizes

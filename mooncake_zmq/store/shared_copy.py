@@ -4,7 +4,7 @@ A lease or put is good for `ttl_s` from when it was *sent*, and a cell read is g
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import structlog
 
@@ -14,8 +14,11 @@ from mooncake_zmq.store.batch import Batch, Wanted, commit
 from mooncake_zmq.store.memory import Checksum, gather, scatter
 from mooncake_zmq.store.peer import Call
 from mooncake_zmq.store.segment import ObjectSegment
+from mooncake_zmq.store.stream import Promote, decode_ended, promoted_bytes
 
 log = structlog.get_logger()
+
+PROMOTIONS = 2
 
 
 def put(call: Call, segment: ObjectSegment, batch: Batch) -> list[int]:
@@ -46,6 +49,35 @@ def _put(call: Call, segment: ObjectSegment, put_id: int, batch: Batch) -> list[
 
 def read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wanted) -> None:
     """Fill in the results for `indexes`; what is not here, or not good, stays NOT_FOUND."""
+    lease_id, on_disk = _read(call, segment, indexes, wanted)
+    for chunk in _chunks(on_disk, promoted_bytes(call.session.welcome.memory_bytes)):
+        # One pass more for what came into memory and went again before it was leased.
+        for _ in range(PROMOTIONS):
+            if chunk:
+                stream = call.stream()
+                stream.send(Promote([wanted.keys[index] for index in chunk], [lease_id]))
+                stream.receive(decode_ended)
+                lease_id, left = _read(call, segment, chunk, wanted)
+                chunk = list(left)
+
+
+def _chunks(sizes: dict[int, int], limit_bytes: int) -> Iterator[list[int]]:
+    """The keys of a dict in runs of at most `limit_bytes`, or of one."""
+    chunk: list[int] = []
+    total = 0
+    for index, size in sizes.items():
+        if chunk and total + size > limit_bytes:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(index)
+        total += size
+    if chunk:
+        yield chunk
+
+
+def _read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wanted) -> tuple[int, dict[int, int]]:
+    """Copy what is in memory. The lease for it, which is over, and by index the sizes of what is on disk and fits its place."""
+    on_disk: dict[int, int] = {}
     stop_at = time.monotonic() + call.session.ttl_s
     request = protocol.Lease(call.peer.next_id(), [wanted.keys[index] for index in indexes], call.session.ttl_s)
     leased = call.link.ask(request, protocol.Leased, call.deadline)
@@ -55,6 +87,12 @@ def read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wan
     try:
         for index, size, entry, offset, generation, expected in rows:
             if size == 0:
+                continue
+            if entry == 0:
+                if wanted.caps is None or size <= wanted.caps[index]:
+                    on_disk[index] = size
+                else:
+                    wanted.results[index] = Code.INVALID
                 continue
             spans = wanted.place(index, size)
             if spans is None:
@@ -74,7 +112,8 @@ def read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wan
             else:
                 wanted.results[index] = size
     finally:
-        if any(leased.sizes):
+        if any(leased.entries):
             call.link.tell(protocol.Release([request.id], []))
         if corrupt:
             call.link.tell(protocol.ReportCorrupt([entry for entry, _ in corrupt], [generation for _, generation in corrupt]))
+    return request.id, on_disk

@@ -3,11 +3,13 @@
     client  -- Attach(client, token) --------------> server     once; the token is that of the Welcome
             <- Attached ---------------------------
             -- Get(keys, caps) -------------------->
-            <- Values(sizes, checksums), bytes ----
+            <- Values(sizes, checksums), bytes ----             again until all keys are answered
             -- Put(keys, sizes), no checksums ----->            or with checksums: the bytes follow at once
             <- Ended(codes) -----------------------             what is granted
             -- bytes of what is, Checksums -------->
             <- Ended(codes) -----------------------
+            -- Promote(keys, leases) --------------->           of a client that shares memory
+            <- Ended() -----------------------------
 
 A message is four bytes of length, little-endian, and MessagePack; bytes have no framing, as both sides know how many come.
 
@@ -34,6 +36,7 @@ from mooncake_zmq.store.protocol import (
     MAX_FRAME_BYTES,
     MAX_KEYS,
     PIECE_BYTES,
+    Id,
     Ints,
     Keys,
     NotAMessage,
@@ -47,6 +50,7 @@ from mooncake_zmq.store.protocol import (
 
 EAGER_BYTES = 256 << 10
 """A put of up to so many bytes is sent without waiting to hear which of its values are wanted."""
+MAX_PROMOTED_BYTES = 64 << 20
 MAX_VIEWS = 512
 """Places that one system call fills or sends; Linux takes 1024."""
 IPC_SUFFIX = "-stream"
@@ -87,7 +91,8 @@ class Get(_Message, frozen=True, tag=3):
 
 
 class Values(_Message, frozen=True, tag=4):
-    """A size, 0 where nothing is here, and a checksum a key. The bytes of each value that its cap allows follow, in order."""
+    """Of the next keys, at least one: a size, 0 where nothing is here, and a checksum. The bytes of each value that its cap
+    allows follow, in order. All keys at once, but where so much has to be read from disk that it comes in parts."""
 
     sizes: Sizes
     checksums: U64s
@@ -114,7 +119,7 @@ class Checksums(_Message, frozen=True, tag=6):
 
 
 class Ended(_Message, frozen=True, tag=7):
-    """One code a key."""
+    """One code a key; none for a `Promote`, which is done."""
 
     codes: Ints
 
@@ -125,7 +130,15 @@ class Recheck(_Message, frozen=True, tag=8):
     keys: Annotated[list[str], Meta(max_length=MAX_KEYS)]
 
 
-Request = Get | Put | Recheck
+class Promote(_Message, frozen=True, tag=9):
+    """Bring these values from disk into memory, as far as there is room. Answered by `Ended`. Before, these leases end: they
+    take up room, and what the other connection carries may come later."""
+
+    keys: Keys
+    leases: Annotated[list[Id], Meta(max_length=1)]
+
+
+Request = Get | Put | Recheck | Promote
 decode_attach = decoder(Attach)
 decode_attached: Callable[[memoryview], Attached | Stranger] = decoder(Attached | Stranger)  # type: ignore[arg-type]
 decode_request: Callable[[memoryview], Request] = decoder(Request)  # type: ignore[arg-type]
@@ -134,6 +147,11 @@ decode_checksums = decoder(Checksums)
 decode_ended = decoder(Ended)
 MessageT = TypeVar("MessageT")
 BytesT = TypeVar("BytesT", memoryview, Sequence[memoryview])
+
+
+def promoted_bytes(memory_bytes: int) -> int:
+    """What is read from disk at a time, beyond one value: all of it must be in memory, which others lose to it."""
+    return min(MAX_PROMOTED_BYTES, memory_bytes // 4)
 
 
 class Stream:

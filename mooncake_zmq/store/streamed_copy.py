@@ -47,14 +47,27 @@ def read(call: Call, indexes: Sequence[int], wanted: Wanted) -> None:
     most = call.session.welcome.max_object_bytes
     caps = [] if wanted.caps is None else [min(max(wanted.caps[index], 0), most) for index in indexes]
     stream.send(Get([wanted.keys[index] for index in indexes], caps, call.session.ttl_s))
+    corrupt: list[str] = []
+    done = 0
+    while done < len(indexes):
+        done += _receive(call, indexes[done:], caps[done:], wanted, corrupt)
+    if corrupt:
+        with contextlib.suppress(StreamError):  # what came stands; the next call finds the stream broken
+            stream.send(Recheck(corrupt))
+
+
+def _receive(call: Call, indexes: Sequence[int], caps: Sequence[int], wanted: Wanted, corrupt: list[str]) -> int:
+    """The next values of `indexes`; how many were told of."""
+    stream = call.stream()
     found = stream.receive(decode_values)
-    if not len(found.sizes) == len(found.checksums) == len(indexes):
-        raise Unreached(f"{len(found.sizes)} sizes for {len(indexes)} keys")
-    if max(found.sizes) > most:
+    count = len(found.sizes)
+    if not 0 < count == len(found.checksums) <= len(indexes):
+        raise Unreached(f"{count} sizes for {len(indexes)} keys")
+    if max(found.sizes) > call.session.welcome.max_object_bytes:
         raise Unreached(f"a value of {max(found.sizes)} bytes")
     coming: list[tuple[int, int, int]] = []
     places: list[list[memoryview]] = []
-    for row, (index, size, checksum) in enumerate(zip(indexes, found.sizes, found.checksums, strict=True)):
+    for row, (index, size, checksum) in enumerate(zip(indexes[:count], found.sizes, found.checksums, strict=True)):
         if size == 0:
             continue
         if caps and size > caps[row]:
@@ -65,7 +78,6 @@ def read(call: Call, indexes: Sequence[int], wanted: Wanted) -> None:
             raise AssertionError("a place takes what its cap allows, and without one anything")
         coming.append((index, size, checksum))
         places.append(_views(spans, size))
-    corrupt = []
     for (index, size, checksum), came in zip(coming, stream.receive_values(places), strict=True):
         if came == checksum:
             wanted.results[index] = size
@@ -73,9 +85,7 @@ def read(call: Call, indexes: Sequence[int], wanted: Wanted) -> None:
             corrupt.append(wanted.keys[index])
             call.peer.counts["corrupt"] += 1
             log.warning("store_value_corrupt", store=call.peer.endpoint, size=size)
-    if corrupt:
-        with contextlib.suppress(StreamError):  # what came stands; the next call finds the stream broken
-            stream.send(Recheck(corrupt))
+    return count
 
 
 def _views(spans: Value, size: int) -> list[memoryview]:

@@ -7,12 +7,16 @@ from time import monotonic, sleep
 
 import pytest
 
+from mooncake_zmq.cache_node.object_log import ObjectSsdSettings
 from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.runtime.store_server import StoreServer
 from mooncake_zmq.store import MooncakeDistributedStore
+from mooncake_zmq.transfer.object_disk import ObjectDisk
 
 SLAB_BYTES = 4 << 20
+SSD_BYTES = 96 << 20
 WORK_GAUGES = ("leases", "puts", "writing_objects", "quarantined_objects", "reserved_bytes")
+SSD_WORK_GAUGES = ("ssd_demoting", "ssd_promoting", "ssd_erasing")
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
@@ -24,7 +28,7 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) 
 
 def idle(server: StoreServer) -> bool:
     gauges = server.gauges()
-    return not any(gauges[name] for name in WORK_GAUGES)
+    return not any(gauges[name] for name in WORK_GAUGES) and not any(gauges.get(name) for name in SSD_WORK_GAUGES)
 
 
 class Memory:
@@ -46,8 +50,15 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., StoreServer]]:
     servers: list[StoreServer] = []
     crashes: list[BaseException] = []
 
-    def make(node: str = "node-1", *, endpoint: str = "", incarnation: int = 1, slabs: int = 4, **changes) -> StoreServer:
-        settings = ObjectSettings(object_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, max_objects=4096, **changes)
+    def make(
+        node: str = "node-1", *, endpoint: str = "", incarnation: int = 1, slabs: int = 4, ssd: dict | None = None, **changes
+    ) -> StoreServer:
+        """`ssd`: settings of an SSD tier, if there is one."""
+        on_crash = changes.pop("on_crash", crashes.append)
+        if ssd is not None:
+            changes["ssd"] = ObjectSsdSettings(**{"directory": str(tmp_path / "ssd"), "bytes": SSD_BYTES, **ssd})
+        sizes = {"object_bytes": slabs * SLAB_BYTES, "slab_bytes": SLAB_BYTES, "max_objects": 4096}
+        settings = ObjectSettings(**(sizes | changes))
         server = StoreServer(
             settings=settings,
             directory=tmp_path,
@@ -55,8 +66,9 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., StoreServer]]:
             node=node,
             incarnation=incarnation,
             endpoint=endpoint or f"ipc://{tmp_path}/{node}.sock",
-            on_crash=crashes.append,
+            on_crash=on_crash,
             probe_s=0.05,
+            disk=None if ssd is None else ObjectDisk.open(settings.ssd.directory, settings.slab_bytes),
         )
         servers.append(server)
         return server
