@@ -42,7 +42,8 @@ from mooncake_zmq.transfer.block_copy import (
 )
 from mooncake_zmq.transfer.cuda import Cuda
 from mooncake_zmq.transfer.directory import SegmentDirectory
-from mooncake_zmq.transfer.disk import Disk, DiskFault
+from mooncake_zmq.transfer.disk import Disk
+from mooncake_zmq.transfer.disk_directory import DiskFault
 from mooncake_zmq.transfer.network import Configure, ReadBatch, RemoteRead, RemoteReader, plain
 from mooncake_zmq.transfer.process_lock import is_alive
 from mooncake_zmq.transfer.shared_memory import Segment

@@ -50,7 +50,8 @@ from mooncake_zmq.runtime.session import Session
 from mooncake_zmq.runtime.store_server import StoreServer
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
-from mooncake_zmq.transfer.disk import Disk, DiskError
+from mooncake_zmq.transfer.disk import Disk
+from mooncake_zmq.transfer.disk_directory import DiskError
 from mooncake_zmq.transfer.network import DataServer
 from mooncake_zmq.transfer.object_disk import ObjectDisk
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive

@@ -25,7 +25,7 @@ from mooncake_zmq.kv.layout import PAGE_BYTES, div_ceil
 from mooncake_zmq.kv.object_record import LARGE_BYTES, ObjectRecord, record_bytes, round_up
 from mooncake_zmq.runtime.store_memory import StoreMemory
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.transfer.disk import DiskFault
+from mooncake_zmq.transfer.disk_directory import DiskFault
 from mooncake_zmq.transfer.object_disk import BATCH_RECORDS, ObjectDisk
 
 log = structlog.get_logger()

@@ -31,8 +31,7 @@ import mmap
 import os
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import structlog
@@ -40,8 +39,17 @@ import xxhash
 
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
+from mooncake_zmq.transfer.disk_directory import (
+    DiskError,
+    DiskFault,
+    Progress,
+    Reporter,
+    allows_direct,
+    sync_directory,
+    take,
+)
 from mooncake_zmq.transfer.disk_index import VERSION, DiskIndex, IndexFault, IndexUnusable, set_aside
-from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, holder
+from mooncake_zmq.transfer.process_lock import ProcessLock
 from mooncake_zmq.work import DiskBlock
 
 MAGIC = b"MOONDISK"
@@ -51,24 +59,13 @@ PIECE_BYTES = 64 << 20
 """Files grow by so much at a time."""
 SHARE_BYTES = 1 << 20
 """A thread takes up to so many bytes of a batch at a time, or one block if that is larger."""
-LOG_INTERVAL_S = 1.0
 _HEADER = struct.Struct("<8sI16s16sQQ")
 _HEADER_CHECKSUM = struct.Struct("<Q")
-_LOCK = "tier"
 
 log = structlog.get_logger()
 
-Progress = Callable[[int, int], None]
 Placed = tuple[DiskBlock, memoryview]
 """A block and its bytes in memory: slot_bytes at a page boundary."""
-
-
-class DiskError(Exception):
-    """The tier cannot be opened: the directory is another process's, or cannot be used."""
-
-
-class DiskFault(Exception):
-    """The disk does not do its work any more: full, failing, read-only."""
 
 
 class Disk:
@@ -128,10 +125,10 @@ class Disk:
         if slots < 1:
             raise DiskError(f"{directory}: {capacity_bytes} bytes hold no block of {stride} bytes")
         segment_slots = max(segment_bytes // stride, div_ceil(slots, MAX_SEGMENTS), 1)
-        lock = _take(directory)
+        lock = take(directory)
         try:
-            index, recovered = _recover(directory, layout, slots, segment_slots, _Reporter(progress))
-            files = _SegmentFiles(directory, stride, slots, index.segment_slots, direct=_allows_direct(directory))
+            index, recovered = _recover(directory, layout, slots, segment_slots, Reporter(progress))
+            files = _SegmentFiles(directory, stride, slots, index.segment_slots, direct=allows_direct(directory))
         except (OSError, IndexFault, IndexUnusable) as error:
             lock.release()
             raise DiskError(f"cannot use {directory}: {error}") from error
@@ -303,7 +300,7 @@ class _SegmentFiles:
                 flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0) | (os.O_CREAT if create else 0)
                 fd = self._open[segment] = os.open(_segment_path(self._directory, segment), flags, 0o600)
                 if create:
-                    _sync_directory(self._directory)
+                    sync_directory(self._directory)
             return fd
 
     def _grow(self, segment: int, fd: int, offset: int, size: int) -> None:
@@ -352,34 +349,6 @@ class _Recovered:
     @property
     def dropped(self) -> int:
         return len(self.useless)
-
-
-class _Reporter:
-    """Passes progress on, and to the log at the start and about every second."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
-        self._next_log = time.monotonic() + LOG_INTERVAL_S
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._progress:
-            self._progress(done, total)
-        now = time.monotonic()
-        if now >= self._next_log:
-            self._next_log = now + LOG_INTERVAL_S
-            log.info("disk_recovery", done=done, total=total)
-
-
-def _take(directory: Path) -> ProcessLock:
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise DiskError(f"cannot use {directory}: {error.strerror}") from error
-    try:
-        return ProcessLock.acquire(directory, _LOCK)
-    except ProcessLockError as error:
-        pid = holder(directory, _LOCK)
-        raise DiskError(f"{directory} is used by pid {pid}; one cache-node per directory" if pid else str(error)) from error
 
 
 def _recover(
@@ -439,31 +408,3 @@ def _header_miss(page: memoryview, fingerprint: bytes, block: DiskBlock) -> str:
         return "corrupt"
     *named, _ = _HEADER.unpack(fields)
     return "" if named == [MAGIC, VERSION, fingerprint, block.key, block.checksum] else "stale"
-
-
-def _allows_direct(directory: Path) -> bool:
-    """Can files here be read and written past the page cache?"""
-    path = directory / "probe"
-    page = mmap.mmap(-1, PAGE_BYTES)
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        try:
-            os.pwrite(fd, page, 0)
-            os.preadv(fd, [page], 0)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        log.warning("disk_not_direct", directory=str(directory), reason=f"O_DIRECT: {error.strerror}")
-        return False
-    finally:
-        path.unlink(missing_ok=True)
-    return True
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the names of new files durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

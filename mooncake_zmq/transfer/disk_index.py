@@ -59,7 +59,7 @@ class DiskIndex:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's own choice lets others read it
         db = sqlite3.connect(path, check_same_thread=False)
         try:
-            with _damage_told(path):
+            with damage_told(path):
                 db.execute("PRAGMA locking_mode = EXCLUSIVE")  # one process has it, so no shared memory file is needed
                 db.execute("PRAGMA journal_mode = WAL")
                 db.execute("PRAGMA synchronous = FULL")
@@ -73,7 +73,7 @@ class DiskIndex:
 
         `progress(done, total)` is called before the first and after every `ROWS_PER_PIECE` rows.
         """
-        with self._lock, _damage_told("the index"):
+        with self._lock, damage_told("the index"):
             (total,) = self._db.execute("SELECT count(*) FROM blocks").fetchone()
             progress(0, total)
             done = 0
@@ -88,7 +88,7 @@ class DiskIndex:
 
     def put(self, rows: Iterable[tuple[DiskBlock, int]]) -> None:
         """Add (block, sequence), each in place of what its slot held; all of them or none, durable on return."""
-        values = [(b.slot, b.key, _signed(b.checksum), sequence, b.parent, b.tokens or None) for b, sequence in rows]
+        values = [(b.slot, b.key, signed(b.checksum), sequence, b.parent, b.tokens or None) for b, sequence in rows]
         with self._lock, self._db:
             for start in range(0, len(values), ROWS_PER_STATEMENT):
                 some = values[start : start + ROWS_PER_STATEMENT]
@@ -97,7 +97,7 @@ class DiskIndex:
 
     def delete(self, blocks: Iterable[DiskBlock]) -> None:
         """Forget blocks; a slot that holds another one by now keeps it."""
-        values = [(block.slot, block.key, _signed(block.checksum)) for block in blocks]
+        values = [(block.slot, block.key, signed(block.checksum)) for block in blocks]
         with self._lock, self._db:
             self._db.executemany("DELETE FROM blocks WHERE slot = ? AND key = ? AND checksum = ?", values)
 
@@ -138,7 +138,7 @@ def _stored_shape(db: sqlite3.Connection, path: Path, fingerprint: str, segment_
 
 
 @contextmanager
-def _damage_told(what: object) -> Iterator[None]:
+def damage_told(what: object) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -151,6 +151,6 @@ def _is_key(value: object) -> bool:
     return isinstance(value, bytes) and len(value) == KEY_BYTES
 
 
-def _signed(checksum: int) -> int:
+def signed(checksum: int) -> int:
     """SQLite's integers have a sign."""
     return checksum - (1 << 64) if checksum >> 63 else checksum

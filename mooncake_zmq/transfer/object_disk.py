@@ -31,14 +31,14 @@ from mooncake_zmq.kv.object_record import (
     round_up,
     why_missed,
 )
-from mooncake_zmq.transfer.disk import (
+from mooncake_zmq.transfer.disk_directory import (
     DiskError,
     DiskFault,
     Progress,
-    _allows_direct,
-    _Reporter,
-    _sync_directory,
-    _take,
+    Reporter,
+    allows_direct,
+    sync_directory,
+    take,
 )
 from mooncake_zmq.transfer.disk_index import IndexFault, IndexUnusable, set_aside
 from mooncake_zmq.transfer.object_index import ObjectIndex
@@ -91,16 +91,16 @@ class ObjectDisk:
         loaded. Raises `DiskError`.
         """
         directory = Path(directory)
-        lock = _take(directory)
+        lock = take(directory)
         try:
-            index, lengths, rows, dropped = _recover(directory, largest_bytes, _Reporter(progress))
+            index, lengths, rows, dropped = _recover(directory, largest_bytes, Reporter(progress))
         except (OSError, IndexFault, IndexUnusable) as error:
             lock.release()
             raise DiskError(f"cannot use {directory}: {error}") from error
         except BaseException:
             lock.release()
             raise
-        return cls(directory, lock, index, lengths, rows, dropped, direct=_allows_direct(directory))
+        return cls(directory, lock, index, lengths, rows, dropped, direct=allows_direct(directory))
 
     # --- reading
 
@@ -178,7 +178,7 @@ class ObjectDisk:
                 self._close_segment()
                 self._path(segment).unlink(missing_ok=True)
                 raise
-            _sync_directory(self._directory)
+            sync_directory(self._directory)
 
     def write(self, values: Sequence[tuple[str, ObjectRecord, memoryview]], end: int) -> None:
         """Write records that follow one another, up to `end`. Cells of large values are at pages. Raises `DiskFault`.
@@ -245,7 +245,7 @@ class ObjectDisk:
                 if self._open is not None and self._open[0] == segment:
                     self._close_segment()
                 self._path(segment).unlink(missing_ok=True)
-            _sync_directory(self._directory)
+            sync_directory(self._directory)
 
     def close(self) -> None:
         """Give the directory up, when no other call is under way. May be called twice."""

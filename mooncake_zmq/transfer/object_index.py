@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from mooncake_zmq.kv.object_record import VERSION, ObjectRecord
-from mooncake_zmq.transfer.disk_index import ROWS_PER_PIECE, IndexUnusable, _damage_told, _signed
+from mooncake_zmq.transfer.disk_index import ROWS_PER_PIECE, IndexUnusable, damage_told, signed
 
 APPLICATION_ID = 0x4D4F4F4E
 """In SQLite's header: such a file is a store's index, and nothing else's."""
@@ -35,7 +35,7 @@ class ObjectIndex:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's own choice lets others read it
         db = sqlite3.connect(path, check_same_thread=False)
         try:
-            with _damage_told(path):
+            with damage_told(path):
                 db.execute("PRAGMA locking_mode = EXCLUSIVE")
                 db.execute("PRAGMA journal_mode = WAL")
                 db.execute("PRAGMA synchronous = FULL")
@@ -50,7 +50,7 @@ class ObjectIndex:
 
         `progress(done, total)` is called before the first and after every `ROWS_PER_PIECE` rows.
         """
-        with self._lock, _damage_told("the index"):
+        with self._lock, damage_told("the index"):
             (total,) = self._db.execute("SELECT count(*) FROM objects").fetchone()
             progress(0, total)
             done = 0
@@ -69,7 +69,7 @@ class ObjectIndex:
 
     def put(self, rows: Iterable[tuple[str, ObjectRecord]]) -> None:
         """Add these; all of them or none, durable on return."""
-        values = [(r.sequence, key.encode(), r.segment, r.offset, r.size, _signed(r.checksum), r.pin) for key, r in rows]
+        values = [(r.sequence, key.encode(), r.segment, r.offset, r.size, signed(r.checksum), r.pin) for key, r in rows]
         with self._lock, self._db:
             self._db.executemany("INSERT INTO objects VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 

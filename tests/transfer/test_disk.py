@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer import disk as disk_module
-from mooncake_zmq.transfer import disk_index
-from mooncake_zmq.transfer.disk import Disk, DiskError, DiskFault
+from mooncake_zmq.transfer import disk_directory, disk_index
+from mooncake_zmq.transfer.disk import Disk
+from mooncake_zmq.transfer.disk_directory import DiskError, DiskFault
 from mooncake_zmq.work import DiskBlock
 
 LAYOUT = BlockLayout(layers=3, kv_heads=1, head_dim=2, block_tokens=100)  # 4,800 bytes in two pages
@@ -634,7 +635,7 @@ def test_rows_are_written_some_at_a_time_all_or_none(home, monkeypatch):
 
 def test_rows_are_loaded_in_pieces(home, monkeypatch):
     monkeypatch.setattr(disk_index, "ROWS_PER_PIECE", 3)
-    monkeypatch.setattr(disk_module, "LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(disk_directory, "LOG_INTERVAL_S", 0.0)
     disk = open_disk(home)
     for slot in range(SLOTS):
         put(disk, slot, slot)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mooncake_zmq.kv.object_record import ObjectRecord, header, place, record_bytes, round_up, why_missed
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.transfer import object_disk
-from mooncake_zmq.transfer.disk import DiskError, DiskFault
+from mooncake_zmq.transfer.disk_directory import DiskError, DiskFault
 from mooncake_zmq.transfer.object_disk import ObjectDisk
 
 SEGMENT_BYTES = 1 << 20
@@ -69,7 +69,7 @@ def home(tmp_path):
 @pytest.fixture(params=["direct", "cached"])
 def disk(request, home, monkeypatch):
     if request.param == "cached":
-        monkeypatch.setattr(object_disk, "_allows_direct", lambda _: False)
+        monkeypatch.setattr(object_disk, "allows_direct", lambda _: False)
     opened = ObjectDisk.open(home, LARGEST)
     opened.create(1, SEGMENT_BYTES)
     yield opened

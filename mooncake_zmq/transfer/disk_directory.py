@@ -1,0 +1,85 @@
+"""A directory in which one process keeps a tier: its lock, what its file system allows, names that last, how loading goes."""
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from mooncake_zmq.kv.layout import PAGE_BYTES
+from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, holder
+
+LOG_INTERVAL_S = 1.0
+_LOCK = "tier"
+
+log = structlog.get_logger()
+
+Progress = Callable[[int, int], None]
+"""Told (done, total)."""
+
+
+class DiskError(Exception):
+    """The tier cannot be opened: the directory is another process's, or cannot be used."""
+
+
+class DiskFault(Exception):
+    """The disk does not do its work any more: full, failing, read-only."""
+
+
+class Reporter:
+    """Passes progress on, and to the log at the start and about every second."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._next_log = time.monotonic() + LOG_INTERVAL_S
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._progress:
+            self._progress(done, total)
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + LOG_INTERVAL_S
+            log.info("disk_recovery", done=done, total=total)
+
+
+def take(directory: Path) -> ProcessLock:
+    """Make the directory and lock it for this process. Raises DiskError."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"cannot use {directory}: {error.strerror}") from error
+    try:
+        return ProcessLock.acquire(directory, _LOCK)
+    except ProcessLockError as error:
+        pid = holder(directory, _LOCK)
+        raise DiskError(f"{directory} is used by pid {pid}; one cache-node per directory" if pid else str(error)) from error
+
+
+def allows_direct(directory: Path) -> bool:
+    """Can files here be read and written past the page cache?"""
+    path = directory / "probe"
+    page = mmap.mmap(-1, PAGE_BYTES)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(fd, page, 0)
+            os.preadv(fd, [page], 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        log.warning("disk_not_direct", directory=str(directory), reason=f"O_DIRECT: {error.strerror}")
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names of new files durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
