@@ -50,6 +50,12 @@ class ObjectSsdSettings:
     def segment_bytes(self) -> int:
         return min(SEGMENT_BYTES, self.bytes // MIN_SEGMENTS) // PAGE_BYTES * PAGE_BYTES
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of values' bytes, how many the tier keeps for sure while it goes on writing: headers, rounding and the segment
+        that makes room for the next one take the rest."""
+        return (self.bytes - 2 * self.segment_bytes) // 2
+
 
 class Place(NamedTuple):
     """Where records of one write go: a segment, their offsets in it, and where the write ends."""

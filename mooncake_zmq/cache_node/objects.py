@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.cache_node.cold_end import ColdEnd
 from mooncake_zmq.cache_node.linked_rows import LinkedRows
-from mooncake_zmq.cache_node.object_log import MIN_SEGMENTS, ObjectLog, ObjectSsdSettings
+from mooncake_zmq.cache_node.object_log import MIN_SEGMENTS, SEGMENT_BYTES, ObjectLog, ObjectSsdSettings
 from mooncake_zmq.cache_node.slab import PARTS, SlabAllocator
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.kv.object_record import ObjectRecord
@@ -107,6 +107,10 @@ class ObjectSettings:
             raise ValueError("max_objects, max_leases_per_client and max_puts_per_client must be at least 1")
         if self.max_ttl_s <= 0 or not 0 < self.max_client_share <= 1:
             raise ValueError("max_ttl_s must be positive and max_client_share in (0, 1]")
+        if self.ssd.directory and self.ssd.max_objects < 2 * self.max_objects:
+            raise ValueError("objects.ssd.max_objects must be at least twice objects.max_objects")
+        if self.ssd.directory and self.slab_bytes + PAGE_BYTES > SEGMENT_BYTES:
+            raise ValueError(f"slab_bytes must be at most {SEGMENT_BYTES - PAGE_BYTES} where values go to disk")
         if self.ssd.directory and self.ssd.segment_bytes < self.slab_bytes + PAGE_BYTES:
             least = MIN_SEGMENTS * (self.slab_bytes + PAGE_BYTES)
             raise ValueError(f"objects.ssd.bytes must be at least {least}, eight values of slab_bytes; or lower slab_bytes")
@@ -426,6 +430,8 @@ class Objects:
         assert not self._held
         free_bytes = self.slabs.free_slabs * self.slabs.slab_bytes
         target_bytes = math.inf if draining else log.settings.ahead * self.settings.object_bytes - free_bytes
+        # More than the disk holds would push out what was just written, without end.
+        target_bytes = min(target_bytes, log.settings.kept_bytes)
         batch = []
         for entry in cold.unsaved(target_bytes, limit_bytes, limit):
             key = self._key[entry]
@@ -444,7 +450,7 @@ class Objects:
 
     def are_whole(self, batch: Sequence[Unsaved]) -> list[bool]:
         """The bytes of these were read: which of them are still those of the value?"""
-        return [self.generation[value.entry] == value.generation for value in batch]
+        return list(map(self._stands, batch))
 
     def end_writing(self, saved: Sequence[tuple[Unsaved, ObjectRecord]]) -> None:
         """These, and no others of the batch, stand on disk."""
@@ -454,10 +460,14 @@ class Objects:
             log.add(value.key, record)
             self.counts["demoted"] += 1
             self.counts["demoted_bytes"] += value.size
-            if self.generation[value.entry] == value.generation:
+            if self._stands(value):
                 cold.save(value.entry)
                 self._checksum[value.entry] = record.checksum
         log.writing = frozenset()
+
+    def _stands(self, value: Unsaved) -> bool:
+        """Can it still be read? One that went may keep its bytes for who reads it, but is nobody's any more."""
+        return self.generation[value.entry] == value.generation and self.by_key.get(value.key) == value.entry
 
     def drop_from_disk(self, keys: Iterable[str]) -> None:
         """The copies of these are gone for good."""

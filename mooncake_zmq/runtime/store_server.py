@@ -252,13 +252,16 @@ class StoreServer:
             return protocol.Stranger(request.id)
         client.heard_at = now
         if isinstance(request, protocol.Remove):
-            return self._when_erased(objects, peer, request.keys, partial(_removed, request))
+            return self._when_erased(objects, peer, lambda _: request.keys, partial(_removed, request))
         if isinstance(request, protocol.RemoveAll):
             keys = objects.some_keys(protocol.REMOVED_AT_ONCE)
-            return self._when_erased(objects, peer, keys, partial(_all_removed, request, keys))
+            return self._when_erased(objects, peer, lambda _: keys, partial(_all_removed, request, keys))
         if isinstance(request, protocol.Commit):
-            keys = objects.replaces(now, name, request.put_id, request.indexes)
-            return self._when_erased(objects, peer, keys, partial(self._on_commit, name, client, request))
+
+            def replaced(objects: Objects) -> Sequence[str]:
+                return objects.replaces(time.monotonic(), name, request.put_id, request.indexes)
+
+            return self._when_erased(objects, peer, replaced, partial(self._on_commit, name, client, request))
         return self._answer(now, objects, name, client, request)
 
     def _answer(
@@ -350,15 +353,14 @@ class StoreServer:
         self,
         objects: Objects,
         peer: bytes,
-        keys: Sequence[str],
+        keys: Callable[[Objects], Sequence[str]],
         answer: Callable[[Objects, frozenset[str]], protocol.Reply],
     ) -> protocol.Reply | None:
         """The answer to what removes or replaces `keys`: now, or when no copy of them is on disk any more."""
-        doomed = objects.copies_on_disk(keys)
-        if not doomed:
+        if not objects.copies_on_disk(keys(objects)):
             return answer(objects, frozenset())
         assert self._ssd is not None
-        if not self._ssd.park(doomed, answer, lambda reply: self._answer_late(peer, reply)):
+        if not self._ssd.park(keys, answer, lambda reply: self._answer_late(peer, reply)):
             self._counts["dropped"] += 1
         return None
 

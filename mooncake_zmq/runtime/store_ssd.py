@@ -26,26 +26,30 @@ from mooncake_zmq.kv.object_record import LARGE_BYTES, ObjectRecord, record_byte
 from mooncake_zmq.runtime.store_memory import StoreMemory
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.transfer.disk_directory import DiskFault
-from mooncake_zmq.transfer.object_disk import BATCH_RECORDS, ObjectDisk
+from mooncake_zmq.transfer.object_disk import BATCH_RECORDS, DiskBusy, ObjectDisk
 
 log = structlog.get_logger()
 
 BATCH_BYTES = 16 << 20
-"""Written at a time; a larger value alone. What waits for the writer waits for so much."""
+"""Written at a time; a larger value alone."""
 POLL_S = 0.05
 """How often an idle writer looks for what is to be written."""
 MAX_PARKED = 4096
 """Requests that wait for the writer; a further one is not answered."""
 MOVED_SHARE = 0.5
-"""Of a new segment, what is filled at most with what is moved there."""
+"""Of a new segment, and of all that may be on disk, what is moved there at most."""
+MAX_MOVED = 2048
+"""Values moved to a new segment, each a read and a write: half a second that what is parked may have to wait."""
 TRIES = 3
 """To read a value that moves on disk meanwhile."""
 PROMOTER = b"ssd"
 """The client of promotions."""
 
 T = TypeVar("T")
+Keys = Callable[[Objects], Sequence[str]]
+"""Of which keys no copy may be on disk when a work runs, as things stand."""
 Work = Callable[[Objects, frozenset[str]], T]
-"""What was parked, told which of its keys were on disk until now."""
+"""What was parked, told which keys were on disk until now."""
 
 
 class StoreStopped(Exception):
@@ -54,7 +58,7 @@ class StoreStopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
-    keys: Sequence[str]
+    keys: "Keys"
     work: Work[Any]
     done: Callable[[Any], None]
     """Called with the result, outside of the memory's lock."""
@@ -89,11 +93,16 @@ class StoreSsd:
             self._reader_count = max(1, min(settings.threads, int(share) // objects.max_object_bytes))
         self._readers = ThreadPoolExecutor(self._reader_count, "store-disk-read")
         all_there = threading.Barrier(self._reader_count + 1)
-        for _ in range(self._reader_count):  # started now, as later there may be no thread to be had
-            self._readers.submit(all_there.wait)
-        all_there.wait()
         self._writer = threading.Thread(target=self._run, name="store-disk-write", daemon=True)
-        self._writer.start()
+        try:
+            for _ in range(self._reader_count):  # started now, as later there may be no thread to be had
+                self._readers.submit(all_there.wait)
+            all_there.wait()
+            self._writer.start()
+        except BaseException:
+            all_there.abort()
+            self._readers.shutdown()
+            raise
 
     def close(self, until: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """When nobody else calls any more: write what memory alone holds, but end by `until` or once `is_hurried`."""
@@ -115,21 +124,20 @@ class StoreSsd:
 
     # --- called from other threads
 
-    def park(self, keys: Sequence[str], work: Work[T], done: Callable[[T], None]) -> bool:
+    def park(self, keys: Keys, work: Work[T], done: Callable[[T], None]) -> bool:
         """Run `work`, and then `done` with its result, once no copy of `keys` is on disk. False if too much is parked.
 
         To be called with the memory's lock held, as it was when the copies were seen.
         """
         return self._park(_Parked(keys, work, done, lambda _: None))
 
-    def settle(self, keys: Callable[[Objects], Sequence[str]], work: Work[T]) -> T:
+    def settle(self, keys: Keys, work: Work[T]) -> T:
         """Run `work` once no copy of these keys is on disk, waiting for it. Raises StoreStopped."""
         ended: Future[T] = Future()
         with self._memory as objects:
-            doomed = objects.copies_on_disk(keys(objects))
-            if not doomed:
+            if not objects.copies_on_disk(keys(objects)):
                 return work(objects, frozenset())
-            parked = self._park(_Parked(doomed, work, ended.set_result, ended.set_exception))
+            parked = self._park(_Parked(keys, work, ended.set_result, ended.set_exception))
         if not parked:
             raise StoreStopped("too much waits for the disk")
         return ended.result()
@@ -165,6 +173,8 @@ class StoreSsd:
                 for _ in range(TRIES):
                     if self._promote_from(key, self._where(key), more=len(keys) > 1):
                         break
+        except DiskBusy as busy:
+            self._deny(str(busy))
         except DiskFault as fault:
             self._fail(str(fault))
         finally:
@@ -188,10 +198,9 @@ class StoreSsd:
             now, ttl_s = time.monotonic(), objects.settings.max_ttl_s
             (grant,) = objects.reserve(now, PROMOTER, put_id, [key], [record.size], pins=pins, ttl_s=ttl_s)
         if grant.code is not Code.OK:
-            with self._changed:
-                self._counts["promotions_denied"] += 1
+            self._deny(grant.code.name)
             if grant.code is Code.INVALID:  # no cell is as large any more
-                self._give_up(key)
+                self._give_up(key, record)
             return True
         good = is_current = False
         try:
@@ -204,13 +213,18 @@ class StoreSsd:
                 else:
                     objects.commit(time.monotonic(), PROMOTER, put_id, [], [])
         if not good and is_current:
-            self._give_up(key)
+            self._give_up(key, record)
         return is_current
 
-    def _give_up(self, key: str) -> None:
+    def _deny(self, reason: str) -> None:
+        with self._changed:
+            self._counts["promotions_denied"] += 1
+        log.debug("store_promotion_denied", reason=reason)
+
+    def _give_up(self, key: str, record: ObjectRecord) -> None:
         """Nobody shall find this copy any more; waits for it, as the next reader would try again."""
         with contextlib.suppress(StoreStopped):
-            self.settle(lambda _: [key], _nothing)
+            self.settle(lambda _: [key] if self._log.record(key) == record else [], _nothing)
 
     def _fail(self, reason: str) -> None:
         """Nothing is served from disk, or written to it, in this life. Copies there still go when their keys do."""
@@ -227,9 +241,14 @@ class StoreSsd:
                 self._make_room()
             except DiskFault as fault:
                 self._stop_writing(str(fault))
-            while not self._is_over():
+            drained = False
+            while not self._is_over(drained):
+                with self._changed:
+                    draining = self._drain_until is not None
                 erased = self._erase()
-                if not self._demote() and not erased:
+                idle = not self._demote() and not erased
+                drained = draining and idle
+                if idle:
                     with self._changed:
                         if not self._parked and self._drain_until is None:
                             self._changed.wait(POLL_S)
@@ -243,14 +262,12 @@ class StoreSsd:
             for each in parked:
                 each.failed(StoreStopped("the store is closing"))
 
-    def _is_over(self) -> bool:
+    def _is_over(self, drained: bool) -> bool:
+        """`drained`: all that was to be written is, or as much of it as the disk keeps."""
         with self._changed:
             if self._drain_until is None or self._parked:
                 return False
-        if time.monotonic() >= self._drain_until or self._is_hurried() or not self._is_writable:
-            over = True
-        else:
-            over = self._unsaved_bytes() == 0
+        over = drained or time.monotonic() >= self._drain_until or self._is_hurried() or not self._is_writable
         if over and self._unsaved_bytes():
             log.warning("store_drain_incomplete", unsaved_bytes=self._unsaved_bytes(), writable=self._is_writable)
         return over
@@ -265,18 +282,30 @@ class StoreSsd:
             parked, self._parked = self._parked, []
         if not parked:
             return False
-        keys = list(dict.fromkeys(key for each in parked for key in each.keys))
-        with self._memory:
-            records = {key: record for key in keys if (record := self._log.record(key)) is not None}
-        self._forget(list(records.values()))
-        results = []
-        with self._memory as objects:
-            objects.drop_from_disk(keys)
+        try:
+            results = self._run_parked(parked)
+        except BaseException:
             for each in parked:
-                results.append(each.work(objects, frozenset(key for key in each.keys if key in records)))
+                each.failed(StoreStopped("the disk's writer failed"))
+            raise
         for each, result in zip(parked, results, strict=True):
             each.done(result)
         return True
+
+    def _run_parked(self, parked: Sequence[_Parked]) -> list[Any]:
+        """Erase what is in the way, and run all works before anything can get to the disk again."""
+        erased: set[str] = set()
+        doomed: list[str] = []
+        while True:
+            with self._memory as objects:
+                objects.drop_from_disk(doomed)
+                erased.update(doomed)
+                # Asked anew each time: what a work may not find on disk changes, as when the disk fails meanwhile.
+                doomed = list(dict.fromkeys(objects.copies_on_disk([key for each in parked for key in each.keys(objects)])))
+                if not doomed:
+                    return [each.work(objects, frozenset(erased)) for each in parked]
+                records = [record for key in doomed if (record := self._log.record(key)) is not None]
+            self._forget(records)
 
     def _forget(self, records: Sequence[ObjectRecord]) -> None:
         """These are not found any more, nor after a restart."""
@@ -319,7 +348,7 @@ class StoreSsd:
         if place is None:
             self._open_segment(round_up(record_bytes(batch[0].key.encode(), batch[0].size), PAGE_BYTES))
             place = self._place(batch)
-        assert place is not None, "a segment holds any value"
+        assert place is not None, "a new segment holds any value beside what was moved there"
         batch = batch[: len(place.offsets)]
         with self._memory:
             sequences = [self._log.next_sequence for _ in batch]
@@ -384,6 +413,7 @@ class StoreSsd:
         """Copy what was read of it, and memory has not, as far as there is room; the copies, and the sequences of the rest."""
         moved: list[tuple[str, ObjectRecord]] = []
         gone: list[int] = []
+        most = min(MAX_MOVED, int(self._log.settings.max_objects * MOVED_SHARE))
         steps = self._log.standing(segment)
         while True:
             with self._memory as objects:
@@ -392,9 +422,10 @@ class StoreSsd:
                     return moved, gone
                 step = [(key, record, used and key not in objects.by_key) for key, record, used in step]
             for key, record, is_wanted in step:
-                size = record.offset % PAGE_BYTES + record_bytes(key.encode(), record.size)
+                size = round_up(record.offset % PAGE_BYTES + record_bytes(key.encode(), record.size), PAGE_BYTES)
+                may_move = is_wanted and size <= room and len(moved) < most
                 with self._memory:
-                    place = self._log.place_pages(size) if is_wanted and size <= room else None
+                    place = self._log.place_pages(size) if may_move else None
                     if place is not None:
                         self._log.take(place)
                 if place is None:

@@ -324,6 +324,8 @@ class _Served:
         try:
             return self._ssd.settle(lambda objects: objects.replaces(time.monotonic(), self._client, put_id, whole), commit)
         except StoreStopped as error:
+            with self._memory as objects:
+                objects.commit(time.monotonic(), self._client, put_id, [], [])
             raise StreamError(str(error)) from error
 
     def _receive(self, request: Put, grants: Sequence[Grant]) -> dict[int, int]:

@@ -12,6 +12,7 @@ at pages, then a sync and one commit for all of them: some milliseconds, beside 
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import threading
@@ -47,8 +48,13 @@ from mooncake_zmq.transfer.process_lock import ProcessLock
 BATCH_RECORDS = 128
 """Of one write: each takes a page, or all of a small value, in a buffer."""
 COPY_BYTES = 4 << 20
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 log = structlog.get_logger()
+
+
+class DiskBusy(Exception):
+    """The system lacks what a read needs, and may have it again: this says nothing about the disk."""
 
 
 class ObjectDisk:
@@ -162,6 +168,10 @@ class ObjectDisk:
             fd = os.open(self._path(segment), os.O_RDONLY | os.O_CLOEXEC | self._flags)
         except FileNotFoundError:
             return 0
+        except OSError as error:
+            if error.errno in _SCARCE:
+                raise DiskBusy(f"cannot open a segment now: {error.strerror}") from error
+            raise
         try:
             return os.preadv(fd, buffers, offset)
         finally:
@@ -336,7 +346,8 @@ def _load(path: Path, largest_bytes: int, progress: Progress) -> _Recovered:
         gone: list[int] = []
         for key, record in index.load(progress):
             end = record.offset + record_bytes(key.encode(), record.size)
-            if end > lengths.get(record.segment, 0) or record.size > largest_bytes:
+            misplaced = record.size >= LARGE_BYTES and record.offset % PAGE_BYTES
+            if end > lengths.get(record.segment, 0) or record.size > largest_bytes or misplaced:
                 gone.append(record.sequence)
                 continue
             older = rows.pop(key, None)

@@ -117,7 +117,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def start(self):
         self.disk = FailingDisk.open(self.home / "ssd", SLAB)
-        ssd = ObjectSsdSettings(directory="x", bytes=SSD_BYTES, ahead=1.0, threads=1, max_objects=10)
+        ssd = ObjectSsdSettings(directory="x", bytes=SSD_BYTES, ahead=1.0, threads=1, max_objects=24)
         log = ObjectLog(ssd)
         log.restore(self.disk.lengths, self.disk.recovered.items())
         self.objects = Objects(
@@ -150,11 +150,10 @@ class TiersMachine(RuleBasedStateMachine):
     def end(self, keys, work):
         """What replaces or removes: now, or when the writer has come to it."""
         with self.memory as objects:
-            doomed = objects.copies_on_disk(keys)
-            if not doomed:
+            if not objects.copies_on_disk(keys):
                 return work(objects, frozenset())
             results = []
-            assert self.ssd.park(doomed, work, results.append)
+            assert self.ssd.park(lambda _: keys, work, results.append)
             if objects.log.writing:  # the writer comes to it later
                 return None
         self.ssd._erase()
