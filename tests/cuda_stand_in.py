@@ -50,6 +50,7 @@ class Runtime:
         self.opened = {}
         """Addresses of neighbours' allocations that are open here: how often."""
         self.registered = {}
+        self.registering_threads = set()
         self.host_memory = {}
         self.streams = {}
         self.lock_limit = 1 << 62
@@ -142,6 +143,7 @@ class Runtime:
             raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
         if sum(self.registered.values()) + size > self.lock_limit:
             raise CUDARuntimeError("cudaErrorMemoryAllocation: cannot lock")
+        self.registering_threads.add(threading.current_thread())
         ctypes.string_at(address, size)  # as the driver does, this faults where nothing is mapped
         self.registered[address] = size
 
