@@ -203,6 +203,7 @@ class FakeCupy:
         runtime = self.runtime = kind(gpu, others)
         PROCESSES.append(runtime)
         self.current = threading.local()
+        self.launches = 0
         default = types.SimpleNamespace(ptr=0, synchronize=lambda: setattr(runtime, "default_stream_is_busy", False))
         xp = self
 
@@ -261,6 +262,7 @@ class FakeCupy:
         if self.stream():
             raise Broken("only copies and writes are made on a stream of one's own here")
         self.runtime.default_stream_is_busy = True
+        self.launches += 1
 
     def _function(self, function):
         def call(*arguments, out=None):

@@ -49,7 +49,7 @@ class Llama:
         self._kv_width = spec.kv_heads * spec.head_dim
         self._team = Team(threads)
         self._product = functools.partial(shared_linear, self._team)
-        self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(spec))
+        self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(xp, spec))
         self._seats = [_Seat(xp, spec, self._rowwise) for _ in range(threads)]
         synchronize(xp)  # weights that do not fit show here
 
@@ -270,7 +270,7 @@ class _Activations:
 
     def __init__(self, xp: Any, spec: ModelSpec, count: int) -> None:
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        rows = max(rows_needed(count, depth) for depth in (spec.hidden, query, spec.ffn))
+        rows = max(rows_needed(xp, count, depth) for depth in (spec.hidden, query, spec.ffn))
 
         def zeros(width: int) -> Any:
             return xp.zeros((rows, width), dtype=xp.float32)
