@@ -79,7 +79,7 @@ class Runtime:
         return len(self.devices)
 
     def getDeviceProperties(self, device):  # noqa: N802
-        return {"uuid": self.devices[device].uuid, "name": b"stand-in"}
+        return {"uuid": self.devices[device].uuid.partition(b"\0")[0], "name": b"stand-in"}
 
     def memGetInfo(self):  # noqa: N802
         used = sum(memory.nbytes for memory, _ in self.gpu.allocations.values())
@@ -204,6 +204,8 @@ class FakeCupy:
         PROCESSES.append(runtime)
         self.current = threading.local()
         self.launches = 0
+        self.staging_bytes = 0
+        """What `asarray` came through, and CuPy keeps."""
         default = types.SimpleNamespace(ptr=0, synchronize=lambda: setattr(runtime, "default_stream_is_busy", False))
         xp = self
 
@@ -242,6 +244,14 @@ class FakeCupy:
         weakref.finalize(memory, self.runtime.give_back, size)
         return DeviceArray(self, memory.view(dtype).reshape(shape))
 
+    def get_default_pinned_memory_pool(self):
+        def free_all_blocks():
+            if self.runtime.default_stream_is_busy:
+                raise Broken("staging that is in use is not freed: synchronize first")
+            self.staging_bytes = 0
+
+        return types.SimpleNamespace(free_all_blocks=free_all_blocks)
+
     def zeros(self, shape, dtype=np.float32):
         array = self.empty(shape, dtype)
         array[...] = 0
@@ -254,6 +264,7 @@ class FakeCupy:
         value = np.asarray(value, dtype)
         array = self.empty(value.shape, value.dtype)
         array._array[...] = value
+        self.staging_bytes += value.nbytes
         self._launched()
         return array
 

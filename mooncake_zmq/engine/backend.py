@@ -1,14 +1,17 @@
 """The array namespace behind one name. The only file of the engine that may import CuPy."""
 
+import functools
 import importlib
 import mmap
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from mooncake_zmq.engine.cpu import Device
+
+Step = TypeVar("Step", bound=Callable[..., Any])
 
 MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it only in later versions
 
@@ -38,6 +41,28 @@ def synchronize(xp: ModuleType) -> None:
     """Return once the device has done all that this thread asked of it, so that other threads may read it. The CPU has."""
     if xp is not np:
         xp.cuda.get_current_stream().synchronize()
+
+
+def release_staging(xp: ModuleType) -> None:
+    """Give back the page-locked memory that arrays came to the device through; CuPy would keep as much as they all took."""
+    if xp is not np:
+        synchronize(xp)
+        xp.get_default_pinned_memory_pool().free_all_blocks()
+
+
+def ended_on_error(step: Step) -> Step:
+    """For an engine's steps: when one raises, nothing that it asked of the device is still to be done. The caller is free to
+    give its sequences' memory to others, who use it from streams of their own."""
+
+    @functools.wraps(step)
+    def ended(self: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return step(self, *arguments, **options)
+        except BaseException:
+            synchronize(self._xp)
+            raise
+
+    return cast(Step, ended)
 
 
 def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> tuple[Any, Callable[[], None]]:

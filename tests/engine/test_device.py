@@ -85,6 +85,22 @@ def test_a_chunk_takes_as_many_launches_however_long_it_and_its_prefix_are(engin
     assert len(set(launches[1::2])) == 1
 
 
+def test_weights_leave_no_pinned_memory_behind(engines, cuda):
+    assert cuda.xp.staging_bytes == 0
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_a_step_that_fails_has_ended_on_the_device(engines, cuda, step):
+    """Its sequences are closed next, and their memory is used from other streams."""
+    _, engine = engines
+    sequence = engine.new_sequence(100)
+    engine.prefill(sequence, TOKENS[:10])
+    engine._layers[-1].down = None
+    with pytest.raises(TypeError):
+        engine.prefill(sequence, TOKENS[:10]) if step == "prefill" else engine.decode([sequence], TOKENS[:1])
+    assert not cuda.xp.runtime.default_stream_is_busy
+
+
 def test_rows_are_one_chunk_on_a_device(cuda):
     assert panels.row_chunks(cuda.xp, 1000, 4096) == (1, 1000)
     assert panels.row_chunks(np, 1000, 4096)[0] > 1
