@@ -3,7 +3,9 @@
 import functools
 import importlib
 import mmap
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -27,6 +29,12 @@ def array_namespace(device: Device) -> ModuleType:
     except Exception as error:  # a missing driver raises CuPy's own types, known only after the import that may have failed
         raise ValueError(f"device 'cuda' needs CuPy and a GPU (extras gpu-cu12, gpu-cu13): {error}") from error
     return cupy
+
+
+def keep_kernels_in(directory: Path) -> None:
+    """Where CuPy keeps the kernels that it compiles, unless the operator has said so. To be called before it is imported: that
+    fails where its own choice, the home directory, cannot be written."""
+    os.environ.setdefault("CUPY_CACHE_DIR", str(directory / "cupy"))
 
 
 def to_host(array: Any) -> np.ndarray[Any, Any]:
