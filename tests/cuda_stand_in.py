@@ -162,7 +162,14 @@ class Runtime:
         host = source if kind == HOST_TO_DEVICE else target if kind == DEVICE_TO_HOST else None
         if host is not None and not any(at <= host and host + size <= at + n for at, n in self.registered.items()):
             self.pageable_bytes += size
-        self.queue(stream, lambda _owners=owners: ctypes.memmove(target, source, size))
+        held = [weakref.ref(owner) for owner in owners if owner is not None]
+
+        def copy():
+            if any(reference() is None for reference in held):
+                raise Broken("device memory went before a copy from or to it had ended")
+            ctypes.memmove(target, source, size)
+
+        self.queue(stream, copy)
 
     def queue(self, stream, work):
         if self.default_stream_is_busy:

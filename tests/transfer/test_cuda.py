@@ -377,6 +377,15 @@ def test_the_stand_in_keeps_cudas_rules(make_cuda, make_slab, layout, gpu):
     runtime.hostUnregister(memory.ctypes.data + start)
 
 
+def test_the_stand_in_minds_memory_that_goes_before_its_copy(cuda):
+    device = cuda.to_device(np.zeros(8, np.float32))
+    del device
+    gc.collect()
+    with pytest.raises(Broken, match="went before"):
+        cuda.settle()
+    cuda.settle()
+
+
 def test_a_slab_too_large_for_the_gpu_leaves_nothing_behind(cuda, gpu, layout, tmp_path):
     with pytest.raises(SharedMemoryError, match=r"the GPU has 1024 MiB free of the .*lower prefill.slab_bytes"):
         DeviceSegment.allocate(cuda, tmp_path, "test", "p", layout, 1 << 30, 1, setting="prefill.slab_bytes")
