@@ -50,6 +50,7 @@ class Runtime:
         self.opened = {}
         """Addresses of neighbours' allocations that are open here: how often."""
         self.registered = {}
+        self.registering_threads = set()
         self.host_memory = {}
         self.streams = {}
         self.lock_limit = 1 << 62
@@ -78,7 +79,7 @@ class Runtime:
         return len(self.devices)
 
     def getDeviceProperties(self, device):  # noqa: N802
-        return {"uuid": self.devices[device].uuid, "name": b"stand-in"}
+        return {"uuid": self.devices[device].uuid.partition(b"\0")[0], "name": b"stand-in"}
 
     def memGetInfo(self):  # noqa: N802
         used = sum(memory.nbytes for memory, _ in self.gpu.allocations.values())
@@ -142,6 +143,7 @@ class Runtime:
             raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
         if sum(self.registered.values()) + size > self.lock_limit:
             raise CUDARuntimeError("cudaErrorMemoryAllocation: cannot lock")
+        self.registering_threads.add(threading.current_thread())
         ctypes.string_at(address, size)  # as the driver does, this faults where nothing is mapped
         self.registered[address] = size
 
@@ -160,7 +162,14 @@ class Runtime:
         host = source if kind == HOST_TO_DEVICE else target if kind == DEVICE_TO_HOST else None
         if host is not None and not any(at <= host and host + size <= at + n for at, n in self.registered.items()):
             self.pageable_bytes += size
-        self.queue(stream, lambda _owners=owners: ctypes.memmove(target, source, size))
+        held = [weakref.ref(owner) for owner in owners if owner is not None]
+
+        def copy():
+            if any(reference() is None for reference in held):
+                raise Broken("device memory went before a copy from or to it had ended")
+            ctypes.memmove(target, source, size)
+
+        self.queue(stream, copy)
 
     def queue(self, stream, work):
         if self.default_stream_is_busy:
@@ -201,6 +210,9 @@ class FakeCupy:
         runtime = self.runtime = kind(gpu, others)
         PROCESSES.append(runtime)
         self.current = threading.local()
+        self.launches = 0
+        self.staging_bytes = 0
+        """What `asarray` came through, and CuPy keeps."""
         default = types.SimpleNamespace(ptr=0, synchronize=lambda: setattr(runtime, "default_stream_is_busy", False))
         xp = self
 
@@ -239,6 +251,14 @@ class FakeCupy:
         weakref.finalize(memory, self.runtime.give_back, size)
         return DeviceArray(self, memory.view(dtype).reshape(shape))
 
+    def get_default_pinned_memory_pool(self):
+        def free_all_blocks():
+            if self.runtime.default_stream_is_busy:
+                raise Broken("staging that is in use is not freed: synchronize first")
+            self.staging_bytes = 0
+
+        return types.SimpleNamespace(free_all_blocks=free_all_blocks)
+
     def zeros(self, shape, dtype=np.float32):
         array = self.empty(shape, dtype)
         array[...] = 0
@@ -251,6 +271,7 @@ class FakeCupy:
         value = np.asarray(value, dtype)
         array = self.empty(value.shape, value.dtype)
         array._array[...] = value
+        self.staging_bytes += value.nbytes
         self._launched()
         return array
 
@@ -259,6 +280,7 @@ class FakeCupy:
         if self.stream():
             raise Broken("only copies and writes are made on a stream of one's own here")
         self.runtime.default_stream_is_busy = True
+        self.launches += 1
 
     def _function(self, function):
         def call(*arguments, out=None):

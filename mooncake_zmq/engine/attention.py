@@ -11,11 +11,15 @@ from mooncake_zmq.engine.spec import ModelSpec
 
 MIXED_TOKENS = 16  # whose scores meet the values in one product; measured 8 to 32: equal
 SCORES_ITEMS = 64 * 1024  # of one product: heads are taken together while they are shorter, for fewer calls
+DEVICE_TILE_TOKENS = 256  # on a GPU large products are fast and launches dear: 5 to 10 us each (estimates)
+DEVICE_SCORES_ITEMS = 64 << 20  # 256 MiB of scratch: on a GPU, all heads of a tile over 8k tokens and more
 SMALLEST_TOTAL, LARGEST_TOTAL = 1e-26, 1e30  # of a row of exponentials, for softmax without a shift: exp(-60), exp(69)
 
 
-def tile_tokens(spec: ModelSpec) -> int:
+def tile_tokens(xp: Any, spec: ModelSpec) -> int:
     """Queries that `Attention.many` takes at a time."""
+    if xp is not np:
+        return DEVICE_TILE_TOKENS
     fitting = SMALL_PRODUCT // (KEY_TILE * spec.head_dim * (spec.heads // spec.kv_heads))
     return min(64, max(16, fitting // 16 * 16))  # measured flat from 32 to 80, slower beyond
 
@@ -29,7 +33,8 @@ class Attention:
         self._rowwise = rowwise
         self._kv_heads, self._dim = spec.kv_heads, spec.head_dim
         self._group = spec.heads // spec.kv_heads
-        self._tile_tokens = tile_tokens(spec)
+        self._tile_tokens = tile_tokens(xp, spec)
+        self._scores_items = DEVICE_SCORES_ITEMS if self._on_device else SCORES_ITEMS
         self._scratch: Any = xp.empty(0, dtype=xp.float32)
         self._shifted: set[int] = set()
         """Layers whose scores have been too large or too small for exponentials as they are."""
@@ -60,7 +65,7 @@ class Attention:
             end = min(first + self._tile_tokens, count)
             height, visible = (end - first) * group, start + end
             tiles = -(-visible // KEY_TILE)
-            at_once = max(1, SCORES_ITEMS // (height * tiles * KEY_TILE))
+            at_once = max(1, self._scores_items // (height * tiles * KEY_TILE))
             for head in range(0, self._kv_heads, at_once):
                 heads = slice(head, min(head + at_once, self._kv_heads))
                 tile = queries[heads, first:end].reshape(-1, 1, height, dim)
@@ -75,7 +80,13 @@ class Attention:
         return totals
 
     def one(self, sequence: SequenceKV, index: int, queries: Any, visible: int) -> Any:
-        """One token, queries [kv_head, group, head_dim], over its sequence's first `visible` tokens."""
+        """One token, queries [kv_head, group, head_dim], over its sequence's first `visible` tokens.
+
+        On a GPU the weights meet all values in one product. Sketch, not measured: CuPy's matmul copies operands that are not
+        contiguous, and one layer's tiles and values up to `visible` are not, as a sequence has room for more. So a step reads
+        the KV of each sequence, writes it and reads it again, about three times the traffic that it needs, in some ten
+        launches a layer and sequence. The next step there is a kernel of our own, or a layout whose visible part is contiguous.
+        """
         xp, (heads, group, dim) = self._xp, queries.shape
         tiles = -(-visible // KEY_TILE)
         scores = self._scores(heads, group, tiles * KEY_TILE)
@@ -85,7 +96,7 @@ class Attention:
         weights -= weights.max(axis=2, keepdims=True)
         xp.exp(weights, out=weights)
         totals = weights.sum(axis=2, keepdims=True)
-        span = max(KEY_TILE, SMALL_PRODUCT // (group * dim))
+        span = visible if self._on_device else max(KEY_TILE, SMALL_PRODUCT // (group * dim))
         values = sequence.values[index]
         mixed = weights[:, :, :span] @ values[:, : min(span, visible)]
         for at in range(span, visible, span):
@@ -95,8 +106,10 @@ class Attention:
 
     def _mix(self, scores: Any, values: Any, visible: int) -> Any:
         """scores [head, n * group, width] @ values [head, token, head_dim] over the first `visible`, in small products:
-        measured 105 GFLOP/s where one product reaches 97."""
+        measured 105 GFLOP/s where one product reaches 97. On a GPU in one."""
         heads, height, width = scores.shape
+        if self._on_device:
+            return scores[:, None, :, :visible] @ values[:, None, :visible]
         rows = MIXED_TOKENS * self._group if height % (MIXED_TOKENS * self._group) == 0 else height
         span = max(KEY_TILE, SMALL_PRODUCT // (rows * self._dim) // KEY_TILE * KEY_TILE)
         blocks = scores.reshape(heads, height // rows, rows, width)

@@ -1,14 +1,19 @@
 """The array namespace behind one name. The only file of the engine that may import CuPy."""
 
+import functools
 import importlib
 import mmap
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from mooncake_zmq.engine.cpu import Device
+
+Step = TypeVar("Step", bound=Callable[..., Any])
 
 MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it only in later versions
 
@@ -26,6 +31,12 @@ def array_namespace(device: Device) -> ModuleType:
     return cupy
 
 
+def keep_kernels_in(directory: Path) -> None:
+    """Where CuPy keeps the kernels that it compiles, unless the operator has said so. To be called before it is imported: that
+    fails where its own choice, the home directory, cannot be written."""
+    os.environ.setdefault("CUPY_CACHE_DIR", str(directory / "cupy"))
+
+
 def to_host(array: Any) -> np.ndarray[Any, Any]:
     """The array in host memory: itself when it is NumPy's already, else one device-to-host copy."""
     if isinstance(array, np.ndarray):
@@ -38,6 +49,28 @@ def synchronize(xp: ModuleType) -> None:
     """Return once the device has done all that this thread asked of it, so that other threads may read it. The CPU has."""
     if xp is not np:
         xp.cuda.get_current_stream().synchronize()
+
+
+def release_staging(xp: ModuleType) -> None:
+    """Give back the page-locked memory that arrays came to the device through; CuPy would keep as much as they all took."""
+    if xp is not np:
+        synchronize(xp)
+        xp.get_default_pinned_memory_pool().free_all_blocks()
+
+
+def ended_on_error(step: Step) -> Step:
+    """For an engine's steps: when one raises, nothing that it asked of the device is still to be done. The caller is free to
+    give its sequences' memory to others, who use it from streams of their own."""
+
+    @functools.wraps(step)
+    def ended(self: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return step(self, *arguments, **options)
+        except BaseException:
+            synchronize(self._xp)
+            raise
+
+    return cast(Step, ended)
 
 
 def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> tuple[Any, Callable[[], None]]:

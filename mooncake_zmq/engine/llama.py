@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.attention import Attention, tile_tokens
-from mooncake_zmq.engine.backend import array_namespace, synchronize, to_host
+from mooncake_zmq.engine.backend import array_namespace, ended_on_error, release_staging, synchronize, to_host
 from mooncake_zmq.engine.cpu import Device
 from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV
 from mooncake_zmq.engine.panels import PANEL_COLUMNS, Product, column, linear, panel_count, rows_needed, shared_linear
@@ -49,9 +49,9 @@ class Llama:
         self._kv_width = spec.kv_heads * spec.head_dim
         self._team = Team(threads)
         self._product = functools.partial(shared_linear, self._team)
-        self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(spec))
+        self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(xp, spec))
         self._seats = [_Seat(xp, spec, self._rowwise) for _ in range(threads)]
-        synchronize(xp)  # weights that do not fit show here
+        release_staging(xp)  # weights that do not fit show here
 
     def new_sequence(self, capacity_tokens: int) -> SequenceKV:
         spec = self.spec
@@ -61,6 +61,7 @@ class Llama:
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
+    @ended_on_error
     def prefill(
         self,
         sequence: SequenceKV,
@@ -139,6 +140,7 @@ class Llama:
 
     # -------------------------------------------------------------------------------------------------------- decode
 
+    @ended_on_error
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         tokens = np.asarray(tokens, dtype=np.int32)
         check_batch(sequences, tokens, self.spec.vocab_size)
@@ -270,7 +272,7 @@ class _Activations:
 
     def __init__(self, xp: Any, spec: ModelSpec, count: int) -> None:
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        rows = max(rows_needed(count, depth) for depth in (spec.hidden, query, spec.ffn))
+        rows = max(rows_needed(xp, count, depth) for depth in (spec.hidden, query, spec.ffn))
 
         def zeros(width: int) -> Any:
             return xp.zeros((rows, width), dtype=xp.float32)

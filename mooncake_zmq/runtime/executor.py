@@ -432,8 +432,10 @@ class Executor:
             if isinstance(source, DiskBlock):
                 stored.append(index)
                 continue
-            target = self._directory.segment((grant.node, grant.incarnation), writable=True)
-            if isinstance(source, SlotRef) and target and self._directory.endpoint((source.node, source.incarnation)):
+            # Pinning takes seconds, for which no heartbeat waits: the copy thread finds what is near. Frames need no pin.
+            far = isinstance(source, SlotRef) and self._directory.endpoint((source.node, source.incarnation))
+            target = self._directory.segment((grant.node, grant.incarnation), writable=True, pinned=False) if far else None
+            if isinstance(source, SlotRef) and target:
                 reads.append(RemoteRead(source, range(self._layout.layers), _SlotSink(index, target, grant, copied)))
             else:
                 here.append(index)

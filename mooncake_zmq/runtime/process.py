@@ -34,7 +34,7 @@ from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.spec import ModelSpec
+from mooncake_zmq.engine.spec import Engine, ModelSpec
 from mooncake_zmq.gateway.edge import Edge, ServedModel
 from mooncake_zmq.gateway.requests import Requests
 from mooncake_zmq.kv.layout import BlockLayout
@@ -186,6 +186,8 @@ class _Process:
             engine = load_engine(
                 self.model.path, device=node.device, threads=node.threads, backend=node.backend, sequences=sequences
             )
+            if self.cuda:
+                _warm_up(engine)
         pool = self.settings if node.role == "cache-node" else None
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
@@ -262,6 +264,11 @@ class _Process:
         return segment, SegmentRef(path=str(segment.path), endpoint=server.endpoint, slots=slots, device=device, handle=handle)
 
     def _open_device(self) -> Cuda:
+        from mooncake_zmq.engine.backend import keep_kernels_in
+        from mooncake_zmq.engine.prepare import default_cache_dir
+
+        cache_dir = self.config.model.cache_dir
+        keep_kernels_in(Path(cache_dir) if cache_dir else default_cache_dir())
         try:
             cuda = Cuda.open(self.layout)
         except ValueError as error:
@@ -547,6 +554,18 @@ def _notify(state: str) -> None:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier, contextlib.suppress(OSError):
         notifier.sendto(state.encode(), "\0" + where[1:] if where.startswith("@") else where)
+
+
+def _warm_up(engine: Engine) -> None:
+    """A short prefill and a step, so that no request waits while a GPU's kernels are compiled and its libraries are opened."""
+    import numpy as np
+
+    began = time.monotonic()
+    sequence = engine.new_sequence(8)
+    engine.prefill(sequence, np.zeros(4, dtype=np.int32))
+    engine.decode([sequence], np.zeros(1, dtype=np.int32))
+    sequence.close()
+    log.info("engine_warm", seconds=round(time.monotonic() - began, 3))
 
 
 def _recovery(directory: Path, what: str) -> Callable[[int, int], None]:

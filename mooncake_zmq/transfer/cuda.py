@@ -38,7 +38,7 @@ from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.kv.checksum import part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.transfer.shared_memory import UUID_BYTES, Segment, SharedMemoryError
+from mooncake_zmq.transfer.shared_memory import HOST, UUID_BYTES, Segment, SharedMemoryError
 
 log = structlog.get_logger()
 
@@ -46,6 +46,8 @@ STAGING_BYTES = 4 << 20
 """Pinned memory of each thread that copies: what is larger waits for the stream in between. A part must fit in, so the largest
 part is the least size."""
 
+ALLOCATION_BYTES = 2 << 20
+"""What is shared is whole pages of the GPU's, lest a neighbour sees what else lies in its last one."""
 HANDLE_BYTES = 64
 
 
@@ -73,7 +75,8 @@ class Cuda:
         self._pinned: tuple[tuple[int, int], ...] = ()
         """Address ranges of pinned host memory; replaced as a whole, so that readers need no lock."""
         self._allocated: list[int] = []
-        self.uuid = self._uuid(self._runtime.getDevice())
+        self._uuids = [self._uuid(device) for device in range(self._runtime.getDeviceCount())]
+        self.uuid = self._uuids[self._runtime.getDevice()]
 
     @classmethod
     def open(cls, layout: BlockLayout) -> Self:
@@ -203,12 +206,12 @@ class Cuda:
 
     def sees(self, uuid: bytes) -> bool:
         """Whether this process may open handles of that device."""
-        return any(self._uuid(device) == uuid for device in range(self._runtime.getDeviceCount()))
+        return uuid in self._uuids
 
     def allocate(self, size_bytes: int, why: str) -> int:
         """An allocation of its own, outside CuPy's pool: a handle stands for the base of one. Raises SharedMemoryError."""
         try:
-            return int(self._runtime.malloc(size_bytes))
+            return int(self._runtime.malloc(-(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES))
         except self._runtime.CUDARuntimeError as error:
             free, _ = self._runtime.memGetInfo()
             reason = f"the GPU has {free >> 20} MiB free of the {size_bytes >> 20} MiB needed"
@@ -219,8 +222,12 @@ class Cuda:
         self._runtime.free(address)
 
     def handle(self, address: int) -> bytes:
-        """What a neighbour opens the allocation at `address` with."""
-        return bytes(self._runtime.ipcGetMemHandle(address))
+        """What a neighbour opens the allocation at `address` with. Raises SharedMemoryError."""
+        try:
+            return bytes(self._runtime.ipcGetMemHandle(address))
+        except self._runtime.CUDARuntimeError as error:
+            reason = "device 'cuda' needs CUDA IPC, which this system does not offer"
+            raise SharedMemoryError(f"GPU memory cannot be shared with other processes: {reason} ({error})") from error
 
     def open_handle(self, handle: bytes) -> int:
         """Map a neighbour's allocation. Raises SharedMemoryError."""
@@ -240,7 +247,9 @@ class Cuda:
         self.counts["closed"] += 1
 
     def _uuid(self, device: int) -> bytes:
-        return bytes(self._runtime.getDeviceProperties(device)["uuid"])[:UUID_BYTES].ljust(UUID_BYTES, b"\0")
+        """As CuPy tells it: up to the first zero byte. Never that of host memory."""
+        uuid = bytes(self._runtime.getDeviceProperties(device)["uuid"])[:UUID_BYTES].ljust(UUID_BYTES, b"\0")
+        return uuid if uuid != HOST else b"\1" + uuid[1:]
 
 
 class DeviceSegment(Segment):
@@ -269,12 +278,12 @@ class DeviceSegment(Segment):
         """As `Segment.create`; `setting` is what an operator lowers to need less."""
         address = cuda.allocate(slots * layout.slot_bytes, f"{slots} slots for {node}; lower {setting}")
         try:
+            handle = cuda.handle(address)
             segment = cls.create(directory, cluster, node, layout, slots, incarnation, setting=setting, device=cuda.uuid)
         except BaseException:
             cuda.free(address)
             raise
-        segment._cuda, segment._address = cuda, address
-        segment.handle = cuda.handle(address)
+        segment._cuda, segment._address, segment.handle = cuda, address, handle
         return segment
 
     @classmethod

@@ -25,11 +25,13 @@ class _Neighbour:
     is_local: bool
     """Its slots can be mapped here; those of a GPU that this process does not see are as far as another host's."""
     mappings: dict[bool, Segment] = field(default_factory=dict)
+    to_pin: bool = False
+    """It is mapped, in host memory, and a GPU is to copy there by itself."""
 
 
 class SegmentDirectory:
     """Knows one life of each peer, the newest. Mappings are made at first use, those of GPU memory at once, and vanish with
-    their last reader. Where there is `cuda`, what is mapped is pinned."""
+    their last reader. Where there is `cuda`, what is mapped is pinned at the first use that asks for it."""
 
     def __init__(
         self, node: str, incarnation: int, host: str, layout: BlockLayout, own: Segment | None, cuda: Cuda | None = None
@@ -43,7 +45,9 @@ class SegmentDirectory:
         self._lock = threading.Lock()
         """Guards what is known of neighbours."""
         self._mapping = threading.Lock()
-        """Held while a segment is mapped: pinning a large one takes seconds, for which only those wait who want to copy."""
+        """Held while a segment is mapped."""
+        self._pinning = threading.Lock()
+        """Held while one is pinned: a large one takes seconds, for which only those wait who want it pinned."""
 
     def learn(self, life: Life, host: str, segment: SegmentRef | None) -> Life | None:
         """Remember a peer, unless it is an older life; returns the life that it replaced, which is forgotten."""
@@ -71,8 +75,9 @@ class SegmentDirectory:
         neighbour = self._neighbour(life)
         return neighbour.segment.endpoint if neighbour and not neighbour.is_local else None
 
-    def segment(self, life: Life, *, writable: bool = False) -> Segment | None:
-        """The mapped segment of a life on this host; None if there is none, or no longer."""
+    def segment(self, life: Life, *, writable: bool = False, pinned: bool = True) -> Segment | None:
+        """The mapped segment of a life on this host; None if there is none, or no longer. With `pinned` it may take seconds to
+        be made ready for a GPU's copies; without, the host alone is to read and write there."""
         if life == self._own_life:
             return self._own
         neighbour = self._neighbour(life)
@@ -88,10 +93,14 @@ class SegmentDirectory:
                 except SharedMemoryError as error:
                     log.warning("segment_lost", node=life[0], incarnation=life[1], error=str(error))
                     return None
-                if self._cuda:
-                    self._cuda.pin(mapped)
                 neighbour.mappings[writable] = mapped
-            return mapped
+                neighbour.to_pin = self._cuda is not None
+        if pinned and self._cuda:
+            with self._pinning:
+                if neighbour.to_pin:
+                    self._cuda.pin(mapped)
+                    neighbour.to_pin = False
+        return mapped
 
     def _on_device(self, life: Life, segment: SegmentRef, here: bool) -> _Neighbour:
         """Opened at once, so that it is known from the start whether its slots are within reach."""

@@ -1,5 +1,6 @@
 """A cluster whose prefill and one decode compute on a stand-in's GPU gives the same tokens as the bare engine on the CPU."""
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -96,6 +97,10 @@ def cluster(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
             logs = [(Path(path) / "logs" / f"{node}.log").read_text() for node in NODES]
             told = [line for log in logs for line in log.splitlines() if '"critical"' in line or '"error"' in line]
             assert told == []
+            for node, log in zip(NODES, logs, strict=True):
+                events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
+                warmed = "engine_warm" in events[: events.index("ready")]
+                assert warmed == (node in ("prefill-a", "decode-a")), f"{node} is ready with its kernels compiled"
         finally:
             if cluster.process and cluster.process.poll() is None:
                 cluster.process.kill()

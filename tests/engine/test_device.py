@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from cuda_stand_in import FakeCupy, Gpu
 
-from mooncake_zmq.engine import llama
+from mooncake_zmq.engine import attention, llama, panels
+from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.spec import FAMILIES
 from mooncake_zmq.engine.weights import stored_shapes
@@ -60,6 +61,50 @@ def test_prefill_and_decode_give_numpys_logits(engines, cuda):
         logits.append(np.concatenate([of_prompt, of_other, *steps]))
     assert type(logits[1]) is np.ndarray
     np.testing.assert_allclose(logits[1], logits[0], atol=2e-4)
+
+
+def test_a_chunk_takes_as_many_launches_however_long_it_and_its_prefix_are(engines, cuda, monkeypatch):
+    """The host's cuts, into products that fit its caches, are not made on a GPU."""
+    monkeypatch.setattr(attention, "SMALL_PRODUCT", 1000)
+    monkeypatch.setattr(attention, "SCORES_ITEMS", 1000)
+    monkeypatch.setattr(panels, "SMALL_PRODUCT", 10_000)
+    _, engine = engines
+    launches, tile = [], KEY_TILE  # whose multiples are stored in one go
+    engine.prefill(engine.new_sequence(400), TOKENS[:300], logits_at=None)  # makes its scratch and activations
+    for prefix, count in ((0, tile), (0, 4 * tile), (3 * tile, tile), (2 * tile, 2 * tile)):
+        sequence = engine.new_sequence(400)
+        if prefix:
+            engine.prefill(sequence, TOKENS[:prefix], logits_at=None)
+        before = cuda.xp.launches
+        engine.prefill(sequence, TOKENS[prefix : prefix + count], logits_at=None)
+        launches.append(cuda.xp.launches - before)
+        before = cuda.xp.launches
+        engine.decode([sequence], TOKENS[:1])
+        launches.append(cuda.xp.launches - before)
+    assert len(set(launches[::2])) == 1
+    assert len(set(launches[1::2])) == 1
+
+
+def test_weights_leave_no_pinned_memory_behind(engines, cuda):
+    assert cuda.xp.staging_bytes == 0
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_a_step_that_fails_has_ended_on_the_device(engines, cuda, step):
+    """Its sequences are closed next, and their memory is used from other streams."""
+    _, engine = engines
+    sequence = engine.new_sequence(100)
+    engine.prefill(sequence, TOKENS[:10])
+    engine._layers[-1].down = None
+    with pytest.raises(TypeError):
+        engine.prefill(sequence, TOKENS[:10]) if step == "prefill" else engine.decode([sequence], TOKENS[:1])
+    assert not cuda.xp.runtime.default_stream_is_busy
+
+
+def test_rows_are_one_chunk_on_a_device(cuda):
+    assert panels.row_chunks(cuda.xp, 1000, 4096) == (1, 1000)
+    assert panels.row_chunks(np, 1000, 4096)[0] > 1
+    assert panels.rows_needed(cuda.xp, 1000, 4096) == 1000
 
 
 def test_a_layer_that_is_told_of_is_stored(engines):

@@ -14,7 +14,7 @@ TEAMS = {size: Team(size) for size in (1, 2, 3, 7)}
 
 def product(multiply, weights, x, *, into):
     """x @ weights.T by panels; what chunks need beyond its rows is not a number."""
-    rows = rows_needed(len(x), x.shape[1])
+    rows = rows_needed(np, len(x), x.shape[1])
     padded = np.full((rows, x.shape[1]), np.nan, dtype=np.float32)
     padded[: len(x)] = x
     out = np.full((into, panel_count(len(weights)) * PANEL_COLUMNS), np.nan, dtype=np.float32)
@@ -26,7 +26,7 @@ def product(multiply, weights, x, *, into):
 def test_a_product_is_the_matrix_product_however_it_is_shared_out(count, depth, outputs, team):
     rng = np.random.default_rng(count + depth + outputs)
     weights, x = rng.standard_normal((outputs, depth), np.float32), rng.standard_normal((count, depth), np.float32)
-    into = rows_needed(count, depth)
+    into = rows_needed(np, count, depth)
     np.testing.assert_allclose(product(linear, weights, x, into=into), x @ weights.T, rtol=1e-4, atol=1e-4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(panels, "SHARED_BYTES", 0)

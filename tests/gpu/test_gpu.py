@@ -1,9 +1,11 @@
-"""What only a GPU can show. Run them with `pytest tests/gpu -s`; without CuPy and a GPU they are skipped, and the reason told.
+"""What only a GPU can show. Run them with `pytest tests/gpu -s`; without CuPy and a GPU they are skipped, and the reason told;
+with REQUIRE_GPU=1 they fail.
 
 Written without a GPU, run against the stand-in alone (`STAND_IN_GPU=DIRECTORY PYTHONPATH=tests/cluster/stand_in_gpu`), not yet
 on one.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -33,6 +35,8 @@ def gpu():
     try:
         return array_namespace("cuda")
     except ValueError as error:
+        if os.environ.get("REQUIRE_GPU") == "1":
+            pytest.fail(str(error))
         pytest.skip(str(error))
 
 

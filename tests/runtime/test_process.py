@@ -1,5 +1,6 @@
 """The shell around a role: what it died of is told, however early that was."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -65,3 +66,17 @@ def test_a_device_that_is_missing_is_told_in_one_line(tmp_path: Path, command: l
     assert ended.returncode == 2, ended.stderr
     (told,) = ended.stderr.splitlines()
     assert told.startswith("mooncake-zmq: d: device 'cuda' needs CuPy and a GPU")
+
+
+@pytest.mark.parametrize("chosen", [None, "elsewhere"])
+def test_cupys_kernels_are_kept_beside_the_model_or_where_the_operator_says(tmp_path: Path, chosen: str | None) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text(DEVICE.format(directory=tmp_path))
+    (tmp_path / "cupy.py").write_text("import os\nraise OSError('kernels in ' + os.environ.get('CUPY_CACHE_DIR', 'the home'))")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    environment |= {"CUPY_CACHE_DIR": chosen} if chosen else {}
+    main = "from mooncake_zmq.cli import main; main()"
+    arguments = [sys.executable, "-c", main, "decode", "--config", str(file), "--node", "d"]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60, env=environment)
+    assert ended.returncode == 2
+    assert ended.stderr.strip().endswith(f"kernels in {chosen or tmp_path / 'cupy'}")

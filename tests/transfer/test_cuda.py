@@ -377,6 +377,15 @@ def test_the_stand_in_keeps_cudas_rules(make_cuda, make_slab, layout, gpu):
     runtime.hostUnregister(memory.ctypes.data + start)
 
 
+def test_the_stand_in_minds_memory_that_goes_before_its_copy(cuda):
+    device = cuda.to_device(np.zeros(8, np.float32))
+    del device
+    gc.collect()
+    with pytest.raises(Broken, match="went before"):
+        cuda.settle()
+    cuda.settle()
+
+
 def test_a_slab_too_large_for_the_gpu_leaves_nothing_behind(cuda, gpu, layout, tmp_path):
     with pytest.raises(SharedMemoryError, match=r"the GPU has 1024 MiB free of the .*lower prefill.slab_bytes"):
         DeviceSegment.allocate(cuda, tmp_path, "test", "p", layout, 1 << 30, 1, setting="prefill.slab_bytes")
@@ -386,6 +395,38 @@ def test_a_slab_too_large_for_the_gpu_leaves_nothing_behind(cuda, gpu, layout, t
     (tmp_path / "mooncake=test=p=1").unlink()
     assert not gpu.allocations
     assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_whose_memory_cannot_be_shared_is_told_in_one_line_and_leaves_nothing_behind(cuda, gpu, layout, tmp_path):
+    def refuse(address):
+        raise CUDARuntimeError("cudaErrorNotSupported: operation not supported")
+
+    cuda.xp.runtime.ipcGetMemHandle = refuse
+    with pytest.raises(SharedMemoryError, match=r"cannot be shared .*operation not supported") as refused:
+        DeviceSegment.allocate(cuda, tmp_path, "test", "p", layout, 4, 1)
+    assert "\n" not in str(refused.value)
+    assert not gpu.allocations
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("slots", [1, 3, 20_000])
+def test_a_slab_is_whole_pages_of_the_gpus(cuda, make_slab, gpu, layout, slots):
+    slab = make_slab(cuda, slots=slots)
+    size = gpu.allocations[slab._address][0].nbytes
+    assert size % (2 << 20) == 0
+    assert 0 <= size - slots * layout.slot_bytes < 2 << 20
+
+
+@pytest.mark.parametrize("uuid", [b"0123456789abcdef", b"01234\x006789abcdef", b"\x00123456789abcdef", b"0123456789abcde\0"])
+def test_a_slab_of_a_gpu_is_opened_whatever_zeros_its_uuid_has(make_cuda, make_slab, layout, uuid):
+    gpu = Gpu(uuid=uuid)
+    prefill, decode = make_cuda(gpu), make_cuda(Gpu(uuid=b"another GPU 1234"), others=[gpu])
+    slab = make_slab(prefill)
+    assert len(prefill.uuid) == 16
+    assert prefill.uuid != HOST
+    assert decode.sees(slab.device)
+    assert not decode.sees(HOST)
+    assert DeviceSegment.open(decode, slab.path, layout, 1, slab.device, slab.handle).handle == slab.handle
 
 
 def test_the_file_of_a_slab_holds_no_slots(cuda, make_slab, layout):

@@ -1,6 +1,7 @@
 """The live executor on a stand-in's GPU: one part that was not waited for, or read too early, would change what is sampled."""
 
 import gc
+import threading
 
 import pytest
 from cuda_stand_in import Gpu
@@ -157,6 +158,25 @@ def test_blocks_go_to_the_pool_and_come_back(make_rig, prefill):
     assert rig.decode(1, token) == more
     assert rig.cuda.counts["pinned_bytes"] > 0
     assert a.cuda.counts["pinned_bytes"] > 0
+
+
+@pytest.mark.parametrize("source", ["own slab", "sequence", "far"])
+def test_no_put_pins_the_pool_on_the_runtimes_thread(make_rig, source):
+    """It takes seconds, for which no heartbeat would be sent."""
+    rig, pool, far = make_rig("a", "gpu"), make_rig("c", "cpu"), make_rig("b", "cpu", host="there")
+    rig.meet(pool, far)
+    refs, _ = (far if source == "far" else rig).prefill()
+    grants = pool.grants(0)
+    result = rig.run(CopyBlocks(((SequenceBlock(1, 0) if source == "sequence" else refs[0], grants[0]),)))
+    assert result.checksums == (refs[0].checksum,)
+    assert threading.current_thread() not in rig.cuda.xp.runtime.registering_threads
+    assert bool(rig.cuda.counts["pinned_bytes"]) == (source != "far"), "frames are put there by the host"
+    if source == "far":
+        (pooled,) = pool.commit(grants, result.checksums)
+        rig.executor.open_sequence(1, 32)
+        assert rig.run(PullBlocks(1, loads([pooled]))).failed == ()
+        assert rig.cuda.counts["pinned_bytes"], "at the first copy of the GPU's"
+        assert threading.current_thread() not in rig.cuda.xp.runtime.registering_threads
 
 
 def test_a_sequence_without_memory_fails_its_works_and_no_others(make_rig):
