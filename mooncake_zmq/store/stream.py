@@ -15,7 +15,7 @@ A message is four bytes of length, little-endian, and MessagePack; bytes have no
 
 Plain sockets, since these are bytes and nothing but: the kernel copies them from and to where they belong, in the thread
 that wants them, while a ZeroMQ frame passes an I/O thread on either side and is copied out of its message once more. On
-loopback of a 2-core EPYC, checksums included: 3.2 to 4.9 GB/s instead of 2.1 to 3.0, and 64 KiB in 100 to 140 us instead
+loopback of a 2-core EPYC, checksums included: 3.0 to 3.7 GB/s instead of 2.1 to 3.0, and 64 KiB in 115 to 150 us instead
 of 255 to 300. What must be ordered, told to several or authenticated stays on ZeroMQ, which hands out the token.
 """
 
