@@ -149,11 +149,13 @@ def test_pins_outlive_a_restart(make, client):
     first = make()
     assert client(first).put("hard", b"h" * 1000, ReplicateConfig(with_hard_pin=True)) == 0
     drain(first)
-    store = client(make())
+    second = make()
+    store = client(second)
     assert store.get("hard") == b"h" * 1000
     for number in range(8):
         assert store.put(f"{number}", bytes(SLAB_BYTES)) == 0
     assert store.get("hard") == b"h" * 1000
+    assert second.counts["promoted"] == 1, "it never left memory again"
 
 
 def test_many_readers_of_one_value_on_disk_read_it_once(make, connect, monkeypatch):
