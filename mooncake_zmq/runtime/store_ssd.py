@@ -268,13 +268,12 @@ class StoreSsd:
             if self._drain_until is None or self._parked:
                 return False
         over = drained or time.monotonic() >= self._drain_until or self._is_hurried() or not self._is_writable
-        if over and self._unsaved_bytes():
-            log.warning("store_drain_incomplete", unsaved_bytes=self._unsaved_bytes(), writable=self._is_writable)
+        if over:
+            with self._memory as objects:
+                unsaved_bytes = objects.unsaved_bytes
+            if unsaved_bytes:
+                log.warning("store_drain_incomplete", unsaved_bytes=unsaved_bytes, writable=self._is_writable)
         return over
-
-    def _unsaved_bytes(self) -> float:
-        with self._memory as objects:
-            return objects.unsaved_bytes
 
     def _erase(self) -> bool:
         """Do what is parked; False if nothing is."""

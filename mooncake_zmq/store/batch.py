@@ -1,13 +1,14 @@
 """What a call moves: values to put, or places to fill. And the end of every two-phase put."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mooncake_zmq.cache_node.objects import Code, Pin
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.memory import Span
 from mooncake_zmq.store.peer import Call
+from mooncake_zmq.store.protocol import MAX_KEYS
 
 Value = Sequence[Span]
 """Where a value's bytes lie, one part after another."""
@@ -34,6 +35,21 @@ class Wanted:
     caps: Sequence[int] | None
     """The largest size that each place takes, if known before."""
     results: list[int]
+
+
+def chunks(indexes: Iterable[int], sizes: Sequence[int] | Mapping[int, int] | None, limit_bytes: int) -> Iterator[list[int]]:
+    """`indexes` in runs of at most MAX_KEYS keys and, beyond one, `limit_bytes` bytes; sizes not known count as nothing."""
+    chunk: list[int] = []
+    total = 0
+    for index in indexes:
+        size = 0 if sizes is None else sizes[index]
+        if chunk and (len(chunk) == MAX_KEYS or total + size > limit_bytes):
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(index)
+        total += size
+    if chunk:
+        yield chunk
 
 
 def commit(call: Call, put_id: int, codes: list[int], indexes: list[int], checksums: list[int]) -> list[int]:

@@ -14,7 +14,7 @@ import zmq
 
 from mooncake_zmq.cache_node.objects import Code, Pin, is_key
 from mooncake_zmq.store import protocol, shared_copy, streamed_copy
-from mooncake_zmq.store.batch import Batch, Place, Value, Wanted
+from mooncake_zmq.store.batch import Batch, Place, Value, Wanted, chunks
 from mooncake_zmq.store.link import Configure, ReplyT, Unreached
 from mooncake_zmq.store.peer import Call, ClientSettings, Peer
 from mooncake_zmq.store.protocol import MAX_KEYS, REMOVED_AT_ONCE
@@ -121,7 +121,7 @@ class StoreClient:
         left = [index for index, key in enumerate(keys) if is_key(key)]
         reached = False
         for peer in self._peers:
-            for chunk in _chunks(left, caps):
+            for chunk in chunks(left, caps, CHUNK_BYTES):
                 try:
                     self._fetch_at(peer, chunk, wanted)
                     reached = True
@@ -248,7 +248,7 @@ class StoreClient:
     ) -> list[int]:
         """One code for each index in `wanted`."""
         codes: list[int] = []
-        for chunk in _chunks(wanted, sizes):
+        for chunk in chunks(wanted, sizes, CHUNK_BYTES):
             batch = Batch([keys[i] for i in chunk], [values[i] for i in chunk], [sizes[i] for i in chunk], pins)
             try:
                 codes += peer.call(partial(_put, batch))
@@ -276,18 +276,3 @@ def _put(batch: Batch, call: Call) -> list[int]:
     if call.session.segment is not None and (len(batch.keys) > 1 or batch.sizes[0] > SEND_BYTES):
         return shared_copy.put(call, call.session.segment, batch)
     return streamed_copy.put(call, batch)
-
-
-def _chunks(wanted: Sequence[int], sizes: Sequence[int] | None) -> Iterator[list[int]]:
-    """`wanted` in runs of at most MAX_KEYS keys and, beyond one, CHUNK_BYTES bytes."""
-    chunk: list[int] = []
-    total = 0
-    for index in wanted:
-        size = 0 if sizes is None else sizes[index]
-        if chunk and (len(chunk) == MAX_KEYS or total + size > CHUNK_BYTES):
-            yield chunk
-            chunk, total = [], 0
-        chunk.append(index)
-        total += size
-    if chunk:
-        yield chunk

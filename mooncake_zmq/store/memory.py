@@ -31,7 +31,7 @@ _MAPPED_FROM_BYTES = 32 << 20
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory, up to 128 MiB an arena, for the next frames: getting each anew from the kernel, which
+    """Let glibc keep freed memory, up to 128 MiB an arena, for the next values: getting each anew from the kernel, which
     clears it, measured as much as all the rest of a transfer. Process-wide; other C libraries are left as they are."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

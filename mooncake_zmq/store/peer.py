@@ -34,7 +34,7 @@ class ClientSettings:
     """How a client works; the defaults are safe."""
 
     share_memory: bool = True
-    """Map the segment of a store on this host. Off: exchange frames as with other hosts."""
+    """Map the segment of a store on this host. Off: exchange bytes on streams, as with other hosts."""
     verify_local: bool = True
     """Compare checksums on reads from shared memory too. What comes over a network is always compared."""
     checksum_local: bool = True
@@ -48,9 +48,9 @@ class ClientSettings:
     max_connections: int = 16
     """Calls under way at one store at a time; further ones wait."""
     io_threads: int = 1
-    """Of ZeroMQ: one moves about 3 GB/s."""
+    """Of ZeroMQ, which carries requests and answers alone."""
     tune_malloc: bool = True
-    """Let the process keep freed memory once frames are used, see `memory.keep_freed_memory`."""
+    """Let the process keep freed memory once values come on streams, see `memory.keep_freed_memory`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ A lease or put is good for `ttl_s` from when it was *sent*, and a cell read is g
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import structlog
 
 from mooncake_zmq.cache_node.objects import Code
 from mooncake_zmq.store import protocol
-from mooncake_zmq.store.batch import Batch, Wanted, commit
+from mooncake_zmq.store.batch import Batch, Wanted, chunks, commit
 from mooncake_zmq.store.memory import Checksum, gather, scatter
 from mooncake_zmq.store.peer import Call
 from mooncake_zmq.store.segment import ObjectSegment
@@ -50,7 +50,7 @@ def _put(call: Call, segment: ObjectSegment, put_id: int, batch: Batch) -> list[
 def read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wanted) -> None:
     """Fill in the results for `indexes`; what is not here, or not good, stays NOT_FOUND."""
     lease_id, on_disk = _read(call, segment, indexes, wanted)
-    for chunk in _chunks(on_disk, promoted_bytes(call.session.welcome.memory_bytes)):
+    for chunk in chunks(on_disk, on_disk, promoted_bytes(call.session.welcome.memory_bytes)):
         # One pass more for what came into memory and went again before it was leased.
         for _ in range(PROMOTIONS):
             if chunk:
@@ -59,20 +59,6 @@ def read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wan
                 stream.receive(decode_ended)
                 lease_id, left = _read(call, segment, chunk, wanted)
                 chunk = list(left)
-
-
-def _chunks(sizes: dict[int, int], limit_bytes: int) -> Iterator[list[int]]:
-    """The keys of a dict in runs of at most `limit_bytes`, or of one."""
-    chunk: list[int] = []
-    total = 0
-    for index, size in sizes.items():
-        if chunk and total + size > limit_bytes:
-            yield chunk
-            chunk, total = [], 0
-        chunk.append(index)
-        total += size
-    if chunk:
-        yield chunk
 
 
 def _read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wanted) -> tuple[int, dict[int, int]]:

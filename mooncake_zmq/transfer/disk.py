@@ -42,6 +42,7 @@ from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
 from mooncake_zmq.transfer.disk_directory import (
     DiskError,
     DiskFault,
+    Outcomes,
     Progress,
     Reporter,
     allows_direct,
@@ -88,7 +89,8 @@ class Disk:
         self.direct = files.direct
         self.recovered = recovered.blocks
         """What was found at the start, the oldest first. Large: whoever took it over may set it to ()."""
-        self.counts = dict.fromkeys(("written", "read", "stale", "corrupt", "short", "faults"), 0)
+        self._outcomes = Outcomes(("written", "read", "stale", "corrupt", "short"), "disk_fault")
+        self.counts = self._outcomes.counts
         """Blocks by what became of them. Of the misses, stale: the slot has another block; corrupt: torn or changed; short:
         beyond its file's end."""
         self.counts["dropped"] = recovered.dropped
@@ -101,7 +103,6 @@ class Disk:
         self._stride = PAGE_BYTES + layout.slot_bytes
         self._share_blocks = max(1, SHARE_BYTES // self._stride)
         self._pages = _Pages(self._share_blocks)
-        self._counting = threading.Lock()
 
     @classmethod
     def open(
@@ -156,17 +157,17 @@ class Disk:
         for page, (block, _), sequence in zip(buffers[::2], blocks, sequences, strict=True):
             page[:] = _header(self._fingerprint, block, sequence).ljust(PAGE_BYTES, b"\0")
         slots = [block.slot for block, _ in blocks]
-        with self._faults("write"):
+        with self._outcomes.faults("write"):
             for run in self._files.runs(slots):
                 self._files.write(slots[run.start], buffers[2 * run.start : 2 * run.stop])
         return sequences
 
     def commit(self, written: Sequence[tuple[DiskBlock, int]]) -> None:
         """Make blocks that were written durable and found: all of them, or none and `DiskFault`."""
-        with self._faults("write"):
+        with self._outcomes.faults("write"):
             self._files.sync(block.slot for block, _ in written)
             self._index.put(written)
-        self._count("written", len(written))
+        self._outcomes.count("written", len(written))
 
     def read(self, blocks: Sequence[Placed]) -> list[list[int] | None]:
         """Read a share of blocks straight into their places: the checksums of each one's parts, which were verified.
@@ -176,14 +177,14 @@ class Disk:
         buffers = self._buffers(blocks)
         slots = [block.slot for block, _ in blocks]
         whole: list[bool] = []
-        with self._faults("read"):
+        with self._outcomes.faults("read"):
             for run in self._files.runs(slots):
                 while (start := len(whole)) < run.stop:  # what one block's end cuts short goes on behind it
                     size = self._files.read(slots[start], buffers[2 * start : 2 * run.stop])
                     whole += [True] * (size // self._stride) or [False]
         pairs = zip(whole, buffers[::2], blocks, strict=True)
         found = [self._verified(is_whole, page, block, payload) for is_whole, page, (block, payload) in pairs]
-        self._count("read", len(found) - found.count(None))
+        self._outcomes.count("read", len(found) - found.count(None))
         return found
 
     def _verified(self, is_whole: bool, page: memoryview, block: DiskBlock, payload: memoryview) -> list[int] | None:
@@ -195,7 +196,7 @@ class Disk:
             if block_checksum(parts) == block.checksum:
                 return parts
             miss = "corrupt"
-        self._count(miss)
+        self._outcomes.count(miss)
         log.warning("disk_block_missed", why=miss, slot=block.slot, key=block.key.hex())
         with contextlib.suppress(DiskFault):  # a full disk may not even take this; a row that stays is a miss again
             self.forget([block])
@@ -203,7 +204,7 @@ class Disk:
 
     def forget(self, blocks: Sequence[DiskBlock]) -> None:
         """Do not find these blocks again after a restart. Raises `DiskFault`."""
-        with self._faults("write"):
+        with self._outcomes.faults("write"):
             self._index.delete(blocks)
 
     def close(self) -> None:
@@ -217,19 +218,6 @@ class Disk:
         assert len(blocks) <= self._share_blocks
         assert all(payload.nbytes == self._layout.slot_bytes for _, payload in blocks)
         return [buffer for page, (_, payload) in zip(self._pages.pages, blocks, strict=False) for buffer in (page, payload)]
-
-    @contextlib.contextmanager
-    def _faults(self, operation: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, IndexFault) as error:
-            self._count("faults")
-            log.error("disk_fault", operation=operation, error=str(error))
-            raise DiskFault(f"{operation}: {error}") from error
-
-    def _count(self, name: str, by: int = 1) -> None:
-        with self._counting:
-            self.counts[name] += by
 
 
 class _SegmentFiles:

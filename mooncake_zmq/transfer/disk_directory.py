@@ -1,14 +1,17 @@
 """A directory in which one process keeps a tier: its lock, what its file system allows, names that last, how loading goes."""
 
+import contextlib
 import mmap
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import structlog
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
+from mooncake_zmq.transfer.disk_index import IndexFault
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, holder
 
 LOG_INTERVAL_S = 1.0
@@ -26,6 +29,30 @@ class DiskError(Exception):
 
 class DiskFault(Exception):
     """The disk does not do its work any more: full, failing, read-only."""
+
+
+class Outcomes:
+    """Counts of what became of a tier's reads and writes, and the one way in which a fault of its disk is told."""
+
+    def __init__(self, names: Iterable[str], fault_event: str) -> None:
+        """`fault_event`: what the log calls a fault of this tier."""
+        self.counts = dict.fromkeys((*names, "faults"), 0)
+        self._fault_event = fault_event
+        self._lock = threading.Lock()
+
+    def count(self, name: str, by: int = 1) -> None:
+        with self._lock:
+            self.counts[name] += by
+
+    @contextlib.contextmanager
+    def faults(self, operation: str) -> Iterator[None]:
+        """Turns what a disk or an index that does not work raises into DiskFault."""
+        try:
+            yield
+        except (OSError, IndexFault) as error:
+            self.count("faults")
+            log.error(self._fault_event, operation=operation, error=str(error))
+            raise DiskFault(f"{operation}: {error}") from error
 
 
 class Reporter:

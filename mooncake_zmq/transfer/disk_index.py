@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from mooncake_zmq.kv.block_hash import KEY_BYTES
 from mooncake_zmq.work import DiskBlock
@@ -56,17 +57,8 @@ class DiskIndex:
     @classmethod
     def open(cls, path: Path, fingerprint: str, segment_slots: int) -> "DiskIndex":
         """Open the database, or make an empty one. Raises `IndexUnusable`, `IndexFault` or OSError."""
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's own choice lets others read it
-        db = sqlite3.connect(path, check_same_thread=False)
-        try:
-            with damage_told(path):
-                db.execute("PRAGMA locking_mode = EXCLUSIVE")  # one process has it, so no shared memory file is needed
-                db.execute("PRAGMA journal_mode = WAL")
-                db.execute("PRAGMA synchronous = FULL")
-                return cls(db, _stored_shape(db, path, fingerprint, segment_slots))
-        except BaseException:
-            db.close()
-            raise
+        with opened(path) as db:
+            return cls(db, _stored_shape(db, path, fingerprint, segment_slots))
 
     def load(self, progress: Callable[[int, int], None]) -> Iterator[tuple[DiskBlock, int]]:
         """All rows as (block, sequence), in the order of their sequence. Raises `IndexUnusable` or `IndexFault`.
@@ -74,17 +66,11 @@ class DiskIndex:
         `progress(done, total)` is called before the first and after every `ROWS_PER_PIECE` rows.
         """
         with self._lock, damage_told("the index"):
-            (total,) = self._db.execute("SELECT count(*) FROM blocks").fetchone()
-            progress(0, total)
-            done = 0
-            rows = self._db.execute("SELECT slot, key, checksum, parent, tokens, sequence FROM blocks ORDER BY sequence")
-            while piece := rows.fetchmany(ROWS_PER_PIECE):
-                for slot, key, checksum, parent, tokens, sequence in piece:
-                    if slot < 0 or not _is_key(key) or not (parent is None or _is_key(parent)):
-                        raise IndexUnusable(f"slot {slot} has key {key!r} after {parent!r}")
-                    yield DiskBlock(slot, key, checksum & _U64, parent, tokens or b""), sequence
-                done += len(piece)
-                progress(done, total)
+            columns = "slot, key, checksum, parent, tokens, sequence"
+            for slot, key, checksum, parent, tokens, sequence in in_order(self._db, "blocks", columns, progress):
+                if slot < 0 or not _is_key(key) or not (parent is None or _is_key(parent)):
+                    raise IndexUnusable(f"slot {slot} has key {key!r} after {parent!r}")
+                yield DiskBlock(slot, key, checksum & _U64, parent, tokens or b""), sequence
 
     def put(self, rows: Iterable[tuple[DiskBlock, int]]) -> None:
         """Add (block, sequence), each in place of what its slot held; all of them or none, durable on return."""
@@ -135,6 +121,38 @@ def _stored_shape(db: sqlite3.Connection, path: Path, fingerprint: str, segment_
     if stored[0] != fingerprint:
         raise IndexUnusable(f"{path} has blocks of layout {stored[0]}, not {fingerprint}")
     return int(stored[1])
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[sqlite3.Connection]:
+    """The database at a path, empty if there was none; it stays open unless the block raises. Raises `IndexUnusable`,
+    `IndexFault` or OSError."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's own choice lets others read it
+    db = sqlite3.connect(path, check_same_thread=False)
+    try:
+        with damage_told(path):
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")  # one process has it, so no shared memory file is needed
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+            yield db
+    except BaseException:
+        db.close()
+        raise
+
+
+def in_order(
+    db: sqlite3.Connection, table: str, columns: str, progress: Callable[[int, int], None]
+) -> Iterator[tuple[Any, ...]]:
+    """All rows of a table by their sequence. `progress(done, total)` is called before the first and after every
+    `ROWS_PER_PIECE` rows."""
+    (total,) = db.execute(f"SELECT count(*) FROM {table}").fetchone()
+    progress(0, total)
+    done = 0
+    rows = db.execute(f"SELECT {columns} FROM {table} ORDER BY sequence")
+    while piece := rows.fetchmany(ROWS_PER_PIECE):
+        yield from piece
+        done += len(piece)
+        progress(done, total)
 
 
 @contextmanager

@@ -11,12 +11,11 @@ Sketch: a write is a batch of values of up to 16 MiB in one system call, direct 
 at pages, then a sync and one commit for all of them: some milliseconds, beside 5 to 15 of writing. A read is one call.
 """
 
-import contextlib
 import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import structlog
@@ -34,7 +33,7 @@ from mooncake_zmq.kv.object_record import (
 )
 from mooncake_zmq.transfer.disk_directory import (
     DiskError,
-    DiskFault,
+    Outcomes,
     Progress,
     Reporter,
     allows_direct,
@@ -76,7 +75,8 @@ class ObjectDisk:
         """Bytes of each segment file found at the start, in the order of their numbers."""
         self.recovered = rows
         """What was found at the start. Large: whoever took it over may set it to {}."""
-        self.counts = dict.fromkeys(("read", "stale", "corrupt", "short", "faults"), 0)
+        self._outcomes = Outcomes(("read", "stale", "corrupt", "short"), "store_disk_fault")
+        self.counts = self._outcomes.counts
         """Values by what became of them. Of the misses, stale: another value stands there; corrupt: torn or changed; short:
         beyond its file's end."""
         self.counts["unrecovered"] = dropped
@@ -87,7 +87,6 @@ class ObjectDisk:
         """(segment, descriptor) being written."""
         self._buffer = memoryview(mmap.mmap(-1, BATCH_RECORDS * (LARGE_BYTES + PAGE_BYTES)))
         self._bounce = _Bounce()
-        self._counting = threading.Lock()
 
     @classmethod
     def open(cls, directory: str | Path, largest_bytes: int, progress: Progress | None = None) -> "ObjectDisk":
@@ -120,7 +119,7 @@ class ObjectDisk:
         miss = (
             self._read_large(name, record, cell) if record.size >= LARGE_BYTES else self._read_small(name, record, cell, ahead)
         )
-        self._count(miss or "read")
+        self._outcomes.count(miss or "read")
         if miss:
             log.warning("store_disk_missed", why=miss, segment=record.segment, offset=record.offset, size=record.size)
         return not miss
@@ -130,7 +129,7 @@ class ObjectDisk:
         bounce = self._bounce
         bounce.size = 0
         buffers = [bounce.view[:PAGE_BYTES], cell[: round_up(record.size, PAGE_BYTES)]]
-        with self._faults("read"):
+        with self._outcomes.faults("read"):
             size = self._read(record.segment, buffers, record.offset)
         if size < record_bytes(key, record.size):
             return "short"
@@ -147,7 +146,7 @@ class ObjectDisk:
         start = record.offset // PAGE_BYTES * PAGE_BYTES
         buffer = bounce.view if ahead else bounce.view[: round_up(stop, PAGE_BYTES) - start]
         bounce.segment, bounce.start, bounce.size = record.segment, start, 0
-        with self._faults("read"):
+        with self._outcomes.faults("read"):
             bounce.size = self._read(record.segment, [buffer], start)
         return self._take_small(key, record, cell) if bounce.holds(record.segment, record.offset, stop) else "short"
 
@@ -181,7 +180,7 @@ class ObjectDisk:
 
     def create(self, segment: int, length: int) -> None:
         """A new file with all its room: a full disk is told of here. Raises `DiskFault`."""
-        with self._faults("write"):
+        with self._outcomes.faults("write"):
             try:
                 os.posix_fallocate(self._descriptor(segment, os.O_CREAT | os.O_EXCL), 0, length)
             except BaseException:
@@ -218,12 +217,12 @@ class ObjectDisk:
             used += end - at
         if run < used:
             buffers.append(self._buffer[run:used])
-        with self._faults("write"):
+        with self._outcomes.faults("write"):
             self._write(values[0][1].segment, buffers, start)
 
     def commit(self, rows: Iterable[tuple[str, ObjectRecord]]) -> None:
         """Make records that were written to the newest segment durable and found: all of them, or none and `DiskFault`."""
-        with self._faults("write"):
+        with self._outcomes.faults("write"):
             self._sync()
             self._index.put(rows)
 
@@ -234,7 +233,7 @@ class ObjectDisk:
         """
         start = record.offset // PAGE_BYTES * PAGE_BYTES
         stop = record.offset + record_bytes(key.encode(), record.size)
-        with self._faults("move"):
+        with self._outcomes.faults("move"):
             for done in range(0, stop - start, COPY_BYTES):
                 piece = self._buffer[: min(COPY_BYTES, round_up(stop - start, PAGE_BYTES) - done)]
                 self._read(record.segment, [piece], start + done)
@@ -243,14 +242,14 @@ class ObjectDisk:
 
     def change(self, moved: Sequence[ObjectRecord], gone: Iterable[int]) -> None:
         """Make copies durable and the ones to be found, and other records, by sequence, not found. Raises `DiskFault`."""
-        with self._faults("write"):
+        with self._outcomes.faults("write"):
             if moved:
                 self._sync()
             self._index.change(moved=moved, gone=gone)
 
     def remove(self, segments: Iterable[int]) -> None:
         """Remove files, durably. Raises `DiskFault`."""
-        with self._faults("remove"):
+        with self._outcomes.faults("remove"):
             for segment in segments:
                 if self._open is not None and self._open[0] == segment:
                     self._close_segment()
@@ -291,19 +290,6 @@ class ObjectDisk:
     def _sync(self) -> None:
         if self._open is not None:
             os.fdatasync(self._open[1])
-
-    @contextlib.contextmanager
-    def _faults(self, operation: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, IndexFault) as error:
-            self._count("faults")
-            log.error("store_disk_fault", operation=operation, error=str(error))
-            raise DiskFault(f"{operation}: {error}") from error
-
-    def _count(self, name: str) -> None:
-        with self._counting:
-            self.counts[name] += 1
 
 
 class _Bounce(threading.local):

@@ -4,14 +4,13 @@ A row is written after the bytes it tells of are synced, and deleted, durably, b
 `disk_index.py` for why SQLite, and for what it promises.
 """
 
-import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from mooncake_zmq.kv.object_record import VERSION, ObjectRecord
-from mooncake_zmq.transfer.disk_index import ROWS_PER_PIECE, IndexUnusable, damage_told, signed
+from mooncake_zmq.transfer.disk_index import IndexUnusable, damage_told, in_order, opened, signed
 
 APPLICATION_ID = 0x4D4F4F4E
 """In SQLite's header: such a file is a store's index, and nothing else's."""
@@ -32,18 +31,9 @@ class ObjectIndex:
     @classmethod
     def open(cls, path: Path) -> "ObjectIndex":
         """Open the database, or make an empty one. Raises `IndexUnusable`, `IndexFault` or OSError."""
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's own choice lets others read it
-        db = sqlite3.connect(path, check_same_thread=False)
-        try:
-            with damage_told(path):
-                db.execute("PRAGMA locking_mode = EXCLUSIVE")
-                db.execute("PRAGMA journal_mode = WAL")
-                db.execute("PRAGMA synchronous = FULL")
-                _make_or_know(db, path)
-                return cls(db)
-        except BaseException:
-            db.close()
-            raise
+        with opened(path) as db:
+            _make_or_know(db, path)
+            return cls(db)
 
     def load(self, progress: Callable[[int, int], None]) -> Iterator[tuple[str, ObjectRecord]]:
         """All rows in the order of their sequence. Raises `IndexUnusable` or `IndexFault`.
@@ -51,21 +41,15 @@ class ObjectIndex:
         `progress(done, total)` is called before the first and after every `ROWS_PER_PIECE` rows.
         """
         with self._lock, damage_told("the index"):
-            (total,) = self._db.execute("SELECT count(*) FROM objects").fetchone()
-            progress(0, total)
-            done = 0
-            rows = self._db.execute("SELECT key, sequence, segment, offset, size, checksum, pin FROM objects ORDER BY sequence")
-            while piece := rows.fetchmany(ROWS_PER_PIECE):
-                for key, sequence, segment, offset, size, checksum, pin in piece:
-                    if min(sequence, segment, offset, pin) < 0 or size < 1 or pin > 3:
-                        raise IndexUnusable(f"row {sequence} tells of {size} bytes at {offset} of segment {segment}")
-                    try:
-                        name = key.decode()
-                    except UnicodeDecodeError as error:
-                        raise IndexUnusable(f"row {sequence} has key {key!r}") from error
-                    yield name, ObjectRecord(sequence, segment, offset, size, checksum & _U64, pin)
-                done += len(piece)
-                progress(done, total)
+            columns = "key, sequence, segment, offset, size, checksum, pin"
+            for key, sequence, segment, offset, size, checksum, pin in in_order(self._db, "objects", columns, progress):
+                if min(sequence, segment, offset, pin) < 0 or size < 1 or pin > 3:
+                    raise IndexUnusable(f"row {sequence} tells of {size} bytes at {offset} of segment {segment}")
+                try:
+                    name = key.decode()
+                except UnicodeDecodeError as error:
+                    raise IndexUnusable(f"row {sequence} has key {key!r}") from error
+                yield name, ObjectRecord(sequence, segment, offset, size, checksum & _U64, pin)
 
     def put(self, rows: Iterable[tuple[str, ObjectRecord]]) -> None:
         """Add these; all of them or none, durable on return."""

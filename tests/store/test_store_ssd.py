@@ -232,6 +232,17 @@ def test_a_value_too_large_for_the_memory_of_now_is_a_miss_and_gone(make, client
     assert store.batch_is_exist(["large", "small"]) == [0, 1]
 
 
+def restarted_with(make, client, *keys):
+    """A server, and a client of it, whose former life was given these values and stopped."""
+    first = make()
+    store = client(first)
+    for key in keys:
+        assert store.put(key, value(key, 70_000)) == 0
+    drain(first)
+    server = make()
+    return server, client(server)
+
+
 def fail_with(number):
     def fail(*_):
         raise OSError(number, os.strerror(number))
@@ -240,13 +251,7 @@ def fail_with(number):
 
 
 def test_a_full_disk_is_read_but_not_written_and_what_is_replaced_does_not_come_back(make, client, monkeypatch):
-    first = make()
-    store = client(first)
-    for key in ("kept", "replaced"):
-        assert store.put(key, value(key, 70_000)) == 0
-    drain(first)
-    server = make()
-    store = client(server)
+    server, store = restarted_with(make, client, "kept", "replaced")
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", fail_with(errno.ENOSPC))
         assert store.put("more", b"x" * 70_000) == 0
@@ -263,13 +268,7 @@ def test_a_full_disk_is_read_but_not_written_and_what_is_replaced_does_not_come_
 
 
 def test_where_even_the_index_cannot_be_written_whole_files_go_rather_than_old_values_come_back(make, client, monkeypatch):
-    first = make()
-    store = client(first)
-    for key in ("kept", "replaced"):
-        assert store.put(key, value(key, 70_000)) == 0
-    drain(first)
-    server = make()
-    store = client(server)
+    server, store = restarted_with(make, client, "kept", "replaced")
 
     def fail(*_, **__):
         raise sqlite3.OperationalError("database or disk is full")
@@ -285,13 +284,7 @@ def test_where_even_the_index_cannot_be_written_whole_files_go_rather_than_old_v
 
 
 def test_a_failing_disk_is_off_and_the_store_goes_on(make, client, monkeypatch):
-    first = make()
-    store = client(first)
-    for key in ("read", "replaced", "put", "kept"):
-        assert store.put(key, value(key, 70_000)) == 0
-    drain(first)
-    server = make()
-    store = client(server)
+    server, store = restarted_with(make, client, "read", "replaced", "put", "kept")
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", fail_with(errno.EIO))
         assert store.get("read") == b""

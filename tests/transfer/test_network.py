@@ -1,5 +1,6 @@
 """Reads from another host: what verifies arrives, all else ends as a failure; no peer makes either side hang or crash."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -241,22 +242,26 @@ def test_garbage_does_not_disturb_the_server(tcp_server, reader, segment):
     eventually(lambda: tcp_server.counts["garbage"] > 0)
 
 
+@contextlib.contextmanager
+def a_glutton(server, layers):
+    """A reader that asks for all layers of a block until replies are dropped, and takes none."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as glutton:
+        glutton.linger, glutton.rcvhwm, glutton.sndhwm = 0, 1, 100_000
+        glutton.connect(server.endpoint)
+        request = msgspec.msgpack.encode(ReadRequest(1, 1, 0, 2, True, 0, layers))
+        deadline = time.monotonic() + TIMEOUT_S
+        while not server.counts["dropped"]:
+            glutton.send(request)
+            assert time.monotonic() < deadline
+        yield
+
+
 def test_a_reader_that_does_not_take_its_replies_is_cut_off_alone(tcp_server, reader, segment):
-    context = zmq.Context()
-    glutton = context.socket(zmq.DEALER)
-    glutton.linger, glutton.rcvhwm, glutton.sndhwm = 0, 1, 100_000
-    glutton.connect(tcp_server.endpoint)
-    request = msgspec.msgpack.encode(ReadRequest(1, 1, 0, 2, True, 0, 3))
-    deadline = time.monotonic() + TIMEOUT_S
-    while not tcp_server.counts["dropped"]:
-        glutton.send(request)
-        assert time.monotonic() < deadline
-    reader.learn(LIFE, tcp_server.endpoint)
-    one = read(segment.refs[0])
-    fetch(reader, [one])
-    assert one.sink.verified
-    glutton.close()
-    context.term()
+    with a_glutton(tcp_server, 3):
+        reader.learn(LIFE, tcp_server.endpoint)
+        one = read(segment.refs[0])
+        fetch(reader, [one])
+        assert one.sink.verified
 
 
 @pytest.fixture
@@ -530,20 +535,10 @@ def test_a_flipped_bit_in_gpu_memory_is_caught(slab_server, slab_reader, slab):
 
 
 def test_a_reader_that_does_not_take_its_replies_holds_half_of_the_staging_at_most(slab_server, slab_reader, slab):
-    context = zmq.Context()
-    glutton = context.socket(zmq.DEALER)
-    glutton.linger, glutton.rcvhwm, glutton.sndhwm = 0, 1, 100_000
-    glutton.connect(slab_server.endpoint)
-    request = msgspec.msgpack.encode(ReadRequest(1, 1, 0, 2, True, 0, 2))
-    deadline = time.monotonic() + TIMEOUT_S
-    while not slab_server.counts["dropped"]:
-        glutton.send(request)
-        assert time.monotonic() < deadline
-    reads = [read(ref, range(2)) for ref in slab.refs * 3]
-    fetch(slab_reader, reads)
-    assert all(one.sink.verified for one in reads)
-    glutton.close()
-    context.term()
+    with a_glutton(slab_server, 2):
+        reads = [read(ref, range(2)) for ref in slab.refs * 3]
+        fetch(slab_reader, reads)
+        assert all(one.sink.verified for one in reads)
 
 
 def test_requests_that_no_staging_comes_back_for_are_dropped(slab_server, slab_reader, slab):
