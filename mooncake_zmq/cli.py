@@ -8,17 +8,11 @@ from typing import Any, NoReturn
 
 import click
 
+from mooncake_zmq.core.roles import SUMMARIES
 from mooncake_zmq.engine.cpu import limit_blas
 
 DEFAULT_CONFIG = "configs/local.toml"
 """Below the current directory, or else below the project's own."""
-ROLES = {
-    "conductor": "Choose prefill and decode for each request; hold the block index.",
-    "prefill": "Compute the KV of prompts and the first token.",
-    "decode": "Produce the later tokens in a continuous batch.",
-    "cache-node": "Own one host's pool of KV blocks.",
-    "gateway": "Serve the OpenAI-compatible HTTP API; own the requests.",
-}
 
 config_option = click.option(
     "--config",
@@ -77,7 +71,7 @@ def _role_command(role: str, summary: str) -> None:
         sys.exit(run_process(loaded, node))
 
 
-for _role, _summary in ROLES.items():
+for _role, _summary in SUMMARIES.items():
     _role_command(_role, _summary)
 
 

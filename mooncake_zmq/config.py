@@ -10,29 +10,27 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 from msgspec import structs
 
 from mooncake_zmq.cache_node.settings import CacheNodeSettings
-from mooncake_zmq.conductor.conductor import ConductorSettings
 from mooncake_zmq.conductor.profile import Profile, ProfileError, decode, fit
-from mooncake_zmq.decode.decode import DecodeSettings
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_TOKENS
+from mooncake_zmq.core.roles import ENGINE_ROLES, ROLES, Role
+from mooncake_zmq.core.session import SessionSettings
+from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.cpu import Backend, Device
 from mooncake_zmq.gateway.edge import EdgeSettings
-from mooncake_zmq.gateway.requests import RequestsSettings
-from mooncake_zmq.messages import MAX_BLOCKS, MAX_TOKENS
-from mooncake_zmq.prefill.prefill import PrefillSettings
+from mooncake_zmq.gateway.settings import RequestsSettings
+from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
-from mooncake_zmq.runtime.session import SessionSettings
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, check_endpoint
 
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
-Role = Literal["conductor", "prefill", "decode", "cache-node", "gateway"]
-ROLES: tuple[Role, ...] = get_args(Role)
-ENGINE_ROLES: tuple[Role, ...] = ("prefill", "decode")
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, Role, warnings
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, warnings
+from mooncake_zmq.core.roles import Role
 from mooncake_zmq.runtime.process import (
     BAD_INPUT,
     MISTAKES,

@@ -4,9 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
-from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import BlocksLeased, Hello, SlotRef, decode, encode
-from mooncake_zmq.runtime.actor import (
+from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
     CloseSequence,
@@ -28,6 +26,8 @@ from mooncake_zmq.runtime.actor import (
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.messages import BlocksLeased, Hello, SlotRef, decode, encode
+from mooncake_zmq.kv.layout import BlockLayout
 
 LAYOUT = BlockLayout(layers=2, kv_heads=1, head_dim=2, block_tokens=4)
 ROLES = {"g": "gateway", "k": "conductor", "p": "prefill", "d": "decode", "c": "cache-node"}

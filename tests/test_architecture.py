@@ -11,17 +11,14 @@ PACKAGE = Path(__file__).parent.parent / "mooncake_zmq"
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
 
 PURE = (
-    "messages",
-    "work",
+    "core/",
     "kv/",
     "conductor/",
     "prefill/",
     "decode/",
     "gateway/requests",
+    "gateway/settings",
     "cache_node/",
-    "runtime/actor",
-    "runtime/node",
-    "runtime/session",
 )
 IMPURE_STANDARD = {
     *("time", "random", "os", "socket", "threading", "asyncio", "subprocess", "multiprocessing", "select", "signal"),
@@ -30,7 +27,7 @@ IMPURE_STANDARD = {
 PURE_THIRD_PARTY = {"msgspec", "msgpack", "numpy", "xxhash"}
 
 ROLES = ("conductor", "prefill", "decode", "cache_node", "gateway")
-KNOWN_BELOW_ROLES = ("kv", "messages", "work", "runtime.actor")
+KNOWN_BELOW_ROLES = ("kv", "core")
 ROLE_NEIGHBOURS = {
     # A pool's client half and its actor share a protocol, and so a room; prefill and decode use the former.
     "prefill": ("cache_node.client",),
@@ -128,7 +125,8 @@ def test_roles_know_only_what_is_below_them(module: Path) -> None:
         ("kv", (*ROLES, "runtime", "transfer", "engine", "simulation", "bench", "cli", "config", "up", "operate")),
         ("engine", (*ROLES, "runtime", "transfer", "simulation", "bench", "cli", "config", "up", "operate")),
         ("transfer", (*ROLES, "runtime", "simulation", "bench", "cli", "config", "up", "operate")),
-        ("simulation", ("bench", "cli", "up", "operate", "runtime.zmq_runtime", "runtime.process", "runtime.executor")),
+        ("core", (*ROLES, "runtime", "transfer", "engine", "simulation", "bench", "cli", "config", "up", "operate", "roles")),
+        ("simulation", ("bench", "cli", "up", "operate", "runtime")),
         ("runtime", ("simulation", "bench", "cli", "up", "operate", "demo")),
     ],
 )

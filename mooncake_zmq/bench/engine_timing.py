@@ -7,10 +7,10 @@ from contextlib import closing
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import sample
 from mooncake_zmq.engine.spec import Engine, ModelSpec
-from mooncake_zmq.messages import Sampling
 
 WARM_UP_STEPS = 2
 

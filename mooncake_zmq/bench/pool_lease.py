@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from mooncake_zmq.config import Config, load
-from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.actor import Drained, Effect, Event, PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
+from mooncake_zmq.core.messages import (
     PROTOCOL_VERSION,
     BlocksLeased,
     CommitSlots,
@@ -23,10 +23,11 @@ from mooncake_zmq.messages import (
     ReserveSlots,
     SlotsReserved,
 )
-from mooncake_zmq.runtime.actor import Drained, Effect, Event, PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
-from mooncake_zmq.runtime.node import Node
+from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.session import Session
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.runtime.process import Model
-from mooncake_zmq.runtime.session import Session
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 
 BLOCKS = 32
@@ -57,7 +58,7 @@ class LeaseClient:
     """
 
     def __init__(self, cycles: int) -> None:
-        self.counts: dict[str, int] = {}
+        self.counts = Tally()
         self.took_s: list[float] = []
         self.failure = "" if cycles else "no cycle was asked for"
         self._keys: tuple[Key, ...] = tuple(index.to_bytes(16, "big") for index in range(1, BLOCKS + 1))
@@ -66,7 +67,7 @@ class LeaseClient:
         self._sent_at = 0.0
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         match event:
             case Started():
                 return [SetTimer(("too late",), TIMEOUT_S)]
@@ -87,14 +88,14 @@ class LeaseClient:
                 return []
 
     def check(self, now: float) -> None:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
 
     def gauges(self, now: float) -> dict[str, float]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         return {}
 
     def dump(self, now: float) -> dict[str, Any]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         return {}
 
     def _lease(self, now: float) -> Send:

@@ -19,11 +19,11 @@ from mooncake_zmq.bench.cluster import Answer, BenchCluster, bench_cluster
 from mooncake_zmq.bench.memory import footprint, shared_files
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.config import Config, load
+from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.sampling import sample
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.engine.weights import load_engine
-from mooncake_zmq.messages import Sampling
 
 COLD_TOKENS = (64, 512, 2048, 4096)
 QUICK_TOKENS = 1500

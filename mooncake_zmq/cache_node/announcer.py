@@ -5,16 +5,17 @@ A conductor hears which blocks its host can serve from any tier; KV events name 
 
 from collections.abc import Callable, Iterable, Sequence
 
+from mooncake_zmq.core.actor import Effect, Publish, Send
+from mooncake_zmq.core.messages import MAX_BLOCKS, BlocksAnnounced
+from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import BlocksRemoved, BlocksStored, KvEvent, Medium
-from mooncake_zmq.messages import MAX_BLOCKS, BlocksAnnounced
-from mooncake_zmq.runtime.actor import Effect, Publish, Send
 
 
 class Announcer:
     """Collects changes; `holds(key)`: can the block be read from any tier now?"""
 
-    def __init__(self, holds: Callable[[Key], bool], counts: dict[str, int]) -> None:
+    def __init__(self, holds: Callable[[Key], bool], counts: Tally) -> None:
         self._holds = holds
         self._counts = counts
         self._stored: list[BlocksStored] = []
@@ -37,15 +38,11 @@ class Announcer:
         self._new.clear()
         effects: list[Effect] = [Publish(tuple(events))]
         if stored or removed:
-            self._count("announced_blocks[change=stored]", len(stored))
-            self._count("announced_blocks[change=removed]", len(removed))
+            self._counts.add("announced_blocks[change=stored]", len(stored))
+            self._counts.add("announced_blocks[change=removed]", len(removed))
             for message in announcements(stored, removed):
                 effects += [Send(conductor, message) for conductor in conductors]
         return effects
-
-    def _count(self, name: str, amount: int) -> None:
-        if amount:
-            self._counts[name] = self._counts.get(name, 0) + amount
 
 
 def announcements(stored: Sequence[Key], removed: Sequence[Key] = ()) -> list[BlocksAnnounced]:

@@ -15,29 +15,7 @@ from mooncake_zmq.cache_node.contents import UNKNOWN, Contents, in_chains
 from mooncake_zmq.cache_node.disk_tier import DiskContents, DiskTier
 from mooncake_zmq.cache_node.gathering import DISK, Gatherer, Gathering
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
-from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.kv.events import BlocksStored, Medium
-from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.kv.lease import GrantedLease, HolderId
-from mooncake_zmq.kv.slots import Slots, SlotState
-from mooncake_zmq.messages import (
-    MAX_TOKENS,
-    BlocksLeased,
-    ChangeReplica,
-    CommitSlots,
-    GrantedSlot,
-    LeaseBlocks,
-    LeaseRenewed,
-    Message,
-    ReclaimSlots,
-    ReleaseLease,
-    RenewLease,
-    ReportCorrupt,
-    ReserveSlots,
-    SlotRef,
-    SlotsReserved,
-)
-from mooncake_zmq.runtime.actor import (
+from mooncake_zmq.core.actor import (
     CancelTimer,
     Drained,
     DrainWanted,
@@ -55,7 +33,30 @@ from mooncake_zmq.runtime.actor import (
     WorkDone,
     WorkProgress,
 )
-from mooncake_zmq.work import BlocksCopied, DiskWritten, ProbeProcess, ProcessProbed, SlotGrant, WorkFailed
+from mooncake_zmq.core.messages import (
+    MAX_TOKENS,
+    BlocksLeased,
+    ChangeReplica,
+    CommitSlots,
+    GrantedSlot,
+    LeaseBlocks,
+    LeaseRenewed,
+    Message,
+    ReclaimSlots,
+    ReleaseLease,
+    RenewLease,
+    ReportCorrupt,
+    ReserveSlots,
+    SlotRef,
+    SlotsReserved,
+)
+from mooncake_zmq.core.shell import Ids, Tally
+from mooncake_zmq.core.work import BlocksCopied, DiskWritten, ProbeProcess, ProcessProbed, SlotGrant, WorkFailed
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.events import BlocksStored, Medium
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.lease import GrantedLease, HolderId
+from mooncake_zmq.kv.slots import Slots, SlotState
 
 __all__ = ["CacheNode", "CacheNodeSettings", "DiskContents", "KvEventsSettings", "SsdSettings"]
 
@@ -96,11 +97,11 @@ class CacheNode:
         self.name = name
         self.host = host
         self.incarnation = incarnation
-        self.counts: dict[str, int] = {}
+        self.counts = Tally()
         self.slots = Slots(settings.pool_bytes // layout.slot_bytes, settings.eviction)
         self._settings = settings
         self._layout = layout
-        self._next_id = 1
+        self._ids = Ids()
         self._contents = Contents(self.slots.capacity, layout.block_tokens if settings.kv_events.endpoint else 0)
         self.disk = DiskTier(
             settings.ssd,
@@ -109,7 +110,7 @@ class CacheNode:
             self._contents,
             policy=settings.eviction,
             ref=self._ref,
-            new_id=self._new_id,
+            new_id=self._ids.new,
             counts=self.counts,
         )
         self._chains = Chains(self.slots, self._contents)
@@ -120,7 +121,7 @@ class CacheNode:
             self._contents,
             self.disk,
             grant=self._grant,
-            new_id=self._new_id,
+            new_id=self._ids.new,
             stored=self._copied_here,
             counts=self.counts,
         )
@@ -142,7 +143,7 @@ class CacheNode:
         return self.slots.committed(key) is not None or self.disk.find(key) is not None
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         effects = self._dispatch(now, event)
         while self._gatherer.finished:
             effects += self._answer(now, self._gatherer.finished.pop(0))
@@ -204,11 +205,11 @@ class CacheNode:
             case BlocksLeased():
                 return self._gatherer.on_leased(now, sender, message)
             case _:
-                self._count(f"unexpected_messages[type={type(message).__name__}]")
+                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
 
     def check(self, now: float) -> None:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         self.slots.check()
         self.disk.slots.check()
         unsaved = sum(1 for key in self.slots.committed_keys() if self.disk.slots.committed(key) is None)
@@ -226,7 +227,7 @@ class CacheNode:
         assert writing == [s for s in range(self.slots.capacity) if self.slots.state_of(s) in states]
 
     def gauges(self, now: float) -> dict[str, float]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         oldest = min((lease.expires_at for lease in self._leases.values()), default=None)
         return {
             "capacity_blocks": self.slots.capacity,
@@ -244,7 +245,7 @@ class CacheNode:
         }
 
     def dump(self, now: float) -> dict[str, Any]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         gatherings = self._gatherer.gatherings
         return {
             "gauges": self.gauges(now),
@@ -264,7 +265,7 @@ class CacheNode:
             return []
         mine = sum(1 for h in self._leases if h.node == sender) + sum(1 for h in gatherings if h.node == sender)
         if self._draining or mine >= self._settings.max_leases_per_client:
-            self._count("leases_denied")
+            self.counts.add("leases_denied")
             return [Send(sender, BlocksLeased(lease_id=message.lease_id, node=self.name, incarnation=self.incarnation))]
         fetch_s = min(message.fetch_s, self._settings.max_lease_s)
         gathering = Gathering(
@@ -296,10 +297,10 @@ class CacheNode:
         origins = [gathering.came_from[key] for key in run if key in gathering.came_from] if gathering.came_from else []
         disk = origins.count(DISK)
         remote = len(origins) - disk
-        self._count("lookup_blocks[result=local]", len(run) - len(origins))
-        self._count("lookup_blocks[result=disk]", disk)
-        self._count("lookup_blocks[result=remote]", remote)
-        self._count("lookup_blocks[result=miss]", len(gathering.keys) - len(run))
+        self.counts.add("lookup_blocks[result=local]", len(run) - len(origins))
+        self.counts.add("lookup_blocks[result=disk]", disk)
+        self.counts.add("lookup_blocks[result=remote]", remote)
+        self.counts.add("lookup_blocks[result=miss]", len(gathering.keys) - len(run))
         slots = tuple(gathering.run)
         parents, tokens = self._told(slots) if gathering.contents else ((), ())
         leased = BlocksLeased(
@@ -357,7 +358,7 @@ class CacheNode:
             return []
         if now < lease.expires_at - 1e-9:
             return [SetTimer(("lease", holder.node, holder.incarnation, holder.number), lease.expires_at - now)]
-        self._count("leases_expired")
+        self.counts.add("leases_expired")
         self._end_lease(holder)
         return []
 
@@ -373,14 +374,14 @@ class CacheNode:
             stands = current and self.slots.generation[ref.slot] == ref.generation
             if stands and self.slots.state_of(ref.slot) is SlotState.COMMITTED:
                 self.slots.forget(ref.slot)
-                self._count("corrupt_blocks[tier=dram]")
+                self.counts.add("corrupt_blocks[tier=dram]")
         return []
 
     # --- copies on a conductor's wish
 
     def _on_change_replica(self, now: float, sender: str, message: ChangeReplica) -> list[Effect]:
         if self._peers[sender].role != "conductor":
-            self._count("unexpected_messages[type=ChangeReplica]")
+            self.counts.add("unexpected_messages[type=ChangeReplica]")
             return []
         if not message.sources:
             for key in message.keys:
@@ -388,9 +389,9 @@ class CacheNode:
             return []
         wishes = sum(1 for gathering in self._gatherer.gatherings.values() if gathering.wish)
         if self._draining or wishes >= self._settings.max_wishes:
-            self._count("wishes_left")
+            self.counts.add("wishes_left")
             return []
-        holder = HolderId(self.name, self.incarnation, self._new_id())
+        holder = HolderId(self.name, self.incarnation, self._ids.new())
         wish = Gathering(holder=holder, keys=message.keys, deadline=now + WISH_S, wish=True)
         return self._gather(now, wish, message.sources, WISH_S)
 
@@ -421,10 +422,10 @@ class CacheNode:
             if slot is not None:
                 put.slots[index] = (key, slot)
                 grants.append(GrantedSlot(index=index, slot=slot, generation=self.slots.generation[slot]))
-        self._count("put_blocks[result=granted]", len(grants))
-        self._count("put_blocks[result=held]", held)
-        self._count("put_blocks[result=denied]", len(message.keys) - held - len(grants))
-        self._count("dedup_saved_bytes", held * self._layout.block_bytes)
+        self.counts.add("put_blocks[result=granted]", len(grants))
+        self.counts.add("put_blocks[result=held]", held)
+        self.counts.add("put_blocks[result=denied]", len(message.keys) - held - len(grants))
+        self.counts.add("dedup_saved_bytes", held * self._layout.block_bytes)
         reply = Send(sender, SlotsReserved(put_id=message.put_id, grants=tuple(grants)))
         if not grants:
             return [reply]
@@ -441,7 +442,7 @@ class CacheNode:
         """The tokens of a put, unless they cannot be those of its blocks: they are told to others, not used here."""
         fits = len(message.tokens) == len(message.keys) * self._layout.block_tokens * 4
         if message.tokens and not fits:
-            self._count("put_tokens_misfit")
+            self.counts.add("put_tokens_misfit")
         return message.tokens if fits else b""
 
     def _on_commit(self, now: float, sender: str, message: CommitSlots) -> list[Effect]:
@@ -451,7 +452,7 @@ class CacheNode:
             return []
         checksums = {} if put.quarantined else dict(message.checksums)
         if put.quarantined:
-            self._count("late_commits")
+            self.counts.add("late_commits")
         stored: list[int] = []
         size = self._contents.token_bytes
         for index, (_, slot) in put.slots.items():
@@ -496,10 +497,10 @@ class CacheNode:
             return []
         if not put.quarantined:
             put.quarantined = True
-            self._count("puts_quarantined")
+            self.counts.add("puts_quarantined")
             for _, slot in put.slots.values():
                 self.slots.quarantine(slot)
-        probe_id = self._new_id()
+        probe_id = self._ids.new()
         self._probes[probe_id] = (writer.node, writer.incarnation)
         return [
             SetTimer(("put", writer.node, writer.incarnation, writer.number), self._settings.probe_s),
@@ -548,8 +549,8 @@ class CacheNode:
         left_dram, left_disk = tuple(self.slots.evicted), tuple(self.disk.slots.evicted)
         if left_dram or left_disk:
             self.disk.left(left_dram, left_disk)
-            self._count("evicted_blocks[tier=dram]", len(left_dram))
-            self._count("evicted_blocks[tier=disk]", len(left_disk))
+            self.counts.add("evicted_blocks[tier=dram]", len(left_dram))
+            self.counts.add("evicted_blocks[tier=disk]", len(left_disk))
             self.slots.evicted.clear()
             self.disk.slots.evicted.clear()
         informed = [name for name, peer in self._peers.items() if peer.role == "conductor" and name not in self._newcomers]
@@ -580,14 +581,6 @@ class CacheNode:
 
     def _grant(self, slot: int) -> SlotGrant:
         return SlotGrant(self.name, self.incarnation, slot, self.slots.generation[slot])
-
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
-    def _count(self, name: str, amount: int = 1) -> None:
-        if amount:
-            self.counts[name] = self.counts.get(name, 0) + amount
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:

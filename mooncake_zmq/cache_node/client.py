@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.kv.lease import HeldLease
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.actor import Effect, PeerUp, Send, Start
+from mooncake_zmq.core.messages import (
     BlocksLeased,
     CommitSlots,
     LeaseBlocks,
@@ -18,8 +17,10 @@ from mooncake_zmq.messages import (
     SlotRef,
     SlotsReserved,
 )
-from mooncake_zmq.runtime.actor import Effect, PeerUp, Send, Start
-from mooncake_zmq.work import BlocksCopied, CopyBlocks, SequenceBlock, SlotGrant, WorkFailed
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, SequenceBlock, SlotGrant, WorkFailed
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.lease import HeldLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class PutEnded:
 class PoolClient:
     """Talks to the cache-node of `host`, whichever that is. Ids come from the owning actor, which also lends its `counts`."""
 
-    def __init__(self, host: str, settings: PoolClientSettings, counts: dict[str, int]) -> None:
+    def __init__(self, host: str, settings: PoolClientSettings, counts: Tally) -> None:
         self.settings = settings
         self._counts = counts
         self.node: str | None = None
@@ -197,7 +198,7 @@ class PoolClient:
         """
         if self.node is None or len(self._puts) >= self.settings.max_puts or not keys:
             if keys:
-                self._count("puts_skipped", len(keys))
+                self._counts.add("puts_skipped", len(keys))
             return None
         self._puts[put_id] = _Put(token, tuple(keys), tuple(sources), now)
         ttl_s = self.settings.lease_ttl_s
@@ -238,7 +239,7 @@ class PoolClient:
             for index, checksum in zip(put.indexes, result.checksums, strict=True):
                 if checksum is not None:
                     checksums.append((index, checksum))
-        self._count("put_failures", len(put.indexes) - len(checksums))
+        self._counts.add("put_failures", len(put.indexes) - len(checksums))
         effects: list[Effect] = []
         if self.node is not None:
             effects.append(Send(self.node, CommitSlots(put_id=put_id, checksums=tuple(checksums))))
@@ -249,7 +250,3 @@ class PoolClient:
         if message.put_id in self._puts or self.node is None:
             return []
         return [Send(self.node, CommitSlots(put_id=message.put_id, checksums=()))]
-
-    def _count(self, name: str, amount: int = 1) -> None:
-        if amount:
-            self._counts[name] = self._counts.get(name, 0) + amount

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 from mooncake_zmq.cache_node.contents import UNKNOWN, Content, Contents
 from mooncake_zmq.cache_node.settings import SsdSettings
+from mooncake_zmq.core.actor import Effect, Start
+from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.work import DiskBlock, DiskWritten, WorkFailed, WriteToDisk
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import TOKEN_BYTES
 from mooncake_zmq.kv.slots import Slots, SlotState
-from mooncake_zmq.messages import SlotRef
-from mooncake_zmq.runtime.actor import Effect, Start
-from mooncake_zmq.work import DiskBlock, DiskWritten, WorkFailed, WriteToDisk
 
 BATCHES = 2
 """Under way at once: one's bytes move while the rows of the other are committed."""
@@ -52,7 +53,7 @@ class DiskTier:
         policy: str,
         ref: Callable[[int], SlotRef],
         new_id: Callable[[], int],
-        counts: dict[str, int],
+        counts: Tally,
     ) -> None:
         self.slots = Slots(contents.slots, policy)
         self.readable = self.writable = contents.slots > 0
@@ -174,13 +175,13 @@ class DiskTier:
             slot, key = demotions[index].slot, demotions[index].block.key
             if self._dram.committed(key) == slot and self._dram.checksum[slot] == demotions[index].block.checksum:
                 self._dram.forget(slot)
-                self._count("corrupt_blocks[tier=dram]")
-        self._count("demoted_blocks", sum(result.written))
-        self._count("demotion_failures", len(demotions) - sum(result.written))
+                self._counts.add("corrupt_blocks[tier=dram]")
+        self._counts.add("demoted_blocks", sum(result.written))
+        self._counts.add("demotion_failures", len(demotions) - sum(result.written))
         if result.fault and self.writable:
             self.writable = False
             self.fault = result.fault
-            self._count("disk_faults[operation=write]")
+            self._counts.add("disk_faults[operation=write]")
 
     def _note(self, block: DiskBlock) -> None:
         """A block stands on disk now."""
@@ -193,7 +194,7 @@ class DiskTier:
     def corrupt(self, block: DiskBlock) -> None:
         """A copy did not verify: a miss from now on, and nothing is written to its place any more. Call when it is unpinned."""
         if self.slots.state_of(block.slot) is SlotState.COMMITTED and self.slots.key_of(block.slot) == block.key:
-            self._count("corrupt_blocks[tier=disk]")
+            self._counts.add("corrupt_blocks[tier=disk]")
             if self.slots.pins[block.slot]:
                 self.slots.forget(block.slot)  # another reader is at it, and will find the same
             else:
@@ -202,7 +203,7 @@ class DiskTier:
     def fail(self, reason: str) -> None:
         """The disk cannot be read any more: nothing is served from it, or written to it, in this life."""
         if self.readable:
-            self._count("disk_faults[operation=read]")
+            self._counts.add("disk_faults[operation=read]")
             self.readable = self.writable = False
             self.fault = reason
             for key in self.slots.committed_keys():
@@ -223,7 +224,7 @@ class DiskTier:
             elif key not in left_disk:
                 lost += 1
         self.unsaved += sum(1 for key in disk if self._dram.committed(key) is not None) - lost
-        self._count("evicted_unsaved_blocks", lost if self.slots.capacity else 0)
+        self._counts.add("evicted_unsaved_blocks", lost if self.slots.capacity else 0)
 
     def _window(self) -> int:
         """How many of the coldest evictable slots are to be on disk as well, those that are free being as good.
@@ -235,7 +236,3 @@ class DiskTier:
             return min(self._dram.capacity, most)
         share = int(self._dram.capacity * self._settings.ahead)
         return max(0, min(share - self._dram.count(SlotState.FREE), MAX_SCAN, most))
-
-    def _count(self, name: str, amount: int = 1) -> None:
-        if amount:
-            self._counts[name] = self._counts.get(name, 0) + amount

@@ -13,12 +13,13 @@ from itertools import pairwise
 from mooncake_zmq.cache_node.contents import UNKNOWN, Content, Contents
 from mooncake_zmq.cache_node.disk_tier import DiskTier
 from mooncake_zmq.cache_node.settings import CacheNodeSettings
+from mooncake_zmq.core.actor import Effect, Send, Start
+from mooncake_zmq.core.messages import BlocksLeased, LeaseBlocks, ReleaseLease, ReportCorrupt, SlotRef
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskBlock, SlotGrant, WorkFailed
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.slots import Slots
-from mooncake_zmq.messages import BlocksLeased, LeaseBlocks, ReleaseLease, ReportCorrupt, SlotRef
-from mooncake_zmq.runtime.actor import Effect, Send, Start
-from mooncake_zmq.work import BlocksCopied, CopyBlocks, DiskBlock, SlotGrant, WorkFailed
 
 DISK = ""
 """The source that is this node's own SSD tier."""
@@ -98,7 +99,7 @@ class Gatherer:
         grant: Callable[[int], SlotGrant],
         new_id: Callable[[], int],
         stored: Callable[[Sequence[Key]], None],
-        counts: dict[str, int],
+        counts: Tally,
     ) -> None:
         """`contents`: of the DRAM slots. `stored` is told of blocks that came to stand there."""
         self.gatherings: dict[HolderId, Gathering] = {}
@@ -253,7 +254,7 @@ class Gatherer:
             if key in gathering.asked or not self._wanted(source, key):
                 continue
             if not batch and self._too_slow(now, gathering, source):
-                self._count(f"gather_refused[source={'disk' if source == DISK else 'node'},reason=slower_than_computing]")
+                self._counts.add(f"gather_refused[source={'disk' if source == DISK else 'node'},reason=slower_than_computing]")
                 gathering.limits[source] = 0
                 break
             batch.append(key)
@@ -297,7 +298,7 @@ class Gatherer:
         if not self._contents.token_bytes or not message.tokens:
             return {}
         if not all(self._contents.fits(tokens) for tokens in message.tokens if tokens):
-            self._count("fetched_tokens_misfit")
+            self._counts.add("fetched_tokens_misfit")
             return {}
         return dict(zip(keys, map(Content, message.parents, message.tokens), strict=False))
 
@@ -309,7 +310,7 @@ class Gatherer:
                 continue
             slot = self._dram.reserve(key)
             if slot is None:
-                self._count("fetches_denied[reason=no_room]")
+                self._counts.add("fetches_denied[reason=no_room]")
                 gathering = self.gatherings.get(fetch.holder)
                 if gathering is not None:
                     gathering.limits.pop(fetch.source, None)
@@ -351,9 +352,9 @@ class Gatherer:
                 corrupt.append(source)
             if gathering is not None and fetch.source in gathering.limits:
                 gathering.limits[fetch.source] = min(gathering.limits[fetch.source], gathering.keys.index(key))
-        self._count(f"fetched_blocks[source={tier}]", len(came))
-        self._count(f"fetch_failures[source={tier}]", len(copies) - len(came))
-        self._count("fetched_blocks_corrupt", len(corrupt))
+        self._counts.add(f"fetched_blocks[source={tier}]", len(came))
+        self._counts.add(f"fetch_failures[source={tier}]", len(copies) - len(came))
+        self._counts.add("fetched_blocks_corrupt", len(corrupt))
         if came:
             self._measure(now, fetch, len(came))
         if gathering is not None:
@@ -392,7 +393,3 @@ class Gatherer:
             gathering.open[fetch.source] -= 1
             gathering.asked.difference_update(fetch.keys)
         return [] if fetch.source == DISK else [Send(fetch.source, ReleaseLease(lease_id=fetch_id))]
-
-    def _count(self, name: str, amount: int = 1) -> None:
-        if amount:
-            self._counts[name] = self._counts.get(name, 0) + amount

@@ -8,7 +8,7 @@ import math
 
 from mooncake_zmq.conductor.routing import DecodeOption, PrefillChoice
 from mooncake_zmq.conductor.settings import ConductorSettings
-from mooncake_zmq.messages import RejectReason
+from mooncake_zmq.core.messages import RejectReason
 
 MIN_RETRY_S = 1.0
 """Retry-After is in whole seconds."""

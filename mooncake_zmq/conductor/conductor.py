@@ -11,24 +11,12 @@ from typing import Any
 
 from mooncake_zmq.conductor import admission, routing
 from mooncake_zmq.conductor.estimates import BookingKey, DecodeBatch, DecodeBooking, PrefillQueue
-from mooncake_zmq.conductor.membership import ROLES, Member, Membership
+from mooncake_zmq.conductor.membership import Member, Membership
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.routing import DecodeOption, PrefillChoice, PrefillOption
 from mooncake_zmq.conductor.settings import ConductorSettings
-from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.messages import (
-    BlocksAnnounced,
-    DecodeLoad,
-    Message,
-    Placed,
-    PrefillLoad,
-    Rejected,
-    RejectReason,
-    RequestEnded,
-    Schedule,
-)
-from mooncake_zmq.runtime.actor import (
+from mooncake_zmq.core.actor import (
     Drained,
     DrainWanted,
     Effect,
@@ -41,8 +29,21 @@ from mooncake_zmq.runtime.actor import (
     Started,
     TimerFired,
 )
-
-__all__ = ["Conductor", "ConductorSettings"]
+from mooncake_zmq.core.messages import (
+    BlocksAnnounced,
+    DecodeLoad,
+    Message,
+    Placed,
+    PrefillLoad,
+    Rejected,
+    RejectReason,
+    RequestEnded,
+    Schedule,
+)
+from mooncake_zmq.core.roles import ROLES
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.layout import BlockLayout
 
 EXPIRY = ("bookings",)
 REPLICAS = ("replicas",)
@@ -64,13 +65,13 @@ class Booking:
 class Conductor:
     """Places requests by Algorithm 1, and refuses those that would miss their SLO."""
 
-    def __init__(self, *, name: str, host: str, incarnation: int, settings: ConductorSettings, block_tokens: int) -> None:
+    def __init__(self, *, name: str, host: str, incarnation: int, settings: ConductorSettings, layout: BlockLayout) -> None:
         self.name = name
         self.host = host
         self.incarnation = incarnation
-        self.counts: dict[str, int] = {}
+        self.counts = Tally()
         self._settings = settings
-        self._block_tokens = block_tokens
+        self._block_tokens = layout.block_tokens
         self._members = Membership()
         self._index = PrefixIndex(max_keys=settings.max_keys)
         self._replication = Replication(settings, self._index, self.counts)
@@ -199,7 +200,7 @@ class Conductor:
     def _on_peer_up(self, member: Member) -> None:
         self._forget(member.name)
         if member.role not in ROLES:
-            self._count("strangers")
+            self.counts.add("strangers")
             return
         self._members.join(member)
         if member.role == "prefill":
@@ -241,9 +242,9 @@ class Conductor:
                 self._set_draining(sender, load.draining)
             case "cache-node", BlocksAnnounced(stored=stored, removed=removed):
                 self._index.removed(sender, removed)
-                self._count("keys_dropped", self._index.stored(sender, stored))
+                self.counts.add("keys_dropped", self._index.stored(sender, stored))
             case _:
-                self._count(f"unexpected[message={type(message).__name__}]")
+                self.counts.add(f"unexpected[message={type(message).__name__}]")
         return []
 
     def _set_draining(self, name: str, draining: bool) -> None:
@@ -259,9 +260,9 @@ class Conductor:
         booking = self._bookings.get(key)
         if booking is not None and booking.placed.attempt >= schedule.attempt:
             if booking.placed.attempt > schedule.attempt:
-                self._count("stale_schedules")
+                self.counts.add("stale_schedules")
                 return effects
-            self._count("repeated_schedules")
+            self.counts.add("repeated_schedules")
             return [*effects, Send(gateway, booking.placed)]
         if booking is not None:
             self._unbook(key)
@@ -359,7 +360,7 @@ class Conductor:
         )
 
     def _reject(self, schedule: Schedule, reason: RejectReason, retry_after_s: float) -> Rejected:
-        self._count(f"rejected[reason={reason.value}]")
+        self.counts.add(f"rejected[reason={reason.value}]")
         return Rejected(request_id=schedule.request_id, attempt=schedule.attempt, reason=reason, retry_after_s=retry_after_s)
 
     def _cache_hosts(self) -> dict[str, str]:
@@ -373,7 +374,7 @@ class Conductor:
             # Another conductor may have been asked all the while: what was counted before would make hot chains look cold.
             self._replication.demand.clear()
         self._asked_at = now
-        self._count("chains_forgotten", self._replication.demand.count(now, held))
+        self.counts.add("chains_forgotten", self._replication.demand.count(now, held))
         if self._replicas_armed or not self._replication.demand:
             return []
         self._replicas_armed = True
@@ -399,13 +400,13 @@ class Conductor:
     # --- bookings
 
     def _book(self, now: float, key: BookingKey, placed: Placed, *, work_s: float, need_tokens: int) -> None:
-        self._count("placed")
-        self._count(f"plans[prefix={_plan_of(placed)}]")
+        self.counts.add("placed")
+        self.counts.add(f"plans[prefix={_plan_of(placed)}]")
         self._turn += 1
         for chosen in (placed.prefill, *placed.sources[:1]):
             self._last_chosen[chosen] = self._turn
         if len(self._bookings) >= self._settings.max_bookings:
-            self._count("bookings_dropped")
+            self.counts.add("bookings_dropped")
             self._unbook(next(iter(self._bookings)))
         self._bookings[key] = Booking(now, placed)
         self._queues[placed.prefill].book(now, key, work_s)
@@ -427,17 +428,13 @@ class Conductor:
     def _on_expiry(self, now: float) -> list[Effect]:
         """Drop what is too old, and come back when the next one is."""
         for key in self._expired(now):
-            self._count("bookings_expired")
+            self.counts.add("bookings_expired")
             self._unbook(key)
         self._expiry_armed = bool(self._bookings)
         if not self._bookings:
             return []
         oldest = next(iter(self._bookings.values()))
         return [SetTimer(EXPIRY, max(EXPIRY_MIN_DELAY_S, oldest.at + self._settings.booking_ttl_s - now))]
-
-    def _count(self, name: str, by: int = 1) -> None:
-        if by:
-            self.counts[name] = self.counts.get(name, 0) + by
 
 
 def _plan_of(placed: Placed) -> str:

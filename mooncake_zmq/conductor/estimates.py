@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from mooncake_zmq.conductor.settings import ConductorSettings
-from mooncake_zmq.messages import DecodeLoad, PrefillLoad
+from mooncake_zmq.core.messages import DecodeLoad, PrefillLoad
 
 BookingKey = tuple[str, str]
 """Gateway and request id."""

@@ -3,8 +3,6 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-ROLES = ("gateway", "prefill", "decode", "cache-node", "conductor")
-
 
 @dataclass(slots=True)
 class Member:

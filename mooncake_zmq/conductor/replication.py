@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.routing import MAX_SOURCES
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.messages import ChangeReplica
+from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.messages import ChangeReplica
 
 WISH_S = 30.0
 """A copy not announced after this does not come: the node had no room or no time. The node gives up after as long."""
@@ -153,7 +154,7 @@ class Wish:
 class Replication:
     """Turns demand into wishes, and remembers the wishes so that nothing is asked twice."""
 
-    def __init__(self, settings: ConductorSettings, index: PrefixIndex, counts: dict[str, int]) -> None:
+    def __init__(self, settings: ConductorSettings, index: PrefixIndex, counts: Tally) -> None:
         """`index`: what is held, kept up to date by the conductor; `counts`: its counters."""
         self.demand = Demand(
             half_life_s=settings.replica_half_life_s,
@@ -223,7 +224,7 @@ class Replication:
             arrived = wish.node in self._index.holders(wish.keys)
             wish.settled = arrived or now - wish.at >= WISH_S
             if wish.settled:
-                self._count("replicas_arrived" if arrived else "replicas_missed")
+                self._counts.add("replicas_arrived" if arrived else "replicas_missed")
         self._forget_old(now)
 
     def forget(self, node: str) -> None:
@@ -293,7 +294,7 @@ class Replication:
             if last is not None and last.more and node not in going:
                 continue
             if len(self._wishes) >= MAX_WISHES or self._under_way_to(now, node) >= WISHES_PER_NODE:
-                self._count("replica_wishes_deferred")
+                self._counts.add("replica_wishes_deferred")
                 continue
             sources = [holder for holder in holders if hosts[holder] != host]
             if not sources:
@@ -320,7 +321,7 @@ class Replication:
         asked: list[tuple[str, ChangeReplica]] = []
         for node in spare[:count]:
             if len(self._wishes) >= MAX_WISHES // 2:
-                self._count("replica_wishes_deferred")
+                self._counts.add("replica_wishes_deferred")
                 break
             self._remember(Wish(node, own, now, more=False))
             asked.append((node, ChangeReplica(keys=own, sources=())))
@@ -331,7 +332,7 @@ class Replication:
         asked = self._asked.setdefault(wish.node, {})
         for key in wish.keys:
             asked[key] = wish
-        self._count(f"replica_wishes[change={'more' if wish.more else 'fewer'}]")
+        self._counts.add(f"replica_wishes[change={'more' if wish.more else 'fewer'}]")
 
     def _forget_old(self, now: float) -> None:
         while self._wishes and now - self._wishes[0].at >= ASK_AGAIN_S:
@@ -340,6 +341,3 @@ class Replication:
             for key in wish.keys:
                 if asked.get(key) is wish:
                     del asked[key]
-
-    def _count(self, name: str) -> None:
-        self._counts[name] = self._counts.get(name, 0) + 1

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from mooncake_zmq.messages import MAX_BLOCKS
+from mooncake_zmq.core.messages import MAX_BLOCKS
 
 POSITIVE = (
     "tie_ratio",

@@ -9,12 +9,27 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from mooncake_zmq.cache_node.client import PoolClient, PoolClientSettings, PutEnded
-from mooncake_zmq.decode.batch import step_members, victim
-from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
-from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import (
+from mooncake_zmq.cache_node.client import PoolClient, PutEnded
+from mooncake_zmq.core.actor import (
+    CancelTimer,
+    CloseSequence,
+    Drained,
+    DrainWanted,
+    Effect,
+    Event,
+    OpenSequence,
+    PeerDown,
+    PeerUp,
+    Received,
+    Send,
+    SetTimer,
+    Start,
+    Started,
+    TimerFired,
+    WorkDone,
+    WorkProgress,
+)
+from mooncake_zmq.core.messages import (
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
@@ -36,26 +51,8 @@ from mooncake_zmq.messages import (
     TokensDecoded,
     clip,
 )
-from mooncake_zmq.runtime.actor import (
-    CancelTimer,
-    CloseSequence,
-    Drained,
-    DrainWanted,
-    Effect,
-    Event,
-    OpenSequence,
-    PeerDown,
-    PeerUp,
-    Received,
-    Send,
-    SetTimer,
-    Start,
-    Started,
-    TimerFired,
-    WorkDone,
-    WorkProgress,
-)
-from mooncake_zmq.work import (
+from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
+from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
     BlocksPulled,
@@ -66,31 +63,11 @@ from mooncake_zmq.work import (
     StepEntry,
     WorkFailed,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeSettings:
-    """One decode instance."""
-
-    capacity_tokens: int = 16_384
-    """KV budget in tokens; 46 kB each with the default model. At least one request of the full length."""
-    max_batch: int = 16
-    """Requests in one step."""
-    max_requests: int = 64
-    """Requests that hold KV, waiting ones included; a further one is denied."""
-    report_s: float = 0.25
-    """How often the load is told to the conductors."""
-    pull_deadline_s: float = 30.0
-    """A handoff's copy that takes longer fails the attempt."""
-    step_deadline_s: float = 60.0
-    """A step that takes longer fails its requests here."""
-    pool: PoolClientSettings = field(default_factory=PoolClientSettings)
-
-    def __post_init__(self) -> None:
-        if min(self.capacity_tokens, self.max_batch, self.max_requests) < 1:
-            raise ValueError("capacity_tokens, max_batch and max_requests must be at least 1")
-        if min(self.report_s, self.pull_deadline_s, self.step_deadline_s) <= 0:
-            raise ValueError("report_s, pull_deadline_s and step_deadline_s must be positive")
+from mooncake_zmq.decode.batch import step_members, victim
+from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.kv.layout import BlockLayout
 
 
 class RequestState(Enum):
@@ -107,16 +84,27 @@ class RequestState(Enum):
     ENDED = "ended"
 
 
-NEXT_STATE: dict[tuple[RequestState, str], RequestState] = {
-    (RequestState.RESERVING, "reserved"): RequestState.LOADING,
-    (RequestState.LOADING, "verified"): RequestState.READY,
-    (RequestState.READY, "step"): RequestState.STEPPING,
-    (RequestState.STEPPING, "stepped"): RequestState.READY,
-    (RequestState.RESERVING, "close"): RequestState.CLOSING,
-    (RequestState.LOADING, "close"): RequestState.CLOSING,
-    (RequestState.READY, "close"): RequestState.CLOSING,
-    (RequestState.STEPPING, "close"): RequestState.CLOSING,
-    (RequestState.CLOSING, "end"): RequestState.ENDED,
+class RequestEvent(Enum):
+    """What moves it on."""
+
+    RESERVED = "reserved"
+    VERIFIED = "verified"
+    STEP_BEGAN = "step"
+    STEPPED = "stepped"
+    CLOSE = "close"
+    END = "end"
+
+
+NEXT_STATE: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (RequestState.RESERVING, RequestEvent.RESERVED): RequestState.LOADING,
+    (RequestState.LOADING, RequestEvent.VERIFIED): RequestState.READY,
+    (RequestState.READY, RequestEvent.STEP_BEGAN): RequestState.STEPPING,
+    (RequestState.STEPPING, RequestEvent.STEPPED): RequestState.READY,
+    (RequestState.RESERVING, RequestEvent.CLOSE): RequestState.CLOSING,
+    (RequestState.LOADING, RequestEvent.CLOSE): RequestState.CLOSING,
+    (RequestState.READY, RequestEvent.CLOSE): RequestState.CLOSING,
+    (RequestState.STEPPING, RequestEvent.CLOSE): RequestState.CLOSING,
+    (RequestState.CLOSING, RequestEvent.END): RequestState.ENDED,
 }
 
 
@@ -177,8 +165,9 @@ class Decode:
         self.name = name
         self.host = host
         self.incarnation = incarnation
-        self.counts: dict[str, int] = {}
-        self.transitions: dict[str, int] = {}
+        self.counts = Tally()
+        self.transitions = Tally()
+        self._life = Lifecycle("decode request", NEXT_STATE, self.transitions)
         self._settings = settings
         self._layout = layout
         self._pool = PoolClient(host, settings.pool, self.counts)
@@ -191,11 +180,11 @@ class Decode:
         self._free_tokens = settings.capacity_tokens // layout.block_tokens * layout.block_tokens
         self._capacity_tokens = self._free_tokens
         self._step_s = 0.0
-        self._next_id = 1
+        self._ids = Ids()
         self._draining = False
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         effects = self._dispatch(now, event)
         return effects + self._begin_step(now) + self._drained()
 
@@ -219,7 +208,7 @@ class Decode:
                 self._pool.on_renewed(message)
                 return []
             case Received(_, SlotsReserved() as message):
-                return self._put_ended(self._pool.on_reserved(now, message, self._new_id()))
+                return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
             case Received(_, ReclaimSlots() as message):
                 return self._pool.on_reclaim(message)
             case WorkDone(work_id, BlocksPulled() | WorkFailed() as result) if work_id in self._pulls:
@@ -249,7 +238,7 @@ class Decode:
                 self._draining = True
                 return self._report()
             case Received(_, message):
-                self._count(f"unexpected_messages[type={type(message).__name__}]")
+                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
             case TimerFired() | WorkProgress() | WorkDone():
                 return []
@@ -257,7 +246,7 @@ class Decode:
                 raise TypeError(event)
 
     def check(self, now: float) -> None:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         live = [*self._requests.values(), *self._closing]
         assert self._free_tokens + sum(r.budget_tokens for r in live) == self._capacity_tokens
         assert self._free_tokens >= 0
@@ -269,7 +258,7 @@ class Decode:
         assert stepping == 0 or self._step is not None
 
     def gauges(self, now: float) -> dict[str, float]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         running = sum(1 for r in self._requests.values() if r.state in (RequestState.READY, RequestState.STEPPING))
         return {
             "capacity_tokens": self._capacity_tokens,
@@ -282,7 +271,7 @@ class Decode:
         }
 
     def dump(self, now: float) -> dict[str, Any]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         return {
             "gauges": self.gauges(now),
             "step_s": self._step_s,
@@ -316,15 +305,15 @@ class Decode:
         lack = self._lack(message, budget)
         reason = lack or self._refusal(message, budget)
         if reason is not None:
-            self._count("reservations_denied")
+            self.counts.add("reservations_denied")
             return [*effects, self._denied(sender, message, reason, full=lack is not None)]
         self._free_tokens -= budget
         full = message.tokens // self._layout.block_tokens
         request = _Request(
             request=message,
             prefill=sender,
-            order=self._new_id(),
-            sequence=self._new_id(),
+            order=self._ids.new(),
+            sequence=self._ids.new(),
             budget_tokens=budget,
             tail=message.tail,
             parent=message.last_key,
@@ -336,7 +325,7 @@ class Decode:
         effects.append(SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s))
         elsewhere = self._peers[sender].host != self.host
         if elsewhere and message.reuse_keys and self._pool.node is not None:
-            request.lease_id = self._new_id()
+            request.lease_id = self._ids.new()
             return effects + self._pool.lease(now, request.lease_id, message.reuse_keys, (), fetch=False)
         return effects + self._reserved(request, 0)
 
@@ -376,9 +365,9 @@ class Decode:
         return self._reserved(request, len(sources)) + self._pull(now, request)
 
     def _reserved(self, request: _Request, held_blocks: int) -> list[Effect]:
-        self._move(request, "reserved")
+        self._move(request, RequestEvent.RESERVED)
         request.held_blocks = held_blocks
-        self._count("handoff_blocks_held", held_blocks)
+        self.counts.add("handoff_blocks_held", held_blocks)
         message = request.request
         reserved = DecodeReserved(request_id=message.request_id, attempt=message.attempt, held_blocks=held_blocks)
         return [Send(request.prefill, reserved)]
@@ -428,7 +417,7 @@ class Decode:
         request.wanted = []
         request.pulling = True
         request.in_flight += 1
-        work_id = self._new_id()
+        work_id = self._ids.new()
         self._pulls[work_id] = request
         return [Start(work_id, PullBlocks(request.sequence, loads), deadline_s)]
 
@@ -445,9 +434,9 @@ class Decode:
         if isinstance(result, WorkFailed):
             return effects + self._fail(request, f"handoff copy failed: {result.reason}")
         if result.failed:
-            self._count("handoff_blocks_failed", len(result.failed))
+            self.counts.add("handoff_blocks_failed", len(result.failed))
             refs = [request.sources[block] for block in result.corrupt if request.sources[block].checksum]
-            self._count("handoff_blocks_corrupt", len(refs))
+            self.counts.add("handoff_blocks_corrupt", len(refs))
             effects += self._pool.report_corrupt(refs)
             theirs = tuple(ref for ref in refs if ref.node != self._pool.node)
             if theirs:  # else the prefill would reuse them for the next attempt, and fail again
@@ -479,9 +468,9 @@ class Decode:
             return self._fail(request, "handoff is incomplete")
         folded = [block_checksum([row[layer] for layer in range(layers)]) for row in rows]
         if block_checksum(folded[request.held_blocks :]) != done.checksum:
-            self._count("handoffs_corrupt")
+            self.counts.add("handoffs_corrupt")
             return self._fail(request, "handoff checksum differs")
-        self._move(request, "verified")
+        self._move(request, RequestEvent.VERIFIED)
         request.parts.clear()
         request.sources.clear()
         request.tokens.append(done.token)
@@ -502,7 +491,7 @@ class Decode:
     def _loading(self, prefill: str, request_id: str, attempt: int) -> _Request | None:
         request = self._requests.get(request_id)
         if request is None or request.request.attempt != attempt or request.prefill != prefill:
-            self._count("stale_handoff_messages")
+            self.counts.add("stale_handoff_messages")
             return None
         return request if request.state is RequestState.LOADING else None
 
@@ -524,10 +513,10 @@ class Decode:
             return effects
         entries = []
         for request in members:
-            self._move(request, "step")
+            self._move(request, RequestEvent.STEP_BEGAN)
             request.in_flight += 1
             entries.append(StepEntry(request.sequence, request.tokens[-1], request.position, request.request.sampling))
-        work_id = self._new_id()
+        work_id = self._ids.new()
         self._step = (work_id, members)
         return [*effects, Start(work_id, DecodeStep(tuple(entries)), self._settings.step_deadline_s)]
 
@@ -547,7 +536,7 @@ class Decode:
         """The youngest request gives way. Its full blocks are in the pool already, so it resumes cheaply elsewhere."""
         youngest = victim([r for r in self._requests.values() if r.state is not RequestState.STEPPING])
         assert youngest is not None
-        self._count("preemptions")
+        self.counts.add("preemptions")
         return self._fail(youngest, "preempted", full=True)
 
     def _on_stepped(self, now: float, result: StepDecoded | WorkFailed) -> list[Effect]:
@@ -558,13 +547,13 @@ class Decode:
         batches: dict[str, list[tuple[str, int, int, int]]] = {}
         if isinstance(result, StepDecoded):
             self._step_s = result.elapsed_s if self._step_s == 0.0 else 0.8 * self._step_s + 0.2 * result.elapsed_s
-            self._count("steps")
+            self.counts.add("steps")
         for index, request in enumerate(members):
             request.in_flight -= 1
             if request.state is RequestState.CLOSING:
                 effects += self._try_end(request)
                 continue
-            self._move(request, "stepped")
+            self._move(request, RequestEvent.STEPPED)
             if isinstance(result, WorkFailed):
                 effects += self._fail(request, f"step failed: {result.reason}")
                 continue
@@ -578,7 +567,7 @@ class Decode:
         message = request.request
         fed = request.tokens[-1]
         request.tokens.append(token)
-        self._count("generation_tokens")
+        self.counts.add("generation_tokens")
         entry = (message.request_id, message.attempt, request.count - 1, token)
         batches.setdefault(message.gateway, []).append(entry)
         effects = self._key_block(now, request, fed)
@@ -594,7 +583,7 @@ class Decode:
         key = extend_keys(request.parent, request.tail, self._layout.block_tokens)[0]
         source = SequenceBlock(request.sequence, request.keyed_blocks)
         before = request.parent if request.keyed_blocks else None  # the root is nobody's block
-        effects = self._pool.put(now, self._new_id(), [key], [source], request, parent=before, tokens=request.tail)
+        effects = self._pool.put(now, self._ids.new(), [key], [source], request, parent=before, tokens=request.tail)
         request.parent, request.tail = key, b""
         request.keyed_blocks += 1
         if effects is None:
@@ -617,11 +606,11 @@ class Decode:
         request = self._requests.get(message.request_id)
         if request is None or request.request.gateway != sender or request.request.attempt > message.attempt:
             return []
-        self._count("requests_cancelled")
+        self.counts.add("requests_cancelled")
         return self._tell_prefill(request, "cancelled") + self._close(request)
 
     def _fail(self, request: _Request, reason: str, *, full: bool = False, avoid: str = "") -> list[Effect]:
-        self._count("requests_failed")
+        self.counts.add("requests_failed")
         message = request.request
         failed = AttemptFailed(
             request_id=message.request_id, attempt=message.attempt, reason=clip(reason), full=full, avoid=avoid
@@ -637,7 +626,7 @@ class Decode:
 
     def _close(self, request: _Request) -> list[Effect]:
         message = request.request
-        self._move(request, "close")
+        self._move(request, RequestEvent.CLOSE)
         del self._requests[message.request_id]
         self._closing.append(request)
         effects: list[Effect] = [CancelTimer(("deadline", message.request_id, message.attempt))]
@@ -650,7 +639,7 @@ class Decode:
     def _try_end(self, request: _Request) -> list[Effect]:
         if request.in_flight:
             return []
-        self._move(request, "end")
+        self._move(request, RequestEvent.END)
         self._closing.remove(request)
         self._free_tokens += request.budget_tokens
         return [CloseSequence(request.sequence)]
@@ -697,16 +686,5 @@ class Decode:
     def _renew_timer(self) -> SetTimer:
         return SetTimer(("renew",), self._settings.pool.lease_ttl_s / 5)
 
-    def _move(self, request: _Request, event: str) -> None:
-        before = request.state
-        request.state = NEXT_STATE[(before, event)]
-        name = f"decode request {before.value} -> {request.state.value}"
-        self.transitions[name] = self.transitions.get(name, 0) + 1
-
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
-    def _count(self, name: str, amount: int = 1) -> None:
-        if amount:
-            self.counts[name] = self.counts.get(name, 0) + amount
+    def _move(self, request: _Request, event: RequestEvent) -> None:
+        request.state = self._life.after(request.state, event)

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.messages import Sampling
+from mooncake_zmq.core.messages import Sampling
 
 TIE_MARGIN = 0.01  # I3: a choice whose score leads by less may differ between batch shapes
 CUTOFF_MARGIN = 1e-3  # I3: so may one with a top-k or top-p cutoff this near

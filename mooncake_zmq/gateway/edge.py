@@ -12,11 +12,11 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Protocol
 
+from mooncake_zmq.core.actor import FromClient, ToClient
+from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
 from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, StopFound, TokenOut
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
-from mooncake_zmq.messages import Hello
-from mooncake_zmq.runtime.actor import FromClient, ToClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

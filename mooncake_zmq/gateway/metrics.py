@@ -40,7 +40,7 @@ class EdgeMetrics(Collector):
         counts: Callable[[], Mapping[str, float]],
         gauges: Callable[[], Mapping[str, float]],
     ) -> None:
-        """The callables are asked at scrape time: `runtime.actor` says how counts and gauges are named."""
+        """The callables are asked at scrape time: `core.actor` says how counts and gauges are named."""
         self.registry = CollectorRegistry()
         self._waiting_and_running, self._counts, self._gauges = waiting_and_running, counts, gauges
         self._labels = {"model_name": model_name, "engine": "0"}

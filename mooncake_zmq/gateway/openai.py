@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from mooncake_zmq.core.messages import Sampling, StopRule
 from mooncake_zmq.gateway.edge import EdgeSettings, ServedModel
 from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, TokenOut
 from mooncake_zmq.kv.block_hash import pack_tokens
-from mooncake_zmq.messages import Sampling, StopRule
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use the whole context."""

@@ -8,24 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
-from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import (
-    AttemptFailed,
-    CancelRequest,
-    FirstToken,
-    Hello,
-    Placed,
-    Rejected,
-    RejectReason,
-    RequestEnded,
-    Sampling,
-    Schedule,
-    StartPrefill,
-    StopRule,
-    TokensDecoded,
-)
-from mooncake_zmq.runtime.actor import (
+from mooncake_zmq.core.actor import (
     CancelTimer,
     Drained,
     DrainWanted,
@@ -43,6 +26,25 @@ from mooncake_zmq.runtime.actor import (
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.messages import (
+    AttemptFailed,
+    CancelRequest,
+    FirstToken,
+    Hello,
+    Placed,
+    Rejected,
+    RejectReason,
+    RequestEnded,
+    Sampling,
+    Schedule,
+    StartPrefill,
+    StopRule,
+    TokensDecoded,
+)
+from mooncake_zmq.core.shell import Lifecycle, Tally
+from mooncake_zmq.gateway.settings import RequestsSettings
+from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
+from mooncake_zmq.kv.layout import BlockLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,37 +112,6 @@ class Failed:
 ClientOutput = TokenOut | Finished | Failed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestsSettings:
-    """How a gateway drives its requests."""
-
-    conductors: tuple[str, ...] = ()
-    """In order of preference: the first one alive decides, the others only listen."""
-    max_open: int = 256
-    """Requests at once; a further one is answered 503."""
-    deadline_s: float = 600.0
-    """Every request ends by then, with an error if need be."""
-    placement_wait_s: float = 10.0
-    """How long a new request waits for a conductor, a prefill and a decode to be there before it is answered 503."""
-    stall_s: float = 60.0
-    """An attempt that brings no token for this long is given up and placed again: longer than the longest prefill's queue."""
-    max_attempts: int = 12
-    """Attempts of one request that may break (a node died, a block did not verify) before it gets an error: it may be what
-    breaks them. Those that found no room do not count; the deadline bounds them."""
-    backoff_s: float = 0.05
-    """Pause before the second attempt; doubled for each further one."""
-    backoff_max_s: float = 1.0
-    """Longest pause between attempts."""
-
-    def __post_init__(self) -> None:
-        if min(self.max_open, self.max_attempts) < 1:
-            raise ValueError("max_open and max_attempts must be at least 1")
-        if min(self.deadline_s, self.placement_wait_s, self.stall_s, self.backoff_s) <= 0:
-            raise ValueError("deadline_s, placement_wait_s, stall_s and backoff_s must be positive")
-        if self.backoff_max_s < self.backoff_s:
-            raise ValueError("backoff_max_s must not be below backoff_s")
-
-
 EARLY_TOKENS = 256
 """Tokens kept that arrived ahead of a missing one (the decode's may overtake the prefill's first). One more is dropped: the
 attempt then stalls, and is placed again."""
@@ -157,17 +128,27 @@ class RequestState(Enum):
     ENDED = "ended"
 
 
-NEXT_STATE: dict[tuple[RequestState, str], RequestState] = {
-    (RequestState.WAITING, "schedule"): RequestState.PLACING,
-    (RequestState.PLACING, "placed"): RequestState.PREFILLING,
-    (RequestState.PREFILLING, "first token"): RequestState.DECODING,
-    (RequestState.PLACING, "retry"): RequestState.WAITING,
-    (RequestState.PREFILLING, "retry"): RequestState.WAITING,
-    (RequestState.DECODING, "retry"): RequestState.WAITING,
-    (RequestState.WAITING, "end"): RequestState.ENDED,
-    (RequestState.PLACING, "end"): RequestState.ENDED,
-    (RequestState.PREFILLING, "end"): RequestState.ENDED,
-    (RequestState.DECODING, "end"): RequestState.ENDED,
+class RequestEvent(Enum):
+    """What moves it on."""
+
+    SCHEDULED = "schedule"
+    PLACED = "placed"
+    FIRST_TOKEN = "first token"
+    RETRY = "retry"
+    END = "end"
+
+
+NEXT_STATE: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (RequestState.WAITING, RequestEvent.SCHEDULED): RequestState.PLACING,
+    (RequestState.PLACING, RequestEvent.PLACED): RequestState.PREFILLING,
+    (RequestState.PREFILLING, RequestEvent.FIRST_TOKEN): RequestState.DECODING,
+    (RequestState.PLACING, RequestEvent.RETRY): RequestState.WAITING,
+    (RequestState.PREFILLING, RequestEvent.RETRY): RequestState.WAITING,
+    (RequestState.DECODING, RequestEvent.RETRY): RequestState.WAITING,
+    (RequestState.WAITING, RequestEvent.END): RequestState.ENDED,
+    (RequestState.PLACING, RequestEvent.END): RequestState.ENDED,
+    (RequestState.PREFILLING, RequestEvent.END): RequestState.ENDED,
+    (RequestState.DECODING, RequestEvent.END): RequestState.ENDED,
 }
 
 
@@ -209,8 +190,9 @@ class Requests:
         self.name = name
         self.host = host
         self.incarnation = incarnation
-        self.counts: dict[str, int] = {}
-        self.transitions: dict[str, int] = {}
+        self.counts = Tally()
+        self.transitions = Tally()
+        self._life = Lifecycle("gateway request", NEXT_STATE, self.transitions)
         self._settings = settings
         self._layout = layout
         self._peers: dict[str, Hello] = {}
@@ -218,7 +200,7 @@ class Requests:
         self._draining = False
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         return self._dispatch(now, event) + self._drained()
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
@@ -258,7 +240,7 @@ class Requests:
                 self._draining = True
                 return []
             case Received(_, message):
-                self._count(f"unexpected_messages[type={type(message).__name__}]")
+                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
             case Started() | TimerFired() | WorkProgress() | WorkDone():
                 return []
@@ -266,7 +248,7 @@ class Requests:
                 raise TypeError(event)
 
     def check(self, now: float) -> None:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         for request in self._requests.values():
             assert request.state is not RequestState.ENDED
             assert len(request.early) <= EARLY_TOKENS
@@ -275,12 +257,12 @@ class Requests:
         assert len(self._requests) <= self._settings.max_open
 
     def gauges(self, now: float) -> dict[str, float]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         states = [request.state for request in self._requests.values()]
         return {f"requests_{state.value}": states.count(state) for state in RequestState if state is not RequestState.ENDED}
 
     def dump(self, now: float) -> dict[str, Any]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         return {
             "gauges": self.gauges(now),
             "draining": self._draining,
@@ -306,13 +288,13 @@ class Requests:
         if request_id in self._requests:
             return []
         if self._draining or len(self._requests) >= self._settings.max_open:
-            self._count("requests_refused")
+            self.counts.add("requests_refused")
             why = "the gateway is shutting down" if self._draining else "too many open requests"
             refused = Failed(status=503, code="overloaded", message=why, retry_after_s=1.0)
             return [ToClient(request_id, refused)]
         request = _Request(request_id, client, now + self._settings.deadline_s, arrived_at=now)
         self._requests[request_id] = request
-        self._count("requests")
+        self.counts.add("requests")
         timers: list[Effect] = [
             SetTimer(("deadline", request_id), self._settings.deadline_s),
             SetTimer(("placement", request_id), self._settings.placement_wait_s),
@@ -323,7 +305,7 @@ class Requests:
         request = self._requests.get(request_id)
         if request is None:
             return []
-        self._count("requests_cancelled")
+        self.counts.add("requests_cancelled")
         return self._let_go(request) + self._end(request)
 
     def _on_stop_found(self, request_id: str) -> list[Effect]:
@@ -339,7 +321,7 @@ class Requests:
         conductor = next((name for name in self._settings.conductors if name in self._peers), None)
         if conductor is None:
             return []
-        self._move(request, "schedule")
+        self._move(request, RequestEvent.SCHEDULED)
         request.attempt += 1
         request.scheduled = True
         request.conductor, request.prefill, request.decode = conductor, "", ""
@@ -366,7 +348,7 @@ class Requests:
         request = self._current(message.request_id, message.attempt)
         if request is None or request.state is not RequestState.PLACING or request.conductor != sender:
             return []
-        self._move(request, "placed")
+        self._move(request, RequestEvent.PLACED)
         request.prefill, request.decode = message.prefill, message.decode
         # A node not met yet, or that died just now, is nothing the request broke: as if there were none yet. The placement's
         # wait bounds a new request then; one that ran already waits until its deadline, as for any nodes that restart.
@@ -409,7 +391,7 @@ class Requests:
             message="the request would miss its SLO" if overloaded else "no decode has room for the request now",
             retry_after_s=message.retry_after_s,
         )
-        self._count(f"requests_rejected[reason={message.reason.value}]")
+        self.counts.add(f"requests_rejected[reason={message.reason.value}]")
         return self._fail(request, failed)
 
     def _on_placement_late(self, request_id: str) -> list[Effect]:
@@ -432,7 +414,7 @@ class Requests:
         request = self._current(message.request_id, message.attempt)
         if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING:
             return []
-        self._move(request, "first token")
+        self._move(request, RequestEvent.FIRST_TOKEN)
         if request.cached is None:
             request.cached = (message.own, message.local, message.remote)
         request.prefill_times = (message.queue_s, message.prefill_s)
@@ -451,12 +433,12 @@ class Requests:
     def _take(self, request: _Request, index: int, token: int) -> list[Effect]:
         """Token `index` of the current attempt: passed on in order, once."""
         if index < len(request.output):
-            self._count("duplicate_tokens")
+            self.counts.add("duplicate_tokens")
             return []
         if index == len(request.output) or len(request.early) < EARLY_TOKENS:
             request.early[index] = token
         else:
-            self._count("early_tokens_dropped")
+            self.counts.add("early_tokens_dropped")
         effects: list[Effect] = []
         while len(request.output) in request.early:
             effects += self._emit(request, request.early.pop(len(request.output)))
@@ -485,7 +467,7 @@ class Requests:
             queue_s=request.prefill_times[0],
             prefill_s=request.prefill_times[1],
         )
-        self._count(f"requests_finished[reason={reason}]")
+        self.counts.add(f"requests_finished[reason={reason}]")
         return [ToClient(request.request_id, finished), *self._end(request)]
 
     # --- attempts that end early
@@ -494,7 +476,7 @@ class Requests:
         request = self._current(message.request_id, message.attempt)
         if request is None or sender not in (request.prefill, request.decode):
             return []
-        self._count(f"attempts_failed[by={self._peers[sender].role}]")
+        self.counts.add(f"attempts_failed[by={self._peers[sender].role}]")
         request.broken += not message.full
         return self._retry(now, request, exclude=message.avoid or sender)
 
@@ -502,7 +484,7 @@ class Requests:
         request = self._requests.get(request_id)
         if request is None or request.state is RequestState.WAITING:
             return []
-        self._count("attempts_stalled")
+        self.counts.add("attempts_stalled")
         request.broken += 1
         return self._retry(now, request)
 
@@ -514,7 +496,7 @@ class Requests:
             prefilling = request.state is RequestState.PREFILLING and peer in (request.prefill, request.decode)
             decoding = request.state is RequestState.DECODING and request.decode == peer
             if placing or prefilling or decoding:
-                self._count(f"attempts_lost[state={request.state.value}]")
+                self.counts.add(f"attempts_lost[state={request.state.value}]")
                 request.broken += not placing
                 effects += self._retry(now, request, exclude="" if placing else peer)
         return effects
@@ -527,8 +509,8 @@ class Requests:
             return effects + self._fail(
                 request, Failed(status=503, code="attempts_exhausted", message=limit, retry_after_s=5.0)
             )
-        self._move(request, "retry")
-        self._count("attempts_retried")
+        self._move(request, RequestEvent.RETRY)
+        self.counts.add("attempts_retried")
         if exclude:
             request.exclude = (*[node for node in request.exclude if node != exclude], exclude)[-4:]
         pause = min(self._settings.backoff_max_s, self._settings.backoff_s * 2.0 ** min(request.attempt - 1, 16))
@@ -549,11 +531,11 @@ class Requests:
         return [Send(request.conductor, RequestEnded(request_id=request.request_id, attempt=request.attempt))]
 
     def _fail(self, request: _Request, failed: Failed) -> list[Effect]:
-        self._count(f"requests_failed[code={failed.code}]")
+        self.counts.add(f"requests_failed[code={failed.code}]")
         return [ToClient(request.request_id, failed), *self._let_go(request), *self._end(request)]
 
     def _end(self, request: _Request) -> list[Effect]:
-        self._move(request, "end")
+        self._move(request, RequestEvent.END)
         del self._requests[request.request_id]
         return [CancelTimer((timer, request.request_id)) for timer in ("deadline", "placement", "attempt", "stall")]
 
@@ -566,18 +548,12 @@ class Requests:
         """The request, if this is its attempt under way; anything of an older attempt is dropped."""
         request = self._requests.get(request_id)
         if request is None or request.attempt != attempt or request.state is RequestState.WAITING:
-            self._count("stale_attempt_messages")
+            self.counts.add("stale_attempt_messages")
             return None
         return request
 
     def _stall_timer(self, request: _Request) -> SetTimer:
         return SetTimer(("stall", request.request_id), self._settings.stall_s)
 
-    def _move(self, request: _Request, event: str) -> None:
-        before = request.state
-        request.state = NEXT_STATE[(before, event)]
-        name = f"gateway request {before.value} -> {request.state.value}"
-        self.transitions[name] = self.transitions.get(name, 0) + 1
-
-    def _count(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
+    def _move(self, request: _Request, event: RequestEvent) -> None:
+        request.state = self._life.after(request.state, event)

@@ -11,11 +11,29 @@ from enum import Enum
 from itertools import takewhile
 from typing import Any
 
-from mooncake_zmq.cache_node.client import PoolClient, PoolClientSettings, PutEnded
-from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.kv.slots import Slots, SlotState
-from mooncake_zmq.messages import (
+from mooncake_zmq.cache_node.client import PoolClient, PutEnded
+from mooncake_zmq.core.actor import (
+    CancelTimer,
+    CancelWork,
+    CloseSequence,
+    Drained,
+    DrainWanted,
+    Effect,
+    Event,
+    Fence,
+    OpenSequence,
+    PeerDown,
+    PeerUp,
+    Received,
+    Send,
+    SetTimer,
+    Start,
+    Started,
+    TimerFired,
+    WorkDone,
+    WorkProgress,
+)
+from mooncake_zmq.core.messages import (
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
@@ -38,29 +56,8 @@ from mooncake_zmq.messages import (
     StartPrefill,
     clip,
 )
-from mooncake_zmq.prefill.chunking import chunk_stop, next_job
-from mooncake_zmq.runtime.actor import (
-    CancelTimer,
-    CancelWork,
-    CloseSequence,
-    Drained,
-    DrainWanted,
-    Effect,
-    Event,
-    Fence,
-    OpenSequence,
-    PeerDown,
-    PeerUp,
-    Received,
-    Send,
-    SetTimer,
-    Start,
-    Started,
-    TimerFired,
-    WorkDone,
-    WorkProgress,
-)
-from mooncake_zmq.work import (
+from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
+from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
     ChunkComputed,
@@ -69,38 +66,11 @@ from mooncake_zmq.work import (
     SlotGrant,
     WorkFailed,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillSettings:
-    """One prefill instance."""
-
-    slab_bytes: int = 512 << 20
-    """Shared-memory slots for the KV of running prompts and the node's own reuse. At least one prompt of the full length."""
-    chunk_tokens: int = 512
-    """Prompt tokens per chunk: about a second on one CPU core with the default model, the longest a short prompt waits."""
-    max_active: int = 4
-    """Prompts that hold KV and interleave their chunks."""
-    short_lane: int = 2
-    """Further places for prompts of at most one chunk, so that long ones holding every place do not keep them out."""
-    max_queued: int = 64
-    """Jobs waiting; a further one is refused and placed elsewhere."""
-    aging_tokens_per_s: float = 500.0
-    """See `chunking`: how fast a waiting prompt gains on shorter ones. About the speed of one core."""
-    report_s: float = 0.25
-    """How often the load is told to the conductors."""
-    work_deadline_s: float = 120.0
-    """A chunk that takes longer is given up."""
-    own_reuse: bool = True
-    """Look into the own slab before the pool. Off, every reused block comes from the pool: for measuring it."""
-    pool: PoolClientSettings = field(default_factory=PoolClientSettings)
-
-    def __post_init__(self) -> None:
-        if self.chunk_tokens < 1 or self.max_active < 1 or self.short_lane < 0 or self.max_queued < 1:
-            raise ValueError("chunk_tokens, max_active and max_queued must be at least 1, short_lane at least 0")
-        if min(self.aging_tokens_per_s, self.report_s, self.work_deadline_s) <= 0 or self.slab_bytes <= 0:
-            raise ValueError("slab_bytes, aging_tokens_per_s, report_s and work_deadline_s must be positive")
-
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.slots import Slots, SlotState
+from mooncake_zmq.prefill.chunking import chunk_stop, next_job
+from mooncake_zmq.prefill.settings import PrefillSettings
 
 MAX_UNREUSED = 256
 """Requests remembered whose reused blocks were not reached; of more, the oldest are forgotten."""
@@ -125,18 +95,29 @@ class JobState(Enum):
     ENDED = "ended"
 
 
-NEXT_STATE: dict[tuple[JobState, str], JobState] = {
-    (JobState.QUEUED, "activate"): JobState.PREPARING,
-    (JobState.PREPARING, "prepared"): JobState.READY,
-    (JobState.READY, "chunk"): JobState.COMPUTING,
-    (JobState.COMPUTING, "chunk done"): JobState.READY,
-    (JobState.COMPUTING, "all done"): JobState.HANDING_OFF,
-    (JobState.HANDING_OFF, "end"): JobState.ENDED,
-    (JobState.QUEUED, "end"): JobState.ENDED,
-    (JobState.PREPARING, "end"): JobState.ENDED,
-    (JobState.READY, "end"): JobState.ENDED,
-    (JobState.COMPUTING, "end"): JobState.ABANDONED,
-    (JobState.ABANDONED, "end"): JobState.ENDED,
+class JobEvent(Enum):
+    """What moves it on."""
+
+    ACTIVATED = "activate"
+    PREPARED = "prepared"
+    CHUNK_BEGAN = "chunk"
+    CHUNK_DONE = "chunk done"
+    ALL_DONE = "all done"
+    END = "end"
+
+
+NEXT_STATE: dict[tuple[JobState, JobEvent], JobState] = {
+    (JobState.QUEUED, JobEvent.ACTIVATED): JobState.PREPARING,
+    (JobState.PREPARING, JobEvent.PREPARED): JobState.READY,
+    (JobState.READY, JobEvent.CHUNK_BEGAN): JobState.COMPUTING,
+    (JobState.COMPUTING, JobEvent.CHUNK_DONE): JobState.READY,
+    (JobState.COMPUTING, JobEvent.ALL_DONE): JobState.HANDING_OFF,
+    (JobState.HANDING_OFF, JobEvent.END): JobState.ENDED,
+    (JobState.QUEUED, JobEvent.END): JobState.ENDED,
+    (JobState.PREPARING, JobEvent.END): JobState.ENDED,
+    (JobState.READY, JobEvent.END): JobState.ENDED,
+    (JobState.COMPUTING, JobEvent.END): JobState.ABANDONED,
+    (JobState.ABANDONED, JobEvent.END): JobState.ENDED,
 }
 
 
@@ -189,8 +170,9 @@ class Prefill:
         self.host = host
         self.incarnation = incarnation
         self.slots = Slots(settings.slab_bytes // layout.slot_bytes)
-        self.counts: dict[str, int] = {}
-        self.job_transitions: dict[str, int] = {}
+        self.counts = Tally()
+        self.job_transitions = Tally()
+        self._life = Lifecycle("prefill job", NEXT_STATE, self.job_transitions)
         self._settings = settings
         self._layout = layout
         self._pool = PoolClient(host, settings.pool, self.counts)
@@ -202,7 +184,7 @@ class Prefill:
         """Requests whose reused blocks were not reached, from here or from the decode: their next attempt here computes them.
         Else blocks that are intact but out of reach, hence reported to nobody, would fail one attempt after the other."""
         self._computing: tuple[int, _Job] | None = None
-        self._next_id = 1
+        self._ids = Ids()
         self._computed = (0.0, 0.0, 0.0)
         """Seconds, tokens and squares of recent chunks, see `PrefillLoad`."""
         self._draining = False
@@ -213,7 +195,7 @@ class Prefill:
         return self.job_transitions | self.slots.transitions
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         effects = self._dispatch(now, event)
         effects += self._schedule(now)
         self.slots.evicted.clear()
@@ -234,7 +216,7 @@ class Prefill:
             case Received(sender, HandoffReceived() as message):
                 return self._on_handoff_ended(now, sender, message.request_id, message.attempt)
             case Received(sender, HandoffFailed() as message):
-                self._count("handoffs_failed")
+                self.counts.add("handoffs_failed")
                 job = self._job(sender, message.request_id, message.attempt)
                 if job is not None and (job.prefix or job.held_blocks):
                     self._forgo_reuse(job)
@@ -245,7 +227,7 @@ class Prefill:
                 self._pool.on_renewed(message)
                 return []
             case Received(_, SlotsReserved() as message):
-                return self._put_ended(self._pool.on_reserved(now, message, self._new_id()))
+                return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
             case Received(_, ReclaimSlots() as message):
                 return self._pool.on_reclaim(message)
             case Received(_, ReportCorrupt(slots=refs)):
@@ -274,7 +256,7 @@ class Prefill:
                 self._draining = True
                 return self._report(now)
             case Received(_, message):
-                self._count(f"unexpected_messages[type={type(message).__name__}]")
+                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
             case TimerFired() | WorkProgress() | WorkDone():
                 return []
@@ -282,7 +264,7 @@ class Prefill:
                 raise TypeError(event)
 
     def check(self, now: float) -> None:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         self.slots.check()
         live = [*self._jobs.values(), *self._abandoned]
         for job in live:
@@ -298,7 +280,7 @@ class Prefill:
         assert len(computing) == (self._computing is not None)
 
     def gauges(self, now: float) -> dict[str, float]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         states = [job.state for job in self._jobs.values()]
         waiting = sum(1 for s in states if s in (JobState.QUEUED, JobState.PREPARING))
         return {
@@ -313,7 +295,7 @@ class Prefill:
         }
 
     def dump(self, now: float) -> dict[str, Any]:
-        """See `runtime.actor`."""
+        """See `core.actor`."""
         return {
             "gauges": self.gauges(now),
             "computed": self._computed,
@@ -344,10 +326,10 @@ class Prefill:
         lack = self._lack()
         reason = lack or self._refusal(message, length)
         if reason is not None:
-            self._count("jobs_refused")
+            self.counts.add("jobs_refused")
             avoid = "" if message.decode in self._peers else message.decode
             return [*effects, self._failed(sender, message, reason, full=lack is not None, avoid=avoid)]
-        job = _Job(request=message, gateway=sender, order=self._new_id(), arrived_at=now, waiting_since=now)
+        job = _Job(request=message, gateway=sender, order=self._ids.new(), arrived_at=now, waiting_since=now)
         self._jobs[message.request_id] = job
         return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
 
@@ -372,7 +354,7 @@ class Prefill:
         job = self._jobs.get(message.request_id)
         if job is None or job.gateway != sender or job.request.attempt > message.attempt:
             return []
-        self._count("jobs_cancelled")
+        self.counts.add("jobs_cancelled")
         return self._drop(now, job, "cancelled")
 
     def _on_deadline(self, now: float, request_id: str, attempt: int) -> list[Effect]:
@@ -424,7 +406,7 @@ class Prefill:
 
     def _activate(self, now: float, job: _Job) -> list[Effect]:
         """Pin own hits, lease more from the pool, ask the decode for KV: all at once, then wait for the answers."""
-        self._move(job, "activate")
+        self._move(job, JobEvent.ACTIVATED)
         job.started_at = now
         request = job.request
         reusable = request.keys[: (job.length - 1) // self._layout.block_tokens]
@@ -437,7 +419,7 @@ class Prefill:
         self._unreused.pop(request.request_id, None)
         wanted = () if unreused else reusable[len(job.prefix) :]
         if wanted and self._pool.node is not None:
-            job.lease_id = self._new_id()
+            job.lease_id = self._ids.new()
             fetch = len(job.prefix) < request.reuse_blocks  # from other hosts, or from this host's SSD
             effects += self._pool.lease(
                 now, job.lease_id, wanted, request.sources, fetch=fetch, compute_s=self._block_compute_s()
@@ -503,10 +485,10 @@ class Prefill:
             assert slot is not None
             self.slots.pin((slot,))
             job.new_slots.append(slot)
-        self._move(job, "prepared")
+        self._move(job, JobEvent.PREPARED)
         job.waiting_since = now
         job.computed = len(job.prefix) * self._layout.block_tokens
-        job.sequence = self._new_id()
+        job.sequence = self._ids.new()
         job.chunk_first_block = len(job.prefix)
         effects: list[Effect] = [OpenSequence(job.sequence, job.length)]
         first = min(job.held_blocks, len(job.prefix))
@@ -518,7 +500,7 @@ class Prefill:
         """The lease is over, or nearly: those blocks are a miss."""
         del job.prefix[len(job.own_slots) :]
         job.local_blocks = job.remote_blocks = 0
-        self._count("prefix_leases_expired")
+        self.counts.add("prefix_leases_expired")
 
     # --- computing
 
@@ -541,8 +523,8 @@ class Prefill:
         base = len(job.prefix)
         slots = job.new_slots[first_block - base : stop_block - base]
         job.chunk_first_block, job.chunk_stop = first_block, stop
-        self._move(job, "chunk")
-        work_id = self._new_id()
+        self._move(job, JobEvent.CHUNK_BEGAN)
+        work_id = self._ids.new()
         self._computing = (work_id, job)
         work = ComputeChunk(
             sequence=job.sequence,
@@ -578,22 +560,22 @@ class Prefill:
         if job.state is JobState.ABANDONED:
             return self._end(now, job)
         if isinstance(result, WorkFailed):
-            self._count("chunks_failed")
-            self._move(job, "chunk done")
+            self.counts.add("chunks_failed")
+            self._move(job, JobEvent.CHUNK_DONE)
             return self._fail(now, job, f"chunk failed: {result.reason}")
         if result.failed:
-            self._move(job, "chunk done")
+            self._move(job, JobEvent.CHUNK_DONE)
             return self._on_prefix_failed(now, job, result)
         tokens = job.chunk_stop - job.computed
         new = (result.elapsed_s, tokens, job.chunk_stop**2 - job.computed**2)
         old_s, old_tokens, old_squares = (MEASURE_DECAY * value for value in self._computed)
         self._computed = (old_s + new[0], old_tokens + new[1], old_squares + new[2])
-        self._count("prompt_tokens_computed", tokens)
+        self.counts.add("prompt_tokens_computed", tokens)
         job.computed = job.chunk_stop
         job.checksums += result.checksums
         job.waiting_since = now
         if job.computed < job.length:
-            self._move(job, "chunk done")
+            self._move(job, JobEvent.CHUNK_DONE)
             return []
         assert result.token is not None
         return self._finish(now, job, result.token)
@@ -602,7 +584,7 @@ class Prefill:
         """Reused blocks were not loaded: nobody shall find corrupt copies again, and the request is placed anew."""
         refs = [job.prefix[block] for block in result.corrupt if block < len(job.prefix)]
         unreached = len(result.failed) - len(result.corrupt)
-        self._count("prefix_blocks_unreached", unreached)
+        self.counts.add("prefix_blocks_unreached", unreached)
         if unreached:
             self._forgo_reuse(job)
         reason = "a reused block did not verify" if refs else "a reused block was not reached"
@@ -615,7 +597,7 @@ class Prefill:
 
     def _on_corrupt(self, refs: Sequence[SlotRef]) -> list[Effect]:
         """Found by ourselves or by the decode that read them."""
-        self._count("prefix_blocks_corrupt", len(refs))
+        self.counts.add("prefix_blocks_corrupt", len(refs))
         for ref in refs:
             mine = (ref.node, ref.incarnation) == (self.name, self.incarnation) and ref.slot < self.slots.capacity
             stands = mine and self.slots.generation[ref.slot] == ref.generation
@@ -627,7 +609,7 @@ class Prefill:
 
     def _finish(self, now: float, job: _Job, token: int) -> list[Effect]:
         """Token to the gateway, proof of completeness to the decode, full blocks to own reuse and to the pool."""
-        self._move(job, "all done")
+        self._move(job, JobEvent.ALL_DONE)
         assert job.sequence is not None
         assert job.held_blocks is not None
         request, size = job.request, self._layout.block_tokens
@@ -643,9 +625,9 @@ class Prefill:
             queue_s=max(0.0, job.started_at - job.arrived_at),
             prefill_s=max(0.0, now - job.started_at),
         )
-        self._count("prompt_tokens_cached[source=own]", own)
-        self._count("prompt_tokens_cached[source=local]", first.local)
-        self._count("prompt_tokens_cached[source=remote]", first.remote)
+        self.counts.add("prompt_tokens_cached[source=own]", own)
+        self.counts.add("prompt_tokens_cached[source=local]", first.local)
+        self.counts.add("prompt_tokens_cached[source=remote]", first.remote)
         checksums = [ref.checksum for ref in job.prefix] + job.checksums
         handed = checksums[job.held_blocks :]
         done = HandoffDone(
@@ -684,7 +666,7 @@ class Prefill:
         self.slots.pin(slots)
         effects = self._pool.put(
             now,
-            self._new_id(),
+            self._ids.new(),
             request.keys[first:stop],
             [self._ref(slot) for slot in slots],
             tuple(slots),
@@ -715,7 +697,7 @@ class Prefill:
     def _fail(
         self, now: float, job: _Job, reason: str, *, full: bool = False, avoid: str = "", tell_decode: bool = True
     ) -> list[Effect]:
-        self._count("jobs_failed")
+        self.counts.add("jobs_failed")
         request = job.request
         effects: list[Effect] = [self._failed(job.gateway, request, reason, full=full, avoid=avoid)]
         if tell_decode and job.state is not JobState.QUEUED:
@@ -733,7 +715,7 @@ class Prefill:
 
     def _end(self, now: float, job: _Job) -> list[Effect]:
         """Let go of everything; of what a chunk in flight still writes, once it is done."""
-        self._move(job, "end")
+        self._move(job, JobEvent.END)
         request = job.request
         effects: list[Effect] = []
         if self._jobs.get(request.request_id) is job:
@@ -831,16 +813,5 @@ class Prefill:
     def _renew_timer(self) -> SetTimer:
         return SetTimer(("renew",), self._settings.pool.lease_ttl_s / 5)
 
-    def _move(self, job: _Job, event: str) -> None:
-        before = job.state
-        job.state = NEXT_STATE[(before, event)]
-        name = f"prefill job {before.value} -> {job.state.value}"
-        self.job_transitions[name] = self.job_transitions.get(name, 0) + 1
-
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
-    def _count(self, name: str, amount: int = 1) -> None:
-        if amount:
-            self.counts[name] = self.counts.get(name, 0) + amount
+    def _move(self, job: _Job, event: JobEvent) -> None:
+        job.state = self._life.after(job.state, event)

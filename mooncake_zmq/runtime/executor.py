@@ -23,31 +23,9 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from mooncake_zmq.engine.kv_cache import SequenceKV
-from mooncake_zmq.engine.sampling import sample
-from mooncake_zmq.engine.spec import Engine
-from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import Hello, SlotRef
-from mooncake_zmq.runtime.actor import WorkDone, WorkProgress
-from mooncake_zmq.transfer.block_copy import (
-    ReadFailure,
-    copy_block,
-    granted,
-    load_layers,
-    read_blocks,
-    store_block,
-    store_part,
-    write_blocks,
-)
-from mooncake_zmq.transfer.cuda import Cuda
-from mooncake_zmq.transfer.directory import SegmentDirectory
-from mooncake_zmq.transfer.disk import Disk
-from mooncake_zmq.transfer.disk_directory import DiskFault
-from mooncake_zmq.transfer.network import Configure, ReadBatch, RemoteRead, RemoteReader, plain
-from mooncake_zmq.transfer.process_lock import is_alive
-from mooncake_zmq.transfer.shared_memory import Segment
-from mooncake_zmq.work import (
+from mooncake_zmq.core.actor import WorkDone, WorkProgress
+from mooncake_zmq.core.messages import Hello, SlotRef
+from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
     BlocksPulled,
@@ -69,6 +47,28 @@ from mooncake_zmq.work import (
     WorkFailed,
     WriteToDisk,
 )
+from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.sampling import sample
+from mooncake_zmq.engine.spec import Engine
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.transfer.block_copy import (
+    ReadFailure,
+    copy_block,
+    granted,
+    load_layers,
+    read_blocks,
+    store_block,
+    store_part,
+    write_blocks,
+)
+from mooncake_zmq.transfer.cuda import Cuda
+from mooncake_zmq.transfer.directory import SegmentDirectory
+from mooncake_zmq.transfer.disk import Disk
+from mooncake_zmq.transfer.disk_directory import DiskFault
+from mooncake_zmq.transfer.network import Configure, ReadBatch, RemoteRead, RemoteReader, plain
+from mooncake_zmq.transfer.process_lock import is_alive
+from mooncake_zmq.transfer.shared_memory import Segment
 
 log = structlog.get_logger()
 

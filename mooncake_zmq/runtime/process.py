@@ -25,28 +25,25 @@ import structlog
 import uvicorn
 import zmq
 
-from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
-from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
-from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.core.actor import Actor, FromClient
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
+from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.roles import ENGINE_ROLES
+from mooncake_zmq.core.session import Session
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine, ModelSpec
 from mooncake_zmq.gateway.edge import Edge, ServedModel
-from mooncake_zmq.gateway.requests import Requests
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import PROTOCOL_VERSION, Hello, SegmentRef
-from mooncake_zmq.prefill.prefill import Prefill
+from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.runtime import log as logs
-from mooncake_zmq.runtime.actor import Actor, FromClient
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
-from mooncake_zmq.runtime.node import Node
-from mooncake_zmq.runtime.session import Session
 from mooncake_zmq.runtime.store_server import StoreServer
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
@@ -179,7 +176,7 @@ class _Process:
         config, node = self.config, self.node
         segment, segment_ref = self._make_segment()
         engine = None
-        if node.role in ("prefill", "decode"):
+        if node.role in ENGINE_ROLES:
             from mooncake_zmq.engine.weights import load_engine
 
             sequences = partial(DeviceSequence, self.cuda) if self.cuda else None
@@ -225,10 +222,10 @@ class _Process:
         self.runtime.run()
 
     def _make_segment(self) -> tuple[Segment | None, SegmentRef | None]:
-        setting = {"cache-node": "pool_bytes", "prefill": "slab_bytes"}.get(self.node.role)
-        if setting is None:
+        setting = PARTS[self.node.role].segment_setting
+        if not setting:
             return None, None
-        slots = getattr(self.settings, setting) // self.layout.slot_bytes
+        slots = PARTS[self.node.role].segment_slots(self.settings, self.layout)
         section = self.node.role.replace("-", "_")
         if slots < 1:
             raise ConfigError(f"{section}.{setting} is less than one slot of {self.layout.slot_bytes} bytes")
@@ -331,33 +328,36 @@ class _Process:
         return publisher
 
     def _actor(self, disk: Disk | None = None) -> Actor:
-        name, host, incarnation = self.node.name, self.node.host, self.incarnation
+        found = None
+        if disk:
+            found = DiskContents(disk.slots, disk.recovered)
+            disk.recovered = ()  # the actor's columns hold it from here on
+        return make_actor(
+            self.node.role,
+            name=self.node.name,
+            host=self.node.host,
+            incarnation=self.incarnation,
+            settings=self._actor_settings(),
+            layout=self.layout,
+            disk=found,
+        )
+
+    def _actor_settings(self) -> Any:
+        """The section of the role, with what the file cannot know."""
+        settings = self.settings
         match self.node.role:
             case "conductor":
                 try:
-                    self.settings.check_model(self.model.spec.fingerprint)
+                    settings.check_model(self.model.spec.fingerprint)
                 except ValueError as error:
                     raise ConfigError(f"conductor.profile: {error}") from None
                 # The cost model needs the model's own size, whatever the file says.
-                settings = replace(self.settings, kv_bytes_per_token=self.model.spec.kv_bytes_per_token)
-                block_tokens = self.layout.block_tokens
-                return Conductor(name=name, host=host, incarnation=incarnation, settings=settings, block_tokens=block_tokens)
-            case "prefill":
-                return Prefill(name=name, host=host, incarnation=incarnation, settings=self.settings, layout=self.layout)
-            case "decode":
-                return Decode(name=name, host=host, incarnation=incarnation, settings=self.settings, layout=self.layout)
-            case "cache-node":
-                found = DiskContents(disk.slots, disk.recovered) if disk else DiskContents()
-                if disk:
-                    disk.recovered = ()  # the actor's columns hold it from here on
-                settings, layout = self.settings, self.layout
-                return CacheNode(name=name, host=host, incarnation=incarnation, settings=settings, layout=layout, disk=found)
+                return replace(settings, kv_bytes_per_token=self.model.spec.kv_bytes_per_token)
             case "gateway":
-                requests = self.settings.requests
-                if not requests.conductors:
-                    conductors = tuple(node.name for node in self.config.of_role("conductor"))
-                    requests = replace(requests, conductors=conductors)
-                return Requests(name=name, host=host, incarnation=incarnation, settings=requests, layout=self.layout)
+                requests = settings.requests
+                conductors = requests.conductors or tuple(node.name for node in self.config.of_role("conductor"))
+                return replace(requests, conductors=conductors)
+        return settings
 
     # --- the gateway
 

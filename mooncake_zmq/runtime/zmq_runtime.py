@@ -25,9 +25,7 @@ from typing import Any, Protocol
 import structlog
 import zmq
 
-from mooncake_zmq.kv.events import KvEvent
-from mooncake_zmq.messages import MAX_MESSAGE_BYTES, Hello
-from mooncake_zmq.runtime.actor import (
+from mooncake_zmq.core.actor import (
     Actor,
     CancelTimer,
     CancelWork,
@@ -47,8 +45,11 @@ from mooncake_zmq.runtime.actor import (
     TimerFired,
     ToClient,
 )
-from mooncake_zmq.runtime.node import Node, Outer, Transmit
-from mooncake_zmq.work import Work
+from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES, Hello
+from mooncake_zmq.core.node import Node, Outer, Transmit
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.work import Work
+from mooncake_zmq.kv.events import KvEvent
 
 log = structlog.get_logger()
 
@@ -125,7 +126,7 @@ class _Introducing:
 
     actor: Actor
     executor: WorkExecutor
-    counts: dict[str, int]
+    counts: Tally
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         if isinstance(event, PeerUp):

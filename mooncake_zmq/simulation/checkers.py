@@ -8,11 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mooncake_zmq.gateway.requests import ClientGone
-from mooncake_zmq.kv.block_hash import Key, extend_keys
-from mooncake_zmq.kv.checksum import block_checksum, part_checksum
-from mooncake_zmq.kv.events import BlocksStored
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.actor import (
+    Effect,
+    Event,
+    Fence,
+    FromClient,
+    PeerDown,
+    PeerUp,
+    Publish,
+    Received,
+    Send,
+    Start,
+    ToClient,
+)
+from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     BlocksLeased,
     CommitSlots,
@@ -27,21 +36,12 @@ from mooncake_zmq.messages import (
     SlotsReserved,
     TokensDecoded,
 )
-from mooncake_zmq.runtime.actor import (
-    Effect,
-    Event,
-    Fence,
-    FromClient,
-    PeerDown,
-    PeerUp,
-    Publish,
-    Received,
-    Send,
-    Start,
-    ToClient,
-)
+from mooncake_zmq.core.work import PullBlocks, SlotGrant
+from mooncake_zmq.gateway.requests import ClientGone
+from mooncake_zmq.kv.block_hash import Key, extend_keys
+from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.events import BlocksStored
 from mooncake_zmq.simulation.hardware import Machine, Running, Segment
-from mooncake_zmq.work import PullBlocks, SlotGrant
 
 if TYPE_CHECKING:
     from mooncake_zmq.simulation.simulator import ProcessSpec, Simulator

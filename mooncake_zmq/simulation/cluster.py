@@ -2,18 +2,20 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.client import PoolClientSettings
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
-from mooncake_zmq.conductor.conductor import Conductor, ConductorSettings
-from mooncake_zmq.decode.decode import Decode, DecodeSettings
-from mooncake_zmq.gateway.requests import Requests, RequestsSettings
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.actor import Actor
+from mooncake_zmq.core.roles import ROLES, Role
+from mooncake_zmq.core.session import SessionSettings
+from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.prefill.prefill import Prefill, PrefillSettings
-from mooncake_zmq.runtime.actor import Actor
-from mooncake_zmq.runtime.session import SessionSettings
+from mooncake_zmq.prefill.settings import PrefillSettings
+from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.simulation.engine import sim_layout
 from mooncake_zmq.simulation.simulator import ProcessSpec
 
@@ -62,6 +64,10 @@ class ClusterSettings:
     )
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
+    def of_role(self, role: Role) -> Any:
+        """The settings of one role's nodes."""
+        return getattr(self, role.replace("-", "_"))
+
 
 def processes(settings: ClusterSettings) -> list[ProcessSpec]:
     """2 gateways, 2 conductors, and on each of 3 hosts a prefill, a decode and a cache-node; who speaks with whom."""
@@ -70,11 +76,8 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
         places |= {f"{role}-{host}": host for host in HOSTS}
     specs = []
     for name, host in places.items():
-        role = name.rsplit("-", 1)[0]
+        role = _role_of(name)
         peers = tuple(other for other in places if other != name and _talk(name, other, places))
-        slots = {"prefill": settings.prefill.slab_bytes, "cache-node": settings.cache_node.pool_bytes}.get(
-            role, 0
-        ) // SLOT_BYTES
         specs.append(
             ProcessSpec(
                 name=name,
@@ -82,7 +85,7 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
                 host=host,
                 peers=peers,
                 make=partial(_make, settings, role, name, host),
-                slots=slots,
+                slots=PARTS[role].segment_slots(settings.of_role(role), settings.layout),
                 disk_slots=settings.cache_node.ssd.bytes // SLOT_BYTES if role == "cache-node" else 0,
             )
         )
@@ -103,24 +106,14 @@ TALK_AT_HOME = {frozenset(("prefill", "cache-node")), frozenset(("decode", "cach
 
 
 def _talk(one: str, other: str, places: dict[str, str]) -> bool:
-    roles = frozenset((one.rsplit("-", 1)[0], other.rsplit("-", 1)[0]))
+    roles = frozenset((_role_of(one), _role_of(other)))
     return roles in TALK or (roles in TALK_AT_HOME and places[one] == places[other])
 
 
-def _make(settings: ClusterSettings, role: str, name: str, host: str, incarnation: int, disk: DiskContents) -> Actor:
-    layout = settings.layout
-    match role:
-        case "gateway":
-            return Requests(name=name, host=host, incarnation=incarnation, settings=settings.gateway, layout=layout)
-        case "conductor":
-            return Conductor(
-                name=name, host=host, incarnation=incarnation, settings=settings.conductor, block_tokens=layout.block_tokens
-            )
-        case "prefill":
-            return Prefill(name=name, host=host, incarnation=incarnation, settings=settings.prefill, layout=layout)
-        case "decode":
-            return Decode(name=name, host=host, incarnation=incarnation, settings=settings.decode, layout=layout)
-        case "cache-node":
-            pool = settings.cache_node
-            return CacheNode(name=name, host=host, incarnation=incarnation, settings=pool, layout=layout, disk=disk)
-    raise ValueError(role)
+def _role_of(name: str) -> Role:
+    return next(role for role in ROLES if name.startswith(f"{role}-"))
+
+
+def _make(settings: ClusterSettings, role: Role, name: str, host: str, incarnation: int, disk: DiskContents) -> Actor:
+    own = settings.of_role(role)
+    return make_actor(role, name=name, host=host, incarnation=incarnation, settings=own, layout=settings.layout, disk=disk)

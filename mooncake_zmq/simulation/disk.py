@@ -6,10 +6,10 @@ As on the real one, a slot holds a header (key, checksum) beside the bytes, and 
 from dataclasses import dataclass, field
 from random import Random
 
+from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.work import DiskBlock
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import Sampling
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 1, 2
 VOCABULARY = 512

@@ -1,4 +1,4 @@
-"""Simulated memory, engine and copies: carries out `work.py` under virtual time. Never decides anything an actor decides.
+"""Simulated memory, engine and copies: carries out `core.work` under virtual time. Never decides anything an actor decides.
 
 Slots hold real small byte strings with generations and part checksums. A copy moves its first half of the bytes at one virtual
 time and the second at a later one, so that a block can be evicted under a reader and a stopped writer can come too late.
@@ -12,12 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from mooncake_zmq.kv.checksum import block_checksum, part_checksum
-from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import SlotRef
-from mooncake_zmq.simulation.disk import SimDisk
-from mooncake_zmq.simulation.engine import SimSequence, as_tokens
-from mooncake_zmq.work import (
+from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
     BlocksPulled,
@@ -40,6 +36,10 @@ from mooncake_zmq.work import (
     WorkFailed,
     WriteToDisk,
 )
+from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.simulation.disk import SimDisk
+from mooncake_zmq.simulation.engine import SimSequence, as_tokens
 
 NO_ANSWER = "no answer"
 """Why a work stops that waited for a silent peer: its blocks were not reached."""

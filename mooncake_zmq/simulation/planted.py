@@ -14,12 +14,8 @@ from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.cache_node.contents import Content, Contents
 from mooncake_zmq.cache_node.gathering import Gatherer
-from mooncake_zmq.decode.decode import Decode
-from mooncake_zmq.gateway.requests import Requests
-from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.kv.lease import HolderId
-from mooncake_zmq.kv.slots import Slots
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.actor import Effect, Received, Send
+from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     BlocksLeased,
     CommitSlots,
@@ -29,12 +25,16 @@ from mooncake_zmq.messages import (
     SlotsReserved,
     TokensDecoded,
 )
+from mooncake_zmq.core.session import Session
+from mooncake_zmq.core.work import DiskBlock
+from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.gateway.requests import Requests
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.lease import HolderId
+from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.prefill.prefill import Prefill
-from mooncake_zmq.runtime.actor import Effect, Received, Send
-from mooncake_zmq.runtime.session import Session
 from mooncake_zmq.simulation import disk, hardware
 from mooncake_zmq.simulation.faults import FaultKind
-from mooncake_zmq.work import DiskBlock
 
 
 @dataclass(frozen=True, slots=True)

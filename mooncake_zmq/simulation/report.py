@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from mooncake_zmq.core.messages import Hello, Message
+from mooncake_zmq.core.work import Work
 from mooncake_zmq.decode import decode
 from mooncake_zmq.gateway import requests
 from mooncake_zmq.kv import slots
-from mooncake_zmq.messages import Hello, Message
 from mooncake_zmq.prefill import prefill
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.run import SeedResult, failing_line, run_seed, run_seeds
-from mooncake_zmq.work import Work
 
 LAST_LINES = 60
 RAREST = 3

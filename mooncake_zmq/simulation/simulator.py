@@ -15,9 +15,7 @@ from typing import Any
 import xxhash
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import PROTOCOL_VERSION, Envelope, Hello, LeaseBlocks, ReserveSlots, SegmentRef, encode
-from mooncake_zmq.runtime.actor import (
+from mooncake_zmq.core.actor import (
     Actor,
     CancelTimer,
     CancelWork,
@@ -40,14 +38,16 @@ from mooncake_zmq.runtime.actor import (
     WorkDone,
     WorkProgress,
 )
-from mooncake_zmq.runtime.node import Node, Outer, Transmit
-from mooncake_zmq.runtime.session import Session, SessionSettings
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Envelope, Hello, LeaseBlocks, ReserveSlots, SegmentRef, encode
+from mooncake_zmq.core.node import Node, Outer, Transmit
+from mooncake_zmq.core.session import Session, SessionSettings
+from mooncake_zmq.core.work import Progress, Result
+from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.checkers import Checkers, Violation
 from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.faults import Fault, FaultKind
 from mooncake_zmq.simulation.hardware import Hardware, Machine, Segment
 from mooncake_zmq.simulation.traces import MODEL
-from mooncake_zmq.work import Progress, Result
 
 LINGER_S = 1.0
 CATCH_UP_S = 0.0006

@@ -6,10 +6,10 @@ from random import Random
 
 import numpy as np
 
+from mooncake_zmq.core.messages import Sampling, StopRule
 from mooncake_zmq.gateway.requests import ClientRequest
 from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import Sampling, StopRule
 from mooncake_zmq.simulation.engine import EOS_IDS, VOCABULARY, SimSequence
 
 MODEL = "simulated"

@@ -12,13 +12,13 @@ the copies have ended. What that means where one side or both are GPU memory sta
 from collections.abc import Sequence
 from enum import Enum
 
+from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.core.work import BlockLoad, DiskBlock, SlotGrant
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import div_ceil
-from mooncake_zmq.messages import SlotRef
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.shared_memory import HOST, Segment
-from mooncake_zmq.work import BlockLoad, DiskBlock, SlotGrant
 
 
 class ReadFailure(Enum):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from mooncake_zmq.core.messages import SegmentRef
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import SegmentRef
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError
 

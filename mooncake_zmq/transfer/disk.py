@@ -37,6 +37,7 @@ from pathlib import Path
 import structlog
 import xxhash
 
+from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
 from mooncake_zmq.transfer.disk_directory import (
@@ -51,7 +52,6 @@ from mooncake_zmq.transfer.disk_directory import (
 )
 from mooncake_zmq.transfer.disk_index import VERSION, DiskIndex, IndexFault, IndexUnusable, set_aside
 from mooncake_zmq.transfer.process_lock import ProcessLock
-from mooncake_zmq.work import DiskBlock
 
 MAGIC = b"MOONDISK"
 MAX_SEGMENTS = 256

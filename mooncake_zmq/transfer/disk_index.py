@@ -20,8 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv.block_hash import KEY_BYTES
-from mooncake_zmq.work import DiskBlock
 
 VERSION = 2
 """Of the rows, and of the slots' headers."""

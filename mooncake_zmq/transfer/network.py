@@ -33,9 +33,9 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
+from mooncake_zmq.core.messages import Checksum, Count, SlotRef
 from mooncake_zmq.kv.checksum import part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import Checksum, Count, SlotRef
 from mooncake_zmq.transfer.block_copy import ReadFailure, generation_fits, trusted_parts
 from mooncake_zmq.transfer.cuda import DeviceSegment
 from mooncake_zmq.transfer.directory import Life

@@ -12,8 +12,8 @@ from mooncake_zmq.bench.pool import MIB, PoolBench, bench_pool
 from mooncake_zmq.bench.pool_index import index_bytes_per_block
 from mooncake_zmq.bench.pool_lease import BLOCKS, CACHE, LeaseClient, lease_times_s
 from mooncake_zmq.bench.store_driver import Buffer, StoreClient, WrongBytes
-from mooncake_zmq.messages import Hello, LeaseBlocks, ReleaseLease, SlotRef
-from mooncake_zmq.runtime.actor import Drained, PeerUp, Received, Send, TimerFired
+from mooncake_zmq.core.actor import Drained, PeerUp, Received, Send, TimerFired
+from mooncake_zmq.core.messages import Hello, LeaseBlocks, ReleaseLease, SlotRef
 
 WORKING_SET = 4 * MIB
 

@@ -11,10 +11,8 @@ from mooncake_zmq.cache_node import cache_node
 from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
-from mooncake_zmq.kv.events import BlocksStored, Medium
-from mooncake_zmq.kv.eviction import POLICIES
-from mooncake_zmq.kv.slots import SlotState
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.actor import Publish, Started
+from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     BlocksLeased,
     ChangeReplica,
@@ -29,8 +27,7 @@ from mooncake_zmq.messages import (
     SlotRef,
     SlotsReserved,
 )
-from mooncake_zmq.runtime.actor import Publish, Started
-from mooncake_zmq.work import (
+from mooncake_zmq.core.work import (
     BlocksCopied,
     CopyBlocks,
     DiskBlock,
@@ -40,6 +37,9 @@ from mooncake_zmq.work import (
     WorkFailed,
     WriteToDisk,
 )
+from mooncake_zmq.kv.events import BlocksStored, Medium
+from mooncake_zmq.kv.eviction import POLICIES
+from mooncake_zmq.kv.slots import SlotState
 
 CAPACITY = 8
 BASE = CacheNodeSettings(

@@ -4,7 +4,8 @@ import pytest
 from actor_harness import leased
 
 from mooncake_zmq.cache_node.client import COPY_MARGIN, PoolClient, PoolClientSettings
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.actor import PeerUp, Send
+from mooncake_zmq.core.messages import (
     CommitSlots,
     GrantedSlot,
     Hello,
@@ -16,8 +17,8 @@ from mooncake_zmq.messages import (
     SlotRef,
     SlotsReserved,
 )
-from mooncake_zmq.runtime.actor import PeerUp, Send
-from mooncake_zmq.work import BlocksCopied, WorkFailed
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.work import BlocksCopied, WorkFailed
 
 SETTINGS = PoolClientSettings(lease_ttl_s=10.0, fetch_s=2.0, max_puts=2)
 REF = SlotRef(node="c", incarnation=1, slot=4, generation=2, checksum=9)
@@ -31,7 +32,7 @@ def up(name="c", host="h0", role="cache-node"):
 
 @pytest.fixture
 def client():
-    client = PoolClient("h0", SETTINGS, {})
+    client = PoolClient("h0", SETTINGS, Tally())
     client.peer_up(up())
     return client
 
@@ -47,7 +48,7 @@ def grant(client, now=1.0, put_id=5, index=0, work_id=77):
 
 
 def test_only_the_hosts_own_cache_node_is_the_pool():
-    client = PoolClient("h0", SETTINGS, {})
+    client = PoolClient("h0", SETTINGS, Tally())
     client.peer_up(up("c9", host="h9"))
     client.peer_up(up("p", role="prefill"))
     assert client.node is None

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from toy_cluster import NODES, ROOT, Stream, ToyCluster, eventually, until_none
 
+from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.sampling import near_tie
-from mooncake_zmq.messages import Sampling
 
 pytestmark = [pytest.mark.xdist_group("golden cluster"), pytest.mark.timeout(280)]
 

@@ -4,8 +4,10 @@ import hashlib
 import json
 from dataclasses import replace
 
-from mooncake_zmq.conductor.conductor import Conductor, ConductorSettings
-from mooncake_zmq.messages import (
+from mooncake_zmq.conductor.conductor import Conductor
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.actor import PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
+from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     ChangeReplica,
     DecodeLoad,
@@ -18,9 +20,10 @@ from mooncake_zmq.messages import (
     decode,
     encode,
 )
-from mooncake_zmq.runtime.actor import PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
+from mooncake_zmq.kv.layout import BlockLayout
 
 BLOCK = 256
+LAYOUT = BlockLayout(layers=2, kv_heads=1, head_dim=2, block_tokens=BLOCK)
 BASE = ConductorSettings(ttft_slo_s=0, tbt_slo_s=0)
 
 
@@ -41,7 +44,7 @@ class Cluster:
 
     def __init__(self, hosts=2, *, reports=True, **settings):
         self.settings = replace(BASE, **settings)
-        self.conductor = Conductor(name="k", host="h0", incarnation=1, settings=self.settings, block_tokens=BLOCK)
+        self.conductor = Conductor(name="k", host="h0", incarnation=1, settings=self.settings, layout=LAYOUT)
         self.now = 100.0
         self.timers = {}
         self.wishes = []

@@ -5,7 +5,7 @@ import math
 import pytest
 from conductor_harness import Cluster, keys
 
-from mooncake_zmq.messages import Placed, Rejected, RejectReason
+from mooncake_zmq.core.messages import Placed, Rejected, RejectReason
 
 LONG = 2000
 

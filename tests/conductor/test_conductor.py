@@ -12,7 +12,8 @@ from conductor_harness import BLOCK, Cluster, hello, key, keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.actor import Drained, DrainWanted, PeerUp, Received, WorkDone
+from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     HandoffReceived,
     Placed,
@@ -21,8 +22,7 @@ from mooncake_zmq.messages import (
     RequestEnded,
     Schedule,
 )
-from mooncake_zmq.runtime.actor import Drained, DrainWanted, PeerUp, Received, WorkDone
-from mooncake_zmq.work import WorkFailed
+from mooncake_zmq.core.work import WorkFailed
 
 DOC = keys("doc", 20)
 

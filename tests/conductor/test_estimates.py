@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.conductor.conductor import ConductorSettings
 from mooncake_zmq.conductor.estimates import DecodeBatch, DecodeBooking, PrefillQueue, compute_s, load_s, transfer_s
-from mooncake_zmq.messages import DecodeLoad, PrefillLoad
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.messages import DecodeLoad, PrefillLoad
 
 PAPER = ConductorSettings(
     prefill_token_s=1.147e-4,

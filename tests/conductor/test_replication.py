@@ -19,7 +19,8 @@ from mooncake_zmq.conductor.replication import (
     Replication,
 )
 from mooncake_zmq.conductor.settings import ConductorSettings
-from mooncake_zmq.messages import ChangeReplica
+from mooncake_zmq.core.messages import ChangeReplica
+from mooncake_zmq.core.shell import Tally
 
 DOC = keys("doc", 20)
 
@@ -110,7 +111,7 @@ class Pool:
 
     def __init__(self, hosts=4, **options):
         options = {"replica_demand_per_s": 1.0, "replica_half_life_s": 10.0} | options
-        self.counts = {}
+        self.counts = Tally()
         self.index = PrefixIndex(max_keys=100_000)
         self.replication = Replication(ConductorSettings(**options), self.index, self.counts)
         self.hosts = {f"c{i}": f"h{i}" for i in range(hosts)}

@@ -7,7 +7,6 @@ from conductor_harness import BASE, BLOCK
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.conductor.conductor import ConductorSettings
 from mooncake_zmq.conductor.estimates import compute_s, load_s, transfer_s
 from mooncake_zmq.conductor.routing import (
     DecodeOption,
@@ -19,6 +18,7 @@ from mooncake_zmq.conductor.routing import (
     plan_prefill,
     reusable_blocks,
 )
+from mooncake_zmq.conductor.settings import ConductorSettings
 
 
 def option(name="p", *, host=None, queue_s=0.0, token_s=0.0, local=0, can_fetch=True, last=0):

@@ -6,10 +6,7 @@ from dataclasses import replace
 import pytest
 from actor_harness import LAYOUT, Harness, leased
 
-from mooncake_zmq.decode.decode import Decode, DecodeSettings
-from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
-from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
     CommitSlots,
@@ -33,7 +30,11 @@ from mooncake_zmq.messages import (
     StopRule,
     TokensDecoded,
 )
-from mooncake_zmq.work import BlocksCopied, BlocksPulled, CopyBlocks, DecodeStep, PullBlocks, StepDecoded, WorkFailed
+from mooncake_zmq.core.work import BlocksCopied, BlocksPulled, CopyBlocks, DecodeStep, PullBlocks, StepDecoded, WorkFailed
+from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
+from mooncake_zmq.kv.checksum import block_checksum
 
 B = LAYOUT.block_tokens
 ROOT = namespace(model="m", layout="l")

@@ -7,12 +7,12 @@ import sys
 import numpy as np
 import pytest
 
+from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine import quantized, weights
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.panels import to_panels
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.sampling import near_tie
-from mooncake_zmq.messages import Sampling
 
 compiled = pytest.importorskip("mooncake_zmq.engine.compiled", reason="needs Numba")
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine.sampling import near_tie
-from mooncake_zmq.messages import Sampling
 
 TOLERANCE = 1e-3
 TIES_MAX_SHARE = 0.02

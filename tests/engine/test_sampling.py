@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine.sampling import near_tie, sample, scores
-from mooncake_zmq.messages import Sampling
 
 LOGITS = np.random.default_rng(11).normal(scale=3, size=2000).astype(np.float32)
 DRAWN_BY_THE_FIRST_VERSION = [896, 370, 195, 345, 165, 60, 732, 709]

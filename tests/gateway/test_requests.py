@@ -6,19 +6,7 @@ from dataclasses import replace
 import pytest
 from actor_harness import LAYOUT, Harness
 
-from mooncake_zmq.gateway.requests import (
-    EARLY_TOKENS,
-    ClientGone,
-    ClientRequest,
-    Failed,
-    Finished,
-    Requests,
-    RequestsSettings,
-    StopFound,
-    TokenOut,
-)
-from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
     FirstToken,
@@ -32,6 +20,18 @@ from mooncake_zmq.messages import (
     StopRule,
     TokensDecoded,
 )
+from mooncake_zmq.gateway.requests import (
+    EARLY_TOKENS,
+    ClientGone,
+    ClientRequest,
+    Failed,
+    Finished,
+    Requests,
+    RequestsSettings,
+    StopFound,
+    TokenOut,
+)
+from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 
 B = LAYOUT.block_tokens
 ROOT = namespace(model="m", layout="l")

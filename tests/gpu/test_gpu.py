@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.core.work import BlockLoad, SlotGrant
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum  # noqa: F401
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import SlotRef
 from mooncake_zmq.transfer.block_copy import copy_block, load_layers, store_block
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.shared_memory import Segment
-from mooncake_zmq.work import BlockLoad, SlotGrant
 
 LAYOUT = BlockLayout(layers=4, kv_heads=8, head_dim=128, block_tokens=32)
 SHAPE = {"layers": 4, "kv_heads": 8, "head_dim": 128}

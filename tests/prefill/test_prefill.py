@@ -7,9 +7,7 @@ import pytest
 from actor_harness import LAYOUT, Harness, leased
 
 from mooncake_zmq.cache_node.client import PoolClientSettings
-from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
-from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
     CommitSlots,
@@ -37,9 +35,12 @@ from mooncake_zmq.messages import (
     StartPrefill,
     StopRule,
 )
+from mooncake_zmq.core.work import BlocksCopied, ChunkComputed, ComputeChunk, CopyBlocks, LayersComputed, WorkFailed
+from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
+from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.prefill.chunking import chunk_stop, next_job
-from mooncake_zmq.prefill.prefill import Prefill, PrefillSettings
-from mooncake_zmq.work import BlocksCopied, ChunkComputed, ComputeChunk, CopyBlocks, LayersComputed, WorkFailed
+from mooncake_zmq.prefill.prefill import Prefill
+from mooncake_zmq.prefill.settings import PrefillSettings
 
 B = LAYOUT.block_tokens
 ROOT = namespace(model="m", layout="l")

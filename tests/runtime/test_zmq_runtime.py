@@ -16,8 +16,7 @@ import pytest
 import structlog
 import zmq
 
-from mooncake_zmq.messages import Hello, ReleaseLease
-from mooncake_zmq.runtime.actor import (
+from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
     Drained,
@@ -35,10 +34,11 @@ from mooncake_zmq.runtime.actor import (
     TimerFired,
     WorkDone,
 )
-from mooncake_zmq.runtime.node import Node
-from mooncake_zmq.runtime.session import Session, SessionSettings
+from mooncake_zmq.core.messages import Hello, ReleaseLease
+from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.session import Session, SessionSettings
+from mooncake_zmq.core.work import ProbeProcess, ProcessProbed
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, Timers, ZmqRuntime, check_endpoint
-from mooncake_zmq.work import ProbeProcess, ProcessProbed
 
 # A peer is not taken for dead while a busy machine keeps it waiting: what was on its way would be void.
 SETTINGS = SessionSettings(heartbeat_s=0.05, peer_timeout_s=3.0, retransmit_s=0.1)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from mooncake_zmq.runtime.actor import Effect, Event
-from mooncake_zmq.runtime.session import SessionSettings
+from mooncake_zmq.core.actor import Effect, Event
+from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.engine import sim_layout
 from mooncake_zmq.simulation.hardware import Hardware

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from simulation_harness import LAYOUT, World
 
-from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.messages import Sampling, SlotRef
-from mooncake_zmq.runtime.actor import (
+from mooncake_zmq.core.actor import (
     CancelWork,
     CloseSequence,
     Fence,
@@ -17,9 +15,8 @@ from mooncake_zmq.runtime.actor import (
     WorkDone,
     WorkProgress,
 )
-from mooncake_zmq.simulation.checkers import Violation
-from mooncake_zmq.simulation.engine import SimSequence
-from mooncake_zmq.work import (
+from mooncake_zmq.core.messages import Sampling, SlotRef
+from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
     BlocksPulled,
@@ -34,6 +31,9 @@ from mooncake_zmq.work import (
     StepEntry,
     WorkFailed,
 )
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.simulation.checkers import Violation
+from mooncake_zmq.simulation.engine import SimSequence
 
 GREEDY = Sampling()
 TOKENS = np.arange(6, dtype="<i4")

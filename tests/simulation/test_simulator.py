@@ -3,8 +3,7 @@
 import pytest
 from simulation_harness import World
 
-from mooncake_zmq.messages import RequestEnded
-from mooncake_zmq.runtime.actor import (
+from mooncake_zmq.core.actor import (
     CancelTimer,
     PeerDown,
     PeerUp,
@@ -16,8 +15,9 @@ from mooncake_zmq.runtime.actor import (
     TimerFired,
     WorkDone,
 )
+from mooncake_zmq.core.messages import RequestEnded
+from mooncake_zmq.core.work import ProbeProcess, ProcessProbed
 from mooncake_zmq.simulation.faults import Fault, FaultKind
-from mooncake_zmq.work import ProbeProcess, ProcessProbed
 
 PLACES = {"one": "a", "two": "a", "far": "b"}
 

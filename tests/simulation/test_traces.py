@@ -4,8 +4,8 @@ from random import Random
 
 import numpy as np
 
+from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.kv.block_hash import extend_keys, unpack_tokens
-from mooncake_zmq.messages import Sampling
 from mooncake_zmq.simulation.engine import SimSequence, sim_layout
 from mooncake_zmq.simulation.traces import Workload, generate
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from cuda_stand_in import FakeCupy, Gpu
 
+from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import SlotRef
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
 from mooncake_zmq.transfer.shared_memory import Segment
 

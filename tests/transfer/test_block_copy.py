@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from segment_bytes import slot_bytes
 
+from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.core.work import BlockLoad, SlotGrant
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
-from mooncake_zmq.messages import SlotRef
 from mooncake_zmq.transfer import block_copy
 from mooncake_zmq.transfer.block_copy import ReadFailure, copy_block, load_layers, store_block, store_part
-from mooncake_zmq.work import BlockLoad, SlotGrant
 
 
 @pytest.fixture

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from cuda_stand_in import Broken, CUDARuntimeError, Gpu
 
+from mooncake_zmq.core.messages import SegmentRef, SlotRef
+from mooncake_zmq.core.work import BlockLoad, SlotGrant
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import SegmentRef, SlotRef
 from mooncake_zmq.transfer import cuda as cuda_module
 from mooncake_zmq.transfer.block_copy import ReadFailure, copy_block, load_layers, store_block, store_part
 from mooncake_zmq.transfer.cuda import DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.shared_memory import HOST, Segment, SharedMemoryError
-from mooncake_zmq.work import BlockLoad, SlotGrant
 
 SHAPE = {"layers": 3, "kv_heads": 1, "head_dim": 2, "capacity_tokens": 16}
 

@@ -19,13 +19,13 @@ import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer import disk as disk_module
 from mooncake_zmq.transfer import disk_directory, disk_index
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.disk_directory import DiskError, DiskFault
-from mooncake_zmq.work import DiskBlock
 
 LAYOUT = BlockLayout(layers=3, kv_heads=1, head_dim=2, block_tokens=100)  # 4,800 bytes in two pages
 OTHER = BlockLayout(layers=2, kv_heads=1, head_dim=2, block_tokens=100)

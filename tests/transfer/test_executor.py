@@ -9,16 +9,9 @@ import numpy as np
 import pytest
 from segment_bytes import slot_bytes
 
-from mooncake_zmq.engine.toy import ToyEngine
-from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.messages import Hello, Sampling, SegmentRef, SlotRef
-from mooncake_zmq.runtime import executor as executor_module
-from mooncake_zmq.runtime.actor import WorkDone, WorkProgress
-from mooncake_zmq.runtime.executor import Executor
-from mooncake_zmq.transfer.block_copy import load_layers
-from mooncake_zmq.transfer.network import DataServer
-from mooncake_zmq.transfer.process_lock import ProcessLock
-from mooncake_zmq.work import (
+from mooncake_zmq.core.actor import WorkDone, WorkProgress
+from mooncake_zmq.core.messages import Hello, Sampling, SegmentRef, SlotRef
+from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
     BlocksPulled,
@@ -36,6 +29,13 @@ from mooncake_zmq.work import (
     StepEntry,
     WorkFailed,
 )
+from mooncake_zmq.engine.toy import ToyEngine
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.runtime import executor as executor_module
+from mooncake_zmq.runtime.executor import Executor
+from mooncake_zmq.transfer.block_copy import load_layers
+from mooncake_zmq.transfer.network import DataServer
+from mooncake_zmq.transfer.process_lock import ProcessLock
 
 TIMEOUT_S = 20.0
 GREEDY = Sampling()

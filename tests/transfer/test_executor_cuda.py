@@ -7,12 +7,12 @@ import pytest
 from cuda_stand_in import Gpu
 from test_executor import GREEDY, PROMPT, Rig, loads, opened, reference
 
+from mooncake_zmq.core.actor import WorkDone
+from mooncake_zmq.core.messages import SegmentRef
+from mooncake_zmq.core.work import BlocksCopied, BlocksPulled, CopyBlocks, PullBlocks, SequenceBlock, WorkFailed
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.toy import ToyEngine
-from mooncake_zmq.messages import SegmentRef
-from mooncake_zmq.runtime.actor import WorkDone
 from mooncake_zmq.transfer.cuda import DeviceSegment, DeviceSequence
-from mooncake_zmq.work import BlocksCopied, BlocksPulled, CopyBlocks, PullBlocks, SequenceBlock, WorkFailed
 
 
 class DeviceToy(ToyEngine):

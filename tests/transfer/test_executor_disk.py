@@ -8,12 +8,9 @@ import pytest
 from segment_bytes import slot_bytes
 from test_executor import TIMEOUT_S, Rig
 
-from mooncake_zmq.messages import SlotRef
-from mooncake_zmq.runtime import executor as executor_module
-from mooncake_zmq.runtime.actor import WorkDone
-from mooncake_zmq.transfer.block_copy import read_blocks, write_blocks
-from mooncake_zmq.transfer.disk import Disk
-from mooncake_zmq.work import (
+from mooncake_zmq.core.actor import WorkDone
+from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
     BlocksPulled,
@@ -25,6 +22,9 @@ from mooncake_zmq.work import (
     WorkFailed,
     WriteToDisk,
 )
+from mooncake_zmq.runtime import executor as executor_module
+from mooncake_zmq.transfer.block_copy import read_blocks, write_blocks
+from mooncake_zmq.transfer.disk import Disk
 
 BLOCKS = 6
 

@@ -15,9 +15,9 @@ import zmq
 from cuda_stand_in import FakeCupy, Gpu
 from segment_bytes import slot_bytes
 
+from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import SlotRef
 from mooncake_zmq.transfer import network
 from mooncake_zmq.transfer.block_copy import ReadFailure
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
@@ -395,11 +395,11 @@ def test_a_crash_in_a_sink_is_told_and_ends_the_batch(tcp_server, reader, segmen
 SERVER = """
 import sys
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import SlotRef
+from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.transfer import network
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.messages import SlotRef
+from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.transfer import network
 from mooncake_zmq.transfer.network import DataServer
 from mooncake_zmq.transfer.shared_memory import Segment

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import uvicorn
 
+from mooncake_zmq.core.actor import FromClient, ToClient
+from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.app import create_app
 from mooncake_zmq.gateway.edge import Edge, EdgeSettings, ServedModel
 from mooncake_zmq.gateway.requests import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
-from mooncake_zmq.messages import Hello
-from mooncake_zmq.runtime.actor import FromClient, ToClient
 
 EOS = 256
 Batches = list[list[ClientOutput]]

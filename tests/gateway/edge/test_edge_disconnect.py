@@ -141,7 +141,7 @@ def test_a_client_that_takes_nothing_counts_as_gone():
         actor.flood = asyncio.create_task(flood())
 
     def to_client(request_id, index):
-        from mooncake_zmq.runtime.actor import ToClient
+        from mooncake_zmq.core.actor import ToClient
 
         return ToClient(request_id, TokenOut(index, 511))
 

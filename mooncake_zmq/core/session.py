@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.actor import PeerDown, PeerUp, Received
+from mooncake_zmq.core.messages import (
     MAX_BODIES,
     PROTOCOL_VERSION,
     Envelope,
@@ -29,7 +30,7 @@ from mooncake_zmq.messages import (
     decode_envelope,
     encode,
 )
-from mooncake_zmq.runtime.actor import PeerDown, PeerUp, Received
+from mooncake_zmq.core.shell import Tally
 
 SessionEvent = PeerUp | PeerDown | Received
 
@@ -112,7 +113,7 @@ class Session:
         self.me = me
         self.incarnation = incarnation
         self.outgoing: list[tuple[str, bytes]] = []
-        self.counts: dict[str, int] = {}
+        self.counts = Tally()
         self.refusals: dict[str, str] = {}
         """Why a peer's Hello was refused, by peer: for the log and the state dump."""
         self._hello = hello
@@ -145,13 +146,13 @@ class Session:
         """Queue a message. A peer that does not acknowledge a whole window is given up, which is why events may come back."""
         peer = self._peers.get(to)
         if peer is None or not peer.up:
-            self._count("dropped[reason=peer_down]")
+            self.counts.add("dropped[reason=peer_down]")
             return []
         if lossy:
             self._transmit(now, peer, 0, (encode(message),))
             return []
         if len(peer.unacked) >= self._settings.window_messages:
-            self._count("windows_full")
+            self.counts.add("windows_full")
             return self._give_up(now, peer, "window full")
         self._send_sequenced(now, peer, encode(message))
         return []
@@ -161,12 +162,12 @@ class Session:
         try:
             envelope = decode_envelope(frame)
         except ProtocolError:
-            self._count("dropped[reason=malformed]")
+            self.counts.add("dropped[reason=malformed]")
             return []
         peer = self._peers.get(envelope.sender)
         reason = self._refusal(peer, envelope)
         if peer is None or reason is not None:
-            self._count(f"dropped[reason={reason}]")
+            self.counts.add(f"dropped[reason={reason}]")
             return []
         events = self._follow(now, peer, envelope)
         peer.heard_at = now
@@ -187,10 +188,10 @@ class Session:
         events: list[SessionEvent] = []
         for peer in self._peers.values():
             if peer.up and now - peer.heard_at > self._settings.peer_timeout_s:
-                self._count("timeouts")
+                self.counts.add("timeouts")
                 events += self._give_up(now, peer, "silent")
             elif peer.up and peer.unacked and now - peer.acked_at > self._settings.peer_timeout_s:
-                self._count("timeouts")
+                self.counts.add("timeouts")
                 events += self._give_up(now, peer, "acknowledges nothing")
             if peer.unacked and now - peer.unacked[0].sent_at >= self._settings.retransmit_s:
                 self._resend(now, peer)
@@ -273,7 +274,7 @@ class Session:
                 peer.early[sequence] = body
             return []
         if sequence < peer.expected:
-            self._count("duplicates")
+            self.counts.add("duplicates")
             return []
         events: list[SessionEvent] = []
         following: bytes | None = body
@@ -287,15 +288,15 @@ class Session:
         try:
             message = decode(body)
         except ProtocolError:
-            self._count("dropped[reason=invalid]")
+            self.counts.add("dropped[reason=invalid]")
             return []
         if isinstance(message, Hello):
             if peer.up:
-                self._count("dropped[reason=second_hello]")
+                self.counts.add("dropped[reason=second_hello]")
                 return []
             return self._greeted(now, peer, message)
         if not peer.up:
-            self._count("dropped[reason=no_hello]")
+            self.counts.add("dropped[reason=no_hello]")
             return []
         return [Received(peer.name, message)]
 
@@ -304,7 +305,7 @@ class Session:
         for what in ("protocol", "model", "tokenizer", "layout"):
             theirs, ours = getattr(hello, what), getattr(mine, what)
             if theirs != ours:
-                self._count(f"refused[reason={what}]")
+                self.counts.add(f"refused[reason={what}]")
                 self.refusals[peer.name] = f"{what} differs: {peer.name} has {theirs}, {self.me} has {ours}"
                 return []
         self.refusals.pop(peer.name, None)
@@ -352,7 +353,7 @@ class Session:
     def _resend(self, now: float, peer: _Peer) -> None:
         """Go back to the oldest unacknowledged message; the receiver keeps what arrives ahead of a gap."""
         for unacked in list(peer.unacked)[:REORDER_LIMIT]:
-            self._count("retransmits")
+            self.counts.add("retransmits")
             unacked.sent_at = now
             self._transmit(now, peer, unacked.sequence, (unacked.body,))
 
@@ -374,6 +375,3 @@ class Session:
             )
         )
         self.outgoing.append((peer.name, frame))
-
-    def _count(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1

@@ -8,8 +8,8 @@ others did not come in time, from where they were said to be, or no longer exist
 import math
 from dataclasses import dataclass
 
+from mooncake_zmq.core.messages import Sampling, SlotRef
 from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.messages import Sampling, SlotRef
 
 
 @dataclass(frozen=True, slots=True)

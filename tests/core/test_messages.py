@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.messages import (
     MAX_BLOCKS,
     MAX_MESSAGE_BYTES,
     MAX_TEXT,

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from mooncake_zmq.core.messages import Hello, Message
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.work import Progress, Result, Work
 from mooncake_zmq.kv.events import KvEvent
-from mooncake_zmq.messages import Hello, Message
-from mooncake_zmq.work import Progress, Result, Work
 
 TimerKey = tuple[str | int, ...]
 
@@ -148,7 +149,7 @@ Effect = (
 class Actor(Protocol):
     """A pure state machine; the same object runs over ZeroMQ and in the simulation."""
 
-    counts: dict[str, int]
+    counts: Tally
     """Monotonic counters, exported as `mooncake_<name>_total`; a label goes in brackets: `misses[reason=evicted]`."""
 
     def handle(self, now: float, event: Event) -> list[Effect]:

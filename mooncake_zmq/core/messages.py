@@ -1,8 +1,8 @@
-"""Every message on the wire: frozen, tagged, bounded. `encode` and `decode` live only here.
+"""Every message between the roles: frozen, tagged, bounded. `encode` and `decode` live only here.
 
 The wire is MessagePack; types are checked on arrival. Messages name blocks and never carry a KV byte. They send durations,
 never clock readings: a holder counts `ttl_s` from when it *sent* the request, the granter from when it handled it, so the
-holder always stops first. Delivery (at most once, in order, within a conversation) is `runtime.session`'s work.
+holder always stops first. Delivery (at most once, in order, within a conversation) is `core.session`'s work.
 """
 
 from enum import Enum
@@ -84,7 +84,7 @@ class SegmentRef(_Record, frozen=True):
 
 
 class SlotRef(_Record, frozen=True, gc=False):
-    """One copy of a block for reading. Checksum 0: not committed yet, see `work.BlockLoad`."""
+    """One copy of a block for reading. Checksum 0: not committed yet, see `core.work.BlockLoad`."""
 
     node: Name
     incarnation: Count
@@ -520,7 +520,7 @@ class Envelope(_Record, frozen=True):
     """What one ZeroMQ frame holds: who speaks, in which conversation, and encoded messages, `sequence` being the first's; none
     is a ping.
 
-    The fields' rules are told in `runtime.session`.
+    The fields' rules are told in `core.session`.
     """
 
     version: Count

@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from mooncake_zmq.runtime.actor import Actor, Effect, Event, Send
-from mooncake_zmq.runtime.session import Session
+from mooncake_zmq.core.actor import Actor, Effect, Event, Send
+from mooncake_zmq.core.session import Session
 
 
 class Transmit(Struct, frozen=True):

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_zmq.messages import (
+from mooncake_zmq.core.actor import PeerDown, PeerUp, Received
+from mooncake_zmq.core.messages import (
     MAX_BODIES,
     PROTOCOL_VERSION,
     BlocksAnnounced,
@@ -17,8 +18,7 @@ from mooncake_zmq.messages import (
     decode_envelope,
     encode,
 )
-from mooncake_zmq.runtime.actor import PeerDown, PeerUp, Received
-from mooncake_zmq.runtime.session import FRAME_BYTES, REORDER_LIMIT, Session, SessionSettings
+from mooncake_zmq.core.session import FRAME_BYTES, REORDER_LIMIT, Session, SessionSettings
 
 SETTINGS = SessionSettings()
 HELLO = Hello(protocol=1, role="r", host="h", model="m", tokenizer="t", layout="l")

@@ -1,0 +1,53 @@
+"""What every actor counts, numbers and moves: the shell that none of them writes again. PURE."""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Generic, TypeVar
+
+
+class Tally(dict[str, int]):
+    """Monotonic counters by name; a label goes in brackets: `misses[reason=evicted]`."""
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Count; a name that was never counted does not stand there."""
+        if amount:
+            self[name] = self.get(name, 0) + amount
+
+
+class Ids:
+    """Numbers that are never used again in one life, from 2 on."""
+
+    def __init__(self) -> None:
+        self._last = 1
+
+    def new(self) -> int:
+        """The next one."""
+        self._last += 1
+        return self._last
+
+
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+
+
+class Lifecycle(Generic[S, E]):
+    """The life of things of one kind as a table: state and event give the next state, and a missing entry is our bug.
+
+    The table is all there is to know of what may follow what; `taken` counts the moves, for coverage.
+    """
+
+    def __init__(self, what: str, table: Mapping[tuple[S, E], S], taken: Tally) -> None:
+        self._what = what
+        self._table = table
+        self._taken = taken
+
+    def after(self, state: S, event: E) -> S:
+        """The next state. Raises KeyError if nothing like that may happen."""
+        following = self._table[state, event]
+        self._taken.add(move_name(self._what, state, following))
+        return following
+
+
+def move_name(what: str, before: Enum, after: Enum) -> str:
+    """How a move is counted."""
+    return f"{what} {before.value} -> {after.value}"

@@ -1,0 +1,58 @@
+"""What each role is made of: its settings, its actor, and which of its settings is the size of a segment of blocks. One table
+for configuration, processes and simulation."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mooncake_zmq.cache_node.cache_node import CacheNode
+from mooncake_zmq.cache_node.disk_tier import DiskContents
+from mooncake_zmq.cache_node.settings import CacheNodeSettings
+from mooncake_zmq.conductor.conductor import Conductor
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.actor import Actor
+from mooncake_zmq.core.roles import Role
+from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.gateway.requests import Requests
+from mooncake_zmq.gateway.settings import RequestsSettings
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.prefill.prefill import Prefill
+from mooncake_zmq.prefill.settings import PrefillSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """`actor` is built from name, host, incarnation, settings and layout; `segment_setting`: bytes of its segment, if any."""
+
+    settings: type[Any]
+    actor: Callable[..., Actor]
+    segment_setting: str = ""
+
+    def segment_slots(self, settings: Any, layout: BlockLayout) -> int:
+        """Slots of a node with these settings; 0 for a role without a segment."""
+        return getattr(settings, self.segment_setting) // layout.slot_bytes if self.segment_setting else 0
+
+
+PARTS: Mapping[Role, Parts] = {
+    "conductor": Parts(ConductorSettings, Conductor),
+    "prefill": Parts(PrefillSettings, Prefill, "slab_bytes"),
+    "decode": Parts(DecodeSettings, Decode),
+    "cache-node": Parts(CacheNodeSettings, CacheNode, "pool_bytes"),
+    "gateway": Parts(RequestsSettings, Requests),
+}
+
+
+def make_actor(
+    role: Role,
+    *,
+    name: str,
+    host: str,
+    incarnation: int,
+    settings: Any,
+    layout: BlockLayout,
+    disk: DiskContents | None = None,
+) -> Actor:
+    """The actor of one life of a node. `disk`: what a cache-node finds on its SSD."""
+    found = {"disk": disk} if disk is not None and role == "cache-node" else {}
+    return PARTS[role].actor(name=name, host=host, incarnation=incarnation, settings=settings, layout=layout, **found)
