@@ -1,6 +1,6 @@
 """One TOML file per deployment, read once into nested frozen dataclasses; every error names the file and the path in it.
 
-Precedence: command line, environment (`MOONCAKE_ZMQ_SECTION__KEY`), file, the conductor's profile, default. Unknown keys are
+Precedence: command line, environment (`MOONCAKE_ZMQ_SECTION__KEY`), file, the profile of the costs, default. Unknown keys are
 errors.
 """
 
@@ -16,9 +16,10 @@ import msgspec
 from msgspec import structs
 
 from mooncake_zmq.cache_node.settings import CacheNodeSettings
-from mooncake_zmq.conductor.profile import Profile, ProfileError, decode, fit
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_TOKENS
+from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
 from mooncake_zmq.core.roles import ENGINE_ROLES, ROLES, Role
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
@@ -175,6 +176,7 @@ class Config:
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     session: SessionSettings = field(default_factory=SessionSettings)
+    costs: Costs = field(default_factory=Costs)
     conductor: ConductorSettings = field(default_factory=ConductorSettings)
     prefill: PrefillSettings = field(default_factory=PrefillSettings)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
@@ -255,8 +257,6 @@ class Loaded:
         where = f"nodes[{self.config.nodes.index(node)}].settings"
         _check_keys(node.settings, kind, self.path, f"{where}.")
         merged = _merge(self.raw.get(name, {}), node.settings)
-        if node.role == "conductor":
-            merged |= _profiled(merged, self.path, f"{where}.profile")
         return _convert(merged, kind, self.path, self.sources, under=where)
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
@@ -278,9 +278,9 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environme
             _override(raw, sources, dotted, environment[variable], f"environment {variable}")
     for dotted, value in (overrides or {}).items():
         _override(raw, sources, dotted, value, "command line")
-    profiled = _profiled(raw.get("conductor"), shown, "conductor.profile")
-    sources |= {f"conductor.{key}": f"profile {raw['conductor']['profile']}" for key in profiled}
-    config: Config = _convert(_merge(raw, {"conductor": profiled}) if profiled else raw, Config, shown, sources)
+    profiled = _profiled(raw.get("costs"), shown, "costs.profile")
+    sources |= {f"costs.{key}": f"profile {raw['costs']['profile']}" for key in profiled}
+    config: Config = _convert(_merge(raw, {"costs": profiled}) if profiled else raw, Config, shown, sources)
     loaded = Loaded(shown, config, sources, raw)
     for position, node in enumerate(config.nodes):
         section = loaded.section(node)
@@ -325,9 +325,9 @@ def read_profile(path: str) -> Profile:
         raise ProfileError(error.strerror or str(error)) from None
 
 
-def _profiled(conductor: Any, shown: str, where: str) -> dict[str, Any]:
-    """What the profile that a conductor's section names says of the settings that the section leaves open."""
-    path = conductor.get("profile") if isinstance(conductor, Mapping) else None
+def _profiled(costs: Any, shown: str, where: str) -> dict[str, Any]:
+    """What the profile that the costs' section names says of the costs that the section leaves open."""
+    path = costs.get("profile") if isinstance(costs, Mapping) else None
     if not path or not isinstance(path, str):
         return {}  # a value of another type is refused with the others
     try:
@@ -335,7 +335,7 @@ def _profiled(conductor: Any, shown: str, where: str) -> dict[str, Any]:
         found = structs.asdict(fit(profile)) | {"profiled_model": profile.fingerprint}
     except ProfileError as error:
         raise ConfigError(f"{shown}: {where}: {path}: {error}") from None
-    return {key: value for key, value in found.items() if key not in conductor}
+    return {key: value for key, value in found.items() if key not in costs}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -439,15 +439,15 @@ def summary(loaded: Loaded) -> Iterator[str]:
                     what += f", SSD {section.ssd.bytes / mib:,.0f} MiB in {section.ssd.directory}"
             case "prefill":
                 tokens = section.max_active * config.model.max_model_len + section.short_lane * section.chunk_tokens
-                running = tokens * config.conductor.kv_bytes_per_token
+                running = tokens * config.costs.kv_bytes_per_token
                 size, what = section.slab_bytes + running, f"slab of {section.slab_bytes / mib:,.0f} MiB"
                 what += f", KV of running prompts {running / mib:,.0f} MiB"
             case "decode":
-                size = section.capacity_tokens * config.conductor.kv_bytes_per_token
+                size = section.capacity_tokens * config.costs.kv_bytes_per_token
                 what = f"KV of {section.capacity_tokens:,} tokens, {size / mib:,.0f} MiB"
             case "conductor":
-                if section.profile:
-                    what = f"costs of {section.profile}: " + ", ".join(_shown_costs(section))
+                if config.costs.profile:
+                    what = f"costs of {config.costs.profile}: " + ", ".join(_shown_costs(config.costs))
             case "gateway":
                 what = f"http://{section.http_host}:{section.http_port}"
         totals[node.device] += size
@@ -460,11 +460,10 @@ def summary(loaded: Loaded) -> Iterator[str]:
         yield f"and {gpu} of GPU memory, beside the weights (one copy for each node)"
 
 
-def _shown_costs(conductor: ConductorSettings) -> Iterator[str]:
-    fixed_s = conductor.decode_step_s / (1 + conductor.decode_slope)
-    yield f"prefill {1e3 * conductor.prefill_token_s:.3g} ms per token"
-    yield f"decode step {1e3 * fixed_s:.3g} ms + {1e3 * fixed_s * conductor.decode_slope:.3g} ms per request"
-    yield f"{1e6 * fixed_s * conductor.decode_context_slope:.3g} us per token of KV"
+def _shown_costs(costs: Costs) -> Iterator[str]:
+    yield f"prefill {1e3 * costs.prefill_token_s:.3g} ms per token"
+    yield f"decode step {1e3 * costs.decode_step_s:.3g} ms + {1e3 * costs.decode_request_s:.3g} ms per request"
+    yield f"{1e6 * costs.decode_context_s:.3g} us per token of KV"
 
 
 def warnings(loaded: Loaded) -> Iterator[str]:
@@ -495,7 +494,7 @@ def _profile_warnings(loaded: Loaded) -> Iterator[str]:
     model = loaded.config.model.path
     threads = sorted({node.threads for node in loaded.config.of_role(*ENGINE_ROLES)})
     backends = sorted({node.backend for node in loaded.config.of_role(*ENGINE_ROLES)})
-    for path in sorted({loaded.section(node).profile for node in loaded.config.of_role("conductor")} - {""}):
+    if path := loaded.config.costs.profile:
         profile = read_profile(path)
         if profile.model != model:
             yield f"{path} measured the model {profile.model}, and this deployment's is {model}: the conductor compares weights"

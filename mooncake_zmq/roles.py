@@ -11,6 +11,7 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.roles import Role
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.decode.settings import DecodeSettings
@@ -28,6 +29,8 @@ class Parts:
     settings: type[Any]
     actor: Callable[..., Actor]
     segment_setting: str = ""
+    costs: bool = False
+    """Whether the actor predicts, and so is given the costs."""
 
     def segment_slots(self, settings: Any, layout: BlockLayout) -> int:
         """Slots of a node with these settings; 0 for a role without a segment."""
@@ -35,9 +38,9 @@ class Parts:
 
 
 PARTS: Mapping[Role, Parts] = {
-    "conductor": Parts(ConductorSettings, Conductor),
-    "prefill": Parts(PrefillSettings, Prefill, "slab_bytes"),
-    "decode": Parts(DecodeSettings, Decode),
+    "conductor": Parts(ConductorSettings, Conductor, costs=True),
+    "prefill": Parts(PrefillSettings, Prefill, "slab_bytes", costs=True),
+    "decode": Parts(DecodeSettings, Decode, costs=True),
     "cache-node": Parts(CacheNodeSettings, CacheNode, "pool_bytes"),
     "gateway": Parts(RequestsSettings, Requests),
 }
@@ -51,8 +54,12 @@ def make_actor(
     incarnation: int,
     settings: Any,
     layout: BlockLayout,
+    costs: Costs,
     disk: DiskContents | None = None,
 ) -> Actor:
     """The actor of one life of a node. `disk`: what a cache-node finds on its SSD."""
-    found = {"disk": disk} if disk is not None and role == "cache-node" else {}
-    return PARTS[role].actor(name=name, host=host, incarnation=incarnation, settings=settings, layout=layout, **found)
+    parts = PARTS[role]
+    more: dict[str, Any] = {"costs": costs} if parts.costs else {}
+    if disk is not None and role == "cache-node":
+        more["disk"] = disk
+    return parts.actor(name=name, host=host, incarnation=incarnation, settings=settings, layout=layout, **more)

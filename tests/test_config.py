@@ -151,7 +151,7 @@ def test_the_summary_counts_the_kv_of_running_prompts(write: Any) -> None:
     text = (
         "[model]\nmax_model_len = 1024\n[prefill]\nmax_active = 3\nshort_lane = 1\nchunk_tokens = 256\nslab_bytes = 1048576\n"
     )
-    loaded = load(write(text, '[[nodes]]\nname = "p"\nrole = "prefill"\n'), {"conductor.kv_bytes_per_token": "1024"}, {})
+    loaded = load(write(text, '[[nodes]]\nname = "p"\nrole = "prefill"\n'), {"costs.kv_bytes_per_token": "1024"}, {})
     lines = list(summary(loaded))
     assert "slab of 1 MiB, KV of running prompts 3 MiB" in lines[1]
     assert "at most 4 MiB" in lines[-1]
@@ -212,7 +212,7 @@ def test_the_summary_counts_gpu_memory_by_itself(write: Any) -> None:
         "[model]\nmax_model_len = 1024\n[prefill]\nmax_active = 3\nshort_lane = 1\nchunk_tokens = 256\nslab_bytes = 1048576\n"
     )
     node = '[[nodes]]\nname = "p"\nrole = "prefill"\ndevice = "cuda"\n'
-    lines = list(summary(load(write(text, node), {"conductor.kv_bytes_per_token": "1024"}, {})))
+    lines = list(summary(load(write(text, node), {"costs.kv_bytes_per_token": "1024"}, {})))
     assert lines[1].endswith("KV of running prompts 3 MiB, cuda, numpy")
     assert "at most 0 MiB of RAM" in lines[-2]
     assert lines[-1].startswith("and 4 MiB of GPU memory")

@@ -32,7 +32,7 @@ Examples:
   mooncake-zmq profile --model ~/models/llama.gguf --threads 4 --out llama.json --plot llama.png
   mooncake-zmq profile --lengths 128,1024 --prefixes 0 --batches 1,4 --rounds 1 --out quick.json
 Then, in the deployment's file:
-  [conductor]
+  [costs]
   profile = "profile.json"
 """
 
@@ -277,7 +277,7 @@ def profile(
         raise click.ClickException(f"{out}: there is no directory {out.parent}")
     limit_blas()
     from mooncake_zmq.bench.engine_profile import ProfilePlan, draw, measure, show
-    from mooncake_zmq.conductor.profile import ProfileError, encode
+    from mooncake_zmq.core.profile import ProfileError, encode
 
     plan = ProfilePlan(
         model=model,

@@ -1,4 +1,4 @@
-"""`profile`: measures one engine over lengths, prefixes and batches, for the conductor's estimates. See `conductor.profile`."""
+"""`profile`: measures one engine over lengths, prefixes and batches, for the conductor's estimates. See `core.profile`."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
 from mooncake_zmq.bench.report import machine, new_figure
-from mooncake_zmq.conductor.profile import Costs, PrefillTime, Profile, StepTime, fit
+from mooncake_zmq.core.profile import PrefillTime, Profile, StepTime, fit
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
@@ -146,14 +146,14 @@ class Line:
 
 def lines(profile: Profile) -> list[Line]:
     """All measurements. Raises ProfileError when they cannot be fitted."""
-    costs: Costs = fit(profile)
+    costs = fit(profile).costs
     prefills = [
         Line(
             name=f"prefill {t.tokens:,} behind {t.prefix:,}",
             kind=f"prefill behind {t.prefix:,}",
             x=t.tokens,
             seconds=t.seconds,
-            fitted_s=costs.prefill_s(t.tokens, t.prefix),
+            fitted_s=costs.compute_s(t.prefix + t.tokens, t.prefix),
         )
         for t in profile.prefill
     ]
@@ -163,7 +163,7 @@ def lines(profile: Profile) -> list[Line]:
             kind=f"decode step, context {t.context:,}",
             x=t.batch,
             seconds=t.seconds,
-            fitted_s=costs.step_s(t.batch, t.context),
+            fitted_s=costs.step_s(t.batch, t.batch * t.context),
         )
         for t in profile.decode
     ]

@@ -8,6 +8,7 @@ import math
 
 from mooncake_zmq.conductor.routing import DecodeOption, PrefillChoice
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import RejectReason
 
 MIN_RETRY_S = 1.0
@@ -19,7 +20,7 @@ NO_NODE_RETRY_S = 5.0
 
 
 def refusal(
-    settings: ConductorSettings, *, attempt: int, prefill: PrefillChoice, decode: DecodeOption
+    settings: ConductorSettings, costs: Costs, *, attempt: int, prefill: PrefillChoice, decode: DecodeOption
 ) -> tuple[RejectReason, float] | None:
     """Why this pair may not take the request, and when to try again; None to admit."""
     if attempt > 1:
@@ -27,7 +28,7 @@ def refusal(
     if _exceeds(prefill.ttft_s, settings.ttft_slo_s) and prefill.queue_s > 0:
         return RejectReason.TTFT, retry_after_ttft(settings, prefill)
     if _exceeds(decode.tbt_s, settings.tbt_slo_s) and decode.batch > 0:
-        return RejectReason.TBT, retry_after_tbt(settings, decode)
+        return RejectReason.TBT, retry_after_tbt(settings, costs, decode)
     return None
 
 
@@ -36,10 +37,9 @@ def retry_after_ttft(settings: ConductorSettings, prefill: PrefillChoice) -> flo
     return bounded(min(prefill.ttft_s - settings.ttft_slo_s, prefill.queue_s))
 
 
-def retry_after_tbt(settings: ConductorSettings, decode: DecodeOption) -> float:
+def retry_after_tbt(settings: ConductorSettings, costs: Costs, decode: DecodeOption) -> float:
     """Until enough requests have left, if each decodes for a uniform time and they began evenly spread."""
-    slope = settings.decode_slope
-    per_request_s = decode.tbt_s * slope / (1 + slope * (decode.batch + 1))
+    per_request_s = decode.tbt_s * costs.decode_request_s / costs.step_s(decode.batch + 1, 0)
     excess_s = decode.tbt_s - settings.tbt_slo_s
     leavers = min(decode.batch, math.ceil(excess_s / per_request_s)) if per_request_s > 0 else decode.batch
     return bounded(leavers * _departure_s(settings, decode))

@@ -29,6 +29,7 @@ from mooncake_zmq.core.actor import (
     Started,
     TimerFired,
 )
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     DecodeLoad,
@@ -65,12 +66,15 @@ class Booking:
 class Conductor:
     """Places requests by Algorithm 1, and refuses those that would miss their SLO."""
 
-    def __init__(self, *, name: str, host: str, incarnation: int, settings: ConductorSettings, layout: BlockLayout) -> None:
+    def __init__(
+        self, *, name: str, host: str, incarnation: int, settings: ConductorSettings, layout: BlockLayout, costs: Costs
+    ) -> None:
         self.name = name
         self.host = host
         self.incarnation = incarnation
         self.counts = Tally()
         self._settings = settings
+        self._costs = costs
         self._block_tokens = layout.block_tokens
         self._members = Membership()
         self._index = PrefixIndex(max_keys=settings.max_keys)
@@ -204,10 +208,10 @@ class Conductor:
             return
         self._members.join(member)
         if member.role == "prefill":
-            self._queues[member.name] = PrefillQueue(self._settings)
+            self._queues[member.name] = PrefillQueue(self._settings, self._costs)
             self._queues = dict(sorted(self._queues.items()))
         elif member.role == "decode":
-            self._batches[member.name] = DecodeBatch(self._settings)
+            self._batches[member.name] = DecodeBatch(self._settings, self._costs)
             self._batches = dict(sorted(self._batches.items()))
 
     def _forget(self, peer: str) -> None:
@@ -294,7 +298,7 @@ class Conductor:
             retry_after_s = admission.retry_after_room(self._settings, preferred + last_resort)
             reason = RejectReason.NO_ROOM if preferred or last_resort else RejectReason.NO_DECODE
             return self._reject(schedule, reason, retry_after_s)
-        refusal = admission.refusal(self._settings, attempt=schedule.attempt, prefill=prefill, decode=decode)
+        refusal = admission.refusal(self._settings, self._costs, attempt=schedule.attempt, prefill=prefill, decode=decode)
         if refusal is not None:
             return self._reject(schedule, *refusal)
         placed = Placed(
@@ -336,6 +340,7 @@ class Conductor:
         return routing.choose_prefill(
             options,
             settings=self._settings,
+            costs=self._costs,
             tokens=schedule.tokens,
             best_blocks=max(matches.values(), default=0),
             block_tokens=self._block_tokens,

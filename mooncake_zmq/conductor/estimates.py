@@ -4,31 +4,20 @@ import math
 from dataclasses import dataclass
 
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import DecodeLoad, PrefillLoad
 
 BookingKey = tuple[str, str]
 """Gateway and request id."""
 
 
-def compute_s(settings: ConductorSettings, *, tokens: int, prefix: int, token_s: float) -> float:
+def compute_s(costs: Costs, *, tokens: int, prefix: int, token_s: float) -> float:
     """Time to prefill `tokens` of which `prefix` are loaded: t(tokens) - t(prefix), t(n) = a n + b n^2.
 
     A node's measured `token_s` replaces `a` and scales `b` with it: attention's share is the model's, the speed the node's.
     """
-    scale = token_s / settings.prefill_token_s if token_s > 0 else 1.0
-    linear = settings.prefill_token_s * (tokens - prefix)
-    square = settings.prefill_square_s * (tokens * tokens - prefix * prefix)
-    return scale * (linear + square)
-
-
-def load_s(settings: ConductorSettings, tokens: int) -> float:
-    """Time to bring `tokens` tokens' KV from the host's pool into the engine."""
-    return tokens * settings.kv_bytes_per_token / settings.load_bytes_per_s
-
-
-def transfer_s(settings: ConductorSettings, tokens: int) -> float:
-    """Time to bring `tokens` tokens' KV from another host into this one's pool."""
-    return tokens * settings.kv_bytes_per_token / settings.transfer_bytes_per_s
+    scale = token_s / costs.prefill_token_s if token_s > 0 else 1.0
+    return scale * costs.compute_s(tokens, prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +31,9 @@ class QueuedBooking:
 class PrefillQueue:
     """One prefill's predicted queue: its last report and the bookings since, worked off at one second per second."""
 
-    def __init__(self, settings: ConductorSettings) -> None:
+    def __init__(self, settings: ConductorSettings, costs: Costs) -> None:
         self.token_s = 0.0
+        self._costs = costs
         self.bookings: dict[BookingKey, QueuedBooking] = {}
         self._settings = settings
         self._reported_s = 0.0
@@ -56,13 +46,10 @@ class PrefillQueue:
         return max(0.0, self._backlog_s - (now - self._as_of)) if self._backlog_s else 0.0
 
     def report(self, now: float, load: PrefillLoad) -> None:
-        """The node's own figures; bookings old enough to be among them are dropped here. A node that has measured nothing
-        cannot put its queue in seconds: it is put in the settings' seconds."""
-        shape = self._settings.prefill_square_s / self._settings.prefill_token_s
-        linear = load.computed_tokens + shape * load.computed_squares
-        self.token_s = load.computed_s / linear if linear else 0.0
-        unmeasured_s = 0.0 if self.token_s else load.queued_tokens * self._settings.prefill_token_s
-        self._reported_s, self._reported_at = max(load.queued_s, unmeasured_s), now
+        """The node's own figures; bookings old enough to be among them are dropped here."""
+        measured = load.compute
+        self.token_s = self._costs.prefill_token_s * measured.seconds / measured.predicted_s if measured.predicted_s else 0.0
+        self._reported_s, self._reported_at = sum(job.left_s for job in load.jobs), now
         horizon = now - self._settings.report_grace_s
         self.bookings = {key: booking for key, booking in self.bookings.items() if booking.at > horizon}
         self._rebuild()
@@ -104,8 +91,9 @@ class DecodeBatch:
     report's `reserved` are taken to be the oldest of the requests still due, and only the others are added to it.
     """
 
-    def __init__(self, settings: ConductorSettings) -> None:
+    def __init__(self, settings: ConductorSettings, costs: Costs) -> None:
         self.bookings: dict[BookingKey, DecodeBooking] = {}
+        self._costs = costs
         self._settings = settings
         self._load: DecodeLoad | None = None
         self._reported_at = -math.inf
@@ -149,8 +137,9 @@ class DecodeBatch:
         """
         measured = self._load.step_s if self._load else 0.0
         at = max(1, self._load.running) if self._load and measured else 1
-        slope = self._settings.decode_slope + self._settings.decode_context_slope * self._tokens_per_request
-        return (measured or self._settings.decode_step_s) * (1 + slope * batch) / (1 + slope * at)
+        costs, each = self._costs, self._tokens_per_request
+        scale = measured / costs.step_s(at, at * each) if measured else 1.0
+        return scale * costs.step_s(batch, batch * each)
 
     @property
     def _tokens_per_request(self) -> float:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mooncake_zmq.conductor.estimates import compute_s, load_s, transfer_s
+from mooncake_zmq.conductor.estimates import compute_s
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.costs import Costs
 
 MAX_SOURCES = 4
 """Cache-nodes named in one plan: the one to fetch from, and three more should it be gone or have evicted."""
@@ -64,7 +65,7 @@ def balance_ratio(best: int, local: int) -> float:
 
 
 def plan_prefill(
-    option: PrefillOption, *, settings: ConductorSettings, tokens: int, best_blocks: int, block_tokens: int
+    option: PrefillOption, *, settings: ConductorSettings, costs: Costs, tokens: int, best_blocks: int, block_tokens: int
 ) -> PrefillChoice:
     """The quickest way for one instance to prefill the prompt: from its own host's blocks, or fetching the best match.
 
@@ -73,8 +74,8 @@ def plan_prefill(
 
     def work(reuse: int, fetched: int) -> float:
         prefix = reuse * block_tokens
-        loading = load_s(settings, prefix) + transfer_s(settings, fetched * block_tokens)
-        return loading + compute_s(settings, tokens=tokens, prefix=prefix, token_s=option.token_s)
+        loading = costs.load_s(prefix) + costs.transfer_s(fetched * block_tokens)
+        return loading + compute_s(costs, tokens=tokens, prefix=prefix, token_s=option.token_s)
 
     local = option.local_blocks
     local_s = work(local, 0)
@@ -86,11 +87,17 @@ def plan_prefill(
 
 
 def choose_prefill(
-    options: Sequence[PrefillOption], *, settings: ConductorSettings, tokens: int, best_blocks: int, block_tokens: int
+    options: Sequence[PrefillOption],
+    *,
+    settings: ConductorSettings,
+    costs: Costs,
+    tokens: int,
+    best_blocks: int,
+    block_tokens: int,
 ) -> PrefillChoice | None:
     """The instance with the smallest predicted TTFT; among ties the one chosen longest ago, so that load and blocks spread."""
     plans = [
-        plan_prefill(option, settings=settings, tokens=tokens, best_blocks=best_blocks, block_tokens=block_tokens)
+        plan_prefill(option, settings=settings, costs=costs, tokens=tokens, best_blocks=best_blocks, block_tokens=block_tokens)
         for option in options
     ]
     if not plans:

@@ -1,4 +1,4 @@
-"""The conductor's settings: its SLOs, its cost model, its limits. PURE."""
+"""The conductor's settings: its SLOs, its rules, its limits. PURE."""
 
 import math
 from dataclasses import dataclass
@@ -7,11 +7,6 @@ from mooncake_zmq.core.messages import MAX_BLOCKS
 
 POSITIVE = (
     "tie_ratio",
-    "prefill_token_s",
-    "kv_bytes_per_token",
-    "load_bytes_per_s",
-    "transfer_bytes_per_s",
-    "decode_step_s",
     "expected_output_tokens",
     "booking_ttl_s",
     "max_keys",
@@ -24,9 +19,6 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "ttft_slo_s",
     "tbt_slo_s",
-    "prefill_square_s",
-    "decode_slope",
-    "decode_context_slope",
     "report_grace_s",
     "replica_interval_s",
 )
@@ -34,18 +26,13 @@ NOT_NEGATIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConductorSettings:
-    """Times in seconds. The cost fields, which a profile may set, seed the estimates: what nodes measure rescales them."""
+    """Times in seconds. What things cost stands in `core.costs`."""
 
     ttft_slo_s: float = 30.0
     """Longest predicted time to the first token that is still admitted; 0 or inf admits all. The paper's bound end to end."""
     tbt_slo_s: float = 1.0
     """Longest predicted gap between tokens that is still admitted; 0 or inf admits all. Far above a healthy step even on a
     CPU, so that by default only an overfull or stalled decode rejects; a GPU deployment sets 0.1 to 0.3 as the paper does."""
-    profile: str = ""
-    """A file that `mooncake-zmq profile` wrote: the cost fields not set otherwise are fitted from it. Empty: their defaults. A
-    relative path counts from where the process is started, as model.path does."""
-    profiled_model: str = ""
-    """Fingerprint of the model that the profile measured, taken from it. A conductor of another model does not start."""
     kvcache_balancing_threshold: float = 1.05
     """Algorithm 1: a prefill fetches from another host only if the best match is at least this many times its own match
     (1 or more, a ratio). At a match of 0 the ratio counts as infinite if anyone holds anything, and as 1 if nobody does.
@@ -54,23 +41,6 @@ class ConductorSettings:
     tie_ratio: float = 0.05
     """Predictions within this share of the best are ties, and ties rotate. The estimates err by more than this, and
     one shared leading block of a long prompt must not outweigh spreading."""
-    prefill_token_s: float = 2.2e-3
-    """Prefill time of n tokens is this * n + prefill_square_s * n^2; seconds per token. The default model on one CPU core."""
-    prefill_square_s: float = 4.1e-7
-    """Seconds per squared token: attention's share of the same. The paper's 70B model on 8 A800: 1.147e-4 and 7.181e-10."""
-    kv_bytes_per_token: int = 46_080
-    """KV bytes of one token, all layers. The default model: 30 layers, 2 (k and v), 3 heads, 64 values of 4 bytes."""
-    load_bytes_per_s: float = 4e9
-    """Host pool to engine, bytes per second: one core copying cold shared memory."""
-    transfer_bytes_per_s: float = 1e9
-    """Between hosts, bytes per second: a 10 Gbit link, or loopback TCP with cold buffers."""
-    decode_step_s: float = 0.025
-    """Duration of a decode step of one request before any was measured: the default model's weights read once by a core."""
-    decode_slope: float = 0.08
-    """Growth of a step per request in the batch, as a share of the step's fixed part: the default model in NumPy, at a context
-    of 128, takes 30 ms alone and 45 in a batch of 8. The paper's figure, on GPUs: .0149 / .765 = .0195."""
-    decode_context_slope: float = 0.0
-    """Growth of a step per token of KV it reads, of all its requests together, as a share of its fixed part; 0: not known."""
     expected_output_tokens: int = 512
     """Output tokens a request is taken to produce: how long it stays, and, up to its own max_tokens, the room its decode must
     have besides the prompt. The paper's mean is 343; a decode that runs short preempts, so asking for more leaves KV unused."""
@@ -93,12 +63,6 @@ class ConductorSettings:
     """Prefixes whose demand is followed; at the limit the half that is asked for least is forgotten. At worst 60 MB."""
     replica_max_blocks: int = 512
     """Leading blocks of a prompt that are followed and copied: 16,000 tokens in blocks of 32."""
-
-    def check_model(self, fingerprint: str) -> None:
-        """Raise ValueError if the costs were measured with another model than this one."""
-        if self.profiled_model and self.profiled_model != fingerprint:
-            measured = f"{self.profile or 'conductor.profiled_model'} measured another model"
-            raise ValueError(f"{measured} ({self.profiled_model[:12]}, not {fingerprint[:12]}): run mooncake-zmq profile again")
 
     def __post_init__(self) -> None:
         for name in POSITIVE + NOT_NEGATIVE:

@@ -100,7 +100,8 @@ class Start(Struct, frozen=True):
 
 
 class CancelWork(Struct, frozen=True):
-    """Ask a work to stop early. It still ends with a `WorkDone`: bytes in flight cannot be unsent."""
+    """Ask a work to stop early. It still ends with a `WorkDone`: bytes in flight cannot be unsent. A `DecodeStep` ends at its
+    next border, and that is no failure."""
 
     work_id: int
 

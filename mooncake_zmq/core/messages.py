@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""
@@ -29,6 +29,11 @@ Seconds = Annotated[float, Meta(ge=0, le=1e7)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_BLOCKS)]
 Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+RunOfTokens = Annotated[tuple[Token, ...], Meta(max_length=4096)]
+Slo = Annotated[float, Meta(ge=0, le=1e7)] | None
+"""A bound in seconds; None: the deployment's own; 0: none."""
+Priority = Annotated[int, Meta(ge=-1000, le=1000)]
+"""A larger number waits longer, as in vLLM."""
 MAX_TOKENS = 1 << 19
 Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 """Token ids as little-endian int32 bytes."""
@@ -40,6 +45,14 @@ class ProtocolError(Exception):
 
 class _Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
     """A part of a message."""
+
+
+class Measured(_Record, frozen=True, gc=False):
+    """Recent work of one kind, older work counting less: what it took, and what the cost model says it takes. Both 0 if nothing
+    was measured yet. Their ratio corrects the model for this node."""
+
+    seconds: Seconds = 0.0
+    predicted_s: Seconds = 0.0
 
 
 class Sampling(_Record, frozen=True):
@@ -124,6 +137,13 @@ class Schedule(_Message, frozen=True):
     tokens: Count
     max_tokens: Count
     exclude: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
+    ttft_slo_s: Slo = None
+    tbt_slo_s: Slo = None
+    priority: Priority = 0
+    begun: bool = False
+    """Its client holds tokens already: it is not refused for its SLO any more, at whatever attempt."""
+    waited_s: Seconds = 0.0
+    """How long its client has waited already: earlier attempts used up that much of `ttft_slo_s`."""
 
 
 class Placed(_Message, frozen=True):
@@ -136,7 +156,14 @@ class Placed(_Message, frozen=True):
     reuse_blocks: Count
     sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
     ttft_s: Seconds
+    """From this placement to the first token, as predicted."""
     tbt_s: Seconds
+    booking: Count = 0
+    """The conductor's number for this placement, named again in the nodes' load reports; 0: none."""
+    tbt_slo_s: Seconds = 0.0
+    """What the decode holds its step against once more when the prefill is done; 0: it does not."""
+    stages: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    """Prefills that compute the later layers of a long prompt, in this order after `prefill`; none: it computes them all."""
 
 
 class RejectReason(Enum):
@@ -159,46 +186,104 @@ class Rejected(_Message, frozen=True):
     retry_after_s: Seconds
 
 
+class Outcome(_Record, frozen=True):
+    """What became of an attempt, beside what its `Placed` said."""
+
+    ttft_s: Seconds
+    """From `Schedule` sent to the first token's arrival."""
+    predicted_ttft_s: Seconds
+    tbt_s: Seconds
+    """Mean of the longest tenth of the gaps between its tokens; 0 with fewer than two tokens."""
+    predicted_tbt_s: Seconds
+    output_tokens: Count
+    ended: bool
+    """The output ended by itself, so that its length says something; else it was cut off."""
+
+
 class RequestEnded(_Message, frozen=True):
-    """Gateway -> conductor: forget the booking of this attempt."""
+    """Gateway -> conductor: forget the booking of this attempt. `outcome`: of one that brought a token."""
 
     request_id: RequestId
     attempt: Count
+    outcome: Outcome | None = None
 
 
 # --- nodes -> conductor
 
 
-class PrefillLoad(_Message, frozen=True):
-    """A prefill's load, sent every report interval (lossy). `queued_s`: predicted work ahead of a new job."""
+class QueuedJob(_Record, frozen=True, gc=False):
+    """One job of a prefill: its rank (see `core.order`) counted from now, so mostly below 0, and the work left."""
 
-    queued_tokens: Count
-    queued_s: Seconds
-    computed_s: Seconds
-    computed_tokens: Annotated[float, Meta(ge=0, le=1e15)]
-    computed_squares: Annotated[float, Meta(ge=0, le=1e18)]
-    """Recent chunks, older ones counting less: their seconds, tokens n, and attention's share: sum of (p + n)^2 - p^2 for n
-    tokens after p. All 0 if nothing was measured yet. Apart, so that a chunk far into a long prompt is not a slow node."""
-    draining: bool
+    booking: Count
+    rank_s: Annotated[float, Meta(ge=-1e9, le=1e9)]
+    left_s: Seconds
+
+
+MAX_REPORTED = 512
+"""Jobs or requests that a load report names one by one."""
+
+
+class PrefillLoad(_Message, frozen=True):
+    """A prefill's load, sent every report interval (lossy)."""
+
+    jobs: Annotated[tuple[QueuedJob, ...], Meta(max_length=MAX_REPORTED)] = ()
+    """All that are not computed to their end; past `MAX_REPORTED` their work is added to the last one named."""
+    overtake: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    priority_s: Seconds = 0.0
+    """Its rule of order, see `core.order`."""
+    room: Count = 1 << 20
+    """Further jobs it would queue."""
+    compute: Measured = Measured()
+    load: Measured = Measured()
+    """Of reused KV, from the host's pool into the engine."""
+    draining: bool = False
 
 
 class DecodeLoad(_Message, frozen=True):
     """A decode's load, sent every report interval (lossy)."""
 
     running: Count
+    """Requests in the batch, those that wait for a place in it too."""
     reserved: Count
+    """Requests that hold KV and are not there yet."""
     free_tokens: Count
     capacity_tokens: Count
-    step_s: Seconds
+    context_tokens: Count = 0
+    """KV that the running ones hold."""
+    max_batch: Count = 1 << 20
+    room: Count = 1 << 20
+    """Further requests it would take, KV apart."""
+    step_s: Seconds = 0.0
     """Measured duration of a recent step, 0 if none."""
-    draining: bool
+    step: Measured = Measured()
+    bookings: Annotated[tuple[Count, ...], Meta(max_length=MAX_REPORTED)] = ()
+    """Of the requests that are running or reserved, as far as they fit."""
+    draining: bool = False
+
+
+class SourceRate(_Record, frozen=True, gc=False):
+    """What fetching from one source takes a cache-node: `source` is another one, or empty for its own SSD."""
+
+    source: Annotated[str, Meta(max_length=64)]
+    block_s: Seconds
+    """Seconds a block took lately; 0: not measured."""
+    pending_blocks: Count
+    """Asked for there and not here yet."""
+
+
+class CacheLoad(_Message, frozen=True):
+    """A cache-node's fetches, sent every report interval while there is something to tell (lossy)."""
+
+    sources: Annotated[tuple[SourceRate, ...], Meta(max_length=256)]
 
 
 class BlocksAnnounced(_Message, frozen=True):
-    """Cache-node -> conductors: what its host now holds and no longer holds. After a PeerUp the whole set is sent anew."""
+    """Cache-node -> conductors: what its host now holds in DRAM, holds on SSD alone, and no longer holds; a key named anew has
+    changed its tier. After a PeerUp the whole set is sent anew."""
 
     stored: Keys = ()
     removed: Keys = ()
+    on_disk: Keys = ()
 
 
 # --- gateway <-> prefill
@@ -223,6 +308,11 @@ class StartPrefill(_Message, frozen=True):
     reuse_blocks: Count
     sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
     deadline_s: Seconds
+    booking: Count = 0
+    priority: Priority = 0
+    tbt_slo_s: Seconds = 0.0
+    stages: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    """See `Placed`."""
 
 
 class FirstToken(_Message, frozen=True):
@@ -242,7 +332,8 @@ class FirstToken(_Message, frozen=True):
 class AttemptFailed(_Message, frozen=True):
     """Prefill or decode -> gateway: this attempt is over here; place the request again from its tokens so far.
 
-    `full`: nothing broke, there was only no room. `avoid`: the node to keep away from, the sender if empty.
+    `full`: nothing broke, there was only no room. `avoid`: the node to keep away from, the sender if empty. `refused`: the
+    decode would miss the request's TBT now that its prefill is done; a request without a token ends as if it had been rejected.
     """
 
     request_id: RequestId
@@ -250,6 +341,8 @@ class AttemptFailed(_Message, frozen=True):
     reason: Text
     full: bool = False
     avoid: Annotated[str, Meta(max_length=64)] = ""
+    refused: bool = False
+    retry_after_s: Seconds = 0.0
 
 
 class CancelRequest(_Message, frozen=True):
@@ -278,6 +371,9 @@ class ReserveDecode(_Message, frozen=True):
     sampling: Sampling
     stop: StopRule
     deadline_s: Seconds
+    booking: Count = 0
+    tbt_slo_s: Seconds = 0.0
+    """See `Placed`."""
 
 
 class DecodeReserved(_Message, frozen=True):
@@ -289,12 +385,15 @@ class DecodeReserved(_Message, frozen=True):
 
 
 class DecodeDenied(_Message, frozen=True):
-    """This decode does not take the request. `full`: there is only no room now, or it drains."""
+    """This decode does not take the request. `full`: there is only no room now, or it drains. `refused`, `retry_after_s`: see
+    `AttemptFailed`."""
 
     request_id: RequestId
     attempt: Count
     reason: Text
     full: bool
+    refused: bool = False
+    retry_after_s: Seconds = 0.0
 
 
 class HandoffBlocks(_Message, frozen=True):
@@ -348,9 +447,9 @@ class HandoffFailed(_Message, frozen=True):
 
 
 class TokensDecoded(_Message, frozen=True):
-    """One step's tokens for one gateway: (request_id, attempt, output index, token) each."""
+    """The tokens of one work, mostly of one step, for one gateway: (request_id, attempt, output index of the first, tokens)."""
 
-    entries: Annotated[tuple[tuple[RequestId, Count, Count, Token], ...], Meta(max_length=4096)]
+    entries: Annotated[tuple[tuple[RequestId, Count, Count, RunOfTokens], ...], Meta(max_length=4096)]
 
 
 # --- clients of a cache-node: prefill, decode, other cache-nodes
@@ -488,6 +587,7 @@ Message = (
     | RequestEnded
     | PrefillLoad
     | DecodeLoad
+    | CacheLoad
     | BlocksAnnounced
     | StartPrefill
     | FirstToken

@@ -106,16 +106,21 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One step of the continuous batch."""
+    """Up to `steps` steps of the continuous batch, with the same members: each feeds what the one before it sampled.
+
+    More than one is for engines whose steps nobody watches token by token. `CancelWork` ends it at the next border between two
+    steps, with what it has, so that a request that became ready need not wait.
+    """
 
     entries: tuple[StepEntry, ...]
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepDecoded:
-    """The sampled token per entry, in order."""
+    """The sampled tokens: for each step made, at least one, a token per entry, in order. `elapsed_s`: of all the steps."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
     elapsed_s: float
 
 

@@ -5,6 +5,7 @@ gateway, which resumes it elsewhere from prompt and tokens so far.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -29,6 +30,7 @@ from mooncake_zmq.core.actor import (
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     BlocksLeased,
@@ -161,7 +163,9 @@ class _Request:
 class Decode:
     """One decode instance."""
 
-    def __init__(self, *, name: str, host: str, incarnation: int, settings: DecodeSettings, layout: BlockLayout) -> None:
+    def __init__(
+        self, *, name: str, host: str, incarnation: int, settings: DecodeSettings, layout: BlockLayout, costs: Costs
+    ) -> None:
         self.name = name
         self.host = host
         self.incarnation = incarnation
@@ -170,6 +174,7 @@ class Decode:
         self._life = Lifecycle("decode request", NEXT_STATE, self.transitions)
         self._settings = settings
         self._layout = layout
+        self._costs = costs
         self._pool = PoolClient(host, settings.pool, self.counts)
         self._peers: dict[str, Hello] = {}
         self._requests: OrderedDict[str, _Request] = OrderedDict()
@@ -544,7 +549,7 @@ class Decode:
         members = self._step[1]
         self._step = None
         effects: list[Effect] = []
-        batches: dict[str, list[tuple[str, int, int, int]]] = {}
+        batches: dict[str, list[tuple[str, int, int, tuple[int, ...]]]] = {}
         if isinstance(result, StepDecoded):
             self._step_s = result.elapsed_s if self._step_s == 0.0 else 0.8 * self._step_s + 0.2 * result.elapsed_s
             self.counts.add("steps")
@@ -557,23 +562,32 @@ class Decode:
             if isinstance(result, WorkFailed):
                 effects += self._fail(request, f"step failed: {result.reason}")
                 continue
-            effects += self._take_token(now, request, result.tokens[index], batches)
+            effects += self._take_tokens(now, request, [step[index] for step in result.tokens], batches)
         sends: list[Effect] = [Send(gateway, TokensDecoded(entries=tuple(entries))) for gateway, entries in batches.items()]
         return sends + effects
 
-    def _take_token(
-        self, now: float, request: _Request, token: int, batches: dict[str, list[tuple[str, int, int, int]]]
+    def _take_tokens(
+        self,
+        now: float,
+        request: _Request,
+        tokens: Sequence[int],
+        batches: dict[str, list[tuple[str, int, int, tuple[int, ...]]]],
     ) -> list[Effect]:
-        message = request.request
-        fed = request.tokens[-1]
-        request.tokens.append(token)
-        self.counts.add("generation_tokens")
-        entry = (message.request_id, message.attempt, request.count - 1, token)
-        batches.setdefault(message.gateway, []).append(entry)
-        effects = self._key_block(now, request, fed)
-        if message.stop.reason(token, request.count) is not None:
-            effects += self._close(request)
-        return effects
+        """What the steps of one work sampled for one request; what comes after its end is not its."""
+        message, first = request.request, request.count
+        effects: list[Effect] = []
+        ended = False
+        for token in tokens:
+            fed = request.tokens[-1]
+            request.tokens.append(token)
+            effects += self._key_block(now, request, fed)
+            if message.stop.reason(token, request.count) is not None:
+                ended = True
+                break
+        taken = tuple(tokens[: request.count - first])
+        self.counts.add("generation_tokens", len(taken))
+        batches.setdefault(message.gateway, []).append((message.request_id, message.attempt, first, taken))
+        return effects + self._close(request) if ended else effects
 
     def _key_block(self, now: float, request: _Request, fed: int) -> list[Effect]:
         """The KV of `fed` is computed. When that completes a block, the pool gets it, so the next turn of a chat hits it."""

@@ -422,12 +422,20 @@ class Requests:
 
     def _on_tokens(self, sender: str, message: TokensDecoded) -> list[Effect]:
         effects: list[Effect] = []
-        for request_id, attempt, index, token in message.entries:
+        for request_id, attempt, first, tokens in message.entries:
             request = self._current(request_id, attempt)
             if request is not None and request.decode == sender:
-                effects += self._take(request, index, token)
+                effects += self._take_run(request, first, tokens)
             elif request is None:  # our cancel overtook the prefill's reservation there: without another it runs to its end
                 effects.append(Send(sender, CancelRequest(request_id=request_id, attempt=attempt)))
+        return effects
+
+    def _take_run(self, request: _Request, first: int, tokens: tuple[int, ...]) -> list[Effect]:
+        effects: list[Effect] = []
+        for index, token in enumerate(tokens, first):
+            if request.state is RequestState.ENDED:
+                break
+            effects += self._take(request, index, token)
         return effects
 
     def _take(self, request: _Request, index: int, token: int) -> list[Effect]:

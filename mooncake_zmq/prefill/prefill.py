@@ -11,6 +11,8 @@ from enum import Enum
 from itertools import takewhile
 from typing import Any
 
+from msgspec.structs import asdict
+
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.core.actor import (
     CancelTimer,
@@ -33,7 +35,9 @@ from mooncake_zmq.core.actor import (
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
+    MAX_REPORTED,
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
@@ -47,7 +51,9 @@ from mooncake_zmq.core.messages import (
     Hello,
     LayersReady,
     LeaseRenewed,
+    Measured,
     PrefillLoad,
+    QueuedJob,
     ReclaimSlots,
     ReportCorrupt,
     ReserveDecode,
@@ -163,7 +169,9 @@ class _Job:
 class Prefill:
     """One prefill instance."""
 
-    def __init__(self, *, name: str, host: str, incarnation: int, settings: PrefillSettings, layout: BlockLayout) -> None:
+    def __init__(
+        self, *, name: str, host: str, incarnation: int, settings: PrefillSettings, layout: BlockLayout, costs: Costs
+    ) -> None:
         if settings.chunk_tokens % layout.block_tokens:
             raise ValueError(f"chunk_tokens must be a multiple of the block size {layout.block_tokens}")
         self.name = name
@@ -175,6 +183,7 @@ class Prefill:
         self._life = Lifecycle("prefill job", NEXT_STATE, self.job_transitions)
         self._settings = settings
         self._layout = layout
+        self._costs = costs
         self._pool = PoolClient(host, settings.pool, self.counts)
         self._peers: dict[str, Hello] = {}
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
@@ -185,8 +194,8 @@ class Prefill:
         Else blocks that are intact but out of reach, hence reported to nobody, would fail one attempt after the other."""
         self._computing: tuple[int, _Job] | None = None
         self._ids = Ids()
-        self._computed = (0.0, 0.0, 0.0)
-        """Seconds, tokens and squares of recent chunks, see `PrefillLoad`."""
+        self._computed = Measured()
+        """Recent chunks."""
         self._draining = False
 
     @property
@@ -298,7 +307,7 @@ class Prefill:
         """See `core.actor`."""
         return {
             "gauges": self.gauges(now),
-            "computed": self._computed,
+            "computed": asdict(self._computed),
             "draining": self._draining,
             "jobs": [
                 {
@@ -567,9 +576,11 @@ class Prefill:
             self._move(job, JobEvent.CHUNK_DONE)
             return self._on_prefix_failed(now, job, result)
         tokens = job.chunk_stop - job.computed
-        new = (result.elapsed_s, tokens, job.chunk_stop**2 - job.computed**2)
-        old_s, old_tokens, old_squares = (MEASURE_DECAY * value for value in self._computed)
-        self._computed = (old_s + new[0], old_tokens + new[1], old_squares + new[2])
+        old = self._computed
+        self._computed = Measured(
+            seconds=MEASURE_DECAY * old.seconds + result.elapsed_s,
+            predicted_s=MEASURE_DECAY * old.predicted_s + self._costs.compute_s(job.chunk_stop, job.computed),
+        )
         self.counts.add("prompt_tokens_computed", tokens)
         job.computed = job.chunk_stop
         job.checksums += result.checksums
@@ -754,16 +765,15 @@ class Prefill:
 
     def _report(self, now: float) -> list[Effect]:
         waiting = [j for j in self._jobs.values() if j.state is not JobState.HANDING_OFF]
-        tokens = sum(job.tokens_left for job in waiting)
-        computed_s, computed_tokens, computed_squares = self._computed
-        load = PrefillLoad(
-            queued_tokens=tokens,
-            queued_s=tokens * computed_s / computed_tokens if computed_tokens else 0.0,
-            computed_s=computed_s,
-            computed_tokens=computed_tokens,
-            computed_squares=computed_squares,
-            draining=self._draining,
+        jobs = tuple(
+            QueuedJob(
+                booking=job.request.booking,
+                rank_s=job.arrived_at - now,
+                left_s=self._slowness * self._costs.compute_s(job.length, job.computed),
+            )
+            for job in waiting[:MAX_REPORTED]
         )
+        load = PrefillLoad(jobs=jobs, compute=self._computed, draining=self._draining)
         conductors = [name for name, hello in self._peers.items() if hello.role == "conductor"]
         reports: list[Effect] = [Send(name, load, lossy=True) for name in conductors]
         return [*reports, SetTimer(("report",), self._settings.report_s)]
@@ -776,8 +786,13 @@ class Prefill:
 
     def _block_compute_s(self) -> float:
         """What computing one block has taken lately; 0 if nothing was measured yet."""
-        computed_s, computed_tokens, _ = self._computed
-        return computed_s / computed_tokens * self._layout.block_tokens if computed_tokens else 0.0
+        measured = self._computed.predicted_s > 0
+        return self._slowness * self._costs.compute_s(self._layout.block_tokens, 0) if measured else 0.0
+
+    @property
+    def _slowness(self) -> float:
+        """What computing has taken lately, as a multiple of what the cost model says; 1 if nothing was measured yet."""
+        return self._computed.seconds / self._computed.predicted_s if self._computed.predicted_s else 1.0
 
     def _job(self, decode: str, request_id: str, attempt: int) -> _Job | None:
         job = self._jobs.get(request_id)

@@ -418,7 +418,7 @@ class Executor:
                 sequence.set_length(entry.position)
         logits = self._engine.decode(sequences, np.array([entry.token for entry in work.entries], np.int32))
         tokens = tuple(sample(logits[row], entry.sampling, entry.position + 1) for row, entry in enumerate(work.entries))
-        return StepDecoded(tokens, time.perf_counter() - began)
+        return StepDecoded((tokens,), time.perf_counter() - began)
 
     # --- copying whole blocks
 

@@ -30,6 +30,7 @@ from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
 from mooncake_zmq.core.actor import Actor, FromClient
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.roles import ENGINE_ROLES
@@ -339,20 +340,22 @@ class _Process:
             incarnation=self.incarnation,
             settings=self._actor_settings(),
             layout=self.layout,
+            costs=self._costs(),
             disk=found,
         )
+
+    def _costs(self) -> Costs:
+        try:
+            self.config.costs.check_model(self.model.spec.fingerprint)
+        except ValueError as error:
+            raise ConfigError(f"costs.profile: {error}") from None
+        # The cost model needs the model's own size, whatever the file says.
+        return replace(self.config.costs, kv_bytes_per_token=self.model.spec.kv_bytes_per_token)
 
     def _actor_settings(self) -> Any:
         """The section of the role, with what the file cannot know."""
         settings = self.settings
         match self.node.role:
-            case "conductor":
-                try:
-                    settings.check_model(self.model.spec.fingerprint)
-                except ValueError as error:
-                    raise ConfigError(f"conductor.profile: {error}") from None
-                # The cost model needs the model's own size, whatever the file says.
-                return replace(settings, kv_bytes_per_token=self.model.spec.kv_bytes_per_token)
             case "gateway":
                 requests = settings.requests
                 conductors = requests.conductors or tuple(node.name for node in self.config.of_role("conductor"))

@@ -9,6 +9,7 @@ from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.roles import ROLES, Role
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
@@ -36,16 +37,19 @@ class ClusterSettings:
     )
     conductor: ConductorSettings = ConductorSettings(
         ttft_slo_s=6.0,
-        prefill_token_s=1e-3,
-        kv_bytes_per_token=48,
-        load_bytes_per_s=4e5,
-        transfer_bytes_per_s=1.3e5,
-        decode_step_s=0.015,
         expected_output_tokens=8,
         booking_ttl_s=5.0,
         replica_interval_s=0.5,
         replica_half_life_s=2.0,
         replica_demand_per_s=0.5,
+    )
+    costs: Costs = Costs(
+        prefill_token_s=1e-3,
+        kv_bytes_per_token=48,
+        load_bytes_per_s=4e5,
+        transfer_bytes_per_s=1.3e5,
+        decode_step_s=0.0139,
+        decode_request_s=0.0011,
     )
     prefill: PrefillSettings = PrefillSettings(
         slab_bytes=48 * SLOT_BYTES, chunk_tokens=32, max_active=3, work_deadline_s=6.0, aging_tokens_per_s=500.0, pool=POOL
@@ -115,5 +119,13 @@ def _role_of(name: str) -> Role:
 
 
 def _make(settings: ClusterSettings, role: Role, name: str, host: str, incarnation: int, disk: DiskContents) -> Actor:
-    own = settings.of_role(role)
-    return make_actor(role, name=name, host=host, incarnation=incarnation, settings=own, layout=settings.layout, disk=disk)
+    return make_actor(
+        role,
+        name=name,
+        host=host,
+        incarnation=incarnation,
+        settings=settings.of_role(role),
+        layout=settings.layout,
+        costs=settings.costs,
+        disk=disk,
+    )

@@ -370,7 +370,7 @@ class Machine:
             sequence = self.sequences[entry.sequence]
             sequence.run(entry.position, np.array([entry.token], dtype=np.uint32))
             chosen.append(sequence.next_token(entry.position + 1, entry.sampling))
-        return StepDecoded(tuple(chosen), self.world.now - began_at)
+        return StepDecoded((tuple(chosen),), self.world.now - began_at)
 
     def _copy(self, running: Running, work: CopyBlocks) -> Steps:
         layers = self.layout.layers

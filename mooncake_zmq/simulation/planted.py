@@ -195,10 +195,10 @@ def _stale_attempt() -> list[tuple[Any, str, Any]]:
 
     def tokens_of_any(self: Requests, sender: str, message: TokensDecoded) -> list[Effect]:
         effects: list[Effect] = []
-        for request_id, attempt, index, token in message.entries:
+        for request_id, attempt, first, tokens in message.entries:
             request = self._requests.get(request_id)
             if request is not None and request.attempt > attempt:
-                effects += self._take(request, index, token)
+                effects += self._take_run(request, first, tokens)
         return effects + on_tokens(self, sender, message)
 
     return [(Requests, "_on_first_token", first_of_any), (Requests, "_on_tokens", tokens_of_any)]

@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench.command import profile as command
-from mooncake_zmq.conductor.profile import decode
 from mooncake_zmq.config import load
+from mooncake_zmq.core.profile import decode
 
 QUICK = ["--lengths", "16,64,128", "--prefixes", "0,32", "--batches", "1,4", "--contexts", "16,64", "--rounds", "1"]
 
@@ -27,10 +27,10 @@ def test_the_file_that_is_written_is_what_a_deployment_reads(tmp_path):
     shown = json.loads(ran.stdout)
     assert len(shown["measurements"]) == len(measured.prefill) + len(measured.decode)
     file = tmp_path / "x.toml"
-    file.write_text(f"[conductor]\nprofile = '{out}'\n")
-    conductor = load(file, {}, {}).config.conductor
-    assert {name: getattr(conductor, name) for name in shown["costs"]} == pytest.approx(shown["costs"])
-    assert conductor.profiled_model == measured.fingerprint
+    file.write_text(f"[costs]\nprofile = '{out}'\n")
+    costs = load(file, {}, {}).config.costs
+    assert {name: getattr(costs, name) for name in shown["costs"]} == pytest.approx(shown["costs"])
+    assert costs.profiled_model == measured.fingerprint
 
 
 def test_the_table_shows_measured_beside_fitted_and_the_costs(tmp_path):

@@ -7,13 +7,16 @@ from dataclasses import replace
 from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     ChangeReplica,
     DecodeLoad,
     Hello,
+    Measured,
     Placed,
     PrefillLoad,
+    QueuedJob,
     Rejected,
     RequestEnded,
     Schedule,
@@ -23,6 +26,7 @@ from mooncake_zmq.core.messages import (
 from mooncake_zmq.kv.layout import BlockLayout
 
 BLOCK = 256
+COSTS = Costs()
 LAYOUT = BlockLayout(layers=2, kv_heads=1, head_dim=2, block_tokens=BLOCK)
 BASE = ConductorSettings(ttft_slo_s=0, tbt_slo_s=0)
 
@@ -44,7 +48,7 @@ class Cluster:
 
     def __init__(self, hosts=2, *, reports=True, **settings):
         self.settings = replace(BASE, **settings)
-        self.conductor = Conductor(name="k", host="h0", incarnation=1, settings=self.settings, layout=LAYOUT)
+        self.conductor = Conductor(name="k", host="h0", incarnation=1, settings=self.settings, layout=LAYOUT, costs=COSTS)
         self.now = 100.0
         self.timers = {}
         self.wishes = []
@@ -93,11 +97,8 @@ class Cluster:
 
     def prefill_load(self, name, queued_s=0.0, token_s=0.0, draining=False):
         load = PrefillLoad(
-            queued_tokens=0,
-            queued_s=queued_s,
-            computed_s=1000 * token_s,
-            computed_tokens=1000,
-            computed_squares=0,
+            jobs=(QueuedJob(booking=0, rank_s=0.0, left_s=queued_s),),
+            compute=Measured(seconds=1000 * token_s, predicted_s=1000 * COSTS.prefill_token_s) if token_s else Measured(),
             draining=draining,
         )
         self.say(name, load)

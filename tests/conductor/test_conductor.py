@@ -18,6 +18,7 @@ from mooncake_zmq.core.messages import (
     HandoffReceived,
     Placed,
     PrefillLoad,
+    QueuedJob,
     Rejected,
     RequestEnded,
     Schedule,
@@ -280,7 +281,7 @@ def test_a_dead_node_takes_its_bookings_along():
 
 def test_messages_that_do_not_fit_their_sender_are_counted():
     cluster = Cluster()
-    load = PrefillLoad(queued_tokens=0, queued_s=9, computed_s=0, computed_tokens=0, computed_squares=0, draining=True)
+    load = PrefillLoad(jobs=(QueuedJob(booking=0, rank_s=0.0, left_s=9.0),), draining=True)
     for sender, message in [
         ("d0", load),
         ("nobody", load),

@@ -7,7 +7,7 @@ from conductor_harness import BASE, BLOCK
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.conductor.estimates import compute_s, load_s, transfer_s
+from mooncake_zmq.conductor.estimates import compute_s
 from mooncake_zmq.conductor.routing import (
     DecodeOption,
     PrefillOption,
@@ -19,18 +19,21 @@ from mooncake_zmq.conductor.routing import (
     reusable_blocks,
 )
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.costs import Costs
+
+COSTS = Costs()
 
 
 def option(name="p", *, host=None, queue_s=0.0, token_s=0.0, local=0, can_fetch=True, last=0):
     return PrefillOption(name, host or f"h-{name}", queue_s, token_s, local, can_fetch, last)
 
 
-def choose(options, *, tokens=8 * BLOCK + 10, best=0, settings=BASE):
-    return choose_prefill(options, settings=settings, tokens=tokens, best_blocks=best, block_tokens=BLOCK)
+def choose(options, *, tokens=8 * BLOCK + 10, best=0, settings=BASE, costs=COSTS):
+    return choose_prefill(options, settings=settings, costs=costs, tokens=tokens, best_blocks=best, block_tokens=BLOCK)
 
 
-def plan(one, *, tokens=8 * BLOCK + 10, best=0, settings=BASE):
-    return plan_prefill(one, settings=settings, tokens=tokens, best_blocks=best, block_tokens=BLOCK)
+def plan(one, *, tokens=8 * BLOCK + 10, best=0, settings=BASE, costs=COSTS):
+    return plan_prefill(one, settings=settings, costs=costs, tokens=tokens, best_blocks=best, block_tokens=BLOCK)
 
 
 def test_at_least_one_token_is_left_to_compute():
@@ -52,7 +55,7 @@ def test_cache_aware_branch_computes_what_the_host_lacks():
     made = plan(option(local=6), best=8, settings=settings)
     assert (made.reuse_blocks, made.fetch) == (6, False)
     tokens, prefix = 8 * BLOCK + 10, 6 * BLOCK
-    expected = compute_s(settings, tokens=tokens, prefix=prefix, token_s=0) + load_s(settings, prefix)
+    expected = compute_s(COSTS, tokens=tokens, prefix=prefix, token_s=0) + COSTS.load_s(prefix)
     assert made.ttft_s == pytest.approx(expected)
 
 
@@ -61,8 +64,8 @@ def test_balancing_branch_fetches_the_best_match():
     made = plan(option(local=4), best=8, settings=settings)
     assert (made.reuse_blocks, made.fetch) == (8, True)
     tokens, prefix = 8 * BLOCK + 10, 8 * BLOCK
-    expected = compute_s(settings, tokens=tokens, prefix=prefix, token_s=0) + load_s(settings, prefix)
-    assert made.ttft_s == pytest.approx(expected + transfer_s(settings, 4 * BLOCK))
+    expected = compute_s(COSTS, tokens=tokens, prefix=prefix, token_s=0) + COSTS.load_s(prefix)
+    assert made.ttft_s == pytest.approx(expected + COSTS.transfer_s(4 * BLOCK))
 
 
 @pytest.mark.parametrize(("local", "fetch"), [(5, True), (6, False), (0, True), (8, False)])
@@ -78,8 +81,8 @@ def test_an_infinite_threshold_fetches_only_onto_a_host_without_a_match():
 
 
 def test_a_fetch_slower_than_computing_is_left_out():
-    slow = ConductorSettings(transfer_bytes_per_s=1e6)
-    made = plan(option(), best=8, settings=slow)
+    slow = Costs(transfer_bytes_per_s=1e6)
+    made = plan(option(), best=8, costs=slow)
     assert (made.reuse_blocks, made.fetch) == (0, False)
 
 
@@ -99,8 +102,8 @@ def test_a_long_queue_loses_to_an_idle_node():
 
 
 def test_a_short_queue_does_not():
-    settings = ConductorSettings(transfer_bytes_per_s=1e8)
-    assert choose([option("a", local=8, queue_s=0.1), option("b")], best=8, settings=settings).name == "a"
+    costs = Costs(transfer_bytes_per_s=1e8)
+    assert choose([option("a", local=8, queue_s=0.1), option("b")], best=8, costs=costs).name == "a"
 
 
 def test_a_slow_node_loses_to_a_fast_one():

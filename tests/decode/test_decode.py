@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from actor_harness import LAYOUT, Harness, leased
 
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -38,6 +39,7 @@ from mooncake_zmq.kv.checksum import block_checksum
 
 B = LAYOUT.block_tokens
 ROOT = namespace(model="m", layout="l")
+COSTS = Costs()
 BASE = DecodeSettings(capacity_tokens=16 * B, max_batch=3, max_requests=6)
 
 
@@ -53,7 +55,7 @@ class Node(Harness):
     """The decode "me" on host h0; prefill p0 on h0, p1 on h1; `prompts` by request."""
 
     def __init__(self, **settings):
-        actor = Decode(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT)
+        actor = Decode(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT, costs=COSTS)
         super().__init__(actor)
         for name in ("g", "g2", "c", "k", "p0"):
             self.up(name, 7)
@@ -132,7 +134,7 @@ class Node(Harness):
 
     def step(self, token=6):
         work_id, work = self.work(DecodeStep)
-        self.done(work_id, StepDecoded((token,) * len(work.entries), 0.01))
+        self.done(work_id, StepDecoded(((token,) * len(work.entries),), 0.01))
         return work
 
     def put_all(self, *, fail=False):
@@ -148,7 +150,7 @@ class Node(Harness):
         while self.works:
             for work_id, work in list(self.works.items()):
                 if isinstance(work, DecodeStep):
-                    self.done(work_id, StepDecoded((9,) * len(work.entries), 0.01))
+                    self.done(work_id, StepDecoded(((9,) * len(work.entries),), 0.01))
                 else:
                     self.done(work_id, WorkFailed("test"))
         if "c" in self.peers:
@@ -380,24 +382,24 @@ def test_tokens_are_numbered_and_sent_once_per_step_and_gateway(node):
     node.pulled()
     node.handoff_done("r2")
     node.step()
-    assert node.one(TokensDecoded, "g").entries == (("r0", 1, 1, 6),)
+    assert node.one(TokensDecoded, "g").entries == (("r0", 1, 1, (6,)),)
     assert [entry.position for entry in node.work(DecodeStep)[1].entries] == [7, 6, 6], "new ones join at the next step"
     node.step(8)
-    assert node.one(TokensDecoded, "g").entries == (("r0", 1, 2, 8), ("r1", 1, 1, 8))
-    assert node.one(TokensDecoded, "g2").entries == (("r2", 1, 1, 8),)
+    assert node.one(TokensDecoded, "g").entries == (("r0", 1, 2, (8,)), ("r1", 1, 1, (8,)))
+    assert node.one(TokensDecoded, "g2").entries == (("r2", 1, 1, (8,)),)
 
 
 def test_a_resumed_request_goes_on_with_its_count(node):
     node.run(first_index=7, max_tokens=9)
     node.step()
-    assert node.one(TokensDecoded).entries == (("r", 1, 8, 6),)
+    assert node.one(TokensDecoded).entries == (("r", 1, 8, (6,)),)
     assert_nothing_left(node)
 
 
 def test_eos_and_length_end_a_request(node):
     node.run("eos")
     node.step(9)
-    assert node.one(TokensDecoded).entries[0][3] == 9
+    assert node.one(TokensDecoded).entries[0][3] == (9,)
     node.run("length", max_tokens=3)
     node.step()
     node.step()
@@ -665,7 +667,7 @@ def answer(node, rng):
     if rng.random() < 0.1:
         node.done(work_id, WorkFailed("test"))
     elif isinstance(work, DecodeStep):
-        node.done(work_id, StepDecoded(tuple(rng.choice((5, 6, 7, 9)) for _ in work.entries), 0.01))
+        node.done(work_id, StepDecoded((tuple(rng.choice((5, 6, 7, 9)) for _ in work.entries),), 0.01))
     elif isinstance(work, CopyBlocks):
         node.done(work_id, BlocksCopied((1,) * len(work.copies)))
     else:

@@ -105,7 +105,7 @@ class Node(Harness):
 
     def tokens(self, *indexes, attempt=1, sender="d0", request_id="r"):
         for index in indexes:
-            self.say(sender, TokensDecoded(entries=((request_id, attempt, index, text(index)),)))
+            self.say(sender, TokensDecoded(entries=((request_id, attempt, index, (text(index),)),)))
 
     def fail(self, attempt, sender="p0", **more):
         self.say(sender, AttemptFailed(request_id="r", attempt=attempt, reason="test", **more))

@@ -7,6 +7,7 @@ import pytest
 from actor_harness import LAYOUT, Harness, leased
 
 from mooncake_zmq.cache_node.client import PoolClientSettings
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -44,6 +45,7 @@ from mooncake_zmq.prefill.settings import PrefillSettings
 
 B = LAYOUT.block_tokens
 ROOT = namespace(model="m", layout="l")
+COSTS = Costs()
 BASE = PrefillSettings(
     slab_bytes=16 * LAYOUT.slot_bytes, chunk_tokens=2 * B, max_active=2, short_lane=1, max_queued=4, aging_tokens_per_s=1.0
 )
@@ -55,7 +57,7 @@ def prompt(length, base=0):
 
 class Node(Harness):
     def __init__(self, **settings):
-        actor = Prefill(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT)
+        actor = Prefill(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT, costs=COSTS)
         super().__init__(actor)
         for name in ("g", "d", "c", "k"):
             self.up(name, 7)
@@ -325,10 +327,10 @@ def test_the_load_tells_what_waits(node):
     node.ready("r0", prompt(20))
     node.advance(0.3)
     load = node.take(PrefillLoad, "k")[-1]
-    assert load.queued_tokens == 20
+    assert [job.left_s for job in load.jobs] == [pytest.approx(COSTS.compute_s(20, 0))]
     node.finish()
     node.advance(0.3)
-    assert node.take(PrefillLoad, "k")[-1].queued_tokens == 0
+    assert node.take(PrefillLoad, "k")[-1].jobs == ()
 
 
 # --- room in the slab

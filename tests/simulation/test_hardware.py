@@ -92,7 +92,7 @@ def test_compute_hand_off_and_decode_give_the_undisturbed_token() -> None:
         reference = SimSequence(7)
         reference.run(0, np.array([*TOKENS, 9], dtype=np.uint32))
         assert isinstance(decoded, StepDecoded)
-        assert decoded.tokens == (reference.next_token(7, GREEDY),)
+        assert decoded.tokens == ((reference.next_token(7, GREEDY),),)
 
 
 def test_chunks_and_a_loaded_prefix_change_nothing() -> None:

@@ -134,7 +134,7 @@ class Rig:
         for position in range(len(PROMPT), len(PROMPT) + steps):
             result = self.run(DecodeStep((StepEntry(sequence, token, position, GREEDY),)))
             assert isinstance(result, StepDecoded)
-            (token,) = result.tokens
+            ((token,),) = result.tokens
             tokens.append(token)
         return tokens
 

@@ -8,43 +8,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_profile import COSTS, LENGTHS, planted
 
-from mooncake_zmq.conductor.estimates import compute_s
-from mooncake_zmq.conductor.profile import Costs, PrefillTime, ProfileError, StepTime, decode, encode, fit
-from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.profile import Fitted, PrefillTime, ProfileError, StepTime, decode, encode, fit
 
 
 @given(
     st.builds(
-        Costs,
+        Fitted,
         prefill_token_s=st.floats(1e-6, 1e-2),
         prefill_square_s=st.floats(1e-10, 1e-6),
         decode_step_s=st.floats(1e-4, 1.0),
-        decode_slope=st.floats(1e-3, 1.0),
-        decode_context_slope=st.floats(1e-6, 1e-2),
+        decode_request_s=st.floats(1e-5, 0.1),
+        decode_context_s=st.floats(1e-8, 1e-4),
     )
 )
 def test_a_fit_recovers_planted_costs(costs):
     fitted = fit(planted(costs))
-    for name in Costs.__struct_fields__:
+    for name in Fitted.__struct_fields__:
         assert getattr(fitted, name) == pytest.approx(getattr(costs, name), rel=1e-3), name
 
 
 def test_measurements_that_are_off_move_the_fit_by_no_more():
-    fitted = fit(planted(noise=0.05))
-    assert fitted.prefill_s(1024, 512) == pytest.approx(COSTS.prefill_s(1024, 512), rel=0.06)
-    assert fitted.step_s(8, 512) == pytest.approx(COSTS.step_s(8, 512), rel=0.06)
-
-
-def test_the_estimates_use_the_formula_that_was_fitted():
-    settings = ConductorSettings(prefill_token_s=COSTS.prefill_token_s, prefill_square_s=COSTS.prefill_square_s)
-    assert compute_s(settings, tokens=1536, prefix=1024, token_s=0) == pytest.approx(COSTS.prefill_s(512, 1024))
+    fitted, true = fit(planted(noise=0.05)).costs, COSTS.costs
+    assert fitted.compute_s(1536, 512) == pytest.approx(true.compute_s(1536, 512), rel=0.06)
+    assert fitted.step_s(8, 4096) == pytest.approx(true.step_s(8, 4096), rel=0.06)
 
 
 def test_a_cost_that_would_be_negative_is_none():
     """Longer contexts that happened to be quicker."""
     decode = tuple(StepTime(t.batch, 1152 - t.context, t.seconds) for t in planted().decode)
     fitted = fit(planted(decode=decode))
-    assert fitted.decode_context_slope == 0
+    assert fitted.decode_context_s == 0
     assert fitted.decode_step_s > 0
 
 

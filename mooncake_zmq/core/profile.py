@@ -1,7 +1,7 @@
 """What was measured of an engine, and the costs that the estimates take from it, by least squares. PURE.
 
 Prefill of n tokens behind a prefix of p: a n' + b ((p + n)^2 - p^2), n' the tokens computed: the paper's polynomial. A decode
-step: fixed (1 + slope batch + context_slope tokens), tokens those of all its sequences together. Relative errors are
+step: fixed + request * batch + context * tokens, tokens those of all its sequences together. Relative errors are
 minimized: a short prompt's milliseconds count as much as a long one's seconds. Costs below 0 make no sense and are taken as 0.
 """
 
@@ -10,8 +10,10 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, structs
 from numpy.typing import NDArray
+
+from mooncake_zmq.core.costs import Costs
 
 FORMAT = 2
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
@@ -61,23 +63,19 @@ class _Written(msgspec.Struct):
     format: int
 
 
-class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of the same names in ConductorSettings."""
+class Fitted(msgspec.Struct, frozen=True, kw_only=True):
+    """The costs that a profile determines: the fields of the same names in `Costs`."""
 
     prefill_token_s: float
     prefill_square_s: float
     decode_step_s: float
-    decode_slope: float
-    decode_context_slope: float
+    decode_request_s: float
+    decode_context_s: float
 
-    def prefill_s(self, tokens: int, prefix: int) -> float:
-        """The fitted time."""
-        return self.prefill_token_s * tokens + self.prefill_square_s * ((prefix + tokens) ** 2 - prefix**2)
-
-    def step_s(self, batch: int, context: int) -> float:
-        """The fitted time; `context` tokens in each sequence."""
-        fixed = self.decode_step_s / (1 + self.decode_slope)
-        return fixed * (1 + self.decode_slope * batch + self.decode_context_slope * batch * context)
+    @property
+    def costs(self) -> Costs:
+        """With the defaults of all others."""
+        return Costs(**structs.asdict(self))
 
 
 def encode(profile: Profile) -> bytes:
@@ -96,7 +94,7 @@ def decode(content: bytes) -> Profile:
         raise ProfileError(f"not a profile: {str(error).replace('`', '')}") from None
 
 
-def fit(profile: Profile) -> Costs:
+def fit(profile: Profile) -> Fitted:
     """Raises ProfileError when the measurements cannot tell the costs apart, or contradict them."""
     prefill = [(t.tokens, (t.prefix + t.tokens) ** 2 - t.prefix**2) for t in profile.prefill]
     token_s, square_s = _least_squares(prefill, [t.seconds for t in profile.prefill])
@@ -106,12 +104,12 @@ def fit(profile: Profile) -> Costs:
         raise ProfileError("its prefill times do not grow with the tokens: measure again, with nothing else running")
     if fixed_s <= 0:
         raise ProfileError("its decode steps have no fixed part: measure again, with nothing else running")
-    return Costs(
+    return Fitted(
         prefill_token_s=token_s,
         prefill_square_s=square_s,
-        decode_step_s=fixed_s + request_s,
-        decode_slope=request_s / fixed_s,
-        decode_context_slope=context_s / fixed_s,
+        decode_step_s=fixed_s,
+        decode_request_s=request_s,
+        decode_context_s=context_s,
     )
 
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 from planted_profile import COSTS, planted
 
-from mooncake_zmq.conductor.profile import encode, fit
-from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.config import ConfigError, effective, load, summary, warnings
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.profile import encode
 
 NODES = """
 [[nodes]]
@@ -34,24 +34,15 @@ def write(tmp_path):
 
 
 def test_the_costs_come_from_the_profile_unless_they_are_set(write):
-    loaded = load(write("[conductor]\nprofile = 'PROFILE'\ndecode_slope = 0.5\n"), {"conductor.prefill_square_s": "1e-9"}, {})
-    conductor = loaded.config.conductor
-    assert conductor.prefill_token_s == pytest.approx(COSTS.prefill_token_s)
-    assert conductor.decode_context_slope == pytest.approx(COSTS.decode_context_slope)
-    assert (conductor.decode_slope, conductor.prefill_square_s) == (0.5, 1e-9)
-    assert conductor.profiled_model == planted().fingerprint
-    assert loaded.section(loaded.config.node("c")) == conductor
+    loaded = load(write("[costs]\nprofile = 'PROFILE'\ndecode_request_s = 0.5\n"), {"costs.prefill_square_s": "1e-9"}, {})
+    costs = loaded.config.costs
+    assert costs.prefill_token_s == pytest.approx(COSTS.prefill_token_s)
+    assert costs.decode_context_s == pytest.approx(COSTS.decode_context_s)
+    assert (costs.decode_request_s, costs.prefill_square_s) == (0.5, 1e-9)
+    assert costs.profiled_model == planted().fingerprint
     sources = {dotted: source for dotted, _, source in effective(loaded)}
-    assert sources["conductor.prefill_token_s"].startswith("profile ")
-    assert (sources["conductor.decode_slope"], sources["conductor.tie_ratio"]) == ("file", "default")
-
-
-def test_one_conductor_may_have_a_profile_of_its_own(write):
-    path = write("", NODES.replace('role = "conductor"', 'role = "conductor"\nsettings = { profile = "PROFILE" }'))
-    path.write_text(path.read_text().replace("PROFILE", str(path.parent / "p.json")))
-    loaded = load(path, {}, {})
-    assert loaded.section(loaded.config.node("c")).prefill_token_s == pytest.approx(fit(planted()).prefill_token_s)
-    assert loaded.config.conductor.prefill_token_s == ConductorSettings().prefill_token_s
+    assert sources["costs.prefill_token_s"].startswith("profile ")
+    assert (sources["costs.decode_request_s"], sources["conductor.tie_ratio"]) == ("file", "default")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +56,7 @@ def test_one_conductor_may_have_a_profile_of_its_own(write):
     ],
 )
 def test_a_profile_that_cannot_be_used_is_named_with_its_setting(write, content, complaint):
-    path = write("[conductor]\nprofile = 'PROFILE'\n")
+    path = write("[costs]\nprofile = 'PROFILE'\n")
     file = path.parent / "p.json"
     file.unlink() if content is None else file.write_bytes(content)
     if complaint is None:
@@ -73,21 +64,19 @@ def test_a_profile_that_cannot_be_used_is_named_with_its_setting(write, content,
         return
     with pytest.raises(ConfigError) as caught:
         load(path, {}, {})
-    assert re.fullmatch(
-        rf"{re.escape(str(path))}: conductor\.profile: {re.escape(str(file))}: .*{complaint}.*", str(caught.value)
-    )
+    assert re.fullmatch(rf"{re.escape(str(path))}: costs\.profile: {re.escape(str(file))}: .*{complaint}.*", str(caught.value))
 
 
 def test_a_profile_setting_of_another_type_is_refused(write):
-    with pytest.raises(ConfigError, match=r"conductor.profile: expected str, got int"):
-        load(write("[conductor]\nprofile = 3\n"), {}, {})
+    with pytest.raises(ConfigError, match=r"costs.profile: expected str, got int"):
+        load(write("[costs]\nprofile = 3\n"), {}, {})
 
 
 def test_config_check_shows_the_costs_and_warns_of_other_models_threads_and_backends(write):
-    fits = load(write("[conductor]\nprofile = 'PROFILE'\n"), {}, {})
+    fits = load(write("[costs]\nprofile = 'PROFILE'\n"), {}, {})
     assert [line for line in summary(fits) if "costs of" in line and "prefill 2 ms per token" in line]
     assert not [text for text in warnings(fits) if "p.json" in text]
-    other = load(write("[conductor]\nprofile = 'PROFILE'\n", model="toy", threads=2, backend="compiled"), {}, {})
+    other = load(write("[costs]\nprofile = 'PROFILE'\n", model="toy", threads=2, backend="compiled"), {}, {})
     told = [text for text in warnings(other) if "p.json" in text]
     assert len(told) == 3
     assert "the model toy" in told[0]
@@ -98,22 +87,22 @@ def test_config_check_shows_the_costs_and_warns_of_other_models_threads_and_back
 def test_a_profile_of_the_backend_that_decodes_is_no_reason_to_warn(write):
     nodes = NODES.replace('role = "decode"', 'role = "decode"\nbackend = "compiled"')
     for backend, warned in (("compiled", False), ("numpy", True)):
-        loaded = load(write("[conductor]\nprofile = 'PROFILE'\n", nodes, backend=backend), {}, {})
+        loaded = load(write("[costs]\nprofile = 'PROFILE'\n", nodes, backend=backend), {}, {})
         assert any("backend" in text for text in warnings(loaded)) == warned
 
 
 def test_a_conductor_of_another_model_does_not_start():
-    settings = ConductorSettings(profile="p.json", profiled_model="a" * 32)
+    settings = Costs(profile="p.json", profiled_model="a" * 32)
     settings.check_model("a" * 32)
-    ConductorSettings().check_model("b" * 32)
+    Costs().check_model("b" * 32)
     with pytest.raises(ValueError, match=r"p.json measured another model \(aaaaaaaaaaaa, not bbbbbbbbbbbb\)"):
         settings.check_model("b" * 32)
 
 
 def test_a_conductor_process_of_another_model_says_so_and_ends(write, tmp_path):
-    path = write("[conductor]\nprofile = 'PROFILE'\n[model]\npath = 'toy'\n")
+    path = write("[costs]\nprofile = 'PROFILE'\n[model]\npath = 'toy'\n")
     setting = f"cluster.runtime_dir={tmp_path}"
     command = [sys.executable, "-m", "mooncake_zmq", "conductor", "--config", str(path), "--node", "c", "--set", setting]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert ran.returncode == 2
-    assert re.fullmatch(r"mooncake-zmq: c: conductor.profile: .*p.json measured another model .*\n", ran.stderr), ran.stderr
+    assert re.fullmatch(r"mooncake-zmq: c: costs.profile: .*p.json measured another model .*\n", ran.stderr), ran.stderr

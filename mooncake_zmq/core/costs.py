@@ -1,0 +1,85 @@
+"""How long things take: the one cost model, for the conductor's estimates, the nodes' own reports, the modelled engine and the
+laboratory. PURE.
+
+Prefill is the paper's polynomial: t(n) = a n + b n^2 for n tokens, and t(n) - t(p) behind a prefix of p whose KV is there.
+Loading that prefix overlaps with computing, layer by layer, so the longer of the two counts. A decode step is a fixed part
+(the weights are read once), a part for each request, and one for each token of KV that all its requests together hold.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+POSITIVE = (
+    "prefill_token_s",
+    "kv_bytes_per_token",
+    "load_bytes_per_s",
+    "disk_bytes_per_s",
+    "transfer_bytes_per_s",
+    "decode_step_s",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds and bytes per second of one node. The defaults are the default model's on one CPU core; what nodes measure
+    rescales them, each kind of work apart from the others."""
+
+    prefill_token_s: float = 2.2e-3
+    """Seconds per prompt token: a. The paper's 70B model on 8 A800: 1.147e-4."""
+    prefill_square_s: float = 4.1e-7
+    """Seconds per squared token: b, attention's share. The paper's: 7.181e-10."""
+    decode_step_s: float = 0.0232
+    """Fixed part of a decode step."""
+    decode_request_s: float = 0.0018
+    """Part of a step for each request of the batch."""
+    decode_context_s: float = 0.0
+    """Part of a step for each token of KV that its requests hold together; 0: not known."""
+    kv_bytes_per_token: int = 46_080
+    """KV bytes of one token, all layers. A running process takes its model's, whatever the file says."""
+    load_bytes_per_s: float = 4e9
+    """Host pool to engine: one core copying cold shared memory."""
+    disk_bytes_per_s: float = 1e9
+    """SSD to host pool."""
+    transfer_bytes_per_s: float = 1e9
+    """Between hosts: a 10 Gbit link, or loopback TCP with cold buffers."""
+
+    profile: str = ""
+    """A file that `mooncake-zmq profile` wrote: the costs not set otherwise are fitted from it. Empty: the defaults. A relative
+    path counts from where the process is started, as model.path does."""
+    profiled_model: str = ""
+    """Fingerprint of the model that the profile measured, taken from it. A conductor of another model does not start."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, str):
+                continue
+            positive = each.name in POSITIVE
+            if not math.isfinite(value) or value < 0 or (positive and value == 0):
+                raise ValueError(f"{each.name} must be {'positive' if positive else '0 or more'}, not {value}")
+
+    def check_model(self, fingerprint: str) -> None:
+        """Raise ValueError if these costs were measured with another model than this one."""
+        if self.profiled_model and self.profiled_model != fingerprint:
+            measured = f"{self.profile or 'costs.profiled_model'} measured another model"
+            raise ValueError(f"{measured} ({self.profiled_model[:12]}, not {fingerprint[:12]}): run mooncake-zmq profile again")
+
+    def compute_s(self, tokens: int, prefix: int) -> float:
+        """Time to compute tokens `prefix` to `tokens`, the KV of the first `prefix` being there: t(tokens) - t(prefix)."""
+        return self.prefill_token_s * (tokens - prefix) + self.prefill_square_s * (tokens * tokens - prefix * prefix)
+
+    def load_s(self, tokens: float) -> float:
+        """Time to bring `tokens` tokens' KV from the host's pool into the engine."""
+        return tokens * self.kv_bytes_per_token / self.load_bytes_per_s
+
+    def disk_s(self, tokens: float) -> float:
+        """Time to bring `tokens` tokens' KV from the host's SSD into its pool."""
+        return tokens * self.kv_bytes_per_token / self.disk_bytes_per_s
+
+    def transfer_s(self, tokens: float) -> float:
+        """Time to bring `tokens` tokens' KV from another host into this one's pool."""
+        return tokens * self.kv_bytes_per_token / self.transfer_bytes_per_s
+
+    def step_s(self, batch: float, context_tokens: float) -> float:
+        """Time of a decode step of `batch` requests that hold `context_tokens` tokens of KV together."""
+        return self.decode_step_s + self.decode_request_s * batch + self.decode_context_s * context_tokens
