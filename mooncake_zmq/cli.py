@@ -216,6 +216,41 @@ def dump(path: str, assignments: tuple[str, ...], node: str | None) -> None:
 
 
 @main.command()
+@click.argument("key", metavar="KEY")
+@click.argument("copies", type=click.IntRange(1), metavar="COPIES")
+@config_option
+@set_option
+@click.option("--node", metavar="NAME", help="The conductor to ask; the first of the file otherwise.")
+def replica(key: str, copies: int, path: str, assignments: tuple[str, ...], node: str | None) -> None:
+    """Have COPIES hosts hold the prefix whose last block has KEY, as `dump` of a conductor names it under "chains".
+
+    \b
+    Examples:
+      mooncake-zmq dump --node conductor-0 | grep -A6 chains
+      mooncake-zmq replica 0d3f29c1a4e87b5596d2a80c1be47f33 3
+    """
+    import json
+
+    from mooncake_zmq.config import ConfigError
+    from mooncake_zmq.core.asks import AskError, SetCopies, decode, encode
+    from mooncake_zmq.operate import ask
+
+    loaded = _load(path, None, assignments)
+    conductors = [each.name for each in loaded.config.of_role("conductor")]
+    if not conductors:
+        _fail(f"{path}: there is no conductor")
+    name = _or_exit(lambda: loaded.config.node(node)).name if node else conductors[0]
+    try:
+        wish = decode(encode(SetCopies(key, copies)))
+        answer = ask(Path(loaded.config.cluster.runtime_dir), name, wish)
+    except (AskError, ConfigError) as error:
+        _fail(str(error))
+    if "error" in answer:
+        _fail(f"{name}: {answer['error']}")
+    click.echo(json.dumps(answer, indent=1))
+
+
+@main.command()
 @config_option
 @set_option
 def doctor(path: str, assignments: tuple[str, ...]) -> None:

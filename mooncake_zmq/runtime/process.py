@@ -29,11 +29,12 @@ from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
-from mooncake_zmq.core.actor import Actor, FromClient
+from mooncake_zmq.core import asks
+from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.roles import ENGINE_ROLES
+from mooncake_zmq.core.roles import ENGINE_ROLES, Role
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
@@ -61,6 +62,9 @@ PARENT_VARIABLE = "MOONCAKE_ZMQ_PARENT"
 """The pid of the `up` that started this process: when that dies, this one drains."""
 BAD_INPUT = 2
 PR_SET_PDEATHSIG = 1
+MAX_ASKS = 64
+"""Of the operator's, taken at a time; further ones wait for the next signal."""
+ASKED_ROLES: tuple[Role, ...] = ("conductor",)
 READY_POLL_S = 0.1
 HTTP_CLOSE_S = 5
 """How long the last HTTP answers may take to be written out once the requests have ended."""
@@ -213,6 +217,7 @@ class _Process:
             peers=self._peers(),
             executor=executor,
             publish=publisher.publish if publisher else None,
+            answer=self._write_answer,
         )
         self.stack.callback(self.runtime.close)
         if executor is not None:
@@ -466,6 +471,7 @@ class _Process:
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
         signal.signal(signal.SIGUSR1, lambda *_: runtime.call(self._write_dump))
+        signal.signal(signal.SIGUSR2, lambda *_: runtime.call(self._take_asks))
         watchdog_us = int(os.environ.get("WATCHDOG_USEC", "0"))
         if watchdog_us:
             runtime.every(watchdog_us / 2e6, lambda: _notify("WATCHDOG=1"))
@@ -506,6 +512,34 @@ class _Process:
             log.warning("dump_failed", path=str(path), reason=error.strerror)
         else:
             log.info("dumped", path=str(path))
+
+    def _take_asks(self) -> None:
+        """What the operator left in the runtime directory, which is ours alone; see `operate.ask`."""
+        for path in sorted(self.runtime_dir.glob(f"{self.node.name}.ask.*.json"))[:MAX_ASKS]:
+            ask_id = path.name.removeprefix(f"{self.node.name}.ask.").removesuffix(".json")
+            try:
+                content = path.read_bytes()
+                path.unlink()
+                ask = asks.decode(content)
+            except FileNotFoundError:  # whoever asked gave up
+                continue
+            except asks.AskError as error:
+                self._write_answer(Answered(ask_id, {"error": str(error)}))
+                continue
+            if self.node.role not in ASKED_ROLES:
+                self._write_answer(Answered(ask_id, {"error": f"{self.node.name} is a {self.node.role}: ask a conductor"}))
+                continue
+            log.info("asked", ask=repr(ask))
+            self.runtime.handle(Asked(ask_id, ask))
+
+    def _write_answer(self, answered: Answered) -> None:
+        path = self.runtime_dir / f"{self.node.name}.answer.{answered.ask_id}.json"
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps(answered.answer), encoding="utf-8")
+            temporary.rename(path)
+        except OSError as error:
+            log.warning("answer_failed", path=str(path), reason=error.strerror)
 
 
 class _Backing:
@@ -622,6 +656,7 @@ def _mind_early_signals() -> None:
         raise SystemExit(0)
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
 
