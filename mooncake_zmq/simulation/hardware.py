@@ -36,6 +36,7 @@ from mooncake_zmq.core.work import (
     WorkFailed,
     WriteToDisk,
 )
+from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.disk import SimDisk
@@ -630,15 +631,13 @@ def readable(machine: Machine, segment: Segment, *, attached: bool = False) -> b
 
 def generation_stands(segment: Segment, ref: SlotRef) -> bool:
     """Whether the slot still holds the copy that `ref` names."""
-    generation = segment.generations[ref.slot]
-    return generation == ref.generation or (ref.checksum == 0 and generation == ref.generation + 1)
+    return reading.generation_stands(segment.generations[ref.slot], ref.generation, committed=ref.checksum != 0)
 
 
 def part_stands(segment: Segment, ref: SlotRef, layer: int, part: bytes) -> bool:
     """Whether the bytes read are the ones that were stored."""
-    if part_checksum(part) != segment.parts[ref.slot][layer]:
-        return False
-    return ref.checksum == 0 or block_checksum(segment.parts[ref.slot]) == ref.checksum
+    row = segment.parts[ref.slot]
+    return reading.part_stands(part_checksum(part), row[layer]) and reading.row_stands(row, ref.checksum)
 
 
 def _tear(random: Random, part: memoryview) -> None:
