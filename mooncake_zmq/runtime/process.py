@@ -33,7 +33,7 @@ from mooncake_zmq.core.actor import Actor, FromClient
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.roles import ENGINE_ROLES
+from mooncake_zmq.core.roles import ENGINE_ROLES, talks
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
@@ -438,7 +438,12 @@ class _Process:
         )
 
     def _peers(self) -> dict[str, str]:
-        return {peer.name: self.config.endpoint(peer) for peer in self.config.nodes if peer.name != self.node.name}
+        node, config = self.node, self.config
+        return {
+            peer.name: config.endpoint(peer)
+            for peer in config.nodes
+            if peer.name != node.name and talks(node.role, node.host, peer.role, peer.host)
+        }
 
     def _attend(self, on_drain: Any = lambda: None) -> None:
         """Signals, watchdog, metrics: what the operator and systemd see of the loop."""
