@@ -196,6 +196,35 @@ def inspect(path: str, cache_dir: str, as_json: bool) -> None:
     sys.exit(0 if found.runs else 1)
 
 
+@model.command()
+@click.argument("path", metavar="MODEL")
+@click.option("--cache-dir", default="", metavar="DIR", help="Where it is prepared, if not in the user's cache.")
+@click.option("--to", "directory", type=click.Path(path_type=Path, file_okay=False), help="Write card and tokenizer to DIR.")
+def card(path: str, cache_dir: str, directory: Path | None) -> None:
+    """Print MODEL's card: what the setting model.card names on hosts without the model. Prepares the model if nobody has yet.
+
+    A gateway needs the tokenizer as well: --to DIR writes both, a few MB.
+
+    \b
+    Examples:
+      mooncake-zmq model card ~/models/llama.gguf > card.json
+      mooncake-zmq model card default --to /etc/mooncake-zmq/model
+    """
+    limit_blas()
+    from mooncake_zmq.engine import card as cards
+    from mooncake_zmq.engine.errors import ModelError
+    from mooncake_zmq.engine.prepare import prepare
+
+    try:
+        prepared = prepare(path, cache_dir)
+        if directory is None:
+            click.echo(cards.encode(cards.of_prepared(prepared)).decode(), nl=False)
+        else:
+            click.echo(cards.export(prepared, directory))
+    except ModelError as error:
+        _fail(error.message)
+
+
 @main.command()
 @config_option
 @set_option

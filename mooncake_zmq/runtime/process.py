@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,24 +28,23 @@ import zmq
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
-from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings
 from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.roles import ENGINE_ROLES, Role
+from mooncake_zmq.core.roles import ENGINE_ROLES, Role, talks
 from mooncake_zmq.core.session import Session
-from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.spec import Engine, ModelSpec
+from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.gateway.edge import Edge, ServedModel
-from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.runtime import log as logs
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
+from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.store_server import StoreServer
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
@@ -95,43 +94,6 @@ def main(loaded: Loaded, name: str) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What a process knows of the cluster's model before any weight is mapped."""
-
-    path: Path
-    spec: ModelSpec
-    tokenizer: str
-    """Fingerprint of the tokenizer."""
-    max_model_len: int
-
-    @classmethod
-    def prepare(cls, config: Config, backend: Backend = "numpy") -> "Model":
-        """Convert the model if nobody has yet. Raises ModelError."""
-        from mooncake_zmq.engine import tokenizer, weights  # maps BLAS: only after the thread count is set
-        from mooncake_zmq.engine.prepare import prepare, remove_former
-
-        model = config.model
-
-        def progress(what: str, share: float) -> None:
-            log.debug("model", what=what, share=share)
-
-        path = prepare(model.path, model.cache_dir, progress, backend=backend)
-        for former in remove_former(path):
-            log.info("former_model_removed", path=str(former))
-        spec = weights.load_engine("toy").spec if str(path) == "toy" else weights.read_spec(path)
-        return cls(path, spec, tokenizer.fingerprint(path), min(model.max_model_len, spec.max_positions))
-
-    def layout(self, block_tokens: int) -> BlockLayout:
-        return BlockLayout(
-            layers=self.spec.layers,
-            kv_heads=self.spec.kv_heads,
-            head_dim=self.spec.head_dim,
-            block_tokens=block_tokens,
-            dtype=self.spec.kv_dtype,
-        )
-
-
 class _Process:
     """Everything one life of one node holds; `stack` lets go of it in reverse order."""
 
@@ -148,7 +110,7 @@ class _Process:
         self.incarnation = lock.incarnation
         for swept in sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life)):
             log.warning("stale_segment_removed", path=str(swept))
-        self.model = Model.prepare(self.config, self.node.backend)
+        self.model = learn(self.config, self.node)
         self.layout = self.model.layout(self.config.model.block_tokens)
         self.signals_seen = 0
         self.drain_until = 0.0
@@ -443,7 +405,12 @@ class _Process:
         )
 
     def _peers(self) -> dict[str, str]:
-        return {peer.name: self.config.endpoint(peer) for peer in self.config.nodes if peer.name != self.node.name}
+        node, config = self.node, self.config
+        return {
+            peer.name: config.endpoint(peer)
+            for peer in config.nodes
+            if peer.name != node.name and talks(node.role, node.host, peer.role, peer.host)
+        }
 
     def _attend(self, on_drain: Any = lambda: None) -> None:
         """Signals, watchdog, metrics: what the operator and systemd see of the loop."""
