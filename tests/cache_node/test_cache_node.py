@@ -82,7 +82,7 @@ class Pool(Harness):
 
     def up(self, name, incarnation=1, **options):
         if name.startswith("k"):
-            self.index[name] = set()
+            self.index[name] = {}
         super().up(name, incarnation, **options)
         self.agree()
 
@@ -94,8 +94,12 @@ class Pool(Harness):
     def agree(self):
         for name, index in self.index.items():
             for message in self.take(BlocksAnnounced, name):
-                index |= set(message.stored)
-                index -= set(message.removed)
+                assert sum(map(len, (message.stored, message.on_disk, message.removed))) == len(
+                    {*message.stored, *message.on_disk, *message.removed}
+                ), "each key is told once"
+                index |= dict.fromkeys(message.stored, Medium.CPU) | dict.fromkeys(message.on_disk, Medium.DISK)
+                for key in message.removed:
+                    index.pop(key, None)
         slots = self.actor.slots
         assert {slot: slots.generation[slot] for slot in self.fences} == self.fences, "every change is fenced"
         for event in self.published:
@@ -111,7 +115,8 @@ class Pool(Harness):
         assert self.mediums == {Medium.CPU: in_dram, Medium.DISK: on_disk}, "the events tell what is where"
         for name, index in self.index.items():
             if name in self.peers:
-                assert index == in_dram | on_disk, "the index says what is here"
+                here = dict.fromkeys(on_disk, Medium.DISK) | dict.fromkeys(in_dram, Medium.CPU)
+                assert index == here, "the index says what is here, and in which tier"
 
     def put(self, *numbers, client="p0", put_id=None, parent=None):
         put_id = put_id or self.fresh()
@@ -583,7 +588,7 @@ def test_a_reported_copy_is_forgotten_unless_the_slot_has_moved_on(pool):
 def test_conductors_hear_the_whole_set_at_first_and_changes_later(pool):
     pool.store(1, 2)
     pool.up("k2")
-    assert pool.index["k2"] == {key(1), key(2)}
+    assert pool.index["k2"].keys() == {key(1), key(2)}
     pool.store(*range(10, 10 + CAPACITY - 1))
     assert pool.index["k"] == pool.index["k2"] == set(pool.actor.slots.committed_keys())
     assert len(pool.index["k"]) == CAPACITY
@@ -662,7 +667,7 @@ def test_a_block_evicted_from_dram_is_promoted_for_a_lease():
 
 def test_a_restart_serves_what_the_recovery_found():
     pool = disk_pool(recovered=(1, 2, 3))
-    assert pool.index["k"] == set(keys(1, 2, 3))
+    assert pool.index["k"] == dict.fromkeys(keys(1, 2, 3), Medium.DISK)
     pool.lease(1, 2, 3)
     pool.copied()
     assert len(pool.one(BlocksLeased, "p0").slots) == 3
@@ -731,7 +736,7 @@ def test_a_failing_disk_is_left_alone_and_the_node_goes_on():
     pool.lease(9)
     pool.copied(fail=(0,), fault="input/output error")
     assert pool.one(BlocksLeased, "p0").slots == ()
-    assert pool.index["k"] == set()
+    assert pool.index["k"] == {}
     pool.store(1)
     assert not pool.works
     assert len(pool.leased(1)[1]) == 1
