@@ -569,7 +569,7 @@ class Decode:
                 effects += self._fail(now, request, f"step failed: {result.reason}")
                 continue
             effects += self._take_tokens(now, request, tokens, batches)
-            if step.steps > 1:
+            if step.steps > 1 and request.state is RequestState.READY:
                 self._shrink(request)
         sends: list[Effect] = [Send(gateway, TokensDecoded(entries=tuple(entries))) for gateway, entries in batches.items()]
         return sends + effects

@@ -590,7 +590,7 @@ def test_conductors_hear_the_whole_set_at_first_and_changes_later(pool):
     pool.up("k2")
     assert pool.index["k2"].keys() == {key(1), key(2)}
     pool.store(*range(10, 10 + CAPACITY - 1))
-    assert pool.index["k"] == pool.index["k2"] == set(pool.actor.slots.committed_keys())
+    assert pool.index["k"] == pool.index["k2"] == dict.fromkeys(pool.actor.slots.committed_keys(), Medium.CPU)
     assert len(pool.index["k"]) == CAPACITY
 
 
