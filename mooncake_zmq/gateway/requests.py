@@ -492,11 +492,12 @@ class Requests:
         if first > len(request.output) or new <= 0:
             return
         new += sum(1 for index in request.early if index >= first + tokens) if request.early else 0
+        gap_s = now - request.token_at
         if request.ttft_s is None:
-            request.ttft_s = now - request.scheduled_at
+            request.ttft_s, gap_s = now - request.scheduled_at, 0.0
             new -= 1
         if new:
-            request.gaps.add(now - request.token_at if request.token_at > request.scheduled_at else 0.0, new)
+            request.gaps.add(gap_s, new)
         request.token_at = now
 
     def _take(self, request: _Request, index: int, token: int) -> list[Effect]:
