@@ -35,6 +35,7 @@ from mooncake_zmq.core.asks import SetCopies
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
+    CacheLoad,
     DecodeLoad,
     Message,
     Placed,
@@ -262,9 +263,11 @@ class Conductor:
             case "decode", DecodeLoad() as load:
                 self._batches[sender].report(now, load)
                 self._set_draining(sender, load.draining)
-            case "cache-node", BlocksAnnounced(stored=stored, removed=removed):
+            case "cache-node", BlocksAnnounced(stored=stored, removed=removed, on_disk=on_disk):
                 self._index.removed(sender, removed)
-                self.counts.add("keys_dropped", self._index.stored(sender, stored))
+                self.counts.add("keys_dropped", self._index.stored(sender, stored + on_disk))
+            case "cache-node", CacheLoad():
+                pass
             case _:
                 self.counts.add(f"unexpected[message={type(message).__name__}]")
         return []
