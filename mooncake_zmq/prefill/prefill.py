@@ -62,7 +62,6 @@ from mooncake_zmq.core.work import (
     BlocksCopied,
     ChunkComputed,
     ComputeChunk,
-    LayersComputed,
     SlotGrant,
     WorkFailed,
 )
@@ -120,6 +119,8 @@ class Prefill:
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
+        if type(event) is WorkProgress:  # the most frequent one, and nothing that anybody waits for in the queue
+            return self._on_progress(event)
         effects = self._dispatch(now, event)
         effects += self._schedule(now)
         self.slots.evicted.clear()
@@ -131,8 +132,6 @@ class Prefill:
         match event:
             case Received(sender, message):
                 return self._on_message(now, sender, message)
-            case WorkProgress(work_id, LayersComputed(stop_layer)):
-                return self._on_layers(work_id, stop_layer)
             case WorkDone(work_id, ChunkComputed() | WorkFailed() as result) if self._is_computing(work_id):
                 return self._on_chunk(now, result)
             case WorkDone(work_id, BlocksCopied() | WorkFailed() as result) if self._pool.copying(work_id):
@@ -154,7 +153,7 @@ class Prefill:
             case DrainWanted():
                 self._draining = True
                 return self._report(now)
-            case TimerFired() | WorkProgress() | WorkDone():
+            case TimerFired() | WorkDone():
                 return []
             case _:
                 raise TypeError(event)
@@ -471,15 +470,18 @@ class Prefill:
     def _is_computing(self, work_id: int) -> bool:
         return self._computing is not None and self._computing[0] == work_id
 
-    def _on_layers(self, work_id: int, stop_layer: int) -> list[Effect]:
-        if self._computing is None or self._computing[0] != work_id:
+    def _on_progress(self, event: WorkProgress) -> list[Effect]:
+        if self._computing is None or self._computing[0] != event.work_id:
             return []
         job = self._computing[1]
         if job.state is not JobState.COMPUTING:
             return []
         request = job.request
         ready = LayersReady(
-            request_id=request.request_id, attempt=request.attempt, first_block=job.chunk_first_block, stop_layer=stop_layer
+            request_id=request.request_id,
+            attempt=request.attempt,
+            first_block=job.chunk_first_block,
+            stop_layer=event.progress.stop_layer,
         )
         return [Send(request.decode, ready)]
 
