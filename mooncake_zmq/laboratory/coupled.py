@@ -23,7 +23,7 @@ SECTION = "coupled."
 
 
 def run(setup: Setup, arrivals: Sequence[Arrival], progress: Callable[[int, int], None]) -> RunResult:
-    """Replay `arrivals` on `setup.prefill + setup.decode` coupled instances. Raises StudyError for a setting that is not one."""
+    """Replay `arrivals` on `setup.prefill + setup.decode` coupled instances. Raises StudyError for a bad setting."""
     began_s = time.process_time()
     settings = read_settings(setup)
     cluster = _Cluster(setup, settings)

@@ -197,9 +197,9 @@ class Instance:
         self._make_room()
         budget = self._settings.token_budget - len(self._batch)
         chosen: list[tuple[Job, int]] = []
-        for job in self._partial:
+        for begun in self._partial:
             if budget > 0:
-                chosen.append((job, min(budget, job.kv - job.computed)))
+                chosen.append((begun, min(budget, begun.kv - begun.computed)))
                 budget -= chosen[-1][1]
         while budget > 0 and (job := self._admissible(len(self._partial))) is not None:
             self._admit(job)

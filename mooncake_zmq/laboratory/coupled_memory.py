@@ -1,4 +1,4 @@
-"""The KV memory of a coupled instance: what its requests hold, and, with a prefix cache, blocks that nobody holds any more. PURE.
+"""The KV memory of a coupled instance: what its requests hold and, with a prefix cache, blocks nobody holds any more. PURE.
 
 Counted in tokens; a block that several requests share counts once. Blocks nobody holds are evicted least recently used first,
 and of one prompt the last block first, as vLLM's evictor does.

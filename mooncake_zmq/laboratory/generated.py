@@ -1,7 +1,7 @@
 """Makes traces that look like others by their statistics: arrivals, lengths, and how prompts extend earlier ones. Seeded.
 
-A request either opens a chat, behind a system prompt that it shares, or extends the recent chat whose length comes nearest to
-the share of it that such a turn reuses. Lengths are drawn stratified, so that a trace's mean is the one asked for.
+A request either opens a chat, behind a system prompt that it shares, or goes on from a recent chat of about the length that
+such a turn reuses. Lengths are drawn stratified, so that a trace's mean is the one asked for.
 """
 
 import math
@@ -41,9 +41,9 @@ class Shape:
     input: Quantiles
     output: Quantiles
     follow: float = 0.0
-    """Share of the requests that extend an earlier one."""
+    """Share of the requests that extend an earlier one, weighed by their lengths."""
     share: Quantiles = (0.0,)
-    """What of such a prompt is in the earlier one."""
+    """What of such a prompt is in the earlier one, likewise."""
     systems: int = 1
     system_blocks: int = 0
     """Blocks that every chat begins with, one of `systems` such prompts."""
@@ -72,15 +72,22 @@ class _Kind:
     shape: tuple[tuple[str, float | int | Quantiles], ...] = ()
 
 
-CHAT_SHARE = (0.03, 0.29, 0.42, 0.57, 0.70, 0.80, 0.88, 0.92, 0.95, 0.97, 1.0)
+CHAT_SHARE = (0.02, 0.23, 0.47, 0.68, 0.86, 0.92, 0.94, 0.96, 0.98, 0.99, 1.0)
 KINDS = {
     "conversation": _Kind(
         *(12_035, 343, 1.2, 1.1),
-        shape=(("quantum_s", 3.0), ("follow", 0.387), ("share", CHAT_SHARE), ("system_blocks", 1)),
+        shape=(("quantum_s", 3.0), ("follow", 0.451), ("share", CHAT_SHARE), ("system_blocks", 1)),
     ),
     "toolagent": _Kind(
         *(8_596, 182, 0.9, 1.1),
-        shape=(("requests", 23_608), ("rate", 6.6), ("follow", 0.35), ("share", (0.5, 0.9)), ("systems", 8), ("system_blocks", 8)),
+        shape=(
+            ("requests", 23_608),
+            ("rate", 6.6),
+            ("follow", 0.47),
+            ("share", (0.5, 0.9)),
+            ("systems", 8),
+            ("system_blocks", 8),
+        ),
     ),
     "synthetic": _Kind(
         *(15_325, 149, 0.9, 1.0),
@@ -150,13 +157,21 @@ def lognormal(mean: float, sigma: float, most: int) -> Quantiles:
     low, high = 0.0, float(most)
     for _ in range(60):
         median = (low + high) / 2
-        short = sum(min(max(median * each, 1.0), most) for each in steps) / POINTS < mean
-        low, high = (median, high) if short else (low, median)
-    return tuple(min(max(low * each, 1.0), float(most)) for each in steps)
+        low, high = (median, high) if _mean(_cut(steps, median, most)) < mean else (low, median)
+    return _cut(steps, low, most)
+
+
+def _cut(steps: Sequence[float], median: float, most: int) -> Quantiles:
+    return tuple(min(max(median * each, 1.0), float(most)) for each in steps)
+
+
+def _mean(quantiles: Quantiles) -> float:
+    """Of what is drawn from them: between two, all values are as likely."""
+    return (sum(quantiles) - (quantiles[0] + quantiles[-1]) / 2) / (len(quantiles) - 1)
 
 
 def fit(arrivals: Sequence[Arrival]) -> Shape:
-    """The shape of a trace: its rate, quantiles of its lengths, what its prompts reuse of earlier ones, the shared beginnings."""
+    """The shape of a trace: rate, quantiles of lengths, what prompts reuse of earlier ones, shared beginnings."""
     times = sorted({each.at_s for each in arrivals})
     span_s = times[-1] - times[0]
     first_seen: dict[int, int] = {}
@@ -172,7 +187,9 @@ def fit(arrivals: Sequence[Arrival]) -> Shape:
     shared = [next((at for at, each in enumerate(a.hash_ids) if used[each] < common), len(a.hash_ids)) for a in arrivals]
     with_system = [each for each in shared if each]
     system_blocks = round(sum(with_system) / len(with_system)) if 2 * len(with_system) > len(arrivals) else 0
-    turns = [s for s, a in zip(shares, arrivals, strict=True) if s * len(a.hash_ids) > system_blocks + 0.5]
+    # Longer prompts reuse more: weighed by blocks, the hit ratio comes out although generated lengths tell nothing of shares.
+    turns = [(s, len(a.hash_ids)) for s, a in zip(shares, arrivals, strict=True) if s * len(a.hash_ids) > system_blocks + 0.5]
+    turn_blocks = sum(blocks for _, blocks in turns)
     quantum_s = span_s / (len(times) - 1) if len(times) > 1 and len(times) < len(arrivals) / 2 else 0.0
     return Shape(
         requests=len(arrivals),
@@ -180,8 +197,8 @@ def fit(arrivals: Sequence[Arrival]) -> Shape:
         quantum_s=quantum_s,
         input=_quantiles([each.input_tokens for each in arrivals]),
         output=_quantiles([each.output_tokens for each in arrivals]),
-        follow=len(turns) / len(arrivals),
-        share=_quantiles(turns) if turns else (0.0,),
+        follow=turn_blocks / max(1, sum(used.values())),
+        share=_weighed_quantiles(turns) if turns else (0.0,),
         systems=max(1, len({a.hash_ids[0] for a, s in zip(arrivals, shared, strict=True) if s})),
         system_blocks=system_blocks,
     )
@@ -190,6 +207,18 @@ def fit(arrivals: Sequence[Arrival]) -> Shape:
 def _quantiles(values: Sequence[float]) -> Quantiles:
     ordered = sorted(values)
     return tuple(float(ordered[at * (len(ordered) - 1) // (POINTS - 1)]) for at in range(POINTS))
+
+
+def _weighed_quantiles(weighed: Sequence[tuple[float, int]]) -> Quantiles:
+    ordered = sorted(weighed)
+    total = sum(weight for _, weight in ordered)
+    found: list[float] = []
+    passed, at = 0, 0
+    for point in range(POINTS):
+        while at < len(ordered) - 1 and passed + ordered[at][1] < total * point / (POINTS - 1):
+            passed, at = passed + ordered[at][1], at + 1
+        found.append(ordered[at][0])
+    return tuple(found)
 
 
 def generate(shape: Shape) -> list[Arrival]:
@@ -248,18 +277,15 @@ class _Chats:
         return made
 
     def _take(self, wanted: float) -> tuple[int, ...]:
-        """The chat that comes nearest to `wanted` blocks; it goes on as the new prompt."""
-        at = bisect_left(self._sizes, (math.floor(wanted), -1))
-        near = [each for each in (at - 1, at) if 0 <= each < len(self._sizes)]
-        _, name = self._sizes.pop(min(near, key=lambda each: abs(self._sizes[each][0] - wanted)))
-        return self._prompts.pop(name)
+        """As much of a chat: of the shortest that has it, which may so go on twice, else of the longest."""
+        at = min(bisect_left(self._sizes, (round(wanted), -1)), len(self._sizes) - 1)
+        return self._prompts[self._sizes[at][1]][: round(wanted)]
 
     def _keep(self, prompt: tuple[int, ...]) -> None:
         name = next(self._names)
         self._prompts[name] = prompt
         self._order.append(name)
         insort(self._sizes, (len(prompt), name))
-        while len(self._prompts) > OPEN_CHATS or len(self._order) > 2 * OPEN_CHATS:
+        if len(self._order) > OPEN_CHATS:
             old = self._order.popleft()
-            if old in self._prompts:
-                self._sizes.remove((len(self._prompts.pop(old)), old))
+            del self._sizes[bisect_left(self._sizes, (len(self._prompts.pop(old)), old))]

@@ -21,10 +21,13 @@ def run_one(setup: Setup, arrivals: Sequence[Arrival], progress: Progress) -> Ru
     check(setup)
     began_s = time.perf_counter()
     if setup.policy in COUPLED:
-        from mooncake_zmq.laboratory.coupled import run
+        from mooncake_zmq.laboratory import coupled
+
+        result: RunResult = coupled.run(setup, arrivals, progress)
     else:
-        from mooncake_zmq.laboratory.replay import run
-    result = run(setup, arrivals, progress)
+        from mooncake_zmq.laboratory import replay  # type: ignore[attr-defined, unused-ignore]
+
+        result = replay.run(setup, arrivals, progress)
     if not result.wall_s:
         result.wall_s = time.perf_counter() - began_s
     return result

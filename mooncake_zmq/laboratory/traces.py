@@ -103,10 +103,8 @@ def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Arrival]]
 
 def _csv(path: Path, header: str, lines: TextIO) -> Iterator[tuple[int, Arrival | None]]:
     names = [name.strip() for name in next(csv.reader([header]), [])]
-    for needed, parse in FORMATS.items():
-        if set(needed) <= set(names):
-            break
-    else:
+    parse = next((parse for needed, parse in FORMATS.items() if set(needed) <= set(names)), None)
+    if parse is None:
         known = "; ".join(", ".join(each) for each in FORMATS)
         raise StudyError(f"{path}:1: neither JSON lines nor a CSV with the columns {known}")
     fresh = count()
@@ -121,7 +119,7 @@ def _csv(path: Path, header: str, lines: TextIO) -> Iterator[tuple[int, Arrival 
             at_s, asked, made = parse(dict(zip(names, cells, strict=True)))
         except _BadRow as error:
             raise StudyError(f"{path}:{number}: {error}") from None
-        if not made and parse is _burst:
+        if not made:
             yield number, None
             continue
         ids = tuple(islice(fresh, div_ceil(asked, TRACE_BLOCK_TOKENS)))
