@@ -129,7 +129,9 @@ def _values(text: str, rest: str) -> dict[str, float]:
         try:
             values[key.strip()] = float(value)
         except ValueError:
-            raise StudyError(f"--generate {text}: {assignment!r} is not key=number") from None
+            values[key.strip()] = math.nan
+        if not math.isfinite(values[key.strip()]):
+            raise StudyError(f"--generate {text}: {assignment!r} is not key=number")
     return values
 
 

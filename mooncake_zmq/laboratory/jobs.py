@@ -57,7 +57,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def load(source: Source) -> list[Arrival]:
     """The arrivals. Raises StudyError."""
-    arrivals = generate(source.shape) if source.shape is not None else read_trace(Path(source.path))
+    arrivals = generate(source.shape) if source.shape is not None else read_trace(Path(source.path), source.first)
     arrivals = arrivals[: source.first]
     if source.output_tokens is None:
         return arrivals

@@ -73,7 +73,7 @@ SOURCES: dict[str, tuple[tuple[str, Source, str], ...]] = {
         ("KV of a token", "paper", "320 KB"),
         ("network", "paper", "40 GB at 87 GB/s over 4 x 200 Gbit/s"),
         ("bus", "paper", "128 GB/s"),
-        ("pool", "paper", "3 M tokens a node, said for the local and global caches"),
+        ("pool", "paper", "3 M tokens a node, as said of Fig 10; elsewhere assumed"),
         ("KV memory", "assumed", "8 x 80 GB, nine tenths used, less 141 GB of weights: 1.3 M tokens"),
         ("largest batch", "assumed", "256, vLLM's default"),
         ("SSD", "assumed", "6 GB/s, and none by default"),
@@ -92,7 +92,7 @@ SOURCES: dict[str, tuple[tuple[str, Source, str], ...]] = {
 }
 """What, whence, and why, for every figure of a profile."""
 
-MEASURED = (
+MEASURED: tuple[tuple[str, Source, str], ...] = (
     ("prefill, decode step", "measured", "fitted to the file"),
     ("KV of a token, bandwidths", "assumed", "the defaults of [costs]: those of the default model"),
     ("pool, KV memory", "assumed", "1 M and 64 k tokens"),
@@ -110,7 +110,7 @@ def find_profile(name: str) -> NodeProfile:
     return PROFILES[name]
 
 
-def sources(profile: NodeProfile) -> tuple[tuple[str, str, str], ...]:
+def sources(profile: NodeProfile) -> tuple[tuple[str, Source, str], ...]:
     """(figure, "paper", "measured" or "assumed", why) for each of `profile`'s."""
     return SOURCES.get(profile.name, MEASURED)
 

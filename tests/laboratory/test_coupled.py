@@ -27,7 +27,9 @@ def arrivals(*requests, unique=True):
     made = []
     for number, (at_s, asked, output) in enumerate(requests):
         blocks = -(-asked // 512)
-        made.append(Arrival(at_s, asked, output, tuple(range(blocks) if not unique else range(number * 1000, number * 1000 + blocks))))
+        made.append(
+            Arrival(at_s, asked, output, tuple(range(blocks) if not unique else range(number * 1000, number * 1000 + blocks)))
+        )
     return made
 
 
@@ -137,7 +139,10 @@ def test_every_request_ends_once_and_time_is_conserved(policy, memory):
         assert each.ttft_s >= own_s * 0.999999
     spent_s = sum(result.prefill_busy_s.values())
     assert spent_s == pytest.approx(sum(each.prefill_s + each.wasted_prefill_s for each in result.requests))
-    assert all(result.prefill_busy_s[name] + result.decode_busy_s[name] <= result.virtual_s * (1 + 1e-9) for name in result.prefill_busy_s)
+    assert all(
+        result.prefill_busy_s[name] + result.decode_busy_s[name] <= result.virtual_s * (1 + 1e-9)
+        for name in result.prefill_busy_s
+    )
     again = run(setup, trace, lambda done, total: None)
     assert again.requests == result.requests
 
