@@ -25,9 +25,12 @@ def run_one(setup: Setup, arrivals: Sequence[Arrival], progress: Progress) -> Ru
 
         result: RunResult = coupled.run(setup, arrivals, progress)
     else:
-        from mooncake_zmq.laboratory import replay  # type: ignore[attr-defined, unused-ignore]
+        from mooncake_zmq.laboratory import replay
 
-        result = replay.run(setup, arrivals, progress)
+        try:
+            result = replay.run(setup, arrivals, lambda share: progress(round(share * len(arrivals)), len(arrivals)))
+        except ValueError as error:  # a setting that cannot be, as the actors' own checks say it
+            raise StudyError(str(error)) from None
     if not result.wall_s:
         result.wall_s = time.perf_counter() - began_s
     return result
