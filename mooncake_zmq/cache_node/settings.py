@@ -76,7 +76,8 @@ class CacheNodeSettings:
     max_put_share: float = 0.5
     """Part of the pool that one client may have reserved, or in quarantine after it ran late; past it its puts are denied."""
     report_s: float = 0.5
-    """How often it is told to the conductors what fetching takes, while anything is fetched and for half a minute after."""
+    """How often it is told to the conductors what fetching takes, while anything is fetched and for half a minute after. A
+    fetch takes from milliseconds to seconds, and what is told says so of several of them."""
     max_wishes: int = 8
     """A conductor's wishes for copies worked on at a time; further ones are left."""
     ssd: SsdSettings = field(default_factory=SsdSettings)
