@@ -107,7 +107,7 @@ def test_the_coupled_arms_of_fig1_run():
     arrivals = generate(parse_spec("conversation:requests=30"))
 
     def run(jobs):
-        return [plan.measure(run_one(job.setup, arrivals, lambda done, total: None)) for job in jobs]
+        return [plan.measure(run_one(job.setup, arrivals, lambda share: None)) for job in jobs]
 
     figure = reproduce(plan, SOURCE, run)
     assert all(0 < row.ours <= 100 for row in figure.rows)
