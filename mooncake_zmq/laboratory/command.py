@@ -66,7 +66,8 @@ def bars(names: Sequence[str]) -> Iterator[Progress]:
     """A bar for all the runs on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     done: dict[int, float] = {}
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(names[0] if len(names) == 1 else f"{len(names)} runs", total=len(names))
 
         def advance(number: int, share: float) -> None:

@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -87,6 +87,8 @@ def work() -> None:
         last = Line(result=run_job(job, lambda share: _say(Line(share=share))))
     except StudyError as error:
         last = Line(error=str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
     _say(last)
 
 
@@ -102,18 +104,11 @@ def run_jobs(jobs: Sequence[Job], processes: int, keep: Callable[[RunResult], Fo
     with ThreadPoolExecutor(max(1, min(processes, len(jobs)))) as pool:
         futures = [pool.submit(_run_apart, job, number, keep, progress, stop) for number, job in enumerate(jobs)]
         try:
-            return _in_order(futures)
+            return [each.result() for each in futures]
         finally:
             stop.set()
-
-
-def _in_order(futures: Sequence[Future[Found]]) -> list[Found]:
-    try:
-        return [each.result() for each in futures]
-    except StudyError:
-        for each in futures:
-            each.cancel()
-        raise
+            for each in futures:
+                each.cancel()
 
 
 def _run_apart(job: Job, number: int, keep: Callable[[RunResult], Found], progress: Progress, stop: Event) -> Found:
