@@ -83,6 +83,8 @@ class _Cluster:
             if order % REPORT_EVERY == 0:
                 progress(self._ended / max(1, len(arrivals)))
         self._until(float("inf"))
+        for each in self._instances:
+            each.check_idle()
         progress(self._ended / max(1, len(arrivals)))
         return RunResult(
             setup=self._setup,

@@ -70,6 +70,15 @@ def test_context_makes_each_step_longer_than_the_last():
     assert result.requests[0].tbt_s == pytest.approx(steps[-1])
 
 
+def test_steps_after_an_end_are_of_those_that_are_left():
+    costs = replace(COSTS, decode_context_s=1e-5)
+    a, b = replay(arrivals((0.0, 100, 2), (0.0, 200, 4)), node=replace(NODE, costs=costs), prefill_tokens=300).requests
+    # A alone until .1; B's prefill until .3; one step of both, then two of B with 201 and 202 tokens.
+    both_s = 0.010 + 2 * 0.001 + 1e-5 * 300
+    assert a.end_s == pytest.approx(0.3 + both_s)
+    assert b.end_s == pytest.approx(0.3 + both_s + 2 * 0.011 + 1e-5 * (201 + 202))
+
+
 def test_a_prefix_found_is_not_computed():
     requests = arrivals((0.0, 1100, 1), (5.0, 1100, 1), unique=False)
     assert [each.hit_own for each in replay(requests).requests] == [0, 0]

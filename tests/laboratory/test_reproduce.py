@@ -161,7 +161,7 @@ def test_a_replayed_figure_runs_through_our_own_actors(tmp_path):
     path = tmp_path / "t.jsonl"
     rows = [
         {"timestamp": 1000 * a.at_s, "input_length": a.input_tokens, "output_length": a.output_tokens, "hash_ids": a.hash_ids}
-        for a in generate(parse_spec("conversation:requests=60,output=20"))
+        for a in generate(parse_spec("conversation:requests=60,output=20,rate=0.5"))
     ]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     result = command("fig11", "--trace", str(path), "--quick", "40", "--json")
