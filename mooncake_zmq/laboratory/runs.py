@@ -35,7 +35,7 @@ def run_one(setup: Setup, arrivals: Sequence[Arrival], progress: Progress) -> Ru
 
 def _replayed(setup: Setup, arrivals: Sequence[Arrival], progress: Progress) -> RunResult:
     """Through our own actors, which know nothing of the coupled model's settings."""
-    from mooncake_zmq.laboratory import cluster, replay  # type: ignore[attr-defined, unused-ignore]
+    from mooncake_zmq.laboratory import cluster, replay
 
     own = {name: value for name, value in setup.overrides.items() if not name.startswith(COUPLED_SECTION)}
     asked = replace(setup, overrides=own)
