@@ -358,7 +358,9 @@ def costs_of(profile: str, where: str) -> Costs:
 
 def _told(path: str, where: str) -> dict[str, Any]:
     if path in HARDWARE:
-        return asdict(HARDWARE[path]) | {"profile": path}
+        found = asdict(HARDWARE[path]) | {"profile": path}
+        del found["kv_bytes_per_token"]  # the model's here, not the one that was served there
+        return found
     try:
         profile = read_profile(path)
         return structs.asdict(fit(profile)) | {"profiled_model": profile.fingerprint}
