@@ -123,9 +123,8 @@ async def drive(url: str, arrivals: Sequence[float], lengths: NDArray[np.int64],
         for at, prompt in zip(arrivals, prompts, strict=True):
             body = _body(model, prompt, wanted.output_tokens)
             await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-            tasks.append(
-                asyncio.create_task(ask(client, body, Seen(prompt_tokens=len(prompt), tokens_wanted=wanted.output_tokens)))
-            )
+            seen = Seen(prompt_tokens=len(prompt), tokens_wanted=wanted.output_tokens)
+            tasks.append(asyncio.create_task(ask(client, body, seen)))
         return await asyncio.gather(*tasks)
 
 
