@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import structs
@@ -435,13 +435,23 @@ def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: 
     hints = get_type_hints(kind) if is_dataclass(kind) else {}
     if key not in hints or is_dataclass(hints[key]) or dotted == "nodes":
         raise ConfigError(f"{source}: there is no setting {dotted}")
-    if isinstance(value, str) and hints[key] not in (str, LogFormat):
+    words = _words(hints[key])
+    if isinstance(value, str) and hints[key] is not str and value not in words:
         try:
             value = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
+            if words:
+                raise ConfigError(f"{source}: {dotted}: {value!r} is none of {', '.join(words)}") from None
             raise ConfigError(f"{source}: {dotted}: cannot read {value!r}") from None
     inner[key] = value
     sources[dotted] = source
+
+
+def _words(kind: Any) -> tuple[str, ...]:
+    """The words that a setting of this type may be."""
+    if get_origin(kind) is Literal:
+        return tuple(each for each in get_args(kind) if isinstance(each, str))
+    return tuple(word for part in get_args(kind) for word in _words(part))
 
 
 def _convert(raw: Mapping[str, Any], kind: type[Any], shown: str, sources: Mapping[str, str], under: str = "") -> Any:
