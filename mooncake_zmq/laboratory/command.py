@@ -66,11 +66,12 @@ def bars(names: Sequence[str]) -> Iterator[Progress]:
     """A bar for all the runs on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     done: dict[int, float] = {}
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(names[0] if len(names) == 1 else f"{len(names)} runs", total=len(names))
 
-        def advance(number: int, ended: int, total: int) -> None:
-            done[number] = ended / total if total else 1.0
+        def advance(number: int, share: float) -> None:
+            done[number] = share
             bar.update(task, completed=sum(list(done.values())))
 
         yield advance

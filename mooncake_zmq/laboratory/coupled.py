@@ -13,16 +13,16 @@ from heapq import heappop, heappush
 from mooncake_zmq.laboratory.coupled_instance import CoupledSettings, Instance, Job
 from mooncake_zmq.laboratory.coupled_memory import KvMemory
 from mooncake_zmq.laboratory.errors import StudyError
+from mooncake_zmq.laboratory.runs import COUPLED_SECTION
 from mooncake_zmq.laboratory.study import Arrival, RequestRecord, RunResult, Setup
 
 SAMPLE_S = 30.0
 PREFIX_CACHE = ("vllm-prefix", "vllm-both")
 CHUNKED = ("vllm-chunked", "vllm-both")
 REPORT_EVERY = 100
-SECTION = "coupled."
 
 
-def run(setup: Setup, arrivals: Sequence[Arrival], progress: Callable[[int, int], None]) -> RunResult:
+def run(setup: Setup, arrivals: Sequence[Arrival], progress: Callable[[float], None]) -> RunResult:
     """Replay `arrivals` on `setup.prefill + setup.decode` coupled instances. Raises StudyError for a bad setting."""
     began_s = time.process_time()
     settings = read_settings(setup)
@@ -39,7 +39,7 @@ def read_settings(setup: Setup) -> CoupledSettings:
     if setup.policy in PREFIX_CACHE:
         given["routing"] = "match"
     for dotted, value in setup.overrides.items():
-        name = dotted.removeprefix(SECTION)
+        name = dotted.removeprefix(COUPLED_SECTION)
         if name == dotted:
             continue
         if name not in known:
@@ -50,7 +50,7 @@ def read_settings(setup: Setup) -> CoupledSettings:
     try:
         return CoupledSettings(**given)  # type: ignore[arg-type]  # checked right above, by name
     except ValueError as error:
-        raise StudyError(f"{SECTION}{error}") from None
+        raise StudyError(f"{COUPLED_SECTION}{error}") from None
 
 
 class _Cluster:
@@ -72,7 +72,7 @@ class _Cluster:
         memory = KvMemory(setup.hardware.decode_tokens, setup.block_tokens, caching=self._caching)
         return Instance(name, setup.hardware.costs, memory, self._settings, chunked=setup.policy in CHUNKED)
 
-    def replay(self, arrivals: Sequence[Arrival], progress: Callable[[int, int], None]) -> RunResult:
+    def replay(self, arrivals: Sequence[Arrival], progress: Callable[[float], None]) -> RunResult:
         records: list[RequestRecord] = []
         for order, arrival in enumerate(sorted(arrivals, key=lambda each: each.at_s)):
             at_s = arrival.at_s / self._setup.speed
@@ -81,9 +81,11 @@ class _Cluster:
             records.append(record)
             self._place(at_s, Job(arrival, record, order, kv=arrival.input_tokens))
             if order % REPORT_EVERY == 0:
-                progress(self._ended, len(arrivals))
+                progress(self._ended / max(1, len(arrivals)))
         self._until(float("inf"))
-        progress(self._ended, len(arrivals))
+        for each in self._instances:
+            each.check_idle()
+        progress(self._ended / max(1, len(arrivals)))
         return RunResult(
             setup=self._setup,
             requests=records,

@@ -151,6 +151,12 @@ class Instance:
         """What a decode step would take now."""
         return self._costs.step_s(len(self._batch), self._context) if self._batch else 0.0
 
+    def check_idle(self) -> None:
+        """Nothing is left behind once all has ended; raises AssertionError."""
+        self.memory.check()
+        assert self.unfinished == 0 == len(self._batch) == len(self._partial) == len(self.waiting)
+        assert self._context == 0 == self.memory.used
+
     def add(self, now: float, job: Job) -> None:
         """Take a request; what runs goes on to its next border."""
         self.unfinished += 1

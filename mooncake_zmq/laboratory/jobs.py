@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -24,8 +24,8 @@ from mooncake_zmq.laboratory.traces import read_trace
 
 KIB = 1024
 Found = TypeVar("Found")
-Progress = Callable[[int, int, int], None]
-"""Called with a job's number, how many of its requests have ended, and how many it has. From any thread."""
+Progress = Callable[[int, float], None]
+"""Called with a job's number and the share of its requests that have ended. From any thread."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +49,7 @@ class Job(msgspec.Struct, frozen=True):
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a worker says."""
 
-    done: int = 0
-    total: int = 0
+    share: float = 0.0
     error: str = ""
     result: RunResult | None = None
 
@@ -64,7 +63,7 @@ def load(source: Source) -> list[Arrival]:
     return [replace(each, output_tokens=source.output_tokens) for each in arrivals]
 
 
-def run_job(job: Job, progress: Callable[[int, int], None]) -> RunResult:
+def run_job(job: Job, progress: Callable[[float], None]) -> RunResult:
     """Load and replay, in this process. Raises StudyError."""
     result = run_one(job.setup, load(job.source), progress)
     if not result.peak_mib:
@@ -75,7 +74,7 @@ def run_job(job: Job, progress: Callable[[int, int], None]) -> RunResult:
 def run_text(job: str) -> str:
     """A job and its last line, both as JSON text: what a Dask worker is given."""
     try:
-        line = Line(result=run_job(msgspec.json.decode(job, type=Job), lambda done, total: None))
+        line = Line(result=run_job(msgspec.json.decode(job, type=Job), lambda share: None))
     except StudyError as error:
         line = Line(error=str(error))
     return msgspec.json.encode(line).decode()
@@ -85,9 +84,11 @@ def work() -> None:
     """The worker process."""
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     try:
-        last = Line(result=run_job(job, lambda done, total: _say(Line(done=done, total=total))))
+        last = Line(result=run_job(job, lambda share: _say(Line(share=share))))
     except StudyError as error:
         last = Line(error=str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
     _say(last)
 
 
@@ -103,18 +104,11 @@ def run_jobs(jobs: Sequence[Job], processes: int, keep: Callable[[RunResult], Fo
     with ThreadPoolExecutor(max(1, min(processes, len(jobs)))) as pool:
         futures = [pool.submit(_run_apart, job, number, keep, progress, stop) for number, job in enumerate(jobs)]
         try:
-            return _in_order(futures)
+            return [each.result() for each in futures]
         finally:
             stop.set()
-
-
-def _in_order(futures: Sequence[Future[Found]]) -> list[Found]:
-    try:
-        return [each.result() for each in futures]
-    except StudyError:
-        for each in futures:
-            each.cancel()
-        raise
+            for each in futures:
+                each.cancel()
 
 
 def _run_apart(job: Job, number: int, keep: Callable[[RunResult], Found], progress: Progress, stop: Event) -> Found:
@@ -132,7 +126,7 @@ def _run_apart(job: Job, number: int, keep: Callable[[RunResult], Found], progre
                 return keep(line.result)
             if stop.is_set():
                 worker.kill()
-            progress(number, line.done, line.total)
+            progress(number, line.share)
     raise StudyError(f"the process of run {number + 1} died with status {worker.returncode}")
 
 
@@ -154,5 +148,5 @@ def run_on_dask(address: str, jobs: Sequence[Job], keep: Callable[[RunResult], F
             if line.result is None:
                 raise StudyError(line.error)
             found.append(keep(line.result))
-            progress(number, len(line.result.requests), len(line.result.requests))
+            progress(number, 1.0)
     return found

@@ -138,14 +138,14 @@ def _hits(prefilled: Sequence[RequestRecord]) -> dict[str, float]:
 
 
 def _errors(result: RunResult) -> dict[str, PredictionError]:
-    """Those that the run kept, and of the requests that were predicted and came true, TTFT and TBT end to end."""
+    """Those that the run kept, and, if not among them, TTFT and TBT of the requests that were predicted and came true."""
     kept = {name: _error(*figures) for name, figures in result.errors.items()}
     for name in ("ttft", "tbt"):
         pairs = [(getattr(each, f"predicted_{name}_s"), getattr(each, f"{name}_s")) for each in result.requests]
         known = [(told, came) for told, came in pairs if told >= 0 and came >= 0]
-        if known:
+        if known and f"{name}_s" not in kept:
             count = len(known)
-            kept[f"request {name}"] = _error(count, sum(abs(a - b) for a, b in known) / count, sum(b for _, b in known) / count)
+            kept[f"{name}_s"] = _error(count, sum(abs(a - b) for a, b in known) / count, sum(b for _, b in known) / count)
     return kept
 
 

@@ -153,7 +153,7 @@ def _plot_ttft(directory: Path, names: Sequence[str], outcomes: Sequence[Outcome
         reached = outcome.summary.requests and _started(outcome.summary) / outcome.summary.requests
         axes.plot(outcome.ttft_s, np.linspace(0, reached, len(outcome.ttft_s)), label=name)
     axes.axvline(outcomes[0].setup.ttft_slo_s, color="black", linewidth=1)
-    axes.set(xlabel="TTFT, s", ylabel="share of the requests", ylim=(0, 1), xscale="symlog")
+    axes.set(xlabel="TTFT, s", ylabel="share of the requests", ylim=(0, 1), xscale="symlog", xlim=(0, None))
     axes.legend(fontsize="small")
     return _saved(figure, directory / "ttft.png")
 

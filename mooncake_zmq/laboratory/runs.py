@@ -2,18 +2,20 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.study import Arrival, RunResult, Setup
 
 COUPLED = ("vllm", "vllm-prefix", "vllm-chunked", "vllm-both")
+COUPLED_SECTION = "coupled."
 DISAGGREGATED = ("global", "local", "match", "load", "round-robin", "random")
 POLICIES = (*DISAGGREGATED, *COUPLED)
 ADMISSIONS = ("none", "baseline", "early", "prediction")
 ORDERS = ("fcfs", "shortest")
 
-Progress = Callable[[int, int], None]
-"""Called now and then with how many requests have ended, and of how many."""
+Progress = Callable[[float], None]
+"""Called now and then with the share of the requests that have ended."""
 
 
 def run_one(setup: Setup, arrivals: Sequence[Arrival], progress: Progress) -> RunResult:
@@ -25,14 +27,24 @@ def run_one(setup: Setup, arrivals: Sequence[Arrival], progress: Progress) -> Ru
 
         result: RunResult = coupled.run(setup, arrivals, progress)
     else:
-        from mooncake_zmq.laboratory import replay
-
-        try:
-            result = replay.run(setup, arrivals, lambda share: progress(round(share * len(arrivals)), len(arrivals)))
-        except ValueError as error:  # a setting that cannot be, as the actors' own checks say it
-            raise StudyError(str(error)) from None
+        result = _replayed(setup, arrivals, progress)
     if not result.wall_s:
         result.wall_s = time.perf_counter() - began_s
+    return result
+
+
+def _replayed(setup: Setup, arrivals: Sequence[Arrival], progress: Progress) -> RunResult:
+    """Through our own actors, which know nothing of the coupled model's settings."""
+    from mooncake_zmq.laboratory import cluster, replay
+
+    own = {name: value for name, value in setup.overrides.items() if not name.startswith(COUPLED_SECTION)}
+    asked = replace(setup, overrides=own)
+    try:
+        cluster.cluster_of(asked, arrivals)
+    except ValueError as error:
+        raise StudyError(str(error)) from None
+    result: RunResult = replay.run(asked, arrivals, progress)
+    result.setup = setup
     return result
 
 

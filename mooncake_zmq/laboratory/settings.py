@@ -8,11 +8,10 @@ from itertools import product
 from typing import Any, TypeVar
 
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.laboratory.coupled import SECTION as COUPLED_SECTION
 from mooncake_zmq.laboratory.coupled import read_settings
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.profiles import find_profile
-from mooncake_zmq.laboratory.runs import check
+from mooncake_zmq.laboratory.runs import COUPLED_SECTION, check
 from mooncake_zmq.laboratory.study import NodeProfile, Setup
 from mooncake_zmq.roles import PARTS
 
@@ -22,6 +21,8 @@ MAX_RUNS = 1_000
 Record = TypeVar("Record", Setup, NodeProfile, Costs)
 Value = float | int | str | bool
 SECTIONS = {name.replace("-", "_"): {each.name for each in fields(parts.settings)} for name, parts in PARTS.items()}
+UNLISTED = ("laboratory.", COUPLED_SECTION)
+"""Sections whose engine says itself what they have."""
 NUMBERS: Mapping[str, Callable[[str], float]] = {
     "prefill": int,
     "decode": int,
@@ -60,8 +61,9 @@ def _dotted(setup: Setup, key: str, section: str, setting: str, text: str) -> Se
             return replace(setup, hardware=replace(setup.hardware, costs=costs))
     except ValueError as error:
         raise StudyError(str(error)) from None
-    if section + "." != COUPLED_SECTION and setting not in SECTIONS.get(section, ()):
-        raise StudyError(f"no setting {key!r}: sections are {', '.join(SECTIONS)}, coupled, hardware, costs")
+    known = SECTIONS.get(section, ())
+    if section + "." not in UNLISTED and setting.partition(".")[0] not in known:
+        raise StudyError(f"no setting {key!r}: sections are {', '.join(SECTIONS)}, laboratory, coupled, hardware, costs")
     changed = replace(setup, overrides={**setup.overrides, key: _value(text)})
     read_settings(changed)
     return changed

@@ -36,7 +36,7 @@ def arrivals(*requests, unique=True):
 def replay(requests, policy="vllm", nodes=1, node=NODE, **overrides):
     dotted = {f"coupled.{name}": value for name, value in overrides.items()}
     setup = Setup(prefill=nodes, decode=0, hardware=node, policy=policy, overrides=dotted)
-    return run(setup, requests, lambda done, total: None)
+    return run(setup, requests, lambda share: None)
 
 
 def test_a_prefill_stalls_what_decodes():
@@ -68,6 +68,15 @@ def test_context_makes_each_step_longer_than_the_last():
     steps = [0.011 + 1e-5 * context for context in (100, 101, 102)]
     assert result.requests[0].end_s == pytest.approx(0.1 + sum(steps))
     assert result.requests[0].tbt_s == pytest.approx(steps[-1])
+
+
+def test_steps_after_an_end_are_of_those_that_are_left():
+    costs = replace(COSTS, decode_context_s=1e-5)
+    a, b = replay(arrivals((0.0, 100, 2), (0.0, 200, 4)), node=replace(NODE, costs=costs), prefill_tokens=300).requests
+    # A alone until .1; B's prefill until .3; one step of both, then two of B with 201 and 202 tokens.
+    both_s = 0.010 + 2 * 0.001 + 1e-5 * 300
+    assert a.end_s == pytest.approx(0.3 + both_s)
+    assert b.end_s == pytest.approx(0.3 + both_s + 2 * 0.011 + 1e-5 * (201 + 202))
 
 
 def test_a_prefix_found_is_not_computed():
@@ -127,8 +136,9 @@ def test_every_request_ends_once_and_time_is_conserved(policy, memory):
     node = replace(A800, decode_tokens=memory)
     setup = Setup(prefill=2, decode=1, hardware=node, policy=policy, speed=2.0)
     seen = []
-    result = run(setup, trace, lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (300, 300)
+    result = run(setup, trace, seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
     assert all(each.outcome == "finished" for each in result.requests)
     for each, asked in zip(result.requests, trace, strict=True):
         assert each.at_s == asked.at_s / 2
@@ -143,7 +153,7 @@ def test_every_request_ends_once_and_time_is_conserved(policy, memory):
         result.prefill_busy_s[name] + result.decode_busy_s[name] <= result.virtual_s * (1 + 1e-9)
         for name in result.prefill_busy_s
     )
-    again = run(setup, trace, lambda done, total: None)
+    again = run(setup, trace, lambda share: None)
     assert again.requests == result.requests
 
 
@@ -221,4 +231,4 @@ def test_tbt_is_the_mean_of_the_longest_tenth_rounded_up():
 def test_a_setting_that_is_none_is_refused(overrides, said):
     setup = Setup(prefill=1, decode=1, hardware=NODE, policy="vllm", overrides=overrides)
     with pytest.raises(StudyError, match=said):
-        run(setup, arrivals((0.0, 10, 1)), lambda done, total: None)
+        run(setup, arrivals((0.0, 10, 1)), lambda share: None)

@@ -69,9 +69,9 @@ def test_hits_are_shares_of_the_prompts_that_were_prefilled():
 def test_errors_are_shares_of_what_came_true():
     found = summarize(known_result()).errors
     assert found["step"].percent == pytest.approx(10.0)
-    assert (found["request ttft"].count, found["request ttft"].mean_absolute) == (2, 0.5)
-    assert found["request ttft"].percent == pytest.approx(100 * 0.5 / 2.0)
-    assert "request tbt" not in found
+    assert (found["ttft_s"].count, found["ttft_s"].mean_absolute) == (2, 0.5)
+    assert found["ttft_s"].percent == pytest.approx(100 * 0.5 / 2.0)
+    assert "tbt_s" not in found
 
 
 def test_shares_can_be_asked_for_at_other_bounds():

@@ -107,7 +107,7 @@ def test_the_coupled_arms_of_fig1_run():
     arrivals = generate(parse_spec("conversation:requests=30"))
 
     def run(jobs):
-        return [plan.measure(run_one(job.setup, arrivals, lambda done, total: None)) for job in jobs]
+        return [plan.measure(run_one(job.setup, arrivals, lambda share: None)) for job in jobs]
 
     figure = reproduce(plan, SOURCE, run)
     assert all(0 < row.ours <= 100 for row in figure.rows)
@@ -156,11 +156,19 @@ def test_quick_says_that_it_is_not_the_figure(tmp_path):
     assert "Only the first 3 requests" in figure["notes"][-1]
 
 
-def test_a_replayed_figure_runs_through_our_own_actors():
+def test_a_replayed_figure_runs_through_our_own_actors(tmp_path):
     pytest.importorskip("mooncake_zmq.laboratory.replay")
-    result = command("fig13", "--quick", "20", "--json")
+    path = tmp_path / "t.jsonl"
+    rows = [
+        {"timestamp": 1000 * a.at_s, "input_length": a.input_tokens, "output_length": a.output_tokens, "hash_ids": a.hash_ids}
+        for a in generate(parse_spec("conversation:requests=60,output=20,rate=0.5"))
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    result = command("fig11", "--trace", str(path), "--quick", "40", "--json")
     assert result.exit_code == 0, result.output
-    assert len(json.loads(result.stdout)["rows"]) == 5
+    figure = json.loads(result.stdout)
+    assert figure["rows"][0]["ours"] >= 1
+    assert all(each["tried"] == 6 for each in figure["conclusions"])
 
 
 def test_figures_are_drawn(tmp_path):

@@ -23,7 +23,7 @@ def sim(*arguments):
     return CliRunner().invoke(main, ["sim", *arguments])
 
 
-def ignored(number, done, total):
+def ignored(number, share):
     pass
 
 
@@ -143,7 +143,7 @@ def test_jobs_and_results_travel_as_json():
     assert msgspec.json.decode(msgspec.json.encode(job), type=Job) == job
     line = msgspec.json.decode(run_text(msgspec.json.encode(job).decode()), type=Line)
     assert line.result is not None
-    there, here = line.result, run_job(job, lambda done, total: None)
+    there, here = line.result, run_job(job, lambda share: None)
     assert there.requests == here.requests
     assert [each.output_tokens for each in there.requests] == [1] * 10
     assert [each.output_tokens for each in load(job.source)] == [1] * 10
@@ -163,7 +163,7 @@ def test_the_same_runs_come_from_a_dask_cluster():
         there = run_on_dask(cluster.scheduler_address, jobs, lambda result: result.requests, ignored)
         with pytest.raises(StudyError, match="cannot read"):
             run_on_dask(cluster.scheduler_address, [Job(Source(path="/none"), SETUP)], lambda result: None, ignored)
-    assert there == [run_job(job, lambda done, total: None).requests for job in jobs]
+    assert there == [run_job(job, lambda share: None).requests for job in jobs]
 
 
 def test_without_dask_or_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
