@@ -66,3 +66,11 @@ def test_the_gateways_books_give_the_prediction_error() -> None:
     found = rows([seen(1, 0.1)], {"count": 4, "actual_s": 2.0, "error_s": 0.5})
     assert found["TTFT predicted off by"] == 0.25
     assert "refused after, p50" not in found
+
+
+@pytest.mark.parametrize(("late_s", "told"), [(0.001, False), (0.5, True)])
+def test_it_says_when_the_machine_had_no_core_left(late_s: float, told: bool) -> None:
+    client = seen(1, 0.1)
+    client.late_s = late_s
+    notes = as_report([client], CONFIG, WANTED, modelled_costs(CONFIG), 2.0, {}).notes
+    assert any("cores were all taken" in note for note in notes) == told
