@@ -33,6 +33,9 @@ ERROR_PROMISE, SLO_PROMISE, REFUSAL_MS = 0.15, 0.99, 50.0
 """What the figures are held against: predicted TTFT's mean error over its mean, the share of the admitted in time, and the time
 of a refusal: no queue, just a decision, on a machine whose cores are all in use."""
 
+LATE_MS = 30.0
+"""A client that sends later than this has waited for a core, and so has everybody else."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
@@ -57,6 +60,8 @@ class Seen:
     error: str = ""
     prompt_tokens: int = 0
     tokens_wanted: int = 0
+    late_s: float = 0.0
+    """How long after its time it was sent: this machine's cores were taken."""
 
     @property
     def ended(self) -> bool:
@@ -123,7 +128,8 @@ async def drive(url: str, arrivals: Sequence[float], lengths: NDArray[np.int64],
         for at, prompt in zip(arrivals, prompts, strict=True):
             body = _body(model, prompt, wanted.output_tokens)
             await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-            seen = Seen(prompt_tokens=len(prompt), tokens_wanted=wanted.output_tokens)
+            late_s = max(0.0, time.perf_counter() - began - at)
+            seen = Seen(prompt_tokens=len(prompt), tokens_wanted=wanted.output_tokens, late_s=late_s)
             tasks.append(asyncio.create_task(ask(client, body, seen)))
         return await asyncio.gather(*tasks)
 
@@ -224,7 +230,11 @@ def _notes(seen: Sequence[Seen], config: Config, wanted: Load, capacity_per_s: f
     load_line += f"{len(config.of_role('prefill'))} prefills can compute: {answers}"
     errors = sorted({each.error for each in seen if each.error})
     shorter = "goodput: of a longer queue the shorter prompts fit into the SLO, so it may pass the mean capacity"
-    return [slos, load_line, shorter, *(f"error: {error}" for error in errors[:3])]
+    late_ms = 1e3 * _p(99, [each.late_s for each in seen]) if seen else 0.0
+    late = f"sent late by {late_ms:.0f} ms (p99)"
+    if late_ms > LATE_MS:
+        late += ": the machine's cores were all taken, so times are its own rather than the cluster's"
+    return [slos, load_line, shorter, late, *(f"error: {error}" for error in errors[:3])]
 
 
 def _p(percent: float, values: Sequence[float]) -> float:

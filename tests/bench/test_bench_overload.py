@@ -14,6 +14,7 @@ from mooncake_zmq.bench.overload import (
     draw_arrivals,
     draw_lengths,
     modelled_costs,
+    predictions_of,
 )
 from mooncake_zmq.config import load
 from mooncake_zmq.core.hardware import HARDWARE
@@ -66,3 +67,28 @@ def test_the_gateways_books_give_the_prediction_error() -> None:
     found = rows([seen(1, 0.1)], {"count": 4, "actual_s": 2.0, "error_s": 0.5})
     assert found["TTFT predicted off by"] == 0.25
     assert "refused after, p50" not in found
+
+
+@pytest.mark.parametrize(("late_s", "told"), [(0.001, False), (0.5, True)])
+def test_it_says_when_the_machine_had_no_core_left(late_s: float, told: bool) -> None:
+    client = seen(1, 0.1)
+    client.late_s = late_s
+    notes = as_report([client], CONFIG, WANTED, modelled_costs(CONFIG), 2.0, {}).notes
+    assert any("cores were all taken" in note for note in notes) == told
+
+
+class _Dumped:
+    """A cluster of which only the dumps are known."""
+
+    def __init__(self, *actors: dict[str, object]) -> None:
+        self._actors = actors
+
+    def dumps(self, nodes: list[str]) -> dict[str, dict[str, object]]:
+        return {f"gateway-{number}": {"actor": actor} for number, actor in enumerate(self._actors)}
+
+
+def test_errors_of_several_gateways_count_by_their_requests() -> None:
+    books = [{"count": 3, "actual_s": 2.0, "absolute_error_s": 0.2}, {"count": 1, "actual_s": 4.0, "absolute_error_s": 1.0}]
+    cluster = _Dumped(*({"predictions": {"ttft": book}} for book in books), {"gauges": {}})
+    assert predictions_of(cluster, CONFIG) == {"count": 4, "actual_s": 2.5, "error_s": pytest.approx(0.4)}  # type: ignore[arg-type]
+    assert predictions_of(_Dumped({"gauges": {}}), CONFIG) == {}  # type: ignore[arg-type]

@@ -64,11 +64,9 @@ def test_in_overload_some_are_told_when_to_come_back_and_the_rest_finish(cluster
     random = np.random.default_rng(5)
     prompts = [random.integers(0, 250, PROMPT_TOKENS).tolist() for _ in range(CLIENTS)]
 
-    def ask(prompt: list[int]) -> httpx.Response:
-        return httpx.post(f"{cluster.url}/v1/completions", json=greedy(prompt=prompt, max_tokens=OUTPUT_TOKENS), timeout=60)
-
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        answers = list(clients.map(ask, prompts))
+    with httpx.Client(base_url=cluster.url, timeout=60) as client, ThreadPoolExecutor(CLIENTS) as clients:
+        bodies = [greedy(prompt=prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
+        answers = list(clients.map(lambda body: client.post("/v1/completions", json=body), bodies))
     refused = [answer for answer in answers if answer.status_code == 429]
     assert {answer.status_code for answer in answers} == {200, 429}
     assert 2 <= len(refused) <= CLIENTS - 2
