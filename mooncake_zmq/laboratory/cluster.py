@@ -32,6 +32,9 @@ OWN_HOST = "front"
 """Of conductor and gateway."""
 CHUNK_TOKENS = 8192
 """Assumed: about a second on the paper's nodes, the longest a short prompt waits for a long one's chunk."""
+REPORT_S = 1.0
+"""Assumed: nodes tell their loads this often, as what a conductor placed meanwhile it knows itself. 0.25 s gives the same
+decisions for a third more events."""
 QUEUED = 1 << 16
 """Jobs that a prefill queues: whoever replays a trace wants to see them wait."""
 
@@ -76,12 +79,14 @@ def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
             chunk_tokens=max(size, CHUNK_TOKENS // size * size),
             max_queued=QUEUED,
             own_reuse=False,
+            report_s=REPORT_S,
             **_known(PrefillSettings, overtake=0.0 if setup.order == "fcfs" else 1.0),
         ),
         decode=DecodeSettings(
             capacity_tokens=node.decode_tokens,
             max_batch=node.max_batch,
             max_requests=4 * node.max_batch,
+            report_s=REPORT_S,
             **_known(DecodeSettings, max_steps=MAX_STEPS, store_output=False),
         ),
         cache_node=CacheNodeSettings(

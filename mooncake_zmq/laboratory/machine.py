@@ -6,7 +6,7 @@ checksum is the same.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from mooncake_zmq.core.costs import Costs
@@ -45,6 +45,8 @@ PART = 1
 """Checksum of every part."""
 BLOCK = block_checksum((PART,) * LAYERS)
 PROBE_S = 1e-3
+TELLS_LOADING = {"loaded_s", "waited_s"} <= {field.name for field in fields(ChunkComputed)}
+"""Whether a computed chunk says what its prefix took."""
 
 
 def lab_layout(block_tokens: int) -> BlockLayout:
@@ -220,9 +222,13 @@ class ModelledMachine:
             self._engine_free_at = max(begin, end_s)
             return _Running(work, begin, max(begin, end_s), ChunkComputed((), None, end_s - now, blocks))
         stop = work.start + len(work.tokens) // 4
-        self._engine_free_at = end_s = max(loaded_s, begin + self._costs.compute_s(stop, work.start))
+        computed_s = self._costs.compute_s(stop, work.start)
+        self._engine_free_at = end_s = max(loaded_s, begin + computed_s)
         token = None if work.sampling is None else 0
-        return _Running(work, begin, end_s, ChunkComputed((BLOCK,) * len(work.outputs), token, end_s - begin))
+        more: dict[str, Any] = {}
+        if TELLS_LOADING and work.prefix:
+            more = {"loaded_s": loaded_s - now, "waited_s": end_s - begin - computed_s}
+        return _Running(work, begin, end_s, ChunkComputed((BLOCK,) * len(work.outputs), token, end_s - begin, **more))
 
     # --- copies
 
