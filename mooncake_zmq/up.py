@@ -175,6 +175,8 @@ class Up:
         self._sweep()
 
     def _prepare_model(self) -> None:
+        if self.config.model.card and not any(node.computes for node in self.config.nodes):
+            return
         from mooncake_zmq.engine.prepare import prepare, remove_former
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -337,6 +339,9 @@ class Up:
         for node in self.config.nodes:
             for suffix in (".ipc", ".data.ipc", ".lock", ".dump.json", ".dump.tmp"):
                 (self.runtime_dir / f"{node.name}{suffix}").unlink(missing_ok=True)
+            for what in ("ask", "answer"):
+                for path in self.runtime_dir.glob(f"{node.name}.{what}.*"):
+                    path.unlink(missing_ok=True)
 
     def _on_signal(self, _number: int, _frame: object) -> None:
         self._stops += 1

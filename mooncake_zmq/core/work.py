@@ -74,6 +74,10 @@ class ChunkComputed:
     failed: tuple[int, ...] = ()
     corrupt: tuple[int, ...] = ()
     """Those of `failed` whose bytes did not verify."""
+    loaded_s: float = 0.0
+    """How long after the start the last of the prefix was loaded, if the engine knows."""
+    waited_s: float = 0.0
+    """Part of `elapsed_s` in which computing stood still for it."""
 
 
 @dataclass(frozen=True, slots=True)

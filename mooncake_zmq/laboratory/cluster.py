@@ -15,7 +15,7 @@ from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, SsdSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
-from mooncake_zmq.core.roles import Role
+from mooncake_zmq.core.roles import Role, talks
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
@@ -24,7 +24,6 @@ from mooncake_zmq.laboratory.machine import lab_layout
 from mooncake_zmq.laboratory.study import Arrival, Setup
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.roles import make_actor
-from mooncake_zmq.simulation.cluster import TALK, TALK_AT_HOME
 from mooncake_zmq.simulation.world import ProcessSpec
 
 CONDUCTOR, GATEWAY = "conductor-1", "gateway-1"
@@ -156,7 +155,7 @@ def specs(setup: Setup, cluster: Cluster, gateway: Callable[[], Actor]) -> list[
             name=name,
             role=role,
             host=host,
-            peers=tuple(other for other in named if other != name and _talk(named[name], named[other])),
+            peers=tuple(other for other in named if other != name and talks(role, host, *named[other])),
             make=partial(_make, setup, cluster, gateway, name, role, host),
             disk_slots=cluster.disk_blocks if role == "cache-node" else 0,
         )
@@ -192,8 +191,3 @@ def _make(
         costs=setup.hardware.costs,
         disk=disk,
     )
-
-
-def _talk(one: tuple[Role, str], other: tuple[Role, str]) -> bool:
-    roles = frozenset((one[0], other[0]))
-    return roles in TALK or (roles in TALK_AT_HOME and one[1] == other[1])

@@ -1,8 +1,9 @@
 """Carries out an actor's works live: model steps on one thread, local copies on another, reads from other hosts on a third,
 and the SSD tier's reads and writes on some more, apart from each other, so that no promotion waits behind demotions.
 
-All KV moves as a one-sided read by its destination: from a mapped segment, in host or GPU memory, or from a data server. RDMA
-would be a third way to do the same read. What arrives is verified; what does not verify is reported per block, as a miss.
+KV moves as a one-sided read by its destination, from a mapped segment, in host or GPU memory, or from a data server; a put
+alone writes, into slots that it was granted. RDMA would be a third way to do the same read. What arrives is verified, by the
+rule of `kv.reading`; what does not verify is reported per block, as a miss.
 
 A work may have several parties (a chunk's computation and the loading of its prefix). Its `WorkDone` is emitted when the
 last of them has let go, so that nothing of a work touches memory after its end.
@@ -52,8 +53,8 @@ from mooncake_zmq.engine.sampling import sample
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer.block_copy import (
-    ReadFailure,
     copy_block,
     granted,
     load_layers,
@@ -359,11 +360,15 @@ class Executor:
         began = time.perf_counter()
         tokens: NDArray[np.int32] = np.frombuffer(work.tokens, "<i4").astype(np.int32, copy=False)
         told_at = time.monotonic()
+        waited_s = 0.0
 
         def before_layer(layer: int) -> None:
+            nonlocal waited_s
             job.check()
             if job.prefix:
+                waits = time.perf_counter()
                 job.prefix.wait(layer, job)
+                waited_s += time.perf_counter() - waits
 
         def after_layer(layer: int) -> None:
             nonlocal told_at
@@ -391,7 +396,9 @@ class Executor:
         if work.sampling is not None:
             assert logits is not None
             token = sample(logits[0], work.sampling, work.start + len(tokens))
-        return ChunkComputed(self._output_checksums(work), token, time.perf_counter() - began)
+        loaded_s = job.prefix.loaded_s if job.prefix else 0.0
+        elapsed_s = time.perf_counter() - began
+        return ChunkComputed(self._output_checksums(work), token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s)
 
     def _store_outputs(self, work: ComputeChunk, sequence: SequenceKV, layer: int, token_count: int) -> None:
         """Copy one layer of the new tokens to the output slots, which lie in the own segment."""
@@ -638,10 +645,14 @@ class _Prefix:
             for layer in range(load.first_layer, load.stop_layer):
                 self._missing[layer] += 1
         self._changed = threading.Condition()
+        self._began = time.perf_counter()
+        self.loaded_s = 0.0
+        """When the last part came, counted from the beginning."""
         self.failed: dict[int, ReadFailure] = {}
 
     def arrived(self, block: int, layers: range, checksums: Sequence[int]) -> None:
         with self._changed:
+            self.loaded_s = time.perf_counter() - self._began
             for layer in layers:
                 self._missing[layer] -= 1
             self._changed.notify_all()
