@@ -23,13 +23,12 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
 )
 from mooncake_zmq.core.work import ChunkComputed, ComputeChunk, StepDecoded
+from mooncake_zmq.laboratory import gaps
 from mooncake_zmq.laboratory.machine import ModelledMachine, StepRun
 from mooncake_zmq.simulation.world import Observe, Process
 
 ROWS_KEPT = 1 << 17
 """Rows of steps after which those that no open request needs are dropped."""
-TOP_SHARE = 0.1
-"""The paper's TBT is the mean of this share of a request's gaps, the longest."""
 
 
 class StepRows:
@@ -75,12 +74,8 @@ class StepRows:
 
 
 def longest_tenth_s(times: NDArray[np.float64]) -> float:
-    """Mean of the longest tenth (at least one) of the gaps between tokens; 0 with fewer than two tokens."""
-    gaps = np.diff(times)
-    if not len(gaps):
-        return 0.0
-    count = max(1, round(TOP_SHARE * len(gaps)))
-    return float(np.partition(gaps, len(gaps) - count)[-count:].mean())
+    """TBT of a request by its tokens' times: counted as the gateway does, and as for the baselines."""
+    return gaps.longest_tenth_s(np.diff(times))
 
 
 class Recorder:
