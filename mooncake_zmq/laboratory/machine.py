@@ -6,7 +6,7 @@ checksum is the same.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from mooncake_zmq.core.costs import Costs
@@ -45,8 +45,6 @@ PART = 1
 """Checksum of every part."""
 BLOCK = block_checksum((PART,) * LAYERS)
 PROBE_S = 1e-3
-TELLS_LOADING = {"loaded_s", "waited_s"} <= {field.name for field in fields(ChunkComputed)}
-"""Whether a computed chunk says what its prefix took."""
 
 
 def lab_layout(block_tokens: int) -> BlockLayout:
@@ -225,10 +223,11 @@ class ModelledMachine:
         computed_s = self._costs.compute_s(stop, work.start)
         self._engine_free_at = end_s = max(loaded_s, begin + computed_s)
         token = None if work.sampling is None else 0
-        more: dict[str, Any] = {}
-        if TELLS_LOADING and work.prefix:
-            more = {"loaded_s": loaded_s - now, "waited_s": end_s - begin - computed_s}
-        return _Running(work, begin, end_s, ChunkComputed((BLOCK,) * len(work.outputs), token, end_s - begin, **more))
+        loading_s, waited_s = (loaded_s - now, end_s - begin - computed_s) if work.prefix else (0.0, 0.0)
+        result = ChunkComputed(
+            (BLOCK,) * len(work.outputs), token, end_s - begin, loaded_s=loading_s, waited_s=max(0.0, waited_s)
+        )
+        return _Running(work, begin, end_s, result)
 
     # --- copies
 
