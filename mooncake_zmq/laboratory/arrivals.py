@@ -6,7 +6,7 @@ rejects a request whose client has no token yet ends it.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from mooncake_zmq.core.messages import (
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.block_hash import Key, extend_keys
-from mooncake_zmq.laboratory.keys import ROOT, block_keys, prompt_bytes
+from mooncake_zmq.laboratory.keys import ROOT, Prompt, block_keys
 from mooncake_zmq.laboratory.recorder import Recorder, longest_tenth_s
 from mooncake_zmq.laboratory.study import Arrival, RequestRecord
 
@@ -98,6 +98,7 @@ class Arrivals:
         block_tokens: int,
         recorder: Recorder,
         delay_s: float,
+        encoded: bool,
         ended: Callable[[int, RequestRecord], None],
     ) -> None:
         self.counts = Tally()
@@ -114,6 +115,7 @@ class Arrivals:
         self._block_tokens = block_tokens
         self._recorder = recorder
         self._delay_s = delay_s
+        self._encoded = encoded
         self._ended = ended
         self._number = 0
         self._peers: dict[str, str] = {}
@@ -212,8 +214,9 @@ class Arrivals:
         return (*request.keys, *extend_keys(parent, rest, self._block_tokens))
 
     def _tokens(self, request: _Request) -> bytes:
-        prompt = prompt_bytes(request.arrival.input_tokens, self._block_tokens, request.number)
-        return prompt + bytes(4 * request.tokens) if request.tokens else prompt
+        """As bytes where they are encoded; else what only yields the parts that are read."""
+        prompt = Prompt(request.arrival.input_tokens, self._block_tokens, request.number, request.tokens)
+        return prompt[:] if self._encoded else cast(bytes, prompt)
 
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
         match message:
@@ -283,7 +286,9 @@ class Arrivals:
         record = request.record
         if not request.tokens:
             record.ttft_s = now - request.arrived_at
-            record.hit_own, record.hit_dram, record.hit_remote = message.own, message.local, message.remote
+            disk = min(message.local, self._recorder.from_disk.pop(request.name, 0) * self._block_tokens)
+            record.hit_own, record.hit_dram, record.hit_remote = message.own, message.local - disk, message.remote
+            record.hit_disk = disk
             record.queue_s, record.prefill_s = message.queue_s, message.prefill_s
         request.paid_s, self._recorder.engine_s[request.name] = self._recorder.engine_s[request.name], 0.0
         if request.rows:
@@ -381,6 +386,7 @@ class Arrivals:
         record = request.record
         record.outcome, record.reason, record.attempts = outcome, reason, request.attempt
         del self.open[request.name], self._recorder.engine_s[request.name]
+        self._recorder.from_disk.pop(request.name, None)
         self._ended(request.number, record)
         timers: list[Effect] = [CancelTimer(("placement", request.name)), CancelTimer(("attempt", request.name))]
         return timers + self._tell_end(request, told)

@@ -9,7 +9,9 @@ in the paper, unless `prefill.own_reuse` is set.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
+
+import msgspec
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, SsdSettings
@@ -31,6 +33,13 @@ OWN_HOST = "front"
 """Of conductor and gateway."""
 CHUNK_TOKENS = 8192
 """Assumed: about a second on the paper's nodes, the longest a short prompt waits for a long one's chunk."""
+REPORT_S = 1.0
+"""Assumed: nodes tell their loads this often, as what a conductor placed meanwhile it knows itself. 0.25 s gives the same
+decisions for a third more events."""
+MAX_STEPS = 64
+"""Decode steps in one work, which ends early when a request is ready to join."""
+ORDERS = {"fcfs": 0.0, "shortest": 1.0}
+"""`prefill.overtake` by name."""
 QUEUED = 1 << 16
 """Jobs that a prefill queues: whoever replays a trace wants to see them wait."""
 
@@ -61,6 +70,8 @@ class Cluster:
 
 def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
     """Settings for a setup; raises ValueError for an override that names nothing or a value that cannot be."""
+    if setup.order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, not {setup.order!r}")
     layout, node = lab_layout(check_block_tokens(setup.block_tokens)), setup.hardware
     size, slot = layout.block_tokens, layout.slot_bytes
     longest = max((div_ceil(a.input_tokens + a.output_tokens, size) for a in arrivals), default=1)
@@ -69,19 +80,22 @@ def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
     disk_blocks = min(node.disk_tokens // size, most)
     cluster = Cluster(
         lab=LabSettings(),
-        conductor=_conductor(setup),
+        conductor=ConductorSettings(ttft_slo_s=setup.ttft_slo_s, tbt_slo_s=setup.tbt_slo_s),
         prefill=PrefillSettings(
             slab_bytes=max(node.decode_tokens // size, 2 * longest) * slot,
             chunk_tokens=max(size, CHUNK_TOKENS // size * size),
             max_queued=QUEUED,
             own_reuse=False,
-            **_known(PrefillSettings, overtake=0.0 if setup.order == "fcfs" else 1.0),
+            report_s=REPORT_S,
+            overtake=ORDERS[setup.order],
         ),
         decode=DecodeSettings(
             capacity_tokens=node.decode_tokens,
             max_batch=node.max_batch,
             max_requests=4 * node.max_batch,
-            **_known(DecodeSettings, max_steps=MAX_STEPS, store_output=False),
+            report_s=REPORT_S,
+            max_steps=MAX_STEPS,
+            store_output=False,
         ),
         cache_node=CacheNodeSettings(
             pool_bytes=pool_blocks * slot, ssd=SsdSettings(bytes=max(1, disk_blocks) * slot, write_s=600.0)
@@ -90,44 +104,24 @@ def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
         layout=layout,
         disk_blocks=disk_blocks,
     )
-    for name, value in setup.overrides.items():
+    named: dict[str, object] = {"conductor.policy": setup.policy, "conductor.admission": setup.admission}
+    for name, value in (named | setup.overrides).items():
         cluster = _override(cluster, name.split("."), value, name)
     return cluster
 
 
-MAX_STEPS = 64
-"""Decode steps in one work, which ends early when a request is ready to join."""
-
-
-def _conductor(setup: Setup) -> ConductorSettings:
-    """Policies and admission rules by name, as far as this version's conductor has them."""
-    known = {field.name for field in fields(ConductorSettings)}
-    none = setup.admission == "none" and "admission" not in known
-    slos: dict[str, Any] = (
-        {"ttft_slo_s": 0.0, "tbt_slo_s": 0.0} if none else {"ttft_slo_s": setup.ttft_slo_s, "tbt_slo_s": setup.tbt_slo_s}
-    )
-    for name, value, only in (("policy", setup.policy, ("global",)), ("admission", setup.admission, ("none", "early"))):
-        if name not in known and value not in only:
-            raise ValueError(f"this conductor has no {name} {value!r}")
-    return ConductorSettings(**slos, **_known(ConductorSettings, policy=setup.policy, admission=setup.admission))
-
-
-def _known(settings: type[Any], **values: Any) -> dict[str, Any]:
-    """Those that these settings have."""
-    known = {field.name for field in fields(settings)}
-    return {name: value for name, value in values.items() if name in known}
-
-
 def _override(settings: Any, path: list[str], value: object, name: str) -> Any:
+    """`settings` with one of theirs changed, or of those within them."""
     head = {"cache-node": "cache_node", "laboratory": "lab"}.get(path[0], path[0])
     inner = getattr(settings, head, None)
     if head not in {field.name for field in fields(settings)} or (is_dataclass(inner) != (len(path) > 1)):
         raise ValueError(f"there is no setting {name}")
     if len(path) > 1:
         return replace(settings, **{head: _override(inner, path[1:], value, name)})
-    if isinstance(inner, bool) != isinstance(value, bool) or isinstance(inner, str) != isinstance(value, str):
-        raise ValueError(f"{name} cannot be {value!r}")
-    return replace(settings, **{head: value})
+    try:
+        return replace(settings, **{head: msgspec.convert(value, get_type_hints(type(settings))[head])})
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name} cannot be {value!r}: {error}") from None
 
 
 def places(setup: Setup, lab: LabSettings) -> dict[str, tuple[Role, str]]:

@@ -37,8 +37,28 @@ def block_keys(hash_ids: Sequence[int], input_tokens: int, block_tokens: int) ->
     return tuple(keys)
 
 
-def prompt_bytes(input_tokens: int, block_tokens: int, number: int) -> bytes:
-    """Token ids (int32 bytes) of the length asked for. All are 0 but those after the last complete block, which belong to
-    request `number` alone: so blocks that its output completes are nobody else's."""
-    tail = input_tokens % block_tokens
-    return bytes(4 * (input_tokens - tail)) + (number & 0x7FFFFFFF).to_bytes(4, "little") * tail
+class Prompt:
+    """Token ids (as of int32 bytes) of a prompt and the output so far, made as they are read: thousands may be queued.
+
+    All are 0 but those after the last complete block of the prompt, which belong to request `number` alone: so blocks that its
+    output completes are nobody else's.
+    """
+
+    __slots__ = ("_own", "_prompt_tokens", "_shared", "_tokens")
+
+    def __init__(self, prompt_tokens: int, block_tokens: int, number: int, output_tokens: int = 0) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._tokens = prompt_tokens + output_tokens
+        self._shared = prompt_tokens // block_tokens * block_tokens
+        self._own = (number & 0x7FFFFFFF).to_bytes(4, "little")
+
+    def __len__(self) -> int:
+        return 4 * self._tokens
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(4 * self._tokens)
+        first, last = start // 4, max(start, stop) // 4
+        own = range(max(first, self._shared), min(last, self._prompt_tokens))
+        if not own:
+            return bytes(4 * (last - first))
+        return bytes(4 * (own.start - first)) + self._own * len(own) + bytes(4 * (last - own.stop))

@@ -220,9 +220,14 @@ class ModelledMachine:
             self._engine_free_at = max(begin, end_s)
             return _Running(work, begin, max(begin, end_s), ChunkComputed((), None, end_s - now, blocks))
         stop = work.start + len(work.tokens) // 4
-        self._engine_free_at = end_s = max(loaded_s, begin + self._costs.compute_s(stop, work.start))
+        computed_s = self._costs.compute_s(stop, work.start)
+        self._engine_free_at = end_s = max(loaded_s, begin + computed_s)
         token = None if work.sampling is None else 0
-        return _Running(work, begin, end_s, ChunkComputed((BLOCK,) * len(work.outputs), token, end_s - begin))
+        loading_s, waited_s = (loaded_s - now, end_s - begin - computed_s) if work.prefix else (0.0, 0.0)
+        result = ChunkComputed(
+            (BLOCK,) * len(work.outputs), token, end_s - begin, loaded_s=loading_s, waited_s=max(0.0, waited_s)
+        )
+        return _Running(work, begin, end_s, result)
 
     # --- copies
 

@@ -8,21 +8,27 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import Effect, Event, Send, Start, WorkDone
-from mooncake_zmq.core.messages import DecodeLoad, HandoffBlocks, PrefillLoad, TokensDecoded
+from mooncake_zmq.core.messages import (
+    BlocksLeased,
+    DecodeLoad,
+    HandoffBlocks,
+    LeaseBlocks,
+    PrefillLoad,
+    ReserveDecode,
+    TokensDecoded,
+)
 from mooncake_zmq.core.work import ChunkComputed, ComputeChunk, StepDecoded
+from mooncake_zmq.laboratory import gaps
 from mooncake_zmq.laboratory.machine import ModelledMachine, StepRun
 from mooncake_zmq.simulation.world import Observe, Process
 
 ROWS_KEPT = 1 << 17
 """Rows of steps after which those that no open request needs are dropped."""
-TOP_SHARE = 0.1
-"""The paper's TBT is the mean of this share of a request's gaps, the longest."""
 
 
 class StepRows:
@@ -68,34 +74,39 @@ class StepRows:
 
 
 def longest_tenth_s(times: NDArray[np.float64]) -> float:
-    """Mean of the longest tenth (at least one) of the gaps between tokens; 0 with fewer than two tokens."""
-    gaps = np.diff(times)
-    if not len(gaps):
-        return 0.0
-    count = max(1, round(TOP_SHARE * len(gaps)))
-    return float(np.partition(gaps, len(gaps) - count)[-count:].mean())
+    """TBT of a request by its tokens' times: counted as the gateway does, and as for the baselines."""
+    return gaps.longest_tenth_s(np.diff(times))
 
 
 class Recorder:
     """Of one run. `ttft_slo_s`, `tbt_slo_s`: what loads are shares of."""
 
-    def __init__(self, *, ttft_slo_s: float, tbt_slo_s: float) -> None:
+    def __init__(self, *, ttft_slo_s: float, tbt_slo_s: float, with_disk: bool) -> None:
         self.rows = StepRows()
         self.told: dict[str, deque[int]] = {}
         """By decode: rows whose tokens are on their way to the gateway, in order."""
         self.engine_s: dict[str, float] = {}
         """By open request: engine time of prefills since its last first token."""
+        self.from_disk: dict[str, int] = {}
+        """By open request: blocks that its host's pool had to read from its SSD."""
         self.open_rows: Callable[[], Iterable[int]] = lambda: ()
         """First rows of the open requests."""
+        self._with_disk = with_disk
         self._slo_s = {"prefill": ttft_slo_s, "decode": tbt_slo_s}
         self._loads: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
         self._chunks: dict[tuple[str, int], str] = {}
+        self._leases: dict[tuple[str, int], str] = {}
+        """By prefill and lease: the request that waits for its answer."""
+        self._disk_blocks: dict[str, int] = {}
+        """By cache-node: what it had read from its SSD for leases so far."""
 
     def watch(self, process: Process[ModelledMachine]) -> Observe | None:
         """Who looks on at a process."""
         if process.spec.role == "decode":
             self.told[process.name] = deque()
             return partial(self._decode_did, process)
+        if process.spec.role == "cache-node" and process.spec.disk_slots:
+            return partial(self._pool_did, process)
         return partial(self._prefill_did, process.name) if process.spec.role == "prefill" else None
 
     def mean_load(self, role: str) -> float:
@@ -130,14 +141,32 @@ class Recorder:
             served = self._chunks.pop((name, event.work_id), "")
             if isinstance(event.result, ChunkComputed) and served in self.engine_s:
                 self.engine_s[served] += event.result.elapsed_s
-        request = ""
+        request, lease_id = "", 0
         for effect in effects:
             if type(effect) is Send:
-                message: Any = effect.message
+                message = effect.message
                 if isinstance(message, HandoffBlocks):
                     request = message.request_id  # of the chunk that is begun next
+                elif isinstance(message, LeaseBlocks):
+                    lease_id = message.lease_id  # for the request that asks its decode for room next
+                elif isinstance(message, ReserveDecode):
+                    if lease_id and self._with_disk:
+                        self._leases[name, lease_id] = message.request_id
+                    lease_id = 0
                 elif isinstance(message, PrefillLoad):
                     left_s = sum([job.left_s for job in message.jobs])
                     self._loads["prefill"][name] = left_s / self._slo_s["prefill"]
             elif type(effect) is Start and isinstance(effect.work, ComputeChunk):
                 self._chunks[name, effect.work_id] = request
+
+    def _pool_did(self, process: Process[ModelledMachine], event: Event, effects: list[Effect]) -> None:
+        """A pool counts what it read from its SSD when it answers a lease."""
+        for effect in effects:
+            if type(effect) is Send and isinstance(effect.message, BlocksLeased):
+                assert process.life is not None
+                counted = process.life.actor.counts.get("lookup_blocks[result=disk]", 0)
+                blocks = min(counted - self._disk_blocks.get(process.name, 0), len(effect.message.slots))
+                self._disk_blocks[process.name] = self._disk_blocks.get(process.name, 0) + blocks
+                request = self._leases.pop((effect.to, effect.message.lease_id), "")
+                if blocks and request in self.engine_s:
+                    self.from_disk[request] = blocks

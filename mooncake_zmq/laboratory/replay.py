@@ -57,8 +57,8 @@ class Replay:
         self._result = RunResult(setup, [])
         self._records: dict[int, RequestRecord] = {}
         self._ended_at = 0.0
-        self.recorder = Recorder(ttft_slo_s=setup.ttft_slo_s, tbt_slo_s=setup.tbt_slo_s)
-        self.gateway = self._gateway()
+        self.recorder = Recorder(ttft_slo_s=setup.ttft_slo_s, tbt_slo_s=setup.tbt_slo_s, with_disk=self.cluster.disk_blocks > 0)
+        self.gateway = self._gateway(encoded=link != "direct")
         processes = specs(setup, self.cluster, lambda: self.gateway)
         self._hosts = {spec.host: _host(setup.hardware) for spec in processes}
         self._host_of = {spec.name: spec.host for spec in processes}
@@ -86,7 +86,7 @@ class Replay:
 
     # --- the world
 
-    def _gateway(self) -> Arrivals:
+    def _gateway(self, *, encoded: bool) -> Arrivals:
         gateway = Arrivals(
             name=GATEWAY,
             settings=self.cluster.gateway,
@@ -96,6 +96,7 @@ class Replay:
             block_tokens=self._setup.block_tokens,
             recorder=self.recorder,
             delay_s=self.cluster.lab.message_s,
+            encoded=encoded,
             ended=self._on_ended,
         )
         gateway.placed = lambda placed: None if self.placed is None else self.placed.append(placed)

@@ -254,20 +254,28 @@ class World(Generic[M]):
 
     def carry_out(self, process: Process[M], life: Life[M], effect: Effect) -> None:
         """Do what an actor asks for; sending is the link's."""
+        kind = type(effect)  # the frequent ones first: a pattern takes three times as long
+        if kind is SetTimer:
+            self._set_timer(process, life, effect.key, effect.delay_s)  # type: ignore[union-attr]
+        elif kind is CancelTimer:
+            if life.timers.pop(effect.key, None) is not None:  # type: ignore[union-attr]
+                self._replaced()
+        elif kind is Fence:
+            life.machine.fence(effect.generations)  # type: ignore[union-attr]
+        else:
+            self._carry_out_rare(process, life, effect)
+
+    def _set_timer(self, process: Process[M], life: Life[M], key: TimerKey, delay_s: float) -> None:
+        self._order = order = self._order + 1
+        if key in life.timers:
+            self._replaced()
+        life.timers[key] = order
+        heappush(self._heap, (self.now + delay_s, order, self._timer, (process, process.lives, key, order)))
+
+    def _carry_out_rare(self, process: Process[M], life: Life[M], effect: Effect) -> None:
         match effect:
-            case SetTimer(key, delay_s):
-                self._order += 1
-                if key in life.timers:
-                    self._replaced()
-                life.timers[key] = self._order
-                heappush(self._heap, (self.now + delay_s, self._order, self._timer, (process, process.lives, key, self._order)))
-            case CancelTimer(key):
-                if life.timers.pop(key, None) is not None:
-                    self._replaced()
             case Start(work_id, work, deadline_s):
                 life.machine.start(work_id, work, deadline_s)
-            case Fence(generations):
-                life.machine.fence(generations)
             case CancelWork(work_id):
                 life.machine.cancel(work_id)
             case OpenSequence(sequence, capacity_tokens):

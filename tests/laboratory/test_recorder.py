@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mooncake_zmq.laboratory.keys import block_keys, prompt_bytes
+from mooncake_zmq.laboratory.keys import Prompt, block_keys
 from mooncake_zmq.laboratory.machine import StepRun
 from mooncake_zmq.laboratory.recorder import StepRows, longest_tenth_s
 
@@ -53,8 +53,16 @@ def test_a_trace_whose_ids_do_not_cover_its_tokens_is_refused() -> None:
 
 
 def test_what_follows_the_last_complete_block_is_the_requests_own() -> None:
-    one, other = prompt_bytes(1000, 512, 1), prompt_bytes(1000, 512, 2)
-    assert len(one) == len(other) == 4000
-    assert one[: 512 * 4] == other[: 512 * 4]
-    assert one[512 * 4 :] != other[512 * 4 :]
-    assert prompt_bytes(1024, 512, 1) == bytes(4096)
+    one, other = Prompt(1000, 512, 1)[:], Prompt(1000, 512, 2)[:]
+    assert len(one) == len(other) == len(Prompt(1000, 512, 1)) == 4000
+    assert one[: 512 * 4] == other[: 512 * 4] == bytes(2048)
+    assert one[512 * 4 :] == b"\x01\0\0\0" * 488 != other[512 * 4 :]
+    assert Prompt(1024, 512, 1)[:] == bytes(4096)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 100), (0, 2048), (2000, 2100), (2048, 4000), (3000, 4200), (4100, 9999)])
+def test_a_part_of_a_prompt_is_what_stands_there_in_the_whole(start: int, stop: int) -> None:
+    prompt = Prompt(1000, 512, 7, 50)
+    whole = bytes(4 * 512) + b"\x07\0\0\0" * 488 + bytes(4 * 50)
+    assert prompt[:] == whole
+    assert prompt[start:stop] == whole[start:stop]

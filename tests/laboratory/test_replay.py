@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab_bench import NODE, small_setup, small_trace
@@ -22,11 +23,11 @@ def records(result: RunResult) -> list[dict[str, object]]:
     return [asdict(record) for record in result.requests]
 
 
-def replay(setup: Setup, arrivals: list[Arrival], link: str) -> tuple[list[tuple[object, ...]], RunResult, Replay]:
+def replay(setup: Setup, arrivals: list[Arrival], link: str) -> tuple[list[object], RunResult, Replay]:
     one = Replay(setup, arrivals, link=link)
     one.placed = []
     result = one.run(quiet)
-    placed = [(p.request_id, p.attempt, p.prefill, p.decode, p.reuse_blocks, p.sources) for p in one.placed]
+    placed: list[object] = [(p.request_id, p.attempt, p.prefill, p.decode, p.reuse_blocks, p.sources) for p in one.placed]
     return placed, result, one
 
 
@@ -124,10 +125,11 @@ def test_tiers_below_dram_serve_what_dram_evicted() -> None:
     ssd = run(small_setup(hardware=_node(**node, disk_tokens=100_000)), arrivals)
     hits = [sum(r.hit_own + r.hit_dram + r.hit_disk + r.hit_remote for r in result.requests) for result in (dram, ssd)]
     assert hits[1] > hits[0]
+    assert sum(record.hit_disk for record in dram.requests) == 0 < sum(record.hit_disk for record in ssd.requests)
 
 
-def _node(**changes: int) -> NodeProfile:
-    return replace(NODE, **changes)  # type: ignore[arg-type]
+def _node(**changes: Any) -> NodeProfile:
+    return replace(NODE, **changes)
 
 
 SCRIPT = """
