@@ -125,7 +125,9 @@ def _override(settings: Any, path: list[str], value: object, name: str) -> Any:
         raise ValueError(f"there is no setting {name}")
     if len(path) > 1:
         return replace(settings, **{head: _override(inner, path[1:], value, name)})
-    if isinstance(inner, bool) != isinstance(value, bool) or isinstance(inner, str) != isinstance(value, str):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    alike = isinstance(inner, bool) == isinstance(value, bool) and isinstance(inner, str) == isinstance(value, str)
+    if not alike and not (inner == "auto" and number):
         raise ValueError(f"{name} cannot be {value!r}")
     return replace(settings, **{head: value})
 
