@@ -7,6 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.cli import main
+from mooncake_zmq.laboratory import coupled
+from mooncake_zmq.laboratory.cluster import cluster_of
 from mooncake_zmq.laboratory.generated import generate, parse_spec
 from mooncake_zmq.laboratory.jobs import Source
 from mooncake_zmq.laboratory.reproduce import modelled
@@ -52,6 +54,8 @@ def test_every_figure_can_be_set_up_and_none_is_run_twice():
         assert {each.source for each in figure.settings} >= {"paper", "assumed"}
         nodes = plan.base.prefill + plan.base.decode
         assert all(setup.prefill + setup.decode == nodes for setup in setups)
+        for setup in setups:  # each engine knows what it is asked
+            coupled.read_settings(setup) if setup.policy in COUPLED else cluster_of(setup, ())
 
 
 def test_an_assumption_reaches_only_the_arms_it_concerns():
