@@ -259,6 +259,7 @@ def test_one_slow_first_measurement_does_not_retire_an_idle_node():
     """On a cold start its first chunk took two hundred times as long; it was never chosen again, and so never measured
     again."""
     cluster = Cluster(2)
+    cluster.prefill_load("p0", compute=Measured(seconds=20.0, predicted_s=0.1))
     used = {"p0": 0, "p1": 0}
     late = []
     for number in range(400):
@@ -300,7 +301,7 @@ def test_kinds_of_work_are_corrected_apart():
         cluster.advance(0.25)
     assert cluster.schedule(tokens=1000).ttft_s == pytest.approx(COSTS.compute_s(1000, 0))
     loaded = cluster.schedule(keys("doc", 20), begun=True)
-    assert cluster.conductor.dump(cluster.now)["prefills"]["p0"]["load_factor"] == pytest.approx(100, rel=0.05)
+    assert cluster.conductor.dump(cluster.now)["prefills"]["p0"]["load_factor"] == pytest.approx(100, rel=0.15)
     assert loaded.ttft_s > 50 * COSTS.load_s(20 * BLOCK)
 
 
