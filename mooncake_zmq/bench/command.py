@@ -24,6 +24,7 @@ Examples:
   mooncake-zmq bench pool --mooncake-python ~/mooncake-venv/bin/python --json > pool.json
   mooncake-zmq bench overload --multiple 3
   mooncake-zmq bench eviction --trace conversation_trace.jsonl --plot hits.png
+  mooncake-zmq bench schedule --trace conversation_trace.jsonl --json
 """
 
 
@@ -153,6 +154,28 @@ def eviction(
     from mooncake_zmq.bench.eviction import CAPACITIES, bench_eviction
 
     report = bench_eviction(trace, capacities or CAPACITIES, policies or tuple(POLICIES), progress=tell)
+    report.show(as_json=as_json, plot=plot)
+
+
+@bench.command()
+@click.option("--trace", type=click.Path(path_type=Path), help="Requests as JSON lines in Mooncake's format; else generated.")
+@numbers_option("--hosts", least=1, default="16,64,256,1024", help="Hosts, each with a prefill, a decode and a cache-node.")
+@click.option("--requests", type=click.IntRange(min=0), default=0, help="Only the first so many of the trace; 0: all.")
+@click.option(
+    "--router-python",
+    envvar="ROUTER_PYTHON",
+    metavar="PYTHON",
+    help="Python that has ai-dynamo-runtime: rows against its RadixTree.",
+)
+@json_option
+@plot_option("the time of a decision over the hosts")
+def schedule(
+    trace: Path | None, hosts: tuple[int, ...], requests: int, router_python: str | None, as_json: bool, plot: Path | None
+) -> None:
+    """How fast the conductor decides, with announcements, reports and replica rounds in between. Takes about a minute."""
+    from mooncake_zmq.bench.schedule import bench_schedule
+
+    report = bench_schedule(trace, hosts, tell, router_python=router_python, requests=requests)
     report.show(as_json=as_json, plot=plot)
 
 

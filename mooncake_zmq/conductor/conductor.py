@@ -5,6 +5,7 @@ what it placed until reports show it, so that many requests between two reports 
 """
 
 import math
+from collections.abc import Iterator
 
 from mooncake_zmq.conductor.bookings import BookingKey, Bookings
 from mooncake_zmq.conductor.corrections import Accuracy, OutputLengths
@@ -56,6 +57,8 @@ REPLICAS = ("replicas",)
 SWEEP = ("sweep",)
 EXPIRY_MIN_DELAY_S = 0.01
 """Rounding may wake the timer a hair early; it must not spin."""
+PAUSE_S = 0.005
+"""Between two pieces of a round of replicas."""
 SWEEP_S = 0.01
 SWEPT_KEYS = 2048
 """About half a millisecond, every hundredth of a second while there is something to sweep."""
@@ -76,6 +79,10 @@ class Conductor:
         self._index = PrefixIndex(max_keys=settings.max_keys)
         self._replication = Replication(settings, self._index, self.counts)
         self._replicas_armed = False
+        self._round: Iterator[tuple[tuple[Key, ...], int] | None] | None = None
+        """The round of replicas that is under way."""
+        self._hosts: dict[str, str] = {}
+        """Of the cache-nodes."""
         self._asked_at = -math.inf
         """When the last `Schedule` came: gateways ask one conductor at a time, and that one acts."""
         self._accuracy = Accuracy(self.counts)
@@ -134,7 +141,7 @@ class Conductor:
         """Have `copies` hosts hold the chain `keys` (from its first block on, not empty): ask for the missing copies, or name
         those that go first. At least one copy stays; what was asked already is not asked again."""
         readers = {node.host for node in self._prefills.nodes if not node.draining}
-        changes = self._replication.change(now, keys, copies, hosts=self._cache_hosts(), readers=readers)
+        changes = self._replication.change(now, keys, copies, hosts=self._hosts, readers=readers)
         return [Send(node, message) for node, message in changes]
 
     def _on_copies_wanted(self, now: float, ask_id: str, key: Key, copies: int) -> list[Effect]:
@@ -213,12 +220,12 @@ class Conductor:
 
     def _settle_homes(self) -> None:
         bits: dict[str, list[int]] = {}
-        for member in self._members.of_role("cache-node"):
+        pools = self._members.of_role("cache-node")
+        self._hosts = {member.name: member.host for member in pools}
+        self._round = None  # it may name who is gone
+        for member in pools:
             bits.setdefault(member.host, []).append(self._index.join(member.name))
         self._placement.router.settle_homes(bits)
-
-    def _cache_hosts(self) -> dict[str, str]:
-        return {member.name: member.host for member in self._members.of_role("cache-node")}
 
     # --- what they tell
 
@@ -340,17 +347,20 @@ class Conductor:
         return [SetTimer(REPLICAS, self._settings.replica_interval_s)]
 
     def _on_replicas(self, now: float) -> list[Effect]:
-        """One round, and the next only while requests come."""
-        self._replicas_armed = False
-        if not self._is_acting(now):
-            return []
+        """One piece of a round, and the next soon; the next round only while requests come."""
+        if self._round is None:
+            if not self._is_acting(now):
+                self._replicas_armed = False
+                return []
+            self._round = self._replication.round(now, self._hosts)
         effects: list[Effect] = []
-        for keys, copies in self._replication.targets(now, self._cache_hosts()):
-            effects += self.change_replica(now, keys, copies)
-        if self._replication.demand:
-            self._replicas_armed = True
-            effects.append(SetTimer(REPLICAS, self._settings.replica_interval_s))
-        return effects
+        for target in self._round:
+            if target is None:
+                return [*effects, SetTimer(REPLICAS, PAUSE_S)]
+            effects += self.change_replica(now, *target)
+        self._round = None
+        self._replicas_armed = bool(self._replication.demand)
+        return [*effects, SetTimer(REPLICAS, self._settings.replica_interval_s)] if self._replicas_armed else effects
 
     def _is_acting(self, now: float) -> bool:
         """Whether this is the conductor that gateways ask, as far as it can tell, and it has demand to act on."""

@@ -13,6 +13,8 @@ PRIOR_REPORTS = 0.5
 """How many reports the cost model itself counts as. One measurement has two thirds of the say, sixteen have 97 %."""
 MOST_REPORTS = 16.0
 """More evidence than this is not kept: four seconds of reports, after which a change has shown."""
+MOST_CHANGE = 4.0
+"""One report counts as at most this many times off what was known: a single stall says little, however long it was."""
 PRIOR_OUTPUTS = 8.0
 MOST_OUTPUTS = 256.0
 MILLION = 1_000_000
@@ -76,7 +78,8 @@ class Correction:
         evidence = self._reports * math.exp2((self._at - now) / self._half_life_s) if self._reports else 0.0
         news = predicted_s > 0 and (seconds, predicted_s) != self._last
         if news:
-            self._ratio = (evidence * self._ratio + seconds / predicted_s) / (evidence + 1)
+            ratio = min(max(seconds / predicted_s, self.factor / MOST_CHANGE), self.factor * MOST_CHANGE)
+            self._ratio = (evidence * self._ratio + ratio) / (evidence + 1)
             self._reports = evidence = min(evidence + 1, MOST_REPORTS)
             self._last, self._at = (seconds, predicted_s), now
         self.factor = (evidence * self._ratio + PRIOR_REPORTS) / (evidence + PRIOR_REPORTS)

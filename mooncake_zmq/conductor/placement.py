@@ -1,6 +1,8 @@
 """One decision: which prefill and which decode take a request, what they promise, or why it is refused. Owns no bookings.
 PURE."""
 
+import math
+
 import numpy as np
 
 from mooncake_zmq.conductor import admission
@@ -194,8 +196,8 @@ class Placement:
             preferred = score.copy()
             preferred[[node.slot for name in exclude if (node := self._decodes.by_name.get(name))]] = np.inf
         for each in (preferred, score):
-            least = each[each.argmin()]
-            if np.isfinite(least):
+            least = float(each[each.argmin()])
+            if least < math.inf:
                 tied = (each <= least * (1 + self._settings.tie_ratio)).nonzero()[0]
                 if len(tied) == 1:
                     return int(tied[0])

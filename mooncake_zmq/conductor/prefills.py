@@ -177,8 +177,8 @@ class Prefills(Columns[PrefillNode]):
         self._fill_cells()
         ranks = now + self.overtake * work_s + self.priority_s * priority
         ahead = (self._lefts.rows * (self._ranks.rows <= ranks)).sum(axis=0)
-        waited: Floats = np.maximum(ahead - (now - self.as_of), 0.0)
-        return waited
+        waiting: Floats = np.maximum(ahead - (now - self.as_of), 0.0)
+        return waiting
 
     def rank(self, now: float, node: PrefillNode, work_s: float, priority: int) -> float:
         """The node's rule of order, see `core.order`."""

@@ -5,6 +5,7 @@ rest is loaded. Where another host holds more of the prompt, fetching that is we
 of near ties the one chosen longest ago, so that load and blocks spread. The other policies are what the paper compares with.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -133,7 +134,7 @@ class Router:
         plans = Plans(local, work, work, work, best=best, holders=holders)
         if self._settings.policy == "random":
             plans.digest = xxhash.xxh3_64_intdigest(schedule.request_id.encode())
-        if local is not None and self._fetches and local[local.argmin()] < best:
+        if local is not None and self._fetches and len(local) and local[local.argmin()] < best:
             self._weigh_fetching(now, schedule.tokens, plans, local)
         plans.queue_s = self._prefills.wait_s(now, plans.work_s, schedule.priority)
         plans.ttft_s = plans.queue_s + plans.work_s
@@ -148,8 +149,8 @@ class Router:
                 score[node.slot] = np.inf
         if not len(score):
             return None
-        least = score[score.argmin()]
-        if not np.isfinite(least):
+        least = float(score[score.argmin()])
+        if least == math.inf:
             return None
         tied = (score <= least * self._tie).nonzero()[0]
         slot = int(tied[0]) if len(tied) == 1 else int(tied[self._prefills.last[tied].argmin()])

@@ -54,7 +54,7 @@ class ConductorSettings:
     patience: float = 0.25
     """A request that would miss its SLO on an idle cluster too is refused only if it would wait for more than this share of
     its own work (of its own step): waiting does not make it shorter."""
-    correction_half_life_s: float = 15.0
+    correction_half_life_s: float = 10.0
     """What a node measured counts half as much after this, so that an idle node is taken at the cost model's word again."""
     tie_ratio: float = 0.05
     """Predictions within this share of the best are ties, and ties rotate. The estimates err by more than this, and

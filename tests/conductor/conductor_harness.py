@@ -99,9 +99,10 @@ class Cluster:
         """`jobs`: (booking, rank_s, left_s) each, or one that nobody booked of `queued_s`."""
         if jobs is None:
             jobs = [(0, 0.0, queued_s)] if queued_s else []
+        if token_s:
+            more["compute"] = Measured(seconds=1000 * token_s, predicted_s=1000 * COSTS.prefill_token_s)
         load = PrefillLoad(
             jobs=tuple(QueuedJob(booking=booking, rank_s=rank, left_s=left) for booking, rank, left in jobs),
-            compute=Measured(seconds=1000 * token_s, predicted_s=1000 * COSTS.prefill_token_s) if token_s else Measured(),
             **more,
         )
         self.say(name, load)

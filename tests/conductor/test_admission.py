@@ -197,7 +197,8 @@ def test_no_prefill_and_no_decode():
     answer = cluster.schedule(tokens=10)
     assert answer.reason is RejectReason.NO_DECODE
     cluster.down("p0")
-    answer = cluster.schedule(tokens=10, attempt=2)
+    cluster.announce("c0", keys("doc", 3))
+    answer = cluster.schedule(keys("doc", 3), attempt=2)
     assert answer.reason is RejectReason.NO_PREFILL
     assert 1 <= answer.retry_after_s <= 60
 
