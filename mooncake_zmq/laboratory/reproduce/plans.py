@@ -272,6 +272,7 @@ REJECTIONS = Plan(
         Assumption("prefill", "8", "12", "so that the decodes are the ones short; decode takes the rest"),
     ),
     claims=(
+        ("this trace overloads the cluster: baseline rejects some", lambda found: found["baseline"]["rejected"] > 0),
         ("early rejects no more than baseline, prediction no more than early", _no_more("rejected", ADMISSIONS)),
         ("prediction has the highest goodput", _most("goodput", "prediction")),
     ),
