@@ -98,7 +98,7 @@ def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
             store_output=False,
         ),
         cache_node=CacheNodeSettings(
-            pool_bytes=pool_blocks * slot, ssd=SsdSettings(bytes=max(1, disk_blocks) * slot, write_s=600.0)
+            pool_bytes=pool_blocks * slot, report_s=REPORT_S, ssd=SsdSettings(bytes=max(1, disk_blocks) * slot, write_s=600.0)
         ),
         gateway=RequestsSettings(conductors=(CONDUCTOR,), max_open=1 << 20),
         layout=layout,
