@@ -1,0 +1,189 @@
+"""Which decode a request joins: of those with room the one with the smallest predicted gap between tokens. PURE.
+
+Not every decode is looked at: they go by in the order of the step they reported, until none that has not come by can be better
+even if as many have left its batch as may have. Who is chosen is who would be if all were looked at.
+"""
+
+import math
+from collections.abc import Collection
+
+from msgspec import Struct
+
+from mooncake_zmq.conductor.decodes import DecodeNode, Decodes, longest_gaps
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.costs import Costs
+
+STALE_S = 1.0
+"""What was reported longer ago says little of a batch now: such decodes are all looked at."""
+
+
+class DecodeChoice(Struct, frozen=True):
+    """One decode when the request would join it: its `batch` then without the request, and its predicted gap between tokens
+    with it. `alone_s`: the gap if nobody else were there."""
+
+    node: DecodeNode
+    tbt_s: float
+    batch: float
+    alone_s: float
+
+
+class Joining:
+    """One request that will join a batch at time `at` with `own_tokens` of KV, and needs `need_tokens` in all. `wait_s`: until
+    its prefill begins. `stay_tokens`: how long a request stays."""
+
+    __slots__ = ("at", "batch", "expected_tokens", "need_tokens", "own_tokens", "slack", "stay_tokens", "wait_s")
+
+    def __init__(
+        self,
+        *,
+        at: float,
+        wait_s: float,
+        own_tokens: int,
+        need_tokens: int,
+        expected_tokens: float,
+        stay_tokens: float,
+    ) -> None:
+        self.at = at
+        self.wait_s = wait_s
+        self.own_tokens = own_tokens
+        self.need_tokens = need_tokens
+        self.expected_tokens = expected_tokens
+        self.stay_tokens = stay_tokens
+        self.batch = 0.0
+        """Of the decode looked at last."""
+        self.slack = 0.0
+        """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
+
+
+class Batches:
+    """Predicts gaps between tokens, and chooses."""
+
+    def __init__(self, settings: ConductorSettings, costs: Costs, decodes: Decodes) -> None:
+        self._tie = 1 + settings.tie_ratio
+        self._decodes = decodes
+        self._step_s = costs.decode_step_s
+        self._request_s = costs.decode_request_s
+        self._context_s = costs.decode_context_s
+
+    def choose(self, now: float, joining: Joining, host: str, exclude: Collection[str]) -> DecodeChoice | None:
+        """Among ties a decode on `host`, where the handoff is a read of shared memory, then the most free tokens, then the
+        name. Those in `exclude` only if no other has room."""
+        looked_at: dict[DecodeNode, float] = {}
+        self._look_at_stale(now, joining, looked_at)
+        node = self._least(joining, looked_at, host, exclude)
+        if node is None and exclude:
+            node = self._least(joining, looked_at, host, ())
+        if node is None:
+            return None
+        tbt_s = self.tbt_s(joining, node)
+        return DecodeChoice(node, tbt_s, joining.batch, self._decodes.alone_s(node, joining.own_tokens))
+
+    def tbt_s(self, joining: Joining, node: DecodeNode) -> float:
+        """The predicted gap between tokens: the mean of the longest tenth, as it is counted afterwards. Sets
+        `joining.batch`."""
+        at, context = joining.at, 0.0
+        stay_s = joining.stay_tokens * node.step_s
+        batch = 0.0
+        if node.there:
+            staying = 1.0 - min((at - node.reported_at) / stay_s, 1.0)
+            batch, context = node.there * staying, node.context * staying
+        if node.coming:
+            since = at - stay_s
+            for booking in node.coming:
+                if since < booking.due <= at:
+                    batch += 1.0
+                    context += booking.context_tokens
+        joining.batch = batch
+        step_s = self._step_s + self._request_s * (batch + 1) + self._context_s * (joining.own_tokens + context)
+        tbt_s = node.scale * step_s
+        over = batch - node.max_batch + 1.0
+        return self._waiting_s(joining, node, tbt_s, over) if over > 0 else tbt_s
+
+    # --- leaves
+
+    def _waiting_s(self, joining: Joining, node: DecodeNode, tbt_s: float, over: float) -> float:
+        """The same where the batch has no place: its step is that of a full one, and `over` leave one after the other first."""
+        base_s = node.scale * self._step_s
+        full_s = base_s + (tbt_s - base_s) * node.max_batch / (joining.batch + 1.0)
+        stay_s = joining.stay_tokens * node.step_s / longest_gaps(joining.expected_tokens)
+        return full_s + over * stay_s / node.max_batch
+
+    def _look_at(self, joining: Joining, node: DecodeNode) -> float:
+        """Its gap, inf if it has no room."""
+        if not node.has_room(joining.need_tokens, joining.wait_s, joining.stay_tokens):
+            return math.inf
+        return self.tbt_s(joining, node)
+
+    def _look_at_stale(self, now: float, joining: Joining, looked_at: dict[DecodeNode, float]) -> None:
+        joining.slack = 0.0
+        for node in self._decodes.reported:
+            if now - node.reported_at <= STALE_S:
+                joining.slack = (joining.at - node.reported_at) / joining.stay_tokens
+                break
+            if not node.draining:
+                looked_at[node] = self._look_at(joining, node)
+
+    def _bound_s(self, joining: Joining, place: int) -> float:
+        """No decode at `place` or later in order has a smaller gap, those looked at apart."""
+        entries = self._decodes.lightest.entries
+        if place >= len(entries):
+            return math.inf
+        step_s, least = entries[place][0], self._decodes.least_scale
+        base_s = least * self._step_s
+        own_s = least * (self._request_s + self._context_s * joining.own_tokens)
+        return own_s + step_s - (step_s - base_s) * min(1.0, joining.slack / step_s)
+
+    def _least(
+        self, joining: Joining, looked_at: dict[DecodeNode, float], host: str, exclude: Collection[str]
+    ) -> DecodeNode | None:
+        entries, place, least = self._decodes.lightest.entries, 0, math.inf
+        for node, tbt_s in looked_at.items():
+            if tbt_s < least and node.name not in exclude:
+                least = tbt_s
+        while self._bound_s(joining, place) < least:
+            node = entries[place][2]
+            place += 1
+            if node not in looked_at:
+                looked_at[node] = tbt_s = self._look_at(joining, node)
+                if tbt_s < least and node.name not in exclude:
+                    least = tbt_s
+        if least == math.inf:
+            return None
+        return self._among_ties(joining, looked_at, place, least * self._tie, host, exclude)
+
+    def _among_ties(
+        self,
+        joining: Joining,
+        looked_at: dict[DecodeNode, float],
+        place: int,
+        limit: float,
+        host: str,
+        exclude: Collection[str],
+    ) -> DecodeNode:
+        """First on `host`; then the ties come by in two ways, side by side: as the lightest ones, and as the roomiest."""
+        entries, roomiest = self._decodes.lightest.entries, self._decodes.roomiest.entries
+        at_home: list[DecodeNode] = []
+        for node in self._decodes.by_host.get(host, ()):
+            if not node.draining and node.name not in exclude and self._known(joining, looked_at, node) <= limit:
+                at_home.append(node)
+        if at_home:
+            return at_home[0] if len(at_home) == 1 else min(at_home, key=_roomiest)
+        for _, name, node in roomiest:
+            if self._bound_s(joining, place) > limit:
+                break
+            self._known(joining, looked_at, entries[place][2])
+            place += 1
+            if self._known(joining, looked_at, node) <= limit and name not in exclude:
+                return node
+        tied = [node for node, tbt_s in looked_at.items() if tbt_s <= limit and node.name not in exclude]
+        return tied[0] if len(tied) == 1 else min(tied, key=_roomiest)
+
+    def _known(self, joining: Joining, looked_at: dict[DecodeNode, float], node: DecodeNode) -> float:
+        tbt_s = looked_at.get(node)
+        if tbt_s is None:
+            tbt_s = looked_at[node] = self._look_at(joining, node)
+        return tbt_s
+
+
+def _roomiest(node: DecodeNode) -> tuple[int, str]:
+    return -node.free, node.name
