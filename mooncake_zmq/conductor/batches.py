@@ -16,6 +16,11 @@ from mooncake_zmq.core.costs import Costs
 STALE_S = 1.0
 """What was reported longer ago says little of a batch now: such decodes are all looked at."""
 
+ROUNDING = 1 + 1e-9
+"""A bound and the gap that it stands for are not the same sum."""
+MOST_TIES = 8
+"""Enough of them to find one with KV to spare."""
+
 
 class DecodeChoice(Struct, frozen=True):
     """One decode when the request would join it: its `batch` then without the request, and its predicted gap between tokens
@@ -66,8 +71,8 @@ class Batches:
         self._context_s = costs.decode_context_s
 
     def choose(self, now: float, joining: Joining, host: str, exclude: Collection[str]) -> DecodeChoice | None:
-        """Among ties a decode on `host`, where the handoff is a read of shared memory, then the most free tokens, then the
-        name. Those in `exclude` only if no other has room."""
+        """Among ties a decode on `host`, where the handoff is a read of shared memory; else of the lightest ties, at most
+        `MOST_TIES`, the one with the most free tokens, then the name. Those in `exclude` only if no other has room."""
         looked_at: dict[DecodeNode, float] = {}
         self._look_at_stale(now, joining, looked_at)
         node = self._least(joining, looked_at, host, exclude)
@@ -140,7 +145,7 @@ class Batches:
         for node, tbt_s in looked_at.items():
             if tbt_s < least and node.name not in exclude:
                 least = tbt_s
-        while self._bound_s(joining, place) < least:
+        while self._bound_s(joining, place) * ROUNDING < least:
             node = entries[place][2]
             place += 1
             if node not in looked_at:
@@ -149,33 +154,23 @@ class Batches:
                     least = tbt_s
         if least == math.inf:
             return None
-        return self._among_ties(joining, looked_at, place, least * self._tie, host, exclude)
+        return self._among_ties(joining, looked_at, least * self._tie, host, exclude)
 
     def _among_ties(
-        self,
-        joining: Joining,
-        looked_at: dict[DecodeNode, float],
-        place: int,
-        limit: float,
-        host: str,
-        exclude: Collection[str],
+        self, joining: Joining, looked_at: dict[DecodeNode, float], limit: float, host: str, exclude: Collection[str]
     ) -> DecodeNode:
-        """First on `host`; then the ties come by in two ways, side by side: as the lightest ones, and as the roomiest."""
-        entries, roomiest = self._decodes.lightest.entries, self._decodes.roomiest.entries
-        at_home: list[DecodeNode] = []
+        tied: list[DecodeNode] = []
         for node in self._decodes.by_host.get(host, ()):
             if not node.draining and node.name not in exclude and self._known(joining, looked_at, node) <= limit:
-                at_home.append(node)
-        if at_home:
-            return at_home[0] if len(at_home) == 1 else min(at_home, key=_roomiest)
-        for _, name, node in roomiest:
-            if self._bound_s(joining, place) > limit:
-                break
-            self._known(joining, looked_at, entries[place][2])
-            place += 1
-            if self._known(joining, looked_at, node) <= limit and name not in exclude:
-                return node
-        tied = [node for node, tbt_s in looked_at.items() if tbt_s <= limit and node.name not in exclude]
+                tied.append(node)
+        if not tied:
+            for place, (_, name, node) in enumerate(self._decodes.lightest.entries):
+                if len(tied) == MOST_TIES or self._bound_s(joining, place) > limit:
+                    break
+                if self._known(joining, looked_at, node) <= limit and name not in exclude:
+                    tied.append(node)
+        if not tied:  # what was reported long ago alone
+            tied = [node for node, tbt_s in looked_at.items() if tbt_s <= limit and node.name not in exclude]
         return tied[0] if len(tied) == 1 else min(tied, key=_roomiest)
 
     def _known(self, joining: Joining, looked_at: dict[DecodeNode, float], node: DecodeNode) -> float:

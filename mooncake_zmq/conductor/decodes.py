@@ -75,7 +75,7 @@ class DecodeNode:
 
 
 class Decodes:
-    """All decodes, by name, by host, and in the orders that a search goes through."""
+    """All decodes, by name, by host, and in the order that a search goes through."""
 
     def __init__(self, settings: ConductorSettings, costs: Costs, accuracy: Accuracy) -> None:
         self.nodes: list[DecodeNode] = []
@@ -84,8 +84,6 @@ class Decodes:
         self.by_host: dict[str, list[DecodeNode]] = {}
         self.lightest: Ranking[DecodeNode] = Ranking()
         """Those that do not drain, by the step of their batch as reported."""
-        self.roomiest: Ranking[DecodeNode] = Ranking()
-        """The same nodes, the one with the most free KV first."""
         self.reported: dict[DecodeNode, None] = {}
         """Those that reported, the longest ago first."""
         self.least_scale = 1.0
@@ -114,7 +112,6 @@ class Decodes:
         if not mine:
             del self.by_host[node.host]
         self.lightest.remove(node)
-        self.roomiest.remove(node)
 
     # --- what is told
 
@@ -159,15 +156,11 @@ class Decodes:
         return node.scale * self._costs.step_s(1, own_tokens)
 
     def check(self, now: float) -> None:
-        """The orders tell what the nodes do."""
+        """The order tells what the nodes do."""
         assert [node.name for node in self.nodes] == sorted(self.by_name)
         self.lightest.check()
-        self.roomiest.check()
         opened = {node.name for node in self.nodes if not node.draining}
         assert {name for _, name, _ in self.lightest.entries} == opened
-        assert {name: figure for figure, name, _ in self.roomiest.entries} == {
-            node.name: -node.free for node in self.nodes if not node.draining
-        }
         times = [node.reported_at for node in self.reported]
         assert times == sorted(times)
         assert set(self.reported) == {node for node in self.nodes if node.load is not None}
@@ -208,7 +201,6 @@ class Decodes:
     def _rank(self, node: DecodeNode) -> None:
         if node.draining:
             self.lightest.remove(node)
-            self.roomiest.remove(node)
             return
         costs, step_s = self._costs, node.step_s
         if not node.there:
@@ -217,7 +209,6 @@ class Decodes:
             # Those it has no place for may leave with their KV: that counts for nothing.
             step_s = node.scale * costs.step_s(min(node.there, node.max_batch), 0)
         self.lightest.set(node, step_s)
-        self.roomiest.set(node, -node.free)
 
     def _correct(self, now: float, node: DecodeNode, load: DecodeLoad) -> None:
         measured = load.step

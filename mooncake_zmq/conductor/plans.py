@@ -30,6 +30,7 @@ class Plan:
         "best",
         "best_prefix",
         "best_s",
+        "crowd",
         "disk",
         "fetch_s",
         "fetched_s",
@@ -60,6 +61,8 @@ class Plan:
         self.whole_s = self.rest_s = self.best_s = whole_s
         """To compute, not corrected: the whole prompt; what those not looked at yet at least must; all but the longest run."""
         self.best_prefix = 0
+        self.crowd = 0
+        """The marks of those not looked at yet that hold anything."""
         self.groups: list[Group] = []
         """Longest first."""
         self.source = -1
@@ -148,15 +151,28 @@ class Planner:
 
     def bound_s(self, plan: Plan, place: int) -> float:
         """No prefill that is at `place` or later in both orders, and was not looked at, has its first token sooner."""
-        quickest, freest = self.orders
-        if place >= len(quickest):
+        if place >= len(self.orders[0]):
             return math.inf
-        factor = quickest[place][0]
-        bound_s = factor * plan.rest_s
-        if plan.source >= 0:
-            bound_s = min(bound_s, factor * plan.fetched_s + plan.moved_s)
-        lead_s = freest[place][0] - plan.now
-        return bound_s + lead_s if lead_s > 0 and plan.priority >= 0 else bound_s
+        lead_s = self.orders[1][place][0] - plan.now
+        work_s = self.least_work_s(plan, place)
+        return work_s + lead_s if lead_s > 0 and plan.priority >= 0 else work_s
+
+    def least_work_s(self, plan: Plan, place: int) -> float:
+        """No such prefill has less to do for it."""
+        factor = self.orders[0][place][0]
+        work_s = factor * plan.rest_s
+        return min(work_s, factor * plan.fetched_s + plan.moved_s) if plan.source >= 0 else work_s
+
+    def least_cold_s(self, plan: Plan) -> float:
+        """No prefill that holds nothing of the prompt has less to do for it."""
+        if not self.orders[0]:
+            return math.inf
+        factor = self.orders[0][0][0]
+        work_s = factor * plan.whole_s
+        if plan.rates is None:
+            return work_s
+        behind_s = max(0.0, plan.out_at - plan.now)
+        return min(work_s, factor * plan.best_s + plan.best * plan.rates.least_s + behind_s)
 
     # --- leaves
 
@@ -172,12 +188,14 @@ class Planner:
         rest, plan.rest_s = 0, plan.whole_s
         for mask, blocks, unit_s, _ in plan.groups:
             left -= mask.bit_count()
-            if left < 0:
+            if left >= 0:
+                for node in self._sources.readers(mask):
+                    if not node.closed:
+                        plan.times[node] = self.ttft_s(plan, node)
+                continue
+            if not plan.crowd:
                 rest, plan.rest_s = blocks, unit_s
-                break
-            for node in self._sources.readers(mask):
-                if not node.closed:
-                    plan.times[node] = self.ttft_s(plan, node)
+            plan.crowd |= mask << 1
         if plan.rates is not None:
             plan.fetched_s = plan.best_s
             plan.moved_s = (plan.best - rest) * plan.rates.least_s + max(0.0, plan.out_at - plan.now)

@@ -20,6 +20,8 @@ from mooncake_zmq.core.messages import PrefillLoad
 Job = tuple[float, float, int]
 """Rank, as a time; seconds of work left; number of the booking, 0 if it is not known."""
 NO_LIMIT = 1 << 40
+EVERYONE = 1
+"""The mark that every prefill has."""
 GRAINS = 64
 """Factors are ranked in steps of one of so many parts, rounded down: fading corrections need not move at each report."""
 
@@ -33,12 +35,14 @@ class PrefillNode:
         "draining",
         "ends",
         "factor",
+        "floor_at",
         "home",
         "homes",
         "host",
         "last",
         "load",
         "load_token_s",
+        "marks",
         "name",
         "named",
         "numbers",
@@ -69,6 +73,8 @@ class PrefillNode:
         self.load = Correction(half_life_s)
         self.factor = 1.0
         """Of computing."""
+        self.floor_at = 0.0
+        """Before this it is not free for a job of no negative priority: whose rank is later than those in the past already."""
         self.load_token_s = load_token_s
         """Corrected."""
         self.last = 0
@@ -77,6 +83,8 @@ class PrefillNode:
         """The bit of the cache-node on its host, the first by name; -1 if it has none."""
         self.homes = 0
         """The mask of all of them."""
+        self.marks = EVERYONE
+        """The same, one bit further, and `EVERYONE`."""
 
     def queued_s(self, now: float) -> float:
         """All work that is there."""
@@ -117,8 +125,7 @@ class Prefills:
         self.quickest: Ranking[PrefillNode] = Ranking()
         """Those that are not closed, by factor, rounded down."""
         self.freest: Ranking[PrefillNode] = Ranking()
-        """The same nodes by a time before which none is free for a job of no negative priority: its rank will be later than
-        those that are in the past already."""
+        """The same nodes by `floor_at`."""
         self.turns: dict[PrefillNode, None] = {}
         """All, the one chosen longest ago first, of equals in name order."""
         self._turn = 0
@@ -159,7 +166,7 @@ class Prefills:
         node.room, node.draining = load.room, load.draining
         node.overtake, node.priority_s = load.overtake, load.priority_s
         if not (load.jobs or node.ends or node.named or node.unseen):
-            self._set_closed(now, node)
+            self._set_closed(node)
             return []
         named = dict.fromkeys([job.booking for job in load.jobs if job.booking])
         dues = [(number, now) for number in node.named if number not in named]
@@ -241,7 +248,8 @@ class Prefills:
             assert not node.unseen.keys() & node.named.keys()
             if not node.closed:
                 assert factors[node.name] <= node.factor
-                assert max(0.0, floors[node.name] - now) <= node.wait_s(now, now)
+                assert floors[node.name] == node.floor_at
+            assert max(0.0, node.floor_at - now) <= node.wait_s(now, now)
 
     # --- leaves
 
@@ -256,11 +264,13 @@ class Prefills:
         node.load_token_s = self._load_token_s * node.load.factor
 
     def _retell(self, now: float, node: PrefillNode) -> None:
-        self._set_closed(now, node)
+        ripe = bisect_right(node.ranks, now)
+        node.floor_at = node.ends[ripe - 1] if ripe else 0.0
+        self._set_closed(node)
         if not node.closed:
-            self.freest.set(node, _floor(now, node))
+            self.freest.set(node, node.floor_at)
 
-    def _set_closed(self, now: float, node: PrefillNode) -> None:
+    def _set_closed(self, node: PrefillNode) -> None:
         node.closed = node.draining or node.room <= len(node.unseen)
         if node.closed:
             self.quickest.remove(node)
@@ -268,9 +278,4 @@ class Prefills:
             return
         self.quickest.set(node, math.floor(node.factor * GRAINS) / GRAINS)
         if node not in self.freest:
-            self.freest.set(node, _floor(now, node))
-
-
-def _floor(now: float, node: PrefillNode) -> float:
-    ripe = bisect_right(node.ranks, now)
-    return node.ends[ripe - 1] if ripe else 0.0
+            self.freest.set(node, node.floor_at)

@@ -15,10 +15,13 @@ import xxhash
 from msgspec import Struct
 
 from mooncake_zmq.conductor.plans import Plan, Planner
-from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
+from mooncake_zmq.conductor.prefills import EVERYONE, PrefillNode, Prefills
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.core.messages import Schedule
+
+ROUNDING = 1 + 1e-9
+"""A bound and the time that it stands for are not the same sum."""
 
 
 class PrefillChoice(Struct, frozen=True):
@@ -74,23 +77,26 @@ class Router:
         if least == math.inf:
             return None
         limit = least * self._tie
-        bound = self._planner.bound_s(plan, place)
-        for node in self._prefills.turns:
-            if bound > limit:
-                break
-            for order in orders:
-                other = order[place][2]
-                if other not in times:
-                    times[other] = ttft_s(plan, other)
-            place += 1
-            bound = self._planner.bound_s(plan, place)
-            if node.closed or node.name in barred:
-                continue
-            time_s = times.get(node)
-            if time_s is None:
-                time_s = times[node] = ttft_s(plan, node)
-            if time_s <= limit:
-                return node
+        if self._planner.bound_s(plan, place) <= limit:
+            too_late = plan.now + limit - self._planner.least_work_s(plan, 0) if plan.priority >= 0 else math.inf
+            crowd = self._crowd(plan, limit)
+            for node in self._prefills.turns:
+                if (node.floor_at > too_late or not node.marks & crowd) and node not in times:
+                    continue
+                if node.closed or node.name in barred:
+                    continue
+                time_s = times.get(node)
+                if time_s is None:
+                    time_s = times[node] = ttft_s(plan, node)
+                if time_s <= limit:
+                    return node
+                if self._planner.bound_s(plan, place) > limit:
+                    break
+                for order in orders:
+                    other = order[place][2]
+                    if other.marks & crowd and other not in times:
+                        times[other] = ttft_s(plan, other)
+                place += 1
         tied = [node for node, time_s in times.items() if time_s <= limit and node.name not in barred]
         return tied[0] if len(tied) == 1 else min(tied, key=_turn)
 
@@ -101,16 +107,20 @@ class Router:
         for node, time_s in times.items():
             if time_s < least and node.name not in barred:
                 least = time_s
-        place = 0
-        while bound_s(plan, place) < least:
+        place, crowd = 0, self._crowd(plan, least)
+        while bound_s(plan, place) * ROUNDING < least:
             for order in orders:
                 node = order[place][2]
-                if node not in times:
+                if node.marks & crowd and node not in times:
                     times[node] = time_s = ttft_s(plan, node)
                     if time_s < least and node.name not in barred:
                         least = time_s
             place += 1
         return least, place
+
+    def _crowd(self, plan: Plan, limit: float) -> int:
+        """The marks of the prefills that may be within the limit: all, or those that hold something of the prompt."""
+        return EVERYONE if self._planner.least_cold_s(plan) <= limit else plan.crowd
 
     def _least_score(self, now: float, schedule: Schedule, plan: Plan, barred: Collection[str]) -> PrefillNode | None:
         """Policies that do not ask for the time: all are looked at."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
+from mooncake_zmq.conductor.prefills import EVERYONE, PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import Run, bits_of
 
 MAX_SOURCES = 4
@@ -50,6 +50,7 @@ class Sources:
             pool = self._pools.get(node.host, ())
             node.home = pool[0] if pool else -1
             node.homes = sum([1 << bit for bit in pool])
+            node.marks = node.homes << 1 | EVERYONE
 
     def readers(self, mask: int) -> list[PrefillNode]:
         """The prefills on the hosts of these cache-nodes; a few of them."""
