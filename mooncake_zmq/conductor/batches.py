@@ -71,8 +71,8 @@ class Batches:
         self._context_s = costs.decode_context_s
 
     def choose(self, now: float, joining: Joining, host: str, exclude: Collection[str]) -> DecodeChoice | None:
-        """Among ties a decode on `host`, where the handoff is a read of shared memory; else of the lightest ties, at most
-        `MOST_TIES`, the one with the most free tokens, then the name. Those in `exclude` only if no other has room."""
+        """Among ties a decode on `host`, where the handoff is a read of shared memory; else of the lightest ties, `MOST_TIES`
+        or a few more, the one with the most free tokens, then the name. Those in `exclude` only if no other has room."""
         looked_at: dict[DecodeNode, float] = {}
         self._look_at_stale(now, joining, looked_at)
         node = self._least(joining, looked_at, host, exclude)
@@ -164,12 +164,11 @@ class Batches:
             if not node.draining and node.name not in exclude and self._known(joining, looked_at, node) <= limit:
                 tied.append(node)
         if not tied:
-            for place, (_, name, node) in enumerate(self._decodes.lightest.entries):
-                if len(tied) == MOST_TIES or self._bound_s(joining, place) > limit:
+            ties = 0
+            for place, (_, _, node) in enumerate(self._decodes.lightest.entries):
+                if ties == MOST_TIES or self._bound_s(joining, place) > limit:
                     break
-                if self._known(joining, looked_at, node) <= limit and name not in exclude:
-                    tied.append(node)
-        if not tied:  # what was reported long ago alone
+                ties += self._known(joining, looked_at, node) <= limit
             tied = [node for node, tbt_s in looked_at.items() if tbt_s <= limit and node.name not in exclude]
         return tied[0] if len(tied) == 1 else min(tied, key=_roomiest)
 

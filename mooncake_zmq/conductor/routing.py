@@ -73,13 +73,12 @@ class Router:
         """The prefills that may be tied with the best come by in two ways, side by side: as the promising ones, and in turn.
         Whichever ends first has found the one whose turn it is."""
         times, ttft_s, orders = plan.times, self._planner.ttft_s, self._planner.orders
-        least, place = self._search(plan, barred)
+        least, place, crowd = self._search(plan, barred)
         if least == math.inf:
             return None
         limit = least * self._tie
         if self._planner.bound_s(plan, place) <= limit:
             too_late = plan.now + limit - self._planner.least_work_s(plan, 0) if plan.priority >= 0 else math.inf
-            crowd = self._crowd(plan, limit)
             for node in self._prefills.turns:
                 if (node.floor_at > too_late or not node.marks & crowd) and node not in times:
                     continue
@@ -100,14 +99,14 @@ class Router:
         tied = [node for node, time_s in times.items() if time_s <= limit and node.name not in barred]
         return tied[0] if len(tied) == 1 else min(tied, key=_turn)
 
-    def _search(self, plan: Plan, barred: Collection[str]) -> tuple[float, int]:
-        """The smallest time, and how far the orders had to be gone through for it."""
+    def _search(self, plan: Plan, barred: Collection[str]) -> tuple[float, int, int]:
+        """The smallest time, how far the orders had to be gone through for it, and the crowd that was looked at there."""
         times, ttft_s, bound_s, orders = plan.times, self._planner.ttft_s, self._planner.bound_s, self._planner.orders
         least = math.inf
         for node, time_s in times.items():
             if time_s < least and node.name not in barred:
                 least = time_s
-        place, crowd = 0, self._crowd(plan, least)
+        place, crowd = 0, self._crowd(plan, least * self._tie)
         while bound_s(plan, place) * ROUNDING < least:
             for order in orders:
                 node = order[place][2]
@@ -116,7 +115,7 @@ class Router:
                     if time_s < least and node.name not in barred:
                         least = time_s
             place += 1
-        return least, place
+        return least, place, crowd
 
     def _crowd(self, plan: Plan, limit: float) -> int:
         """The marks of the prefills that may be within the limit: all, or those that hold something of the prompt."""
