@@ -18,7 +18,7 @@ STALE_S = 1.0
 
 ROUNDING = 1 + 1e-9
 """A bound and the gap that it stands for are not the same sum."""
-MOST_TIES = 8
+MOST_TIES = 4
 """Enough of them to find one with KV to spare."""
 
 
@@ -36,17 +36,22 @@ class Joining:
     """One request that will join a batch at time `at` with `own_tokens` of KV, and needs `need_tokens` in all. `wait_s`: until
     its prefill begins. `stay_tokens`: how long a request stays."""
 
-    __slots__ = ("at", "batch", "expected_tokens", "need_tokens", "own_tokens", "slack", "stay_tokens", "wait_s")
+    __slots__ = (
+        "at",
+        "base_s",
+        "batch",
+        "expected_tokens",
+        "looked_at",
+        "need_tokens",
+        "own_s",
+        "own_tokens",
+        "slack",
+        "stay_tokens",
+        "wait_s",
+    )
 
     def __init__(
-        self,
-        *,
-        at: float,
-        wait_s: float,
-        own_tokens: int,
-        need_tokens: int,
-        expected_tokens: float,
-        stay_tokens: float,
+        self, at: float, *, wait_s: float, own_tokens: int, need_tokens: int, expected_tokens: float, stay_tokens: float
     ) -> None:
         self.at = at
         self.wait_s = wait_s
@@ -56,8 +61,12 @@ class Joining:
         self.stay_tokens = stay_tokens
         self.batch = 0.0
         """Of the decode looked at last."""
+        self.looked_at: dict[DecodeNode, float] = {}
+        """The gap with each decode looked at, inf where it has no room."""
         self.slack = 0.0
         """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
+        self.base_s = self.own_s = 0.0
+        """No step is shorter than `base_s`, and the request lengthens none by less than `own_s`."""
 
 
 class Batches:
@@ -73,11 +82,10 @@ class Batches:
     def choose(self, now: float, joining: Joining, host: str, exclude: Collection[str]) -> DecodeChoice | None:
         """Among ties a decode on `host`, where the handoff is a read of shared memory; else of the lightest ties, `MOST_TIES`
         or a few more, the one with the most free tokens, then the name. Those in `exclude` only if no other has room."""
-        looked_at: dict[DecodeNode, float] = {}
-        self._look_at_stale(now, joining, looked_at)
-        node = self._least(joining, looked_at, host, exclude)
+        self._look_at_stale(now, joining)
+        node = self._least(joining, host, exclude)
         if node is None and exclude:
-            node = self._least(joining, looked_at, host, ())
+            node = self._least(joining, host, ())
         if node is None:
             return None
         tbt_s = self.tbt_s(joining, node)
@@ -115,68 +123,70 @@ class Batches:
 
     def _look_at(self, joining: Joining, node: DecodeNode) -> float:
         """Its gap, inf if it has no room."""
-        if not node.has_room(joining.need_tokens, joining.wait_s, joining.stay_tokens):
-            return math.inf
-        return self.tbt_s(joining, node)
+        tbt_s = joining.looked_at.get(node)
+        if tbt_s is None:
+            roomy = node.has_room(joining.need_tokens, joining.wait_s, joining.stay_tokens)
+            joining.looked_at[node] = tbt_s = self.tbt_s(joining, node) if roomy else math.inf
+        return tbt_s
 
-    def _look_at_stale(self, now: float, joining: Joining, looked_at: dict[DecodeNode, float]) -> None:
-        joining.slack = 0.0
+    def _look_at_stale(self, now: float, joining: Joining) -> None:
+        """Those that reported long ago; what can be said of all others."""
+        least = self._decodes.least_scale
+        joining.base_s = least * self._step_s
+        joining.own_s = least * (self._request_s + self._context_s * joining.own_tokens)
         for node in self._decodes.reported:
             if now - node.reported_at <= STALE_S:
                 joining.slack = (joining.at - node.reported_at) / joining.stay_tokens
                 break
             if not node.draining:
-                looked_at[node] = self._look_at(joining, node)
+                self._look_at(joining, node)
 
-    def _bound_s(self, joining: Joining, place: int) -> float:
-        """No decode at `place` or later in order has a smaller gap, those looked at apart."""
+    def _least(self, joining: Joining, host: str, exclude: Collection[str]) -> DecodeNode | None:
         entries = self._decodes.lightest.entries
-        if place >= len(entries):
-            return math.inf
-        step_s, least = entries[place][0], self._decodes.least_scale
-        base_s = least * self._step_s
-        own_s = least * (self._request_s + self._context_s * joining.own_tokens)
-        return own_s + step_s - (step_s - base_s) * min(1.0, joining.slack / step_s)
-
-    def _least(
-        self, joining: Joining, looked_at: dict[DecodeNode, float], host: str, exclude: Collection[str]
-    ) -> DecodeNode | None:
-        entries, place, least = self._decodes.lightest.entries, 0, math.inf
-        for node, tbt_s in looked_at.items():
-            if tbt_s < least and node.name not in exclude:
-                least = tbt_s
-        while self._bound_s(joining, place) * ROUNDING < least:
-            node = entries[place][2]
-            place += 1
-            if node not in looked_at:
-                looked_at[node] = tbt_s = self._look_at(joining, node)
-                if tbt_s < least and node.name not in exclude:
-                    least = tbt_s
+        least, place = self._search(joining, exclude)
         if least == math.inf:
             return None
-        return self._among_ties(joining, looked_at, least * self._tie, host, exclude)
+        limit = least * self._tie
+        at_home = self._at_home(joining, host, exclude, limit)
+        if at_home is not None:
+            return at_home
+        ties = self._ties(joining, exclude, limit)
+        while len(ties) < MOST_TIES and place < len(entries) and self._bound_s(joining, entries[place][0]) <= limit:
+            node = entries[place][2]
+            place += 1
+            if node not in joining.looked_at and self._look_at(joining, node) <= limit and node.name not in exclude:
+                ties.append(node)
+        return ties[0] if len(ties) == 1 else min(ties, key=_roomiest)
 
-    def _among_ties(
-        self, joining: Joining, looked_at: dict[DecodeNode, float], limit: float, host: str, exclude: Collection[str]
-    ) -> DecodeNode:
+    def _search(self, joining: Joining, exclude: Collection[str]) -> tuple[float, int]:
+        """The smallest gap, and how many of the lightest had to be gone through for it."""
+        least, place = math.inf, 0
+        for node, tbt_s in joining.looked_at.items():
+            if tbt_s < least and node.name not in exclude:
+                least = tbt_s
+        for step_s, name, node in self._decodes.lightest.entries:
+            if self._bound_s(joining, step_s) * ROUNDING >= least:
+                break
+            place += 1
+            tbt_s = self._look_at(joining, node)
+            if tbt_s < least and name not in exclude:
+                least = tbt_s
+        return least, place
+
+    def _bound_s(self, joining: Joining, step_s: float) -> float:
+        """No decode whose step was this or longer has a smaller gap, those apart that reported long ago."""
+        slack, base_s = joining.slack, joining.base_s
+        return joining.own_s + (base_s if slack >= step_s else step_s - (step_s - base_s) * slack / step_s)
+
+    def _at_home(self, joining: Joining, host: str, exclude: Collection[str], limit: float) -> DecodeNode | None:
         tied: list[DecodeNode] = []
         for node in self._decodes.by_host.get(host, ()):
-            if not node.draining and node.name not in exclude and self._known(joining, looked_at, node) <= limit:
+            if not node.draining and node.name not in exclude and self._look_at(joining, node) <= limit:
                 tied.append(node)
-        if not tied:
-            ties = 0
-            for place, (_, _, node) in enumerate(self._decodes.lightest.entries):
-                if ties == MOST_TIES or self._bound_s(joining, place) > limit:
-                    break
-                ties += self._known(joining, looked_at, node) <= limit
-            tied = [node for node, tbt_s in looked_at.items() if tbt_s <= limit and node.name not in exclude]
-        return tied[0] if len(tied) == 1 else min(tied, key=_roomiest)
+        return min(tied, key=_roomiest) if tied else None
 
-    def _known(self, joining: Joining, looked_at: dict[DecodeNode, float], node: DecodeNode) -> float:
-        tbt_s = looked_at.get(node)
-        if tbt_s is None:
-            tbt_s = looked_at[node] = self._look_at(joining, node)
-        return tbt_s
+    def _ties(self, joining: Joining, exclude: Collection[str], limit: float) -> list[DecodeNode]:
+        return [node for node, tbt_s in joining.looked_at.items() if tbt_s <= limit and node.name not in exclude]
 
 
 def _roomiest(node: DecodeNode) -> tuple[int, str]:

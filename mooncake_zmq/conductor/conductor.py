@@ -314,13 +314,13 @@ class Conductor:
 
     def _place(self, now: float, key: BookingKey, schedule: Schedule, plan: Plan) -> Placed | Rejected:
         decided = self._placement.decide(now, schedule, plan)
-        if len(decided) == 2:
+        if isinstance(decided, tuple):
             self.counts.add(_REJECTED[decided[0]])
             return rejected(schedule, decided)
         if self._bookings.is_full and (oldest := self._bookings.oldest) is not None:
             self.counts.add("bookings_dropped")
             self._unbook(now, oldest.key)
-        booking = self._placement.commit(now, key, schedule, *decided)
+        booking = self._placement.commit(now, key, schedule, decided)
         self._bookings.add(booking)
         self.counts.add("placed")
         self.counts.add(_PLANS[bool(booking.placed.sources), booking.placed.reuse_blocks > 0])

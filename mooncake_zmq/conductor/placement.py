@@ -3,6 +3,8 @@ PURE."""
 
 from bisect import bisect_right
 
+from msgspec import Struct
+
 from mooncake_zmq.conductor import admission
 from mooncake_zmq.conductor.arrivals import Arrivals
 from mooncake_zmq.conductor.batches import Batches, DecodeChoice, Joining
@@ -25,6 +27,18 @@ TRIES = 3
 """Prefills tried for a request that would push others past their bounds."""
 CHUNK_TOKENS = 512
 """A chunk is taken to be this long: what is in flight is not interrupted for a job that goes first."""
+
+
+class Decision(Struct, frozen=True):
+    """Where a request goes. `ttft_s`: predicted time to its first token; `expected`: tokens it is taken to produce;
+    `need_tokens`: KV that the decode must have for it."""
+
+    prefill: PrefillChoice
+    decode: DecodeChoice
+    ttft_s: float
+    expected: float
+    need_tokens: int
+
 
 Refused = tuple[RejectReason, float]
 """The reason, and when to try again."""
@@ -70,8 +84,8 @@ class Placement:
         self._router = Router(settings, planner=self.planner, prefills=prefills, sources=sources)
         self._batches = Batches(settings, costs, decodes)
 
-    def decide(self, now: float, schedule: Schedule, plan: Plan) -> tuple[PrefillChoice, DecodeChoice, float] | Refused:
-        """Prefill, decode and the predicted time to the first token; or the refusal."""
+    def decide(self, now: float, schedule: Schedule, plan: Plan) -> Decision | Refused:
+        """Where it goes, or the refusal."""
         prefill = self._choose_prefill(now, schedule, plan)
         if isinstance(prefill, tuple):
             return prefill
@@ -80,18 +94,26 @@ class Placement:
         if late_s is not None:
             return RejectReason.TTFT, late_s
         expected = self._outputs.expected(schedule.max_tokens)
-        decode = self._choose_decode(now, schedule, prefill, ttft_s, expected)
-        if isinstance(decode, tuple):
-            return decode
+        need_tokens = self.need_tokens(schedule, expected)
+        joining = Joining(
+            now if self._settings.admission == "early" else now + ttft_s,
+            wait_s=prefill.queue_s,
+            own_tokens=schedule.tokens,
+            need_tokens=need_tokens,
+            expected_tokens=expected,
+            stay_tokens=max(1.0, self._outputs.typical),
+        )
+        decode = self._batches.choose(now, joining, prefill.node.host, schedule.exclude)
+        if decode is None:
+            return self._no_decode(joining.stay_tokens)
         slow_s = admission.slow_decode(self._settings, schedule, decode, expected)
         if slow_s is not None:
             return RejectReason.TBT, slow_s
-        return prefill, decode, ttft_s
+        return Decision(prefill, decode, ttft_s, expected, need_tokens)
 
-    def commit(
-        self, now: float, key: BookingKey, schedule: Schedule, prefill: PrefillChoice, decode: DecodeChoice, ttft_s: float
-    ) -> Booking:
+    def commit(self, now: float, key: BookingKey, schedule: Schedule, decision: Decision) -> Booking:
         """Book what was decided: queue, batch, link and turn know of it at once."""
+        prefill, decode, ttft_s, expected = decision.prefill, decision.decode, decision.ttft_s, decision.expected
         number = self._bookings.next_number()
         placed = Placed(
             request_id=schedule.request_id,
@@ -105,14 +127,13 @@ class Placement:
             booking=number,
             tbt_slo_s=admission.promised_tbt_s(self._settings, schedule),
         )
-        expected = self._outputs.expected(schedule.max_tokens)
         booking = Booking(
             key=key,
             at=now,
             placed=placed,
             due=now + ttft_s,
             deadline=admission.deadline(self._settings, schedule, now),
-            need_tokens=self.need_tokens(schedule, expected),
+            need_tokens=decision.need_tokens,
             context_tokens=schedule.tokens + expected / 2,
             expected_tokens=expected,
             max_tokens=schedule.max_tokens,
@@ -137,7 +158,7 @@ class Placement:
     # --- leaves
 
     def _choose_prefill(self, now: float, schedule: Schedule, plan: Plan) -> PrefillChoice | Refused:
-        barred = list(schedule.exclude)
+        barred = schedule.exclude
         pushed_s = 0.0
         for _ in range(TRIES):
             choice = self._router.choose(now, schedule, plan, barred)
@@ -145,7 +166,7 @@ class Placement:
                 break
             if not self._pushes_others(now, schedule, choice):
                 return choice
-            barred.append(choice.node.name)
+            barred = (*barred, choice.node.name)
             pushed_s = choice.queue_s + choice.work_s
         if pushed_s:
             return RejectReason.TTFT, admission.bounded(pushed_s)
@@ -180,22 +201,6 @@ class Placement:
         return chunk_s + self._arrivals.overtaking_s(
             now, work_s=choice.work_s, wait_s=choice.queue_s, overtake=node.overtake, nodes=len(self._prefills.nodes)
         )
-
-    def _choose_decode(
-        self, now: float, schedule: Schedule, prefill: PrefillChoice, ttft_s: float, expected: float
-    ) -> DecodeChoice | Refused:
-        if not self._decodes.nodes:
-            return RejectReason.NO_DECODE, admission.NO_NODE_RETRY_S
-        joining = Joining(
-            at=now if self._settings.admission == "early" else now + ttft_s,
-            wait_s=prefill.queue_s,
-            own_tokens=schedule.tokens,
-            need_tokens=self.need_tokens(schedule, expected),
-            expected_tokens=expected,
-            stay_tokens=max(1.0, self._outputs.typical),
-        )
-        choice = self._batches.choose(now, joining, prefill.node.host, schedule.exclude)
-        return self._no_decode(joining.stay_tokens) if choice is None else choice
 
     def _no_decode(self, stay_tokens: float) -> Refused:
         """None has room: until the first request leaves one; without any decode, until one may be back."""

@@ -61,7 +61,8 @@ class Sources:
         """Of these cache-nodes, at least one, the one named longest ago."""
         if not mask & (mask - 1):
             return mask.bit_length() - 1
-        if mask.bit_count() <= FEW:
+        count = mask.bit_count()
+        if count * count <= len(self._turns):  # in turn one of so many comes by before long
             return min(bits_of(mask), key=self._rank)
         return next(bit for bit in self._turns if mask >> bit & 1)
 
