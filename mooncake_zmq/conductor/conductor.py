@@ -17,6 +17,7 @@ from mooncake_zmq.conductor.placement import Placement, rejected
 from mooncake_zmq.conductor.plans import Plan
 from mooncake_zmq.conductor.prefills import Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
+from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.conductor.sources import Sources
@@ -81,6 +82,7 @@ class Conductor:
         self._members = Membership()
         self._index = PrefixIndex(max_keys=settings.max_keys)
         self._replication = Replication(settings, self._index, self.counts)
+        self._recent = RecentChains(settings.replica_max_blocks)
         self._replicas_armed = False
         self._round: Iterator[tuple[tuple[Key, ...], int] | None] | None = None
         """The round of replicas that is under way."""
@@ -124,7 +126,7 @@ class Conductor:
         }
         """By the sender's role, what each message leads to."""
         self._picture = Picture(
-            settings, self._members, self._prefills, self._decodes, self._index, self._bookings, self._replication
+            settings, self._members, self._prefills, self._decodes, self._index, self._bookings, self._replication, self._recent
         )
 
     def handle(self, now: float, event: Event) -> list[Effect]:
@@ -160,17 +162,19 @@ class Conductor:
 
     def _on_copies_wanted(self, now: float, ask_id: str, key: Key, copies: int) -> list[Effect]:
         chain = self._replication.demand.chain(key)
-        if chain is None:
-            return [Answered(ask_id, {"error": "that prefix is not followed: see the chains in this conductor's dump"})]
-        effects = self.change_replica(now, chain.keys, copies)
+        keys = self._recent.get(key) if chain is None else chain.keys
+        if keys is None:
+            return [Answered(ask_id, {"error": "that prefix is not known: see chains and recent in this conductor's dump"})]
+        effects = self.change_replica(now, keys, copies)
         asked = [effect.to for effect in effects if isinstance(effect, Send)]
-        holders = self._index.holders(chain.keys)
-        return [*effects, Answered(ask_id, {"blocks": len(chain.keys), "holders": holders, "asked": asked})]
+        holders = self._index.holders(keys)
+        return [*effects, Answered(ask_id, {"blocks": len(keys), "holders": holders, "asked": asked})]
 
     def check(self, now: float) -> None:
         """Assert the invariants."""
         self._index.check()
         self._replication.check(now)
+        self._recent.check()
         assert self._replicas_armed or not self._settings.replica_interval_s or not self._is_acting(now)
         assert self._sweep_armed or not self._index.is_sweeping
         for node in self._index.counts:
@@ -303,6 +307,8 @@ class Conductor:
         if booking is not None:
             self._unbook(now, key)
         plan = self._placement.planner.plan(now, schedule)
+        if plan.best and schedule.attempt == 1:
+            self._recent.add(schedule.keys, plan.best)
         if self._settings.replica_interval_s and schedule.attempt == 1:
             effects += self._count_demand(now, schedule.keys[: plan.best])
         answer = self._place(now, key, schedule, plan)

@@ -7,6 +7,7 @@ from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.membership import Membership
 from mooncake_zmq.conductor.prefills import Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
+from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.roles import ROLES
@@ -26,6 +27,7 @@ class Picture:
     index: PrefixIndex
     bookings: Bookings
     replication: Replication
+    recent: RecentChains
 
     def gauges(self, now: float) -> dict[str, float]:
         """Levels for metrics."""
@@ -58,6 +60,7 @@ class Picture:
             "replication": {
                 "under_way": self.replication.under_way(now),
                 "chains": self.replication.dump(now, DUMPED_CHAINS),
+                "recent": self.recent.dump(self.index, DUMPED_CHAINS),
             },
             "bookings": [
                 {
