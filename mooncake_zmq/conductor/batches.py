@@ -37,9 +37,9 @@ class Joining:
     its prefill begins. `stay_tokens`: how long a request stays."""
 
     __slots__ = (
+        "alone_s",
         "at",
         "base_s",
-        "batch",
         "expected_tokens",
         "looked_at",
         "need_tokens",
@@ -59,12 +59,12 @@ class Joining:
         self.need_tokens = need_tokens
         self.expected_tokens = expected_tokens
         self.stay_tokens = stay_tokens
-        self.batch = 0.0
-        """Of the decode looked at last."""
         self.looked_at: dict[DecodeNode, float] = {}
         """The gap with each decode looked at, inf where it has no room."""
         self.slack = 0.0
         """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
+        self.alone_s = 0.0
+        """A step with nobody else, as the cost model has it."""
         self.base_s = self.own_s = 0.0
         """No step is shorter than `base_s`, and the request lengthens none by less than `own_s`."""
 
@@ -88,36 +88,40 @@ class Batches:
             node = self._least(joining, host, ())
         if node is None:
             return None
-        tbt_s = self.tbt_s(joining, node)
-        return DecodeChoice(node, tbt_s, joining.batch, self._decodes.alone_s(node, joining.own_tokens))
+        return DecodeChoice(node, joining.looked_at[node], self.batch(joining, node), node.scale * joining.alone_s)
 
     def tbt_s(self, joining: Joining, node: DecodeNode) -> float:
-        """The predicted gap between tokens: the mean of the longest tenth, as it is counted afterwards. Sets
-        `joining.batch`."""
-        at, context = joining.at, 0.0
+        """The predicted gap between tokens: the mean of the longest tenth, as it is counted afterwards."""
+        at = joining.at
         stay_s = joining.stay_tokens * node.step_s
-        batch = 0.0
+        step_s = joining.alone_s
         if node.there:
-            staying = 1.0 - min((at - node.reported_at) / stay_s, 1.0)
-            batch, context = node.there * staying, node.context * staying
+            gone = (at - node.reported_at) / stay_s
+            if gone < 1.0:
+                step_s += node.load_s * (1.0 - gone)
         if node.coming:
             since = at - stay_s
             for booking in node.coming:
                 if since < booking.due <= at:
-                    batch += 1.0
-                    context += booking.context_tokens
-        joining.batch = batch
-        step_s = self._step_s + self._request_s * (batch + 1) + self._context_s * (joining.own_tokens + context)
+                    step_s += booking.load_s
         tbt_s = node.scale * step_s
-        over = batch - node.max_batch + 1.0
+        if node.there + len(node.coming) < node.max_batch:
+            return tbt_s
+        over = self.batch(joining, node) - node.max_batch + 1.0
         return self._waiting_s(joining, node, tbt_s, over) if over > 0 else tbt_s
+
+    def batch(self, joining: Joining, node: DecodeNode) -> float:
+        """Requests that it will find there."""
+        at, stay_s = joining.at, joining.stay_tokens * node.step_s
+        staying = max(0.0, 1.0 - (at - node.reported_at) / stay_s)
+        return node.there * staying + sum([at - stay_s < booking.due <= at for booking in node.coming])
 
     # --- leaves
 
     def _waiting_s(self, joining: Joining, node: DecodeNode, tbt_s: float, over: float) -> float:
         """The same where the batch has no place: its step is that of a full one, and `over` leave one after the other first."""
         base_s = node.scale * self._step_s
-        full_s = base_s + (tbt_s - base_s) * node.max_batch / (joining.batch + 1.0)
+        full_s = base_s + (tbt_s - base_s) * node.max_batch / (node.max_batch + over)
         stay_s = joining.stay_tokens * node.step_s / longest_gaps(joining.expected_tokens)
         return full_s + over * stay_s / node.max_batch
 
@@ -125,15 +129,18 @@ class Batches:
         """Its gap, inf if it has no room."""
         tbt_s = joining.looked_at.get(node)
         if tbt_s is None:
-            roomy = node.has_room(joining.need_tokens, joining.wait_s, joining.stay_tokens)
+            roomy = node.free >= joining.need_tokens and node.places >= 1
+            if not roomy and joining.wait_s > 0:
+                roomy = node.will_have_room(joining.need_tokens, joining.wait_s, joining.stay_tokens)
             joining.looked_at[node] = tbt_s = self.tbt_s(joining, node) if roomy else math.inf
         return tbt_s
 
     def _look_at_stale(self, now: float, joining: Joining) -> None:
         """Those that reported long ago; what can be said of all others."""
         least = self._decodes.least_scale
-        joining.base_s = least * self._step_s
-        joining.own_s = least * (self._request_s + self._context_s * joining.own_tokens)
+        own_s = self._request_s + self._context_s * joining.own_tokens
+        joining.alone_s = self._step_s + own_s
+        joining.base_s, joining.own_s = least * self._step_s, least * own_s
         for node in self._decodes.reported:
             if now - node.reported_at <= STALE_S:
                 joining.slack = (joining.at - node.reported_at) / joining.stay_tokens

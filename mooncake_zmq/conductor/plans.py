@@ -23,7 +23,7 @@ Group = tuple[int, int, float, int]
 
 
 class Plan:
-    """One prompt and what was found out for it: `times` to its first token by prefill. From `local` on the fields are of the
+    """One prompt and what was found out for it: `times` to its first token by prefill. From `weighed` on the fields are of the
     prefill that was weighed last."""
 
     __slots__ = (
@@ -47,6 +47,7 @@ class Plan:
         "runs",
         "source",
         "times",
+        "weighed",
         "whole_s",
         "work_s",
     )
@@ -74,6 +75,7 @@ class Plan:
         self.disk: list[int] = []
         """By block, who has it on SSD alone."""
         self.times: dict[PrefillNode, float] = {}
+        self.weighed: PrefillNode | None = None
         self.local = 0
         self.fetches = False
         self.queue_s = 0.0
@@ -140,7 +142,7 @@ class Planner:
         plan.fetches, plan.fetch_s = False, 0.0
         if plan.source >= 0 and local < plan.best and node.home >= 0:
             work_s = self._fetched_s(plan, node, local, work_s)
-        plan.local, plan.work_s = local, work_s
+        plan.weighed, plan.local, plan.work_s = node, local, work_s
         now, ends, wait_s = plan.now, node.ends, 0.0
         if ends and ends[-1] > now:
             ahead = bisect_right(node.ranks, now + node.overtake * work_s + node.priority_s * plan.priority)

@@ -57,7 +57,7 @@ class Router:
         node = self._least_ttft(plan, barred) if self._quickest else self._least_score(now, schedule, plan, barred)
         if node is None:
             return None
-        weighed = self._planner.weigh(plan, node)
+        weighed = plan if plan.weighed is node else self._planner.weigh(plan, node)
         return PrefillChoice(
             node=node,
             reuse_blocks=plan.best if weighed.fetches else weighed.local,
@@ -107,6 +107,14 @@ class Router:
             if time_s < least and node.name not in barred:
                 least = time_s
         place, crowd = 0, self._crowd(plan, least * self._tie)
+        if bound_s(plan, 0) < least:
+            for node in self._prefills.turns:  # mostly the first that is free is as good as any, and it is its turn
+                if node.floor_at <= plan.now and not node.closed and node.marks & crowd:
+                    if node not in times:
+                        times[node] = time_s = ttft_s(plan, node)
+                        if time_s < least and node.name not in barred:
+                            least = time_s
+                    break
         while bound_s(plan, place) * ROUNDING < least:
             for order in orders:
                 node = order[place][2]
