@@ -28,12 +28,12 @@ class Plan:
 
     __slots__ = (
         "best",
+        "best_load_s",
         "best_prefix",
         "best_s",
         "crowd",
         "disk",
         "fetch_s",
-        "fetched_s",
         "fetches",
         "groups",
         "local",
@@ -43,6 +43,7 @@ class Plan:
         "priority",
         "queue_s",
         "rates",
+        "rest_load_s",
         "rest_s",
         "runs",
         "source",
@@ -70,8 +71,10 @@ class Plan:
         """The bit that all would fetch from; -1: nobody fetches."""
         self.rates: Rates | None = None
         self.out_at = 0.0
-        self.moved_s = self.fetched_s = 0.0
-        """What those not looked at yet at least must wait for a fetch, and that and computing behind it, not corrected."""
+        self.moved_s = 0.0
+        """What those not looked at yet at least must wait for a fetch."""
+        self.rest_load_s = self.best_load_s = 0.0
+        """What they at least must load: of their own, and with what they fetched."""
         self.disk: list[int] = []
         """By block, who has it on SSD alone."""
         self.times: dict[PrefillNode, float] = {}
@@ -162,8 +165,8 @@ class Planner:
     def least_work_s(self, plan: Plan, place: int) -> float:
         """No such prefill has less to do for it."""
         factor = self.orders[0][place][0]
-        work_s = factor * plan.rest_s
-        return min(work_s, factor * plan.fetched_s + plan.moved_s) if plan.source >= 0 else work_s
+        work_s = max(factor * plan.rest_s, plan.rest_load_s)
+        return min(work_s, max(factor * plan.best_s, plan.best_load_s) + plan.moved_s) if plan.source >= 0 else work_s
 
     def least_cold_s(self, plan: Plan) -> float:
         """No prefill that holds nothing of the prompt has less to do for it."""
@@ -174,7 +177,7 @@ class Planner:
         if plan.rates is None:
             return work_s
         behind_s = max(0.0, plan.out_at - plan.now)
-        return min(work_s, factor * plan.best_s + plan.best * plan.rates.least_s + behind_s)
+        return min(work_s, max(factor * plan.best_s, plan.best_load_s) + plan.best * plan.rates.least_s + behind_s)
 
     # --- leaves
 
@@ -198,8 +201,9 @@ class Planner:
             if not plan.crowd:
                 rest, plan.rest_s = blocks, unit_s
             plan.crowd |= mask << 1
+        plan.rest_load_s = self._prefills.least_load_s * rest * self._block_tokens
         if plan.rates is not None:
-            plan.fetched_s = plan.best_s
+            plan.best_load_s = self._prefills.least_load_s * plan.best_prefix
             plan.moved_s = (plan.best - rest) * plan.rates.least_s + max(0.0, plan.out_at - plan.now)
 
     def _name_source(self, plan: Plan) -> None:

@@ -106,15 +106,10 @@ class Router:
         for node, time_s in times.items():
             if time_s < least and node.name not in barred:
                 least = time_s
+        for marks in (EVERYONE, plan.crowd):
+            if marks and bound_s(plan, 0) < least:
+                least = min(least, self._first_free(plan, marks, barred))
         place, crowd = 0, self._crowd(plan, least * self._tie)
-        if bound_s(plan, 0) < least:
-            for node in self._prefills.turns:  # mostly the first that is free is as good as any, and it is its turn
-                if node.floor_at <= plan.now and not node.closed and node.marks & crowd:
-                    if node not in times:
-                        times[node] = time_s = ttft_s(plan, node)
-                        if time_s < least and node.name not in barred:
-                            least = time_s
-                    break
         while bound_s(plan, place) * ROUNDING < least:
             for order in orders:
                 node = order[place][2]
@@ -124,6 +119,16 @@ class Router:
                         least = time_s
             place += 1
         return least, place, crowd
+
+    def _first_free(self, plan: Plan, marks: int, barred: Collection[str]) -> float:
+        """The time of the one whose turn it is, of those that are free: it is mostly as good as any."""
+        for node in self._prefills.turns:
+            if node.floor_at <= plan.now and node.marks & marks and not node.closed and node.name not in barred:
+                time_s = plan.times.get(node)
+                if time_s is None:
+                    time_s = plan.times[node] = self._planner.ttft_s(plan, node)
+                return time_s
+        return math.inf
 
     def _crowd(self, plan: Plan, limit: float) -> int:
         """The marks of the prefills that may be within the limit: all, or those that hold something of the prompt."""
