@@ -17,6 +17,8 @@ from mooncake_zmq.core.messages import Schedule
 
 LOOKED_AT = 8
 """Prefills that hold a run of the prompt are looked at first, while they are as few; larger crowds go by in order."""
+RARE = 16, 32
+"""And while they are one of so many, up to so many: in the orders they would be long in coming."""
 
 Group = tuple[int, int, float, int]
 """Mask of cache-nodes; the blocks they hold; seconds to compute the rest, not corrected; tokens in those blocks."""
@@ -189,7 +191,7 @@ class Planner:
         _, _, plan.best_s, plan.best_prefix = plan.groups[0]
         if self._fetches:
             self._name_source(plan)
-        left = LOOKED_AT
+        left = max(LOOKED_AT, min(len(self.orders[0]) // RARE[0], RARE[1]))
         rest, plan.rest_s = 0, plan.whole_s
         for mask, blocks, unit_s, _ in plan.groups:
             left -= mask.bit_count()
