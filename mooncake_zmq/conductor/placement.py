@@ -185,6 +185,8 @@ class Placement:
         if not (node.overtake or schedule.priority) or self._settings.admission == "none" or schedule.begun:
             return False
         after = bisect_right(node.ranks, node.rank(now, choice.work_s, schedule.priority))
+        if after == len(node.ends):
+            return False
         for end, number in zip(node.ends[after:], node.numbers[after:], strict=True):
             booking = self._bookings.numbered(number)
             if booking is not None and end <= booking.deadline < end + choice.work_s:

@@ -164,7 +164,7 @@ class Planner:
         work_s = self.least_work_s(plan, place)
         return work_s + lead_s if lead_s > 0 and plan.priority >= 0 else work_s
 
-    def least_work_s(self, plan: Plan, place: int) -> float:
+    def least_work_s(self, plan: Plan, place: int = 0) -> float:
         """No such prefill has less to do for it."""
         factor = self.orders[0][place][0]
         work_s = max(factor * plan.rest_s, plan.rest_load_s)

@@ -72,13 +72,14 @@ class Router:
     def _least_ttft(self, plan: Plan, barred: Collection[str]) -> PrefillNode | None:
         """The prefills that may be tied with the best come by in two ways, side by side: as the promising ones, and in turn.
         Whichever ends first has found the one whose turn it is."""
-        times, ttft_s, orders = plan.times, self._planner.ttft_s, self._planner.orders
-        least, place, crowd = self._search(plan, barred)
+        times, ttft_s = plan.times, self._planner.ttft_s
+        least, place, bound_s = self._search(plan, barred)
         if least == math.inf:
             return None
         limit = least * self._tie
-        if self._planner.bound_s(plan, place) <= limit:
-            too_late = plan.now + limit - self._planner.least_work_s(plan, 0) if plan.priority >= 0 else math.inf
+        if bound_s <= limit:
+            crowd = self._crowd(plan, limit)
+            too_late = plan.now + limit - self._planner.least_work_s(plan) if plan.priority >= 0 else math.inf
             for node in self._prefills.turns:
                 if (node.floor_at > too_late or not node.marks & crowd) and node not in times:
                     continue
@@ -89,36 +90,42 @@ class Router:
                     time_s = times[node] = ttft_s(plan, node)
                 if time_s <= limit:
                     return node
+                self._look_at(plan, place, crowd, barred)
+                place += 1
                 if self._planner.bound_s(plan, place) > limit:
                     break
-                for order in orders:
-                    other = order[place][2]
-                    if other.marks & crowd and other not in times:
-                        times[other] = ttft_s(plan, other)
-                place += 1
         tied = [node for node, time_s in times.items() if time_s <= limit and node.name not in barred]
         return tied[0] if len(tied) == 1 else min(tied, key=_turn)
 
-    def _search(self, plan: Plan, barred: Collection[str]) -> tuple[float, int, int]:
-        """The smallest time, how far the orders had to be gone through for it, and the crowd that was looked at there."""
-        times, ttft_s, bound_s, orders = plan.times, self._planner.ttft_s, self._planner.bound_s, self._planner.orders
-        least = math.inf
-        for node, time_s in times.items():
-            if time_s < least and node.name not in barred:
-                least = time_s
+    def _search(self, plan: Plan, barred: Collection[str]) -> tuple[float, int, float]:
+        """The smallest time, how far the orders had to be gone through for it, and the bound of those that follow."""
+        least, place, bound_s = self._least(plan, barred), 0, self._planner.bound_s(plan, 0)
         for marks in (EVERYONE, plan.crowd):
-            if marks and bound_s(plan, 0) < least:
+            if marks and bound_s * ROUNDING < least:
                 least = min(least, self._first_free(plan, marks, barred))
-        place, crowd = 0, self._crowd(plan, least * self._tie)
-        while bound_s(plan, place) * ROUNDING < least:
-            for order in orders:
-                node = order[place][2]
-                if node.marks & crowd and node not in times:
-                    times[node] = time_s = ttft_s(plan, node)
-                    if time_s < least and node.name not in barred:
-                        least = time_s
-            place += 1
-        return least, place, crowd
+        if bound_s * ROUNDING < least:
+            crowd = self._crowd(plan, least * self._tie)
+            while bound_s * ROUNDING < least:
+                least = min(least, self._look_at(plan, place, crowd, barred))
+                place += 1
+                bound_s = self._planner.bound_s(plan, place)
+        return least, place, bound_s
+
+    def _least(self, plan: Plan, barred: Collection[str]) -> float:
+        if not barred:
+            return min(plan.times.values(), default=math.inf)
+        return min([time_s for node, time_s in plan.times.items() if node.name not in barred], default=math.inf)
+
+    def _look_at(self, plan: Plan, place: int, crowd: int, barred: Collection[str]) -> float:
+        """The smaller time of the two at this place in the orders, if they are of the crowd."""
+        times, least = plan.times, math.inf
+        for order in self._planner.orders:
+            node = order[place][2]
+            if node.marks & crowd and node not in times:
+                times[node] = time_s = self._planner.ttft_s(plan, node)
+                if time_s < least and node.name not in barred:
+                    least = time_s
+        return least
 
     def _first_free(self, plan: Plan, marks: int, barred: Collection[str]) -> float:
         """The time of the one whose turn it is, of those that are free: it is mostly as good as any."""
