@@ -97,6 +97,7 @@ class Decodes:
         step_s = self._costs.step_s(1, 0)
         node = DecodeNode(name, host, half_life_s=self._settings.correction_half_life_s, step_s=step_s)
         insort(self.nodes, node, key=lambda each: each.name)
+        self.least_scale = min(self.least_scale, node.scale)
         self.by_name[name] = node
         self.by_host.setdefault(host, []).append(node)
         self._rank(node)

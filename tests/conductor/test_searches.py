@@ -4,6 +4,7 @@ import random
 
 import pytest
 from conductor_harness import BLOCK, COSTS, Cluster, keys
+from msgspec.structs import replace
 
 from mooncake_zmq.conductor import batches, placement, ranking
 from mooncake_zmq.conductor.batches import Batches
@@ -184,6 +185,18 @@ def test_a_search_finds_what_looking_at_all_finds(monkeypatch, costs, overtake, 
             life.step(number)
     assert AllPrefills.compared > before[0] + 200
     assert AllDecodes.compared > before[1] + 100
+
+
+def test_a_node_that_joins_slow_ones_is_taken_at_the_cost_models_word():
+    cluster = Cluster(2)
+    slow = Measured(seconds=100.0, predicted_s=10.0)
+    for turn in range(10):
+        for i in range(2):
+            cluster.prefill_load(f"p{i}", load=replace(slow, seconds=100.0 + turn))
+            cluster.decode_load(f"d{i}", running=2, step=replace(slow, seconds=100.0 + turn))
+    cluster.up("p9", "prefill", "h9")
+    cluster.up("d9", "decode", "h9")
+    assert cluster.schedule(tokens=100).decode == "d9"
 
 
 def test_most_nodes_are_not_looked_at(monkeypatch):
