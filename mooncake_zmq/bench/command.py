@@ -168,14 +168,27 @@ def eviction(
     help="Python that has ai-dynamo-runtime: rows against its RadixTree.",
 )
 @json_option
+@click.option(
+    "--zmq",
+    "zmq_per_s",
+    type=click.FloatRange(min=1),
+    metavar="N",
+    help="Also through a conductor process over ZeroMQ, asked N times per second by four gateways.",
+)
 @plot_option("the time of a decision over the hosts")
 def schedule(
-    trace: Path | None, hosts: tuple[int, ...], requests: int, router_python: str | None, as_json: bool, plot: Path | None
+    trace: Path | None,
+    hosts: tuple[int, ...],
+    requests: int,
+    router_python: str | None,
+    zmq_per_s: float | None,
+    as_json: bool,
+    plot: Path | None,
 ) -> None:
     """How fast the conductor decides, with announcements, reports and replica rounds in between. Takes about a minute."""
     from mooncake_zmq.bench.schedule import bench_schedule
 
-    report = bench_schedule(trace, hosts, tell, router_python=router_python, requests=requests)
+    report = bench_schedule(trace, hosts, tell, router_python=router_python, requests=requests, zmq_per_s=zmq_per_s)
     report.show(as_json=as_json, plot=plot)
 
 

@@ -25,6 +25,7 @@ from rich.table import Table
 from mooncake_zmq.bench.eviction import generated_trace
 from mooncake_zmq.bench.report import Report, Row, commit, new_figure
 from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad
+from mooncake_zmq.bench.schedule_zmq import times_over_zmq
 from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.settings import ConductorSettings
@@ -51,6 +52,7 @@ GENERATED_REQUESTS = 6_000
 GOALS = ((16, 20_000.0), (1 << 30, 12_000.0))
 """Decisions per second asked for, up to so many hosts."""
 GOAL_UPDATES_PER_S = 2e6
+GOAL_ZMQ_PER_S, GOAL_ZMQ_MS = 3_000.0, 10.0
 UPDATE_NODES = 256
 UPDATE_BATCHES = (64, 1024)
 UPDATED_KEYS = 1 << 17
@@ -100,6 +102,25 @@ class Timings:
         return table
 
 
+class Collector:
+    """How long the collector took since it was asked last."""
+
+    def __init__(self) -> None:
+        self._begun = 0.0
+        self._lately_s = 0.0
+
+    def __call__(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._begun = time.thread_time()
+        else:
+            self._lately_s += time.thread_time() - self._begun
+
+    def lately_s(self) -> float:
+        """Its pauses since the last call."""
+        lately_s, self._lately_s = self._lately_s, 0.0
+        return lately_s
+
+
 @dataclass(slots=True)
 class ScheduleReport(Report):
     """Also keeps what each kind of event took, by number of hosts."""
@@ -140,10 +161,16 @@ class ScheduleReport(Report):
 
 
 def bench_schedule(
-    trace: Path | None, hosts: Sequence[int], progress: Progress, *, router_python: str | None = None, requests: int = 0
+    trace: Path | None,
+    hosts: Sequence[int],
+    progress: Progress,
+    *,
+    router_python: str | None = None,
+    requests: int = 0,
+    zmq_per_s: float | None = None,
 ) -> ScheduleReport:
-    """Replay `trace`, or a generated one, on each number of hosts; only its first `requests` if not 0. Raises
-    click.ClickException for a trace that cannot be read."""
+    """Replay `trace`, or a generated one, on each number of hosts; only its first `requests` if not 0. `zmq_per_s`: also ask
+    a conductor process so often. Raises click.ClickException for a trace that cannot be read."""
     asked = read_trace(trace) if trace is not None else generated(GENERATED_REQUESTS)
     asked = asked[:requests] if requests else asked
     report = ScheduleReport("schedule")
@@ -155,6 +182,9 @@ def bench_schedule(
         report.rows.append(_row(f"index updates, {count} hosts", "blocks/s", timings.updates_per_s, GOAL_UPDATES_PER_S))
         if router_python:
             _against_router(report, asked, count, router_python)
+    if zmq_per_s:
+        progress(f"over ZeroMQ, {zmq_per_s:,.0f} requests per second")
+        _over_zmq(report, asked, zmq_per_s)
     for batch in UPDATE_BATCHES:
         name = f"index alone, {UPDATE_NODES} nodes, {batch:,} keys at a time"
         report.rows.append(_row(name, "blocks/s", updates_per_s(batch), GOAL_UPDATES_PER_S))
@@ -171,7 +201,7 @@ def replay(asked: Sequence[Asked], hosts: int) -> Timings:
     for event in load.joins():
         conductor.handle(0.0, event)
     timings = Timings()
-    collector = _Collector()
+    collector = Collector()
     gc.collect()
     gc.callbacks.append(collector)
     try:
@@ -181,14 +211,14 @@ def replay(asked: Sequence[Asked], hosts: int) -> Timings:
     return timings
 
 
-def _live(conductor: Conductor, load: ClusterLoad, timings: Timings, collector: "_Collector") -> None:
+def _live(conductor: Conductor, load: ClusterLoad, timings: Timings, collector: Collector) -> None:
     timers: dict[TimerKey, float] = {}
     for now, event in load.events():
         for key in [key for key, at in timers.items() if at <= now]:
             at = timers.pop(key)
-            _arm(timers, at, _timed(conductor, timings, collector, at, TimerFired(key), f"timer {key[0]}"))
+            _arm(timers, at, timed(conductor, timings, collector, at, TimerFired(key), f"timer {key[0]}"))
         assert isinstance(event, Received)
-        effects = _timed(conductor, timings, collector, now, event, type(event.message).__name__)
+        effects = timed(conductor, timings, collector, now, event, type(event.message).__name__)
         _arm(timers, now, effects)
         if isinstance(event.message, Schedule):
             for effect in effects:
@@ -276,6 +306,15 @@ def _against_router(report: ScheduleReport, asked: Sequence[Asked], hosts: int, 
     report.rows.append(_row(f"index updates, {hosts} hosts, against RadixTree", "blocks/s", timings.updates_per_s, theirs))
 
 
+def _over_zmq(report: ScheduleReport, asked: Sequence[Asked], per_s: float) -> None:
+    took_s, answered_per_s = times_over_zmq(asked, per_s)
+    p50_s, p99_s = np.percentile(took_s, (50, 99)).tolist()
+    report.rows.append(_row("answers over ZeroMQ, 4 gateways", "1/s", answered_per_s, min(per_s, GOAL_ZMQ_PER_S)))
+    for name, seconds in (("median", p50_s), ("99th percentile", p99_s)):
+        row = Row(name=f"over ZeroMQ, {name}", unit="ms", value=1e3 * seconds, reference=GOAL_ZMQ_MS, higher_is_better=False)
+        report.rows.append(row)
+
+
 def _asked(keys: tuple[bytes, ...], read: _Line) -> Asked:
     return Asked(keys, read.input_length, max(1, read.output_length))
 
@@ -284,26 +323,7 @@ def _row(name: str, unit: str, value: float, reference: float) -> Row:
     return Row(name=name, unit=unit, value=value, reference=reference, higher_is_better=True)
 
 
-class _Collector:
-    """How long the collector took since it was asked last."""
-
-    def __init__(self) -> None:
-        self._begun = 0.0
-        self._lately_s = 0.0
-
-    def __call__(self, phase: str, _: dict[str, int]) -> None:
-        if phase == "start":
-            self._begun = time.thread_time()
-        else:
-            self._lately_s += time.thread_time() - self._begun
-
-    def lately_s(self) -> float:
-        """Its pauses since the last call."""
-        lately_s, self._lately_s = self._lately_s, 0.0
-        return lately_s
-
-
-def _timed(conductor: Conductor, timings: Timings, collector: _Collector, now: float, event: Event, kind: str) -> list[Effect]:
+def timed(conductor: Conductor, timings: Timings, collector: Collector, now: float, event: Event, kind: str) -> list[Effect]:
     collector.lately_s()
     begun = time.thread_time()
     effects = conductor.handle(now, event)

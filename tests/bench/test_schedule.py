@@ -5,9 +5,12 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from mooncake_zmq.bench import schedule
 from mooncake_zmq.bench.command import bench
 from mooncake_zmq.bench.schedule import COSTS, generated, read_trace, replay, router_choices
 from mooncake_zmq.bench.schedule_load import ClusterLoad
+from mooncake_zmq.bench.schedule_zmq import times_over_zmq
+from mooncake_zmq.core.actor import Started
 
 LINES = [
     {"timestamp": 0, "input_length": 1200, "output_length": 20, "hash_ids": [1, 2, 3]},
@@ -50,6 +53,30 @@ def test_the_command_prints_rows_and_events(trace):
     told = json.loads(run.stdout)
     assert [row["name"] for row in told["rows"]][:2] == ["decisions, 2 hosts", "index updates, 2 hosts"]
     assert {row["kind"] for row in told["events"]["3"]} >= {"Schedule"}
+
+
+def test_a_real_conductor_answers_every_request_over_zmq(capfd):
+    took_s, answered_per_s = times_over_zmq(generated(120), per_s=400)
+    assert len(took_s) == 120
+    assert min(took_s) > 0
+    assert 0 < answered_per_s < 500
+    assert capfd.readouterr().out == "", "standard output is the report's"
+
+
+def test_the_collectors_pauses_are_not_the_events(monkeypatch):
+    clock = iter([0.0, 0.25, 1.0, 2.0])
+    monkeypatch.setattr(schedule.time, "thread_time", lambda: next(clock))
+    collector, timings = schedule.Collector(), schedule.Timings()
+
+    class Collecting:
+        def handle(self, now, event):
+            collector("start", {})
+            collector("stop", {})
+            return []
+
+    schedule.timed(Collecting(), timings, collector, 0.0, Started(), "Schedule")
+    assert timings.by_kind == {"collector": [0.75], "Schedule": [1.25]}
+    assert timings.decisions_per_s == pytest.approx(1 / 2.0)
 
 
 def test_a_line_that_is_no_request_is_named(tmp_path):

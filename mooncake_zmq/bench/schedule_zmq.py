@@ -1,0 +1,221 @@
+"""`bench schedule --zmq`: decisions through a real conductor process, asked over ZeroMQ by four gateways of another process.
+
+Every node is a session of its own: the gateways ask at a steady rate, prefills, decodes and cache-nodes are there and silent.
+A time counts from when the request was due, so that a late sender hides nothing. Both sides share one machine.
+"""
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import structlog
+
+from mooncake_zmq.bench.schedule_load import Asked
+from mooncake_zmq.config import Config, load
+from mooncake_zmq.core.actor import Effect, Event, PeerUp, Received, Send, SetTimer, TimerFired
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, Placed, Rejected, RequestEnded, Schedule
+from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.session import Session
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.runtime.log import LEVELS
+from mooncake_zmq.runtime.model import prepared
+from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
+
+CONDUCTOR = "conductor-0"
+GATEWAYS = 4
+HOSTS = 4
+SETTLE_S = 1.0
+"""Between the last node's greeting and the first request."""
+TIMEOUT_S = 60.0
+PACE_S = 0.002
+WATCH_S = 0.2
+PACE = ("pace",)
+ROLES = {"gateway": GATEWAYS, "prefill": HOSTS, "decode": HOSTS, "cache-node": HOSTS}
+
+
+class Silent:
+    """A node that is there and says nothing."""
+
+    def __init__(self, greeted: threading.Semaphore) -> None:
+        self.counts = Tally()
+        self._greeted = greeted
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        """See `core.actor`."""
+        if isinstance(event, PeerUp):
+            self._greeted.release()
+        return []
+
+    def check(self, now: float) -> None:
+        """See `core.actor`."""
+
+    def gauges(self, now: float) -> dict[str, float]:
+        """See `core.actor`."""
+        return {}
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """See `core.actor`."""
+        return {}
+
+
+class Asking(Silent):
+    """A gateway that asks for placements, `per_s` of them, and gives each back as soon as it is answered."""
+
+    def __init__(self, greeted: threading.Semaphore, asked: Sequence[Asked], per_s: float) -> None:
+        super().__init__(greeted)
+        self.took_s: list[float] = []
+        self.refused = 0
+        self.ended_at = 0.0
+        self.done = threading.Event()
+        self._asked = asked
+        self._gap_s = 1 / per_s
+        self._begun_at = 0.0
+        self._sent = 0
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        """See `core.actor`."""
+        match event:
+            case TimerFired(key) if key == PACE:
+                return self._ask(now)
+            case Received(_, Placed() | Rejected() as answer):
+                return self._answered(now, answer)
+        return super().handle(now, event)
+
+    def _ask(self, now: float) -> list[Effect]:
+        self._begun_at = self._begun_at or now
+        effects: list[Effect] = []
+        while self._sent < len(self._asked) and self._due_at(self._sent) <= now:
+            each = self._asked[self._sent]
+            effects.append(
+                Send(
+                    CONDUCTOR,
+                    Schedule(
+                        request_id=str(self._sent), attempt=1, keys=each.keys, tokens=each.tokens, max_tokens=each.output_tokens
+                    ),
+                )
+            )
+            self._sent += 1
+        return [*effects, SetTimer(PACE, PACE_S)] if self._sent < len(self._asked) else effects
+
+    def _answered(self, now: float, answer: Placed | Rejected) -> list[Effect]:
+        self.took_s.append(now - self._due_at(int(answer.request_id)))
+        self.refused += isinstance(answer, Rejected)
+        self.ended_at = now
+        if len(self.took_s) == len(self._asked):
+            self.done.set()
+        return [Send(CONDUCTOR, RequestEnded(request_id=answer.request_id, attempt=1))]
+
+    def _due_at(self, number: int) -> float:
+        return self._begun_at + number * self._gap_s
+
+    @property
+    def answered_per_s(self) -> float:
+        """From the first request to the last answer."""
+        return len(self.took_s) / (self.ended_at - self._begun_at)
+
+
+def times_over_zmq(asked: Sequence[Asked], per_s: float) -> tuple[list[float], float]:
+    """Seconds of each decision at `per_s` of all gateways together, and the answers per second. Raises click.ClickException if
+    it breaks off."""
+    with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
+        path = Path(directory) / "schedule.toml"
+        path.write_text(_config())
+        overrides = {"cluster.runtime_dir": directory, "cluster.name": Path(directory).name}
+        config = load(path, overrides).config
+        greeted = threading.Semaphore(0)
+        gateways = [Asking(greeted, asked[number::GATEWAYS], per_s / GATEWAYS) for number in range(GATEWAYS)]
+        with _quiet(), _conductor(path, overrides) as (process, words), _nodes(config, gateways, greeted) as runtimes:
+            deadline = time.monotonic() + TIMEOUT_S + len(asked) / per_s
+            for _ in range(sum(ROLES.values())):
+                if not greeted.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                    raise click.ClickException(f"the conductor does not greet everybody:\n{words.read_text()}")
+            time.sleep(SETTLE_S)
+            for runtime in runtimes:
+                runtime.post(TimerFired(PACE))
+            for gateway in gateways:
+                while not gateway.done.wait(WATCH_S):
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        raise click.ClickException(f"the conductor does not answer:\n{words.read_text()}")
+    if any(gateway.refused for gateway in gateways):
+        raise click.ClickException("the conductor refused requests of a cluster that is idle")
+    took_s = [each for gateway in gateways for each in gateway.took_s]
+    return took_s, sum([gateway.answered_per_s for gateway in gateways])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Only warnings, and those on standard error: standard output is the report's."""
+    before = structlog.get_config()
+    warnings = structlog.make_filtering_bound_logger(LEVELS["warning"])
+    structlog.configure(wrapper_class=warnings, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def _config() -> str:
+    nodes = [(CONDUCTOR, "conductor", "host-0")]
+    nodes += [(f"{role}-{number}", role, f"host-{number}") for role, count in ROLES.items() for number in range(count)]
+    tables = [f'[[nodes]]\nname = "{name}"\nrole = "{role}"\nhost = "{host}"\n' for name, role, host in nodes]
+    head = '[model]\npath = "toy"\n[cache_node]\npool_bytes = 16_777_216\n[conductor]\nttft_slo_s = 0\ntbt_slo_s = 0\n'
+    return head + "".join(tables)
+
+
+@contextmanager
+def _conductor(path: Path, overrides: dict[str, str]) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+    settings = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "mooncake_zmq", "conductor", "--config", str(path), "--node", CONDUCTOR, *settings]
+    words = path.with_name("conductor.out")
+    with words.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process, words
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def _nodes(config: Config, gateways: Sequence[Asking], greeted: threading.Semaphore) -> Iterator[list[ZmqRuntime]]:
+    """Every node but the conductor, each in a thread; yields the gateways'."""
+    runtimes: list[ZmqRuntime] = []
+    threads: list[threading.Thread] = []
+    try:
+        for role, count in ROLES.items():
+            for number in range(count):
+                actor = gateways[number] if role == "gateway" else Silent(greeted)
+                runtimes.append(_runtime(config, f"{role}-{number}", role, actor))
+        threads = [threading.Thread(target=runtime.run) for runtime in runtimes]
+        for thread in threads:
+            thread.start()
+        yield runtimes[: len(gateways)]
+    finally:
+        for runtime in runtimes:
+            runtime.call(runtime.stop)
+        for thread in threads:
+            thread.join()
+        for runtime in runtimes:
+            runtime.close()
+
+
+def _runtime(config: Config, name: str, role: str, actor: Silent) -> ZmqRuntime:
+    model = prepared(config)
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        role=role,
+        host=config.node(name).host,
+        model=model.spec.fingerprint,
+        tokenizer=model.tokenizer,
+        layout=model.layout(config.model.block_tokens).fingerprint,
+    )
+    session = Session(me=name, incarnation=1, hello=hello, peers=[CONDUCTOR], settings=config.session, now=time.monotonic())
+    peers = {CONDUCTOR: config.endpoint(config.node(CONDUCTOR))}
+    return ZmqRuntime(Node(actor, session), endpoint=config.endpoint(config.node(name)), peers=peers)
