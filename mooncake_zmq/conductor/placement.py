@@ -16,6 +16,7 @@ from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.routing import Plans, PrefillChoice, Router
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.conductor.transfers import Transfers
+from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import Placed, Rejected, RejectReason, Schedule
 
@@ -180,7 +181,7 @@ class Placement:
         decodes, stay_tokens = self._decodes, max(1.0, self._outputs.typical)
         if not decodes.nodes:
             return RejectReason.NO_DECODE, admission.NO_NODE_RETRY_S
-        at = now if self._settings.admission == "early" else now + ttft_s
+        at = now if self._settings.admission in ("baseline", "early") else now + ttft_s
         tbt_s, batch = decodes.tbt_s(at, own_tokens=schedule.tokens, expected_tokens=expected, stay_tokens=stay_tokens)
         roomy = decodes.roomy(prefill.queue_s, self.need_tokens(schedule, expected), stay_tokens)
         score = np.where(roomy, tbt_s, np.inf) + decodes.closed
@@ -188,7 +189,9 @@ class Placement:
         if slot is None:
             return self._no_decode(stay_tokens)
         alone_s = decodes.alone_s(slot, schedule.tokens)
-        return DecodeChoice(decodes.nodes[slot], float(tbt_s[slot]), float(batch[slot]), alone_s)
+        grown_s = decodes.growth_s(slot, gaps.growth_tokens(float(batch[slot]) + 1, expected))
+        promised_s = gaps.tbt_s(float(tbt_s[slot]) + grown_s, expected)
+        return DecodeChoice(decodes.nodes[slot], promised_s, float(batch[slot]), gaps.tbt_s(alone_s, expected))
 
     def _best_decode(self, score: Floats, prefill: PrefillNode, exclude: tuple[str, ...]) -> int | None:
         preferred = score

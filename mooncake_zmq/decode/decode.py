@@ -33,6 +33,7 @@ from mooncake_zmq.core.actor import (
     WorkProgress,
 )
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.gaps import growth_tokens
 from mooncake_zmq.core.messages import (
     MAX_REPORTED,
     AttemptFailed,
@@ -345,19 +346,21 @@ class Decode:
         return self._pull(now, request)
 
     def _refuse(self, now: float, request: Request) -> list[Effect] | None:
-        """Its prefill is nearly done: would the steps be too long with it in the batch? None if it may come. A resumed request
-        is not refused, nor one that will not take a step here."""
+        """Its prefill is nearly done: would the steps be too long with it in the batch, for itself or for what others were
+        promised? None if it may come. A resumed request is not refused, nor one that will not take a step here."""
         message = request.request
         if message.tbt_slo_s <= 0 or message.first_index or request.left <= 1:
             return None
-        others = [Place(r.context, max(0, r.left)) for r in self._requests.values() if r.promised and r is not request]
+        promised = [r for r in self._requests.values() if r.promised and r is not request]
+        others = [Place(r.context, max(0, r.left)) for r in promised]
+        batch = min(len(others) + 1, self._settings.max_batch)
         wait_s = retry_after_s(
             self._costs,
             slowness=self._pace.ratio(now),
-            slo_s=message.tbt_slo_s,
+            slo_s=min([request.longest_step_s, *(r.longest_step_s for r in promised)]),
             max_batch=self._settings.max_batch,
             others=others,
-            own_context=request.context,
+            own_context=request.context + int(growth_tokens(batch, request.left)),
         )
         if wait_s is None:
             return None
