@@ -77,6 +77,46 @@ class ChunkComputed:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeStage:
+    """Prefill in a pipeline: run layers `[first_layer, stop_layer)` of a chunk of `count` tokens, whose KV alone is read,
+    stored and copied to the chunk's `outputs`.
+
+    `chunk.tokens` enter the first stage and are empty in the others: there the hidden states enter that stand in the slots
+    `entering`, one row after the other, as opaque bytes under the part checksums of their slots. What leaves is written to
+    `leaving` alike; the last stage has none, and samples.
+    """
+
+    chunk: ComputeChunk
+    count: int
+    first_layer: int
+    stop_layer: int
+    entering: tuple[SlotRef, ...] = ()
+    leaving: tuple[SlotGrant, ...] = ()
+
+    @property
+    def sequence(self) -> int:
+        """Whose KV this is."""
+        return self.chunk.sequence
+
+    @property
+    def layers(self) -> range:
+        """Those computed here."""
+        return range(self.first_layer, self.stop_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class StageComputed:
+    """`parts`: the part checksums of the stage's layers, one output block after the other. `failed`, `corrupt`: as of
+    `ChunkComputed`."""
+
+    parts: tuple[int, ...]
+    token: int | None
+    elapsed_s: float
+    failed: tuple[int, ...] = ()
+    corrupt: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PullBlocks:
     """Decode: copy blocks, or single layers of them, into a sequence's KV, from shared memory or over the network."""
 
@@ -207,6 +247,6 @@ class WorkFailed:
     reason: str
 
 
-Work = ComputeChunk | PullBlocks | DecodeStep | CopyBlocks | WriteToDisk | ProbeProcess
+Work = ComputeChunk | PullBlocks | DecodeStep | CopyBlocks | WriteToDisk | ProbeProcess | ComputeStage
 Progress = LayersComputed
-Result = ChunkComputed | BlocksPulled | StepDecoded | BlocksCopied | DiskWritten | ProcessProbed | WorkFailed
+Result = ChunkComputed | BlocksPulled | StepDecoded | BlocksCopied | DiskWritten | ProcessProbed | WorkFailed | StageComputed
