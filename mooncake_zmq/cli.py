@@ -196,6 +196,35 @@ def inspect(path: str, cache_dir: str, as_json: bool) -> None:
     sys.exit(0 if found.runs else 1)
 
 
+@model.command()
+@click.argument("path", metavar="MODEL")
+@click.option("--cache-dir", default="", metavar="DIR", help="Where it is prepared, if not in the user's cache.")
+@click.option("--to", "directory", type=click.Path(path_type=Path, file_okay=False), help="Write card and tokenizer to DIR.")
+def card(path: str, cache_dir: str, directory: Path | None) -> None:
+    """Print MODEL's card: what the setting model.card names on hosts without the model. Prepares the model if nobody has yet.
+
+    A gateway needs the tokenizer as well: --to DIR writes both, a few MB.
+
+    \b
+    Examples:
+      mooncake-zmq model card ~/models/llama.gguf > card.json
+      mooncake-zmq model card default --to /etc/mooncake-zmq/model
+    """
+    limit_blas()
+    from mooncake_zmq.engine import card as cards
+    from mooncake_zmq.engine.errors import ModelError
+    from mooncake_zmq.engine.prepare import prepare
+
+    try:
+        prepared = prepare(path, cache_dir)
+        if directory is None:
+            click.echo(cards.encode(cards.of_prepared(prepared)).decode(), nl=False)
+        else:
+            click.echo(cards.export(prepared, directory))
+    except ModelError as error:
+        _fail(error.message)
+
+
 @main.command()
 @config_option
 @set_option
@@ -213,6 +242,41 @@ def dump(path: str, assignments: tuple[str, ...], node: str | None) -> None:
     if missing := [name for name in names if name not in dumps]:
         click.echo(f"not running or not answering: {', '.join(missing)}", err=True)
         sys.exit(1)
+
+
+@main.command()
+@click.argument("key", metavar="KEY")
+@click.argument("copies", type=click.IntRange(1), metavar="COPIES")
+@config_option
+@set_option
+@click.option("--node", metavar="NAME", help="The conductor to ask; the first of the file otherwise.")
+def replica(key: str, copies: int, path: str, assignments: tuple[str, ...], node: str | None) -> None:
+    """Have COPIES hosts hold the prefix whose last block has KEY, as `dump` of a conductor names it under "chains".
+
+    \b
+    Examples:
+      mooncake-zmq dump --node conductor-0 | grep -A6 chains
+      mooncake-zmq replica 0d3f29c1a4e87b5596d2a80c1be47f33 3
+    """
+    import json
+
+    from mooncake_zmq.config import ConfigError
+    from mooncake_zmq.core.asks import AskError, SetCopies, decode, encode
+    from mooncake_zmq.operate import ask
+
+    loaded = _load(path, None, assignments)
+    conductors = [each.name for each in loaded.config.of_role("conductor")]
+    if not conductors:
+        _fail(f"{path}: there is no conductor")
+    name = _or_exit(lambda: loaded.config.node(node)).name if node else conductors[0]
+    try:
+        wish = decode(encode(SetCopies(key, copies)))
+        answer = ask(Path(loaded.config.cluster.runtime_dir), name, wish)
+    except (AskError, ConfigError) as error:
+        _fail(str(error))
+    if "error" in answer:
+        _fail(f"{name}: {answer['error']}")
+    click.echo(json.dumps(answer, indent=1))
 
 
 @main.command()

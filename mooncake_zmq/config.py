@@ -78,6 +78,10 @@ class ModelSettings:
     """"default", "toy", "dummy:CONFIG", a GGUF file or a Hugging Face directory."""
     cache_dir: str = ""
     """Where converted weights are kept; empty: the user's cache directory."""
+    card: str = ""
+    """What `mooncake-zmq model card MODEL` printed where the model is. From it conductors, cache-nodes and gateways learn shape
+    and fingerprints on hosts without the model; a gateway needs the tokenizer beside it (`--to DIR` writes both). Prefills and
+    decodes do not read it. Empty: the others read what an engine of their host has prepared, and wait for that."""
     block_tokens: int = 32
     """Tokens in a block. 32 of the default model are 1.41 MiB, exactly 360 pages, so a slot wastes nothing; a request computes
     half a block again on average, while keys, index and messages stay small."""

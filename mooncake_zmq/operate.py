@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import sys
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_zmq.config import ConfigError, Loaded
+from mooncake_zmq.core.asks import Answer, Ask, encode
 from mooncake_zmq.runtime.process import PortInUse, listen, make_private
 from mooncake_zmq.transfer.process_lock import holder
 
 DUMP_TIMEOUT_S, DUMP_AGAIN_S = 5.0, 0.5
+ASK_TIMEOUT_S = 5.0
 POLL_S = 0.01
 DISTRIBUTION = "mooncake-zmq"
 
@@ -60,6 +63,33 @@ def _ask_for_dump(runtime_dir: Path, name: str) -> bool:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     return pid is not None
+
+
+def ask(runtime_dir: Path, name: str, wish: Ask) -> Answer:
+    """Ask a node of this machine for something, and wait for its answer. Raises ConfigError if it does not run or answer."""
+    pid = holder(runtime_dir, name)
+    if not pid:
+        raise ConfigError(f"{name} does not run on this machine: ask where it does")
+    ask_id = secrets.token_hex(8)
+    question, answer = (runtime_dir / f"{name}.{what}.{ask_id}.json" for what in ("ask", "answer"))
+    temporary = question.with_suffix(".tmp")
+    temporary.write_bytes(encode(wish))
+    temporary.rename(question)
+    deadline = time.monotonic() + ASK_TIMEOUT_S
+    try:
+        while time.monotonic() < deadline:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR2)
+            again_at = time.monotonic() + DUMP_AGAIN_S
+            while time.monotonic() < again_at:
+                with suppress(FileNotFoundError):
+                    told: Answer = json.loads(answer.read_text(encoding="utf-8"))
+                    return told
+                time.sleep(POLL_S)
+    finally:
+        question.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)
+    raise ConfigError(f"{name} did not answer within {ASK_TIMEOUT_S:g} s")
 
 
 def examine(loaded: Loaded) -> Iterator[tuple[bool, str]]:

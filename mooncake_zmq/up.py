@@ -337,6 +337,9 @@ class Up:
         for node in self.config.nodes:
             for suffix in (".ipc", ".data.ipc", ".lock", ".dump.json", ".dump.tmp"):
                 (self.runtime_dir / f"{node.name}{suffix}").unlink(missing_ok=True)
+            for what in ("ask", "answer"):
+                for path in self.runtime_dir.glob(f"{node.name}.{what}.*"):
+                    path.unlink(missing_ok=True)
 
     def _on_signal(self, _number: int, _frame: object) -> None:
         self._stops += 1

@@ -27,7 +27,7 @@ from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.runtime.process import Model
+from mooncake_zmq.runtime.model import prepared
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 
 BLOCKS = 32
@@ -134,7 +134,7 @@ def _cache_node(path: Path, overrides: dict[str, str]) -> Iterator[tuple["subpro
 
 
 def _run_client(client: LeaseClient, config: Config, cache_node: "subprocess.Popen[bytes]") -> None:
-    model = Model.prepare(config)
+    model = prepared(config)
     hello = Hello(
         protocol=PROTOCOL_VERSION,
         role="decode",

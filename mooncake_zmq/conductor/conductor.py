@@ -17,6 +17,8 @@ from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.routing import DecodeOption, PrefillChoice, PrefillOption
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import (
+    Answered,
+    Asked,
     Drained,
     DrainWanted,
     Effect,
@@ -29,6 +31,7 @@ from mooncake_zmq.core.actor import (
     Started,
     TimerFired,
 )
+from mooncake_zmq.core.asks import SetCopies
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
@@ -53,6 +56,7 @@ EXPIRY_MIN_DELAY_S = 0.01
 MAX_PREDICTION_S = 1e7
 """The most a message may say."""
 DUMPED_BOOKINGS = 100
+DUMPED_CHAINS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ class Conductor:
                 return self._on_expiry(now)
             case TimerFired(key) if key == REPLICAS:
                 return self._on_replicas(now)
+            case Asked(ask_id, SetCopies(key, copies)):
+                return self._on_copies_wanted(now, ask_id, bytes.fromhex(key), copies)
             case DrainWanted():
                 return [Drained()]
             case Started():
@@ -118,6 +124,15 @@ class Conductor:
         readers = {member.host for member in self._members.of_role("prefill") if not member.draining}
         changes = self._replication.change(now, keys, copies, hosts=self._cache_hosts(), readers=readers)
         return [Send(node, message) for node, message in changes]
+
+    def _on_copies_wanted(self, now: float, ask_id: str, key: Key, copies: int) -> list[Effect]:
+        chain = self._replication.demand.chain(key)
+        if chain is None:
+            return [Answered(ask_id, {"error": "that prefix is not followed: see the chains in this conductor's dump"})]
+        effects = self.change_replica(now, chain.keys, copies)
+        asked = [effect.to for effect in effects if isinstance(effect, Send)]
+        holders = self._index.holders(chain.keys)
+        return [*effects, Answered(ask_id, {"blocks": len(chain.keys), "holders": holders, "asked": asked})]
 
     def check(self, now: float) -> None:
         """Assert the invariants."""
@@ -185,7 +200,10 @@ class Conductor:
                 for name, batch in self._batches.items()
             },
             "index": {"keys": len(self._index), "by_node": self._index.counts},
-            "replication": {"chains": len(self._replication.demand), "under_way": self._replication.under_way(now)},
+            "replication": {
+                "under_way": self._replication.under_way(now),
+                "chains": self._replication.dump(now, DUMPED_CHAINS),
+            },
             "bookings": [
                 {
                     "gateway": gateway,

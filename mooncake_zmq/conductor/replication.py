@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.routing import MAX_SOURCES
@@ -99,6 +100,10 @@ class Demand:
         """All that are followed, longest first."""
         return sorted(self._chains.values(), key=lambda chain: (-len(chain.keys), chain.keys[-1]))
 
+    def chain(self, key: Key) -> Chain | None:
+        """The chain followed that ends with `key`."""
+        return self._chains.get(key)
+
     def own_start(self, keys: Sequence[Key]) -> int:
         """Where the part of `keys` begins that it shares with no shorter chain followed."""
         return next((i for i in range(len(keys) - 1, 0, -1) if keys[i - 1] in self._chains), 0)
@@ -170,6 +175,19 @@ class Replication:
         """By node and block, what was asked last."""
         self._drawn: dict[str, float] = {}
         """Blocks per second that hot chains draw from each node's copies, as of the last round."""
+
+    def dump(self, now: float, limit: int) -> list[dict[str, Any]]:
+        """JSON-able: the chains that are asked for most, with who holds them whole."""
+        hottest = sorted(self.demand.chains(), key=lambda chain: -self.demand.per_s(now, chain))[:limit]
+        return [
+            {
+                "key": chain.keys[-1].hex(),
+                "blocks": len(chain.keys),
+                "per_s": self.demand.per_s(now, chain),
+                "holders": self._index.holders(chain.keys),
+            }
+            for chain in hottest
+        ]
 
     def under_way(self, now: float) -> int:
         """Copies asked for that were neither seen to arrive nor given up."""

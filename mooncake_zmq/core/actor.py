@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from mooncake_zmq.core.asks import Answer, Ask
 from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Progress, Result, Work
@@ -69,7 +70,14 @@ class FromClient(Struct, frozen=True):
     input: Any
 
 
-Event = PeerUp | PeerDown | Received | TimerFired | WorkProgress | WorkDone | Started | DrainWanted | FromClient
+class Asked(Struct, frozen=True):
+    """The operator of this machine wants something of this node; exactly one `Answered` with the same id goes back."""
+
+    ask_id: str
+    ask: Ask
+
+
+Event = PeerUp | PeerDown | Received | TimerFired | WorkProgress | WorkDone | Started | DrainWanted | FromClient | Asked
 
 
 class Send(Struct, frozen=True):
@@ -138,12 +146,30 @@ class Publish(Struct, frozen=True):
     events: tuple[KvEvent, ...]
 
 
+class Answered(Struct, frozen=True):
+    """What came of an `Asked`."""
+
+    ask_id: str
+    answer: Answer
+
+
 class Drained(Struct, frozen=True):
     """Nothing is left to finish: the process may exit."""
 
 
 Effect = (
-    Send | SetTimer | CancelTimer | Start | CancelWork | Fence | OpenSequence | CloseSequence | ToClient | Publish | Drained
+    Send
+    | SetTimer
+    | CancelTimer
+    | Start
+    | CancelWork
+    | Fence
+    | OpenSequence
+    | CloseSequence
+    | ToClient
+    | Publish
+    | Answered
+    | Drained
 )
 
 

@@ -13,3 +13,25 @@ SUMMARIES: dict[Role, str] = {
     "cache-node": "Own one host's pool of KV blocks.",
     "gateway": "Serve the OpenAI-compatible HTTP API; own the requests.",
 }
+
+
+_ANYWHERE: tuple[tuple[Role, Role], ...] = (
+    ("gateway", "conductor"),
+    ("gateway", "prefill"),
+    ("gateway", "decode"),
+    ("conductor", "prefill"),
+    ("conductor", "decode"),
+    ("conductor", "cache-node"),
+    ("prefill", "decode"),
+    ("cache-node", "cache-node"),
+    # They say nothing to each other across hosts, but a handoff may name blocks in the pool of the prefill's host, and one can
+    # read only where a peer's Hello told one to.
+    ("decode", "cache-node"),
+)
+_ON_ONE_HOST: tuple[tuple[Role, Role], ...] = (("prefill", "cache-node"),)
+
+
+def talks(role: Role, host: str, other_role: Role, other_host: str) -> bool:
+    """Do two processes of these roles and hosts keep a conversation? Each pair that does costs both a heartbeat."""
+    table = _ANYWHERE + _ON_ONE_HOST if host == other_host else _ANYWHERE
+    return (role, other_role) in table or (other_role, role) in table

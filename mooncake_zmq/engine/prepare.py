@@ -45,14 +45,14 @@ def prepare(
     compacted = backend == "compiled"
     cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
     target = locate(model, cache_dir)
-    if _is_prepared(target, compacted=compacted):
+    if is_prepared(target, compacted=compacted):
         return target
     if compacted:
         compiled_engine()  # a library that is missing is told now, not after a download
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / f".{target.name}.lock", progress):
-            if not _is_prepared(target, compacted=compacted):
+            if not is_prepared(target, compacted=compacted):
                 _build(model, target, progress, compacted=compacted)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -69,6 +69,11 @@ def locate(model: str, cache_dir: Path) -> Path:
     except (OSError, ValueError) as error:
         raise ModelError(f"{model[:200]} cannot be read: {error}") from error
     return cache_dir / f"{label}-{key}"
+
+
+def located(model: str, cache_dir: Path | str) -> Path:
+    """`locate` where `prepare` is given the same; nothing is made."""
+    return locate(model, Path(cache_dir) if cache_dir else default_cache_dir())
 
 
 def open_source(model: str) -> tuple[Source, str]:
@@ -145,7 +150,8 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
         yield
 
 
-def _is_prepared(target: Path, *, compacted: bool) -> bool:
+def is_prepared(target: Path, *, compacted: bool = False) -> bool:
+    """Is there a whole model, with its compact form if that is asked for?"""
     return (target / HEADER_FILE).exists() and (not compacted or compact.exists(target))
 
 

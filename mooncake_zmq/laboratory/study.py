@@ -10,8 +10,8 @@ TRACE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace. `hash_ids`: one for each complete or begun block of `TRACE_BLOCK_TOKENS` of its prompt; equal ids at
-    equal places after equal ids are the same tokens."""
+    """One request of a trace. `hash_ids`: one for each complete or begun block of `TRACE_BLOCK_TOKENS` of its prompt; equal ids
+    at equal places after equal ids are the same tokens."""
 
     at_s: float
     input_tokens: int

@@ -54,8 +54,8 @@ from mooncake_zmq.engine.sampling import sample
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer.block_copy import (
-    ReadFailure,
     copy_block,
     granted,
     load_layers,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,23 @@ import zmq
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
-from mooncake_zmq.config import Config, ConfigError, Loaded, NodeSettings
-from mooncake_zmq.core.actor import Actor, FromClient
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings
+from mooncake_zmq.core import asks
+from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.roles import ENGINE_ROLES
+from mooncake_zmq.core.roles import ENGINE_ROLES, Role, talks
 from mooncake_zmq.core.session import Session
-from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.spec import Engine, ModelSpec
+from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.gateway.edge import Edge, ServedModel
-from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.runtime import log as logs
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
+from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.store_server import StoreServer
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
@@ -61,6 +61,9 @@ PARENT_VARIABLE = "MOONCAKE_ZMQ_PARENT"
 """The pid of the `up` that started this process: when that dies, this one drains."""
 BAD_INPUT = 2
 PR_SET_PDEATHSIG = 1
+MAX_ASKS = 64
+"""Of the operator's, taken at a time; further ones wait for the next signal."""
+ASKED_ROLES: tuple[Role, ...] = ("conductor",)
 READY_POLL_S = 0.1
 HTTP_CLOSE_S = 5
 """How long the last HTTP answers may take to be written out once the requests have ended."""
@@ -91,44 +94,6 @@ def main(loaded: Loaded, name: str) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What a process knows of the cluster's model before any weight is mapped."""
-
-    path: Path
-    spec: ModelSpec
-    tokenizer: str
-    """Fingerprint of the tokenizer."""
-    max_model_len: int
-
-    @classmethod
-    def prepare(cls, config: Config, backend: Backend = "numpy") -> "Model":
-        """Convert the model if nobody has yet. Raises ModelError."""
-        from mooncake_zmq.engine import tokenizer, weights  # maps BLAS: only after the thread count is set
-        from mooncake_zmq.engine.prepare import prepare, remove_former
-
-        model = config.model
-
-        def progress(what: str, share: float) -> None:
-            log.debug("model", what=what, share=share)
-
-        path = prepare(model.path, model.cache_dir, progress, backend=backend)
-        for former in remove_former(path):
-            log.info("former_model_removed", path=str(former))
-        spec = weights.load_engine("toy").spec if str(path) == "toy" else weights.read_spec(path)
-        return cls(path, spec, tokenizer.fingerprint(path), min(model.max_model_len, spec.max_positions))
-
-    def layout(self, block_tokens: int) -> BlockLayout:
-        return BlockLayout(
-            layers=self.spec.layers,
-            kv_heads=self.spec.kv_heads,
-            head_dim=self.spec.head_dim,
-            block_tokens=block_tokens,
-            dtype=self.spec.kv_dtype,
-            hidden_bytes=4 * self.spec.hidden,
-        )
-
-
 class _Process:
     """Everything one life of one node holds; `stack` lets go of it in reverse order."""
 
@@ -145,7 +110,7 @@ class _Process:
         self.incarnation = lock.incarnation
         for swept in sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life)):
             log.warning("stale_segment_removed", path=str(swept))
-        self.model = Model.prepare(self.config, self.node.backend)
+        self.model = learn(self.config, self.node)
         self.layout = self.model.layout(self.config.model.block_tokens)
         self.signals_seen = 0
         self.drain_until = 0.0
@@ -214,6 +179,7 @@ class _Process:
             peers=self._peers(),
             executor=executor,
             publish=publisher.publish if publisher else None,
+            answer=self._write_answer,
         )
         self.stack.callback(self.runtime.close)
         if executor is not None:
@@ -439,7 +405,12 @@ class _Process:
         )
 
     def _peers(self) -> dict[str, str]:
-        return {peer.name: self.config.endpoint(peer) for peer in self.config.nodes if peer.name != self.node.name}
+        node, config = self.node, self.config
+        return {
+            peer.name: config.endpoint(peer)
+            for peer in config.nodes
+            if peer.name != node.name and talks(node.role, node.host, peer.role, peer.host)
+        }
 
     def _attend(self, on_drain: Any = lambda: None) -> None:
         """Signals, watchdog, metrics: what the operator and systemd see of the loop."""
@@ -467,6 +438,7 @@ class _Process:
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
         signal.signal(signal.SIGUSR1, lambda *_: runtime.call(self._write_dump))
+        signal.signal(signal.SIGUSR2, lambda *_: runtime.call(self._take_asks))
         watchdog_us = int(os.environ.get("WATCHDOG_USEC", "0"))
         if watchdog_us:
             runtime.every(watchdog_us / 2e6, lambda: _notify("WATCHDOG=1"))
@@ -507,6 +479,34 @@ class _Process:
             log.warning("dump_failed", path=str(path), reason=error.strerror)
         else:
             log.info("dumped", path=str(path))
+
+    def _take_asks(self) -> None:
+        """What the operator left in the runtime directory, which is ours alone; see `operate.ask`."""
+        for path in sorted(self.runtime_dir.glob(f"{self.node.name}.ask.*.json"))[:MAX_ASKS]:
+            ask_id = path.name.removeprefix(f"{self.node.name}.ask.").removesuffix(".json")
+            try:
+                content = path.read_bytes()
+                path.unlink()
+                ask = asks.decode(content)
+            except FileNotFoundError:  # whoever asked gave up
+                continue
+            except asks.AskError as error:
+                self._write_answer(Answered(ask_id, {"error": str(error)}))
+                continue
+            if self.node.role not in ASKED_ROLES:
+                self._write_answer(Answered(ask_id, {"error": f"{self.node.name} is a {self.node.role}: ask a conductor"}))
+                continue
+            log.info("asked", ask=repr(ask))
+            self.runtime.handle(Asked(ask_id, ask))
+
+    def _write_answer(self, answered: Answered) -> None:
+        path = self.runtime_dir / f"{self.node.name}.answer.{answered.ask_id}.json"
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps(answered.answer), encoding="utf-8")
+            temporary.rename(path)
+        except OSError as error:
+            log.warning("answer_failed", path=str(path), reason=error.strerror)
 
 
 class _Backing:
@@ -623,6 +623,7 @@ def _mind_early_signals() -> None:
         raise SystemExit(0)
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
 

@@ -27,6 +27,7 @@ import zmq
 
 from mooncake_zmq.core.actor import (
     Actor,
+    Answered,
     CancelTimer,
     CancelWork,
     CloseSequence,
@@ -157,9 +158,10 @@ class ZmqRuntime:
         executor: WorkExecutor | None = None,
         deliver: Callable[[ToClient], None] | None = None,
         publish: Callable[[tuple[KvEvent, ...]], None] | None = None,
+        answer: Callable[[Answered], None] | None = None,
     ) -> None:
         """`endpoint`: where to listen. `peers`: endpoint by name. `deliver`: where a gateway's `ToClient` effects go.
-        `publish`: where a cache-node's KV events go; without it, nowhere."""
+        `publish`: where a cache-node's KV events go; without it, nowhere. `answer`: where answers to the operator go."""
         self.node = node
         self.counts: dict[str, int] = {}
         self.stopped = False
@@ -167,6 +169,7 @@ class ZmqRuntime:
         self._executor = executor
         self._deliver = deliver
         self._publish = publish
+        self._answer = answer
         if executor is not None:
             node.actor = _Introducing(node.actor, executor, node.actor.counts)
         self._timers = Timers()
@@ -394,6 +397,9 @@ class ZmqRuntime:
                 case Publish(events):
                     if self._publish is not None:
                         self._publish(events)
+                case Answered():
+                    assert self._answer is not None, "nobody asked"
+                    self._answer(effect)
                 case Drained():
                     self._drained_at = self._drained_at or time.monotonic()  # said again after every event
                 case _:

@@ -10,7 +10,7 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.roles import ROLES, Role
+from mooncake_zmq.core.roles import ROLES, Role, talks
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
@@ -81,7 +81,7 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
     specs = []
     for name, host in places.items():
         role = _role_of(name)
-        peers = tuple(other for other in places if other != name and _talk(name, other, places))
+        peers = tuple(other for other, there in places.items() if other != name and talks(role, host, _role_of(other), there))
         specs.append(
             ProcessSpec(
                 name=name,
@@ -94,24 +94,6 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
             )
         )
     return specs
-
-
-TALK = {
-    frozenset(("gateway", "conductor")),
-    frozenset(("gateway", "prefill")),
-    frozenset(("gateway", "decode")),
-    frozenset(("conductor", "prefill")),
-    frozenset(("conductor", "decode")),
-    frozenset(("conductor", "cache-node")),
-    frozenset(("prefill", "decode")),
-    frozenset(("cache-node",)),
-}
-TALK_AT_HOME = {frozenset(("prefill", "cache-node")), frozenset(("decode", "cache-node"))}
-
-
-def _talk(one: str, other: str, places: dict[str, str]) -> bool:
-    roles = frozenset((_role_of(one), _role_of(other)))
-    return roles in TALK or (roles in TALK_AT_HOME and places[one] == places[other])
 
 
 def _role_of(name: str) -> Role:

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.core.actor import Event, PeerDown, PeerUp
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import (
     BlockLoad,
@@ -39,6 +40,7 @@ from mooncake_zmq.core.work import (
     WorkFailed,
     WriteToDisk,
 )
+from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
 from mooncake_zmq.simulation.disk import SimDisk
@@ -175,6 +177,8 @@ class Machine:
         self.stopped_at = float("-inf")
         """When the process was last stopped: a work begun before that may be late without being wrong."""
         self.sequences: dict[int, SimSequence] = {}
+        self._told: dict[str, int] = {}
+        """The life of each peer whose segment its Hello told of, as long as the conversation lasts."""
         self.works: dict[int, Running] = {}
         self._used_ids: set[int] = set()
         self.disk_reads: Counter[int] = Counter()
@@ -183,6 +187,21 @@ class Machine:
         self._later = later
         self._done = done
         self._progressed = progressed
+
+    # --- whose slots can be found
+
+    def hear(self, event: Event) -> None:
+        """What the process's actor is about to learn: its peers come and go."""
+        if isinstance(event, PeerUp):
+            self._told[event.peer] = event.incarnation
+        elif isinstance(event, PeerDown):
+            self._told.pop(event.peer, None)
+
+    def find(self, node: str, incarnation: int) -> Segment | None:
+        """The segment of a life: the own one, or one that this process was told of."""
+        own = (node, incarnation) == (self.name, self.incarnation)
+        told = own or self._told.get(node) == incarnation
+        return self.world.segments.get((node, incarnation)) if told else None
 
     # --- effects carried out at once
 
@@ -449,7 +468,7 @@ class Machine:
         self.disk_reads.update(stored)
         copies: list[_BlockCopy] = []
         for source, grant in work.copies:
-            target = self.world.segments.get((grant.node, grant.incarnation))
+            target = self.find(grant.node, grant.incarnation)
             if target is None or not target.linked or target.host != self.host:
                 copies.append(_BlockCopy(None, grant, []))
                 continue
@@ -544,8 +563,8 @@ class Machine:
         return None
 
     def _is_remote(self, source: SlotRef) -> bool:
-        segment = self.world.segments.get((source.node, source.incarnation))
-        return segment is None or segment.host != self.host
+        segment = self.find(source.node, source.incarnation)
+        return segment is not None and segment.host != self.host
 
     def _copy_s(self, blocks: float, sources: Sequence[SlotRef]) -> float:
         hardware = self.world.hardware
@@ -594,7 +613,7 @@ class _Read:
 
     def first_half(self) -> bytes | None:
         """The first half of the bytes, or None when the source is gone or has another generation."""
-        segment = self._machine.world.segments.get((self._ref.node, self._ref.incarnation))
+        segment = self._machine.find(self._ref.node, self._ref.incarnation)
         if segment is None or not readable(self._machine, segment):
             return None
         if not generation_stands(segment, self._ref):
@@ -710,15 +729,13 @@ def readable(machine: Machine, segment: Segment, *, attached: bool = False) -> b
 
 def generation_stands(segment: Segment, ref: SlotRef) -> bool:
     """Whether the slot still holds the copy that `ref` names."""
-    generation = segment.generations[ref.slot]
-    return generation == ref.generation or (ref.checksum == 0 and generation == ref.generation + 1)
+    return reading.generation_stands(segment.generations[ref.slot], ref.generation, committed=ref.checksum != 0)
 
 
 def part_stands(segment: Segment, ref: SlotRef, layer: int, part: bytes) -> bool:
     """Whether the bytes read are the ones that were stored."""
-    if part_checksum(part) != segment.parts[ref.slot][layer]:
-        return False
-    return ref.checksum == 0 or block_checksum(segment.parts[ref.slot]) == ref.checksum
+    row = segment.parts[ref.slot]
+    return reading.part_stands(part_checksum(part), row[layer]) and reading.row_stands(row, ref.checksum)
 
 
 def _tear(random: Random, part: memoryview) -> None:

@@ -29,6 +29,7 @@ from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.gateway.requests import Requests
+from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.slots import Slots
@@ -78,10 +79,12 @@ def _evict_leased() -> list[tuple[Any, str, Any]]:
 
 
 def _no_generation_check() -> list[tuple[Any, str, Any]]:
-    def always(*_: object) -> bool:
+    """In the rule that live reads follow too."""
+
+    def always(*_: object, **__: object) -> bool:
         return True
 
-    return [(hardware, "generation_stands", always), (hardware, "part_stands", always)]
+    return [(reading, rule, always) for rule in ("generation_stands", "row_stands", "part_stands")]
 
 
 def _disk_unverified() -> list[tuple[Any, str, Any]]:

@@ -289,6 +289,7 @@ class Simulator:
             self.log.append(f"{self.now:9.4f} {process.name:<12} {_short(event)}")
             self.log.extend(f"{'':9} {'':<12}   -> {_short(effect)}" for effect in effects)
         assert process.life is not None
+        process.life.machine.hear(event)
         self.watcher.observed(process.spec, process.life.incarnation, process.life.actor, event, effects)
         if any(isinstance(effect, Send) and isinstance(effect.message, LeaseBlocks | ReserveSlots) for effect in effects):
             self._spring(FaultKind.STOP_ASKER, process.name)

@@ -10,7 +10,6 @@ the copies have ended. What that means where one side or both are GPU memory sta
 """
 
 from collections.abc import Sequence
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,29 +17,12 @@ from numpy.typing import NDArray
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, DiskBlock, SlotGrant
 from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import div_ceil
+from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.shared_memory import HOST, Segment
-
-
-class ReadFailure(Enum):
-    """Why a read gave no block."""
-
-    CORRUPT = "corrupt"
-    """The copy named stands, but its bytes or checksums are not what the reader was told: nobody should find it again."""
-    UNREACHED = "unreached"
-    """It did not come, not in time, or the copy named is no longer there: this says nothing about anybody's bytes."""
-
-
-def generation_fits(generation: int, expected: int, *, committed: bool) -> bool:
-    """A committed block must still have its generation; one being written may have been committed meanwhile."""
-    return generation == expected or (not committed and generation == expected + 1)
-
-
-def trusted_parts(parts: Sequence[int], checksum: int) -> bool:
-    """Do a copy's part checksums fold to the block checksum its reader was told? 0: none was told yet."""
-    return checksum == 0 or block_checksum(parts) == checksum
 
 
 def load_layers(
@@ -62,7 +44,7 @@ def load_layers(
         for layer, checksum in zip(layers, expected, strict=True):
             part = segment.part_view(load.source.slot, layer)
             sequence.write_part(layer, start, part[:, : load.tokens])
-            if verify and segment.checksum(part) != checksum:
+            if verify and not reading.part_stands(segment.checksum(part), checksum):
                 return _mismatch(segment, load.source)
     finally:
         sequence.settle()  # before anybody reads or frees either side, whatever came of it
@@ -83,7 +65,7 @@ def copy_block(
     for layer, checksum in zip(layers, expected, strict=True):
         part = target.part_view(grant.slot, layer)
         segment.copy_part(source.slot, layer, part)
-        if verify and part_checksum(part.data) != checksum:
+        if verify and not reading.part_stands(part_checksum(part.data), checksum):
             return _mismatch(segment, source) if granted(target, grant) else ReadFailure.UNREACHED
     if not _fits(segment, source):
         return ReadFailure.UNREACHED
@@ -174,7 +156,7 @@ def _verified_view(segment: Segment, source: SlotRef, block: DiskBlock) -> memor
         return told
     view, part_bytes = _slot_view(segment, source.slot), segment.layout.part_bytes
     parts = [part_checksum(view[start : start + part_bytes]) for start in range(0, segment.layout.block_bytes, part_bytes)]
-    return view if block_checksum(parts) == block.checksum else _mismatch(segment, source)
+    return view if reading.row_stands(parts, block.checksum) else _mismatch(segment, source)
 
 
 def _committable(target: Segment, grant: SlotGrant) -> int | None:
@@ -183,12 +165,12 @@ def _committable(target: Segment, grant: SlotGrant) -> int | None:
 
 
 def _fits(segment: Segment, source: SlotRef) -> bool:
-    return generation_fits(segment.generation(source.slot), source.generation, committed=source.checksum != 0)
+    return reading.generation_stands(segment.generation(source.slot), source.generation, committed=source.checksum != 0)
 
 
 def _mismatch(segment: Segment, source: SlotRef) -> ReadFailure:
-    """What was read is not what was told: torn, if the copy was taken away meanwhile."""
-    return ReadFailure.CORRUPT if _fits(segment, source) else ReadFailure.UNREACHED
+    """What was read is not what was told."""
+    return reading.failure(stands=_fits(segment, source))
 
 
 def _expected(segment: Segment, source: SlotRef, layers: range) -> list[int] | ReadFailure:
@@ -196,4 +178,4 @@ def _expected(segment: Segment, source: SlotRef, layers: range) -> list[int] | R
     if source.slot >= segment.slots or layers.stop > segment.layout.layers or not _fits(segment, source):
         return ReadFailure.UNREACHED
     parts: list[int] = segment.parts(source.slot).tolist()
-    return parts[layers.start : layers.stop] if trusted_parts(parts, source.checksum) else _mismatch(segment, source)
+    return parts[layers.start : layers.stop] if reading.row_stands(parts, source.checksum) else _mismatch(segment, source)

@@ -34,9 +34,10 @@ from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 from mooncake_zmq.core.messages import Checksum, Count, SlotRef
+from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.checksum import part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.transfer.block_copy import ReadFailure, generation_fits, trusted_parts
+from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer.cuda import DeviceSegment
 from mooncake_zmq.transfer.directory import Life
 from mooncake_zmq.transfer.shared_memory import Segment
@@ -211,7 +212,8 @@ class DataServer:
         return ReadReply(request.read_id, ReadStatus.OTHER_GENERATION)
 
     def _fits(self, request: ReadRequest) -> bool:
-        return generation_fits(self._segment.generation(request.slot), request.generation, committed=request.committed)
+        generation = self._segment.generation(request.slot)
+        return reading.generation_stands(generation, request.generation, committed=request.committed)
 
 
 @dataclass(slots=True, eq=False)
@@ -616,7 +618,7 @@ class RemoteReader:
         layout, checksums = self._layout, reply.checksums
         if reply.status is not ReadStatus.OK or not socket.rcvmore or len(checksums) != layout.layers:
             return ReadFailure.UNREACHED
-        if not trusted_parts(checksums, read.source.checksum):
+        if not reading.row_stands(checksums, read.source.checksum):
             return ReadFailure.CORRUPT
         buffer = read.sink.buffer()
         if buffer is None:
@@ -630,7 +632,7 @@ class RemoteReader:
         self.counts["bytes"] += size_bytes
         for index, layer in enumerate(read.layers):
             part = payload[index * layout.part_bytes : (index + 1) * layout.part_bytes]
-            if part_checksum(part) != checksums[layer]:
+            if not reading.part_stands(part_checksum(part), checksums[layer]):
                 return ReadFailure.CORRUPT
             read.sink.part(layer, part, checksums[layer])
         return None

@@ -19,6 +19,8 @@ from mooncake_zmq.conductor.replication import (
     Replication,
 )
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.actor import Answered, Asked
+from mooncake_zmq.core.asks import SetCopies
 from mooncake_zmq.core.messages import ChangeReplica
 from mooncake_zmq.core.shell import Tally
 
@@ -476,3 +478,27 @@ def test_retries_are_no_demand():
 def test_more_blocks_than_a_message_may_name_are_refused():
     with pytest.raises(ValueError, match="replica_max_blocks"):
         ConductorSettings(replica_max_blocks=1 << 20)
+
+
+# --- the operator
+
+
+def test_an_operator_may_ask_for_copies_of_a_prefix_that_is_followed():
+    cluster = Cluster(4)
+    cluster.announce("c2", DOC)
+    cluster.schedule((*DOC, *keys("question", 2)))
+    shown = cluster.conductor.dump(cluster.now)["replication"]["chains"]
+    assert (DOC[-1].hex(), len(DOC), ["c2"]) in [(chain["key"], chain["blocks"], chain["holders"]) for chain in shown]
+    effects = cluster.handle(Asked("a1", SetCopies(DOC[-1].hex(), 3)))
+    (answered,) = [effect for effect in effects if isinstance(effect, Answered)]
+    assert answered.ask_id == "a1"
+    assert answered.answer == {"blocks": len(DOC), "holders": ["c2"], "asked": [node for node, _ in cluster.wishes]}
+    assert len(cluster.wishes) == 2
+    assert {message.keys for _, message in cluster.wishes} == {DOC}
+
+
+def test_copies_of_an_unknown_prefix_are_answered_with_an_error():
+    cluster = Cluster(2)
+    (answered,) = cluster.handle(Asked("a1", SetCopies("0" * 32, 2)))
+    assert answered == Answered("a1", {"error": "that prefix is not followed: see the chains in this conductor's dump"})
+    assert cluster.wishes == []

@@ -11,6 +11,7 @@ from mooncake_zmq.core.actor import (
     CloseSequence,
     Fence,
     OpenSequence,
+    PeerDown,
     Start,
     WorkDone,
     WorkProgress,
@@ -134,6 +135,16 @@ def test_a_prefix_that_is_late_fails_its_blocks_and_accuses_none() -> None:
 def replace_ref(ref: SlotRef, fields: dict[str, int | str]) -> SlotRef:
     values = {name: getattr(ref, name) for name in ("node", "incarnation", "slot", "generation", "checksum")}
     return SlotRef(**(values | fields))
+
+
+@pytest.mark.parametrize("reader", ["decode", "far"])
+def test_a_process_finds_no_slots_of_a_peer_that_it_was_not_told_of(reader: str) -> None:
+    world = World(PLACES)
+    refs = computed(world)
+    world.machine(reader).hear(PeerDown("prefill", "its conversation ended"))
+    pulled = pull(world, refs, reader)
+    assert isinstance(pulled, BlocksPulled)
+    assert (pulled.failed, pulled.corrupt) == ((0, 1), ()), "nothing is known of the bytes"
 
 
 def test_a_slot_reused_between_the_halves_of_a_copy_is_noticed() -> None:

@@ -8,8 +8,10 @@ from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, SlotGrant
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.reading import ReadFailure
+from mooncake_zmq.simulation.planted import planting
 from mooncake_zmq.transfer import block_copy
-from mooncake_zmq.transfer.block_copy import ReadFailure, copy_block, load_layers, store_block, store_part
+from mooncake_zmq.transfer.block_copy import copy_block, load_layers, store_block, store_part
 
 
 @pytest.fixture
@@ -188,3 +190,15 @@ def test_the_rest_of_a_partial_block_is_zero(make_segment, sequence):
     assert (part[:, :3] == 1).all()
     assert not part[:, 3:].any()
     assert block_checksum(target.parts(0).tolist())
+
+
+def test_live_reads_follow_the_rule_that_seeds_are_tried_with(make_segment, fill, sequence):
+    """The bug planted in the simulation's reads is in these as well: there is no second copy of the rule."""
+    segment, target = make_segment("a"), make_segment("b")
+    ref = fill(segment, 0)
+    slot_bytes(segment, 0)[0] ^= 4
+    wrong = altered(ref, generation=ref.generation + 4, checksum=5)
+    with planting("no_generation_check"):
+        assert not isinstance(load_layers(segment, whole(wrong), range(3), sequence), ReadFailure)
+        assert not isinstance(copy_block(segment, wrong, target, SlotGrant("b", 1, 0, 0)), ReadFailure)
+    assert isinstance(load_layers(segment, whole(wrong), range(3), sequence), ReadFailure)

@@ -12,8 +12,9 @@ from mooncake_zmq.core.work import BlockLoad, SlotGrant
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer import cuda as cuda_module
-from mooncake_zmq.transfer.block_copy import ReadFailure, copy_block, load_layers, store_block, store_part
+from mooncake_zmq.transfer.block_copy import copy_block, load_layers, store_block, store_part
 from mooncake_zmq.transfer.cuda import DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.shared_memory import HOST, Segment, SharedMemoryError

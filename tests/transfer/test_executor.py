@@ -196,7 +196,7 @@ def test_a_batch_of_two_sequences_is_sampled_in_order(make_rig):
     rig.prefill(1, (0, 1, 2, 3))
     rig.prefill(2, (4, 5, 6, 7))
     entries = (StepEntry(2, first, 14, GREEDY), StepEntry(1, 9, 14, GREEDY))
-    two, one = rig.run(DecodeStep(entries)).tokens
+    ((two, one),) = rig.run(DecodeStep(entries)).tokens
     assert two == more[0]
     # Sequence 1 goes back one step: what it was fed before does not count.
     assert rig.decode(1, first) == more

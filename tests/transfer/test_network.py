@@ -18,8 +18,8 @@ from segment_bytes import slot_bytes
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer import network
-from mooncake_zmq.transfer.block_copy import ReadFailure
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
 from mooncake_zmq.transfer.network import DataServer, ReadReply, ReadRequest, ReadStatus, RemoteRead, RemoteReader
 

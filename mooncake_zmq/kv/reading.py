@@ -1,0 +1,47 @@
+"""May bytes that were read be trusted? The one rule for live and simulated reads: it decides, and never reads itself. PURE.
+
+Who reads a slot was told its generation and its block checksum (0: not committed yet, so none). Beside the bytes lies a row of
+part checksums, one for each layer. The bytes are trusted if, in this order,
+
+    the slot had the generation before the first byte was read       generation_stands
+    the row folds to the block checksum that was told                row_stands
+    each part hashes to its entry in the row                         part_stands
+    the slot still has that generation after the last byte           generation_stands
+
+Users call these through the module, so that a simulation can plant a bug in all reads at once.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from mooncake_zmq.kv.checksum import block_checksum
+
+
+class ReadFailure(Enum):
+    """Why a read gave no block."""
+
+    CORRUPT = "corrupt"
+    """The copy named stands, but its bytes or checksums are not what the reader was told: nobody should find it again."""
+    UNREACHED = "unreached"
+    """It did not come, not in time, or the copy named is no longer there: this says nothing about anybody's bytes."""
+
+
+def generation_stands(generation: int, named: int, *, committed: bool) -> bool:
+    """A committed block must still have its generation; one being written may have been committed meanwhile."""
+    return generation == named or (not committed and generation == named + 1)
+
+
+def row_stands(row: Sequence[int], checksum: int) -> bool:
+    """Do a copy's part checksums fold to the block checksum its reader was told? 0: none was told yet."""
+    return checksum == 0 or block_checksum(row) == checksum
+
+
+def part_stands(found: int, told: int) -> bool:
+    """Is the checksum of the bytes read the one in the row? 0 there: the part is not written yet."""
+    return found == told != 0
+
+
+def failure(*, stands: bool) -> ReadFailure:
+    """What bytes mean that are not what was told, by whether the generation still `stands`: torn, if the copy was taken away
+    meanwhile."""
+    return ReadFailure.CORRUPT if stands else ReadFailure.UNREACHED

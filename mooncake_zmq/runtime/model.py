@@ -1,0 +1,127 @@
+"""What a process knows of the cluster's model. Those with an engine have its weights prepared; the others never do."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from mooncake_zmq.config import Config, NodeSettings
+from mooncake_zmq.core.roles import ENGINE_ROLES
+from mooncake_zmq.engine.card import ModelCard
+from mooncake_zmq.engine.cpu import Backend
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.spec import ModelSpec
+from mooncake_zmq.kv.layout import BlockLayout
+
+log = structlog.get_logger()
+
+POLL_S = 0.5
+WAIT_S = 3600.0
+"""How long a process waits for an engine of its host to have prepared the model: a large one is downloaded and converted."""
+WHAT_TO_DO = (
+    "it does not download or convert a model: set model.card to the file that 'mooncake-zmq model card MODEL' "
+    "prints where the model is"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Before any weight is mapped. `path`: the prepared directory, "toy", or what holds the tokenizer beside a card."""
+
+    path: Path
+    card: ModelCard
+    max_model_len: int
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Shape and identity."""
+        return self.card.spec
+
+    @property
+    def tokenizer(self) -> str:
+        """Fingerprint of the tokenizer."""
+        return self.card.tokenizer
+
+    def layout(self, block_tokens: int) -> BlockLayout:
+        return BlockLayout(
+            layers=self.spec.layers,
+            kv_heads=self.spec.kv_heads,
+            head_dim=self.spec.head_dim,
+            block_tokens=block_tokens,
+            dtype=self.spec.kv_dtype,
+            hidden_bytes=4 * self.spec.hidden,
+        )
+
+
+def learn(config: Config, node: NodeSettings, sleep: Callable[[float], None] = time.sleep) -> Model:
+    """As `node`'s role needs it: an engine has the model prepared, the others read its card. Raises ModelError."""
+    if node.role in ENGINE_ROLES or config.model.path == "toy":
+        return prepared(config, node.backend)
+    if config.model.card:
+        return _of_card(config, Path(config.model.card).expanduser(), with_tokenizer=node.role == "gateway")
+    return _model(config, _prepared_by_another(config, node, sleep))
+
+
+def prepared(config: Config, backend: Backend = "numpy") -> Model:
+    """Convert the model if nobody has yet. Raises ModelError."""
+    from mooncake_zmq.engine.prepare import prepare, remove_former  # maps BLAS: only after the thread count is set
+
+    def progress(what: str, share: float) -> None:
+        log.debug("model", what=what, share=share)
+
+    path = prepare(config.model.path, config.model.cache_dir, progress, backend=backend)
+    for former in remove_former(path):
+        log.info("former_model_removed", path=str(former))
+    return _model(config, path)
+
+
+def _model(config: Config, path: Path) -> Model:
+    from mooncake_zmq.engine import card
+
+    return _bounded(config, path, card.of_prepared(path))
+
+
+def _of_card(config: Config, path: Path, *, with_tokenizer: bool) -> Model:
+    from mooncake_zmq.engine import card, tokenizer
+
+    found = card.read(path)
+    if with_tokenizer and tokenizer.fingerprint(path.parent) != found.tokenizer:
+        raise ModelError(
+            f"a gateway needs the model's tokenizer beside {path}: 'mooncake-zmq model card MODEL --to DIR' writes both"
+        )
+    return _bounded(config, path.parent, found)
+
+
+def _bounded(config: Config, path: Path, card: ModelCard) -> Model:
+    return Model(path, card, min(config.model.max_model_len, card.spec.max_positions))
+
+
+def _prepared_by_another(config: Config, node: NodeSettings, sleep: Callable[[float], None]) -> Path:
+    """The prepared directory, once an engine of this machine has made it. Raises ModelError where none will."""
+    from mooncake_zmq.engine.prepare import is_prepared, located
+
+    try:
+        path = located(config.model.path, config.model.cache_dir)
+    except ModelError as error:
+        raise ModelError(f"{error}; a {node.role} needs no weights, but {WHAT_TO_DO}") from error
+    waited_s = 0.0
+    while not is_prepared(path):
+        if not _has_engine_beside(config, node):
+            raise ModelError(
+                f"model {config.model.path} is not prepared here, and a {node.role} needs no weights: {WHAT_TO_DO}"
+            )
+        if waited_s >= WAIT_S:
+            raise ModelError(f"model {config.model.path} was not prepared by an engine of this machine in {WAIT_S:.0f} s")
+        if not waited_s:
+            log.info("waiting_for_model", path=str(path), host=node.host)
+        sleep(POLL_S)
+        waited_s += POLL_S
+    return path
+
+
+def _has_engine_beside(config: Config, node: NodeSettings) -> bool:
+    """Does an engine share `node`'s machine? One of its host does, and so does one that is reached over an ipc socket."""
+    engines = config.of_role(*ENGINE_ROLES)
+    return any(engine.host == node.host or config.endpoint(engine).startswith("ipc://") for engine in engines)

@@ -1,0 +1,29 @@
+"""Who talks to whom: one table for the live mesh and the simulated one."""
+
+from itertools import product
+
+import pytest
+
+from mooncake_zmq.core.roles import ROLES, talks
+
+
+@pytest.mark.parametrize(("one", "other"), list(product(ROLES, ROLES)))
+@pytest.mark.parametrize("there", ["a", "b"])
+def test_both_sides_agree_that_they_talk(one, other, there):
+    assert talks(one, "a", other, there) == talks(other, there, one, "a")
+
+
+def test_each_role_talks_to_some_other_and_hosts_apart_talk_less():
+    for role in ROLES:
+        assert any(talks(role, "a", other, "a") for other in ROLES)
+    assert talks("prefill", "a", "cache-node", "a")
+    assert not talks("prefill", "a", "cache-node", "b")
+
+
+def test_those_with_nothing_to_say_keep_no_conversation():
+    silent = [("conductor", "conductor"), ("gateway", "gateway"), ("decode", "decode"), ("gateway", "cache-node")]
+    assert not any(talks(one, "a", other, "a") for one, other in silent)
+
+
+def test_a_decode_is_told_of_every_pool_that_a_handoff_may_name():
+    assert talks("decode", "a", "cache-node", "b")

@@ -1,0 +1,30 @@
+"""Every message that an actor sends has a link: nobody speaks to a process that the table of conversations leaves out."""
+
+from typing import Any, get_args
+
+import pytest
+
+from mooncake_zmq.core.messages import Message
+from mooncake_zmq.core.session import Session
+from mooncake_zmq.simulation.run import run_seed
+
+SEEDS = range(6)
+
+
+def test_every_message_type_that_is_sent_has_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: set[type] = set()
+    without: set[tuple[str, str, str]] = set()
+    send = Session.send
+
+    def recording(self: Session, now: float, to: str, message: Message, **options: Any) -> Any:
+        sent.add(type(message))
+        if to not in self._peers:
+            without.add((self.me, to, type(message).__name__))
+        return send(self, now, to, message, **options)
+
+    monkeypatch.setattr(Session, "send", recording)
+    for seed in SEEDS:
+        assert run_seed(seed).failure is None
+    assert not without
+    never = {message.__name__ for message in get_args(Message)} - {kind.__name__ for kind in sent}
+    assert never <= {"Hello", "CacheLoad"}, "these seeds say nothing about what they never send"
