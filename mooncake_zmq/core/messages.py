@@ -5,6 +5,7 @@ never clock readings: a holder counts `ttl_s` from when it *sent* the request, t
 holder always stops first. Delivery (at most once, in order, within a conversation) is `core.session`'s work.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated
 
@@ -29,7 +30,9 @@ Seconds = Annotated[float, Meta(ge=0, le=1e7)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_BLOCKS)]
 Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-RunOfTokens = Annotated[tuple[Token, ...], Meta(max_length=4096)]
+MAX_RUN = 4096
+"""Tokens of one request that one message may bring."""
+RunOfTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_RUN)]
 Slo = Annotated[float, Meta(ge=0, le=1e7)] | None
 """A bound in seconds; None: the deployment's own; 0: none."""
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
@@ -81,6 +84,16 @@ class StopRule(_Record, frozen=True):
         if token in self.eos_ids and count > self.min_tokens:
             return "stop"
         return "length" if count >= self.max_tokens else None
+
+    def cut(self, tokens: Sequence[int], count: int) -> tuple[int, bool]:
+        """How many of `tokens`, sampled in a run after `count` output tokens, belong to the request, and whether they end it:
+        what `reason` says of each, for all at once."""
+        room = min(len(tokens), max(1, self.max_tokens - count))
+        if self.eos_ids and not set(self.eos_ids).isdisjoint(tokens):
+            for index in range(max(0, self.min_tokens - count), room):
+                if tokens[index] in self.eos_ids:
+                    return index + 1, True
+        return room, room >= self.max_tokens - count
 
 
 class SegmentRef(_Record, frozen=True):

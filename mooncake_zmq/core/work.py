@@ -74,6 +74,10 @@ class ChunkComputed:
     failed: tuple[int, ...] = ()
     corrupt: tuple[int, ...] = ()
     """Those of `failed` whose bytes did not verify."""
+    loaded_s: float = 0.0
+    """How long after the start the last of the prefix was loaded, if the engine knows."""
+    waited_s: float = 0.0
+    """Part of `elapsed_s` in which computing stood still for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +110,16 @@ class ComputeStage:
 
 @dataclass(frozen=True, slots=True)
 class StageComputed:
-    """`parts`: the part checksums of the stage's layers, one output block after the other. `failed`, `corrupt`: as of
-    `ChunkComputed`."""
+    """`parts`: the part checksums of the stage's layers, one output block after the other. The rest as of
+    `ChunkComputed`, what was waited for the hidden states being part of `waited_s`."""
 
     parts: tuple[int, ...]
     token: int | None
     elapsed_s: float
     failed: tuple[int, ...] = ()
     corrupt: tuple[int, ...] = ()
+    loaded_s: float = 0.0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

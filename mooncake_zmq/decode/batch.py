@@ -1,7 +1,13 @@
-"""The continuous batch's rules: who is in the next step, and who is preempted when KV runs short. PURE."""
+"""The continuous batch's rules: who is in the next step, who is preempted when KV runs short, who comes too late to join. PURE."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+from mooncake_zmq.core.costs import Costs
+
+MAX_RETRY_S = 60.0
+"""What is known of those that are here reaches no further."""
 
 
 class Member(Protocol):
@@ -23,3 +29,35 @@ def step_members(ready: Iterable[M], max_batch: int) -> list[M]:
 def victim(members: Sequence[M]) -> M | None:
     """The youngest gives way: it has lost least, and the oldest always goes on, so the batch as a whole does."""
     return max(members, key=lambda member: member.order, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A request in the batch, or about to join it: tokens of KV that its next step reads, and steps it may still take."""
+
+    context: int
+    left: int
+
+
+def retry_after_s(
+    costs: Costs, *, slowness: float, slo_s: float, max_batch: int, others: Sequence[Place], own_context: int
+) -> float | None:
+    """How long until a step with one request more, which reads `own_context` tokens, takes no longer than `slo_s`: so many of
+    `others` must have ended first. None if it may come now. Alone it may always: waiting would make nothing faster.
+
+    A batch is never larger than `max_batch`: who comes to a full one waits for a place, and that is its first gap.
+    """
+    leaving = sorted(others, key=lambda place: place.left)
+    batch, context = len(others) + 1, sum(place.context for place in others) + own_context
+    waiting = max(0, batch - max_batch)
+    step_s = slowness * costs.step_s(min(batch, max_batch), context)
+    wait_s = 0.0
+    for gone in range(batch):
+        if gone:
+            context -= leaving[gone - 1].context
+            wait_s = leaving[gone - 1].left * step_s
+        fits = slowness * costs.step_s(batch - gone, context) <= slo_s or batch - gone == 1
+        if gone >= waiting and fits:
+            in_time = gone == waiting and wait_s <= slo_s
+            return None if in_time else min(wait_s, MAX_RETRY_S)
+    return min(wait_s, MAX_RETRY_S)

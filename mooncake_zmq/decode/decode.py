@@ -6,13 +6,15 @@ gateway, which resumes it elsewhere from prompt and tokens so far.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import asdict
 
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.core.actor import (
     CancelTimer,
+    CancelWork,
     CloseSequence,
     Drained,
     DrainWanted,
@@ -32,6 +34,7 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
+    MAX_REPORTED,
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
@@ -48,11 +51,12 @@ from mooncake_zmq.core.messages import (
     ReclaimSlots,
     ReportCorrupt,
     ReserveDecode,
-    SlotRef,
     SlotsReserved,
     TokensDecoded,
     clip,
 )
+from mooncake_zmq.core.pace import Pace
+from mooncake_zmq.core.reports import REPORT, Reports
 from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
 from mooncake_zmq.core.work import (
     BlockLoad,
@@ -65,99 +69,30 @@ from mooncake_zmq.core.work import (
     StepEntry,
     WorkFailed,
 )
-from mooncake_zmq.decode.batch import step_members, victim
+from mooncake_zmq.decode.batch import Place, retry_after_s, step_members, victim
+from mooncake_zmq.decode.request import NEXT_STATE, Group, Request, RequestEvent, RequestState
 from mooncake_zmq.decode.settings import DecodeSettings
-from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 
-
-class RequestState(Enum):
-    """Life of a request here."""
-
-    RESERVING = "reserving"
-    """KV is reserved; the own pool is being asked which leading blocks it holds."""
-    LOADING = "loading"
-    READY = "ready"
-    """Handoff verified; may join the batch."""
-    STEPPING = "stepping"
-    CLOSING = "closing"
-    """Over, but a copy or step in flight still uses the sequence."""
-    ENDED = "ended"
-
-
-class RequestEvent(Enum):
-    """What moves it on."""
-
-    RESERVED = "reserved"
-    VERIFIED = "verified"
-    STEP_BEGAN = "step"
-    STEPPED = "stepped"
-    CLOSE = "close"
-    END = "end"
-
-
-NEXT_STATE: dict[tuple[RequestState, RequestEvent], RequestState] = {
-    (RequestState.RESERVING, RequestEvent.RESERVED): RequestState.LOADING,
-    (RequestState.LOADING, RequestEvent.VERIFIED): RequestState.READY,
-    (RequestState.READY, RequestEvent.STEP_BEGAN): RequestState.STEPPING,
-    (RequestState.STEPPING, RequestEvent.STEPPED): RequestState.READY,
-    (RequestState.RESERVING, RequestEvent.CLOSE): RequestState.CLOSING,
-    (RequestState.LOADING, RequestEvent.CLOSE): RequestState.CLOSING,
-    (RequestState.READY, RequestEvent.CLOSE): RequestState.CLOSING,
-    (RequestState.STEPPING, RequestEvent.CLOSE): RequestState.CLOSING,
-    (RequestState.CLOSING, RequestEvent.END): RequestState.ENDED,
-}
+STEP_MEMORY_S = 4.0
+"""A hundred or two steps: see `Pace`."""
+RECENT = 0.8
+"""What earlier steps still count in `DecodeLoad.step_s` once another is measured."""
+RUN_SHARE = 4
+"""A work of several steps takes at most this part of the free KV ahead, so that there is some left for those that come."""
 
 
 @dataclass(slots=True)
-class _Group:
-    """Blocks up to `stop_block` of one chunk; layers below `wanted_layers` are being copied or were."""
+class _Step:
+    """The work in flight."""
 
-    stop_block: int
-    wanted_layers: int = 0
-
-
-@dataclass(slots=True)
-class _Request:
-    request: ReserveDecode
-    prefill: str
-    order: int
-    sequence: int
-    budget_tokens: int
-    """KV reserved: whole blocks."""
-    state: RequestState = RequestState.RESERVING
-    in_flight: int = 0
-    """Works that use the sequence."""
-    lease_id: int | None = None
-    held_blocks: int = 0
-    sources: dict[int, SlotRef] = field(default_factory=dict)
-    """Handed-off blocks announced so far."""
-    groups: dict[int, _Group] = field(default_factory=dict)
-    """By first block: blocks announced before their layers were ready."""
-    wanted: list[tuple[int, int, int]] = field(default_factory=list)
-    """(block, first layer, stop layer) that can be copied now."""
-    pulling: bool = False
-    held_pull: bool = False
-    parts: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Block -> layer -> part checksum, of all that arrived and verified."""
-    done: HandoffDone | None = None
-    tokens: list[int] = field(default_factory=list)
-    """Output tokens of this attempt; the last one's KV is not computed yet."""
-    tail: bytes = b""
-    """Tokens after the last keyed block whose KV is computed or being computed."""
-    parent: Key = b""
-    keyed_blocks: int = 0
-
-    @property
-    def position(self) -> int:
-        """Where the last token stands."""
-        return self.request.tokens + len(self.tokens) - 1
-
-    @property
-    def count(self) -> int:
-        """Output tokens of the whole request so far."""
-        return self.request.first_index + len(self.tokens)
+    work_id: int
+    members: list[Request]
+    steps: int
+    context: int
+    """Tokens of KV that its first step reads."""
+    cancelled: bool = False
 
 
 class Decode:
@@ -177,14 +112,16 @@ class Decode:
         self._costs = costs
         self._pool = PoolClient(host, settings.pool, self.counts)
         self._peers: dict[str, Hello] = {}
-        self._requests: OrderedDict[str, _Request] = OrderedDict()
+        self._requests: OrderedDict[str, Request] = OrderedDict()
         """The live attempt of each request, in order of reservation."""
-        self._closing: list[_Request] = []
-        self._pulls: dict[int, _Request] = {}
-        self._step: tuple[int, list[_Request]] | None = None
+        self._closing: list[Request] = []
+        self._pulls: dict[int, Request] = {}
+        self._step: _Step | None = None
         self._free_tokens = settings.capacity_tokens // layout.block_tokens * layout.block_tokens
         self._capacity_tokens = self._free_tokens
         self._step_s = 0.0
+        self._pace = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
+        self._reports = Reports(settings.report_s)
         self._ids = Ids()
         self._draining = False
 
@@ -204,9 +141,9 @@ class Decode:
             case Received(sender, HandoffDone() as message):
                 return self._on_done(now, sender, message)
             case Received(sender, HandoffFailed() as message):
-                return self._on_handoff_failed(sender, message)
+                return self._on_handoff_failed(now, sender, message)
             case Received(sender, CancelRequest() as message):
-                return self._on_cancel(sender, message)
+                return self._on_cancel(now, sender, message)
             case Received(_, BlocksLeased() as message):
                 return self._on_leased(now, message)
             case Received(_, LeaseRenewed() as message):
@@ -218,7 +155,7 @@ class Decode:
                 return self._pool.on_reclaim(message)
             case WorkDone(work_id, BlocksPulled() | WorkFailed() as result) if work_id in self._pulls:
                 return self._on_pulled(now, self._pulls.pop(work_id), result)
-            case WorkDone(work_id, StepDecoded() | WorkFailed() as result) if self._step and self._step[0] == work_id:
+            case WorkDone(work_id, StepDecoded() | WorkFailed() as result) if self._is_step(work_id):
                 return self._on_stepped(now, result)
             case WorkDone(work_id, BlocksCopied() | WorkFailed() as result) if self._pool.copying(work_id):
                 return self._put_ended(self._pool.on_copied(work_id, result))
@@ -228,20 +165,20 @@ class Decode:
                 return []
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
-            case TimerFired(("report",)):
-                return self._report()
+            case TimerFired(key) if key == REPORT:
+                return self._report(now)
             case TimerFired(("renew",)):
                 return [*self._pool.renew(now), self._renew_timer()]
             case TimerFired(("deadline", str(request_id), int(attempt))):
                 request = self._requests.get(request_id)
                 if request is None or request.request.attempt != attempt:
                     return []
-                return self._fail(request, "deadline passed in decode")
+                return self._fail(now, request, "deadline passed in decode")
             case Started():
-                return [SetTimer(("report",), self._settings.report_s), self._renew_timer()]
+                return [self._reports.begin(), self._renew_timer()]
             case DrainWanted():
                 self._draining = True
-                return self._report()
+                return self._report(now)
             case Received(_, message):
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
@@ -258,7 +195,7 @@ class Decode:
         for request in live:
             assert (request.state is RequestState.CLOSING) == (request in self._closing)
             assert request.state is not RequestState.ENDED
-            assert request.request.tokens + len(request.tokens) - 1 <= request.budget_tokens
+            assert request.position <= request.budget_tokens
         stepping = sum(1 for r in live if r.state is RequestState.STEPPING)
         assert stepping == 0 or self._step is not None
 
@@ -280,6 +217,7 @@ class Decode:
         return {
             "gauges": self.gauges(now),
             "step_s": self._step_s,
+            "step": asdict(self._pace.measured(now)),
             "draining": self._draining,
             "requests": [
                 {
@@ -305,7 +243,7 @@ class Decode:
             if current.request.attempt == message.attempt and current.prefill == sender:
                 return []
             return [self._denied(sender, message, newer, full=False)]
-        effects = [] if current is None else self._tell_prefill(current, newer) + self._close(current)
+        effects = [] if current is None else self._tell_prefill(current, newer) + self._close(now, current)
         budget = self._layout.blocks_for(message.tokens + 1) * self._layout.block_tokens
         lack = self._lack(message, budget)
         reason = lack or self._refusal(message, budget)
@@ -314,7 +252,7 @@ class Decode:
             return [*effects, self._denied(sender, message, reason, full=lack is not None)]
         self._free_tokens -= budget
         full = message.tokens // self._layout.block_tokens
-        request = _Request(
+        request = Request(
             request=message,
             prefill=sender,
             order=self._ids.new(),
@@ -369,7 +307,7 @@ class Decode:
         request.held_pull = bool(sources)
         return self._reserved(request, len(sources)) + self._pull(now, request)
 
-    def _reserved(self, request: _Request, held_blocks: int) -> list[Effect]:
+    def _reserved(self, request: Request, held_blocks: int) -> list[Effect]:
         self._move(request, RequestEvent.RESERVED)
         request.held_blocks = held_blocks
         self.counts.add("handoff_blocks_held", held_blocks)
@@ -385,15 +323,48 @@ class Decode:
             return []
         stop = message.first_block + len(message.sources)
         if stop > self._layout.blocks_for(request.request.tokens):
-            return self._fail(request, "more blocks than the prompt has")
+            return self._fail(now, request, "more blocks than the prompt has")
         if not message.ready:
-            request.groups[message.first_block] = _Group(stop)
+            request.groups[message.first_block] = Group(stop)
         for block, source in enumerate(message.sources, message.first_block):
             if block >= request.held_blocks:
                 request.sources[block] = source
                 if message.ready:
                     request.wanted.append((block, 0, self._layout.layers))
+        if stop == self._layout.blocks_for(request.request.tokens) and not request.promised:
+            request.promised = True
+            refused = self._refuse(now, request)
+            if refused is not None:
+                return refused
         return self._pull(now, request)
+
+    def _refuse(self, now: float, request: Request) -> list[Effect] | None:
+        """Its prefill is nearly done: would the steps be too long with it in the batch? None if it may come. A resumed request
+        is not refused, nor one that will not take a step here."""
+        message = request.request
+        if message.tbt_slo_s <= 0 or message.first_index or request.left <= 1:
+            return None
+        others = [Place(r.context, max(0, r.left)) for r in self._requests.values() if r.promised and r is not request]
+        wait_s = retry_after_s(
+            self._costs,
+            slowness=self._pace.ratio(now),
+            slo_s=message.tbt_slo_s,
+            max_batch=self._settings.max_batch,
+            others=others,
+            own_context=request.context,
+        )
+        if wait_s is None:
+            return None
+        self.counts.add("requests_refused")
+        denied = DecodeDenied(
+            request_id=message.request_id,
+            attempt=message.attempt,
+            reason="the step would be too long",
+            full=True,
+            refused=True,
+            retry_after_s=wait_s,
+        )
+        return [Send(request.prefill, denied), *self._close(now, request)]
 
     def _on_layers(self, now: float, sender: str, message: LayersReady) -> list[Effect]:
         request = self._loading(sender, message.request_id, message.attempt)
@@ -405,7 +376,7 @@ class Decode:
         group.wanted_layers = message.stop_layer
         return self._pull(now, request)
 
-    def _pull(self, now: float, request: _Request) -> list[Effect]:
+    def _pull(self, now: float, request: Request) -> list[Effect]:
         """Copy what is ready. One copy at a time per request: what becomes ready meanwhile goes into the next one."""
         if request.pulling or not request.wanted:
             return []
@@ -418,7 +389,7 @@ class Decode:
         if request.held_pull:
             deadline_s = min(deadline_s, self._pool.reading_time_s(now, request.lease_id))
             if deadline_s <= 0:
-                return self._fail(request, "lease ended before the held blocks were loaded")
+                return self._fail(now, request, "lease ended before the held blocks were loaded")
         request.wanted = []
         request.pulling = True
         request.in_flight += 1
@@ -426,7 +397,7 @@ class Decode:
         self._pulls[work_id] = request
         return [Start(work_id, PullBlocks(request.sequence, loads), deadline_s)]
 
-    def _on_pulled(self, now: float, request: _Request, result: BlocksPulled | WorkFailed) -> list[Effect]:
+    def _on_pulled(self, now: float, request: Request, result: BlocksPulled | WorkFailed) -> list[Effect]:
         request.in_flight -= 1
         request.pulling = False
         effects: list[Effect] = []
@@ -437,7 +408,7 @@ class Decode:
         if request.state is RequestState.CLOSING:
             return effects + self._try_end(request)
         if isinstance(result, WorkFailed):
-            return effects + self._fail(request, f"handoff copy failed: {result.reason}")
+            return effects + self._fail(now, request, f"handoff copy failed: {result.reason}")
         if result.failed:
             self.counts.add("handoff_blocks_failed", len(result.failed))
             refs = [request.sources[block] for block in result.corrupt if request.sources[block].checksum]
@@ -447,53 +418,55 @@ class Decode:
             if theirs:  # else the prefill would reuse them for the next attempt, and fail again
                 effects.append(Send(request.prefill, ReportCorrupt(slots=theirs)))
             return effects + self._fail(
-                request, f"a handed-off block {'did not verify' if result.corrupt else 'was not reached'}"
+                now, request, f"a handed-off block {'did not verify' if result.corrupt else 'was not reached'}"
             )
         for block, layer, checksum in result.parts:
             request.parts.setdefault(block, {})[layer] = checksum
-        return effects + self._pull(now, request) + self._verify(request)
+        return effects + self._pull(now, request) + self._verify(now, request)
 
     def _on_done(self, now: float, sender: str, message: HandoffDone) -> list[Effect]:
         request = self._loading(sender, message.request_id, message.attempt)
         if request is None or request.done is not None:
             return []
         request.done = message
-        return self._verify(request)
+        return self._verify(now, request)
 
-    def _verify(self, request: _Request) -> list[Effect]:
+    def _verify(self, now: float, request: Request) -> list[Effect]:
         """The handoff counts only once every layer of every block is here and folds to the announced checksum."""
         done, layers = request.done, self._layout.layers
         if done is None or request.pulling or request.wanted:
             return []
         blocks = self._layout.blocks_for(request.request.tokens)
         if done.layers != layers or done.blocks != blocks - request.held_blocks:
-            return self._fail(request, "handoff is incomplete")
+            return self._fail(now, request, "handoff is incomplete")
         rows = [request.parts.get(block, {}) for block in range(blocks)]
         if any(len(row) != layers for row in rows):
-            return self._fail(request, "handoff is incomplete")
+            return self._fail(now, request, "handoff is incomplete")
         folded = [block_checksum([row[layer] for layer in range(layers)]) for row in rows]
         if block_checksum(folded[request.held_blocks :]) != done.checksum:
             self.counts.add("handoffs_corrupt")
-            return self._fail(request, "handoff checksum differs")
+            return self._fail(now, request, "handoff checksum differs")
         self._move(request, RequestEvent.VERIFIED)
         request.parts.clear()
         request.sources.clear()
-        request.tokens.append(done.token)
+        request.made, request.last, request.promised = 1, done.token, True
         message = request.request
         received = HandoffReceived(request_id=message.request_id, attempt=message.attempt)
         effects: list[Effect] = [Send(request.prefill, received)]
         if message.stop.reason(done.token, request.count) is not None:
-            effects += self._close(request)
+            return effects + self._close(now, request)
+        if self._step is not None and len(self._step.members) < self._settings.max_batch:
+            effects += self._interrupt()
         return effects
 
-    def _on_handoff_failed(self, sender: str, message: HandoffFailed) -> list[Effect]:
+    def _on_handoff_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:
         request = self._requests.get(message.request_id)
         current = request is not None and (request.request.attempt, request.prefill) == (message.attempt, sender)
         if request is None or not current or request.state not in (RequestState.RESERVING, RequestState.LOADING):
             return []
-        return self._close(request)
+        return self._close(now, request)
 
-    def _loading(self, prefill: str, request_id: str, attempt: int) -> _Request | None:
+    def _loading(self, prefill: str, request_id: str, attempt: int) -> Request | None:
         request = self._requests.get(request_id)
         if request is None or request.request.attempt != attempt or request.prefill != prefill:
             self.counts.add("stale_handoff_messages")
@@ -503,7 +476,7 @@ class Decode:
     # --- the batch
 
     def _begin_step(self, now: float) -> list[Effect]:
-        if self._step is not None:
+        if self._step is not None or not self._requests:
             return []
         effects: list[Effect] = []
         while True:
@@ -513,93 +486,138 @@ class Decode:
             if not short or self._closing:  # what is closing gives its KV back: wait for that rather than preempt more
                 members = [r for r in members if r not in short]
                 break
-            effects += self._preempt()
+            effects += self._preempt(now)
         if not members:
             return effects
+        steps = self._run_length(members)
         entries = []
         for request in members:
             self._move(request, RequestEvent.STEP_BEGAN)
             request.in_flight += 1
-            entries.append(StepEntry(request.sequence, request.tokens[-1], request.position, request.request.sampling))
+            entries.append(StepEntry(request.sequence, request.last, request.position, request.request.sampling))
         work_id = self._ids.new()
-        self._step = (work_id, members)
-        return [*effects, Start(work_id, DecodeStep(tuple(entries)), self._settings.step_deadline_s)]
+        self._step = _Step(work_id, members, steps, sum(request.context for request in members))
+        return [*effects, Start(work_id, DecodeStep(tuple(entries), steps), self._settings.step_deadline_s)]
 
-    def _grow(self, request: _Request) -> bool:
+    def _run_length(self, members: Sequence[Request]) -> int:
+        """Steps to make in one work: until the first member ends, as far as there is KV for all of them."""
+        steps = min(self._settings.max_steps, *(request.left for request in members)) if self._settings.max_steps > 1 else 1
+        while steps > 1:
+            growth = [self._growth(request, steps) for request in members]
+            if sum(growth) * RUN_SHARE <= self._free_tokens:
+                for request, more in zip(members, growth, strict=True):
+                    request.budget_tokens += more
+                self._free_tokens -= sum(growth)
+                return steps
+            steps //= 2
+        return 1
+
+    def _growth(self, request: Request, steps: int) -> int:
+        """KV that the tokens fed in so many steps need beside what is reserved: whole blocks."""
+        needed = request.position + steps - request.budget_tokens
+        return self._layout.blocks_for(needed) * self._layout.block_tokens if needed > 0 else 0
+
+    def _grow(self, request: Request) -> bool:
         """Make sure there is KV for the token to be fed; False if none is left."""
-        needed = request.position + 1 - request.budget_tokens
-        if needed <= 0:
-            return True
-        more = self._layout.blocks_for(needed) * self._layout.block_tokens
+        more = self._growth(request, 1)
         if more > self._free_tokens:
             return False
         self._free_tokens -= more
         request.budget_tokens += more
         return True
 
-    def _preempt(self) -> list[Effect]:
+    def _shrink(self, request: Request) -> None:
+        """A run ended sooner than was reserved for."""
+        kept = self._layout.blocks_for(request.position + 1) * self._layout.block_tokens
+        self._free_tokens += max(0, request.budget_tokens - kept)
+        request.budget_tokens = min(request.budget_tokens, kept)
+
+    def _interrupt(self) -> list[Effect]:
+        """Somebody waits for the end of the run: it stops at its next border."""
+        step = self._step
+        if step is None or step.steps == 1 or step.cancelled:
+            return []
+        step.cancelled = True
+        return [CancelWork(step.work_id)]
+
+    def _is_step(self, work_id: int) -> bool:
+        return self._step is not None and self._step.work_id == work_id
+
+    def _preempt(self, now: float) -> list[Effect]:
         """The youngest request gives way. Its full blocks are in the pool already, so it resumes cheaply elsewhere."""
         youngest = victim([r for r in self._requests.values() if r.state is not RequestState.STEPPING])
         assert youngest is not None
         self.counts.add("preemptions")
-        return self._fail(youngest, "preempted", full=True)
+        return self._fail(now, youngest, "preempted", full=True)
 
     def _on_stepped(self, now: float, result: StepDecoded | WorkFailed) -> list[Effect]:
-        assert self._step is not None
-        members = self._step[1]
-        self._step = None
+        step, self._step = self._step, None
+        assert step is not None
+        columns: Sequence[tuple[int, ...]] = [()] * len(step.members)
+        if isinstance(result, StepDecoded):
+            self._measure(now, step, result)
+            columns = list(zip(*result.tokens, strict=True))
         effects: list[Effect] = []
         batches: dict[str, list[tuple[str, int, int, tuple[int, ...]]]] = {}
-        if isinstance(result, StepDecoded):
-            self._step_s = result.elapsed_s if self._step_s == 0.0 else 0.8 * self._step_s + 0.2 * result.elapsed_s
-            self.counts.add("steps")
-        for index, request in enumerate(members):
+        for request, tokens in zip(step.members, columns, strict=True):
             request.in_flight -= 1
             if request.state is RequestState.CLOSING:
                 effects += self._try_end(request)
                 continue
             self._move(request, RequestEvent.STEPPED)
             if isinstance(result, WorkFailed):
-                effects += self._fail(request, f"step failed: {result.reason}")
+                effects += self._fail(now, request, f"step failed: {result.reason}")
                 continue
-            effects += self._take_tokens(now, request, [step[index] for step in result.tokens], batches)
+            effects += self._take_tokens(now, request, tokens, batches)
+            if step.steps > 1:
+                self._shrink(request)
         sends: list[Effect] = [Send(gateway, TokensDecoded(entries=tuple(entries))) for gateway, entries in batches.items()]
         return sends + effects
+
+    def _measure(self, now: float, step: _Step, result: StepDecoded) -> None:
+        """Each step of a run reads one more token of KV for each member than the one before it."""
+        made, batch = len(result.tokens), len(step.members)
+        self.counts.add("steps", made)
+        recent_s = result.elapsed_s / made
+        keep = RECENT**made if self._step_s else 0.0
+        self._step_s = keep * self._step_s + (1 - keep) * recent_s
+        context = step.context + batch * (made - 1) / 2
+        self._pace.add(now, result.elapsed_s, made * self._costs.step_s(batch, context))
 
     def _take_tokens(
         self,
         now: float,
-        request: _Request,
-        tokens: Sequence[int],
+        request: Request,
+        tokens: tuple[int, ...],
         batches: dict[str, list[tuple[str, int, int, tuple[int, ...]]]],
     ) -> list[Effect]:
         """What the steps of one work sampled for one request; what comes after its end is not its."""
         message, first = request.request, request.count
+        stop, ended = message.stop.cut(tokens, first)
+        taken = tokens[:stop]
         effects: list[Effect] = []
-        ended = False
-        for token in tokens:
-            fed = request.tokens[-1]
-            request.tokens.append(token)
-            effects += self._key_block(now, request, fed)
-            if message.stop.reason(token, request.count) is not None:
-                ended = True
-                break
-        taken = tuple(tokens[: request.count - first])
-        self.counts.add("generation_tokens", len(taken))
+        if self._settings.store_output:
+            effects = self._store(now, request, taken)
+        else:
+            request.made += stop
+            request.last = taken[-1]
+        self.counts.add("generation_tokens", stop)
         batches.setdefault(message.gateway, []).append((message.request_id, message.attempt, first, taken))
-        return effects + self._close(request) if ended else effects
+        return effects + self._close(now, request) if ended else effects
 
-    def _key_block(self, now: float, request: _Request, fed: int) -> list[Effect]:
-        """The KV of `fed` is computed. When that completes a block, the pool gets it, so the next turn of a chat hits it."""
-        request.tail += pack_tokens([fed])
-        if len(request.tail) < self._layout.block_tokens * 4:
+    def _store(self, now: float, request: Request, taken: Sequence[int]) -> list[Effect]:
+        """The pool gets the blocks that these tokens complete, so that the next turn of a chat hits them."""
+        size = self._layout.block_tokens
+        keys = request.take(taken, size)
+        if not keys:
             return []
-        key = extend_keys(request.parent, request.tail, self._layout.block_tokens)[0]
-        source = SequenceBlock(request.sequence, request.keyed_blocks)
-        before = request.parent if request.keyed_blocks else None  # the root is nobody's block
-        effects = self._pool.put(now, self._ids.new(), [key], [source], request, parent=before, tokens=request.tail)
-        request.parent, request.tail = key, b""
-        request.keyed_blocks += 1
+        first, told = request.keyed_blocks, len(keys) * size * 4
+        before = request.parent if first else None  # the root is nobody's block
+        sources = [SequenceBlock(request.sequence, first + index) for index in range(len(keys))]
+        tokens = request.tail[:told]
+        request.parent, request.tail = keys[-1], request.tail[told:]
+        request.keyed_blocks += len(keys)
+        effects = self._pool.put(now, self._ids.new(), keys, sources, request, parent=before, tokens=tokens)
         if effects is None:
             return []
         request.in_flight += 1
@@ -608,7 +626,7 @@ class Decode:
     def _put_ended(self, ended: PutEnded) -> list[Effect]:
         effects = list(ended.effects)
         for token in ended.tokens:
-            assert isinstance(token, _Request)
+            assert isinstance(token, Request)
             token.in_flight -= 1
             if token.state is RequestState.CLOSING:
                 effects += self._try_end(token)
@@ -616,41 +634,43 @@ class Decode:
 
     # --- ends
 
-    def _on_cancel(self, sender: str, message: CancelRequest) -> list[Effect]:
+    def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
         request = self._requests.get(message.request_id)
         if request is None or request.request.gateway != sender or request.request.attempt > message.attempt:
             return []
         self.counts.add("requests_cancelled")
-        return self._tell_prefill(request, "cancelled") + self._close(request)
+        return self._tell_prefill(request, "cancelled") + self._close(now, request)
 
-    def _fail(self, request: _Request, reason: str, *, full: bool = False, avoid: str = "") -> list[Effect]:
+    def _fail(self, now: float, request: Request, reason: str, *, full: bool = False, avoid: str = "") -> list[Effect]:
         self.counts.add("requests_failed")
         message = request.request
         failed = AttemptFailed(
             request_id=message.request_id, attempt=message.attempt, reason=clip(reason), full=full, avoid=avoid
         )
-        return [Send(message.gateway, failed), *self._tell_prefill(request, reason), *self._close(request)]
+        return [Send(message.gateway, failed), *self._tell_prefill(request, reason), *self._close(now, request)]
 
-    def _tell_prefill(self, request: _Request, reason: str) -> list[Effect]:
+    def _tell_prefill(self, request: Request, reason: str) -> list[Effect]:
         if request.state not in (RequestState.RESERVING, RequestState.LOADING):
             return []
         message = request.request
         failed = HandoffFailed(request_id=message.request_id, attempt=message.attempt, reason=clip(reason))
         return [Send(request.prefill, failed)]
 
-    def _close(self, request: _Request) -> list[Effect]:
+    def _close(self, now: float, request: Request) -> list[Effect]:
         message = request.request
+        effects: list[Effect] = [CancelTimer(("deadline", message.request_id, message.attempt)), *self._reports.hurry(now)]
+        if request.state is RequestState.STEPPING:
+            effects += self._interrupt()
         self._move(request, RequestEvent.CLOSE)
         del self._requests[message.request_id]
         self._closing.append(request)
-        effects: list[Effect] = [CancelTimer(("deadline", message.request_id, message.attempt))]
         request.wanted = []
         if request.lease_id is not None and not request.pulling:
             effects += self._pool.release(request.lease_id)
             request.lease_id = None
         return effects + self._try_end(request)
 
-    def _try_end(self, request: _Request) -> list[Effect]:
+    def _try_end(self, request: Request) -> list[Effect]:
         if request.in_flight:
             return []
         self._move(request, RequestEvent.END)
@@ -664,28 +684,31 @@ class Decode:
         for request in list(self._requests.values()):
             unverified = request.state in (RequestState.RESERVING, RequestState.LOADING)
             if request.request.gateway == peer:
-                effects += self._tell_prefill(request, f"{peer} is down") + self._close(request)
+                effects += self._tell_prefill(request, f"{peer} is down") + self._close(now, request)
             elif request.prefill == peer and unverified:
-                effects += self._fail(request, f"{peer} is down", avoid=peer)
+                effects += self._fail(now, request, f"{peer} is down", avoid=peer)
             elif request.state is RequestState.RESERVING and self._pool.node is None:
                 request.lease_id = None
                 effects += self._reserved(request, 0)
         return effects
 
-    def _report(self) -> list[Effect]:
-        running = sum(1 for r in self._requests.values() if r.state in (RequestState.READY, RequestState.STEPPING))
+    def _report(self, now: float) -> list[Effect]:
+        running = [r for r in self._requests.values() if r.state in (RequestState.READY, RequestState.STEPPING)]
+        bookings = [r.request.booking for r in self._requests.values() if r.request.booking]
         load = DecodeLoad(
-            running=running,
-            reserved=len(self._requests) - running,
+            running=len(running),
+            reserved=len(self._requests) - len(running),
             free_tokens=self._free_tokens,
             capacity_tokens=self._capacity_tokens,
+            context_tokens=sum(request.context for request in running),
+            max_batch=self._settings.max_batch,
+            room=max(0, self._settings.max_requests - len(self._requests) - len(self._closing)),
             step_s=self._step_s,
+            step=self._pace.measured(now),
+            bookings=tuple(bookings[:MAX_REPORTED]),
             draining=self._draining,
         )
-        reports: list[Effect] = [
-            Send(name, load, lossy=True) for name, hello in self._peers.items() if hello.role == "conductor"
-        ]
-        return [*reports, SetTimer(("report",), self._settings.report_s)]
+        return self._reports.send(now, load, self._peers)
 
     def _drained(self) -> list[Effect]:
         idle = not (self._requests or self._closing or self._pool.puts)
@@ -700,5 +723,5 @@ class Decode:
     def _renew_timer(self) -> SetTimer:
         return SetTimer(("renew",), self._settings.pool.lease_ttl_s / 5)
 
-    def _move(self, request: _Request, event: RequestEvent) -> None:
+    def _move(self, request: Request, event: RequestEvent) -> None:
         request.state = self._life.after(request.state, event)

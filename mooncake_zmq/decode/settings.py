@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from mooncake_zmq.cache_node.client import PoolClientSettings
+from mooncake_zmq.core.messages import MAX_RUN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +21,19 @@ class DecodeSettings:
     pull_deadline_s: float = 30.0
     """A handoff's copy that takes longer fails the attempt."""
     step_deadline_s: float = 60.0
-    """A step that takes longer fails its requests here."""
+    """A work of one or more steps that takes longer fails its requests here."""
+    max_steps: int = 1
+    """Steps in one work. More is for engines whose steps nobody watches token by token: clients get their tokens in bursts."""
+    store_output: bool = True
+    """Blocks that decoding completes go to the host's pool, for a chat's next turn. Off, their keys are not made either."""
+    measured_half_life_s: float = 60.0
+    """As of prefill: without work, what was measured of this node's speed loses half of its weight in this time."""
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)
 
     def __post_init__(self) -> None:
         if min(self.capacity_tokens, self.max_batch, self.max_requests) < 1:
             raise ValueError("capacity_tokens, max_batch and max_requests must be at least 1")
-        if min(self.report_s, self.pull_deadline_s, self.step_deadline_s) <= 0:
-            raise ValueError("report_s, pull_deadline_s and step_deadline_s must be positive")
+        if not 1 <= self.max_steps <= MAX_RUN:
+            raise ValueError(f"max_steps must be in 1..{MAX_RUN}")
+        if min(self.report_s, self.pull_deadline_s, self.step_deadline_s, self.measured_half_life_s) <= 0:
+            raise ValueError("report_s, pull_deadline_s, step_deadline_s and measured_half_life_s must be positive")

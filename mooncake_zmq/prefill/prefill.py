@@ -6,12 +6,8 @@ It owns its slab (the slots its KV is handed off and reused from) and its queue.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import takewhile
 from typing import Any
-
-from msgspec.structs import asdict
 
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.core.actor import (
@@ -37,7 +33,6 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
-    MAX_REPORTED,
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
@@ -51,9 +46,6 @@ from mooncake_zmq.core.messages import (
     Hello,
     LayersReady,
     LeaseRenewed,
-    Measured,
-    PrefillLoad,
-    QueuedJob,
     ReclaimSlots,
     ReportCorrupt,
     ReserveDecode,
@@ -62,6 +54,7 @@ from mooncake_zmq.core.messages import (
     StartPrefill,
     clip,
 )
+from mooncake_zmq.core.reports import REPORT, Reports
 from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
 from mooncake_zmq.core.work import (
     BlockLoad,
@@ -75,95 +68,14 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots, SlotState
-from mooncake_zmq.prefill.chunking import chunk_stop, next_job
+from mooncake_zmq.prefill.chunking import chunk_stop
+from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState
+from mooncake_zmq.prefill.queue import Turns
 from mooncake_zmq.prefill.settings import PrefillSettings
+from mooncake_zmq.prefill.workload import Workload
 
 MAX_UNREUSED = 256
 """Requests remembered whose reused blocks were not reached; of more, the oldest are forgotten."""
-
-MEASURE_DECAY = 0.8
-"""What earlier chunks still count once another is measured: the last five or so decide, by their size."""
-
-
-class JobState(Enum):
-    """Life of a job."""
-
-    QUEUED = "queued"
-    PREPARING = "preparing"
-    """Waiting for the decode's reservation, the pool's lease, and room in the slab."""
-    READY = "ready"
-    """Waiting for its turn to compute the next chunk."""
-    COMPUTING = "computing"
-    HANDING_OFF = "handing off"
-    """All computed; the decode is still reading."""
-    ABANDONED = "abandoned"
-    """Over, but a chunk in flight still writes its slots."""
-    ENDED = "ended"
-
-
-class JobEvent(Enum):
-    """What moves it on."""
-
-    ACTIVATED = "activate"
-    PREPARED = "prepared"
-    CHUNK_BEGAN = "chunk"
-    CHUNK_DONE = "chunk done"
-    ALL_DONE = "all done"
-    END = "end"
-
-
-NEXT_STATE: dict[tuple[JobState, JobEvent], JobState] = {
-    (JobState.QUEUED, JobEvent.ACTIVATED): JobState.PREPARING,
-    (JobState.PREPARING, JobEvent.PREPARED): JobState.READY,
-    (JobState.READY, JobEvent.CHUNK_BEGAN): JobState.COMPUTING,
-    (JobState.COMPUTING, JobEvent.CHUNK_DONE): JobState.READY,
-    (JobState.COMPUTING, JobEvent.ALL_DONE): JobState.HANDING_OFF,
-    (JobState.HANDING_OFF, JobEvent.END): JobState.ENDED,
-    (JobState.QUEUED, JobEvent.END): JobState.ENDED,
-    (JobState.PREPARING, JobEvent.END): JobState.ENDED,
-    (JobState.READY, JobEvent.END): JobState.ENDED,
-    (JobState.COMPUTING, JobEvent.END): JobState.ABANDONED,
-    (JobState.ABANDONED, JobEvent.END): JobState.ENDED,
-}
-
-
-@dataclass(slots=True)
-class _Job:
-    request: StartPrefill
-    gateway: str
-    order: int
-    arrived_at: float
-    waiting_since: float
-    state: JobState = JobState.QUEUED
-    sequence: int | None = None
-    computed: int = 0
-    """Tokens whose KV is in the sequence, or will be loaded by the next chunk."""
-    prefix: list[SlotRef] = field(default_factory=list)
-    """Reused blocks, in order, not loaded yet or loaded by the first chunk."""
-    loaded: bool = False
-    own_slots: list[int] = field(default_factory=list)
-    """Slab slots pinned as own hits."""
-    new_slots: list[int] = field(default_factory=list)
-    """Slab slots for the blocks computed here, the last perhaps partial."""
-    checksums: list[int] = field(default_factory=list)
-    """Of the blocks computed so far."""
-    lease_id: int | None = None
-    leased: bool = False
-    held_blocks: int | None = None
-    """Blocks the decode loads itself; None until it has reserved."""
-    local_blocks: int = 0
-    remote_blocks: int = 0
-    chunk_first_block: int = 0
-    chunk_stop: int = 0
-    started_at: float = 0.0
-
-    @property
-    def length(self) -> int:
-        return len(self.request.tokens) // 4
-
-    @property
-    def tokens_left(self) -> int:
-        return self.length - self.computed
 
 
 class Prefill:
@@ -183,19 +95,21 @@ class Prefill:
         self._life = Lifecycle("prefill job", NEXT_STATE, self.job_transitions)
         self._settings = settings
         self._layout = layout
-        self._costs = costs
+        self._turns: Turns[Job] = Turns(settings.max_active, settings.short_lane)
+        self._workload = Workload(settings, costs, layout.block_tokens)
+        self._reports = Reports(settings.report_s)
         self._pool = PoolClient(host, settings.pool, self.counts)
         self._peers: dict[str, Hello] = {}
-        self._jobs: OrderedDict[str, _Job] = OrderedDict()
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
         """The live job of each request, in arrival order."""
-        self._abandoned: list[_Job] = []
+        self._leases: dict[int, Job] = {}
+        """The job of each lease asked for or held."""
+        self._abandoned: list[Job] = []
         self._unreused: OrderedDict[str, None] = OrderedDict()
         """Requests whose reused blocks were not reached, from here or from the decode: their next attempt here computes them.
         Else blocks that are intact but out of reach, hence reported to nobody, would fail one attempt after the other."""
-        self._computing: tuple[int, _Job] | None = None
+        self._computing: tuple[int, Job] | None = None
         self._ids = Ids()
-        self._computed = Measured()
-        """Recent chunks."""
         self._draining = False
 
     @property
@@ -253,14 +167,14 @@ class Prefill:
                 return []
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
-            case TimerFired(("report",)):
+            case TimerFired(key) if key == REPORT:
                 return self._report(now)
             case TimerFired(("renew",)):
                 return [*self._pool.renew(now), self._renew_timer()]
             case TimerFired(("deadline", str(request_id), int(attempt))):
                 return self._on_deadline(now, request_id, attempt)
             case Started():
-                return [SetTimer(("report",), self._settings.report_s), self._renew_timer()]
+                return [self._reports.begin(), self._renew_timer()]
             case DrainWanted():
                 self._draining = True
                 return self._report(now)
@@ -287,6 +201,10 @@ class Prefill:
         assert sorted(pinned) == [s for s, pins in enumerate(self.slots.pins) for _ in range(pins)], "a job's or a put's"
         computing = [job for job in live if job.state in (JobState.COMPUTING, JobState.ABANDONED)]
         assert len(computing) == (self._computing is not None)
+        queued = [job for job in live if job.state is not JobState.HANDING_OFF]
+        assert {id(job) for job in self._turns} == {id(job) for job in queued}, "whoever is not computed to its end waits"
+        assert self._turns.waiting == sum(1 for job in queued if job.state is JobState.QUEUED)
+        assert {id(job) for job in self._leases.values()} == {id(job) for job in live if job.lease_id is not None}
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
@@ -307,7 +225,7 @@ class Prefill:
         """See `core.actor`."""
         return {
             "gauges": self.gauges(now),
-            "computed": asdict(self._computed),
+            **self._workload.dump(now),
             "draining": self._draining,
             "jobs": [
                 {
@@ -338,16 +256,17 @@ class Prefill:
             self.counts.add("jobs_refused")
             avoid = "" if message.decode in self._peers else message.decode
             return [*effects, self._failed(sender, message, reason, full=lack is not None, avoid=avoid)]
-        job = _Job(request=message, gateway=sender, order=self._ids.new(), arrived_at=now, waiting_since=now)
+        rank = self._workload.rank(now, message)
+        job = Job(request=message, gateway=sender, order=self._ids.new(), rank=rank, arrived_at=now)
         self._jobs[message.request_id] = job
+        self._turns.arrive(job)
         return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
 
     def _lack(self) -> str | None:
         """What may be otherwise soon: such an attempt counts as one that found no room."""
         if self._draining:
             return "prefill is draining"
-        queued = sum(1 for job in self._jobs.values() if job.state is JobState.QUEUED)
-        return "prefill queue is full" if queued >= self._settings.max_queued else None
+        return "prefill queue is full" if self._turns.waiting >= self._settings.max_queued else None
 
     def _refusal(self, message: StartPrefill, length: int) -> str | None:
         """What is wrong with the request here: it is tried a few times at most."""
@@ -377,43 +296,28 @@ class Prefill:
     def _schedule(self, now: float) -> list[Effect]:
         """Activate queued jobs while there are places, and give the engine its next chunk."""
         effects: list[Effect] = []
-        while (job := self._next_to_activate(now)) is not None:
+        while (job := self._turns.activate()) is not None:
             effects += self._activate(now, job)
-        for job in [j for j in self._jobs.values() if j.state is JobState.PREPARING]:
+        preparing = [job for job in self._turns.active() if job.state is JobState.PREPARING]
+        for job in preparing:
             effects += self._prepare(now, job)
             if job.state is JobState.PREPARING and job.held_blocks is not None and job.leased:
-                break  # it lacks room in the slab: what gets free is kept for it, not taken by smaller, younger ones
-        effects += self._break_standstill(now)
-        while self._computing is None:
-            ready = (j for j in self._jobs.values() if j.state is JobState.READY)
-            turn = next_job(now, ready, self._settings.aging_tokens_per_s)
-            if turn is None:
-                break
+                break  # it lacks room in the slab: what gets free is kept for it, not taken by those that rank after it
+        if preparing:
+            effects += self._break_standstill(now)
+        while self._computing is None and (turn := self._turns.first(_is_ready)) is not None:
             effects += self._compute(now, turn)  # or fails it, and the next one gets the turn
         return effects
 
     def _break_standstill(self, now: float) -> list[Effect]:
-        """Jobs whose own hits fill the slab can wait for room in a circle: the youngest gives way and is placed anew."""
-        stuck = [j for j in self._jobs.values() if j.state is JobState.PREPARING]
-        waiting = (JobState.QUEUED, JobState.PREPARING)
-        moving = any(j.state not in waiting for j in self._jobs.values()) or bool(self._abandoned) or self._pool.puts > 0
-        if moving or not stuck or any(j.held_blocks is None or not j.leased for j in stuck):
+        """Jobs whose own hits fill the slab can wait for room in a circle: the last one gives way and is placed anew."""
+        stuck = [job for job in self._turns.active() if job.state is JobState.PREPARING]
+        idle = len(self._jobs) == self._turns.waiting + len(stuck) and not self._abandoned and not self._pool.puts
+        if not idle or not stuck or any(job.held_blocks is None or not job.leased for job in stuck):
             return []
         return self._fail(now, stuck[-1], "no room in the slab", full=True)
 
-    def _next_to_activate(self, now: float) -> _Job | None:
-        queued = [j for j in self._jobs.values() if j.state is JobState.QUEUED]
-        if not queued:
-            return None
-        active = sum(1 for j in self._jobs.values() if j.state in (JobState.PREPARING, JobState.READY, JobState.COMPUTING))
-        active += len(self._abandoned)
-        if active >= self._settings.max_active:
-            queued = [j for j in queued if j.length <= self._settings.chunk_tokens]
-            if active >= self._settings.max_active + self._settings.short_lane:
-                return None
-        return next_job(now, queued, self._settings.aging_tokens_per_s)
-
-    def _activate(self, now: float, job: _Job) -> list[Effect]:
+    def _activate(self, now: float, job: Job) -> list[Effect]:
         """Pin own hits, lease more from the pool, ask the decode for KV: all at once, then wait for the answers."""
         self._move(job, JobEvent.ACTIVATED)
         job.started_at = now
@@ -429,9 +333,10 @@ class Prefill:
         wanted = () if unreused else reusable[len(job.prefix) :]
         if wanted and self._pool.node is not None:
             job.lease_id = self._ids.new()
+            self._leases[job.lease_id] = job
             fetch = len(job.prefix) < request.reuse_blocks  # from other hosts, or from this host's SSD
             effects += self._pool.lease(
-                now, job.lease_id, wanted, request.sources, fetch=fetch, compute_s=self._block_compute_s()
+                now, job.lease_id, wanted, request.sources, fetch=fetch, compute_s=self._workload.block_s(now)
             )
         else:
             job.leased = True
@@ -448,12 +353,14 @@ class Prefill:
             sampling=request.sampling,
             stop=request.stop,
             deadline_s=max(0.0, job.arrived_at + request.deadline_s - now),
+            booking=request.booking,
+            tbt_slo_s=request.tbt_slo_s,
         )
         return [*effects, Send(request.decode, reserve)]
 
     def _on_leased(self, now: float, message: BlocksLeased) -> list[Effect]:
         sources = self._pool.on_leased(message)
-        job = next((j for j in self._jobs.values() if j.lease_id == message.lease_id), None)
+        job = self._leases.get(message.lease_id)
         if sources is None:
             return []
         if job is None or job.state is not JobState.PREPARING or job.leased:
@@ -473,12 +380,23 @@ class Prefill:
         return []
 
     def _on_denied(self, now: float, sender: str, message: DecodeDenied) -> list[Effect]:
+        """No room, or its step would be too long now that the prefill is done. Once the first token has gone out the request
+        is refused no more: it is placed again, as after any handoff that failed."""
         job = self._job(sender, message.request_id, message.attempt)
         if job is None:
             return []
-        return self._fail(now, job, f"{sender} denied: {message.reason}", full=message.full, avoid=sender, tell_decode=False)
+        refused = message.refused and job.state is not JobState.HANDING_OFF
+        return self._fail(
+            now,
+            job,
+            f"{sender} denied: {message.reason}",
+            full=message.full,
+            avoid=sender,
+            tell_decode=False,
+            refused_for_s=message.retry_after_s if refused else None,
+        )
 
-    def _prepare(self, now: float, job: _Job) -> list[Effect]:
+    def _prepare(self, now: float, job: Job) -> list[Effect]:
         """Once reservation and lease are there and the slab has room: open the sequence, announce the reused blocks."""
         if job.held_blocks is None or not job.leased:
             return []
@@ -495,7 +413,6 @@ class Prefill:
             self.slots.pin((slot,))
             job.new_slots.append(slot)
         self._move(job, JobEvent.PREPARED)
-        job.waiting_since = now
         job.computed = len(job.prefix) * self._layout.block_tokens
         job.sequence = self._ids.new()
         job.chunk_first_block = len(job.prefix)
@@ -505,7 +422,7 @@ class Prefill:
             effects.append(self._handoff_blocks(job, first, tuple(job.prefix[first:]), ready=True))
         return effects
 
-    def _drop_pool_prefix(self, job: _Job) -> None:
+    def _drop_pool_prefix(self, job: Job) -> None:
         """The lease is over, or nearly: those blocks are a miss."""
         del job.prefix[len(job.own_slots) :]
         job.local_blocks = job.remote_blocks = 0
@@ -513,7 +430,7 @@ class Prefill:
 
     # --- computing
 
-    def _compute(self, now: float, job: _Job) -> list[Effect]:
+    def _compute(self, now: float, job: Job) -> list[Effect]:
         assert job.sequence is not None
         request, size = job.request, self._layout.block_tokens
         deadline_s = self._settings.work_deadline_s
@@ -532,6 +449,7 @@ class Prefill:
         base = len(job.prefix)
         slots = job.new_slots[first_block - base : stop_block - base]
         job.chunk_first_block, job.chunk_stop = first_block, stop
+        job.chunk_loads, job.chunk_began_at = bool(prefix), now
         self._move(job, JobEvent.CHUNK_BEGAN)
         work_id = self._ids.new()
         self._computing = (work_id, job)
@@ -575,23 +493,17 @@ class Prefill:
         if result.failed:
             self._move(job, JobEvent.CHUNK_DONE)
             return self._on_prefix_failed(now, job, result)
-        tokens = job.chunk_stop - job.computed
-        old = self._computed
-        self._computed = Measured(
-            seconds=MEASURE_DECAY * old.seconds + result.elapsed_s,
-            predicted_s=MEASURE_DECAY * old.predicted_s + self._costs.compute_s(job.chunk_stop, job.computed),
-        )
-        self.counts.add("prompt_tokens_computed", tokens)
+        self._workload.measure(now, job, result)
+        self.counts.add("prompt_tokens_computed", job.chunk_stop - job.computed)
         job.computed = job.chunk_stop
         job.checksums += result.checksums
-        job.waiting_since = now
         if job.computed < job.length:
             self._move(job, JobEvent.CHUNK_DONE)
             return []
         assert result.token is not None
         return self._finish(now, job, result.token)
 
-    def _on_prefix_failed(self, now: float, job: _Job, result: ChunkComputed) -> list[Effect]:
+    def _on_prefix_failed(self, now: float, job: Job, result: ChunkComputed) -> list[Effect]:
         """Reused blocks were not loaded: nobody shall find corrupt copies again, and the request is placed anew."""
         refs = [job.prefix[block] for block in result.corrupt if block < len(job.prefix)]
         unreached = len(result.failed) - len(result.corrupt)
@@ -601,7 +513,7 @@ class Prefill:
         reason = "a reused block did not verify" if refs else "a reused block was not reached"
         return self._on_corrupt(refs) + self._fail(now, job, reason)
 
-    def _forgo_reuse(self, job: _Job) -> None:
+    def _forgo_reuse(self, job: Job) -> None:
         self._unreused[job.request.request_id] = None
         if len(self._unreused) > MAX_UNREUSED:
             self._unreused.popitem(last=False)
@@ -618,9 +530,10 @@ class Prefill:
 
     # --- handing off
 
-    def _finish(self, now: float, job: _Job, token: int) -> list[Effect]:
+    def _finish(self, now: float, job: Job, token: int) -> list[Effect]:
         """Token to the gateway, proof of completeness to the decode, full blocks to own reuse and to the pool."""
         self._move(job, JobEvent.ALL_DONE)
+        self._turns.leave(job)
         assert job.sequence is not None
         assert job.held_blocks is not None
         request, size = job.request, self._layout.block_tokens
@@ -658,9 +571,9 @@ class Prefill:
                 if self.slots.key_of(slot) is None:
                     self.slots.name(slot, request.keys[base + index])
                 self.slots.commit(slot, checksum)
-        return effects + self._offer_to_pool(now, job)
+        return effects + self._offer_to_pool(now, job) + self._reports.hurry(now)
 
-    def _offer_to_pool(self, now: float, job: _Job) -> list[Effect]:
+    def _offer_to_pool(self, now: float, job: Job) -> list[Effect]:
         """Blocks that did not come from the pool go there, own hits too: the pool may have evicted them since."""
         base = len(job.prefix)
         effects: list[Effect] = []
@@ -706,16 +619,25 @@ class Prefill:
     # --- ends
 
     def _fail(
-        self, now: float, job: _Job, reason: str, *, full: bool = False, avoid: str = "", tell_decode: bool = True
+        self,
+        now: float,
+        job: Job,
+        reason: str,
+        *,
+        full: bool = False,
+        avoid: str = "",
+        tell_decode: bool = True,
+        refused_for_s: float | None = None,
     ) -> list[Effect]:
-        self.counts.add("jobs_failed")
+        self.counts.add("jobs_failed" if refused_for_s is None else "jobs_refused_by_decode")
         request = job.request
-        effects: list[Effect] = [self._failed(job.gateway, request, reason, full=full, avoid=avoid)]
+        failed = self._failed(job.gateway, request, reason, full=full, avoid=avoid, refused_for_s=refused_for_s)
+        effects: list[Effect] = [failed]
         if tell_decode and job.state is not JobState.QUEUED:
             effects.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return effects + self._end(now, job)
 
-    def _drop(self, now: float, job: _Job, reason: str) -> list[Effect]:
+    def _drop(self, now: float, job: Job, reason: str) -> list[Effect]:
         """End a job its gateway no longer wants. The decode is told: what the gateway told it may have come before our
         reservation did, and then that would stand, unused, until the deadline."""
         request = job.request
@@ -724,7 +646,7 @@ class Prefill:
             told.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return told + self._end(now, job)
 
-    def _end(self, now: float, job: _Job) -> list[Effect]:
+    def _end(self, now: float, job: Job) -> list[Effect]:
         """Let go of everything; of what a chunk in flight still writes, once it is done."""
         self._move(job, JobEvent.END)
         request = job.request
@@ -732,13 +654,16 @@ class Prefill:
         if self._jobs.get(request.request_id) is job:
             del self._jobs[request.request_id]
             effects.append(CancelTimer(("deadline", request.request_id, request.attempt)))
+        effects += self._reports.hurry(now)
         if job.state is JobState.ABANDONED:
             assert self._computing is not None
             self._abandoned.append(job)
             return [*effects, CancelWork(self._computing[0])]
         if job in self._abandoned:
             self._abandoned.remove(job)
+        self._turns.leave(job)
         if job.lease_id is not None:
+            del self._leases[job.lease_id]
             effects += self._pool.release(job.lease_id)
         if job.sequence is not None:
             effects.append(CloseSequence(job.sequence))
@@ -764,19 +689,9 @@ class Prefill:
         return effects
 
     def _report(self, now: float) -> list[Effect]:
-        waiting = [j for j in self._jobs.values() if j.state is not JobState.HANDING_OFF]
-        jobs = tuple(
-            QueuedJob(
-                booking=job.request.booking,
-                rank_s=job.arrived_at - now,
-                left_s=self._slowness * self._costs.compute_s(job.length, job.computed),
-            )
-            for job in waiting[:MAX_REPORTED]
-        )
-        load = PrefillLoad(jobs=jobs, compute=self._computed, draining=self._draining)
-        conductors = [name for name, hello in self._peers.items() if hello.role == "conductor"]
-        reports: list[Effect] = [Send(name, load, lossy=True) for name in conductors]
-        return [*reports, SetTimer(("report",), self._settings.report_s)]
+        room = max(0, self._settings.max_queued - self._turns.waiting)
+        jobs = [job for job in self._turns if job.state is not JobState.ABANDONED]
+        return self._reports.send(now, self._workload.report(now, jobs, room=room, draining=self._draining), self._peers)
 
     def _drained(self) -> list[Effect]:
         idle = not (self._jobs or self._abandoned or self._pool.puts)
@@ -784,22 +699,12 @@ class Prefill:
 
     # --- leaves
 
-    def _block_compute_s(self) -> float:
-        """What computing one block has taken lately; 0 if nothing was measured yet."""
-        measured = self._computed.predicted_s > 0
-        return self._slowness * self._costs.compute_s(self._layout.block_tokens, 0) if measured else 0.0
-
-    @property
-    def _slowness(self) -> float:
-        """What computing has taken lately, as a multiple of what the cost model says; 1 if nothing was measured yet."""
-        return self._computed.seconds / self._computed.predicted_s if self._computed.predicted_s else 1.0
-
-    def _job(self, decode: str, request_id: str, attempt: int) -> _Job | None:
+    def _job(self, decode: str, request_id: str, attempt: int) -> Job | None:
         job = self._jobs.get(request_id)
         current = job is not None and job.request.attempt == attempt and job.request.decode == decode
         return job if current else None
 
-    def _handoff_blocks(self, job: _Job, first_block: int, sources: tuple[SlotRef, ...], *, ready: bool) -> Send:
+    def _handoff_blocks(self, job: Job, first_block: int, sources: tuple[SlotRef, ...], *, ready: bool) -> Send:
         request = job.request
         message = HandoffBlocks(
             request_id=request.request_id, attempt=request.attempt, first_block=first_block, sources=sources, ready=ready
@@ -816,9 +721,17 @@ class Prefill:
             checksum=self.slots.checksum[slot] if committed else 0,
         )
 
-    def _failed(self, gateway: str, request: StartPrefill, reason: str, *, full: bool = False, avoid: str = "") -> Send:
+    def _failed(
+        self, gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str, refused_for_s: float | None = None
+    ) -> Send:
         failed = AttemptFailed(
-            request_id=request.request_id, attempt=request.attempt, reason=clip(reason), full=full, avoid=avoid
+            request_id=request.request_id,
+            attempt=request.attempt,
+            reason=clip(reason),
+            full=full,
+            avoid=avoid,
+            refused=refused_for_s is not None,
+            retry_after_s=refused_for_s or 0.0,
         )
         return Send(gateway, failed)
 
@@ -828,5 +741,9 @@ class Prefill:
     def _renew_timer(self) -> SetTimer:
         return SetTimer(("renew",), self._settings.pool.lease_ttl_s / 5)
 
-    def _move(self, job: _Job, event: JobEvent) -> None:
+    def _move(self, job: Job, event: JobEvent) -> None:
         job.state = self._life.after(job.state, event)
+
+
+def _is_ready(job: Job) -> bool:
+    return job.state is JobState.READY

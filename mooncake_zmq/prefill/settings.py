@@ -1,5 +1,6 @@
 """What an operator sets for a prefill node."""
 
+import math
 from dataclasses import dataclass, field
 
 from mooncake_zmq.cache_node.client import PoolClientSettings
@@ -16,13 +17,21 @@ class PrefillSettings:
     max_active: int = 4
     """Prompts that hold KV and interleave their chunks."""
     short_lane: int = 2
-    """Further places for prompts of at most one chunk, so that long ones holding every place do not keep them out."""
+    """Further places for prompts that rank before one that holds a place, so that long ones do not keep short ones out."""
     max_queued: int = 64
     """Jobs waiting; a further one is refused and placed elsewhere."""
-    aging_tokens_per_s: float = 500.0
-    """See `chunking`: how fast a waiting prompt gains on shorter ones. About the speed of one core."""
+    overtake: float = 1.0
+    """Seconds of later arrival that a prompt gives way for each second of its own work, see `core.order`. 0: first come, first
+    served. 1: a prompt of 30 s waits for nothing that comes more than 30 s after it, and one of 1 s passes it until 29 s after:
+    nobody's time more than about doubles by those that pass it, while a short one waits for a chunk, not for a book."""
+    priority_s: float = 10.0
+    """Seconds of later arrival that one step of a request's priority is worth. Above what a prompt mostly takes, so that a step
+    is felt, and far below a deadline, so that it starves nobody."""
     report_s: float = 0.25
-    """How often the load is told to the conductors."""
+    """How often the load is told to the conductors; a quarter of it after something ended."""
+    measured_half_life_s: float = 60.0
+    """Without work, what was measured of this node's speed loses half of its weight in this time: one slow chunk, as a first
+    one with cold caches is, must not keep work away for good. Long against the gaps of a node in use."""
     work_deadline_s: float = 120.0
     """A chunk that takes longer is given up."""
     own_reuse: bool = True
@@ -32,5 +41,7 @@ class PrefillSettings:
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1 or self.max_active < 1 or self.short_lane < 0 or self.max_queued < 1:
             raise ValueError("chunk_tokens, max_active and max_queued must be at least 1, short_lane at least 0")
-        if min(self.aging_tokens_per_s, self.report_s, self.work_deadline_s) <= 0 or self.slab_bytes <= 0:
-            raise ValueError("slab_bytes, aging_tokens_per_s, report_s and work_deadline_s must be positive")
+        if not (0 <= self.overtake < math.inf and 0 <= self.priority_s < math.inf):
+            raise ValueError("overtake and priority_s must be 0 or more, and finite")
+        if min(self.report_s, self.measured_half_life_s, self.work_deadline_s) <= 0 or self.slab_bytes <= 0:
+            raise ValueError("slab_bytes, report_s, measured_half_life_s and work_deadline_s must be positive")

@@ -401,7 +401,9 @@ class Executor:
         if work.sampling is not None:
             assert logits is not None
             token = sample(logits[0], work.sampling, work.start + len(tokens))
-        return ChunkComputed(self._output_checksums(work), token, time.perf_counter() - began)
+        loaded_s = job.prefix.loaded_s if job.prefix else 0.0
+        elapsed_s = time.perf_counter() - began
+        return ChunkComputed(self._output_checksums(work), token, elapsed_s, loaded_s=loaded_s, waited_s=job.waited_s)
 
     def _compute_stage(self, job: "_Job", stage: ComputeStage, sequence: SequenceKV) -> Result:
         assert self._engine
@@ -413,6 +415,7 @@ class Executor:
             entering = job.entering.wait(job.check, job.deadline)
         if entering is None:
             return WorkFailed("hidden states were not reached")
+        computes = time.perf_counter()
 
         def after_layer(layer: int) -> None:
             job.check()
@@ -441,7 +444,9 @@ class Executor:
         elif chunk.sampling is not None:
             assert out is not None
             token = sample(out[0], chunk.sampling, chunk.start + stage.count)
-        return StageComputed(self._stage_parts(stage), token, time.perf_counter() - began)
+        loaded_s = job.prefix.loaded_s if job.prefix else 0.0
+        elapsed_s, waited_s = time.perf_counter() - began, job.waited_s + computes - began
+        return StageComputed(self._stage_parts(stage), token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s)
 
     def _stage_parts(self, stage: ComputeStage) -> tuple[int, ...]:
         assert self._segment
@@ -631,6 +636,8 @@ class _Job:
     result: Result | None = None
     conclude: Callable[[], Result] = _nothing
     prefix: "_Prefix | None" = None
+    waited_s: float = 0.0
+    """For the prefix."""
     entering: EnteringStates | None = None
     batch: ReadBatch | None = None
     sequences: dict[int, _OpenSequence] = field(default_factory=dict)
@@ -648,7 +655,9 @@ class _Job:
         """Return once this layer of the prefix is here."""
         self.check()
         if self.prefix:
+            waits = time.perf_counter()
             self.prefix.wait(layer, self)
+            self.waited_s += time.perf_counter() - waits
 
 
 class _LoadRecord(Protocol):
@@ -700,10 +709,14 @@ class _Prefix:
             for layer in range(load.first_layer, load.stop_layer):
                 self._missing[layer] += 1
         self._changed = threading.Condition()
+        self._began = time.perf_counter()
+        self.loaded_s = 0.0
+        """When the last part came, counted from the beginning."""
         self.failed: dict[int, ReadFailure] = {}
 
     def arrived(self, block: int, layers: range, checksums: Sequence[int]) -> None:
         with self._changed:
+            self.loaded_s = time.perf_counter() - self._began
             for layer in layers:
                 self._missing[layer] -= 1
             self._changed.notify_all()

@@ -17,10 +17,10 @@ from rich.table import Table
 
 from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.work import Work
-from mooncake_zmq.decode import decode
+from mooncake_zmq.decode import request as decode_request
 from mooncake_zmq.gateway import requests
 from mooncake_zmq.kv import slots
-from mooncake_zmq.prefill import prefill
+from mooncake_zmq.prefill import job
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.run import SeedResult, failing_line, run_seed, run_seeds
@@ -29,8 +29,8 @@ LAST_LINES = 60
 RAREST = 3
 TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
     ("gateway request", requests.NEXT_STATE),
-    ("prefill job", prefill.NEXT_STATE),
-    ("decode request", decode.NEXT_STATE),
+    ("prefill job", job.NEXT_STATE),
+    ("decode request", decode_request.NEXT_STATE),
     ("slot", slots.NEXT_STATE),
 )
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import SlotGrant
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
-from mooncake_zmq.transfer.block_copy import ReadFailure, granted, read_parts
+from mooncake_zmq.kv.reading import ReadFailure
+from mooncake_zmq.transfer.block_copy import granted, read_parts
 from mooncake_zmq.transfer.network import RemoteRead
 from mooncake_zmq.transfer.shared_memory import Segment
 

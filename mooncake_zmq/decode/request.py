@@ -1,0 +1,120 @@
+"""One request at a decode and the table of its life. PURE."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mooncake_zmq.core.messages import HandoffDone, ReserveDecode, SlotRef
+from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
+
+
+class RequestState(Enum):
+    """Life of a request here."""
+
+    RESERVING = "reserving"
+    """KV is reserved; the own pool is being asked which leading blocks it holds."""
+    LOADING = "loading"
+    READY = "ready"
+    """Handoff verified; may join the batch."""
+    STEPPING = "stepping"
+    CLOSING = "closing"
+    """Over, but a copy or step in flight still uses the sequence."""
+    ENDED = "ended"
+
+
+class RequestEvent(Enum):
+    """What moves it on."""
+
+    RESERVED = "reserved"
+    VERIFIED = "verified"
+    STEP_BEGAN = "step"
+    STEPPED = "stepped"
+    CLOSE = "close"
+    END = "end"
+
+
+NEXT_STATE: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (RequestState.RESERVING, RequestEvent.RESERVED): RequestState.LOADING,
+    (RequestState.LOADING, RequestEvent.VERIFIED): RequestState.READY,
+    (RequestState.READY, RequestEvent.STEP_BEGAN): RequestState.STEPPING,
+    (RequestState.STEPPING, RequestEvent.STEPPED): RequestState.READY,
+    (RequestState.RESERVING, RequestEvent.CLOSE): RequestState.CLOSING,
+    (RequestState.LOADING, RequestEvent.CLOSE): RequestState.CLOSING,
+    (RequestState.READY, RequestEvent.CLOSE): RequestState.CLOSING,
+    (RequestState.STEPPING, RequestEvent.CLOSE): RequestState.CLOSING,
+    (RequestState.CLOSING, RequestEvent.END): RequestState.ENDED,
+}
+
+
+@dataclass(slots=True)
+class Group:
+    """Blocks up to `stop_block` of one chunk; layers below `wanted_layers` are being copied or were."""
+
+    stop_block: int
+    wanted_layers: int = 0
+
+
+@dataclass(slots=True)
+class Request:
+    """One attempt of one request: its KV, its handoff, its output."""
+
+    request: ReserveDecode
+    prefill: str
+    order: int
+    sequence: int
+    budget_tokens: int
+    """KV reserved: whole blocks."""
+    state: RequestState = RequestState.RESERVING
+    in_flight: int = 0
+    """Works that use the sequence."""
+    lease_id: int | None = None
+    held_blocks: int = 0
+    sources: dict[int, SlotRef] = field(default_factory=dict)
+    """Handed-off blocks announced so far."""
+    groups: dict[int, Group] = field(default_factory=dict)
+    """By first block: blocks announced before their layers were ready."""
+    wanted: list[tuple[int, int, int]] = field(default_factory=list)
+    """(block, first layer, stop layer) that can be copied now."""
+    pulling: bool = False
+    held_pull: bool = False
+    parts: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Block -> layer -> part checksum, of all that arrived and verified."""
+    done: HandoffDone | None = None
+    promised: bool = False
+    """Its last chunk is announced: it is about to join the batch, and was held against its SLO if it has one."""
+    made: int = 0
+    """Output tokens of this attempt."""
+    last: int = 0
+    """The last of them, whose KV is not computed yet."""
+    tail: bytes = b""
+    """Tokens after the last keyed block whose KV is computed."""
+    parent: Key = b""
+    keyed_blocks: int = 0
+
+    @property
+    def position(self) -> int:
+        """Where the last token stands."""
+        return self.request.tokens + self.made - 1
+
+    @property
+    def context(self) -> int:
+        """Tokens of KV that its next step reads, or will when it begins."""
+        return self.request.tokens + max(1, self.made)
+
+    @property
+    def count(self) -> int:
+        """Output tokens of the whole request so far."""
+        return self.request.first_index + self.made
+
+    @property
+    def left(self) -> int:
+        """Output tokens that may still come."""
+        return self.request.stop.max_tokens - self.count
+
+    def take(self, tokens: Sequence[int], block_tokens: int) -> list[Key]:
+        """More output: `tokens` were sampled, so the KV of the last one before them and of all but the last of them is there.
+        Returns the keys of the blocks that this completes."""
+        self.tail += pack_tokens([self.last, *tokens[:-1]])
+        self.made += len(tokens)
+        self.last = tokens[-1]
+        return extend_keys(self.parent, self.tail, block_tokens)

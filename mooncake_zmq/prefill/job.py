@@ -1,0 +1,90 @@
+"""One job of a prefill and the table of its life. PURE."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mooncake_zmq.core.messages import SlotRef, StartPrefill
+
+
+class JobState(Enum):
+    """Life of a job."""
+
+    QUEUED = "queued"
+    PREPARING = "preparing"
+    """Waiting for the decode's reservation, the pool's lease, and room in the slab."""
+    READY = "ready"
+    """Waiting for its turn to compute the next chunk."""
+    COMPUTING = "computing"
+    HANDING_OFF = "handing off"
+    """All computed; the decode is still reading."""
+    ABANDONED = "abandoned"
+    """Over, but a chunk in flight still writes its slots."""
+    ENDED = "ended"
+
+
+class JobEvent(Enum):
+    """What moves it on."""
+
+    ACTIVATED = "activate"
+    PREPARED = "prepared"
+    CHUNK_BEGAN = "chunk"
+    CHUNK_DONE = "chunk done"
+    ALL_DONE = "all done"
+    END = "end"
+
+
+NEXT_STATE: dict[tuple[JobState, JobEvent], JobState] = {
+    (JobState.QUEUED, JobEvent.ACTIVATED): JobState.PREPARING,
+    (JobState.PREPARING, JobEvent.PREPARED): JobState.READY,
+    (JobState.READY, JobEvent.CHUNK_BEGAN): JobState.COMPUTING,
+    (JobState.COMPUTING, JobEvent.CHUNK_DONE): JobState.READY,
+    (JobState.COMPUTING, JobEvent.ALL_DONE): JobState.HANDING_OFF,
+    (JobState.HANDING_OFF, JobEvent.END): JobState.ENDED,
+    (JobState.QUEUED, JobEvent.END): JobState.ENDED,
+    (JobState.PREPARING, JobEvent.END): JobState.ENDED,
+    (JobState.READY, JobEvent.END): JobState.ENDED,
+    (JobState.COMPUTING, JobEvent.END): JobState.ABANDONED,
+    (JobState.ABANDONED, JobEvent.END): JobState.ENDED,
+}
+
+
+@dataclass(slots=True)
+class Job:
+    """One attempt of one request: what was asked, and what is held for it."""
+
+    request: StartPrefill
+    gateway: str
+    order: int
+    rank: float
+    """Fixed at arrival, see `core.order`."""
+    arrived_at: float
+    state: JobState = JobState.QUEUED
+    sequence: int | None = None
+    computed: int = 0
+    """Tokens whose KV is in the sequence, or will be loaded by the next chunk."""
+    prefix: list[SlotRef] = field(default_factory=list)
+    """Reused blocks, in order, not loaded yet or loaded by the first chunk."""
+    loaded: bool = False
+    own_slots: list[int] = field(default_factory=list)
+    """Slab slots pinned as own hits."""
+    new_slots: list[int] = field(default_factory=list)
+    """Slab slots for the blocks computed here, the last perhaps partial."""
+    checksums: list[int] = field(default_factory=list)
+    """Of the blocks computed so far."""
+    lease_id: int | None = None
+    leased: bool = False
+    held_blocks: int | None = None
+    """Blocks the decode loads itself; None until it has reserved."""
+    local_blocks: int = 0
+    remote_blocks: int = 0
+    chunk_first_block: int = 0
+    chunk_stop: int = 0
+    chunk_loads: bool = False
+    """The chunk in flight loads the prefix."""
+    chunk_began_at: float = 0.0
+    started_at: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.tokens) // 4

@@ -1,0 +1,128 @@
+"""How much work stands before a prefill, in its own measured seconds: ranks, load reports. PURE.
+
+One formula for all of it: what a job still has to compute by `Costs`, its reused prefix and the squares included, times how
+slow this node has been lately. The chunk that loads the prefix takes as long as the longer of loading and computing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import asdict
+
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad, QueuedJob, StartPrefill
+from mooncake_zmq.core.order import Order
+from mooncake_zmq.core.pace import Pace
+from mooncake_zmq.core.work import ChunkComputed
+from mooncake_zmq.prefill.chunking import chunk_stop
+from mooncake_zmq.prefill.job import Job, JobState
+from mooncake_zmq.prefill.settings import PrefillSettings
+
+COMPUTE_MEMORY_S = 8.0
+"""A few long chunks of one core, a hundred of a GPU: see `Pace`."""
+LOAD_MEMORY_S = 0.8
+"""Loading takes about a tenth of what computing does."""
+CLEARLY_LOADING = 1.5
+"""A chunk with a prefix that takes so many times what computing should has waited for the prefix, if nobody knows better."""
+MAX_LEFT_S = 1e7
+MAX_RANK_S = 1e9
+"""The most a message may say."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Speeds:
+    """Multiples of the cost model's seconds, as of one moment."""
+
+    compute: float
+    load: float
+
+
+class Workload:
+    """What one prefill's work takes it."""
+
+    def __init__(self, settings: PrefillSettings, costs: Costs, block_tokens: int) -> None:
+        self._settings = settings
+        self._costs = costs
+        self._block_tokens = block_tokens
+        self._order = Order(settings.overtake, settings.priority_s)
+        self._compute = Pace(memory_s=COMPUTE_MEMORY_S, half_life_s=settings.measured_half_life_s)
+        self._load = Pace(memory_s=LOAD_MEMORY_S, half_life_s=settings.measured_half_life_s)
+
+    def rank(self, now: float, request: StartPrefill) -> float:
+        """The rank of a job that arrives now, for good: by the work that its plan leaves it."""
+        length = len(request.tokens) // 4
+        work_s = self._compute.ratio(now) * self._costs.compute_s(length, self._promised(request, length))
+        return self._order.rank(now, work_s, request.priority)
+
+    def block_s(self, now: float) -> float:
+        """What computing one block has taken lately; 0 if nothing was measured yet."""
+        return self._compute.ratio(now) * self._costs.compute_s(self._block_tokens, 0) if self._compute.known else 0.0
+
+    def measure(self, now: float, job: Job, result: ChunkComputed) -> None:
+        """The chunk of `job` that was in flight has been computed."""
+        compute_s = self._costs.compute_s(job.chunk_stop, job.computed)
+        if not job.chunk_loads:
+            self._compute.add(now, result.elapsed_s, compute_s)
+            return
+        load_s = self._costs.load_s(job.computed)
+        if result.loaded_s > 0:
+            self._load.add(now, result.loaded_s, load_s)
+            self._compute.add(now, max(0.0, result.elapsed_s - result.waited_s), compute_s)
+        elif result.elapsed_s > CLEARLY_LOADING * self._compute.ratio(now) * compute_s:
+            self._load.add(now, result.elapsed_s, load_s)
+        else:
+            self._compute.add(now, result.elapsed_s, compute_s)
+
+    def report(self, now: float, jobs: Sequence[Job], *, room: int, draining: bool) -> PrefillLoad:
+        """`jobs`: all that are not computed to their end, by rank."""
+        speeds = _Speeds(self._compute.ratio(now), self._load.ratio(now))
+        named = [self._queued(now, job, speeds) for job in jobs[:MAX_REPORTED]]
+        if len(jobs) > MAX_REPORTED:
+            beyond_s = sum(self._left_s(now, job, speeds) for job in jobs[MAX_REPORTED:])
+            last = named[-1]
+            left_s = min(MAX_LEFT_S, last.left_s + beyond_s)
+            named[-1] = QueuedJob(booking=last.booking, rank_s=last.rank_s, left_s=left_s)
+        return PrefillLoad(
+            jobs=tuple(named),
+            overtake=self._settings.overtake,
+            priority_s=self._settings.priority_s,
+            room=room,
+            compute=self._compute.measured(now),
+            load=self._load.measured(now),
+            draining=draining,
+        )
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """JSON-able."""
+        return {"compute": asdict(self._compute.measured(now)), "load": asdict(self._load.measured(now))}
+
+    def _queued(self, now: float, job: Job, speeds: _Speeds) -> QueuedJob:
+        rank_s = min(MAX_RANK_S, max(-MAX_RANK_S, job.rank - now))
+        return QueuedJob(booking=job.request.booking, rank_s=rank_s, left_s=min(MAX_LEFT_S, self._left_s(now, job, speeds)))
+
+    def _left_s(self, now: float, job: Job, speeds: _Speeds) -> float:
+        computing = job.state is JobState.COMPUTING
+        start = self._start(job)
+        stop = job.chunk_stop if computing else chunk_stop(start, job.length, self._settings.chunk_tokens)
+        chunk_s = speeds.compute * self._costs.compute_s(stop, start)
+        if job.chunk_loads if computing else not job.loaded:
+            chunk_s = max(chunk_s, speeds.load * self._costs.load_s(start))
+        if computing:
+            chunk_s = max(0.0, chunk_s - (now - job.chunk_began_at))
+        return chunk_s + speeds.compute * self._costs.compute_s(job.length, stop)
+
+    def _start(self, job: Job) -> int:
+        """Tokens that need not be computed any more, as far as is known."""
+        match job.state:
+            case JobState.QUEUED:
+                return self._promised(job.request, job.length)
+            case JobState.PREPARING:
+                own = len(job.prefix) * self._block_tokens
+                return own if job.leased else max(own, self._promised(job.request, job.length))
+            case _:
+                return job.computed
+
+    def _promised(self, request: StartPrefill, length: int) -> int:
+        """Tokens that the plan reuses."""
+        return min(request.reuse_blocks, (length - 1) // self._block_tokens) * self._block_tokens
