@@ -6,12 +6,13 @@ what it placed until reports show it, so that many requests between two reports 
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mooncake_zmq.conductor import admission, routing
 from mooncake_zmq.conductor.estimates import BookingKey, DecodeBatch, DecodeBooking, PrefillQueue
 from mooncake_zmq.conductor.membership import Member, Membership
+from mooncake_zmq.conductor.pipeline import Candidate, Pipeline, form_pipeline
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.routing import DecodeOption, PrefillChoice, PrefillOption
@@ -151,7 +152,8 @@ class Conductor:
         for name, queue in self._queues.items():
             assert queue.queue_s(now) >= 0
             for key in queue.bookings:
-                assert self._bookings[key].placed.prefill == name, f"{key} is not booked on {name}"
+                placed = self._bookings[key].placed
+                assert name in (placed.prefill, *placed.stages), f"{key} is not booked on {name}"
         for name, batch in self._batches.items():
             assert batch.batch >= 0
             for key in batch.bookings:
@@ -235,7 +237,9 @@ class Conductor:
     def _forget(self, peer: str) -> None:
         """Nothing said by or placed on this peer counts any more; a cache-node announces its whole set when it is back."""
         touched = [
-            key for key, booking in self._bookings.items() if peer in (key[0], booking.placed.prefill, booking.placed.decode)
+            key
+            for key, booking in self._bookings.items()
+            if peer in (key[0], booking.placed.prefill, booking.placed.decode, *booking.placed.stages)
         ]
         for key in touched:
             self._unbook(key)
@@ -306,6 +310,9 @@ class Conductor:
         prefill = self._choose_prefill(now, schedule, matches)
         if prefill is None:
             return self._reject(schedule, RejectReason.NO_PREFILL, admission.NO_NODE_RETRY_S)
+        pipeline = self._form_pipeline(now, schedule, prefill, matches)
+        if pipeline is not None:
+            prefill = replace(prefill, queue_s=pipeline.queue_s, work_s=pipeline.work_s)
         need_tokens = self._room_for(schedule)
         preferred, last_resort = (
             self._decode_options(now, members, prefill.queue_s) for members in self._members.usable("decode", schedule.exclude)
@@ -328,8 +335,10 @@ class Conductor:
             sources=self._choose_sources(prefill, matches) if prefill.fetch else (),
             ttft_s=min(prefill.ttft_s, MAX_PREDICTION_S),
             tbt_s=min(decode.tbt_s, MAX_PREDICTION_S),
+            stages=pipeline.stages if pipeline else (),
         )
-        self._book(now, key, placed, work_s=prefill.work_s, need_tokens=need_tokens)
+        work_s = pipeline.share_s if pipeline else prefill.work_s
+        self._book(now, key, placed, work_s=work_s, need_tokens=need_tokens)
         return placed
 
     def _room_for(self, schedule: Schedule) -> int:
@@ -362,6 +371,35 @@ class Conductor:
             tokens=schedule.tokens,
             best_blocks=max(matches.values(), default=0),
             block_tokens=self._block_tokens,
+        )
+
+    def _form_pipeline(
+        self, now: float, schedule: Schedule, prefill: PrefillChoice, matches: dict[str, int]
+    ) -> Pipeline | None:
+        """Others that compute a long prompt together with `prefill`, if that is sooner."""
+        if self._settings.pipeline_stages < 2:
+            return None
+        hosts = self._cache_hosts()
+        usable, _ = self._members.usable("prefill", schedule.exclude)
+        candidates = {
+            member.name: Candidate(
+                name=member.name,
+                queue_s=self._queues[member.name].queue_s(now),
+                slowness=self._queues[member.name].token_s / self._costs.prefill_token_s or 1.0,
+                reuse_blocks=max((held for node, held in matches.items() if hosts[node] == member.host), default=0),
+            )
+            for member in usable
+        }
+        if prefill.name not in candidates:
+            return None
+        return form_pipeline(
+            replace(candidates[prefill.name], reuse_blocks=prefill.reuse_blocks),
+            candidates.values(),
+            ttft_s=prefill.ttft_s,
+            tokens=schedule.tokens,
+            block_tokens=self._block_tokens,
+            settings=self._settings,
+            costs=self._costs,
         )
 
     def _decode_options(self, now: float, members: Collection[Member], wait_s: float) -> list[DecodeOption]:
@@ -426,18 +464,22 @@ class Conductor:
         self.counts.add("placed")
         self.counts.add(f"plans[prefix={_plan_of(placed)}]")
         self._turn += 1
-        for chosen in (placed.prefill, *placed.sources[:1]):
+        if placed.stages:
+            self.counts.add("pipelines_placed")
+        for chosen in (placed.prefill, *placed.stages, *placed.sources[:1]):
             self._last_chosen[chosen] = self._turn
         if len(self._bookings) >= self._settings.max_bookings:
             self.counts.add("bookings_dropped")
             self._unbook(next(iter(self._bookings)))
         self._bookings[key] = Booking(now, placed)
-        self._queues[placed.prefill].book(now, key, work_s)
+        for name in (placed.prefill, *placed.stages):
+            self._queues[name].book(now, key, work_s)
         self._batches[placed.decode].book(key, DecodeBooking(now, now + placed.ttft_s, need_tokens))
 
     def _unbook(self, key: BookingKey) -> None:
         placed = self._bookings.pop(key).placed
-        self._queues[placed.prefill].unbook(key)
+        for name in (placed.prefill, *placed.stages):
+            self._queues[name].unbook(key)
         self._batches[placed.decode].unbook(key)
 
     def _expired(self, now: float) -> list[BookingKey]:

@@ -80,6 +80,11 @@ class ChunkComputed:
     """Part of `elapsed_s` in which computing stood still for it."""
 
 
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """The layers that stage `stage` of `stages` computes: all in order, numbers as equal as can be."""
+    return range(layers * stage // stages, layers * (stage + 1) // stages)
+
+
 @dataclass(frozen=True, slots=True)
 class ComputeStage:
     """Prefill in a pipeline: run layers `[first_layer, stop_layer)` of a chunk of `count` tokens, whose KV alone is read,

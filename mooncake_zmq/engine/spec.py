@@ -160,11 +160,6 @@ def check_entering(spec: ModelSpec, entering: NDArray[Any], layers: range) -> No
         raise ValueError(f"hidden states [n, {spec.hidden}] enter layer {layers.start}, not {entering.shape}")
 
 
-def stage_layers(layers: int, stage: int, stages: int) -> range:
-    """The layers that stage `stage` of `stages` computes: all in order, numbers as equal as can be."""
-    return range(layers * stage // stages, layers * (stage + 1) // stages)
-
-
 def check_tokens(tokens: NDArray[Any], vocab_size: int) -> None:
     """Raise ValueError when an id lies outside the vocabulary."""
     if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):

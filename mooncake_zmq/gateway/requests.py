@@ -372,6 +372,7 @@ class Requests:
             reuse_blocks=message.reuse_blocks,
             sources=message.sources,
             deadline_s=max(0.0, request.deadline - now),
+            stages=message.stages,
         )
         return [*effects, Send(message.prefill, start), self._stall_timer(request)]
 

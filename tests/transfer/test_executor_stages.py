@@ -16,8 +16,8 @@ from mooncake_zmq.core.work import (
     StageComputed,
     StepEntry,
     WorkFailed,
+    stage_layers,
 )
-from mooncake_zmq.engine.spec import stage_layers
 from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.transfer.hidden_states import EnteringStates, store_hidden
 
