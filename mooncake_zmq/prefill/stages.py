@@ -192,6 +192,8 @@ class Stages:
         effects = [] if current is None else self._fail(current, "a newer attempt is here")
         refusal = self._refusal(message)
         own = self._slots.leading_run(message.keys if self._settings.own_reuse else ())
+        if self._room(message) + len(own) > self._slots.capacity:  # they would keep the room from it for good
+            own = []
         self._slots.pin(own)
         lack = refusal or self._lack(message, draining=draining)
         if lack is not None:

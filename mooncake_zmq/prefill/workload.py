@@ -68,7 +68,7 @@ class Workload:
         loads: bool,
         share: float,
     ) -> None:
-        """Tokens `start` to `stop` were computed in a `share` of the layers. `loads`: those before `start` were loaded for it."""
+        """Tokens `start` to `stop` were computed in a `share` of the layers, and those before them loaded if it `loads`."""
         compute_s = share * self._costs.compute_s(stop, start)
         if not loads:
             self._compute.add(now, max(0.0, result.elapsed_s - result.waited_s), compute_s)
