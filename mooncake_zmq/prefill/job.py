@@ -109,6 +109,17 @@ class Job:
         """Slab slots pinned for it, as often as they are."""
         return self.own_slots + self.new_slots + (self.group.hidden.slots if self.group else [])
 
+    def cut_prefix(self, blocks: int) -> list[int]:
+        """Reuse the first `blocks` at most, of which what was fetched comes last: own slots that are reused no more."""
+        cut = len(self.prefix) - max(blocks, len(self.own_slots))
+        fetched = max(0, min(cut, self.remote_blocks))
+        self.remote_blocks -= fetched
+        self.local_blocks -= max(0, cut) - fetched
+        unused = self.own_slots[blocks:]
+        del self.own_slots[blocks:]
+        del self.prefix[blocks:]
+        return unused
+
     @property
     def length(self) -> int:
         """Prompt tokens."""

@@ -13,6 +13,7 @@ nobody has more than two chunks to compute. The first stage leads: the others he
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from mooncake_zmq.core.actor import Effect, Send
 from mooncake_zmq.core.messages import EndStage, HandoffBlocks, SlotRef, StageChunk, StageDone, StartPrefill, StartStage
@@ -29,6 +30,14 @@ BUFFERS = 2
 def hidden_slots(layout: BlockLayout, tokens: int) -> int:
     """Slots that the hidden states of a chunk take."""
     return div_ceil(tokens * layout.hidden_bytes, layout.block_bytes)
+
+
+def refusal(request: StartPrefill, first: str, layout: BlockLayout) -> str | None:
+    """What is wrong with the pipeline that a request asks for, behind the prefill `first`."""
+    names = (first, *request.stages)
+    if len(set(names)) != len(names) or len(names) > layout.layers:
+        return "no such pipeline"
+    return None if layout.hidden_bytes else "this model is not computed in stages"
 
 
 class HiddenSlots:
@@ -254,6 +263,15 @@ class Group:
         """Block checksums of all that was computed, in order: over the parts of all stages."""
         assert self.finished
         return [block_checksum(self._parts[block]) for block in sorted(self._parts)]
+
+    def offer(self, first_block: int) -> dict[str, Any]:
+        """What of a `HandoffDone` has the decode offer the blocks from this one on, which no stage has whole."""
+        keys, size = self._request.keys, self._layout.block_tokens * 4
+        return {
+            "keys": keys[first_block:],
+            "parent": keys[first_block - 1] if first_block else None,
+            "block_tokens": self._request.tokens[first_block * size : len(keys) * size],
+        }
 
     def dismiss(self) -> list[Effect]:
         """The later stages may let go; once."""

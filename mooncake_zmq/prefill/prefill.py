@@ -78,7 +78,7 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots, SlotState
 from mooncake_zmq.prefill.chunking import chunk_stop
 from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState
-from mooncake_zmq.prefill.pipeline import Group, grants, release, written
+from mooncake_zmq.prefill.pipeline import Group, grants, refusal, release, written
 from mooncake_zmq.prefill.queue import Turns
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.prefill.stages import DEADLINE, Stages
@@ -320,22 +320,12 @@ class Prefill:
             return "keys do not match tokens"
         if self._layout.blocks_for(length) > self.slots.capacity:
             return "prompt is longer than the slab"
-        if message.stages and (reason := self._refuse_stages(message)) is not None:
+        if message.stages and (reason := refusal(message, self.name, self._layout)) is not None:
             return reason
-        return None if message.decode in self._peers else f"{message.decode} is not reachable from {self.name}"
-
-    def _refuse_stages(self, message: StartPrefill) -> str | None:
-        """What is wrong with the pipeline that is to compute it."""
-        stages = message.stages
-        if len({self.name, *stages}) != 1 + len(stages) or 1 + len(stages) > self._layout.layers:
-            return "no such pipeline"
-        if not self._layout.hidden_bytes:
-            return "this model is not computed in stages"
-        away = next((name for name in stages if name not in self._peers or self._peers[name].role != "prefill"), None)
-        if away is not None:
-            return f"{away} is not reachable from {self.name}"
-        room = Group(message, self._layout, self._settings.chunk_tokens).room
-        return "prompt is longer than the slab" if room > self.slots.capacity else None
+        if message.stages and Group(message, self._layout, self._settings.chunk_tokens).room > self.slots.capacity:
+            return "prompt is longer than the slab"
+        away = next((name for name in (message.decode, *message.stages) if name not in self._peers), None)
+        return None if away is None else f"{away} is not reachable from {self.name}"
 
     def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
         job = self._jobs.get(message.request_id)
@@ -507,26 +497,13 @@ class Prefill:
     def _gather(self, now: float, job: Job, group: Group) -> list[Effect]:
         """Once the slab has room: ask the other stages. They do not wait for room, so nobody waits for it in a circle."""
         if group.room + len(job.own_slots) > self.slots.capacity:
-            self._cut_prefix(job, 0)
+            self.slots.unpin(job.cut_prefix(0))
         if group.room > self.slots.available:
             return []
         job.new_slots = group.take_room(self.slots)
         self._move(job, JobEvent.GATHER)
         self.counts.add("pipelines")
         return group.ask(max(0.0, job.arrived_at + job.request.deadline_s - now))
-
-    def _cut_prefix(self, job: Job, blocks: int) -> None:
-        """Reuse the first `blocks` at most. What was fetched comes last."""
-        cut = len(job.prefix) - max(blocks, len(job.own_slots))
-        if cut > 0:
-            fetched = min(cut, job.remote_blocks)
-            job.remote_blocks -= fetched
-            job.local_blocks -= cut - fetched
-        self.slots.unpin(job.own_slots[blocks:])
-        del job.own_slots[blocks:]
-        del job.prefix[blocks:]
-        if not blocks:
-            job.local_blocks = job.remote_blocks = 0
 
     def _on_stage_ready(self, now: float, sender: str, message: StageReady) -> list[Effect]:
         job = self._led(sender, message.request_id, message.attempt)
@@ -537,7 +514,7 @@ class Prefill:
         if len(job.prefix) > len(job.own_slots) and self._pool.reading_time_s(now, job.lease_id) <= 0:
             self._drop_pool_prefix(job)
         common = job.group.common_blocks(len(job.prefix))
-        self._cut_prefix(job, common)
+        self.slots.unpin(job.cut_prefix(common))
         release(self.slots, job.new_slots[:common])
         del job.new_slots[:common]
         job.group.plan(common * self._layout.block_tokens)
@@ -713,7 +690,7 @@ class Prefill:
         self.counts.add("prompt_tokens_cached[source=local]", first.local)
         self.counts.add("prompt_tokens_cached[source=remote]", first.remote)
         checksums = [ref.checksum for ref in job.prefix] + job.checksums
-        handed = checksums[job.held_blocks :]
+        handed, base = checksums[job.held_blocks :], len(job.prefix)
         done = HandoffDone(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -722,11 +699,10 @@ class Prefill:
             checksum=block_checksum(handed),
             token=token,
             index=request.first_index,
-            **(self._to_offer(job) if job.group else {}),
+            **(job.group.offer(base) if job.group else {}),
         )
         effects: list[Effect] = [Send(job.gateway, first), Send(request.decode, done), CloseSequence(job.sequence)]
         job.sequence = None
-        base = len(job.prefix)
         whole = [] if job.group else zip(job.new_slots, job.checksums, strict=True)
         for index, (slot, checksum) in enumerate(whole):
             if base + index < len(request.keys):
@@ -734,15 +710,6 @@ class Prefill:
                     self.slots.name(slot, request.keys[base + index])
                 self.slots.commit(slot, checksum)
         return effects + self._offer_to_pool(now, job) + self._reports.hurry(now)
-
-    def _to_offer(self, job: Job) -> dict[str, Any]:
-        """What of a `HandoffDone` has the decode offer the blocks that no stage of the pipeline has whole."""
-        first, keys, size = len(job.prefix), job.request.keys, self._layout.block_tokens * 4
-        return {
-            "keys": keys[first:],
-            "parent": keys[first - 1] if first else None,
-            "block_tokens": job.request.tokens[first * size : len(keys) * size],
-        }
 
     def _offer_to_pool(self, now: float, job: Job) -> list[Effect]:
         """Blocks that did not come from the pool go there, own hits too: the pool may have evicted them since."""

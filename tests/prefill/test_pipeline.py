@@ -453,7 +453,6 @@ def test_a_draining_stage_takes_no_part_and_ends_what_it_has():
         (("p0",), "no such pipeline"),
         (("p1", "p2", "x"), "no such pipeline"),
         (("x",), "not reachable"),
-        (("d",), "not reachable"),
     ],
 )
 def test_an_impossible_pipeline_is_refused(stages, reason):
