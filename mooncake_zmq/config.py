@@ -8,9 +8,9 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import structs
@@ -18,6 +18,7 @@ from msgspec import structs
 from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.hardware import HARDWARE
 from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_TOKENS
 from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
 from mooncake_zmq.core.roles import ENGINE_ROLES, ROLES, Role
@@ -119,9 +120,10 @@ class NodeSettings:
     has to let it through."""
     threads: int = 1
     """Threads that compute; with the backend "numpy", decode uses more than one for its largest products alone."""
-    backend: Backend = "numpy"
+    backend: str = "numpy"
     """What a prefill or decode computes with. "compiled" decodes quantised models several times faster; it needs the extra of
-    that name."""
+    that name. "modelled:PROFILE" computes nothing, but takes the time that other hardware would, with KV of the model's layout:
+    to try a deployment under load. PROFILE: a file that `mooncake-zmq profile` wrote there, or a name as a800-llama3-70b."""
     device: Device = "cpu"
     """Where a prefill or decode computes and keeps its KV, a prefill its slab too. "cuda" is the first GPU that the process
     sees (CUDA_VISIBLE_DEVICES) and needs the extra gpu-cu12 or gpu-cu13. Written without a GPU at hand, not yet run on one."""
@@ -137,6 +139,8 @@ class NodeSettings:
             raise ValueError("store_endpoint is for cache-nodes")
         if self.store_stream_port and not self.store_endpoint.startswith("tcp://"):
             raise ValueError("store_stream_port goes with a store_endpoint of tcp://")
+        if self.backend not in get_args(Backend) and not self.modelled:
+            raise ValueError(f"{self.name}: backend {self.backend!r} is none of numpy, compiled, modelled:PROFILE")
         if self.backend != "numpy" and self.role not in ENGINE_ROLES:
             raise ValueError(
                 f"{self.name}: backend {self.backend!r} is for prefill and decode nodes, and this is a {self.role}"
@@ -148,6 +152,22 @@ class NodeSettings:
         for what in ("metrics_port", "store_stream_port"):
             if not 0 <= getattr(self, what) < 65536:
                 raise ValueError(f"{what} must be between 0 and 65535")
+
+    @property
+    def modelled(self) -> str:
+        """The profile by which it models an engine; empty: it computes."""
+        kind, _, profile = self.backend.partition(":")
+        return profile if kind == "modelled" else ""
+
+    @property
+    def prepared_for(self) -> Backend:
+        """The form in which it needs the model's weights."""
+        return "compiled" if self.backend == "compiled" else "numpy"
+
+    @property
+    def computes(self) -> bool:
+        """Does it hold the model's weights?"""
+        return self.role in ENGINE_ROLES and not self.modelled
 
     def _check_device(self) -> None:
         if self.role not in ENGINE_ROLES:
@@ -232,7 +252,7 @@ class Config:
     @property
     def backend(self) -> Backend:
         """What the model is to be prepared for: "compiled" if any node computes with that."""
-        return "compiled" if any(node.backend == "compiled" for node in self.nodes) else "numpy"
+        return "compiled" if any(node.prepared_for == "compiled" for node in self.nodes) else "numpy"
 
     def endpoint(self, node: NodeSettings) -> str:
         """Where `node` listens for messages."""
@@ -287,6 +307,8 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environme
     config: Config = _convert(_merge(raw, {"costs": profiled}) if profiled else raw, Config, shown, sources)
     loaded = Loaded(shown, config, sources, raw)
     for position, node in enumerate(config.nodes):
+        if node.modelled:
+            costs_of(node.modelled, f"{shown}: nodes[{position}].backend")
         section = loaded.section(node)
         try:
             replace(config, **{node.role.replace("-", "_"): section})  # what holds for all must hold with its own settings too
@@ -329,17 +351,29 @@ def read_profile(path: str) -> Profile:
         raise ProfileError(error.strerror or str(error)) from None
 
 
+def costs_of(profile: str, where: str) -> Costs:
+    """What a profile says that things cost: that in a file, or named hardware. Raises ConfigError."""
+    return Costs(**_told(profile, where))
+
+
+def _told(path: str, where: str) -> dict[str, Any]:
+    if path in HARDWARE:
+        found = asdict(HARDWARE[path]) | {"profile": path}
+        del found["kv_bytes_per_token"]  # the model's here, not the one that was served there
+        return found
+    try:
+        profile = read_profile(path)
+        return structs.asdict(fit(profile)) | {"profiled_model": profile.fingerprint}
+    except ProfileError as error:
+        raise ConfigError(f"{where}: {path}: {error}") from None
+
+
 def _profiled(costs: Any, shown: str, where: str) -> dict[str, Any]:
     """What the profile that the costs' section names says of the costs that the section leaves open."""
     path = costs.get("profile") if isinstance(costs, Mapping) else None
     if not path or not isinstance(path, str):
         return {}  # a value of another type is refused with the others
-    try:
-        profile = read_profile(path)
-        found = structs.asdict(fit(profile)) | {"profiled_model": profile.fingerprint}
-    except ProfileError as error:
-        raise ConfigError(f"{shown}: {where}: {path}: {error}") from None
-    return {key: value for key, value in found.items() if key not in costs}
+    return {key: value for key, value in _told(path, f"{shown}: {where}").items() if key not in costs}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -401,13 +435,23 @@ def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: 
     hints = get_type_hints(kind) if is_dataclass(kind) else {}
     if key not in hints or is_dataclass(hints[key]) or dotted == "nodes":
         raise ConfigError(f"{source}: there is no setting {dotted}")
-    if isinstance(value, str) and hints[key] not in (str, LogFormat):
+    words = _words(hints[key])
+    if isinstance(value, str) and hints[key] is not str and value not in words:
         try:
             value = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
+            if words:
+                raise ConfigError(f"{source}: {dotted}: {value!r} is none of {', '.join(words)}") from None
             raise ConfigError(f"{source}: {dotted}: cannot read {value!r}") from None
     inner[key] = value
     sources[dotted] = source
+
+
+def _words(kind: Any) -> tuple[str, ...]:
+    """The words that a setting of this type may be."""
+    if get_origin(kind) is Literal:
+        return tuple(each for each in get_args(kind) if isinstance(each, str))
+    return tuple(word for part in get_args(kind) for word in _words(part))
 
 
 def _convert(raw: Mapping[str, Any], kind: type[Any], shown: str, sources: Mapping[str, str], under: str = "") -> Any:
@@ -456,7 +500,8 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 what = f"http://{section.http_host}:{section.http_port}"
         totals[node.device] += size
         where = f"threads {node.threads}" if node.device == "cpu" else node.device
-        engine = f", {where}, {node.backend}" if node.role in ENGINE_ROLES else ""
+        computes = f", {where}, {node.backend}" if node.computes else f", {node.backend}"
+        engine = computes if node.role in ENGINE_ROLES else ""
         yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{engine}"
     ram, gpu = (f"{total / mib:,.0f} MiB" for total in totals.values())
     yield f"KV and stores take at most {ram} of RAM, beside the weights (one copy for all) and the processes"
@@ -473,7 +518,7 @@ def _shown_costs(costs: Costs) -> Iterator[str]:
 def warnings(loaded: Loaded) -> Iterator[str]:
     """What works, but not well."""
     config = loaded.config
-    threads = sum(node.threads for node in config.of_role(*ENGINE_ROLES))
+    threads = sum(node.threads for node in config.nodes if node.computes)
     cores = len(os.sched_getaffinity(0))
     if threads > cores:
         yield (
@@ -496,9 +541,9 @@ def warnings(loaded: Loaded) -> Iterator[str]:
 def _profile_warnings(loaded: Loaded) -> Iterator[str]:
     """Whether profiles measured what runs here. The weights themselves are compared when the conductor starts."""
     model = loaded.config.model.path
-    threads = sorted({node.threads for node in loaded.config.of_role(*ENGINE_ROLES)})
-    backends = sorted({node.backend for node in loaded.config.of_role(*ENGINE_ROLES)})
-    if path := loaded.config.costs.profile:
+    threads = sorted({node.threads for node in loaded.config.nodes if node.computes})
+    backends = sorted({node.backend for node in loaded.config.nodes if node.computes})
+    if (path := loaded.config.costs.profile) and path not in HARDWARE:
         profile = read_profile(path)
         if profile.model != model:
             yield f"{path} measured the model {profile.model}, and this deployment's is {model}: the conductor compares weights"

@@ -175,6 +175,8 @@ class Up:
         self._sweep()
 
     def _prepare_model(self) -> None:
+        if self.config.model.card and not any(node.computes for node in self.config.nodes):
+            return
         from mooncake_zmq.engine.prepare import prepare, remove_former
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -16,6 +16,7 @@ PURE = (
     "conductor/",
     "prefill/",
     "decode/",
+    "gateway/gaps",
     "gateway/requests",
     "gateway/settings",
     "cache_node/",

@@ -169,6 +169,36 @@ def test_the_model_is_prepared_for_any_node_that_computes_with_another_backend(w
     assert load(write("", NODES + another), {}, {}).config.backend == "compiled"
 
 
+MODELLED = '\n[[nodes]]\nname = "m"\nrole = "prefill"\nbackend = "modelled:%s"\nthreads = 512\n'
+
+
+def test_a_modelled_engine_holds_no_weights_and_takes_no_cores(write: Any) -> None:
+    loaded = load(write("", NODES + MODELLED % "a800-llama3-70b"), {}, {})
+    node = loaded.config.node("m")
+    assert (node.modelled, node.computes, node.prepared_for) == ("a800-llama3-70b", False, "numpy")
+    assert not any("512" in warning for warning in warnings(loaded))
+    assert any(line.endswith(", modelled:a800-llama3-70b") for line in summary(loaded))
+
+
+@pytest.mark.parametrize("backend", ["modelled", "modelled:", "vectors"])
+def test_a_backend_that_is_none_is_told(write: Any, backend: str) -> None:
+    nodes = f'\n[[nodes]]\nname = "odd"\nrole = "decode"\nbackend = "{backend}"\n'
+    assert f"odd: backend '{backend}' is none of numpy, compiled, modelled:PROFILE" in fails(write("", nodes))
+
+
+def test_a_modelled_engines_profile_must_be_there(write: Any) -> None:
+    assert "nodes[0].backend: nowhere.json: No such file" in fails(write("", MODELLED % "nowhere.json"))
+
+
+def test_costs_may_be_those_of_named_hardware_and_yield_to_the_file(write: Any) -> None:
+    text = '[costs]\nprofile = "a800-llama3-70b"\ndecode_step_s = 0.5\n'
+    loaded = load(write(text), {}, {})
+    assert loaded.config.costs.prefill_token_s == 1.147e-4
+    assert loaded.config.costs.decode_step_s == 0.5
+    assert loaded.sources["costs.prefill_token_s"] == "profile a800-llama3-70b"
+    assert not any("a800" in warning for warning in warnings(loaded))
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

@@ -93,6 +93,10 @@ class BenchCluster:
                     answer.text += choice["text"]
         return answer
 
+    def dumps(self, nodes: list[str]) -> dict[str, Any]:
+        """The state of these nodes, as `mooncake-zmq dump` tells it."""
+        return collect_dumps(self._runtime_dir, nodes)
+
     def pid(self, node: str) -> int:
         """Process id of a node, from its lock file."""
         return int((self._runtime_dir / f"{node}.lock").read_text().split()[0])

@@ -22,7 +22,9 @@ Examples:
   mooncake-zmq bench engine --vllm-python ~/vllm-venv/bin/python --json > engine.json
   mooncake-zmq bench pool --only local --only remote
   mooncake-zmq bench pool --mooncake-python ~/mooncake-venv/bin/python --json > pool.json
+  mooncake-zmq bench overload --multiple 3
   mooncake-zmq bench eviction --trace conversation_trace.jsonl --plot hits.png
+  mooncake-zmq bench schedule --trace conversation_trace.jsonl --json
 """
 
 
@@ -108,6 +110,36 @@ def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_js
 
 
 @bench.command()
+@click.option("--config", type=click.Path(path_type=Path), help="Of modelled engines; configs/modelled.toml if none.")
+@click.option("--multiple", type=click.FloatRange(min=0.01), default=3.0, show_default=True, help="Of the prefills' capacity.")
+@click.option("--seconds", type=click.FloatRange(min=1), default=40.0, show_default=True, help="How long requests come.")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=8192, show_default=True, help="In the mean.")
+@click.option("--output-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of every request.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of arrivals, lengths and prompts.")
+@json_option
+@plot_option("the ratios")
+def overload(
+    config: Path | None,
+    multiple: float,
+    seconds: float,
+    prompt_tokens: int,
+    output_tokens: int,
+    seed: int,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """The live cluster under more load than it can carry: who is admitted, how well it is served, how the others are told.
+
+    Engines are modelled, so it takes no GPU; everything else is real. About a minute.
+    """
+    limit_blas()
+    from mooncake_zmq.bench.overload import MODELLED, Load, bench_overload
+
+    wanted = Load(multiple=multiple, duration_s=seconds, prompt_tokens=prompt_tokens, output_tokens=output_tokens, seed=seed)
+    bench_overload(config or MODELLED, wanted, tell).show(as_json=as_json, plot=plot)
+
+
+@bench.command()
 @click.option("--trace", type=click.Path(path_type=Path), help="Requests as JSON lines with hash_ids; else generated chats.")
 @click.option("--capacity", "capacities", multiple=True, type=click.IntRange(min=1), help="Blocks; may be repeated.")
 @click.option(
@@ -122,6 +154,28 @@ def eviction(
     from mooncake_zmq.bench.eviction import CAPACITIES, bench_eviction
 
     report = bench_eviction(trace, capacities or CAPACITIES, policies or tuple(POLICIES), progress=tell)
+    report.show(as_json=as_json, plot=plot)
+
+
+@bench.command()
+@click.option("--trace", type=click.Path(path_type=Path), help="Requests as JSON lines in Mooncake's format; else generated.")
+@numbers_option("--hosts", least=1, default="16,64,256,1024", help="Hosts, each with a prefill, a decode and a cache-node.")
+@click.option("--requests", type=click.IntRange(min=0), default=0, help="Only the first so many of the trace; 0: all.")
+@click.option(
+    "--router-python",
+    envvar="ROUTER_PYTHON",
+    metavar="PYTHON",
+    help="Python that has ai-dynamo-runtime: rows against its RadixTree.",
+)
+@json_option
+@plot_option("the time of a decision over the hosts")
+def schedule(
+    trace: Path | None, hosts: tuple[int, ...], requests: int, router_python: str | None, as_json: bool, plot: Path | None
+) -> None:
+    """How fast the conductor decides, with announcements, reports and replica rounds in between. Takes about a minute."""
+    from mooncake_zmq.bench.schedule import bench_schedule
+
+    report = bench_schedule(trace, hosts, tell, router_python=router_python, requests=requests)
     report.show(as_json=as_json, plot=plot)
 
 

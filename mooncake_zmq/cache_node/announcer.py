@@ -1,6 +1,6 @@
 """What one event changed in the pool, told to the conductors and, as KV events, to routers outside. PURE.
 
-A conductor hears which blocks its host can serve from any tier; KV events name the tier.
+A conductor hears of each block the quickest tier of its host that holds it; KV events tell of every tier.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,41 +13,55 @@ from mooncake_zmq.kv.events import BlocksRemoved, BlocksStored, KvEvent, Medium
 
 
 class Announcer:
-    """Collects changes; `holds(key)`: can the block be read from any tier now?"""
+    """Collects changes; `tier(key)`: the quickest tier that the block can be read from now, if any."""
 
-    def __init__(self, holds: Callable[[Key], bool], counts: Tally) -> None:
-        self._holds = holds
+    def __init__(self, tier: Callable[[Key], Medium | None], counts: Tally) -> None:
+        self._tier = tier
         self._counts = counts
         self._stored: list[BlocksStored] = []
         self._new: list[Key] = []
 
     def stored(self, events: Iterable[BlocksStored], new: Iterable[Key]) -> None:
-        """These blocks came to stand in a tier; `new`: those that stood in no other."""
+        """These blocks came to stand in a tier; `new`: those that stood in no quicker one."""
         self._stored += events
         self._new += new
 
     def flush(self, evicted: Sequence[tuple[Medium, Sequence[Key]]], conductors: Iterable[str]) -> list[Effect]:
-        """Tell of everything since the last call. A key that came and went at once is not told to conductors."""
+        """Tell of everything since the last call: what came, what left the tier it was told to be in."""
         if not self._stored and not any(keys for _, keys in evicted):
             return []
         events: list[KvEvent] = list(self._stored)
         events += [BlocksRemoved(tuple(keys), medium) for medium, keys in evicted if keys]
-        stored = tuple(dict.fromkeys(key for key in self._new if self._holds(key)))
-        removed = tuple(dict.fromkeys(key for _, keys in evicted for key in keys if not self._holds(key)))
+        now: dict[Medium | None, list[Key]] = {Medium.CPU: [], Medium.DISK: [], None: []}
+        came = dict.fromkeys(self._new)
+        for key in came:
+            tier = self._tier(key)
+            if tier is not None:  # what came and went at once is told below, if it was known before
+                now[tier].append(key)
+        for key in dict.fromkeys(key for _, keys in evicted for key in keys):
+            tier = self._tier(key)
+            # In DRAM still, or again: it left the disk alone, or is told above.
+            if tier is not Medium.CPU and (tier is None or key not in came):
+                now[tier].append(key)
         self._stored.clear()
         self._new.clear()
         effects: list[Effect] = [Publish(tuple(events))]
-        if stored or removed:
-            self._counts.add("announced_blocks[change=stored]", len(stored))
-            self._counts.add("announced_blocks[change=removed]", len(removed))
-            for message in announcements(stored, removed):
-                effects += [Send(conductor, message) for conductor in conductors]
+        messages = announcements(now[Medium.CPU], now[None], now[Medium.DISK])
+        if messages:
+            self._counts.add("announced_blocks[change=stored]", len(now[Medium.CPU]))
+            self._counts.add("announced_blocks[change=on_disk]", len(now[Medium.DISK]))
+            self._counts.add("announced_blocks[change=removed]", len(now[None]))
+            effects += [Send(conductor, message) for message in messages for conductor in conductors]
         return effects
 
 
-def announcements(stored: Sequence[Key], removed: Sequence[Key] = ()) -> list[BlocksAnnounced]:
+def announcements(stored: Sequence[Key], removed: Sequence[Key] = (), on_disk: Sequence[Key] = ()) -> list[BlocksAnnounced]:
     """Any number of keys in as many messages as it takes."""
     return [
-        BlocksAnnounced(stored=tuple(stored[i : i + MAX_BLOCKS]), removed=tuple(removed[i : i + MAX_BLOCKS]))
-        for i in range(0, max(len(stored), len(removed)), MAX_BLOCKS)
+        BlocksAnnounced(
+            stored=tuple(stored[i : i + MAX_BLOCKS]),
+            removed=tuple(removed[i : i + MAX_BLOCKS]),
+            on_disk=tuple(on_disk[i : i + MAX_BLOCKS]),
+        )
+        for i in range(0, max(len(stored), len(removed), len(on_disk)), MAX_BLOCKS)
     ]

@@ -36,6 +36,7 @@ from mooncake_zmq.core.actor import (
 from mooncake_zmq.core.messages import (
     MAX_TOKENS,
     BlocksLeased,
+    CacheLoad,
     ChangeReplica,
     CommitSlots,
     GrantedSlot,
@@ -50,6 +51,7 @@ from mooncake_zmq.core.messages import (
     SlotRef,
     SlotsReserved,
 )
+from mooncake_zmq.core.reports import REPORT
 from mooncake_zmq.core.shell import Ids, Tally
 from mooncake_zmq.core.work import BlocksCopied, DiskWritten, ProbeProcess, ProcessProbed, SlotGrant, WorkFailed
 from mooncake_zmq.kv.block_hash import Key
@@ -60,6 +62,8 @@ from mooncake_zmq.kv.slots import Slots, SlotState
 
 __all__ = ["CacheNode", "CacheNodeSettings", "DiskContents", "KvEventsSettings", "SsdSettings"]
 
+MAX_SOURCES = 256
+"""Sources that one `CacheLoad` tells of."""
 WISH_S = 30.0
 """How long a wish for a copy may take."""
 
@@ -114,7 +118,7 @@ class CacheNode:
             counts=self.counts,
         )
         self._chains = Chains(self.slots, self._contents)
-        self._announcer = Announcer(self.holds, self.counts)
+        self._announcer = Announcer(self.tier, self.counts)
         self._gatherer = Gatherer(
             settings,
             self.slots,
@@ -131,6 +135,8 @@ class CacheNode:
         self._probes: dict[int, tuple[str, int]] = {}
         self._newcomers: list[str] = []
         """Conductors met in this event."""
+        self._reporting = False
+        """The timer of the next `CacheLoad` is armed."""
         self._draining = False
 
     @property
@@ -140,7 +146,13 @@ class CacheNode:
 
     def holds(self, key: Key) -> bool:
         """Can this block be served, from whichever tier?"""
-        return self.slots.committed(key) is not None or self.disk.find(key) is not None
+        return self.tier(key) is not None
+
+    def tier(self, key: Key) -> Medium | None:
+        """The quickest tier that this block can be served from."""
+        if self.slots.committed(key) is not None:
+            return Medium.CPU
+        return Medium.DISK if self.disk.find(key) is not None else None
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -151,7 +163,7 @@ class CacheNode:
         fences = self.slots.take_fences()
         self.disk.slots.take_fences()  # its slots are files' places: nobody maps them
         head: list[Effect] = [Fence(fences)] if fences else []
-        return head + effects + self._announce() + self._drained()
+        return head + effects + self._announce() + self._begin_reports() + self._drained()
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
@@ -171,6 +183,8 @@ class CacheNode:
             case TimerFired(("gathering", str(node), int(incarnation), int(number))):
                 self._gatherer.expire(now, HolderId(node, incarnation, number))
                 return []
+            case TimerFired(key) if key == REPORT:
+                return self._report(now)
             case PeerUp() as up:
                 return self._on_peer_up(up)
             case PeerDown(peer, _):
@@ -251,6 +265,7 @@ class CacheNode:
             "gauges": self.gauges(now),
             "leases": [[str(h), len(lease.slots), lease.expires_at - now] for h, lease in self._leases.items()],
             "puts": [[str(h), len(put.slots), put.quarantined] for h, put in self._puts.items()],
+            "sources": [[rate.source, rate.block_s, rate.pending_blocks] for rate in self._gatherer.sources(now)],
             "pending": [[str(h), len(g.keys), g.here, g.limits, g.deadline - now] for h, g in gatherings.items()],
             "disk": {"readable": self.disk.readable, "writable": self.disk.writable, "fault": self.disk.fault},
             "draining": self._draining,
@@ -486,9 +501,9 @@ class CacheNode:
         self._tell(events)
 
     def _tell(self, stored: Sequence[BlocksStored]) -> None:
-        new = [key for event in stored for key in event.keys if self.disk.find(key) is None]
-        self._announcer.stored(stored, new)
-        self.disk.unsaved += len(new)
+        keys = [key for event in stored for key in event.keys]
+        self._announcer.stored(stored, keys)
+        self.disk.unsaved += sum(1 for key in keys if self.disk.find(key) is None)
 
     def _on_put_expired(self, writer: HolderId) -> list[Effect]:
         """The writer may still write: keep its slots from everybody until it answers or is known dead."""
@@ -558,10 +573,28 @@ class CacheNode:
         if self._newcomers:
             dram = self.slots.committed_keys()
             disk = [key for key in self.disk.slots.committed_keys() if self.slots.committed(key) is None]
-            everything = announcements(dram + (disk if self.disk.readable else []))
+            everything = announcements(dram, on_disk=disk if self.disk.readable else ())
             effects += [Send(newcomer, message) for newcomer in self._newcomers for message in everything]
             self._newcomers.clear()
         return effects
+
+    # --- what fetching takes
+
+    def _begin_reports(self) -> list[Effect]:
+        """As soon as anything is fetched."""
+        if self._reporting or not self._gatherer.fetches:
+            return []
+        self._reporting = True
+        return [SetTimer(REPORT, self._settings.report_s)]
+
+    def _report(self, now: float) -> list[Effect]:
+        """Until nothing is fetched any more and what was measured is too old to say anything, which ends with an empty one."""
+        sources = self._gatherer.sources(now)
+        self._reporting = bool(sources)
+        load = CacheLoad(sources=tuple(sources[:MAX_SOURCES]))
+        conductors = [name for name, peer in self._peers.items() if peer.role == "conductor"]
+        timers: list[Effect] = [SetTimer(REPORT, self._settings.report_s)] if sources else []
+        return [*[Send(name, load, lossy=True) for name in conductors], *timers]
 
     def _drained(self) -> list[Effect]:
         busy = self._leases or self._puts or self._gatherer.gatherings or self._gatherer.fetches or self.disk.demoting

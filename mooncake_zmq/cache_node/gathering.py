@@ -14,7 +14,7 @@ from mooncake_zmq.cache_node.contents import UNKNOWN, Content, Contents
 from mooncake_zmq.cache_node.disk_tier import DiskTier
 from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.core.actor import Effect, Send, Start
-from mooncake_zmq.core.messages import BlocksLeased, LeaseBlocks, ReleaseLease, ReportCorrupt, SlotRef
+from mooncake_zmq.core.messages import BlocksLeased, LeaseBlocks, ReleaseLease, ReportCorrupt, SlotRef, SourceRate
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskBlock, SlotGrant, WorkFailed
 from mooncake_zmq.kv.block_hash import Key
@@ -27,8 +27,8 @@ PIPELINE = 2
 """Batches under way from one source for one lease: while one is copied, the next is looked up."""
 MAX_PROMOTED_SHARE = 0.25
 """Part of DRAM that promotions may hold: a disk that hangs must not take all of it. Past it the disk is not asked."""
-RATE_SHARE = 0.3
-"""Weight of the newest measurement of a source's speed."""
+RATE_BLOCKS = 64
+"""Blocks from a source after which what was measured before counts half: two batches of the usual size."""
 RATE_LASTS_S = 30.0
 """A source found slow is tried again after this."""
 
@@ -86,6 +86,19 @@ class _Fetch:
     """What the source says that its blocks hold."""
 
 
+@dataclass(slots=True)
+class _Rate:
+    """Of one source: recent blocks, older ones counting less, and the seconds in which they came."""
+
+    measured_at: float
+    seconds: float = 0.0
+    blocks: float = 0.0
+
+    @property
+    def block_s(self) -> float:
+        return self.seconds / self.blocks if self.blocks else 0.0
+
+
 class Gatherer:
     """All gatherings of one cache-node. Whoever owns it answers those that appear in `finished`."""
 
@@ -120,8 +133,8 @@ class Gatherer:
         """Keys being copied, for whomever."""
         self._promoting = 0
         """Blocks on their way from the own disk."""
-        self._rates: dict[str, tuple[float, float]] = {}
-        """Source -> (seconds a block took lately, when that was measured)."""
+        self._rates: dict[str, _Rate] = {}
+        """What each source has taken lately."""
 
     @property
     def fetches(self) -> int:
@@ -267,10 +280,10 @@ class Gatherer:
         return not self._dram.held(key) and (source == DISK) == (self._disk.find(key) is not None)
 
     def _too_slow(self, now: float, gathering: Gathering, source: str) -> bool:
-        if gathering.compute_s <= 0 or source not in self._rates:
+        rate = self._rates.get(source)
+        if gathering.compute_s <= 0 or rate is None:
             return False
-        block_s, measured_at = self._rates[source]
-        return block_s > gathering.compute_s and now - measured_at < RATE_LASTS_S
+        return rate.block_s > gathering.compute_s and now - rate.measured_at < RATE_LASTS_S
 
     # --- what comes
 
@@ -377,11 +390,23 @@ class Gatherer:
             self._contents.put(slot, content.parent if content.tokens else before.get(key), content.tokens)
 
     def _measure(self, now: float, fetch: _Fetch, blocks: int) -> None:
-        block_s = (now - fetch.asked_at) / blocks
-        old_s, measured_at = self._rates.get(fetch.source, (block_s, now))
-        if now - measured_at >= RATE_LASTS_S:
-            old_s = block_s  # whatever was wrong then says nothing about now
-        self._rates[fetch.source] = (old_s + RATE_SHARE * (block_s - old_s), now)
+        """Batches overlap: what a block takes is counted from the end of the batch before, if that came later."""
+        rate = self._rates.get(fetch.source)
+        if rate is None or now - rate.measured_at >= RATE_LASTS_S:  # whatever was wrong then says nothing about now
+            rate = self._rates[fetch.source] = _Rate(measured_at=fetch.asked_at)
+        keep = 0.5 ** (blocks / RATE_BLOCKS)
+        rate.seconds = keep * rate.seconds + now - max(fetch.asked_at, rate.measured_at)
+        rate.blocks = keep * rate.blocks + blocks
+        rate.measured_at = now
+
+    def sources(self, now: float) -> list[SourceRate]:
+        """What there is to tell of each source: what a block took lately, and how many are asked for and not here."""
+        pending: Counter[str] = Counter()
+        for fetch in self._fetches.values():
+            pending[fetch.source] += len(fetch.keys)
+        fresh = {source: rate.block_s for source, rate in self._rates.items() if now - rate.measured_at < RATE_LASTS_S}
+        names = dict.fromkeys([*pending, *fresh])
+        return [SourceRate(source=name, block_s=fresh.get(name, 0.0), pending_blocks=pending[name]) for name in names]
 
     def _close(self, fetch_id: int) -> list[Effect]:
         """A batch is done with: give the source its lease back."""

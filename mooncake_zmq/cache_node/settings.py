@@ -75,6 +75,9 @@ class CacheNodeSettings:
     """Leases one client may hold; a further one is answered with no blocks."""
     max_put_share: float = 0.5
     """Part of the pool that one client may have reserved, or in quarantine after it ran late; past it its puts are denied."""
+    report_s: float = 0.5
+    """How often it is told to the conductors what fetching takes, while anything is fetched and for half a minute after. A
+    fetch takes from milliseconds to seconds, and what is told says so of several of them."""
     max_wishes: int = 8
     """A conductor's wishes for copies worked on at a time; further ones are left."""
     ssd: SsdSettings = field(default_factory=SsdSettings)
@@ -87,8 +90,8 @@ class CacheNodeSettings:
             raise ValueError("pool_bytes must be positive")
         if self.eviction not in POLICIES:
             raise ValueError(f"eviction must be one of {', '.join(sorted(POLICIES))}")
-        if min(self.max_lease_s, self.fetch_lease_s, self.probe_s) <= 0:
-            raise ValueError("max_lease_s, fetch_lease_s and probe_s must be positive")
+        if min(self.max_lease_s, self.fetch_lease_s, self.probe_s, self.report_s) <= 0:
+            raise ValueError("max_lease_s, fetch_lease_s, probe_s and report_s must be positive")
         if self.fetch_lease_s > self.max_lease_s:
             raise ValueError("fetch_lease_s must be at most max_lease_s, or the granter stops before the holder")
         if not 1 <= self.fetch_batch_blocks <= MAX_BLOCKS:

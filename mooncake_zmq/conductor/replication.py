@@ -13,7 +13,7 @@ is found to within a factor of two wherever the prompts part, and exactly where 
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,12 @@ SHRUNK_PER_ROUND = 32
 SURPLUS_RATIO = 2.0
 """Copies are surplus once demand is this far below what asks for them: no copy comes and goes with the noise, and a half-life
 of silence, in which another conductor may be the one that is asked, takes none away."""
+MOST_LONGER = 16
+"""A chain that more chains followed go on from keeps its copies: looking through all of them would take too long."""
+LOOKUPS_AT_ONCE = 1500
+"""Keys looked up before a round pauses, about 0.3 ms."""
+COUNTED_PER_S = 100.0
+"""Requests that are counted one by one; of more, every so many stands for those before it."""
 FORGOTTEN_COUNT = 0.25
 """A chain whose count has decayed to this is not followed any more."""
 
@@ -67,16 +73,24 @@ class Demand:
         self._max_chains = max_chains
         self._max_blocks = max_blocks
         self._chains: dict[Key, Chain] = {}
+        self._credit = COUNTED_PER_S
+        self._credit_at = 0.0
+        self._skipped = 0
 
     def __len__(self) -> int:
         return len(self._chains)
+
+    def follows(self, chain: Chain) -> bool:
+        """Whether this chain is followed still."""
+        return self._chains.get(chain.keys[-1]) is chain
 
     def count(self, now: float, keys: Sequence[Key]) -> int:
         """A request wants `keys`, the leading run that somebody holds. Returns how many chains were forgotten for lack of
         room."""
         keys = tuple(keys[: self._max_blocks])
-        if not keys:
+        if not keys or not self._is_counted(now):
             return 0
+        weight, self._skipped = 1 + self._skipped, 0
         marks = {1 << power for power in range(len(keys).bit_length())} | {len(keys)}
         new = [blocks for blocks in sorted(marks) if keys[blocks - 1] not in self._chains]
         forgotten = self._make_room(now, len(new))
@@ -84,7 +98,7 @@ class Demand:
             self._chains[keys[blocks - 1]] = Chain(keys[:blocks], now, now)
         for key in self._chains.keys() & keys:  # in any order: each counts for itself
             chain = self._chains[key]
-            chain.count = self._decayed(now, chain) + 1
+            chain.count = self._decayed(now, chain) + weight
             chain.at = now
         return forgotten
 
@@ -126,6 +140,15 @@ class Demand:
         for key, chain in self._chains.items():
             assert chain.keys[-1] == key
             assert len(chain.keys) <= self._max_blocks
+
+    def _is_counted(self, now: float) -> bool:
+        self._credit = min(COUNTED_PER_S, self._credit + (now - self._credit_at) * COUNTED_PER_S)
+        self._credit_at = now
+        if self._credit < 1:
+            self._skipped += 1
+            return False
+        self._credit -= 1
+        return True
 
     def _make_room(self, now: float, wanted: int) -> int:
         """Where `wanted` more do not fit, keep only the half most asked for; of equals the shorter, which others go on from."""
@@ -196,27 +219,41 @@ class Replication:
     def targets(self, now: float, hosts: Mapping[str, str]) -> list[tuple[tuple[Key, ...], int]]:
         """Chains that should have more or fewer copies, with the number. Longest first: a copy of a chain is one of each of
         its beginnings. `hosts`: the host of each cache-node."""
+        return [target for target in self.round(now, hosts) if target is not None]
+
+    def round(self, now: float, hosts: Mapping[str, str]) -> Iterator[tuple[tuple[Key, ...], int] | None]:
+        """The same piece by piece: None is a pause, after about `LOOKUPS_AT_ONCE`. What is found is as of `now`."""
         self.settle(now)
+        yield None
         self.demand.forget_cold(now)
         chains = self.demand.chains()
-        self._weigh(now, chains)
-        more: list[tuple[tuple[Key, ...], int]] = []
+        yield None
+        yield from self._weigh(now, chains)
         fewer: list[tuple[Chain, int]] = []
         limit = len(set(hosts.values()))
+        lookups = 0
         for chain in chains:
+            if not self.demand.follows(chain):
+                continue
             per_s = self.demand.per_s(now, chain)
             wanted, most = self._copies_for(per_s, limit), self._copies_for(per_s * SURPLUS_RATIO, limit)
             if per_s < self._per_copy and self._index.copies(chain.keys[-1]) <= most:
                 continue
             kept, coming = self._standing(now, chain.keys, hosts)
+            lookups += 2 * len(chain.keys)
             if len(kept) + len(coming) < wanted:
-                more.append((chain.keys, wanted))
+                yield chain.keys, wanted
+                yield None
             elif len(kept) > most and self.demand.is_known(now, chain):
                 fewer.append((chain, most))
+            if lookups > LOOKUPS_AT_ONCE:
+                lookups = 0
+                yield None
         fewer.sort(key=lambda entry: entry[0].shrunk_at)
-        for chain, _ in fewer[:SHRUNK_PER_ROUND]:
+        for chain, most in fewer[:SHRUNK_PER_ROUND]:
             chain.shrunk_at = now
-        return more + [(chain.keys, most) for chain, most in fewer[:SHRUNK_PER_ROUND]]
+            yield chain.keys, most
+            yield None
 
     def change(
         self, now: float, keys: tuple[Key, ...], copies: int, *, hosts: Mapping[str, str], readers: Collection[str]
@@ -239,7 +276,7 @@ class Replication:
         for wish in self._wishes:
             if not wish.more or wish.settled:
                 continue
-            arrived = wish.node in self._index.holders(wish.keys)
+            arrived = self._index.holds(wish.node, wish.keys[-1]) and wish.node in self._index.holders(wish.keys)
             wish.settled = arrived or now - wish.at >= WISH_S
             if wish.settled:
                 self._counts.add("replicas_arrived" if arrived else "replicas_missed")
@@ -265,7 +302,7 @@ class Replication:
     def _standing(self, now: float, keys: tuple[Key, ...], hosts: Mapping[str, str]) -> tuple[set[str], set[str]]:
         """(hosts that hold all of `keys` and were not asked to let go, further hosts that were asked for a copy)."""
         kept = {hosts[node] for node in self._kept_by(keys)}
-        coming = {hosts[node] for node in hosts if (wish := self._last(node, keys)) and wish.is_under_way(now)}
+        coming = {hosts[node] for node in self._asked if (wish := self._last(node, keys)) and wish.is_under_way(now)}
         return kept, coming - kept
 
     def _kept_by(self, keys: tuple[Key, ...]) -> list[str]:
@@ -283,8 +320,9 @@ class Replication:
     def _under_way_to(self, now: float, node: str) -> int:
         return sum(wish.node == node and wish.is_under_way(now) for wish in self._wishes)
 
-    def _weigh(self, now: float, chains: Sequence[Chain]) -> None:
+    def _weigh(self, now: float, chains: Sequence[Chain]) -> Iterator[None]:
         self._drawn = {}
+        lookups = 0
         for chain in chains:
             per_s = self.demand.per_s(now, chain)
             if per_s < self._per_copy:
@@ -293,6 +331,10 @@ class Replication:
             blocks = len(chain.keys) - self.demand.own_start(chain.keys)
             for node in nodes:
                 self._drawn[node] = self._drawn.get(node, 0.0) + per_s * blocks / len(nodes)
+            lookups += 3 * len(chain.keys)
+            if lookups > LOOKUPS_AT_ONCE:
+                lookups = 0
+                yield
 
     def _ask_for(
         self, now: float, keys: tuple[Key, ...], count: int, hosts: Mapping[str, str], free: set[str]
@@ -332,7 +374,10 @@ class Replication:
         the pool holds the most. What shorter chains share of `keys` is theirs, and stays.
 
         Every block keeps a copy. A longer chain that is not followed may end up with its blocks on two nodes: a shorter hit."""
-        needed = {node for chain in self.demand.longer(keys) for node in self._kept_by(chain.keys)}
+        longer = self.demand.longer(keys)
+        if len(longer) > MOST_LONGER:
+            return []
+        needed = {node for chain in longer for node in self._kept_by(chain.keys)}
         spare = [node for node in self._kept_by(keys) if node not in needed]
         spare.sort(key=lambda node: (hosts[node] in readers, -self._index.held_by(node), node))
         own = keys[self.demand.own_start(keys) :]

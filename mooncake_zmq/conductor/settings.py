@@ -2,12 +2,17 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from mooncake_zmq.core.messages import MAX_BLOCKS
 
 MAX_PIPELINE_STAGES = 17
 """The first, and those that a message names."""
+Admission = Literal["none", "baseline", "early", "prediction"]
+Policy = Literal["global", "local", "match", "load", "round-robin", "random"]
+
 POSITIVE = (
+    "correction_half_life_s",
     "tie_ratio",
     "expected_output_tokens",
     "booking_ttl_s",
@@ -26,6 +31,7 @@ NOT_NEGATIVE = (
     "tbt_slo_s",
     "report_grace_s",
     "replica_interval_s",
+    "patience",
 )
 
 
@@ -38,25 +44,38 @@ class ConductorSettings:
     tbt_slo_s: float = 1.0
     """Longest predicted gap between tokens that is still admitted; 0 or inf admits all. Far above a healthy step even on a
     CPU, so that by default only an overfull or stalled decode rejects; a GPU deployment sets 0.1 to 0.3 as the paper does."""
-    kvcache_balancing_threshold: float = 1.05
+    admission: Admission = "prediction"
+    """When a request is refused, as the paper has it. none: never. baseline: at arrival if its prefill would be late, by the
+    decode once the prefill is done. early: at arrival, by what both are like now. prediction: at arrival, by what the decode
+    will be like when the prefill is done."""
+    policy: Policy = "global"
+    """Who prefills. global: Algorithm 1 over the pools of all hosts. local: the same without fetching between hosts. match: the
+    longest prefix. load: the shortest queue. round-robin: in turn. random: by a digest of the request id."""
+    kvcache_balancing_threshold: float | Literal["auto"] = "auto"
     """Algorithm 1: a prefill fetches from another host only if the best match is at least this many times its own match
     (1 or more, a ratio). At a match of 0 the ratio counts as infinite if anyone holds anything, and as 1 if nobody does.
-    Slightly above 1: recomputed blocks enter the pool just as fetched ones do, so a higher value saves no memory, only one
-    wait on another host, and that is worth a block or two; what a fetch costs is weighed apart from this, in seconds."""
+    "auto": whenever it is predicted to be quicker. Recomputed blocks enter the pool just as fetched ones do, so that nothing
+    but time is to be weighed, and that the conductor predicts for each node; a slower fetch is left out at any threshold."""
+    patience: float = 0.25
+    """A request that would miss its SLO on an idle cluster too is refused only if it would wait for more than this share of
+    its own work (of its own step): waiting does not make it shorter."""
+    correction_half_life_s: float = 10.0
+    """What a node measured counts half as much after this, so that an idle node is taken at the cost model's word again."""
     tie_ratio: float = 0.05
     """Predictions within this share of the best are ties, and ties rotate. The estimates err by more than this, and
     one shared leading block of a long prompt must not outweigh spreading."""
     expected_output_tokens: int = 512
     """Output tokens a request is taken to produce: how long it stays, and, up to its own max_tokens, the room its decode must
     have besides the prompt. The paper's mean is 343; a decode that runs short preempts, so asking for more leaves KV unused."""
-    booking_ttl_s: float = 30.0
-    """A booking nobody ends is dropped after this: long after reports have taken its place."""
+    booking_ttl_s: float = 120.0
+    """A booking nobody ends is dropped after this: long after its prefill, by when reports have taken its place."""
     report_grace_s: float = 0.25
-    """A load report counts a request once it was placed this long before: the way from here over the gateway to the node."""
+    """A request that no load report names this long after it was placed is not there: the way from here over the gateway to the
+    node. One that a report names is the report's at once."""
     max_keys: int = 2_000_000
-    """Keys in the prefix index; new ones past it are dropped and counted. At 145 bytes per key (measured): 290 MB."""
+    """Keys in the prefix index; past it those not asked for longest go, and are counted. At 145 bytes per key: 290 MB."""
     max_bookings: int = 65_536
-    """Bookings held; past it the oldest is dropped and counted. 2,000 requests per second for a whole booking_ttl_s."""
+    """Bookings held; past it the oldest is dropped and counted. 500 requests per second for a whole booking_ttl_s."""
     replica_interval_s: float = 5.0
     """How often hot prefixes are given more copies and cold ones fewer; 0: never. A hot spot lasts minutes, a copy seconds."""
     replica_demand_per_s: float = 1.0
@@ -81,8 +100,8 @@ class ConductorSettings:
             value = getattr(self, name)
             if math.isnan(value) or value < 0 or (name in POSITIVE and value == 0):
                 raise ValueError(f"{name} must be {'positive' if name in POSITIVE else '0 or more'}, not {value}")
-        if not self.kvcache_balancing_threshold >= 1:
-            raise ValueError(f"kvcache_balancing_threshold must be 1 or more, not {self.kvcache_balancing_threshold}")
+        if self.kvcache_balancing_threshold != "auto" and not self.kvcache_balancing_threshold >= 1:
+            raise ValueError(f"kvcache_balancing_threshold must be 1 or more, or auto, not {self.kvcache_balancing_threshold}")
         if self.replica_max_blocks > MAX_BLOCKS:
             raise ValueError(f"replica_max_blocks must be at most {MAX_BLOCKS}, what one message may name")
         if self.pipeline_stages > MAX_PIPELINE_STAGES:

@@ -44,8 +44,8 @@ class Costs:
     """Between hosts: a 10 Gbit link, or loopback TCP with cold buffers."""
 
     profile: str = ""
-    """A file that `mooncake-zmq profile` wrote: the costs not set otherwise are fitted from it. Empty: the defaults. A relative
-    path counts from where the process is started, as model.path does."""
+    """A file that `mooncake-zmq profile` wrote, or one of `core.hardware`'s names: costs not set otherwise are taken from it.
+    Empty: the defaults. A relative path counts from where the process is started, as model.path does."""
     profiled_model: str = ""
     """Fingerprint of the model that the profile measured, taken from it. A conductor of another model does not start."""
 

@@ -1,4 +1,4 @@
-"""Every message between the roles: frozen, tagged, bounded. `encode` and `decode` live only here.
+"""Every message between actors: frozen, tagged, bounded; their `encode` and `decode` live only here.
 
 The wire is MessagePack; types are checked on arrival. Messages name blocks and never carry a KV byte. They send durations,
 never clock readings: a holder counts `ttl_s` from when it *sent* the request, the granter from when it handled it, so the

@@ -1,8 +1,9 @@
 """Conversations with peers: liveness, incarnations, and messages at most once and in order. PURE.
 
-Retries live here and nowhere else. ZeroMQ loses what was queued when a connection breaks; a session numbers its messages,
-resends them until acknowledged and drops duplicates. When a peer restarts, falls silent or stops acknowledging, the whole
-*conversation* ends: the actor learns `PeerDown`, then `PeerUp` when a fresh one begins, and may rely on nothing said before.
+Messages between actors are repeated here and nowhere else. ZeroMQ loses what was queued when a connection breaks; a session
+numbers its messages, resends them until acknowledged and drops duplicates. When a peer restarts, falls silent or stops
+acknowledging, the whole *conversation* ends: the actor learns `PeerDown`, then `PeerUp` when a fresh one begins, and may rely
+on nothing said before.
 
 Each direction of a conversation is an *epoch* of its sender. Rules, for an envelope from peer P to us:
 - P's incarnation older than known, or P's epoch older than known or than our floor: an old life speaks; dropped, counted.

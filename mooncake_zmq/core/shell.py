@@ -37,14 +37,15 @@ class Lifecycle(Generic[S, E]):
     """
 
     def __init__(self, what: str, table: Mapping[tuple[S, E], S], taken: Tally) -> None:
-        self._what = what
-        self._table = table
+        self._moves = {
+            (state, event): (following, move_name(what, state, following)) for (state, event), following in table.items()
+        }
         self._taken = taken
 
     def after(self, state: S, event: E) -> S:
         """The next state. Raises KeyError if nothing like that may happen."""
-        following = self._table[state, event]
-        self._taken.add(move_name(self._what, state, following))
+        following, name = self._moves[state, event]
+        self._taken.add(name)
         return following
 
 

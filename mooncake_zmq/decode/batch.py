@@ -1,4 +1,4 @@
-"""The continuous batch's rules: who is in the next step, who is preempted when KV runs short, who comes too late to join. PURE."""
+"""The continuous batch's rules: who is in the next step, who is preempted when KV runs short, who may not join. PURE."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

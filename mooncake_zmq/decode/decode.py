@@ -48,6 +48,7 @@ from mooncake_zmq.core.messages import (
     Hello,
     LayersReady,
     LeaseRenewed,
+    Message,
     ReclaimSlots,
     ReportCorrupt,
     ReserveDecode,
@@ -132,31 +133,12 @@ class Decode:
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
-            case Received(sender, ReserveDecode() as message):
-                return self._on_reserve(now, sender, message)
-            case Received(sender, HandoffBlocks() as message):
-                return self._on_blocks(now, sender, message)
-            case Received(sender, LayersReady() as message):
-                return self._on_layers(now, sender, message)
-            case Received(sender, HandoffDone() as message):
-                return self._on_done(now, sender, message)
-            case Received(sender, HandoffFailed() as message):
-                return self._on_handoff_failed(now, sender, message)
-            case Received(sender, CancelRequest() as message):
-                return self._on_cancel(now, sender, message)
-            case Received(_, BlocksLeased() as message):
-                return self._on_leased(now, message)
-            case Received(_, LeaseRenewed() as message):
-                self._pool.on_renewed(message)
-                return []
-            case Received(_, SlotsReserved() as message):
-                return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
-            case Received(_, ReclaimSlots() as message):
-                return self._pool.on_reclaim(message)
-            case WorkDone(work_id, BlocksPulled() | WorkFailed() as result) if work_id in self._pulls:
-                return self._on_pulled(now, self._pulls.pop(work_id), result)
+            case Received(sender, message):
+                return self._on_message(now, sender, message)
             case WorkDone(work_id, StepDecoded() | WorkFailed() as result) if self._is_step(work_id):
                 return self._on_stepped(now, result)
+            case WorkDone(work_id, BlocksPulled() | WorkFailed() as result) if work_id in self._pulls:
+                return self._on_pulled(now, self._pulls.pop(work_id), result)
             case WorkDone(work_id, BlocksCopied() | WorkFailed() as result) if self._pool.copying(work_id):
                 return self._put_ended(self._pool.on_copied(work_id, result))
             case PeerUp() as up:
@@ -179,13 +161,37 @@ class Decode:
             case DrainWanted():
                 self._draining = True
                 return self._report(now)
-            case Received(_, message):
-                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
-                return []
             case TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
                 raise TypeError(event)
+
+    def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
+        match message:
+            case ReserveDecode():
+                return self._on_reserve(now, sender, message)
+            case HandoffBlocks():
+                return self._on_blocks(now, sender, message)
+            case LayersReady():
+                return self._on_layers(now, sender, message)
+            case HandoffDone():
+                return self._on_done(now, sender, message)
+            case HandoffFailed():
+                return self._on_handoff_failed(now, sender, message)
+            case CancelRequest():
+                return self._on_cancel(now, sender, message)
+            case BlocksLeased():
+                return self._on_leased(now, message)
+            case LeaseRenewed():
+                self._pool.on_renewed(message)
+                return []
+            case SlotsReserved():
+                return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
+            case ReclaimSlots():
+                return self._pool.on_reclaim(message)
+            case _:
+                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
+                return []
 
     def check(self, now: float) -> None:
         """See `core.actor`."""
@@ -585,7 +591,7 @@ class Decode:
                 effects += self._fail(now, request, f"step failed: {result.reason}")
                 continue
             effects += self._take_tokens(now, request, tokens, batches)
-            if step.steps > 1:
+            if step.steps > 1 and request.state is RequestState.READY:
                 self._shrink(request)
         sends: list[Effect] = [Send(gateway, TokensDecoded(entries=tuple(entries))) for gateway, entries in batches.items()]
         return sends + effects

@@ -114,7 +114,8 @@ class Request:
     def take(self, tokens: Sequence[int], block_tokens: int) -> list[Key]:
         """More output: `tokens` were sampled, so the KV of the last one before them and of all but the last of them is there.
         Returns the keys of the blocks that this completes."""
-        self.tail += pack_tokens([self.last, *tokens[:-1]])
+        fed = self.last.to_bytes(4, "little")  # one token a step: the way that must be quick
+        self.tail += fed if len(tokens) == 1 else fed + pack_tokens(tokens[:-1])
         self.made += len(tokens)
         self.last = tokens[-1]
-        return extend_keys(self.parent, self.tail, block_tokens)
+        return extend_keys(self.parent, self.tail, block_tokens) if len(self.tail) >= 4 * block_tokens else []

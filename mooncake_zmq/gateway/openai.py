@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from mooncake_zmq.core.messages import Sampling, StopRule
+from mooncake_zmq.core.messages import Priority, Sampling, Slo, StopRule
 from mooncake_zmq.gateway.edge import EdgeSettings, ServedModel
 from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, TokenOut
 from mooncake_zmq.kv.block_hash import pack_tokens
@@ -76,7 +76,8 @@ class StreamOptions(Struct, frozen=True):
 
 
 class Body(Struct, frozen=True, kw_only=True):
-    """What both endpoints accept. vLLM's extensions: top_k, ignore_eos, min_tokens, return_token_ids, cache_salt."""
+    """What both endpoints accept. vLLM's extensions: top_k, ignore_eos, min_tokens, return_token_ids, cache_salt, priority (a
+    lower one is earlier). Ours: ttft_slo and tbt_slo, bounds in seconds in place of the deployment's, 0 for none."""
 
     model: str | None = None
     stream: bool | None = None
@@ -93,6 +94,9 @@ class Body(Struct, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=8)] | None = None
     return_token_ids: bool | None = None
     cache_salt: Filled | None = None
+    priority: Priority | None = None
+    ttft_slo: Slo = None
+    tbt_slo: Slo = None
 
     @property
     def choices_per_prompt(self) -> int:
@@ -244,7 +248,17 @@ def prepare(
         for nth in range(n):
             index = len(prepared.choices)
             sampling = body.sampling((seed + nth) % SEEDS)
-            prepared.requests.append(ClientRequest(tokens=tokens, root=root, keys=keys, sampling=sampling, stop=stop))
+            request = ClientRequest(
+                tokens=tokens,
+                root=root,
+                keys=keys,
+                sampling=sampling,
+                stop=stop,
+                ttft_slo_s=body.ttft_slo,
+                tbt_slo_s=body.tbt_slo,
+                priority=body.priority or 0,
+            )
+            prepared.requests.append(request)
             prepared.choices.append(Choice(index, ids, model, stops=body.stops, min_tokens=stop.min_tokens, echo=echo))
     return prepared
 

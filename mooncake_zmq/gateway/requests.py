@@ -27,10 +27,12 @@ from mooncake_zmq.core.actor import (
     WorkProgress,
 )
 from mooncake_zmq.core.messages import (
+    MAX_RUN,
     AttemptFailed,
     CancelRequest,
     FirstToken,
     Hello,
+    Outcome,
     Placed,
     Rejected,
     RejectReason,
@@ -42,6 +44,7 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
 )
 from mooncake_zmq.core.shell import Lifecycle, Tally
+from mooncake_zmq.gateway.gaps import Gaps
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
@@ -49,13 +52,19 @@ from mooncake_zmq.kv.layout import BlockLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
-    """A validated request from the HTTP edge. `tokens`: int32 bytes; `keys`: of its complete blocks under `root`."""
+    """A validated request from the HTTP edge. `tokens`: int32 bytes; `keys`: of its complete blocks under `root`.
+
+    SLOs: None is the deployment's own, 0 none. `priority`: a larger number waits longer.
+    """
 
     tokens: bytes
     root: bytes
     keys: tuple[bytes, ...]
     sampling: Sampling
     stop: StopRule
+    ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +121,13 @@ class Failed:
 ClientOutput = TokenOut | Finished | Failed
 
 
-EARLY_TOKENS = 256
+EARLY_TOKENS = MAX_RUN
 """Tokens kept that arrived ahead of a missing one (the decode's may overtake the prefill's first). One more is dropped: the
 attempt then stalls, and is placed again."""
+
+
+EPSILON_S = 1e-9
+"""Rounding may fire a timer a hair early; it must not spin."""
 
 
 class RequestState(Enum):
@@ -177,6 +190,17 @@ class _Request:
     prefill_times: tuple[float, float] = (0.0, 0.0)
     """Of the attempt under way: queued, computed."""
     arrived_at: float = 0.0
+    heard_at: float = 0.0
+    """When something last came for the attempt under way; the stall timer looks here when it fires."""
+    scheduled_at: float = 0.0
+    predicted: tuple[float, float] = (0.0, 0.0)
+    """TTFT and TBT of the attempt under way, as its `Placed` said."""
+    ttft_s: float | None = None
+    """Of the attempt under way, once its first token is here."""
+    token_at: float = 0.0
+    resumed_at: int = 0
+    """Output tokens when the attempt under way began."""
+    gaps: Gaps = field(default_factory=Gaps)
 
     @property
     def prompt_tokens(self) -> int:
@@ -216,9 +240,9 @@ class Requests:
             case Received(sender, Rejected() as message):
                 return self._on_rejected(now, sender, message)
             case Received(sender, FirstToken() as message):
-                return self._on_first_token(sender, message)
+                return self._on_first_token(now, sender, message)
             case Received(sender, TokensDecoded() as message):
-                return self._on_tokens(sender, message)
+                return self._on_tokens(now, sender, message)
             case Received(sender, AttemptFailed() as message):
                 return self._on_failed(now, sender, message)
             case PeerUp() as up:
@@ -266,6 +290,7 @@ class Requests:
         return {
             "gauges": self.gauges(now),
             "draining": self._draining,
+            "predictions": {of: self._prediction(of) for of in ("ttft", "tbt")},
             "peers": {name: hello.role for name, hello in self._peers.items()},
             "requests": [
                 {
@@ -310,7 +335,7 @@ class Requests:
 
     def _on_stop_found(self, request_id: str) -> list[Effect]:
         request = self._requests.get(request_id)
-        return [] if request is None else [*self._let_go(request), *self._finish(request, "stop")]
+        return [] if request is None else [*self._let_go(request, ended=True), *self._finish(request, "stop")]
 
     # --- placement
 
@@ -326,14 +351,22 @@ class Requests:
         request.scheduled = True
         request.conductor, request.prefill, request.decode = conductor, "", ""
         request.early.clear()
-        request.prefill_times = (0.0, 0.0)
+        request.prefill_times = request.predicted = (0.0, 0.0)
+        request.scheduled_at = request.heard_at = now
+        request.ttft_s, request.resumed_at, request.gaps = None, len(request.output), Gaps()
+        client = request.client
         schedule = Schedule(
             request_id=request.request_id,
             attempt=request.attempt,
             keys=tuple(self._keys(request)),
             tokens=request.prompt_tokens + len(request.output),
-            max_tokens=request.client.stop.max_tokens - len(request.output),
+            max_tokens=client.stop.max_tokens - len(request.output),
             exclude=request.exclude,
+            ttft_slo_s=client.ttft_slo_s,
+            tbt_slo_s=client.tbt_slo_s,
+            priority=client.priority,
+            begun=bool(request.output),
+            waited_s=max(0.0, now - request.arrived_at),
         )
         return [Send(conductor, schedule), self._stall_timer(request)]
 
@@ -350,6 +383,8 @@ class Requests:
             return []
         self._move(request, RequestEvent.PLACED)
         request.prefill, request.decode = message.prefill, message.decode
+        request.predicted = (message.ttft_s, message.tbt_s)
+        request.heard_at = now
         # A node not met yet, or that died just now, is nothing the request broke: as if there were none yet. The placement's
         # wait bounds a new request then; one that ran already waits until its deadline, as for any nodes that restart.
         for node, missing in ((message.prefill, RejectReason.NO_PREFILL), (message.decode, RejectReason.NO_DECODE)):
@@ -372,27 +407,37 @@ class Requests:
             reuse_blocks=message.reuse_blocks,
             sources=message.sources,
             deadline_s=max(0.0, request.deadline - now),
+            booking=message.booking,
+            priority=client.priority,
+            tbt_slo_s=message.tbt_slo_s,
             stages=message.stages,
         )
-        return [*effects, Send(message.prefill, start), self._stall_timer(request)]
+        return [*effects, Send(message.prefill, start)]
 
     def _on_rejected(self, now: float, sender: str, message: Rejected) -> list[Effect]:
         request = self._current(message.request_id, message.attempt)
         if request is None or request.state is not RequestState.PLACING or request.conductor != sender:
             return []
         request.exclude = ()
+        overloaded = message.reason in (RejectReason.TTFT, RejectReason.TBT)
+        if overloaded and not request.output:
+            return self._refuse(request, message.reason, message.retry_after_s)
         nobody = message.reason in (RejectReason.NO_PREFILL, RejectReason.NO_DECODE)
-        if request.admitted or nobody:  # nodes may be restarting, or a new conductor has not met them yet
+        if request.admitted or nobody or overloaded:  # nodes may be restarting, or a new conductor has not met them yet
             request.missing = message.reason.value
             return self._retry(now, request)
-        overloaded = message.reason in (RejectReason.TTFT, RejectReason.TBT)
+        return self._refuse(request, message.reason, message.retry_after_s)
+
+    def _refuse(self, request: _Request, reason: RejectReason, retry_after_s: float) -> list[Effect]:
+        """Before its first token, at whatever attempt."""
+        overloaded = reason in (RejectReason.TTFT, RejectReason.TBT)
+        self.counts.add(f"requests_rejected[reason={reason.value}]")
         failed = Failed(
             status=429 if overloaded else 503,
-            code=message.reason.value,
+            code=reason.value,
             message="the request would miss its SLO" if overloaded else "no decode has room for the request now",
-            retry_after_s=message.retry_after_s,
+            retry_after_s=retry_after_s,
         )
-        self.counts.add(f"requests_rejected[reason={message.reason.value}]")
         return self._fail(request, failed)
 
     def _on_placement_late(self, request_id: str) -> list[Effect]:
@@ -411,7 +456,7 @@ class Requests:
 
     # --- tokens
 
-    def _on_first_token(self, sender: str, message: FirstToken) -> list[Effect]:
+    def _on_first_token(self, now: float, sender: str, message: FirstToken) -> list[Effect]:
         request = self._current(message.request_id, message.attempt)
         if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING:
             return []
@@ -419,25 +464,41 @@ class Requests:
         if request.cached is None:
             request.cached = (message.own, message.local, message.remote)
         request.prefill_times = (message.queue_s, message.prefill_s)
-        return self._take(request, message.index, message.token)
+        return self._take_run(now, request, message.index, (message.token,))
 
-    def _on_tokens(self, sender: str, message: TokensDecoded) -> list[Effect]:
+    def _on_tokens(self, now: float, sender: str, message: TokensDecoded) -> list[Effect]:
         effects: list[Effect] = []
         for request_id, attempt, first, tokens in message.entries:
             request = self._current(request_id, attempt)
             if request is not None and request.decode == sender:
-                effects += self._take_run(request, first, tokens)
+                effects += self._take_run(now, request, first, tokens)
             elif request is None:  # our cancel overtook the prefill's reservation there: without another it runs to its end
                 effects.append(Send(sender, CancelRequest(request_id=request_id, attempt=attempt)))
         return effects
 
-    def _take_run(self, request: _Request, first: int, tokens: tuple[int, ...]) -> list[Effect]:
+    def _take_run(self, now: float, request: _Request, first: int, tokens: tuple[int, ...]) -> list[Effect]:
         effects: list[Effect] = []
+        request.heard_at = now
+        self._time(now, request, first, len(tokens))
         for index, token in enumerate(tokens, first):
             if request.state is RequestState.ENDED:
                 break
             effects += self._take(request, index, token)
         return effects
+
+    def _time(self, now: float, request: _Request, first: int, tokens: int) -> None:
+        """Note when these tokens came, for what becomes of the attempt. Those ahead of a missing one count as it does."""
+        new = first + tokens - len(request.output)
+        if first > len(request.output) or new <= 0:
+            return
+        new += sum(1 for index in request.early if index >= first + tokens) if request.early else 0
+        gap_s = now - request.token_at
+        if request.ttft_s is None:
+            request.ttft_s, gap_s = now - request.scheduled_at, 0.0
+            new -= 1
+        if new:
+            request.gaps.add(gap_s, new)
+        request.token_at = now
 
     def _take(self, request: _Request, index: int, token: int) -> list[Effect]:
         """Token `index` of the current attempt: passed on in order, once."""
@@ -453,13 +514,17 @@ class Requests:
             effects += self._emit(request, request.early.pop(len(request.output)))
             if request.state is RequestState.ENDED:
                 return effects
-        return [*effects, self._stall_timer(request)]
+        return effects
 
     def _emit(self, request: _Request, token: int) -> list[Effect]:
         effects: list[Effect] = [ToClient(request.request_id, TokenOut(len(request.output), token))]
         request.output.append(token)
         reason = request.client.stop.reason(token, len(request.output))
-        return effects if reason is None else [*effects, *self._forget_booking(request), *self._finish(request, reason)]
+        return (
+            effects
+            if reason is None
+            else [*effects, *self._forget_booking(request, ended=True), *self._finish(request, reason)]
+        )
 
     def _finish(self, request: _Request, reason: str) -> list[Effect]:
         own, local, remote = request.cached or (0, 0, 0)
@@ -486,6 +551,8 @@ class Requests:
         if request is None or sender not in (request.prefill, request.decode):
             return []
         self.counts.add(f"attempts_failed[by={self._peers[sender].role}]")
+        if message.refused and not request.output:
+            return self._refuse(request, RejectReason.TBT, message.retry_after_s)
         request.broken += not message.full
         return self._retry(now, request, exclude=message.avoid or sender)
 
@@ -493,6 +560,9 @@ class Requests:
         request = self._requests.get(request_id)
         if request is None or request.state is RequestState.WAITING:
             return []
+        quiet_s = now - request.heard_at
+        if quiet_s < self._settings.stall_s - EPSILON_S:
+            return [SetTimer(("stall", request_id), self._settings.stall_s - quiet_s)]
         self.counts.add("attempts_stalled")
         request.broken += 1
         return self._retry(now, request)
@@ -525,19 +595,54 @@ class Requests:
         pause = min(self._settings.backoff_max_s, self._settings.backoff_s * 2.0 ** min(request.attempt - 1, 16))
         return [*effects, CancelTimer(("stall", request.request_id)), SetTimer(("attempt", request.request_id), pause)]
 
-    def _let_go(self, request: _Request) -> list[Effect]:
+    def _let_go(self, request: _Request, *, ended: bool = False) -> list[Effect]:
         """Cancel the current attempt at every hop."""
         if not request.scheduled:
             return []
         cancel = CancelRequest(request_id=request.request_id, attempt=request.attempt)
         nodes = [node for node in (request.prefill, request.decode) if node in self._peers]
-        return [*[Send(node, cancel) for node in nodes], *self._forget_booking(request)]
+        return [*[Send(node, cancel) for node in nodes], *self._forget_booking(request, ended=ended)]
 
-    def _forget_booking(self, request: _Request) -> list[Effect]:
+    def _forget_booking(self, request: _Request, *, ended: bool) -> list[Effect]:
+        """The attempt is over: once for each. `ended`: its output ended by itself."""
         request.scheduled = False
+        outcome = self._outcome(request, ended) if request.ttft_s is not None else None
         if request.conductor not in self._peers:
             return []
-        return [Send(request.conductor, RequestEnded(request_id=request.request_id, attempt=request.attempt))]
+        end = RequestEnded(request_id=request.request_id, attempt=request.attempt, outcome=outcome)
+        return [Send(request.conductor, end)]
+
+    def _outcome(self, request: _Request, ended: bool) -> Outcome:
+        assert request.ttft_s is not None
+        outcome = Outcome(
+            ttft_s=max(0.0, request.ttft_s),
+            predicted_ttft_s=request.predicted[0],
+            tbt_s=max(0.0, request.gaps.tbt_s),
+            predicted_tbt_s=request.predicted[1],
+            output_tokens=len(request.output) - request.resumed_at,
+            ended=ended,
+        )
+        self._compare("ttft", outcome.ttft_s, outcome.predicted_ttft_s)
+        if len(request.gaps):
+            self._compare("tbt", outcome.tbt_s, outcome.predicted_tbt_s)
+        return outcome
+
+    def _compare(self, of: str, actual_s: float, predicted_s: float) -> None:
+        """Whole microseconds, as counters are."""
+        self.counts.add(f"predictions[of={of}]")
+        self.counts.add(f"predicted_microseconds[of={of}]", round(predicted_s * 1e6))
+        self.counts.add(f"actual_microseconds[of={of}]", round(actual_s * 1e6))
+        self.counts.add(f"prediction_error_microseconds[of={of}]", round(abs(predicted_s - actual_s) * 1e6))
+
+    def _prediction(self, of: str) -> dict[str, float]:
+        """Mean of what came and of how far the prediction was off, in seconds."""
+        made = self.counts.get(f"predictions[of={of}]", 0)
+        each = 1e-6 / max(1, made)
+        return {
+            "count": made,
+            "actual_s": each * self.counts.get(f"actual_microseconds[of={of}]", 0),
+            "absolute_error_s": each * self.counts.get(f"prediction_error_microseconds[of={of}]", 0),
+        }
 
     def _fail(self, request: _Request, failed: Failed) -> list[Effect]:
         self.counts.add(f"requests_failed[code={failed.code}]")

@@ -61,6 +61,16 @@ NEXT_STATE: dict[tuple[JobState, JobEvent], JobState] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds by the cost model: of computing the next chunk (or the one in flight), of loading what it needs for that, and of
+    computing all that comes after it."""
+
+    compute_s: float
+    load_s: float
+    rest_s: float
+
+
 @dataclass(slots=True)
 class Job:
     """One attempt of one request: what was asked, and what is held for it."""
@@ -95,6 +105,8 @@ class Job:
     chunk_loads: bool = False
     """The chunk in flight loads the prefix."""
     chunk_began_at: float = 0.0
+    estimate: Estimate | None = None
+    """Of what is left; None when that has changed."""
     started_at: float = 0.0
     group: Group | None = None
     """The pipeline that computes it, if one does."""

@@ -47,6 +47,7 @@ from mooncake_zmq.core.messages import (
     Hello,
     LayersReady,
     LeaseRenewed,
+    Message,
     ReclaimSlots,
     ReportCorrupt,
     ReserveDecode,
@@ -68,7 +69,6 @@ from mooncake_zmq.core.work import (
     ChunkComputed,
     ComputeChunk,
     ComputeStage,
-    LayersComputed,
     SlotGrant,
     StageComputed,
     WorkFailed,
@@ -142,6 +142,8 @@ class Prefill:
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
+        if type(event) is WorkProgress:  # the most frequent one, and nothing that anybody waits for in the queue
+            return self._on_progress(event)
         effects = self._dispatch(now, event)
         effects += self._schedule(now)
         self.slots.evicted.clear()
@@ -151,47 +153,8 @@ class Prefill:
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
-            case Received(sender, StartPrefill() as message):
-                return self._on_start(now, sender, message)
-            case Received(sender, CancelRequest() as message):
-                return self._on_cancel(now, sender, message)
-            case Received(sender, DecodeReserved() as message):
-                return self._on_reserved(now, sender, message)
-            case Received(sender, DecodeDenied() as message):
-                return self._on_denied(now, sender, message)
-            case Received(sender, StartStage() as message):
-                return self._stages.on_start(now, sender, message, draining=self._draining)
-            case Received(sender, StageChunk() as message):
-                return self._stages.on_chunk(sender, message)
-            case Received(sender, EndStage() as message):
-                return self._stages.on_end(sender, message)
-            case Received(sender, StageReady() as message):
-                return self._on_stage_ready(now, sender, message)
-            case Received(sender, StageDone() as message):
-                return self._on_stage_done(now, sender, message)
-            case Received(sender, StageFailed() as message):
-                return self._on_stage_failed(now, sender, message)
-            case Received(sender, HandoffReceived() as message):
-                return self._on_handoff_ended(now, sender, message.request_id, message.attempt)
-            case Received(sender, HandoffFailed() as message):
-                self.counts.add("handoffs_failed")
-                job = self._job(sender, message.request_id, message.attempt)
-                if job is not None and (job.prefix or job.held_blocks):
-                    self._forgo_reuse(job)
-                return self._on_handoff_ended(now, sender, message.request_id, message.attempt)
-            case Received(_, BlocksLeased() as message):
-                return self._on_leased(now, message)
-            case Received(_, LeaseRenewed() as message):
-                self._pool.on_renewed(message)
-                return []
-            case Received(_, SlotsReserved() as message):
-                return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
-            case Received(_, ReclaimSlots() as message):
-                return self._pool.on_reclaim(message)
-            case Received(_, ReportCorrupt(slots=refs)):
-                return self._on_corrupt(refs)
-            case WorkProgress(work_id, LayersComputed(stop_layer)):
-                return self._on_layers(work_id, stop_layer)
+            case Received(sender, message):
+                return self._on_message(now, sender, message)
             case WorkDone(work_id, ChunkComputed() | StageComputed() | WorkFailed() as result) if self._is_computing(work_id):
                 return self._on_chunk(now, result)
             case WorkDone(work_id, StageComputed() | WorkFailed() as result) if self._stages.is_computing(work_id):
@@ -217,13 +180,51 @@ class Prefill:
             case DrainWanted():
                 self._draining = True
                 return self._report(now)
-            case Received(_, message):
-                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
-                return []
-            case TimerFired() | WorkProgress() | WorkDone():
+            case TimerFired() | WorkDone():
                 return []
             case _:
                 raise TypeError(event)
+
+    def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
+        match message:
+            case StartPrefill():
+                return self._on_start(now, sender, message)
+            case CancelRequest():
+                return self._on_cancel(now, sender, message)
+            case DecodeReserved():
+                return self._on_reserved(now, sender, message)
+            case DecodeDenied():
+                return self._on_denied(now, sender, message)
+            case StartStage():
+                return self._stages.on_start(now, sender, message, draining=self._draining)
+            case StageChunk():
+                return self._stages.on_chunk(sender, message)
+            case EndStage():
+                return self._stages.on_end(sender, message)
+            case StageReady():
+                return self._on_stage_ready(now, sender, message)
+            case StageDone():
+                return self._on_stage_done(now, sender, message)
+            case StageFailed():
+                return self._on_stage_failed(now, sender, message)
+            case HandoffReceived(request_id=request_id, attempt=attempt):
+                return self._on_handoff_ended(now, sender, request_id, attempt)
+            case HandoffFailed():
+                return self._on_handoff_failed(now, sender, message)
+            case BlocksLeased():
+                return self._on_leased(now, message)
+            case LeaseRenewed():
+                self._pool.on_renewed(message)
+                return []
+            case SlotsReserved():
+                return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
+            case ReclaimSlots():
+                return self._pool.on_reclaim(message)
+            case ReportCorrupt(slots=refs):
+                return self._on_corrupt(refs)
+            case _:
+                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
+                return []
 
     def check(self, now: float) -> None:
         """See `core.actor`."""
@@ -425,6 +426,7 @@ class Prefill:
         if job is None or job.state is not JobState.PREPARING or job.leased:
             return self._pool.release(message.lease_id)
         job.leased = True
+        job.estimate = None
         job.prefix += sources
         job.remote_blocks += message.remote
         job.local_blocks += len(sources) - message.remote
@@ -601,15 +603,18 @@ class Prefill:
     def _is_computing(self, work_id: int) -> bool:
         return self._computing is not None and self._computing[0] == work_id
 
-    def _on_layers(self, work_id: int, stop_layer: int) -> list[Effect]:
-        if self._computing is None or self._computing[0] != work_id:
+    def _on_progress(self, event: WorkProgress) -> list[Effect]:
+        if self._computing is None or self._computing[0] != event.work_id:
             return []
         job = self._computing[1]
         if job.state is not JobState.COMPUTING:
             return []
         request = job.request
         ready = LayersReady(
-            request_id=request.request_id, attempt=request.attempt, first_block=job.chunk_first_block, stop_layer=stop_layer
+            request_id=request.request_id,
+            attempt=request.attempt,
+            first_block=job.chunk_first_block,
+            stop_layer=event.progress.stop_layer,
         )
         return [Send(request.decode, ready)]
 
@@ -746,6 +751,13 @@ class Prefill:
             self.slots.unpin(token)
         return ended.effects
 
+    def _on_handoff_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:
+        self.counts.add("handoffs_failed")
+        job = self._job(sender, message.request_id, message.attempt)
+        if job is not None and (job.prefix or job.held_blocks):
+            self._forgo_reuse(job)
+        return self._on_handoff_ended(now, sender, message.request_id, message.attempt)
+
     def _on_handoff_ended(self, now: float, sender: str, request_id: str, attempt: int) -> list[Effect]:
         job = self._job(sender, request_id, attempt)
         if job is None:
@@ -825,7 +837,7 @@ class Prefill:
             elif job.request.decode == peer or peer in job.request.stages and job.state is not JobState.HANDING_OFF:
                 effects += self._fail(now, job, f"{peer} is down", avoid=peer)
             elif job.lease_id is not None and not job.leased and self._pool.node is None:
-                job.leased = True
+                job.leased, job.estimate = True, None
         return effects + self._stages.peer_down(peer)
 
     def _report(self, now: float) -> list[Effect]:
@@ -890,6 +902,7 @@ class Prefill:
         return SetTimer(("renew",), self._settings.pool.lease_ttl_s / 5)
 
     def _move(self, job: Job, event: JobEvent) -> None:
+        job.estimate = None
         job.state = self._life.after(job.state, event)
 
 

@@ -16,7 +16,7 @@ from mooncake_zmq.core.order import Order
 from mooncake_zmq.core.pace import Pace
 from mooncake_zmq.core.work import ChunkComputed, StageComputed
 from mooncake_zmq.prefill.chunking import chunk_stop
-from mooncake_zmq.prefill.job import Job, JobState
+from mooncake_zmq.prefill.job import Estimate, Job, JobState
 from mooncake_zmq.prefill.settings import PrefillSettings
 
 COMPUTE_MEMORY_S = 8.0
@@ -122,15 +122,24 @@ class Workload:
         return QueuedJob(booking=job.request.booking, rank_s=rank_s, left_s=min(MAX_LEFT_S, self._left_s(now, job, speeds)))
 
     def _left_s(self, now: float, job: Job, speeds: _Speeds) -> float:
+        estimate = job.estimate
+        if estimate is None:
+            estimate = job.estimate = self._estimate(job)
+        chunk_s = max(speeds.compute * estimate.compute_s, speeds.load * estimate.load_s)
+        if job.state is JobState.COMPUTING:
+            chunk_s = max(0.0, chunk_s - (now - job.chunk_began_at))
+        return chunk_s + speeds.compute * estimate.rest_s
+
+    def _estimate(self, job: Job) -> Estimate:
         computing = job.state is JobState.COMPUTING
         start = self._start(job)
         stop = job.chunk_stop if computing else chunk_stop(start, job.length, self._settings.chunk_tokens)
-        chunk_s = job.share * speeds.compute * self._costs.compute_s(stop, start)
-        if job.chunk_loads if computing else not job.loaded:
-            chunk_s = max(chunk_s, job.share * speeds.load * self._costs.load_s(start))
-        if computing:
-            chunk_s = max(0.0, chunk_s - (now - job.chunk_began_at))
-        return chunk_s + job.share * speeds.compute * self._costs.compute_s(job.length, stop)
+        loads = job.chunk_loads if computing else not job.loaded
+        return Estimate(
+            compute_s=job.share * self._costs.compute_s(stop, start),
+            load_s=job.share * self._costs.load_s(start) if loads else 0.0,
+            rest_s=job.share * self._costs.compute_s(job.length, stop),
+        )
 
     def _start(self, job: Job) -> int:
         """Tokens that need not be computed any more, as far as is known."""

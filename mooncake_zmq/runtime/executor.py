@@ -1,8 +1,9 @@
 """Carries out an actor's works live: model steps on one thread, local copies on another, reads from other hosts on a third,
 and the SSD tier's reads and writes on some more, apart from each other, so that no promotion waits behind demotions.
 
-All KV moves as a one-sided read by its destination: from a mapped segment, in host or GPU memory, or from a data server. RDMA
-would be a third way to do the same read. What arrives is verified; what does not verify is reported per block, as a miss.
+KV moves as a one-sided read by its destination, from a mapped segment, in host or GPU memory, or from a data server; a put
+alone writes, into slots that it was granted. RDMA would be a third way to do the same read. What arrives is verified, by the
+rule of `kv.reading`; what does not verify is reported per block, as a miss.
 
 A work may have several parties (a chunk's computation and the loading of its prefix). Its `WorkDone` is emitted when the
 last of them has let go, so that nothing of a work touches memory after its end.

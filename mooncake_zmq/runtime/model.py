@@ -57,10 +57,12 @@ class Model:
 
 def learn(config: Config, node: NodeSettings, sleep: Callable[[float], None] = time.sleep) -> Model:
     """As `node`'s role needs it: an engine has the model prepared, the others read its card. Raises ModelError."""
-    if node.role in ENGINE_ROLES or config.model.path == "toy":
-        return prepared(config, node.backend)
+    if node.computes or config.model.path == "toy":
+        return prepared(config, node.prepared_for)
     if config.model.card:
         return _of_card(config, Path(config.model.card).expanduser(), with_tokenizer=node.role == "gateway")
+    if node.role in ENGINE_ROLES:
+        return prepared(config)  # a modelled one has no use for the weights, but needs the model's fingerprint
     return _model(config, _prepared_by_another(config, node, sleep))
 
 

@@ -28,7 +28,7 @@ import zmq
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of
 from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
 from mooncake_zmq.core.costs import Costs
@@ -144,14 +144,7 @@ class _Process:
         segment, segment_ref = self._make_segment()
         engine = None
         if node.role in ENGINE_ROLES:
-            from mooncake_zmq.engine.weights import load_engine
-
-            sequences = partial(DeviceSequence, self.cuda) if self.cuda else None
-            engine = load_engine(
-                self.model.path, device=node.device, threads=node.threads, backend=node.backend, sequences=sequences
-            )
-            if self.cuda:
-                _warm_up(engine)
+            engine = self._load_engine()
         pool = self.settings if node.role == "cache-node" else None
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
@@ -188,6 +181,21 @@ class _Process:
         self._attend()
         self.runtime.call(_ready)
         self.runtime.run()
+
+    def _load_engine(self) -> Engine:
+        from mooncake_zmq.engine.modelled import ModelledEngine
+        from mooncake_zmq.engine.weights import load_engine
+
+        node = self.node
+        if node.modelled:
+            return ModelledEngine(self.model.spec, costs_of(node.modelled, f"{node.name}: backend"))
+        sequences = partial(DeviceSequence, self.cuda) if self.cuda else None
+        engine = load_engine(
+            self.model.path, device=node.device, threads=node.threads, backend=node.prepared_for, sequences=sequences
+        )
+        if self.cuda:
+            _warm_up(engine)
+        return engine
 
     def _make_segment(self) -> tuple[Segment | None, SegmentRef | None]:
         setting = PARTS[self.node.role].segment_setting

@@ -74,8 +74,12 @@ class ClusterSettings:
         plain = cls()
         if seed % 3 != 1:
             return plain
-        pipelines = {"pipeline_stages": 3, "pipeline_min_tokens": 3 * BLOCK_TOKENS, "pipeline_chunk_tokens": 2 * BLOCK_TOKENS}
-        conductor = replace(plain.conductor, **pipelines)
+        conductor = replace(
+            plain.conductor,
+            pipeline_stages=3,
+            pipeline_min_tokens=3 * BLOCK_TOKENS,
+            pipeline_chunk_tokens=2 * BLOCK_TOKENS,
+        )
         return replace(plain, conductor=conductor, prefill=replace(plain.prefill, chunk_tokens=2 * BLOCK_TOKENS))
 
     def of_role(self, role: Role) -> Any:

@@ -192,19 +192,19 @@ def _stale_attempt() -> list[tuple[Any, str, Any]]:
     """The gateway takes tokens of whatever attempt, from whomever."""
     on_first_token, on_tokens = Requests._on_first_token, Requests._on_tokens
 
-    def first_of_any(self: Requests, sender: str, message: FirstToken) -> list[Effect]:
+    def first_of_any(self: Requests, now: float, sender: str, message: FirstToken) -> list[Effect]:
         request = self._requests.get(message.request_id)
         if request is not None and request.attempt > message.attempt:
             return self._take(request, message.index, message.token)
-        return on_first_token(self, sender, message)
+        return on_first_token(self, now, sender, message)
 
-    def tokens_of_any(self: Requests, sender: str, message: TokensDecoded) -> list[Effect]:
+    def tokens_of_any(self: Requests, now: float, sender: str, message: TokensDecoded) -> list[Effect]:
         effects: list[Effect] = []
         for request_id, attempt, first, tokens in message.entries:
             request = self._requests.get(request_id)
             if request is not None and request.attempt > attempt:
-                effects += self._take_run(request, first, tokens)
-        return effects + on_tokens(self, sender, message)
+                effects += self._take_run(now, request, first, tokens)
+        return effects + on_tokens(self, now, sender, message)
 
     return [(Requests, "_on_first_token", first_of_any), (Requests, "_on_tokens", tokens_of_any)]
 
@@ -216,8 +216,10 @@ def _index_lies() -> list[tuple[Any, str, Any]]:
     def stored_only(self: CacheNode) -> list[Effect]:
         effects = []
         for effect in announce(self):
-            if isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced) and effect.message.stored:
-                effects.append(Send(effect.to, BlocksAnnounced(stored=effect.message.stored)))
+            if isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced):
+                told = effect.message
+                if told.stored or told.on_disk:
+                    effects.append(Send(effect.to, BlocksAnnounced(stored=told.stored, on_disk=told.on_disk)))
         return list(effects)
 
     return [(CacheNode, "_announce", stored_only)]

@@ -1,13 +1,11 @@
-"""A cluster under virtual time: one heap of events, one source of randomness, faults as drawn. Drives the live actors.
+"""The proving ground: a world with one source of randomness and faults as drawn, in which the live actors must hold.
 
 Every frame is encoded and decoded by the sessions. Nothing here knows what an actor means by what it does.
 """
 
-import heapq
 import struct
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -15,108 +13,27 @@ from typing import Any
 import xxhash
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.core.actor import (
-    Actor,
-    CancelTimer,
-    CancelWork,
-    CloseSequence,
-    Drained,
-    DrainWanted,
-    Effect,
-    Event,
-    Fence,
-    FromClient,
-    OpenSequence,
-    Publish,
-    Send,
-    SetTimer,
-    Start,
-    Started,
-    TimerFired,
-    TimerKey,
-    ToClient,
-    WorkDone,
-    WorkProgress,
-)
+from mooncake_zmq.core.actor import Actor, DrainWanted, Effect, Event, Send
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Envelope, Hello, LeaseBlocks, ReserveSlots, SegmentRef, encode
-from mooncake_zmq.core.node import Node, Outer, Transmit
 from mooncake_zmq.core.session import Session, SessionSettings
-from mooncake_zmq.core.work import Progress, Result
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.checkers import Checkers, Violation
 from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.faults import Fault, FaultKind
 from mooncake_zmq.simulation.hardware import Hardware, Machine, Segment
+from mooncake_zmq.simulation.links import Sessions, Wires
 from mooncake_zmq.simulation.traces import MODEL
+from mooncake_zmq.simulation.world import Life, Observe, Process, ProcessSpec, World
 
-LINGER_S = 1.0
+__all__ = ["ProcessSpec", "Simulator"]
+
 CATCH_UP_S = 0.0006
 """Longest time that a process takes for each thing that came while it was stopped."""
 DISK_FAULTS = {FaultKind.DISK_FULL: "full", FaultKind.DISK_FAIL: "failing"}
-RECENT_FRAMES = 32
-"""Frames of a life that are kept to be replayed after its end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
-    """One process of the cluster. `make` builds its actor for a life, from what its disk holds; `slots`: size of its segment,
-    `disk_slots`: of its disk, 0 for none."""
-
-    name: str
-    role: str
-    host: str
-    peers: tuple[str, ...]
-    make: Callable[[int, DiskContents], Actor]
-    slots: int = 0
-    disk_slots: int = 0
-
-
-@dataclass(slots=True)
-class Life:
-    """One life of a process: everything here is lost when it ends."""
-
-    incarnation: int
-    node: Node
-    machine: Machine
-    actor: Actor
-    timers: dict[TimerKey, int] = field(default_factory=dict)
-    postponed: deque[Callable[[], None]] = field(default_factory=deque)
-    """What came while it was stopped, and then while it still caught up."""
-    paused: bool = False
-    drained: bool = False
-    recent: deque[tuple[str, bytes]] = field(default_factory=lambda: deque(maxlen=RECENT_FRAMES))
-
-
-class Process:
-    """A process through all its lives."""
-
-    def __init__(self, spec: ProcessSpec) -> None:
-        self.spec = spec
-        self.name = spec.name
-        self.lives = 0
-        self.life: Life | None = None
-        self.former_frames: deque[tuple[str, bytes]] = deque(maxlen=RECENT_FRAMES)
-
-
-class _Watched:
-    """The actor as its node sees it, with the checkers looking on."""
-
-    def __init__(self, actor: Actor, observe: Callable[[Event, list[Effect]], None]) -> None:
-        self.counts = actor.counts
-        self._actor = actor
-        self._observe = observe
-        self.check = actor.check
-        self.gauges = actor.gauges
-        self.dump = actor.dump
-
-    def handle(self, now: float, event: Event) -> list[Effect]:
-        effects = self._actor.handle(now, event)
-        self._observe(event, effects)
-        return effects
-
-
-class Simulator:
-    """The world: virtual time, processes, wires, memory and the faults among them."""
+class Simulator(World[Machine]):
+    """The proving ground: sessions over wires that lose frames, real bytes, and checkers that look on."""
 
     def __init__(
         self,
@@ -128,7 +45,9 @@ class Simulator:
         session: SessionSettings,
         checkers: Checkers,
     ) -> None:
-        self.now = 0.0
+        self.wires = Wires(hardware.frame_s, hardware.jitter)
+        link = Sessions(settings=session, hello=self._hello, wires=self.wires, random=random, validate=True, note=self._note)
+        super().__init__(specs=specs, link=link, build=self._embody, watch=self._watched)
         self.random = random
         self.hardware = hardware
         self.watcher = checkers
@@ -138,23 +57,12 @@ class Simulator:
         self.copy_tear = 0.0
         self.faults_begun: Counter[str] = Counter()
         self.garbage: Counter[str] = Counter()
-        self.events = 0
-        self.to_client: Callable[[str, str, Any], None] = lambda gateway, request_id, output: None
-        self.on_death: Callable[[str], None] = lambda name: None
         self.log: list[str] | None = None
-        self.processes = {spec.name: Process(spec) for spec in specs}
         self._layout = layout
-        self._session = session
-        self._heap: list[tuple[float, int, Process | None, int, Callable[[], None]]] = []
-        self._order = 0
         self._digest = xxhash.xxh3_64()
         self._active: list[Fault] = []
         self._traps: dict[tuple[FaultKind, str], Fault] = {}
-        self._blocked: Counter[tuple[str, str]] = Counter()
-        self._drop = self._duplicate = self._delay_s = 0.0
         self._slow: dict[str, float] = {}
-        self._wires: dict[tuple[str, str], float] = {}
-        """When the last frame of each directed pair arrives: without a fault the wire keeps its order."""
         checkers.attach(self)
         for process in self.processes.values():
             self.restart(process.name)
@@ -164,47 +72,14 @@ class Simulator:
         """Of everything that happened so far, in order."""
         return self._digest.hexdigest()
 
-    # --- time
+    # --- lives
 
-    def at(self, time: float, action: Callable[[], None], process: Process | None = None) -> None:
-        """Do something at a time; for a process, only in its present life, and not while it is stopped."""
-        self._order += 1
-        life = process.lives if process else 0
-        heapq.heappush(self._heap, (time, self._order, process, life, action))
-
-    def run_until(self, time: float) -> None:
-        """Let time pass."""
-        while self._heap and self._heap[0][0] <= time:
-            self.now, _, process, life_number, action = heapq.heappop(self._heap)
-            self.events += 1
-            if process is None:
-                action()
-                continue
-            life = process.life
-            if life is None or process.lives != life_number:
-                continue
-            self._let(process, life, action)
-        self.now = time
-
-    def _let(self, process: Process, life: Life, action: Callable[[], None]) -> None:
-        """Act now, or in turn once the process has caught up."""
-        if life.paused or life.postponed:
-            life.postponed.append(action)
-        else:
-            action()
-
-    # --- processes
-
-    def restart(self, name: str) -> None:
-        """Begin a process's next life: nothing of the former is left but the segment file, which is swept."""
-        process = self.processes[name]
-        if process.life is not None:
-            return
-        spec = process.spec
+    def _embody(self, process: Process[Machine]) -> tuple[Machine, Actor]:
+        """Nothing of the former life is left but the segment file, which is swept, and the disk."""
+        name, spec = process.name, process.spec
         for (node, _), old in self.segments.items():
             if node == name:
                 old.linked = False
-        process.lives += 1
         incarnation = process.lives
         segment = None
         if spec.slots:
@@ -220,38 +95,33 @@ class Simulator:
             layout=self._layout,
             segment=segment,
             disk=disk,
-            later=lambda delay_s, action: self.at(self.now + delay_s, action, process),
-            done=partial(self._work_done, process),
-            progressed=partial(self._progressed, process),
+            later=lambda delay_s, action: self.in_life(process, self.now + delay_s, action),
+            done=partial(self.work_done, process),
+            progressed=partial(self.progressed, process),
         )
-        hello = Hello(
+        return machine, actor
+
+    def _hello(self, process: Process[Any]) -> Hello:
+        name, slots = process.name, process.spec.slots
+        return Hello(
             protocol=PROTOCOL_VERSION,
-            role=spec.role,
-            host=spec.host,
+            role=process.spec.role,
+            host=process.spec.host,
             model=MODEL,
             tokenizer=MODEL,
             layout=self._layout.fingerprint,
-            segment=None
-            if segment is None
-            else SegmentRef(path=f"{name}.{incarnation}", endpoint=f"sim:{name}", slots=spec.slots),
+            segment=SegmentRef(path=f"{name}.{process.lives}", endpoint=f"sim:{name}", slots=slots) if slots else None,
         )
-        session = Session(me=name, incarnation=incarnation, hello=hello, peers=spec.peers, settings=self._session, now=self.now)
-        watched = _Watched(actor, lambda event, effects: self._observe(process, event, effects))
-        process.life = Life(incarnation, Node(watched, session, validate=True), machine, actor)
-        self.at(self.now, partial(self._begin, process), process)
-        self.at(self.now + session.tick_s * self.random.random(), partial(self._tick, process), process)
 
     def crash(self, name: str) -> None:
         """End a life at once."""
         process = self.processes[name]
-        life = process.life
-        if life is None:
+        if process.life is None:
             return
         self._note(b"crash", process)
-        process.former_frames = life.recent
-        process.life = None
-        self.watcher.died(name, life.incarnation)
-        self.on_death(name)
+        incarnation = process.life.incarnation
+        self.watcher.died(name, incarnation)
+        super().crash(name)
 
     def pause(self, name: str) -> None:
         """SIGSTOP."""
@@ -269,22 +139,28 @@ class Simulator:
         life.machine.stopped_at = self.now
         self._catch_up(life)
 
-    def _catch_up(self, life: Life) -> None:
+    def _catch_up(self, life: Life[Machine]) -> None:
         """One thing that came while the process was stopped; the next takes its own moment."""
         if life.paused or not life.postponed or self.processes[life.machine.name].life is not life:
             return
-        action = life.postponed[0]
-        action()
+        action, arguments = life.postponed[0]
+        action(*arguments)
         if life.postponed:
             life.postponed.popleft()
-        self.at(self.now + CATCH_UP_S * self.random.random(), partial(self._catch_up, life))
+        self.at(self.now + CATCH_UP_S * self.random.random(), self._catch_up, life)
 
-    def from_client(self, gateway: str, request_id: str, value: Any) -> None:
-        """A client speaks to a gateway."""
-        process = self.processes[gateway]
-        self.at(self.now, lambda: self._handle(process, FromClient(request_id, value)), process)
+    # --- looking on
 
-    def _observe(self, process: Process, event: Event, effects: list[Effect]) -> None:
+    def handle(self, process: Process[Machine], event: Event) -> None:
+        """Something that a process learns now, beside messages."""
+        if process.life is not None:
+            self._note(type(event).__name__.encode(), process)
+            super().handle(process, event)
+
+    def _watched(self, process: Process[Machine]) -> Observe:
+        return partial(self._observe, process)
+
+    def _observe(self, process: Process[Machine], event: Event, effects: list[Effect]) -> None:
         if self.log is not None:
             self.log.append(f"{self.now:9.4f} {process.name:<12} {_short(event)}")
             self.log.extend(f"{'':9} {'':<12}   -> {_short(effect)}" for effect in effects)
@@ -294,136 +170,34 @@ class Simulator:
         if any(isinstance(effect, Send) and isinstance(effect.message, LeaseBlocks | ReserveSlots) for effect in effects):
             self._spring(FaultKind.STOP_ASKER, process.name)
 
-    def _leave(self, process: Process, latest: float) -> None:
-        """A drained process exits once its last messages are acknowledged, or after a while."""
-        assert process.life is not None
-        if self.now < latest and process.life.node.session.unacknowledged:
-            self.at(self.now + 0.1, partial(self._leave, process, latest), process)
-        else:
-            self.at(self.now, partial(self.crash, process.name), process)
+    def _note(self, what: bytes, process: Process[Any]) -> None:
+        self._digest.update(struct.pack("<d", self.now))
+        self._digest.update(process.name.encode())
+        self._digest.update(what)
 
-    def _begin(self, process: Process) -> None:
-        assert process.life is not None
-        self._carry_out(process, process.life.node.start(self.now, Started()))
-
-    def _tick(self, process: Process) -> None:
-        assert process.life is not None
-        node = process.life.node
-        self._carry_out(process, node.tick(self.now))
-        self.at(self.now + node.session.tick_s, partial(self._tick, process), process)
-
-    def _handle(self, process: Process, event: Event) -> None:
-        if process.life is None:
-            return
-        self._note(type(event).__name__.encode(), process)
-        self._carry_out(process, process.life.node.handle(self.now, event))
-
-    def _timer(self, process: Process, key: TimerKey, order: int) -> None:
-        assert process.life is not None
-        if process.life.timers.get(key) == order:
-            del process.life.timers[key]
-            self._handle(process, TimerFired(key))
-
-    def _work_done(self, process: Process, work_id: int, result: Result) -> None:
-        self._handle(process, WorkDone(work_id, result))
-
-    def _progressed(self, process: Process, work_id: int, progress: Progress) -> None:
-        self._handle(process, WorkProgress(work_id, progress))
-
-    def _carry_out(self, process: Process, outers: Sequence[Outer]) -> None:
-        life = process.life
-        assert life is not None
-        for outer in outers:
-            match outer:
-                case Transmit(to, frame):
-                    life.recent.append((to, frame))
-                    self._transmit(process.name, to, frame)
-                case SetTimer(key, delay_s):
-                    life.timers[key] = self._order
-                    self.at(self.now + delay_s, partial(self._timer, process, key, self._order), process)
-                case CancelTimer(key):
-                    life.timers.pop(key, None)
-                case Start(work_id, work, deadline_s):
-                    life.machine.start(work_id, work, deadline_s)
-                case CancelWork(work_id):
-                    life.machine.cancel(work_id)
-                case Fence(generations):
-                    life.machine.fence(generations)
-                case OpenSequence(sequence, capacity_tokens):
-                    life.machine.open(sequence, capacity_tokens)
-                case CloseSequence(sequence):
-                    life.machine.close(sequence)
-                case ToClient(request_id, output):
-                    self.to_client(process.name, request_id, output)
-                case Publish():
-                    pass
-                case Drained():
-                    if not life.drained:
-                        life.drained = True
-                        self._leave(process, self.now + LINGER_S)
-                case _:
-                    raise TypeError(outer)
+    # --- what machines ask
 
     def half_written(self, name: str) -> None:
         """`name` is in the middle of a copy into a pool."""
         self._spring(FaultKind.STOP_WRITER, name)
-
-    # --- wires
 
     def reach(self, reader: str, owner: str, incarnation: int) -> str:
         """Can `reader` read from the life `incarnation` of `owner` over the network: "yes", "no", or "silent"?"""
         life = self.processes[owner].life
         if life is None or life.incarnation != incarnation:
             return "no"
-        cut = self._blocked[reader, owner] or self._blocked[owner, reader]
+        cut = self.wires.cut[reader, owner] or self.wires.cut[owner, reader]
         return "silent" if life.paused or cut else "yes"
-
-    def alive(self, node: str, incarnation: int) -> bool:
-        """Does this life still hold its lock? A stopped process does."""
-        process = self.processes.get(node)
-        return process is not None and process.life is not None and process.life.incarnation == incarnation
 
     def slowness(self, host: str) -> float:
         """By how much copies and computing are stretched on a host."""
         return self._slow.get(host, 1.0)
 
-    def _transmit(self, sender: str, to: str, frame: bytes) -> None:
-        random = self.random
-        if self._blocked[sender, to] or (self._drop and random.random() < self._drop):
-            return
-        copies = 2 if self._duplicate and random.random() < self._duplicate else 1
-        process = self.processes[to]
-        for _ in range(copies):
-            arrival = self.now + self.hardware.frame_s * (1 + self.hardware.jitter * random.random())
-            if self._delay_s:
-                arrival += self._delay_s * random.random()
-            else:
-                arrival = max(arrival, self._wires.get((sender, to), 0.0))
-                self._wires[sender, to] = arrival
-            self.at(arrival, partial(self._arrive, process, frame))
-
-    def _arrive(self, process: Process, frame: bytes) -> None:
-        """Frames reach whichever life there is now: envelopes tell for which they are meant."""
-        life = process.life
-        if life is None:
-            return
-        self._let(process, life, partial(self._receive, process, frame))
-
-    def _receive(self, process: Process, frame: bytes) -> None:
-        assert process.life is not None
-        self._note(frame, process)
-        self._carry_out(process, process.life.node.receive(self.now, frame))
-
-    def _note(self, what: bytes, process: Process) -> None:
-        self._digest.update(struct.pack("<d", self.now))
-        self._digest.update(process.name.encode())
-        self._digest.update(what)
-
     # --- faults
 
     def schedule(self, fault: Fault) -> None:
         """Let a fault happen at its time."""
-        self.at(fault.at_s, lambda: self._strike(fault))
+        self.at(fault.at_s, self._strike, fault)
 
     def heal(self) -> None:
         """End all faults: links work, the stopped go on, the dead and the draining begin a new life."""
@@ -432,7 +206,7 @@ class Simulator:
                 self.crash(*fault.targets)
         self._active.clear()
         self._traps.clear()
-        self._blocked.clear()
+        self.wires.cut.clear()
         for disk in self.disks.values():
             disk.fault = ""
         self._apply_levels()
@@ -449,7 +223,7 @@ class Simulator:
         self._apply_levels()
         match fault.kind, fault.targets:
             case FaultKind.PARTITION | FaultKind.ONE_WAY, _:
-                self._blocked.update(self._cut_pairs(fault))
+                self.wires.cut.update(self._cut_pairs(fault))
             case FaultKind.CRASH, (name,):
                 self.crash(name)
             case FaultKind.PAUSE, (name,):
@@ -459,7 +233,7 @@ class Simulator:
                 return
             case FaultKind.DRAIN, (name,):
                 process = self.processes[name]
-                self.at(self.now, lambda: self._handle(process, DrainWanted()), process)
+                self.in_life(process, self.now, self.handle, process, DrainWanted())
             case FaultKind.BIT_FLIP, (name,):
                 self._flip_bits(name, int(fault.amount))
             case FaultKind.DISK_FULL | FaultKind.DISK_FAIL, (name,):
@@ -467,14 +241,14 @@ class Simulator:
             case FaultKind.GARBAGE, (name,):
                 for _ in range(int(fault.amount)):
                     self._garbage(self.processes[name])
-        self.at(self.now + fault.duration_s, lambda: self._end(fault))
+        self.at(self.now + fault.duration_s, self._end, fault)
 
     def _spring(self, kind: FaultKind, name: str) -> None:
         """Stop a process at the moment that was waited for."""
         fault = self._traps.pop((kind, name), None)
         if fault is not None:
             self.at(self.now, partial(self.pause, name))
-            self.at(self.now + fault.duration_s, lambda: self._end(fault))
+            self.at(self.now + fault.duration_s, self._end, fault)
 
     def _end(self, fault: Fault) -> None:
         if fault not in self._active:
@@ -483,7 +257,7 @@ class Simulator:
         self._apply_levels()
         match fault.kind, fault.targets:
             case FaultKind.PARTITION | FaultKind.ONE_WAY, _:
-                self._blocked.subtract(self._cut_pairs(fault))
+                self.wires.cut.subtract(self._cut_pairs(fault))
             case FaultKind.CRASH, (name,):
                 self.restart(name)
             case FaultKind.PAUSE | FaultKind.STOP_ASKER | FaultKind.STOP_WRITER, (name,):
@@ -507,9 +281,9 @@ class Simulator:
             elif fault.kind is FaultKind.DISK_SLOW:
                 disk = self.disks[fault.targets[0]]
                 disk.slowness = max(disk.slowness, fault.amount)
-        self._drop = level[FaultKind.DROP]
-        self._duplicate = level[FaultKind.DUPLICATE]
-        self._delay_s = level[FaultKind.DELAY]
+        self.wires.drop = level[FaultKind.DROP]
+        self.wires.duplicate = level[FaultKind.DUPLICATE]
+        self.wires.delay_s = level[FaultKind.DELAY]
         self.copy_fail = level[FaultKind.COPY_FAIL]
         self.copy_tear = level[FaultKind.COPY_TEAR]
 
@@ -537,19 +311,20 @@ class Simulator:
             segment.memory[at] ^= 1 << self.random.randrange(8)
             segment.flipped.add(slot)
 
-    def _garbage(self, process: Process) -> None:
+    def _garbage(self, process: Process[Machine]) -> None:
         """A frame that must be dropped and counted, and do nothing else."""
         life = process.life
         if life is None or life.paused:
             return
         kind, frame = self._draw_garbage(process)
         self.garbage[kind] += 1
+        assert life.node is not None
         before = _dropped(life.node.session)
         outers = life.node.receive(self.now, frame)
         if outers or _dropped(life.node.session) != before + 1:
             raise Violation("I6", f"{process.name} did not drop and count a {kind} frame: {outers}")
 
-    def _draw_garbage(self, process: Process) -> tuple[str, bytes]:
+    def _draw_garbage(self, process: Process[Machine]) -> tuple[str, bytes]:
         random, peers = self.random, process.spec.peers
         former = [frame for peer in peers for frame in self._stale_frames(process, peer)]
         kinds = ["noise", "truncated", "stranger", "version"] + (["old_life"] * 2 if former else [])
@@ -573,9 +348,10 @@ class Simulator:
         frame = encode(envelope)
         return kind, frame[: random.randrange(len(frame))] if kind == "truncated" else frame
 
-    def _stale_frames(self, process: Process, peer: str) -> list[bytes]:
+    def _stale_frames(self, process: Process[Machine], peer: str) -> list[bytes]:
         """Frames to `process` of a life of `peer` that it knows to be over."""
         assert process.life is not None
+        assert process.life.node is not None
         peers: Any = process.life.node.session.dump()["peers"]
         current = self.processes[peer].life
         if current is None or peers[peer]["incarnation"] != current.incarnation:

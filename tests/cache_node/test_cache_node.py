@@ -15,6 +15,7 @@ from mooncake_zmq.core.actor import Publish, Started
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     BlocksLeased,
+    CacheLoad,
     ChangeReplica,
     CommitSlots,
     LeaseBlocks,
@@ -82,7 +83,7 @@ class Pool(Harness):
 
     def up(self, name, incarnation=1, **options):
         if name.startswith("k"):
-            self.index[name] = set()
+            self.index[name] = {}
         super().up(name, incarnation, **options)
         self.agree()
 
@@ -94,8 +95,12 @@ class Pool(Harness):
     def agree(self):
         for name, index in self.index.items():
             for message in self.take(BlocksAnnounced, name):
-                index |= set(message.stored)
-                index -= set(message.removed)
+                assert sum(map(len, (message.stored, message.on_disk, message.removed))) == len(
+                    {*message.stored, *message.on_disk, *message.removed}
+                ), "each key is told once"
+                index |= dict.fromkeys(message.stored, Medium.CPU) | dict.fromkeys(message.on_disk, Medium.DISK)
+                for key in message.removed:
+                    index.pop(key, None)
         slots = self.actor.slots
         assert {slot: slots.generation[slot] for slot in self.fences} == self.fences, "every change is fenced"
         for event in self.published:
@@ -111,7 +116,8 @@ class Pool(Harness):
         assert self.mediums == {Medium.CPU: in_dram, Medium.DISK: on_disk}, "the events tell what is where"
         for name, index in self.index.items():
             if name in self.peers:
-                assert index == in_dram | on_disk, "the index says what is here"
+                here = dict.fromkeys(on_disk, Medium.DISK) | dict.fromkeys(in_dram, Medium.CPU)
+                assert index == here, "the index says what is here, and in which tier"
 
     def put(self, *numbers, client="p0", put_id=None, parent=None):
         put_id = put_id or self.fresh()
@@ -456,6 +462,60 @@ def test_a_release_while_the_fetch_runs_ends_the_wait(pool):
     assert pool.busy() == {}
 
 
+# --- what fetching takes
+
+
+def told(pool):
+    pool.take(CacheLoad)
+    pool.advance(pool.actor._settings.report_s)
+    return {
+        rate.source: (rate.block_s, rate.pending_blocks) for load in pool.take(CacheLoad, "k")[-1:] for rate in load.sources
+    }
+
+
+def test_a_report_tells_what_is_under_way_and_what_a_block_took_by_source():
+    pool = disk_pool(recovered=(7,), report_s=0.5)
+    pool.lease(1, 2, sources=("c1",))
+    pool.lease(7, client="d0")
+    assert told(pool) == {"c1": (0.0, 2), "": (0.0, 1)}
+    work_id, work = pool.work(CopyBlocks)
+    pool.done(work_id, BlocksCopied(tuple(source.checksum for source, _ in work.copies)))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 1, 2)
+    pool.advance(0.5)
+    pool.copied()
+    assert told(pool) == {"c1": (pytest.approx(0.5), 0), "": (pytest.approx(0.5), 0)}
+
+
+def test_batches_that_overlap_are_not_each_counted_from_when_they_were_asked_for():
+    """Two batches of two are under way at once, and a block takes half a second."""
+    pool = Pool(fetch_batch_blocks=2)
+    pool.lease(1, 2, 3, 4, sources=("c1",), fetch_s=50.0)
+    asked = pool.take(LeaseBlocks, "c1")
+    assert [len(ask.keys) for ask in asked] == [2, 2]
+    for ask, numbers in zip(asked, ((1, 2), (3, 4)), strict=True):
+        pool.advance(1.0)
+        pool.answer(ask, *numbers)
+        pool.copied()
+    assert told(pool) == {"c1": (pytest.approx(0.5), 0)}
+
+
+def test_a_node_that_fetches_nothing_tells_nothing_and_one_that_did_falls_silent(pool):
+    pool.store(1)
+    pool.leased(1)
+    pool.advance(10.0)
+    assert pool.take(CacheLoad) == []
+    pool.lease(2, sources=("c1",))
+    pool.answer(pool.one(LeaseBlocks, "c1"), 2)
+    pool.copied()
+    pool.advance(40.0)
+    loads = pool.take(CacheLoad, "k")
+    assert 50 < len(loads) < 70
+    assert loads[-1].sources == ()
+    pool.advance(100.0)
+    assert pool.take(CacheLoad) == []
+    assert not [key for key in pool.timers if key[0] == "report"]
+
+
 # --- puts
 
 
@@ -583,13 +643,28 @@ def test_a_reported_copy_is_forgotten_unless_the_slot_has_moved_on(pool):
 def test_conductors_hear_the_whole_set_at_first_and_changes_later(pool):
     pool.store(1, 2)
     pool.up("k2")
-    assert pool.index["k2"] == {key(1), key(2)}
+    assert pool.index["k2"].keys() == {key(1), key(2)}
     pool.store(*range(10, 10 + CAPACITY - 1))
-    assert pool.index["k"] == pool.index["k2"] == set(pool.actor.slots.committed_keys())
+    assert pool.index["k"] == pool.index["k2"] == dict.fromkeys(pool.actor.slots.committed_keys(), Medium.CPU)
     assert len(pool.index["k"]) == CAPACITY
 
 
 # --- SSD
+
+
+def test_conductors_hear_which_tier_a_block_is_in_as_it_moves():
+    pool = disk_pool(recovered=(9,))
+    assert pool.index["k"] == {key(9): Medium.DISK}
+    pool.lease(9)
+    pool.copied()
+    assert pool.index["k"] == {key(9): Medium.CPU}, "promoted"
+    pool.say("p0", ReleaseLease(lease_id=pool.one(BlocksLeased).lease_id))
+    while pool.batches():
+        pool.written()
+    pool.store(*range(20, 20 + CAPACITY))
+    assert pool.index["k"][key(9)] is Medium.DISK, "demoted, and gone from DRAM"
+    pool.up("k2")
+    assert pool.index["k2"] == pool.index["k"]
 
 
 def disk_pool(slots=20, ahead=1.0, recovered=(), **settings):
@@ -662,7 +737,7 @@ def test_a_block_evicted_from_dram_is_promoted_for_a_lease():
 
 def test_a_restart_serves_what_the_recovery_found():
     pool = disk_pool(recovered=(1, 2, 3))
-    assert pool.index["k"] == set(keys(1, 2, 3))
+    assert pool.index["k"] == dict.fromkeys(keys(1, 2, 3), Medium.DISK)
     pool.lease(1, 2, 3)
     pool.copied()
     assert len(pool.one(BlocksLeased, "p0").slots) == 3
@@ -731,7 +806,7 @@ def test_a_failing_disk_is_left_alone_and_the_node_goes_on():
     pool.lease(9)
     pool.copied(fail=(0,), fault="input/output error")
     assert pool.one(BlocksLeased, "p0").slots == ()
-    assert pool.index["k"] == set()
+    assert pool.index["k"] == {}
     pool.store(1)
     assert not pool.works
     assert len(pool.leased(1)[1]) == 1

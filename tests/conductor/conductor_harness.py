@@ -46,9 +46,9 @@ def hello(role, host):
 class Cluster:
     """`hosts` hosts with one prefill, decode and cache-node each, named p0, d0, c0 ..., and the gateway g."""
 
-    def __init__(self, hosts=2, *, reports=True, **settings):
+    def __init__(self, hosts=2, *, reports=True, costs=COSTS, **settings):
         self.settings = replace(BASE, **settings)
-        self.conductor = Conductor(name="k", host="h0", incarnation=1, settings=self.settings, layout=LAYOUT, costs=COSTS)
+        self.conductor = Conductor(name="k", host="h0", incarnation=1, settings=self.settings, layout=LAYOUT, costs=costs)
         self.now = 100.0
         self.timers = {}
         self.wishes = []
@@ -95,29 +95,28 @@ class Cluster:
     def say(self, sender, message):
         return self.handle(Received(sender, message))
 
-    def prefill_load(self, name, queued_s=0.0, token_s=0.0, draining=False):
+    def prefill_load(self, name, queued_s=0.0, token_s=0.0, jobs=None, **more):
+        """`jobs`: (booking, rank_s, left_s) each, or one that nobody booked of `queued_s`."""
+        if jobs is None:
+            jobs = [(0, 0.0, queued_s)] if queued_s else []
+        if token_s:
+            more["compute"] = Measured(seconds=1000 * token_s, predicted_s=1000 * COSTS.prefill_token_s)
         load = PrefillLoad(
-            jobs=(QueuedJob(booking=0, rank_s=0.0, left_s=queued_s),),
-            compute=Measured(seconds=1000 * token_s, predicted_s=1000 * COSTS.prefill_token_s) if token_s else Measured(),
-            draining=draining,
+            jobs=tuple(QueuedJob(booking=booking, rank_s=rank, left_s=left) for booking, rank, left in jobs),
+            **more,
         )
         self.say(name, load)
 
-    def decode_load(self, name, running=0, reserved=0, free=1_000_000, step_s=0.0, draining=False):
+    def decode_load(self, name, running=0, reserved=0, free=1_000_000, step_s=0.0, **more):
         load = DecodeLoad(
-            running=running,
-            reserved=reserved,
-            free_tokens=free,
-            capacity_tokens=1_000_000,
-            step_s=step_s,
-            draining=draining,
+            running=running, reserved=reserved, free_tokens=free, capacity_tokens=1_000_000, step_s=step_s, **more
         )
         self.say(name, load)
 
     def announce(self, node, stored=(), removed=()):
         self.say(node, BlocksAnnounced(stored=tuple(stored), removed=tuple(removed)))
 
-    def schedule(self, block_keys=(), tokens=None, *, request_id=None, attempt=1, exclude=(), max_tokens=100):
+    def schedule(self, block_keys=(), tokens=None, *, request_id=None, attempt=1, exclude=(), max_tokens=100, **more):
         """Ask for a placement, return the answer."""
         self.serial += 1
         message = Schedule(
@@ -127,6 +126,7 @@ class Cluster:
             tokens=len(block_keys) * BLOCK + 10 if tokens is None else tokens,
             max_tokens=max_tokens,
             exclude=exclude,
+            **more,
         )
         sends = [effect for effect in self.say("g", message) if isinstance(effect, Send)]
         if not sends:
@@ -136,5 +136,5 @@ class Cluster:
         assert isinstance(send.message, Placed | Rejected)
         return send.message
 
-    def end(self, answer):
-        self.say("g", RequestEnded(request_id=answer.request_id, attempt=answer.attempt))
+    def end(self, answer, outcome=None):
+        self.say("g", RequestEnded(request_id=answer.request_id, attempt=answer.attempt, outcome=outcome))

@@ -148,11 +148,13 @@ def test_a_host_without_a_cache_node_neither_loads_nor_fetches():
     assert (answer.prefill, answer.reuse_blocks, answer.sources) == ("p1", 0, ())
 
 
-def test_announcements_past_the_limit_are_dropped_and_counted():
-    cluster = Cluster(max_keys=5)
+def test_a_full_index_forgets_what_is_oldest_and_goes_on_learning():
+    cluster = Cluster(max_keys=25)
     cluster.announce("c0", DOC)
-    assert cluster.conductor.counts["keys_dropped"] == 15
-    assert cluster.schedule(DOC).reuse_blocks == 5
+    other = keys("other", 15)
+    cluster.announce("c1", other)
+    assert cluster.conductor.counts["keys_evicted"] == 10
+    assert cluster.schedule(other).reuse_blocks == 15
 
 
 def test_dead_draining_and_excluded_nodes_are_not_chosen():
@@ -314,7 +316,7 @@ def test_events_of_no_concern_are_bugs():
 def test_checks_see_a_booking_on_an_unknown_node():
     cluster = Cluster()
     answer = cluster.schedule(tokens=10)
-    del cluster.conductor._queues[answer.prefill]
+    cluster.conductor._prefills.leave(cluster.conductor._prefills.by_name[answer.prefill])
     with pytest.raises(AssertionError):
         cluster.conductor.check(cluster.now)
 
@@ -409,7 +411,7 @@ def test_random_lives(life):
     walk = Walk()
     for one in life:
         walk.step(*one)
-    walk.cluster.advance(100)
+    walk.cluster.advance(1000)
     for i in range(3):
         walk.cluster.prefill_load(f"p{i}")
         walk.cluster.decode_load(f"d{i}")

@@ -1,5 +1,6 @@
 """The index against a model so simple that it must be right."""
 
+import numpy as np
 import pytest
 from conductor_harness import keys
 from hypothesis import given, settings
@@ -11,34 +12,37 @@ KEYS = keys("k", 24)
 NODES = ("a", "b", "c", "d", "e")
 
 some_keys = st.lists(st.sampled_from(KEYS), max_size=24)
-operations = st.lists(st.tuples(st.sampled_from(("stored", "removed", "drop")), st.sampled_from(NODES), some_keys), max_size=40)
+operations = st.lists(
+    st.tuples(st.sampled_from(("stored", "on_disk", "removed", "drop", "sweep")), st.sampled_from(NODES), some_keys),
+    max_size=40,
+)
 
 
 class NaiveIndex:
-    """One set of keys per node."""
+    """One set of keys per node and tier."""
 
-    def __init__(self, max_keys):
-        self.max_keys = max_keys
+    def __init__(self):
         self.held = {}
+        self.disk = {}
 
     def known(self):
         return set().union(*self.held.values()) if self.held else set()
 
     def stored(self, node, block_keys):
-        mine = self.held.setdefault(node, set())
-        dropped = 0
-        for one in block_keys:
-            if one in self.known() or len(self.known()) < self.max_keys:
-                mine.add(one)
-            else:
-                dropped += 1
-        return dropped
+        self.held.setdefault(node, set()).update(block_keys)
+        self.disk.setdefault(node, set()).difference_update(block_keys)
+
+    def on_disk(self, node, block_keys):
+        self.held.setdefault(node, set()).update(block_keys)
+        self.disk.setdefault(node, set()).update(block_keys)
 
     def removed(self, node, block_keys):
         self.held.get(node, set()).difference_update(block_keys)
+        self.disk.get(node, set()).difference_update(block_keys)
 
     def drop(self, node):
         self.held.pop(node, None)
+        self.disk.pop(node, None)
 
     def match(self, block_keys):
         runs = {}
@@ -51,29 +55,56 @@ class NaiveIndex:
         return runs
 
 
-@given(operations, st.lists(some_keys, min_size=1, max_size=6), st.sampled_from((1, 5, 12, 1000)))
+def apply(index, naive, operation, node, block_keys):
+    if operation == "drop":
+        index.drop(node)
+        naive.drop(node)
+    elif operation == "sweep":
+        index.sweep(len(block_keys))
+    else:
+        getattr(index, operation)(node, block_keys)
+        getattr(naive, operation)(node, block_keys)
+
+
+@given(operations, st.lists(some_keys, min_size=1, max_size=6))
 @settings(max_examples=300, deadline=None)
-def test_equals_a_naive_model(ops, queries, max_keys):
-    index, naive = PrefixIndex(max_keys=max_keys), NaiveIndex(max_keys)
+def test_equals_a_naive_model(ops, queries):
+    index, naive = PrefixIndex(max_keys=1000), NaiveIndex()
     for operation, node, block_keys in ops:
-        if operation == "drop":
-            index.drop(node)
-            naive.drop(node)
-        else:
-            assert getattr(index, operation)(node, block_keys) == getattr(naive, operation)(node, block_keys)
+        apply(index, naive, operation, node, block_keys)
         index.check()
-        assert len(index) == len(naive.known())
         assert index.counts == {name: len(held) for name, held in naive.held.items()}
         for node in NODES:
             assert index.held_by(node) == len(naive.held.get(node, ()))
         for one in KEYS:
             assert index.copies(one) == sum(one in held for held in naive.held.values())
+    index.sweep(10_000)
+    index.sweep(10_000)
+    assert not index.is_sweeping
+    assert len(index) == len(naive.known())
     for query in [*queries, list(KEYS)]:
         if query:
             assert index.holders(query) == sorted(node for node, held in naive.held.items() if held.issuperset(query))
         got = index.match(query)
         assert got == naive.match(query)
         assert list(got) == sorted(got)
+        on_disk = np.zeros(index.width)
+        index.disk_blocks(query, on_disk)
+        for node in naive.held:
+            assert on_disk[index.join(node)] == sum(one in naive.disk[node] for one in query)
+
+
+@given(operations, st.sampled_from((1, 5, 12)))
+@settings(max_examples=200, deadline=None)
+def test_at_the_limit_it_says_nothing_that_is_untrue(ops, max_keys):
+    index, naive = PrefixIndex(max_keys=max_keys), NaiveIndex()
+    for operation, node, block_keys in ops:
+        apply(index, naive, operation, node, block_keys)
+        index.touch(block_keys[:3])
+        index.check()
+        assert len(index) <= max_keys
+        for one in KEYS:
+            assert index.copies(one) <= sum(one in held for held in naive.held.values())
 
 
 def test_runs_end_where_each_node_misses():
@@ -86,16 +117,50 @@ def test_runs_end_where_each_node_misses():
     assert index.match(()) == {}
 
 
-def test_at_the_limit_new_keys_are_dropped_and_known_ones_still_gain_holders():
-    index = PrefixIndex(max_keys=4)
-    assert index.stored("a", KEYS[:6]) == 2
-    assert index.stored("b", KEYS[:6]) == 2
-    assert index.match(KEYS) == {"a": 4, "b": 4}
-    index.removed("a", KEYS[:6])
-    assert len(index) == 4
-    index.drop("b")
+def test_a_full_index_takes_new_keys_and_forgets_those_not_asked_for_longest():
+    many = keys("many", 5000)
+    index = PrefixIndex(max_keys=1000)
+    index.stored("a", KEYS)
+    for start in range(0, 5000, 50):
+        index.touch(KEYS)
+        index.stored("a", many[start : start + 50])
+        assert index.match(many[start : start + 50]) == {"a": 50}, "the newest is known"
+    assert index.match(KEYS) == {"a": len(KEYS)}, "what is asked for all the time stays"
+    assert index.copies(many[0]) == 0
+    assert len(index) == 1000
+    assert index.evicted == 5000 + len(KEYS) - 1000
+
+
+def test_churn_leaves_no_ghosts_behind():
+    index = PrefixIndex(max_keys=1000)
+    for number in range(200):
+        some = keys("churn", 40, start=40 * number)
+        index.stored("a", some)
+        index.removed("a", some[2:])
+        index.stored("a", some[:20])
+        index.removed("a", some)
+        index.check()
     assert len(index) == 0
-    assert index.stored("a", KEYS[2:6]) == 0
+
+
+def test_a_node_that_leaves_is_gone_at_once_and_swept_out_in_bounded_pieces():
+    many = keys("many", 6000)
+    index = PrefixIndex(max_keys=100_000)
+    index.stored("a", many)
+    index.stored("b", many[:10])
+    index.drop("a")
+    assert index.match(many) == {"b": 10}
+    assert index.is_sweeping
+    index.check()
+    index.stored("a", many[:1])
+    assert index.match(many) == {"a": 1, "b": 10}, "back with another bit"
+    pieces = 0
+    while index.is_sweeping:
+        index.sweep(500)
+        index.check()
+        pieces += 1
+    assert 5 < pieces < 20
+    assert len(index) == 10
 
 
 def test_a_dropped_nodes_place_is_reused_without_its_keys():
@@ -106,6 +171,7 @@ def test_a_dropped_nodes_place_is_reused_without_its_keys():
     index.stored("new", KEYS[:1])
     index.check()
     assert index.match(KEYS) == {"a": 4, "c": 4, "d": 4, "e": 4, "new": 1}
+    assert index.width == len(NODES)
 
 
 def test_more_nodes_than_a_machine_word_has_bits():
@@ -114,11 +180,15 @@ def test_more_nodes_than_a_machine_word_has_bits():
         index.stored(f"n{i:03}", KEYS[: 1 + i % 24])
     index.check()
     assert index.match(KEYS) == {f"n{i:03}": 1 + i % 24 for i in range(100)}
+    runs = np.zeros(index.width)
+    best, mask = index.runs(KEYS, runs)
+    assert best == 24
+    assert sorted(bit for bit in range(100) if mask >> bit & 1) == [bit for bit in range(100) if runs[bit] == 24]
 
 
 def test_check_sees_a_wrong_count():
     index = PrefixIndex(max_keys=100)
     index.stored("a", KEYS)
-    index._counts["a"] -= 1
+    index._held[0] -= 1
     with pytest.raises(AssertionError):
         index.check()

@@ -1,39 +1,30 @@
-"""Algorithm 1, branch by branch."""
+"""Who prefills: the choice against a literal Algorithm 1, branch by branch, and the policies that the paper compares it
+with."""
 
 import math
+import random
+from collections import Counter
 
 import pytest
-from conductor_harness import BASE, BLOCK
-from hypothesis import given
-from hypothesis import strategies as st
+from conductor_harness import BLOCK, COSTS, Cluster, keys
 
-from mooncake_zmq.conductor.estimates import compute_s
-from mooncake_zmq.conductor.routing import (
-    DecodeOption,
-    PrefillOption,
-    balance_ratio,
-    choose_decode,
-    choose_prefill,
-    choose_sources,
-    plan_prefill,
-    reusable_blocks,
-)
-from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.conductor.routing import reusable_blocks
+from mooncake_zmq.core.actor import Received
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import (
+    BlocksAnnounced,
+    CacheLoad,
+    PrefillLoad,
+    QueuedJob,
+    RequestEnded,
+    Schedule,
+    SourceRate,
+)
 
-COSTS = Costs()
-
-
-def option(name="p", *, host=None, queue_s=0.0, token_s=0.0, local=0, can_fetch=True, last=0):
-    return PrefillOption(name, host or f"h-{name}", queue_s, token_s, local, can_fetch, last)
-
-
-def choose(options, *, tokens=8 * BLOCK + 10, best=0, settings=BASE, costs=COSTS):
-    return choose_prefill(options, settings=settings, costs=costs, tokens=tokens, best_blocks=best, block_tokens=BLOCK)
-
-
-def plan(one, *, tokens=8 * BLOCK + 10, best=0, settings=BASE, costs=COSTS):
-    return plan_prefill(one, settings=settings, costs=costs, tokens=tokens, best_blocks=best, block_tokens=BLOCK)
+FAST_LINKS = Costs(transfer_bytes_per_s=1e12, load_bytes_per_s=1e12)
+"""Fetching is always quicker than computing, as Algorithm 1 takes for granted."""
+DOC = keys("doc", 20)
+TOKENS = 20 * BLOCK + 10
 
 
 def test_at_least_one_token_is_left_to_compute():
@@ -44,132 +35,173 @@ def test_at_least_one_token_is_left_to_compute():
     assert reusable_blocks(tokens=0, keys=3, block_tokens=BLOCK) == 0
 
 
-def test_the_ratio_where_the_paper_leaves_it_open():
-    assert balance_ratio(0, 0) == 1
-    assert balance_ratio(3, 0) == math.inf
-    assert balance_ratio(6, 4) == 1.5
+def literal_algorithm_1(costs, tokens, queues, matches, threshold):
+    """The paper's, line by line: (instance, blocks reused, whether they are fetched)."""
+    best_prefix_len = max(matches.values())
+    ttft, chosen = math.inf, None
+    for instance, prefix_len in matches.items():
+        t_queue = queues[instance]
+        ratio = best_prefix_len / prefix_len if prefix_len else (math.inf if best_prefix_len else 1.0)
+        if ratio < threshold or best_prefix_len == prefix_len:
+            reused, fetched = prefix_len, False
+            t_transfer = 0.0
+        else:
+            reused, fetched = best_prefix_len, True
+            t_transfer = costs.transfer_s((best_prefix_len - prefix_len) * BLOCK)
+        t_prefill = max(costs.compute_s(tokens, reused * BLOCK), costs.load_s(reused * BLOCK))
+        if t_transfer + t_queue + t_prefill < ttft:
+            ttft, chosen = t_transfer + t_queue + t_prefill, (instance, reused, fetched)
+    return chosen, ttft
 
 
-def test_cache_aware_branch_computes_what_the_host_lacks():
-    settings = ConductorSettings(kvcache_balancing_threshold=1.5)
-    made = plan(option(local=6), best=8, settings=settings)
-    assert (made.reuse_blocks, made.fetch) == (6, False)
-    tokens, prefix = 8 * BLOCK + 10, 6 * BLOCK
-    expected = compute_s(COSTS, tokens=tokens, prefix=prefix, token_s=0) + COSTS.load_s(prefix)
-    assert made.ttft_s == pytest.approx(expected)
+@pytest.mark.parametrize("threshold", [1.0, 1.5, 4.0, math.inf])
+def test_the_choice_is_that_of_a_literal_algorithm_1(threshold):
+    """A thousand random clusters each: queues, matches and prompts of all lengths."""
+    chance = random.Random(5)
+    hosts = 6
+    cluster = Cluster(hosts, costs=FAST_LINKS, kvcache_balancing_threshold=threshold, tie_ratio=1e-12)
+
+    def say(sender, message):
+        return cluster.conductor.handle(cluster.now, Received(sender, message))
+
+    for number in range(1000):
+        held = {f"p{i}": chance.choice((0, 0, chance.randrange(21))) for i in range(hosts)}
+        queues = {f"p{i}": chance.random() * chance.choice((1, 40)) for i in range(hosts)}
+        for i in range(hosts):
+            say(f"c{i}", BlocksAnnounced(removed=DOC, stored=DOC[: held[f"p{i}"]]))
+            say(f"p{i}", PrefillLoad(jobs=(QueuedJob(booking=0, rank_s=0.0, left_s=queues[f"p{i}"]),)))
+        ask = Schedule(request_id=f"r{number}", attempt=1, keys=DOC, tokens=TOKENS, max_tokens=5)
+        placed = say("g", ask)[-1].message
+        (instance, reused, fetched), ttft = literal_algorithm_1(FAST_LINKS, TOKENS, queues, held, threshold)
+        assert (placed.prefill, placed.reuse_blocks, bool(placed.sources)) == (instance, reused, fetched)
+        assert placed.ttft_s == pytest.approx(ttft, rel=1e-6, abs=1e-6)
+        for source in placed.sources:
+            assert held["p" + source[1:]] > held[placed.prefill]
+        if fetched:
+            assert held["p" + placed.sources[0][1:]] == max(held.values())
+        say("g", RequestEnded(request_id=f"r{number}", attempt=1))
+        cluster.now += 60.0  # links are free again
 
 
-def test_balancing_branch_fetches_the_best_match():
-    settings = ConductorSettings(kvcache_balancing_threshold=1.5)
-    made = plan(option(local=4), best=8, settings=settings)
-    assert (made.reuse_blocks, made.fetch) == (8, True)
-    tokens, prefix = 8 * BLOCK + 10, 8 * BLOCK
-    expected = compute_s(COSTS, tokens=tokens, prefix=prefix, token_s=0) + COSTS.load_s(prefix)
-    assert made.ttft_s == pytest.approx(expected + COSTS.transfer_s(4 * BLOCK))
+def one_by_one(queues=(0, 0, 0), held=(0, 0, 0), costs=COSTS, **settings):
+    cluster = Cluster(len(queues), costs=costs, **settings)
+    for i, (queued_s, blocks) in enumerate(zip(queues, held, strict=True)):
+        cluster.prefill_load(f"p{i}", queued_s)
+        cluster.announce(f"c{i}", DOC[:blocks])
+    return cluster
 
 
 @pytest.mark.parametrize(("local", "fetch"), [(5, True), (6, False), (0, True), (8, False)])
 def test_the_threshold_parts_the_branches(local, fetch):
-    settings = ConductorSettings(kvcache_balancing_threshold=8 / 5)
-    assert plan(option(local=local), best=8, settings=settings).fetch is fetch
+    cluster = one_by_one((60, 0), (8, local), kvcache_balancing_threshold=8 / 5)
+    answer = cluster.schedule(DOC[:8])
+    assert (answer.prefill, bool(answer.sources), answer.reuse_blocks) == ("p1", fetch, 8 if fetch else local)
 
 
-def test_an_infinite_threshold_fetches_only_onto_a_host_without_a_match():
-    settings = ConductorSettings(kvcache_balancing_threshold=math.inf)
-    assert not plan(option(local=1), best=8, settings=settings).fetch
-    assert plan(option(local=0), best=8, settings=settings).fetch
-
-
-def test_a_fetch_slower_than_computing_is_left_out():
+def test_auto_fetches_wherever_that_is_predicted_to_be_quicker():
+    assert one_by_one((60, 0), (20, 19)).schedule(DOC).sources == ("c0",)
     slow = Costs(transfer_bytes_per_s=1e6)
-    made = plan(option(), best=8, costs=slow)
-    assert (made.reuse_blocks, made.fetch) == (0, False)
+    assert one_by_one((60, 0), (20, 0), costs=slow).schedule(DOC).sources == ()
 
 
-def test_without_a_cache_node_on_its_host_a_prefill_computes_all():
-    made = plan(option(can_fetch=False), best=8)
-    assert (made.reuse_blocks, made.fetch) == (0, False)
+def test_loading_hides_behind_computing():
+    hidden = one_by_one((0,), (20,), costs=Costs(load_bytes_per_s=1e12)).schedule(DOC).ttft_s
+    assert one_by_one((0,), (20,), costs=Costs(load_bytes_per_s=1e10)).schedule(DOC).ttft_s == pytest.approx(hidden)
+    slow = Costs(load_bytes_per_s=1e7)
+    assert one_by_one((0,), (20,), costs=slow).schedule(DOC).ttft_s == pytest.approx(slow.load_s(20 * BLOCK))
 
 
-def test_a_longer_match_wins_while_queues_are_equal():
-    assert choose([option("a", local=2), option("b", local=8)], best=8).name == "b"
+def test_blocks_on_ssd_cost_their_promotion():
+    cluster = Cluster(1)
+    cluster.say("c0", BlocksAnnounced(on_disk=DOC))
+    cold = cluster.schedule(DOC).ttft_s
+    cluster.down("g")
+    cluster.up("g", "gateway", "h0")
+    cluster.announce("c0", DOC[:5])
+    warmer = cluster.schedule(DOC).ttft_s
+    assert cold - warmer == pytest.approx(COSTS.disk_s(5 * BLOCK))
 
 
-def test_a_long_queue_loses_to_an_idle_node():
-    chosen = choose([option("a", local=8, queue_s=60), option("b")], best=8)
-    assert chosen.name == "b"
-    assert chosen.fetch
+def test_what_the_cache_nodes_measured_prices_a_fetch_and_fades():
+    def fetched(cluster):
+        answer = cluster.schedule(DOC)
+        cluster.end(answer)
+        cluster.advance(20)
+        return answer.prefill, answer.ttft_s
+
+    cluster = one_by_one((0, 0), (20, 0), kvcache_balancing_threshold=1)
+    cluster.prefill_load("p0", queued_s=1e6)
+    _, modelled = fetched(cluster)
+    cluster.say("c1", CacheLoad(sources=(SourceRate(source="c0", block_s=0.1, pending_blocks=0),)))
+    _, measured = fetched(cluster)
+    assert measured == pytest.approx(modelled + 20 * (0.1 - COSTS.transfer_s(BLOCK)), rel=1e-3)
+    cluster.advance(1000)
+    _, later = fetched(cluster)
+    assert later == pytest.approx(modelled, rel=1e-3)
 
 
-def test_a_short_queue_does_not():
-    costs = Costs(transfer_bytes_per_s=1e8)
-    assert choose([option("a", local=8, queue_s=0.1), option("b")], best=8, costs=costs).name == "a"
+def test_fetches_queue_behind_what_is_on_its_way():
+    cluster = one_by_one((1e6, 0), (20, 0))
+    first = cluster.schedule(DOC)
+    cluster.say("c1", CacheLoad(sources=(SourceRate(source="c0", block_s=0.0, pending_blocks=100),)))
+    second = cluster.schedule(DOC)
+    grown = second.ttft_s - 2 * first.ttft_s
+    assert first.sources == second.sources == ("c0",)
+    assert grown == pytest.approx(COSTS.transfer_s(100 * BLOCK))
 
 
 def test_a_slow_node_loses_to_a_fast_one():
-    assert choose([option("a", token_s=0.02), option("b", token_s=0.001)]).name == "b"
+    cluster = Cluster(2)
+    for _ in range(20):
+        cluster.prefill_load("p0", token_s=0.02 + cluster.now / 1e9)
+        cluster.advance(0.25)
+    assert cluster.schedule(tokens=1000).prefill == "p1"
 
 
-def test_ties_go_to_the_one_chosen_longest_ago_then_by_name():
-    assert choose([option("a", last=3), option("b", last=1), option("c", last=2)]).name == "b"
-    assert choose([option("b"), option("a")]).name == "a"
-    assert choose([option("a", last=3, token_s=0.00300), option("b", token_s=0.00305)]).name == "b"
-    assert choose([]) is None
+def test_sources_best_first_never_the_own_host():
+    cluster = one_by_one((0, 1e6, 1e6, 1e6), (4, 9, 8, 2))
+    answer = cluster.schedule(DOC[:9])
+    assert (answer.prefill, answer.sources) == ("p0", ("c1", "c2"))
 
 
-def decode_option(name="d", *, host="h", tbt_s=0.05, free=10_000, batch=1):
-    return DecodeOption(name, host, tbt_s, free, batch)
+def test_at_most_four_sources_are_named_however_many_hold_it():
+    cluster = Cluster(40)
+    for i in range(1, 40):
+        cluster.announce(f"c{i}", DOC)
+        cluster.prefill_load(f"p{i}", queued_s=1e6)
+    answer = cluster.schedule(DOC)
+    assert answer.sources == ("c1", "c10", "c11", "c12"), "of equals in name order"
 
 
-def pick(options, *, host="h", need=100):
-    return choose_decode(options, settings=BASE, host=host, need_tokens=need)
+# --- the other policies
 
 
-def test_decode_by_tbt_then_host_then_room_then_name():
-    assert pick([decode_option("a", tbt_s=0.08), decode_option("b", host="far")]).name == "b"
-    assert pick([decode_option("a", host="far", free=90_000), decode_option("b")]).name == "b"
-    assert pick([decode_option("a"), decode_option("b", free=20_000)]).name == "b"
-    assert pick([decode_option("b"), decode_option("a")]).name == "a"
+def test_local_reuses_its_own_hosts_blocks_and_fetches_nothing():
+    cluster = one_by_one((60, 0, 0), (20, 5, 0), policy="local")
+    answer = cluster.schedule(DOC)
+    assert (answer.prefill, answer.reuse_blocks, answer.sources) == ("p1", 5, ())
 
 
-def test_decode_without_room_is_excluded():
-    assert pick([decode_option("a", tbt_s=0.01, free=99), decode_option("b", free=100)]).name == "b"
-    assert pick([decode_option("a", free=99)]) is None
+def test_match_goes_where_the_longest_prefix_is_whatever_the_queue():
+    cluster = one_by_one((1e6, 0, 0), (20, 19, 0), policy="match")
+    assert cluster.schedule(DOC).prefill == "p0"
 
 
-def test_sources_best_first_never_the_own_host_and_equals_rotate():
-    hosts = {"c0": "h0", "c1": "h1", "c2": "h2", "c3": "h3"}
-    matches = {"c0": 9, "c1": 4, "c2": 8, "c3": 8}
-    last = {"c2": 5, "c3": 4}
-    assert choose_sources(matches, hosts=hosts, host="h0", local_blocks=4, last_fetched=last) == ("c3", "c2")
-    assert choose_sources(matches, hosts=hosts, host="h1", local_blocks=4, last_fetched={}) == ("c0", "c2", "c3")
-    assert choose_sources({}, hosts=hosts, host="h1", local_blocks=0, last_fetched={}) == ()
+def test_load_goes_where_the_queue_is_shortest_whatever_the_prefix():
+    cluster = one_by_one((3, 2, 1), (20, 19, 0), policy="load")
+    answer = cluster.schedule(DOC)
+    assert (answer.prefill, answer.reuse_blocks) == ("p2", 0)
 
 
-prefill_options = st.lists(
-    st.builds(
-        PrefillOption,
-        name=st.text("abc", min_size=1, max_size=3),
-        host=st.sampled_from(("h0", "h1")),
-        queue_s=st.floats(0, 100),
-        token_s=st.sampled_from((0.0, 1e-4, 3e-3)),
-        local_blocks=st.integers(0, 8),
-        can_fetch=st.booleans(),
-        last_chosen=st.integers(0, 9),
-    ),
-    min_size=1,
-    max_size=6,
-    unique_by=lambda one: one.name,
-)
+def test_round_robin_takes_turns():
+    cluster = one_by_one((9, 0, 5), (20, 0, 0), policy="round-robin")
+    assert [cluster.schedule(DOC).prefill for _ in range(5)] == ["p0", "p1", "p2", "p0", "p1"]
 
 
-@given(prefill_options, st.integers(0, 8), st.floats(1, 4))
-def test_the_choice_is_near_the_best_and_ignores_the_order(options, extra, threshold):
-    settings = ConductorSettings(kvcache_balancing_threshold=threshold)
-    best = max(extra, *(one.local_blocks for one in options), 0)
-    chosen = choose(options, best=best, settings=settings)
-    plans = [plan(one, best=best, settings=settings) for one in options]
-    assert chosen in plans
-    assert chosen.ttft_s <= min(one.ttft_s for one in plans) * (1 + settings.tie_ratio)
-    assert 0 <= chosen.reuse_blocks <= best
-    assert choose(options[::-1], best=best, settings=settings) == chosen
+def test_random_is_a_function_of_the_request_and_spreads():
+    one, other = (Cluster(4, policy="random") for _ in range(2))
+    chosen = [one.schedule(tokens=10, request_id=f"x{i}").prefill for i in range(200)]
+    assert chosen == [other.schedule(tokens=10, request_id=f"x{i}").prefill for i in range(200)]
+    assert all(30 <= count <= 70 for count in Counter(chosen).values())
+    one.prefill_load("p1", draining=True)
+    assert "p1" not in {one.schedule(tokens=10, request_id=f"y{i}").prefill for i in range(50)}

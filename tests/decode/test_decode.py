@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 from actor_harness import LAYOUT, Harness, leased
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
@@ -32,6 +34,7 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
 )
 from mooncake_zmq.core.work import BlocksCopied, BlocksPulled, CopyBlocks, DecodeStep, PullBlocks, StepDecoded, WorkFailed
+from mooncake_zmq.decode.batch import Place, retry_after_s
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
@@ -54,8 +57,8 @@ def block_sum(block):
 class Node(Harness):
     """The decode "me" on host h0; prefill p0 on h0, p1 on h1; `prompts` by request."""
 
-    def __init__(self, **settings):
-        actor = Decode(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT, costs=COSTS)
+    def __init__(self, *, costs=COSTS, **settings):
+        actor = Decode(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT, costs=costs)
         super().__init__(actor)
         for name in ("g", "g2", "c", "k", "p0"):
             self.up(name, 7)
@@ -132,14 +135,21 @@ class Node(Harness):
         self.pulled()
         self.handoff_done(request_id, attempt=options.get("attempt", 1))
 
-    def step(self, token=6):
+    def step(self, token=6, *, steps=1, elapsed_s=0.01):
         work_id, work = self.work(DecodeStep)
-        self.done(work_id, StepDecoded(((token,) * len(work.entries),), 0.01))
+        assert steps <= work.steps
+        self.done(work_id, StepDecoded(((token,) * len(work.entries),) * steps, elapsed_s))
         return work
+
+    def told(self):
+        """The next report."""
+        self.take(DecodeLoad)
+        self.advance(self.actor._settings.report_s)
+        return self.take(DecodeLoad, "k")[-1]
 
     def put_all(self, *, fail=False):
         for reserve in self.take(ReserveSlots, "c"):
-            grants = (GrantedSlot(index=0, slot=3, generation=1),)
+            grants = tuple(GrantedSlot(index=i, slot=3 + i, generation=1) for i in range(len(reserve.keys)))
             self.say("c", SlotsReserved(put_id=reserve.put_id, grants=grants))
         for work_id, work in list(self.works.items()):
             if isinstance(work, CopyBlocks):
@@ -150,7 +160,7 @@ class Node(Harness):
         while self.works:
             for work_id, work in list(self.works.items()):
                 if isinstance(work, DecodeStep):
-                    self.done(work_id, StepDecoded(((9,) * len(work.entries),), 0.01))
+                    self.done(work_id, StepDecoded(((9,) * len(work.entries),) * work.steps, 0.01))
                 else:
                     self.done(work_id, WorkFailed("test"))
         if "c" in self.peers:
@@ -509,6 +519,229 @@ def test_a_failed_step_fails_all_its_requests(node):
     assert_nothing_left(node)
 
 
+# --- what it tells
+
+
+def test_a_report_tells_the_batch_and_what_it_holds():
+    node = Node(max_batch=2)
+    for number in range(3):
+        node.run(f"r{number}", length=4 + number, booking=10 + number)
+    node.reserve("coming", length=5, booking=20)
+    load = node.told()
+    assert (load.running, load.reserved, load.max_batch, load.room) == (3, 1, 2, 2)
+    assert load.context_tokens == 5 + 6 + 7
+    assert load.bookings == (10, 11, 12, 20)
+    node.step()
+    node.step()
+    assert node.told().context_tokens == 7 + 7 + 7, "the third waits for a place: `running` counts it, its KV does not grow"
+
+
+def test_a_step_is_measured_against_its_own_batch_and_context():
+    costs = Costs(decode_context_s=1e-3)
+    node = Node(costs=costs, max_batch=4)
+    for number in range(3):
+        node.run(f"r{number}", length=8)
+    node.step()
+    for _ in range(300):
+        works = [work for work in node.works.values() if isinstance(work, DecodeStep)]
+        if not works:
+            break
+        context = sum(entry.position + 1 for entry in works[0].entries)
+        node.step(elapsed_s=3 * costs.step_s(len(works[0].entries), context))
+        node.put_all()
+    load = node.told()
+    assert load.step.seconds / load.step.predicted_s == pytest.approx(3.0, rel=0.25)
+    assert load.step_s > 0
+
+
+def test_a_slow_first_step_does_not_stick(node):
+    node.run(max_tokens=3)
+    node.step(elapsed_s=2.0)
+    slow = node.told().step
+    assert slow.seconds / slow.predicted_s > 3
+    node.step()
+    node.advance(1000.0)
+    later = node.told().step
+    assert later.seconds / later.predicted_s == pytest.approx(1.0, abs=0.01)
+
+
+# --- TBT, held against the batch once more
+
+
+def batch_of(count, **settings):
+    """`count` requests in the batch; a step of n takes n * 10 ms."""
+    costs = Costs(decode_step_s=1e-9, decode_request_s=0.01)
+    node = Node(costs=costs, **{"max_batch": 8, "max_requests": 12, "capacity_tokens": 200 * B} | settings)
+    for number in range(count):
+        node.run(f"r{number}", max_tokens=20)
+    return node
+
+
+def test_a_request_that_would_make_the_steps_too_long_is_refused_when_its_prefill_is_done():
+    node = batch_of(3)
+    node.reserve("r", length=10, tbt_slo_s=0.035)
+    assert node.take(DecodeReserved)[-1].request_id == "r", "what is here now may be gone by then"
+    node.blocks("r", 0, 2, ready=False)
+    assert node.take(DecodeDenied) == []
+    node.blocks("r", 2, 1, ready=False)
+    denied = node.one(DecodeDenied, "p0")
+    assert (denied.refused, denied.full) == (True, True)
+    assert denied.retry_after_s == pytest.approx(19 * 0.04), "when the first of those here will have ended"
+    assert node.take(HandoffFailed) == []
+    assert node.actor.counts["requests_refused"] == 1
+    assert node.busy()["requests_running"] == 3
+    assert "requests_closing" not in node.busy()
+
+
+@pytest.mark.parametrize("changes", [{"tbt_slo_s": 0.045}, {"tbt_slo_s": 0.0}, {"first_index": 3}, {"max_tokens": 1}])
+def test_others_are_not_refused(changes):
+    """One that fits, one without a bound, one whose client has tokens, one that takes no step."""
+    node = batch_of(3)
+    node.reserve("r", length=10, **{"tbt_slo_s": 0.035} | changes)
+    node.blocks("r", ready=False)
+    assert node.take(DecodeDenied) == []
+
+
+def test_an_empty_decode_refuses_nobody():
+    node = batch_of(0)
+    node.reserve("r", length=10, tbt_slo_s=0.001)
+    node.blocks("r", ready=False)
+    assert node.take(DecodeDenied) == []
+
+
+def test_those_about_to_join_count_too():
+    node = batch_of(1)
+    for name in ("a", "b", "c"):
+        node.reserve(name, length=10, tbt_slo_s=0.035)
+        node.blocks(name, ready=False)
+    assert node.one(DecodeDenied).request_id == "c"
+
+
+def test_who_comes_to_a_full_batch_waits_and_is_refused_for_that():
+    """34 ms were predicted for one that then waited 53 s."""
+    node = batch_of(2, max_batch=2)
+    node.reserve("r", length=10, tbt_slo_s=0.1)
+    node.blocks("r", ready=False)
+    assert node.one(DecodeDenied).retry_after_s == pytest.approx(19 * 0.02)
+
+
+def test_how_long_to_wait_is_until_enough_have_ended():
+    costs = Costs(decode_step_s=0.01, decode_request_s=0.01, decode_context_s=1e-5)
+    others = [Place(1000, 50), Place(2000, 10), Place(3000, 30)]
+    more = {"slowness": 2.0, "max_batch": 8, "others": others, "own_context": 1000}
+    now_s = 2 * costs.step_s(4, 7000)
+    assert retry_after_s(costs, slo_s=now_s, **more) is None
+    assert retry_after_s(costs, slo_s=now_s - 0.001, **more) == pytest.approx(10 * now_s)
+    assert retry_after_s(costs, slo_s=2 * costs.step_s(3, 5000) - 0.001, **more) == pytest.approx(30 * now_s)
+    assert retry_after_s(costs, slo_s=1e-6, **more) == pytest.approx(50 * now_s), "alone it may come"
+    assert retry_after_s(costs, slo_s=1e-6, **more | {"others": []}) is None
+    assert retry_after_s(costs, slo_s=1e-6, **more | {"others": [Place(1, 10**6)]}) == 60.0
+
+
+def test_a_short_wait_for_a_place_is_a_gap_like_others():
+    costs = Costs(decode_step_s=0.01, decode_request_s=0.01)
+    more = {"slowness": 1.0, "max_batch": 1, "others": [Place(10, 3)], "own_context": 10}
+    assert retry_after_s(costs, slo_s=0.07, **more) is None
+    assert retry_after_s(costs, slo_s=0.05, **more) == pytest.approx(0.06)
+
+
+# --- several steps in one work
+
+
+def test_live_engines_are_asked_for_one_step(node):
+    node.run()
+    assert node.work(DecodeStep)[1].steps == 1
+    node.run("r1")
+    assert node.cancelled == []
+
+
+def test_a_run_ends_with_its_first_member_and_its_tokens_come_together():
+    node = Node(max_steps=100, capacity_tokens=100 * B)
+    node.run("r0", max_tokens=8)
+    assert node.work(DecodeStep)[1].steps == 7
+    node.step(steps=7, elapsed_s=0.7)
+    assert node.one(TokensDecoded, "g").entries == (("r0", 1, 1, (6,) * 7),)
+    assert node.told().step_s == pytest.approx(0.1)
+    node.put_all()
+    assert_nothing_left(node)
+
+
+def test_a_run_gives_way_to_a_request_that_became_ready():
+    node = Node(max_steps=100, capacity_tokens=100 * B)
+    node.run("r0")
+    node.run("r1")
+    work_id, _ = node.work(DecodeStep)
+    assert node.cancelled == [work_id]
+    node.run("r2")
+    assert node.cancelled == [work_id], "once"
+    node.step(steps=3)
+    assert node.one(TokensDecoded).entries == (("r0", 1, 1, (6,) * 3),)
+    assert [entry.position for entry in node.work(DecodeStep)[1].entries] == [9, 6, 6]
+
+
+def test_a_run_gives_way_to_a_member_that_ends_but_not_for_one_that_finds_no_place():
+    node = Node(max_steps=100, max_batch=1, capacity_tokens=100 * B)
+    node.run("r0")
+    node.run("r1")
+    assert node.cancelled == []
+    node.say("g", CancelRequest(request_id="r0", attempt=1))
+    assert node.cancelled == [node.work(DecodeStep)[0]]
+    node.step()
+    assert [work.steps for work in node.works.values()] == [49], "its KV is back, and the other goes on"
+
+
+def test_a_run_is_as_long_as_a_part_of_the_free_kv_allows_and_gives_back_what_it_did_not_use():
+    node = Node(max_steps=1000, capacity_tokens=30 * B)
+    node.run("r0", length=6, max_tokens=5000)
+    work = node.work(DecodeStep)[1]
+    assert 1 < work.steps < 40
+    reserved = node.busy()["reserved_tokens"]
+    assert reserved <= 8 + 28 * B // 4
+    node.run("r1", length=6)
+    node.step()
+    node.put_all()
+    node.say("g", CancelRequest(request_id="r1", attempt=1))
+    node.settle()
+    assert_nothing_left(node)
+
+
+def outputs(max_steps, lengths, eos_at, store_output=True):
+    """What three requests put out and put into the pool, for an engine whose tokens follow from the position."""
+    node = Node(max_steps=max_steps, capacity_tokens=400 * B, max_batch=3, store_output=store_output)
+    for number, length in enumerate(lengths):
+        node.run(f"r{number}", length=length, max_tokens=30 + number)
+    tokens, puts = {}, []
+    while found := [(i, work) for i, work in node.works.items() if isinstance(work, DecodeStep)]:
+        ((work_id, work),) = found
+        made = 1 if work_id in node.cancelled else work.steps
+        rows = [
+            tuple(9 if entry.position + step == eos_at else 20 + entry.position + step for entry in work.entries)
+            for step in range(made)
+        ]
+        node.done(work_id, StepDecoded(tuple(rows), 0.01))
+        for message in node.take(TokensDecoded):
+            for request_id, _, first, run in message.entries:
+                before = tokens.setdefault(request_id, [])
+                assert first == 1 + len(before)
+                before += run
+        for reserve in [m for _, m in node.sent if isinstance(m, ReserveSlots)]:
+            puts += zip(reserve.keys, [reserve.parent, *reserve.keys[:-1]], strict=True)
+        node.put_all()
+    assert_nothing_left(node)
+    return tokens, sorted(puts)
+
+
+@given(st.lists(st.integers(1, 13), min_size=3, max_size=3), st.integers(0, 60), st.sampled_from([2, 7, 64]))
+@settings(max_examples=60, deadline=None)
+def test_runs_put_out_and_store_what_single_steps_do(lengths, eos_at, max_steps):
+    assert outputs(max_steps, lengths, eos_at) == outputs(1, lengths, eos_at)
+
+
+def test_output_that_is_not_stored_is_not_offered_to_the_pool():
+    kept, _ = outputs(64, [3, 4, 5], 0)
+    assert outputs(64, [3, 4, 5], 0, store_output=False) == (kept, [])
+
+
 # --- ends, at every state
 
 STATES = ["reserving", "loading", "pulling", "stepping", "stepping with a put", "putting"]
@@ -599,10 +832,11 @@ def test_a_lease_answer_that_comes_after_the_end_is_given_back(node):
     assert_nothing_left(node)
 
 
+@pytest.mark.parametrize("max_steps", [1, 7])
 @pytest.mark.parametrize("seed", range(60))
-def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
+def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed, max_steps):
     rng = random.Random(seed)
-    node = Node(capacity_tokens=8 * B, max_batch=2)
+    node = Node(capacity_tokens=8 * B, max_batch=2, max_steps=max_steps)
     lives = dict.fromkeys(node.peers, 7)
     attempts = {}
     for _ in range(300):
@@ -667,7 +901,8 @@ def answer(node, rng):
     if rng.random() < 0.1:
         node.done(work_id, WorkFailed("test"))
     elif isinstance(work, DecodeStep):
-        node.done(work_id, StepDecoded((tuple(rng.choice((5, 6, 7, 9)) for _ in work.entries),), 0.01))
+        made = rng.randint(1, work.steps)
+        node.done(work_id, StepDecoded(tuple(tuple(rng.choice((5, 6, 7, 9)) for _ in work.entries) for _ in range(made)), 0.01))
     elif isinstance(work, CopyBlocks):
         node.done(work_id, BlocksCopied((1,) * len(work.copies)))
     else:

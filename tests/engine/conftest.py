@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.engine import weights
+from mooncake_zmq.engine.modelled import ModelledEngine
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 
@@ -26,11 +28,13 @@ def tiny(tiny_path):
     return weights.open_model(tiny_path)
 
 
-@pytest.fixture(scope="session", params=["toy", "tiny", "tiny with 3 threads"])
+@pytest.fixture(scope="session", params=["toy", "modelled", "tiny", "tiny with 3 threads"])
 def engine(request, tiny_path, tiny):
     match request.param:
         case "toy":
             return weights.load_engine("toy")
+        case "modelled":
+            return ModelledEngine(tiny.spec, Costs(), sleep=lambda seconds: None)
         case "tiny":
             return tiny
     return weights.load_engine(tiny_path, threads=3)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from actor_harness import LAYOUT, Harness
 
+from mooncake_zmq.core.actor import SetTimer
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -56,7 +57,7 @@ class Node(Harness):
             assert self.timers == {}, "no timer outlives its request"
         return effects
 
-    def ask(self, request_id="r", *, max_tokens=5, eos_ids=()):
+    def ask(self, request_id="r", *, max_tokens=5, eos_ids=(), **wishes):
         packed = pack_tokens(PROMPT)
         request = ClientRequest(
             tokens=packed,
@@ -64,15 +65,16 @@ class Node(Harness):
             keys=tuple(extend_keys(ROOT, packed, B)),
             sampling=Sampling(),
             stop=StopRule(max_tokens=max_tokens, eos_ids=eos_ids),
+            **wishes,
         )
         self.client(request_id, request)
 
-    def place(self, *, to=("p0", "d0"), conductor="k0", request_id="r"):
+    def place(self, *, to=("p0", "d0"), conductor="k0", request_id="r", **plan):
         schedule = [m for m in self.take(Schedule) if m.request_id == request_id][-1]
-        self.placed(schedule.attempt, to=to, conductor=conductor, request_id=request_id)
+        self.placed(schedule.attempt, to=to, conductor=conductor, request_id=request_id, **plan)
         return schedule
 
-    def placed(self, attempt, *, to=("p0", "d0"), conductor="k0", request_id="r"):
+    def placed(self, attempt, *, to=("p0", "d0"), conductor="k0", request_id="r", **plan):
         self.say(
             conductor,
             Placed(
@@ -82,8 +84,7 @@ class Node(Harness):
                 decode=to[1],
                 reuse_blocks=0,
                 sources=(),
-                ttft_s=0.0,
-                tbt_s=0.0,
+                **{"ttft_s": 0.0, "tbt_s": 0.0} | plan,
             ),
         )
 
@@ -305,6 +306,130 @@ def test_at_most_four_nodes_are_excluded_and_the_latest_stay():
         node.advance(1.0)
         exclude = node.place().exclude
     assert exclude == ("d0", "p0")
+
+
+# --- SLOs, priority, and what became of the promise
+
+
+def test_slos_and_priority_go_to_conductor_and_prefill(node):
+    node.ask(ttft_slo_s=2.0, tbt_slo_s=0.0, priority=-3)
+    schedule = node.place(booking=7, tbt_slo_s=0.25, stages=("p1",))
+    assert (schedule.ttft_slo_s, schedule.tbt_slo_s, schedule.priority) == (2.0, 0.0, -3)
+    assert (schedule.begun, schedule.waited_s) == (False, 0.0)
+    start = node.one(StartPrefill, "p0")
+    assert (start.booking, start.priority, start.tbt_slo_s, start.stages) == (7, -3, 0.25, ("p1",))
+
+
+def test_a_further_attempt_tells_how_long_its_client_waited_and_whether_it_has_tokens(node):
+    node.ask()
+    node.place()
+    node.advance(1.0)
+    node.fail(1)
+    node.advance(0.05)
+    schedule = node.place()
+    assert (schedule.begun, schedule.waited_s) == (False, pytest.approx(1.05))
+    node.first(attempt=2)
+    node.fail(2)
+    node.advance(1.0)
+    assert node.place().begun
+
+
+@pytest.mark.parametrize("reason", [RejectReason.TTFT, RejectReason.TBT])
+def test_a_request_without_a_token_is_refused_at_any_attempt(node, reason):
+    node.ask()
+    node.place()
+    node.fail(1)
+    node.advance(0.05)
+    node.take(Schedule)
+    node.reject(2, reason)
+    assert (node.end().status, node.end().code, node.end().retry_after_s) == (429, reason.value, 3.0)
+    assert node.busy() == {}
+
+
+def test_a_request_that_its_decode_refuses_before_its_first_token_ends_as_rejected(node):
+    node.ask()
+    node.place()
+    node.fail(1, refused=True, full=True, avoid="d0", retry_after_s=0.7)
+    assert (node.end().status, node.end().code, node.end().retry_after_s) == (429, "tbt_slo", 0.7)
+    assert node.actor.counts["requests_rejected[reason=tbt_slo]"] == 1
+    assert node.one(RequestEnded, "k0").outcome is None
+    assert node.busy() == {}
+
+
+def test_a_request_with_a_token_is_placed_again_whatever_is_refused(node):
+    node.ask()
+    node.place()
+    node.first()
+    node.fail(1, refused=True, full=True, avoid="d0")
+    node.advance(0.05)
+    node.take(Schedule)
+    node.reject(2, RejectReason.TBT)
+    node.advance(1.0)
+    node.place(to=("p1", "d1"))
+    node.tokens(1, 2, 3, 4, attempt=3, sender="d1")
+    assert node.text() == [text(i) for i in range(5)]
+
+
+def test_the_end_of_an_attempt_tells_what_became_of_its_prediction(node):
+    node.ask(max_tokens=22)
+    node.place(ttft_s=1.5, tbt_s=0.25)
+    node.advance(2.0)
+    node.first()
+    for index in range(1, 22):
+        node.advance(0.9 if index in (5, 9) else 0.1)
+        node.tokens(index)
+    outcome = node.one(RequestEnded, "k0").outcome
+    assert outcome.ttft_s == pytest.approx(2.0)
+    assert outcome.tbt_s == pytest.approx(0.9), "the mean of the longest tenth of 21 gaps"
+    assert (outcome.predicted_ttft_s, outcome.predicted_tbt_s) == (1.5, 0.25)
+    assert (outcome.output_tokens, outcome.ended) == (22, True)
+    counts = node.actor.counts
+    assert counts["prediction_error_microseconds[of=ttft]"] == pytest.approx(500_000, abs=1)
+    assert counts["actual_microseconds[of=ttft]"] == pytest.approx(2_000_000, abs=1)
+    assert counts["predictions[of=tbt]"] == 1
+    shown = node.actor.dump(node.now)["predictions"]["tbt"]
+    assert shown == {"count": 1, "actual_s": pytest.approx(0.9), "absolute_error_s": pytest.approx(0.65)}
+
+
+def test_an_attempt_that_was_cut_off_is_told_as_such_and_each_is_told_once(node):
+    node.ask()
+    node.place()
+    node.first()
+    node.tokens(1)
+    node.fail(1, "d0")
+    first = node.one(RequestEnded, "k0")
+    assert (first.attempt, first.outcome.output_tokens, first.outcome.ended) == (1, 2, False)
+    node.advance(0.05)
+    node.place(to=("p1", "d1"))
+    node.advance(0.5)
+    node.tokens(3, attempt=2, sender="d1")
+    node.first(2, attempt=2, sender="p1")
+    node.tokens(4, attempt=2, sender="d1")
+    second = node.one(RequestEnded, "k0")
+    assert (second.attempt, second.outcome.output_tokens, second.outcome.ended) == (2, 3, True)
+    assert second.outcome.ttft_s == pytest.approx(0.5), "of this attempt"
+
+
+def test_the_tokens_of_a_run_are_as_evenly_spread_as_the_engine_made_them(node):
+    node.ask(max_tokens=50)
+    node.place()
+    node.first()
+    node.advance(2.0)
+    node.say("d0", TokensDecoded(entries=(("r", 1, 1, tuple(text(i) for i in range(1, 50))),)))
+    assert node.one(RequestEnded).outcome.tbt_s == pytest.approx(2.0 / 49)
+
+
+def test_the_stall_timer_is_armed_once_for_an_attempt_and_not_once_for_a_token(node):
+    armed = []
+    node.ask(max_tokens=1001)
+    node.place()
+    node.first()
+    for index in range(1, 1000):
+        armed += [e for e in node.say("d0", TokensDecoded(entries=(("r", 1, index, (5,)),))) if isinstance(e, SetTimer)]
+    assert armed == []
+    node.advance(59.0)
+    node.tokens(1000)
+    assert node.end().reason == "length"
 
 
 # --- the conductors

@@ -37,7 +37,7 @@ from mooncake_zmq.core.messages import (
     StopRule,
 )
 from mooncake_zmq.core.work import BlocksCopied, ChunkComputed, ComputeChunk, CopyBlocks, LayersComputed, WorkFailed
-from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
+from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.prefill.chunking import chunk_stop
 from mooncake_zmq.prefill.prefill import Prefill
@@ -54,8 +54,8 @@ def prompt(length, base=0):
 
 
 class Node(Harness):
-    def __init__(self, **settings):
-        actor = Prefill(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT, costs=COSTS)
+    def __init__(self, *, costs=COSTS, **settings):
+        actor = Prefill(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT, costs=costs)
         super().__init__(actor)
         for name in ("g", "d", "c", "k"):
             self.up(name, 7)
@@ -95,11 +95,11 @@ class Node(Harness):
             self.lease(leased)
         self.reserve(request_id, held=held, attempt=options.get("attempt", 1))
 
-    def computed(self, *, token=77, failed=(), corrupt=()):
+    def computed(self, *, token=77, failed=(), corrupt=(), elapsed_s=0.01, **more):
         work_id, work = self.work(ComputeChunk)
         sums = tuple(100 + grant.slot for grant in work.outputs)
         sampled = token if work.sampling is not None else None
-        self.done(work_id, ChunkComputed(sums, sampled, 0.01, (*failed, *corrupt), corrupt))
+        self.done(work_id, ChunkComputed(sums, sampled, elapsed_s, (*failed, *corrupt), corrupt, **more))
         return work
 
     def finish(self):
@@ -253,6 +253,80 @@ def test_a_short_prompt_overtakes_a_long_one_between_two_chunks(node):
     assert order[:2] == ["long", "short"]
 
 
+def in_order(node):
+    """The first token of the prompt of each chunk, as they are computed."""
+    order = []
+    while any(isinstance(work, ComputeChunk) for work in node.works.values()):
+        order.append(unpack_tokens(node.computed().tokens)[0])
+    return order
+
+
+def test_first_come_first_served_without_overtaking():
+    node = Node(overtake=0.0)
+    node.ready("long", prompt(20))
+    node.advance(0.001)
+    node.ready("short", prompt(3, base=900))
+    assert in_order(node) == [0, 8, 16, 900]
+
+
+def test_a_step_of_priority_is_worth_its_seconds():
+    node = Node(max_active=3, overtake=0.0, priority_s=10.0)
+    node.ready("busy", prompt(3, base=100))
+    node.ready("late", prompt(3, base=200), priority=1)
+    node.advance(9.0)
+    node.ready("soon", prompt(3, base=300))
+    assert in_order(node) == [100, 300, 200]
+
+
+def answer_all(node):
+    """Whatever pool and decode were asked."""
+    for ask in node.take(LeaseBlocks, "c"):
+        node.say("c", leased(ask.lease_id, [], node="c"))
+    for ask in node.take(ReserveDecode, "d"):
+        node.reserve(ask.request_id, attempt=ask.attempt)
+    for done in node.take(HandoffDone, "d"):
+        node.received(done.request_id)
+    node.put_all()
+
+
+def test_a_stream_of_short_prompts_does_not_keep_a_long_one_from_its_chunks():
+    """Of those that come later only such pass as come within `overtake` times its work: then it is the long one's turn."""
+    costs = Costs(prefill_token_s=1e-5, prefill_square_s=0.0)
+    node = Node(costs=costs, max_queued=400)
+    work_s, short_s = costs.compute_s(24, 0), costs.compute_s(4, 0)
+    node.start("long", prompt(24))
+    answer_all(node)
+    began_at, passed, count = node.now, 0, 0
+    while not any(m.request_id == "long" for m in node.take(FirstToken)):
+        assert count < 300, "it starves"
+        count += 1
+        node.start(f"s{count}", prompt(4, base=900))
+        answer_all(node)
+        node.advance(short_s / 2)  # twice as many come as can be computed
+        if count % 2:
+            tokens = unpack_tokens(node.work(ComputeChunk)[1].tokens)
+            passed += tokens[0] == 900
+            node.computed(elapsed_s=costs.compute_s(len(tokens), 0))
+            answer_all(node)
+    assert 0 < passed <= work_s / (short_s / 2) + 1
+    assert node.now - began_at <= 2 * (passed * short_s + work_s)
+
+
+def test_a_rank_is_kept_whatever_is_measured_or_computed_later(node):
+    node.ready("a", prompt(20))
+    rank = node.actor._jobs["a"].rank
+    assert rank == pytest.approx(node.now + COSTS.compute_s(20, 0))
+    node.computed(elapsed_s=100.0)
+    assert node.actor._jobs["a"].rank == rank
+
+
+def test_what_the_plan_reuses_is_no_work_of_its_own(node):
+    node.start("a", prompt(20), reuse_blocks=3)
+    assert node.actor._jobs["a"].rank == pytest.approx(node.now + COSTS.compute_s(20, 12))
+    node.start("b", prompt(8, base=50), reuse_blocks=9)
+    assert node.actor._jobs["b"].rank == pytest.approx(node.now + COSTS.compute_s(8, 4)), "one token at least is computed"
+
+
 def test_a_chunk_leaves_no_tiny_remainder():
     assert chunk_stop(0, 100, 64) == 64
     assert chunk_stop(0, 79, 64) == 79
@@ -318,6 +392,112 @@ def test_the_load_tells_what_waits(node):
     node.finish()
     node.advance(0.3)
     assert node.take(PrefillLoad, "k")[-1].jobs == ()
+
+
+def told(node):
+    """The next report."""
+    node.take(PrefillLoad)
+    node.advance(node.actor._settings.report_s)
+    return node.take(PrefillLoad, "k")[-1]
+
+
+def test_a_report_names_every_job_with_its_rank_and_what_is_left_of_it():
+    node = Node(max_active=1, short_lane=0, report_s=0.001)
+    node.ready("a", prompt(20), booking=11)
+    node.start("b", prompt(12, base=100), booking=12, reuse_blocks=2)
+    node.start("c", prompt(4, base=200), booking=13, priority=2)
+    load = told(node)
+    assert (load.overtake, load.priority_s, load.room) == (1.0, 10.0, 2)
+    assert [job.booking for job in load.jobs] == [12, 11, 13], "by rank: `b` has only one block to compute"
+    by_booking = {job.booking: job for job in load.jobs}
+    assert by_booking[11].left_s == pytest.approx(COSTS.compute_s(20, 0) - 0.001)
+    assert by_booking[12].left_s == pytest.approx(COSTS.compute_s(12, 8))
+    assert by_booking[13].left_s == pytest.approx(COSTS.compute_s(4, 0))
+    assert by_booking[13].rank_s == pytest.approx(20.0 + COSTS.compute_s(4, 0) - 0.001)
+
+
+def test_a_cached_prefix_is_no_work_before_and_after_the_lease_is_answered():
+    """A queue of prompts that are mostly cached was told as if nothing of them were: 98 s for 4 s."""
+    node = Node(report_s=0.001)
+    node.start(tokens=prompt(40), reuse_blocks=8, sources=("c9",))
+    (job,) = told(node).jobs
+    assert job.left_s == pytest.approx(COSTS.compute_s(40, 32)), "as the plan promises"
+    node.lease(5)
+    (job,) = told(node).jobs
+    assert job.left_s == pytest.approx(COSTS.compute_s(40, 20)), "as the pool says"
+
+
+def test_loading_counts_only_where_it_takes_longer_than_computing():
+    slow = replace(COSTS, load_bytes_per_s=1e6)
+    node = Node(report_s=0.001, costs=slow)
+    node.start(tokens=prompt(14), reuse_blocks=3)
+    node.lease(3)
+    node.reserve()
+    (job,) = told(node).jobs
+    assert slow.load_s(12) > slow.compute_s(14, 12)
+    assert job.left_s == pytest.approx(slow.load_s(12) - 0.001)
+
+
+def test_a_report_with_more_jobs_than_it_names_still_tells_all_their_work(monkeypatch):
+    monkeypatch.setattr("mooncake_zmq.prefill.workload.MAX_REPORTED", 2)
+    node = Node(report_s=0.001, max_queued=10)
+    for number in range(5):
+        node.start(f"r{number}", prompt(8, base=100 * number), booking=number)
+    load = told(node)
+    assert [job.booking for job in load.jobs] == [0, 1]
+    assert sum(job.left_s for job in load.jobs) == pytest.approx(5 * COSTS.compute_s(8, 0))
+
+
+def test_a_slow_first_chunk_does_not_stick(node):
+    """Nobody gives work to a node that told to be a hundred times slower, so it measured nothing better, ever."""
+    node.ready(tokens=prompt(8))
+    node.computed(elapsed_s=100 * COSTS.compute_s(8, 0))
+    node.received()
+    node.put_all()
+    first = told(node).compute
+    assert 1.5 < first.seconds / first.predicted_s < 3, "cold caches on a few tokens are held against work as predicted"
+    for _ in range(10):
+        node.advance(60.0)
+    last = told(node).compute
+    assert last.seconds / last.predicted_s == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_chunk_that_waits_for_its_prefix_says_nothing_bad_about_computing(node):
+    """With what the engine knows, and without."""
+    for request_id, known in (("r0", {"loaded_s": 6.0, "waited_s": 5.98}), ("r1", {})):
+        node.start(request_id, prompt(14, base=100 * len(known)))
+        node.lease(3)
+        node.reserve(request_id)
+        compute_s = COSTS.compute_s(14, 12)
+        node.computed(elapsed_s=5.98 + compute_s, **known)
+        node.received(request_id)
+        node.put_all()
+        node.take(FirstToken)
+    load = told(node)
+    assert load.compute.seconds / load.compute.predicted_s < 1.1
+    assert load.load.seconds / load.load.predicted_s > 30
+
+
+def test_a_load_that_is_hidden_by_computing_is_measured_too_if_the_engine_knows(node):
+    node.start(tokens=prompt(14))
+    node.lease(3)
+    node.reserve()
+    node.computed(elapsed_s=0.02, loaded_s=3 * COSTS.load_s(12))
+    load = told(node)
+    assert load.load.seconds > load.load.predicted_s > 0
+
+
+def test_reports_come_sooner_when_something_ended_but_not_for_each_end(node):
+    node.advance(10.0)
+    node.take(PrefillLoad)
+    for number in range(8):
+        run_job(node, f"r{number}", prompt(5, base=100 * number))
+    node.advance(0.01)
+    assert len(node.take(PrefillLoad, "k")) == 0
+    node.advance(0.0625)
+    assert len(node.take(PrefillLoad, "k")) == 1
+    node.advance(0.24)
+    assert len(node.take(PrefillLoad, "k")) == 1
 
 
 # --- room in the slab
@@ -616,6 +796,34 @@ def test_a_denied_reservation_fails_the_attempt_with_a_reason_that_fits(node, fu
     assert failed.reason.startswith("d denied: xxx")
     assert (failed.full, failed.avoid) == (full, "d")
     assert_nothing_left(node)
+
+
+@pytest.mark.parametrize("state", ["preparing", "reserved", "ready", "computing"])
+def test_a_job_that_the_decode_refuses_ends_as_refused(state):
+    node = job_in(state)
+    node.say("d", DecodeDenied(request_id="r", attempt=1, reason="slow", full=True, refused=True, retry_after_s=2.5))
+    failed = node.one(AttemptFailed, "g")
+    assert (failed.refused, failed.retry_after_s, failed.full, failed.avoid) == (True, 2.5, True, "d")
+    assert node.cancelled == ([node.work(ComputeChunk)[0]] if state == "computing" else [])
+    settle(node)
+    assert [m for m in node.take(FirstToken) if m.request_id == "r"] == []
+    assert_nothing_left(node)
+
+
+def test_a_refusal_that_crosses_the_first_token_refuses_nothing_but_loses_nothing_either():
+    node = job_in("handing off")
+    node.take(FirstToken)
+    node.say("d", DecodeDenied(request_id="r", attempt=1, reason="slow", full=True, refused=True, retry_after_s=2.5))
+    failed = node.one(AttemptFailed, "g")
+    assert (failed.refused, failed.full, failed.avoid) == (False, True, "d"), "its client has a token: it is placed again"
+    settle(node)
+    assert_nothing_left(node)
+
+
+def test_the_decode_is_told_booking_and_slo(node):
+    node.start(booking=5, tbt_slo_s=0.25)
+    ask = node.one(ReserveDecode, "d")
+    assert (ask.booking, ask.tbt_slo_s) == (5, 0.25)
 
 
 def test_a_reservation_for_a_job_that_is_gone_is_given_back(node):

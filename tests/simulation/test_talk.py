@@ -4,6 +4,7 @@ from typing import Any, get_args
 
 import pytest
 
+from mooncake_zmq.core import roles
 from mooncake_zmq.core.messages import Message
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.simulation.run import run_seed
@@ -28,3 +29,16 @@ def test_every_message_type_that_is_sent_has_a_link(monkeypatch: pytest.MonkeyPa
     assert not without
     never = {message.__name__ for message in get_args(Message)} - {kind.__name__ for kind in sent}
     assert never <= {"Hello", "CacheLoad"}, "these seeds say nothing about what they never send"
+
+
+def failed_handoff_blocks() -> int:
+    return sum(run_seed(seed).coverage["counts"].get("handoff_blocks_failed", 0) for seed in range(3))
+
+
+def test_seeds_miss_a_link_that_only_reads_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handoff may name blocks in the pool of the prefill's host, of which the decode has to have been told."""
+    with_all = failed_handoff_blocks()
+    link = ("decode", "cache-node")
+    monkeypatch.setattr(roles, "_ANYWHERE", tuple(pair for pair in roles._ANYWHERE if pair != link))
+    monkeypatch.setattr(roles, "_ON_ONE_HOST", (*roles._ON_ONE_HOST, link))
+    assert failed_handoff_blocks() > 2 * with_all

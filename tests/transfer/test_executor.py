@@ -215,6 +215,8 @@ def test_a_loaded_prefix_gives_the_same_tokens(make_rig, where):
     work = rig.compute(9, 12, PROMPT[12:], prefix=loads(refs[:3]), outputs=outputs, sampling=GREEDY)
     result = rig.result(work)
     assert (result.token, result.failed) == (token, ())
+    assert 0 <= result.waited_s <= result.elapsed_s
+    assert result.loaded_s > 0
     assert result.checksums == (refs[3].checksum,)
     assert rig.decode(9, token) == more
 

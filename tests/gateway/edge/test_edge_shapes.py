@@ -208,6 +208,7 @@ def test_defaults_are_openais():
     chat = ScriptedActor()
     chat.chat()
     assert chat.only.stop.max_tokens == 64 - 5
+    assert (chat.only.ttft_slo_s, chat.only.tbt_slo_s, chat.only.priority) == (None, None, 0)
 
 
 def test_a_drawn_seed_differs_each_time():
@@ -242,3 +243,9 @@ def test_request_ids_are_our_own_and_the_clients_is_echoed():
     assert list(actor.requests) == ["gw-abc-2"]
     assert actor.call("GET", "/live").headers["x-request-id"].startswith("gw-abc-")
     assert actor.call("GET", "/live", headers={"x-request-id": "x" * 300}).headers["x-request-id"].startswith("gw-abc-")
+
+
+def test_slos_in_seconds_and_a_priority_go_with_the_request():
+    actor = ScriptedActor()
+    actor.complete(ttft_slo=2, tbt_slo=0.05, priority=-3)
+    assert (actor.only.ttft_slo_s, actor.only.tbt_slo_s, actor.only.priority) == (2.0, 0.05, -3)

@@ -1,0 +1,260 @@
+"""`bench schedule`: how fast the conductor decides, alone on one core, on clusters of several sizes that live through one
+trace.
+
+Timed is `handle`, from a decoded message to its effects, as CPU time of the thread: `Schedule`s, with announcements, load
+reports, ends of requests and rounds of replicas in between. Hashing prompts is the gateway's work and is timed apart.
+"""
+
+import gc
+import json
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import click
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mooncake_zmq.bench.eviction import generated_trace
+from mooncake_zmq.bench.report import Report, Row, commit, new_figure
+from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad
+from mooncake_zmq.conductor.conductor import Conductor
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.actor import Effect, Event, Received, Send, SetTimer, TimerFired, TimerKey
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import BlocksAnnounced, Placed, Schedule
+from mooncake_zmq.kv.block_hash import KEY_BYTES, extend_keys
+from mooncake_zmq.kv.layout import BlockLayout
+
+BLOCK_TOKENS = 512
+COSTS = Costs(
+    prefill_token_s=1.147e-4,
+    prefill_square_s=7.181e-10,
+    decode_step_s=0.0203,
+    decode_request_s=0.0004,
+    decode_context_s=3e-8,
+    kv_bytes_per_token=327_680,
+    load_bytes_per_s=128e9,
+    transfer_bytes_per_s=87e9,
+)
+"""The paper's 70B model on 8 A800."""
+LAYOUT = BlockLayout(layers=80, kv_heads=8, head_dim=128, block_tokens=BLOCK_TOKENS)
+GENERATED_REQUESTS = 6_000
+GOALS = ((16, 20_000.0), (1 << 30, 12_000.0))
+"""Decisions per second asked for, up to so many hosts."""
+GOAL_UPDATES_PER_S = 2e6
+DRIVER = Path(__file__).with_name("router_driver.py")
+
+Progress = Callable[[str], None]
+
+
+class _Line(msgspec.Struct, frozen=True):
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=1 << 19)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=1 << 19)]
+    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...]
+
+
+@dataclass(slots=True)
+class Timings:
+    """CPU seconds of each event, by kind, at one number of hosts; `updated`: keys announced as stored or removed."""
+
+    by_kind: dict[str, list[float]] = field(default_factory=dict)
+    updated: int = 0
+
+    def add(self, kind: str, seconds: float) -> None:
+        """One event."""
+        self.by_kind.setdefault(kind, []).append(seconds)
+
+    @property
+    def decisions_per_s(self) -> float:
+        """`Schedule`s alone."""
+        return 1 / float(np.mean(self.by_kind["Schedule"]))
+
+    @property
+    def updates_per_s(self) -> float:
+        """Keys of announcements per second of handling them."""
+        return self.updated / sum(self.by_kind.get("BlocksAnnounced", [float("inf")]))
+
+    def rows(self) -> list[tuple[str, int, float, float, float, float]]:
+        """(kind, events, mean, median, 99th percentile, longest), in microseconds."""
+        table: list[tuple[str, int, float, float, float, float]] = []
+        for kind, each in sorted(self.by_kind.items()):
+            us = 1e6 * np.array(each)
+            p50, p99 = np.percentile(us, (50, 99)).tolist()
+            table.append((kind, len(each), float(us.mean()), p50, p99, float(us.max())))
+        return table
+
+
+@dataclass(slots=True)
+class ScheduleReport(Report):
+    """Also keeps what each kind of event took, by number of hosts."""
+
+    timings: dict[int, Timings] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Adds `events`: {hosts: [{kind, events, and microseconds}]}."""
+        columns = ("kind", "events", "mean_us", "p50_us", "p99_us", "max_us")
+        events = {str(h): [dict(zip(columns, row, strict=True)) for row in t.rows()] for h, t in self.timings.items()}
+        return Report.as_json(self) | {"events": events}
+
+    def show(self, *, as_json: bool, plot: Path | None) -> None:
+        """As every report, and a table of the events."""
+        Report.show(self, as_json=as_json, plot=plot)
+        if not as_json:
+            table = Table(title="microseconds of CPU per event")
+            for column in ("hosts", "event", "events", "mean", "p50", "p99", "max"):
+                table.add_column(column, justify="left" if column == "event" else "right")
+            for hosts, timings in self.timings.items():
+                for kind, count, *figures in timings.rows():
+                    table.add_row(str(hosts), kind, f"{count:,}", *(f"{each:,.1f}" for each in figures))
+            Console().print(table)
+
+    def _draw(self, path: Path) -> None:
+        figure = new_figure(8, 5)
+        axes = figure.add_subplot()
+        for name, quantile in (("median", 50), ("99th percentile", 99)):
+            points = [1e6 * float(np.percentile(t.by_kind["Schedule"], quantile)) for t in self.timings.values()]
+            axes.plot(list(self.timings), points, marker="o", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("hosts, each with a prefill, a decode and a cache-node")
+        axes.set_ylabel("microseconds per decision")
+        axes.legend()
+        axes.set_title(f"bench {self.bench}, {commit()}")
+        figure.savefig(path)
+
+
+def bench_schedule(
+    trace: Path | None, hosts: Sequence[int], progress: Progress, *, router_python: str | None = None, requests: int = 0
+) -> ScheduleReport:
+    """Replay `trace`, or a generated one, on each number of hosts; only its first `requests` if not 0. Raises
+    click.ClickException for a trace that cannot be read."""
+    asked = read_trace(trace) if trace is not None else generated(GENERATED_REQUESTS)
+    asked = asked[:requests] if requests else asked
+    report = ScheduleReport("schedule")
+    for count in hosts:
+        progress(f"{count} hosts, {len(asked):,} requests")
+        timings = report.timings[count] = replay(asked, count)
+        goal = next(per_s for most, per_s in GOALS if count <= most)
+        report.rows.append(_row(f"decisions, {count} hosts", "1/s", timings.decisions_per_s, goal))
+        report.rows.append(_row(f"index updates, {count} hosts", "blocks/s", timings.updates_per_s, GOAL_UPDATES_PER_S))
+        if router_python:
+            _against_router(report, asked, count, router_python)
+    report.rows.append(_row("hashing a prompt", "blocks/s", hashed_per_s(), GOAL_UPDATES_PER_S / 10))
+    report.notes.append("CPU time of one thread; the reference is the goal, or in rows against ai-dynamo-runtime what it does")
+    return report
+
+
+def replay(asked: Sequence[Asked], hosts: int) -> Timings:
+    """One conductor's life through the trace."""
+    load = ClusterLoad(asked, hosts=hosts, costs=COSTS)
+    settings = ConductorSettings(tbt_slo_s=0.1)
+    conductor = Conductor(name="k", host="h", incarnation=1, settings=settings, layout=LAYOUT, costs=COSTS)
+    for event in load.joins():
+        conductor.handle(0.0, event)
+    timings = Timings()
+    timers: dict[TimerKey, float] = {}
+    gc.collect()
+    for now, event in load.events():
+        for key in [key for key, at in timers.items() if at <= now]:
+            at = timers.pop(key)
+            _arm(timers, at, _timed(conductor, timings, at, TimerFired(key), f"timer {key[0]}"))
+        assert isinstance(event, Received)
+        effects = _timed(conductor, timings, now, event, type(event.message).__name__)
+        _arm(timers, now, effects)
+        if isinstance(event.message, Schedule):
+            for effect in effects:
+                if isinstance(effect, Send) and isinstance(effect.message, Placed):
+                    load.answer(now, int(effect.message.request_id[1:]), effect.message)
+        elif isinstance(event.message, BlocksAnnounced):
+            timings.updated += len(event.message.stored) + len(event.message.removed)
+    return timings
+
+
+def read_trace(path: Path) -> list[Asked]:
+    """The requests of a JSONL file in Mooncake's format."""
+    decoder = msgspec.json.Decoder(_Line)
+    asked: list[Asked] = []
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    read = decoder.decode(line)
+                except msgspec.MsgspecError as error:
+                    raise click.ClickException(f"{path}, line {number}: {error}") from None
+                whole = read.hash_ids[: read.input_length // BLOCK_TOKENS]
+                asked.append(_asked(tuple(each.to_bytes(KEY_BYTES, "little") for each in whole), read))
+    except OSError as error:
+        raise click.ClickException(f"cannot read the trace: {error}") from None
+    if not asked:
+        raise click.ClickException(f"{path} asks for nothing")
+    return asked
+
+
+def generated(requests: int) -> list[Asked]:
+    """Chats that share system prompts, with outputs of 343 tokens in the mean, as in the public trace."""
+    random = Random(0)
+    return [
+        Asked(keys, len(keys) * BLOCK_TOKENS + random.randrange(1, BLOCK_TOKENS), 1 + int(random.expovariate(1 / 342)))
+        for keys in generated_trace(random, requests)
+    ]
+
+
+def hashed_per_s() -> float:
+    """Blocks of a prompt that one core gives keys in a second."""
+    tokens = np.arange(128 * BLOCK_TOKENS, dtype=np.int32).tobytes()
+    root = bytes(KEY_BYTES)
+    begun = time.thread_time()
+    for _ in range(10):
+        extend_keys(root, tokens, BLOCK_TOKENS)
+    return 1280 / (time.thread_time() - begun)
+
+
+def router_choices(asked: Sequence[Asked], hosts: int, python: str) -> dict[str, Any]:
+    """What ai-dynamo-runtime's RadixTree takes for the same requests, in the Python that has it."""
+    order = {
+        "workers": hosts,
+        "pool_blocks": POOL_BLOCKS,
+        "requests": [[int.from_bytes(key[:8], "little") & ((1 << 63) - 1) for key in each.keys] for each in asked],
+    }
+    run = subprocess.run([python, str(DRIVER)], input=json.dumps(order), capture_output=True, text=True)
+    if run.returncode:
+        raise click.ClickException(f"the router failed:\n{run.stderr}")
+    answer: dict[str, Any] = json.loads(run.stdout)
+    return answer
+
+
+def _against_router(report: ScheduleReport, asked: Sequence[Asked], hosts: int, python: str) -> None:
+    answer = router_choices(asked, hosts, python)
+    timings = report.timings[hosts]
+    theirs = 1 / float(np.mean(answer["choices_s"]))
+    report.rows.append(_row(f"decisions, {hosts} hosts, against RadixTree", "1/s", timings.decisions_per_s, theirs))
+    theirs = answer["updated"] / answer["updates_s"]
+    report.rows.append(_row(f"index updates, {hosts} hosts, against RadixTree", "blocks/s", timings.updates_per_s, theirs))
+
+
+def _asked(keys: tuple[bytes, ...], read: _Line) -> Asked:
+    return Asked(keys, read.input_length, max(1, read.output_length))
+
+
+def _row(name: str, unit: str, value: float, reference: float) -> Row:
+    return Row(name=name, unit=unit, value=value, reference=reference, higher_is_better=True)
+
+
+def _timed(conductor: Conductor, timings: Timings, now: float, event: Event, kind: str) -> list[Effect]:
+    begun = time.thread_time()
+    effects = conductor.handle(now, event)
+    timings.add(kind, time.thread_time() - begun)
+    return effects
+
+
+def _arm(timers: dict[TimerKey, float], now: float, effects: Sequence[Effect]) -> None:
+    for effect in effects:
+        if isinstance(effect, SetTimer):
+            timers[effect.key] = now + effect.delay_s

@@ -1,0 +1,181 @@
+"""What `bench schedule` puts to a conductor: a cluster of any size that lives through a trace, seen from the conductor alone.
+PURE but for nothing: the same events for the same trace, so that two runs time the same work.
+
+Every host has a prefill, a decode and a cache-node. A placed request is queued at its prefill, its blocks are announced from
+there when it is computed, it decodes, and it ends; pools evict the oldest. Loads are reported every quarter second by every
+node.
+"""
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mooncake_zmq.core.actor import Event, PeerUp, Received
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import (
+    PROTOCOL_VERSION,
+    BlocksAnnounced,
+    DecodeLoad,
+    Hello,
+    Measured,
+    Outcome,
+    Placed,
+    PrefillLoad,
+    QueuedJob,
+    RequestEnded,
+    Schedule,
+)
+from mooncake_zmq.kv.block_hash import Key
+
+REPORT_S = 0.25
+POOL_BLOCKS = 6_000
+"""Of one host: three million tokens in the traces' blocks."""
+CAPACITY_TOKENS = 2_000_000
+MAX_BATCH = 64
+HEADROOM = 0.8
+"""Share of the prefills' time that the trace's work takes: it is replayed as fast as the cluster can serve it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of the trace."""
+
+    keys: tuple[Key, ...]
+    tokens: int
+    output_tokens: int
+
+
+@dataclass(slots=True)
+class _Request:
+    asked: Asked
+    placed: Placed
+    gap_s: float
+    at: float
+    first_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Host:
+    number: int
+    queue: deque[_Request] = field(default_factory=deque)
+    free_at: float = 0.0
+    running: dict[int, _Request] = field(default_factory=dict)
+    pool: OrderedDict[Key, None] = field(default_factory=OrderedDict)
+    computed_s: float = 0.0
+
+
+class ClusterLoad:
+    """Feeds events in the order of virtual time; `answer` tells it what the conductor placed."""
+
+    def __init__(self, asked: Sequence[Asked], *, hosts: int, costs: Costs) -> None:
+        self._asked = asked
+        self._costs = costs
+        self._hosts = [_Host(number) for number in range(hosts)]
+        self._names = {f"{kind}{number:04}": host for number, host in enumerate(self._hosts) for kind in "pdc"}
+        self._due: list[tuple[float, int, str, int]] = []
+        self._serial = 0
+        self._requests: dict[int, _Request] = {}
+        mean_s = sum(costs.compute_s(each.tokens, 0) for each in asked) / len(asked)
+        self._gap_s = mean_s / hosts / HEADROOM
+
+    def joins(self) -> Iterator[Event]:
+        """The nodes come up."""
+        for name, host in {"gateway": None, **self._names}.items():
+            role = {"g": "gateway", "p": "prefill", "d": "decode", "c": "cache-node"}[name[0]]
+            place = f"host{0 if host is None else host.number:04}"
+            hello = Hello(protocol=PROTOCOL_VERSION, role=role, host=place, model="m", tokenizer="t", layout="l")
+            yield PeerUp(name, 1, hello)
+
+    def events(self) -> Iterator[tuple[float, Event]]:
+        """Everything that happens, in order; ask for the next only after `answer` has had the effects of the last."""
+        for number in range(len(self._hosts)):
+            self._later(REPORT_S * (1 + number / len(self._hosts)), "report", number)
+        for number, asked in enumerate(self._asked):
+            at = number * self._gap_s
+            while self._due and self._due[0][0] <= at:
+                when, _, what, about = heapq.heappop(self._due)
+                for event in self._happen(when, what, about):
+                    yield when, event
+            schedule = Schedule(
+                request_id=f"r{number}", attempt=1, keys=asked.keys, tokens=asked.tokens, max_tokens=2 * asked.output_tokens
+            )
+            yield at, Received("gateway", schedule)
+
+    def answer(self, now: float, number: int, placed: Placed) -> None:
+        """The conductor placed the request of this number."""
+        asked, host = self._asked[number], self._names[placed.prefill]
+        prefix = placed.reuse_blocks * (asked.tokens // max(1, len(asked.keys)))
+        request = _Request(asked, placed, gap_s=0.03, at=now)
+        host.free_at = max(now, host.free_at) + self._costs.compute_s(asked.tokens, min(prefix, asked.tokens - 1))
+        request.first_at = host.free_at
+        host.queue.append(request)
+        self._requests[number] = request
+        self._later(host.free_at, "first", number)
+
+    def _later(self, at: float, what: str, about: int) -> None:
+        self._serial += 1
+        heapq.heappush(self._due, (at, self._serial, what, about))
+
+    def _happen(self, now: float, what: str, about: int) -> Iterator[Event]:
+        if what == "report":
+            self._later(now + REPORT_S, "report", about)
+            yield Received(f"p{about:04}", self._prefill_load(now, self._hosts[about]))
+            yield Received(f"d{about:04}", self._decode_load(self._hosts[about]))
+            return
+        request = self._requests[about]
+        if what == "first":
+            host = self._names[request.placed.prefill]
+            host.queue.popleft()
+            self._names[request.placed.decode].running[about] = request
+            self._later(now + request.gap_s * request.asked.output_tokens, "end", about)
+            announced = self._keep(host, request.asked.keys)
+            if announced is not None:
+                yield Received(f"c{host.number:04}", announced)
+            return
+        del self._requests[about], self._names[request.placed.decode].running[about]
+        outcome = Outcome(
+            ttft_s=request.first_at - request.at,
+            predicted_ttft_s=request.placed.ttft_s,
+            tbt_s=request.gap_s,
+            predicted_tbt_s=request.placed.tbt_s,
+            output_tokens=request.asked.output_tokens,
+            ended=True,
+        )
+        yield Received("gateway", RequestEnded(request_id=f"r{about}", attempt=1, outcome=outcome))
+
+    def _keep(self, host: _Host, keys: Sequence[Key]) -> BlocksAnnounced | None:
+        pool = host.pool
+        stored = tuple([key for key in keys if key not in pool])
+        for key in keys:
+            pool[key] = None
+            pool.move_to_end(key)
+        removed = tuple([pool.popitem(last=False)[0] for _ in range(len(pool) - POOL_BLOCKS)])
+        return BlocksAnnounced(stored=stored, removed=removed) if stored or removed else None
+
+    def _prefill_load(self, now: float, host: _Host) -> PrefillLoad:
+        jobs: list[QueuedJob] = []
+        begins = now
+        for request in host.queue:
+            jobs.append(
+                QueuedJob(booking=request.placed.booking, rank_s=request.at - now, left_s=max(0.0, request.first_at - begins))
+            )
+            begins = max(begins, request.first_at)
+        host.computed_s += REPORT_S
+        return PrefillLoad(jobs=tuple(jobs), room=64 - len(jobs), compute=Measured(seconds=1 + now, predicted_s=1 + now))
+
+    def _decode_load(self, host: _Host) -> DecodeLoad:
+        running = host.running.values()
+        context = sum([request.asked.tokens for request in running])
+        return DecodeLoad(
+            running=len(running),
+            reserved=0,
+            free_tokens=max(0, CAPACITY_TOKENS - context),
+            capacity_tokens=CAPACITY_TOKENS,
+            context_tokens=context,
+            max_batch=MAX_BATCH,
+            room=max(0, 4 * MAX_BATCH - len(running)),
+            step_s=0.03,
+            step=Measured(seconds=0.03, predicted_s=0.03),
+            bookings=tuple([request.placed.booking for request in running])[:512],
+        )

@@ -1,0 +1,94 @@
+"""What was placed and has not ended, as far as this conductor knows. PURE."""
+
+import hashlib
+from dataclasses import dataclass
+
+from mooncake_zmq.core.messages import Placed
+
+BookingKey = tuple[str, str]
+"""Gateway and request id."""
+COUNTER_BITS = 28
+"""A quarter of a billion placements before a number comes again; the 20 bits above tell conductors and their lives apart."""
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """One placement: the answer given, kept to answer a repeated `Schedule` alike, and what it was predicted from."""
+
+    key: BookingKey
+    at: float
+    placed: Placed
+    due: float
+    """When its prefill should be over; the prefill's reports move it."""
+    deadline: float
+    """When it should have its first token at the latest, by its SLO; inf without one."""
+    need_tokens: int
+    """KV that the decode must have for it."""
+    context_tokens: float
+    """KV it holds while it decodes, on average."""
+    expected_tokens: float
+    max_tokens: int
+    row: int = -1
+    """Its cell among those on their way to its decode; -1 once the decode's reports count it as there."""
+    reserved: bool = False
+    """The decode named it: it holds KV there."""
+
+
+class Bookings:
+    """In the order they were made, which is the order they expire in."""
+
+    def __init__(self, name: str, incarnation: int, *, limit: int) -> None:
+        self._limit = limit
+        self._by_key: dict[BookingKey, Booking] = {}
+        self._by_number: dict[int, Booking] = {}
+        digest = hashlib.sha256(f"{name}/{incarnation}".encode()).digest()
+        self._prefix = (int.from_bytes(digest[:4], "big") >> 12) << COUNTER_BITS
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def next_number(self) -> int:
+        """A number for a placement: never 0, and no other conductor's."""
+        self._count = self._count % ((1 << COUNTER_BITS) - 1) + 1
+        return self._prefix | self._count
+
+    def add(self, booking: Booking) -> None:
+        """Remember it."""
+        self._by_key[booking.key] = booking
+        self._by_number[booking.placed.booking] = booking
+
+    def remove(self, booking: Booking) -> None:
+        """Forget it."""
+        del self._by_key[booking.key]
+        del self._by_number[booking.placed.booking]
+
+    def get(self, key: BookingKey) -> Booking | None:
+        """What is booked for a request."""
+        return self._by_key.get(key)
+
+    def numbered(self, number: int) -> Booking | None:
+        """The one with this number, if it is ours and has not ended."""
+        return self._by_number.get(number)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another one costs the oldest its place."""
+        return len(self._by_key) >= self._limit
+
+    @property
+    def oldest(self) -> Booking | None:
+        """The one that expires next."""
+        return next(iter(self._by_key.values()), None)
+
+    def all(self) -> list[Booking]:
+        """Oldest first."""
+        return list(self._by_key.values())
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert len(self._by_key) == len(self._by_number) <= self._limit
+        for key, booking in self._by_key.items():
+            assert key == booking.key
+            assert key[1] == booking.placed.request_id
+            assert self._by_number[booking.placed.booking] is booking

@@ -1,0 +1,112 @@
+"""How far the cost model is off, learnt from what nodes report, and how far each kind of prediction was off. PURE.
+
+A correction is a factor for one kind of work on one node. One measurement is little evidence and an old one is none: the factor
+is drawn towards 1 by both. So a node whose first work was slow, because everything was cold, is given another try.
+"""
+
+import math
+
+from mooncake_zmq.core.messages import Measured, Outcome
+from mooncake_zmq.core.shell import Tally
+
+PRIOR_REPORTS = 0.5
+"""How many reports the cost model itself counts as. One measurement has two thirds of the say, sixteen have 97 %."""
+MOST_REPORTS = 16.0
+"""More evidence than this is not kept: four seconds of reports, after which a change has shown."""
+MOST_CHANGE = 4.0
+"""One report counts as at most this many times off what was known: a single stall says little, however long it was."""
+PRIOR_OUTPUTS = 8.0
+MOST_OUTPUTS = 256.0
+MILLION = 1_000_000
+KINDS = ("compute", "load", "transfer", "step", "output", "ttft", "tbt")
+"""What is predicted: seconds, but for output, in tokens."""
+
+
+class Accuracy:
+    """How far predictions were off, by kind, in the actor's counters: how many, the sum of absolute errors and the sum of what
+    came true, the sums in millionths of a second or of a token."""
+
+    def __init__(self, counts: Tally) -> None:
+        self._counts = counts
+
+    def add(self, kind: str, actual: float, predicted: float) -> None:
+        """One prediction came true, or did not."""
+        self._counts.add(f"predictions[kind={kind}]")
+        self._counts.add(f"prediction_error_millionths[kind={kind}]", int(MILLION * abs(actual - predicted)))
+        self._counts.add(f"prediction_actual_millionths[kind={kind}]", int(MILLION * actual))
+
+    def table(self) -> dict[str, tuple[int, float, float]]:
+        """By kind: how many, mean absolute error, mean of what came true."""
+        rows: dict[str, tuple[int, float, float]] = {}
+        for kind in KINDS:
+            count = self._counts.get(f"predictions[kind={kind}]", 0)
+            if count:
+                error, actual = (
+                    self._counts.get(f"prediction_{what}_millionths[kind={kind}]", 0) / MILLION / count
+                    for what in ("error", "actual")
+                )
+                rows[kind] = count, error, actual
+        return rows
+
+    def outcome(self, outcome: Outcome, expected_tokens: float) -> None:
+        """A request brought at least its first token."""
+        self.add("ttft", outcome.ttft_s, outcome.predicted_ttft_s)
+        if outcome.output_tokens > 1:
+            self.add("tbt", outcome.tbt_s, outcome.predicted_tbt_s)
+        if outcome.ended:
+            self.add("output", float(outcome.output_tokens), expected_tokens)
+
+
+class Correction:
+    """One node's factor for one kind of work."""
+
+    __slots__ = ("_at", "_half_life_s", "_last", "_ratio", "_reports", "factor")
+
+    def __init__(self, half_life_s: float) -> None:
+        self.factor = 1.0
+        self._half_life_s = half_life_s
+        self._ratio = 1.0
+        self._reports = 0.0
+        self._at = -math.inf
+        self._last = (0.0, 0.0)
+
+    def report(self, now: float, measured: Measured) -> bool:
+        """Take in what the node says of its recent work. Returns whether it is news."""
+        seconds, predicted_s = measured.seconds, measured.predicted_s
+        if not self._reports and predicted_s <= 0:
+            return False
+        evidence = self._reports * math.exp2((self._at - now) / self._half_life_s) if self._reports else 0.0
+        news = predicted_s > 0 and (seconds, predicted_s) != self._last
+        if news:
+            ratio = min(max(seconds / predicted_s, self.factor / MOST_CHANGE), self.factor * MOST_CHANGE)
+            self._ratio = (evidence * self._ratio + ratio) / (evidence + 1)
+            self._reports = evidence = min(evidence + 1, MOST_REPORTS)
+            self._last, self._at = (seconds, predicted_s), now
+        self.factor = (evidence * self._ratio + PRIOR_REPORTS) / (evidence + PRIOR_REPORTS)
+        return news
+
+
+class OutputLengths:
+    """How long outputs become, by the magnitude of what was allowed them: the mean of those that ended by themselves."""
+
+    def __init__(self, expected_tokens: int) -> None:
+        self._expected = float(expected_tokens)
+        self.typical = self._expected
+        """Tokens that the requests placed lately were taken to have."""
+        self._means: dict[int, tuple[float, float]] = {}
+        """By bits of `max_tokens`: (mean, outputs it counts as)."""
+
+    def expected(self, max_tokens: int) -> float:
+        """Tokens that an output allowed `max_tokens` is taken to have."""
+        known = self._means.get(max_tokens.bit_length())
+        return min(float(max_tokens), known[0] if known else self._expected)
+
+    def placed(self, expected: float) -> None:
+        """A request was placed."""
+        self.typical += (expected - self.typical) / 64
+
+    def ended(self, max_tokens: int, output_tokens: int) -> None:
+        """An output ended by itself."""
+        mean, outputs = self._means.get(max_tokens.bit_length(), (self._expected, PRIOR_OUTPUTS))
+        outputs = min(outputs + 1, MOST_OUTPUTS)
+        self._means[max_tokens.bit_length()] = mean + (output_tokens - mean) / outputs, outputs

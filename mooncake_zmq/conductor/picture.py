@@ -1,0 +1,101 @@
+"""What metrics and dumps tell of a conductor's state; it changes nothing. PURE."""
+
+from dataclasses import dataclass
+
+from mooncake_zmq.conductor.bookings import Bookings
+from mooncake_zmq.conductor.decodes import Decodes
+from mooncake_zmq.conductor.membership import Membership
+from mooncake_zmq.conductor.prefills import Prefills
+from mooncake_zmq.conductor.prefix_index import PrefixIndex
+from mooncake_zmq.conductor.replication import Replication
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.roles import ROLES
+
+DUMPED_BOOKINGS = 100
+DUMPED_CHAINS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Looks at the parts of one conductor."""
+
+    settings: ConductorSettings
+    members: Membership
+    prefills: Prefills
+    decodes: Decodes
+    index: PrefixIndex
+    bookings: Bookings
+    replication: Replication
+
+    def gauges(self, now: float) -> dict[str, float]:
+        """Levels for metrics."""
+        coming = sum(not booking.reserved for node in self.decodes.nodes for booking in node.coming)
+        known = [node.load for node in self.decodes.nodes if node.load is not None]
+        return {
+            "bookings": len(self.bookings),
+            "queued_prefill_s": float(self.prefills.queued_s(now).sum()),
+            "decode_requests": sum(load.running + load.reserved for load in known) + coming,
+            "cached_keys": len(self.index),
+            "cached_copies": sum(self.index.counts.values()),
+            "cached_chains": len(self.replication.demand),
+            "capacity_keys": self.settings.max_keys,
+            "capacity_prefills": len(self.prefills.nodes),
+            "capacity_decodes": len(self.decodes.nodes),
+            "capacity_cache_nodes": len(self.members.of_role("cache-node")),
+        }
+
+    def dump(self, now: float) -> dict[str, object]:
+        """JSON-able state; the first bookings only."""
+        return {
+            "members": [
+                {"name": m.name, "role": m.role, "host": m.host, "incarnation": m.incarnation}
+                for role in ROLES
+                for m in self.members.of_role(role)
+            ],
+            "prefills": self._prefills(now),
+            "decodes": self._decodes(),
+            "index": {"keys": len(self.index), "by_node": self.index.counts},
+            "replication": {
+                "under_way": self.replication.under_way(now),
+                "chains": self.replication.dump(now, DUMPED_CHAINS),
+            },
+            "bookings": [
+                {
+                    "gateway": booking.key[0],
+                    "request_id": booking.key[1],
+                    "attempt": booking.placed.attempt,
+                    "prefill": booking.placed.prefill,
+                    "decode": booking.placed.decode,
+                    "age_s": now - booking.at,
+                    "due_s": booking.due - now,
+                }
+                for booking in self.bookings.all()[:DUMPED_BOOKINGS]
+            ],
+        }
+
+    def _prefills(self, now: float) -> dict[str, object]:
+        queued = self.prefills.queued_s(now)
+        return {
+            node.name: {
+                "queue_s": float(queued[node.slot]),
+                "jobs": len(node.jobs),
+                "compute_factor": node.compute.factor,
+                "load_factor": node.load.factor,
+                "bookings": len(node.unseen),
+                "draining": node.draining,
+            }
+            for node in self.prefills.nodes
+        }
+
+    def _decodes(self) -> dict[str, object]:
+        return {
+            node.name: {
+                "batch": float(self.decodes.there[node.slot]) + len(node.coming),
+                "step_s": float(self.decodes.step_s[node.slot]),
+                "step_factor": node.step.factor,
+                "free_tokens": None if node.load is None else float(self.decodes.free[node.slot]),
+                "bookings": len(node.coming),
+                "draining": node.draining,
+            }
+            for node in self.decodes.nodes
+        }

@@ -1,0 +1,183 @@
+"""The modelled cluster of a `Setup`: its processes, their settings, who talks to whom.
+
+Each prefill has a host of its own with a cache-node, whose pool is the host's DRAM. Each decode has a host of its own, without
+one unless `laboratory.decode_pools` is set: a prefill puts its blocks into its own host's pool, and the blocks that a decode
+completes are in no trace, so that a pool there would stay empty. A prefill keeps nothing in its engine's memory for reuse, as
+in the paper, unless `prefill.own_reuse` is set.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any, get_type_hints
+
+import msgspec
+
+from mooncake_zmq.cache_node.disk_tier import DiskContents
+from mooncake_zmq.cache_node.settings import CacheNodeSettings, SsdSettings
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.actor import Actor
+from mooncake_zmq.core.roles import Role, talks
+from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.gateway.settings import RequestsSettings
+from mooncake_zmq.kv.layout import BlockLayout, div_ceil
+from mooncake_zmq.laboratory.keys import check_block_tokens
+from mooncake_zmq.laboratory.machine import lab_layout
+from mooncake_zmq.laboratory.study import Arrival, Setup
+from mooncake_zmq.prefill.settings import PrefillSettings
+from mooncake_zmq.roles import make_actor
+from mooncake_zmq.simulation.world import ProcessSpec
+
+CONDUCTOR, GATEWAY = "conductor-1", "gateway-1"
+OWN_HOST = "front"
+"""Of conductor and gateway."""
+CHUNK_TOKENS = 8192
+"""Assumed: about a second on the paper's nodes, the longest a short prompt waits for a long one's chunk."""
+REPORT_S = 1.0
+"""Assumed: nodes tell their loads this often, as what a conductor placed meanwhile it knows itself. 0.25 s gives the same
+decisions for a third more events."""
+MAX_STEPS = 64
+"""Decode steps in one work, which ends early when a request is ready to join."""
+ORDERS = {"fcfs": 0.0, "shortest": 1.0}
+"""`prefill.overtake` by name."""
+QUEUED = 1 << 16
+"""Jobs that a prefill queues: whoever replays a trace wants to see them wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabSettings:
+    """What of a run is neither hardware nor an actor's setting."""
+
+    decode_pools: bool = False
+    """Whether the hosts of decodes have a cache-node too."""
+    message_s: float = 0.0005
+    """From one process to another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """All that the processes of a run are made from."""
+
+    lab: LabSettings
+    conductor: ConductorSettings
+    prefill: PrefillSettings
+    decode: DecodeSettings
+    cache_node: CacheNodeSettings
+    gateway: RequestsSettings
+    layout: BlockLayout
+    disk_blocks: int
+
+
+def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
+    """Settings for a setup; raises ValueError for an override that names nothing or a value that cannot be."""
+    if setup.order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, not {setup.order!r}")
+    layout, node = lab_layout(check_block_tokens(setup.block_tokens)), setup.hardware
+    size, slot = layout.block_tokens, layout.slot_bytes
+    longest = max((div_ceil(a.input_tokens + a.output_tokens, size) for a in arrivals), default=1)
+    most = sum(div_ceil(a.input_tokens, size) for a in arrivals) + longest  # a larger pool would never be full
+    pool_blocks = max(1, min(node.dram_tokens // size, most))
+    disk_blocks = min(node.disk_tokens // size, most)
+    cluster = Cluster(
+        lab=LabSettings(),
+        conductor=ConductorSettings(ttft_slo_s=setup.ttft_slo_s, tbt_slo_s=setup.tbt_slo_s),
+        prefill=PrefillSettings(
+            slab_bytes=max(node.decode_tokens // size, 2 * longest) * slot,
+            chunk_tokens=max(size, CHUNK_TOKENS // size * size),
+            max_queued=QUEUED,
+            own_reuse=False,
+            report_s=REPORT_S,
+            overtake=ORDERS[setup.order],
+        ),
+        decode=DecodeSettings(
+            capacity_tokens=node.decode_tokens,
+            max_batch=node.max_batch,
+            max_requests=4 * node.max_batch,
+            report_s=REPORT_S,
+            max_steps=MAX_STEPS,
+            store_output=False,
+        ),
+        cache_node=CacheNodeSettings(
+            pool_bytes=pool_blocks * slot, report_s=REPORT_S, ssd=SsdSettings(bytes=max(1, disk_blocks) * slot, write_s=600.0)
+        ),
+        gateway=RequestsSettings(conductors=(CONDUCTOR,), max_open=1 << 20),
+        layout=layout,
+        disk_blocks=disk_blocks,
+    )
+    named: dict[str, object] = {"conductor.policy": setup.policy, "conductor.admission": setup.admission}
+    for name, value in (named | setup.overrides).items():
+        cluster = _override(cluster, name.split("."), value, name)
+    return cluster
+
+
+def _override(settings: Any, path: list[str], value: object, name: str) -> Any:
+    """`settings` with one of theirs changed, or of those within them."""
+    head = {"cache-node": "cache_node", "laboratory": "lab"}.get(path[0], path[0])
+    inner = getattr(settings, head, None)
+    if head not in {field.name for field in fields(settings)} or (is_dataclass(inner) != (len(path) > 1)):
+        raise ValueError(f"there is no setting {name}")
+    if len(path) > 1:
+        return replace(settings, **{head: _override(inner, path[1:], value, name)})
+    try:
+        return replace(settings, **{head: msgspec.convert(value, get_type_hints(type(settings))[head])})
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name} cannot be {value!r}: {error}") from None
+
+
+def places(setup: Setup, lab: LabSettings) -> dict[str, tuple[Role, str]]:
+    """Role and host of every process."""
+    named: dict[str, tuple[Role, str]] = {CONDUCTOR: ("conductor", OWN_HOST), GATEWAY: ("gateway", OWN_HOST)}
+    for role, count, pools in (("prefill", setup.prefill, True), ("decode", setup.decode, lab.decode_pools)):
+        for number in range(1, count + 1):
+            host = f"{role[0]}{number}"
+            named[f"{role}-{number}"] = ("prefill" if role == "prefill" else "decode", host)
+            if pools:
+                named[f"cache-node-{host}"] = ("cache-node", host)
+    return named
+
+
+def specs(setup: Setup, cluster: Cluster, gateway: Callable[[], Actor]) -> list[ProcessSpec]:
+    """The processes, with `gateway` in the gateway's place."""
+    named = places(setup, cluster.lab)
+    talk = partial(talks, pipelines=cluster.conductor.pipeline_stages > 1)
+    return [
+        ProcessSpec(
+            name=name,
+            role=role,
+            host=host,
+            peers=tuple(other for other in named if other != name and talk(role, host, *named[other])),
+            make=partial(_make, setup, cluster, gateway, name, role, host),
+            disk_slots=cluster.disk_blocks if role == "cache-node" else 0,
+        )
+        for name, (role, host) in named.items()
+    ]
+
+
+def _make(
+    setup: Setup,
+    cluster: Cluster,
+    gateway: Callable[[], Actor],
+    name: str,
+    role: Role,
+    host: str,
+    incarnation: int,
+    disk: DiskContents,
+) -> Actor:
+    if role == "gateway":
+        return gateway()
+    settings: Mapping[Role, Any] = {
+        "conductor": cluster.conductor,
+        "prefill": cluster.prefill,
+        "decode": cluster.decode,
+        "cache-node": cluster.cache_node,
+    }
+    return make_actor(
+        role,
+        name=name,
+        host=host,
+        incarnation=incarnation,
+        settings=settings[role],
+        layout=cluster.layout,
+        costs=setup.hardware.costs,
+        disk=disk,
+    )

@@ -1,0 +1,5 @@
+"""The one error of the laboratory that its user can mend."""
+
+
+class StudyError(Exception):
+    """A trace, a profile or a setup that cannot be run; in one line."""

@@ -1,0 +1,152 @@
+"""Runs of the laboratory in processes of their own, here or on a Dask cluster. What goes there and comes back is JSON.
+
+A worker is `python -m mooncake_zmq.laboratory`: one job on its standard input; lines on its standard output, first how far it
+is, last the result or the error.
+"""
+
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any, TypeVar
+
+import msgspec
+
+from mooncake_zmq.laboratory.errors import StudyError
+from mooncake_zmq.laboratory.generated import Shape, generate
+from mooncake_zmq.laboratory.runs import run_one
+from mooncake_zmq.laboratory.study import Arrival, RunResult, Setup
+from mooncake_zmq.laboratory.traces import read_trace
+
+KIB = 1024
+Found = TypeVar("Found")
+Progress = Callable[[int, float], None]
+"""Called with a job's number and the share of its requests that have ended. From any thread."""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the arrivals come from: a file, which a worker elsewhere must find too, or a shape to generate."""
+
+    path: str = ""
+    shape: Shape | None = None
+    first: int | None = None
+    """Only the first requests."""
+    output_tokens: int | None = None
+    """What every request makes, whatever the trace says."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One run."""
+
+    source: Source
+    setup: Setup
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker says."""
+
+    share: float = 0.0
+    error: str = ""
+    result: RunResult | None = None
+
+
+def load(source: Source) -> list[Arrival]:
+    """The arrivals. Raises StudyError."""
+    arrivals = generate(source.shape) if source.shape is not None else read_trace(Path(source.path), source.first)
+    arrivals = arrivals[: source.first]
+    if source.output_tokens is None:
+        return arrivals
+    return [replace(each, output_tokens=source.output_tokens) for each in arrivals]
+
+
+def run_job(job: Job, progress: Callable[[float], None]) -> RunResult:
+    """Load and replay, in this process. Raises StudyError."""
+    result = run_one(job.setup, load(job.source), progress)
+    if not result.peak_mib:
+        result.peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB
+    return result
+
+
+def run_text(job: str) -> str:
+    """A job and its last line, both as JSON text: what a Dask worker is given."""
+    try:
+        line = Line(result=run_job(msgspec.json.decode(job, type=Job), lambda share: None))
+    except StudyError as error:
+        line = Line(error=str(error))
+    return msgspec.json.encode(line).decode()
+
+
+def work() -> None:
+    """The worker process."""
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    try:
+        last = Line(result=run_job(job, lambda share: _say(Line(share=share))))
+    except StudyError as error:
+        last = Line(error=str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    _say(last)
+
+
+def _say(line: Line) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def run_jobs(jobs: Sequence[Job], processes: int, keep: Callable[[RunResult], Found], progress: Progress) -> list[Found]:
+    """What `keep` takes of each result, in the order of the jobs; at most `processes` at a time. Raises StudyError of the first
+    job that fails, and then ends the others."""
+    stop = Event()
+    with ThreadPoolExecutor(max(1, min(processes, len(jobs)))) as pool:
+        futures = [pool.submit(_run_apart, job, number, keep, progress, stop) for number, job in enumerate(jobs)]
+        try:
+            return [each.result() for each in futures]
+        finally:
+            stop.set()
+            for each in futures:
+                each.cancel()
+
+
+def _run_apart(job: Job, number: int, keep: Callable[[RunResult], Found], progress: Progress, stop: Event) -> Found:
+    command = [sys.executable, "-m", "mooncake_zmq.laboratory"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        worker.stdin.write(msgspec.json.encode(job) + b"\n")
+        worker.stdin.close()
+        for text in worker.stdout:
+            line = msgspec.json.decode(text, type=Line)
+            if line.error:
+                raise StudyError(line.error)
+            if line.result is not None:
+                return keep(line.result)
+            if stop.is_set():
+                worker.kill()
+            progress(number, line.share)
+    raise StudyError(f"the process of run {number + 1} died with status {worker.returncode}")
+
+
+def run_on_dask(address: str, jobs: Sequence[Job], keep: Callable[[RunResult], Found], progress: Progress) -> list[Found]:
+    """The same on the workers of a Dask cluster, which have this package, and the trace at the same path. Raises StudyError."""
+    try:
+        from distributed import Client
+    except ImportError:
+        raise StudyError("--dask needs Dask: pip install 'mooncake-zmq[dask]'") from None
+    try:
+        client: Any = Client(address, timeout="10s")
+    except (OSError, ValueError, TimeoutError) as error:
+        raise StudyError(f"--dask {address}: {error or 'no answer'}") from None
+    found: list[Found] = []
+    with client:
+        futures = [client.submit(run_text, msgspec.json.encode(job).decode(), pure=False) for job in jobs]
+        for number, future in enumerate(futures):
+            line = msgspec.json.decode(future.result(), type=Line)
+            if line.result is None:
+                raise StudyError(line.error)
+            found.append(keep(line.result))
+            progress(number, 1.0)
+    return found

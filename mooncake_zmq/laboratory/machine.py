@@ -1,0 +1,295 @@
+"""The modelled machine: carries out `core.work` by what it costs, without a byte. Never decides what an actor decides.
+
+An engine does one thing at a time. Copies share their hosts' NICs, buses and disks, so that they slow each other down. Every
+work ends exactly once: when it is through, at its deadline, or when it was cancelled. Nothing fails by itself, and every
+checksum is the same.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.core.work import (
+    BlockLoad,
+    BlocksCopied,
+    BlocksPulled,
+    ChunkComputed,
+    ComputeChunk,
+    ComputeStage,
+    CopyBlocks,
+    DecodeStep,
+    DiskBlock,
+    DiskWritten,
+    LayersComputed,
+    ProbeProcess,
+    ProcessProbed,
+    Progress,
+    PullBlocks,
+    Result,
+    SequenceBlock,
+    SlotGrant,
+    StageComputed,
+    StepDecoded,
+    Work,
+    WorkFailed,
+    WriteToDisk,
+)
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.laboratory.resources import Host, Shared, through
+from mooncake_zmq.simulation.world import World
+
+LAYERS = 4
+"""Groups of layers that a chunk's KV comes in: the decode begins to read when all but the last are computed."""
+PART = 1
+"""Checksum of every part."""
+BLOCK = block_checksum((PART,) * LAYERS)
+PROBE_S = 1e-3
+HIDDEN_BYTES = 2
+"""A hidden state is taken for a sixteenth of a token's KV: a twentieth with the paper's model, a twentieth with the default."""
+
+
+def lab_layout(block_tokens: int) -> BlockLayout:
+    """Blocks that take no memory, as nobody stores their bytes."""
+    return BlockLayout(layers=LAYERS, kv_heads=1, head_dim=1, block_tokens=block_tokens, hidden_bytes=HIDDEN_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """Steps one after the other with the same members: step i (from 0) takes `first_s + i * growth_s`."""
+
+    begin_s: float
+    first_s: float
+    growth_s: float
+    steps: int
+
+    def end_s(self, steps: int) -> float:
+        """When so many of its steps are done."""
+        return self.begin_s + steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A work in flight and how it will end."""
+
+    work: Work
+    begin_s: float
+    end_s: float
+    result: Result
+    run: StepRun | None = None
+
+
+class ModelledMachine:
+    """One life of one process. `hosts`: the resources of every host; `host_of`: where a process runs."""
+
+    def __init__(
+        self,
+        world: World[Any],
+        *,
+        name: str,
+        costs: Costs,
+        layout: BlockLayout,
+        hosts: Mapping[str, Host],
+        host_of: Callable[[str], str],
+        done: Callable[[int, Result], None],
+        progressed: Callable[[int, Progress], None],
+        later: Callable[..., None],
+    ) -> None:
+        self.busy_s = 0.0
+        """Virtual seconds that its engine computed."""
+        self.last_run: StepRun | None = None
+        """The decode steps that ended last."""
+        self.running: dict[int, _Running] = {}
+        self._world = world
+        self._name = name
+        self._costs = costs
+        self._block_bytes = float(layout.block_tokens * costs.kv_bytes_per_token)
+        self._hosts = hosts
+        self._host_of = host_of
+        self._here = hosts[host_of(name)]
+        self._home = host_of(name)
+        self._engine_free_at = 0.0
+        self._done = done
+        self._progressed = progressed
+        self._later = later
+
+    # --- effects carried out at once: there is no memory
+
+    def fence(self, generations: Sequence[tuple[int, int]]) -> None:
+        """See `world.Carrier`."""
+
+    def open(self, sequence: int, capacity_tokens: int) -> None:
+        """See `world.Carrier`."""
+
+    def close(self, sequence: int) -> None:
+        """See `world.Carrier`."""
+
+    # --- works
+
+    def start(self, work_id: int, work: Work, deadline_s: float) -> None:
+        """See `world.Carrier`."""
+        assert work_id not in self.running, "a work id is used once"
+        now = self._world.now
+        running = self._plan(now, work)
+        if running.end_s > now + deadline_s:
+            running.end_s, running.result = now + deadline_s, WorkFailed("deadline")
+        self.running[work_id] = running
+        if isinstance(work, ComputeChunk) and isinstance(running.result, ChunkComputed) and not running.result.failed:
+            most = running.begin_s + (running.end_s - running.begin_s) * (LAYERS - 1) / LAYERS
+            self._later(most, self._come_far, work_id)
+        self._later(running.end_s, self._end, work_id, running.end_s)
+
+    def cancel(self, work_id: int) -> None:
+        """A chunk stops now; steps at their next border; a copy goes on, as its bytes are on their way."""
+        running = self.running.get(work_id)
+        if running is None:
+            return
+        now = self._world.now
+        if isinstance(running.work, ComputeChunk | ComputeStage):
+            running.result = WorkFailed("cancelled")
+            self._end_at(work_id, running, max(now, min(running.begin_s, running.end_s)))
+        elif running.run is not None and isinstance(running.result, StepDecoded):
+            self._cut(work_id, running, running.run, now)
+
+    def _cut(self, work_id: int, running: _Running, run: StepRun, now: float) -> None:
+        steps = 1
+        while steps < run.steps and run.end_s(steps) < now:
+            steps += 1
+        if steps < run.steps:
+            assert isinstance(running.result, StepDecoded)
+            running.run = StepRun(run.begin_s, run.first_s, run.growth_s, steps)
+            end_s = run.end_s(steps)
+            running.result = StepDecoded(running.result.tokens[:steps], end_s - run.begin_s)
+            self._end_at(work_id, running, end_s)
+
+    def _end_at(self, work_id: int, running: _Running, end_s: float) -> None:
+        running.end_s = self._engine_free_at = end_s
+        self._later(end_s, self._end, work_id, end_s)
+
+    def _come_far(self, work_id: int) -> None:
+        running = self.running.get(work_id)
+        if running is not None and isinstance(running.result, ChunkComputed):
+            self._progressed(work_id, LayersComputed(LAYERS - 1))
+
+    def _end(self, work_id: int, end_s: float) -> None:
+        """Not if it was given another end meanwhile."""
+        running = self.running.get(work_id)
+        if running is None or running.end_s != end_s:
+            return
+        result = running.result
+        if isinstance(running.work, ComputeChunk | ComputeStage | DecodeStep):
+            self.busy_s += max(0.0, end_s - running.begin_s)
+        if isinstance(result, ChunkComputed) and not result.failed:
+            self._progressed(work_id, LayersComputed(LAYERS))
+        del self.running[work_id]
+        if isinstance(result, StepDecoded):
+            self.last_run = running.run
+        self._done(work_id, result)
+
+    def _plan(self, now: float, work: Work) -> _Running:
+        match work:
+            case DecodeStep():
+                return self._plan_steps(now, work)
+            case ComputeChunk():
+                return self._plan_chunk(now, work)
+            case ComputeStage():
+                return self._plan_stage(now, work)
+            case PullBlocks(loads=loads):
+                return _Running(work, now, self._load_end(now, loads), _pulled(loads))
+            case CopyBlocks(copies=copies):
+                return _Running(work, now, self._copy_end(now, copies), BlocksCopied((BLOCK,) * len(copies)))
+            case WriteToDisk(blocks=blocks):
+                end_s = through(now, len(blocks) * self._block_bytes, (self._here.disk,))
+                return _Running(work, now, end_s, DiskWritten((True,) * len(blocks)))
+            case ProbeProcess(node=node, incarnation=incarnation):
+                return _Running(work, now, now + PROBE_S, ProcessProbed(self._world.alive(node, incarnation)))
+
+    def _plan_steps(self, now: float, work: DecodeStep) -> _Running:
+        """Costs grow by the same with each step, as every member's context grows by a token."""
+        batch = len(work.entries)
+        context = sum([entry.position for entry in work.entries]) + batch
+        begin = max(now, self._engine_free_at)
+        first_s = self._costs.step_s(batch, context)
+        run = StepRun(begin, first_s, self._costs.step_s(batch, context + batch) - first_s, work.steps)
+        self._engine_free_at = end_s = run.end_s(work.steps)
+        result = StepDecoded(((0,) * batch,) * work.steps, end_s - begin)
+        return _Running(work, begin, end_s, result, run)
+
+    def _plan_chunk(self, now: float, work: ComputeChunk) -> _Running:
+        """Loading the prefix overlaps with computing, layer by layer: the longer of the two counts."""
+        begin = max(now, self._engine_free_at)
+        loaded_s = self._load_end(now, work.prefix)
+        if loaded_s > now + work.prefix_s:
+            end_s, blocks = now + work.prefix_s, tuple(load.block for load in work.prefix)
+            self._engine_free_at = max(begin, end_s)
+            return _Running(work, begin, max(begin, end_s), ChunkComputed((), None, end_s - now, blocks))
+        stop = work.start + len(work.tokens) // 4
+        computed_s = self._costs.compute_s(stop, work.start)
+        self._engine_free_at = end_s = max(loaded_s, begin + computed_s)
+        token = None if work.sampling is None else 0
+        loading_s, waited_s = (loaded_s - now, end_s - begin - computed_s) if work.prefix else (0.0, 0.0)
+        result = ChunkComputed(
+            (BLOCK,) * len(work.outputs), token, end_s - begin, loaded_s=loading_s, waited_s=max(0.0, waited_s)
+        )
+        return _Running(work, begin, end_s, result)
+
+    def _plan_stage(self, now: float, work: ComputeStage) -> _Running:
+        """Its layers' share of the chunk's time, once the hidden states are here."""
+        chunk, share = work.chunk, len(work.layers) / LAYERS
+        begin = max(now, self._engine_free_at)
+        if work.entering:
+            size = work.count * self._costs.kv_bytes_per_token * HIDDEN_BYTES / (8 * LAYERS)
+            begin = max(begin, through(now, size, (*self._way_from(work.entering[0].node), self._here.bus)))
+        loaded_s = self._load_end(now, chunk.prefix)
+        if loaded_s > now + chunk.prefix_s:
+            self._engine_free_at = end_s = max(begin, now + chunk.prefix_s)
+            blocks = tuple(load.block for load in chunk.prefix)
+            return _Running(work, begin, end_s, StageComputed((), None, end_s - now, blocks))
+        computed_s = share * self._costs.compute_s(chunk.start + work.count, chunk.start)
+        self._engine_free_at = end_s = max(loaded_s, begin + computed_s)
+        loading_s, waited_s = (loaded_s - now, end_s - begin - computed_s) if chunk.prefix else (0.0, 0.0)
+        parts = (PART,) * (len(chunk.outputs) * len(work.layers))
+        token = None if chunk.sampling is None else 0
+        result = StageComputed(parts, token, end_s - begin, loaded_s=loading_s, waited_s=max(0.0, waited_s))
+        return _Running(work, begin, end_s, result)
+
+    # --- copies
+
+    def _load_end(self, now: float, loads: Iterable[BlockLoad]) -> float:
+        """Into the engine: what stands in the own slab is there; the rest comes over the bus, and from elsewhere over both
+        NICs as well."""
+        sizes: dict[str, float] = {}
+        token_bytes = self._costs.kv_bytes_per_token / LAYERS
+        for load in loads:
+            source = load.source.node
+            size = load.tokens * (load.stop_layer - load.first_layer) * token_bytes
+            sizes[source] = sizes.get(source, 0.0) + size
+        sizes.pop(self._name, None)
+        end = now
+        for node, size in sizes.items():
+            end = max(end, through(now, size, (*self._way_from(node), self._here.bus)))
+        return end
+
+    def _copy_end(self, now: float, copies: Sequence[tuple[SlotRef | SequenceBlock | DiskBlock, SlotGrant]]) -> float:
+        """Into the own host's pool: from disk, from an engine over the bus, or from another host's pool over both NICs."""
+        sizes: dict[str, float] = {}
+        for source, _ in copies:
+            place = source.node if isinstance(source, SlotRef) else "disk" if isinstance(source, DiskBlock) else self._name
+            sizes[place] = sizes.get(place, 0.0) + self._block_bytes
+        end = now
+        for place, size in sizes.items():
+            way = (self._here.disk,) if place == "disk" else self._way_from(place) or (self._here.bus,)
+            end = max(end, through(now, size, way))
+        return end
+
+    def _way_from(self, node: str) -> tuple[Shared, ...]:
+        """Between two hosts; nothing on the same."""
+        host = self._host_of(node)
+        return () if host == self._home else (self._hosts[host].outgoing, self._here.incoming)
+
+
+def _pulled(loads: Sequence[BlockLoad]) -> BlocksPulled:
+    parts = [(load.block, layer, PART) for load in loads for layer in range(load.first_layer, load.stop_layer)]
+    return BlocksPulled(tuple(parts), ())

@@ -1,0 +1,163 @@
+"""What a run comes to: shares, percentiles, hits, errors. PURE.
+
+Shares count every request that arrived: one that was rejected or failed misses its SLOs. Percentiles count those that got
+there: TTFT of requests with a first token, TBT of finished ones with two tokens or more.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mooncake_zmq.laboratory.study import RequestRecord, RunResult
+
+TARGET = 0.9
+"""Share of the requests within their SLOs that a cluster is held to."""
+TIERS = ("own", "dram", "disk", "remote")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Seconds; 0 of nothing."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionError:
+    """`percent`: the mean absolute error as a percentage of the mean of what came true."""
+
+    count: int
+    mean_absolute: float
+    mean_true: float
+    percent: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One run in figures. Shares from 0 to 1, times in seconds."""
+
+    requests: int
+    finished: int
+    rejected: int
+    failed: int
+    within_slo: float
+    """Of all requests: finished, TTFT and TBT within their bounds."""
+    within_ttft: float
+    within_tbt: float
+    admitted_within_slo: float
+    """Of those that were not rejected."""
+    goodput_per_s: float
+    """Requests a second, from the first arrival to the last end, that met both."""
+    target: float
+    attained: bool
+    """Whether within_slo is `target` or more."""
+    ttft_s: Spread
+    tbt_s: Spread
+    hits: dict[str, float]
+    """By tier, as a share of all prompt tokens of requests that were prefilled."""
+    hit_ratio: float
+    prefill_gpu_s: float
+    """Engine time of prefill, per request that was prefilled."""
+    decode_gpu_s: float
+    """Engine time of decode steps, in all."""
+    reasons: dict[str, int]
+    """Why requests were rejected or failed."""
+    wasted_prefills: int
+    wasted_prefill_s: float
+    errors: dict[str, PredictionError]
+    virtual_s: float
+    wall_s: float
+    cpu_s: float
+    peak_mib: float
+    events: int
+
+
+def summarize(result: RunResult) -> Summary:
+    """The figures of a run."""
+    requests, setup = result.requests, result.setup
+    started = [each for each in requests if each.ttft_s >= 0]
+    finished = [each for each in requests if each.outcome == "finished"]
+    rejected = sum(1 for each in requests if each.outcome == "rejected")
+    ttft = [each for each in finished if each.ttft_s <= setup.ttft_slo_s]
+    tbt = [each for each in finished if each.tbt_s <= setup.tbt_slo_s]
+    good = sum(1 for each in ttft if each.tbt_s <= setup.tbt_slo_s)
+    hits = _hits(started)
+    return Summary(
+        requests=len(requests),
+        finished=len(finished),
+        rejected=rejected,
+        failed=sum(1 for each in requests if each.outcome == "failed"),
+        within_slo=_ratio(good, len(requests)),
+        within_ttft=_ratio(len(ttft), len(requests)),
+        within_tbt=_ratio(len(tbt), len(requests)),
+        admitted_within_slo=_ratio(good, len(requests) - rejected),
+        goodput_per_s=_ratio(good, _span_s(requests)),
+        target=TARGET,
+        attained=good >= TARGET * len(requests),
+        ttft_s=spread([each.ttft_s for each in started]),
+        tbt_s=spread([each.tbt_s for each in finished if each.output_tokens > 1]),
+        hits=hits,
+        hit_ratio=sum(hits.values()),
+        prefill_gpu_s=_ratio(sum(result.prefill_busy_s.values()), len(started)),
+        decode_gpu_s=sum(result.decode_busy_s.values()),
+        reasons=dict(sorted(Counter(each.reason for each in requests if each.reason).items())),
+        wasted_prefills=sum(1 for each in requests if each.wasted_prefill_s > 0),
+        wasted_prefill_s=sum(each.wasted_prefill_s for each in requests),
+        errors=_errors(result),
+        virtual_s=result.virtual_s,
+        wall_s=result.wall_s,
+        cpu_s=result.cpu_s,
+        peak_mib=result.peak_mib,
+        events=result.events,
+    )
+
+
+def share_within(result: RunResult, ttft_s: float, tbt_s: float) -> float:
+    """Of all requests, how many finished within both bounds: others than the run's own may be asked for."""
+    good = sum(1 for r in result.requests if r.outcome == "finished" and r.ttft_s <= ttft_s and r.tbt_s <= tbt_s)
+    return _ratio(good, len(result.requests))
+
+
+def spread(values_s: Sequence[float]) -> Spread:
+    """Mean and percentiles."""
+    if not values_s:
+        return Spread(0.0, 0.0, 0.0, 0.0)
+    values = np.array(values_s)
+    p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
+    return Spread(float(values.mean()), p50, p90, p99)
+
+
+def _hits(prefilled: Sequence[RequestRecord]) -> dict[str, float]:
+    asked = sum(each.input_tokens for each in prefilled)
+    return {tier: _ratio(sum(getattr(each, f"hit_{tier}") for each in prefilled), asked) for tier in TIERS}
+
+
+def _errors(result: RunResult) -> dict[str, PredictionError]:
+    """Those that the run kept, and, if not among them, TTFT and TBT of the requests that were predicted and came true."""
+    kept = {name: _error(*figures) for name, figures in result.errors.items()}
+    for name in ("ttft", "tbt"):
+        pairs = [(getattr(each, f"predicted_{name}_s"), getattr(each, f"{name}_s")) for each in result.requests]
+        known = [(told, came) for told, came in pairs if told >= 0 and came >= 0]
+        if known and f"{name}_s" not in kept:
+            count = len(known)
+            kept[f"{name}_s"] = _error(count, sum(abs(a - b) for a, b in known) / count, sum(b for _, b in known) / count)
+    return kept
+
+
+def _error(count: int, mean_absolute: float, mean_true: float) -> PredictionError:
+    return PredictionError(count, mean_absolute, mean_true, 100 * _ratio(mean_absolute, mean_true))
+
+
+def _span_s(requests: Sequence[RequestRecord]) -> float:
+    if not requests:
+        return 0.0
+    return max(each.at_s + max(each.end_s, 0.0) for each in requests) - min(each.at_s for each in requests)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,136 @@
+"""The hardware that the laboratory models, each figure with its source. Reads a `mooncake-zmq profile` file; never measures."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from mooncake_zmq.core import profile as measured_profile
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.laboratory.errors import StudyError
+from mooncake_zmq.laboratory.study import NodeProfile
+
+Source = Literal["paper", "measured", "assumed"]
+
+KV_BYTES_PER_TOKEN = 327_680
+"""80 layers, K and V, 8 heads of 128, 2 bytes: the paper's 320 KB."""
+DECODE_TOKEN_S = (30.8e-3 - 26.6e-3) / (120 * 1024)
+"""The paper's steps of batch 1 at 8k and at 128k tokens of context: what a token of KV adds."""
+DECODE_REQUEST_S = 26.6e-3 * 0.0149 / (0.765 + 0.0149) - 8192 * DECODE_TOKEN_S
+"""Its step at 8k grows as .765 + .0149 batch; what a request adds beside its context's share."""
+DECODE_STEP_S = 26.6e-3 - DECODE_REQUEST_S - 8192 * DECODE_TOKEN_S
+
+A800 = NodeProfile(
+    name="a800-llama3-70b",
+    costs=Costs(
+        prefill_token_s=1.147e-4,
+        prefill_square_s=7.181e-10,
+        decode_step_s=DECODE_STEP_S,
+        decode_request_s=DECODE_REQUEST_S,
+        decode_context_s=DECODE_TOKEN_S,
+        kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+        load_bytes_per_s=128e9,
+        disk_bytes_per_s=6e9,
+        transfer_bytes_per_s=87e9,
+    ),
+    network_bytes_per_s=87e9,
+    bus_bytes_per_s=128e9,
+    disk_bytes_per_s=6e9,
+    dram_tokens=3_000_000,
+    disk_tokens=0,
+    decode_tokens=1_300_000,
+    max_batch=256,
+)
+
+FLOPS_RATIO = 989 / 312
+MEMORY_RATIO = 3.35 / 2.04
+H800 = NodeProfile(
+    name="h800-llama3-70b",
+    costs=replace(
+        A800.costs,
+        prefill_token_s=A800.costs.prefill_token_s / FLOPS_RATIO,
+        prefill_square_s=A800.costs.prefill_square_s / FLOPS_RATIO,
+        decode_step_s=A800.costs.decode_step_s / MEMORY_RATIO,
+        decode_request_s=A800.costs.decode_request_s / MEMORY_RATIO,
+        decode_context_s=A800.costs.decode_context_s / MEMORY_RATIO,
+        transfer_bytes_per_s=190e9,
+    ),
+    network_bytes_per_s=190e9,
+    bus_bytes_per_s=128e9,
+    disk_bytes_per_s=6e9,
+    dram_tokens=3_000_000,
+    disk_tokens=0,
+    decode_tokens=1_300_000,
+    max_batch=256,
+)
+
+PROFILES = {profile.name: profile for profile in (A800, H800)}
+
+SOURCES: dict[str, tuple[tuple[str, Source, str], ...]] = {
+    A800.name: (
+        ("prefill", "paper", "fit to its prefill times of 8k to 128k tokens, error under 1.7 %"),
+        ("decode step by context", "paper", "26.6 ms at 8k to 30.8 ms at 128k, batch 1"),
+        ("decode step by batch", "paper", ".765 + .0149 batch at 8k, taken as relative to batch 1; read off a figure"),
+        ("KV of a token", "paper", "320 KB"),
+        ("network", "paper", "40 GB at 87 GB/s over 4 x 200 Gbit/s"),
+        ("bus", "paper", "128 GB/s"),
+        ("pool", "paper", "3 M tokens a node, as said of Fig 10; elsewhere assumed"),
+        ("KV memory", "assumed", "8 x 80 GB, nine tenths used, less 141 GB of weights: 1.3 M tokens"),
+        ("largest batch", "assumed", "256, vLLM's default"),
+        ("SSD", "assumed", "6 GB/s, and none by default"),
+    ),
+    H800.name: (
+        ("prefill", "assumed", "the A800's by the ratio of dense 16-bit FLOPS, 989 to 312"),
+        ("decode step", "assumed", "the A800's by the ratio of memory bandwidths, 3.35 to 2.04 TB/s"),
+        ("KV of a token", "paper", "320 KB"),
+        ("network", "paper", "40 GB at 190 GB/s over 8 x 400 Gbit/s"),
+        ("bus", "assumed", "128 GB/s, as the A800's"),
+        ("pool", "assumed", "3 M tokens, as the A800's"),
+        ("KV memory", "assumed", "1.3 M tokens, as the A800's"),
+        ("largest batch", "assumed", "256, vLLM's default"),
+        ("SSD", "assumed", "6 GB/s, and none by default"),
+    ),
+}
+"""What, whence, and why, for every figure of a profile."""
+
+MEASURED: tuple[tuple[str, Source, str], ...] = (
+    ("prefill, decode step", "measured", "fitted to the file"),
+    ("KV of a token, bandwidths", "assumed", "the defaults of [costs]: those of the default model"),
+    ("pool, KV memory", "assumed", "1 M and 64 k tokens"),
+    ("largest batch", "measured", "the largest in the file"),
+)
+
+
+def find_profile(name: str) -> NodeProfile:
+    """By name, or `measured:FILE`. Raises StudyError."""
+    kind, _, path = name.partition(":")
+    if kind == "measured" and path:
+        return _measured(name, Path(path))
+    if name not in PROFILES:
+        raise StudyError(f"hardware {name!r} is none of {', '.join(PROFILES)}, measured:FILE")
+    return PROFILES[name]
+
+
+def sources(profile: NodeProfile) -> tuple[tuple[str, Source, str], ...]:
+    """(figure, "paper", "measured" or "assumed", why) for each of `profile`'s."""
+    return SOURCES.get(profile.name, MEASURED)
+
+
+def _measured(name: str, path: Path) -> NodeProfile:
+    try:
+        found = measured_profile.decode(path.read_bytes())
+        costs = measured_profile.fit(found).costs
+    except OSError as error:
+        raise StudyError(f"cannot read the profile: {error}") from None
+    except measured_profile.ProfileError as error:
+        raise StudyError(f"{path}: {error}") from None
+    return NodeProfile(
+        name=name,
+        costs=costs,
+        network_bytes_per_s=costs.transfer_bytes_per_s,
+        bus_bytes_per_s=costs.load_bytes_per_s,
+        disk_bytes_per_s=costs.disk_bytes_per_s,
+        dram_tokens=1_000_000,
+        disk_tokens=0,
+        decode_tokens=65_536,
+        max_batch=max(step.batch for step in found.decode),
+    )

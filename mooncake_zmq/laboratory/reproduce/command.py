@@ -1,0 +1,92 @@
+"""`mooncake-zmq reproduce`: one figure of the paper, ours beside theirs."""
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+
+from mooncake_zmq.bench.report import new_figure
+from mooncake_zmq.laboratory.command import bars, one_line
+from mooncake_zmq.laboratory.errors import StudyError
+from mooncake_zmq.laboratory.generated import parse_spec
+from mooncake_zmq.laboratory.jobs import Job, Source, load, run_jobs, run_on_dask
+from mooncake_zmq.laboratory.reproduce import modelled
+from mooncake_zmq.laboratory.reproduce.figure import Figure, Measured, Plan
+from mooncake_zmq.laboratory.reproduce.plans import PLANS
+from mooncake_zmq.laboratory.reproduce.replayed import reproduce as replay
+from mooncake_zmq.laboratory.reproduce.show import as_json as as_object
+from mooncake_zmq.laboratory.reproduce.show import plot as draw
+from mooncake_zmq.laboratory.reproduce.show import show
+from mooncake_zmq.laboratory.traces import read_trace
+
+FIGURES = ("fig1", "fig5", "fig8", "fig9", "fig10", "fig11", "fig13", "fig14", "fig15", "rejections")
+OWN_TRACE = {"fig13": "synthetic"}
+"""Figures on another trace than the public one, and the look-alike that stands in for it."""
+
+EXAMPLES = """\b
+Examples:
+  mooncake-zmq reproduce fig14
+  mooncake-zmq reproduce fig1 --trace conversation_trace.jsonl --plot plots
+  mooncake-zmq reproduce fig5 --trace conversation_trace.jsonl --jobs 8 --json > fig5.json
+  mooncake-zmq reproduce fig13 --quick 500
+"""
+
+
+@click.command(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.argument("name", metavar="FIGURE", type=click.Choice(FIGURES))
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Mooncake's public conversation trace.")
+@click.option("--quick", type=click.IntRange(1), metavar="N", help="Only the first N requests: to see that it runs.")
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default="cores", help="Processes at a time.")
+@click.option("--dask", metavar="ADDRESS", help="Run on this Dask cluster's workers instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--plot", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Draw FIGURE.png there.")
+@one_line
+def reproduce(
+    name: str, trace: Path | None, quick: int | None, jobs: int, dask: str | None, as_json: bool, plot: Path | None
+) -> None:
+    """Print FIGURE of the Mooncake papers, ours beside theirs: fig1 to fig15 of FAST'25, rejections of arXiv's section 7.
+
+    Every setting is listed as from the paper, measured or assumed. What is assumed is run with two values on two kinds of
+    hardware; a conclusion is kept only if it holds in all of these.
+    """
+    if plot is not None:
+        new_figure(1, 1)  # says at once that there is no matplotlib
+    figure = _figure(name, _source(name, trace, quick), jobs, dask)
+    if quick is not None:
+        figure.notes.append(f"Only the first {quick:,} requests: not the figure.")
+    if plot is not None:
+        click.echo(f"drew {draw(figure, plot)}", err=True)
+    if as_json:
+        click.echo(msgspec.json.encode(as_object(figure)).decode())
+    else:
+        show(figure, Console(width=None if sys.stdout.isatty() else 140))
+
+
+def _source(name: str, trace: Path | None, quick: int | None) -> Source:
+    if trace is not None:
+        read_trace(trace, 1)
+        return Source(path=str(trace.resolve()), first=quick)
+    if name not in OWN_TRACE and name not in modelled.FITTED:
+        raise StudyError(f"{name} needs --trace FILE: the public conversation trace of Mooncake, in JSON lines")
+    return Source(shape=parse_spec(OWN_TRACE.get(name, "uniform")), first=quick)
+
+
+def _figure(name: str, source: Source, jobs: int, dask: str | None) -> Figure:
+    if name in modelled.FITTED:
+        return modelled.FITTED[name]()
+    if name == "fig9":
+        return modelled.fig9(load(source))
+    plan = PLANS[name]
+    return replay(plan, source, partial(_run, plan, jobs, dask))
+
+
+def _run(plan: Plan, processes: int, dask: str | None, jobs: Sequence[Job]) -> list[Measured]:
+    with bars([plan.name for _ in jobs]) as progress:
+        if dask:
+            return list(run_on_dask(dask, jobs, plan.measure, progress))
+        return list(run_jobs(jobs, processes, plan.measure, progress))

@@ -1,0 +1,102 @@
+"""What a reproduced figure is: settings with their sources, rows, conclusions, curves. Plain data."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mooncake_zmq.laboratory.profiles import A800, H800
+from mooncake_zmq.laboratory.study import NodeProfile, RunResult, Setup
+
+Source = Literal["paper", "measured", "assumed"]
+HARDWARE: tuple[NodeProfile, ...] = (A800, H800)
+"""The paper's, and another that conclusions must survive."""
+PAPER = A800
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`source`: who says so."""
+
+    name: str
+    value: str
+    source: Source
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of ours beside the paper's, where it gives one."""
+
+    name: str
+    unit: str
+    ours: float
+    paper: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """A statement of the paper, in how many variants it was tried, and in which it does not hold."""
+
+    text: str
+    tried: int
+    breaks: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> bool:
+        """Only if it holds in all."""
+        return not self.breaks
+
+
+@dataclass(slots=True)
+class Figure:
+    """All of one figure. `curves`: by label, points of `axes`."""
+
+    name: str
+    title: str
+    settings: list[Setting]
+    rows: list[Row] = field(default_factory=list)
+    conclusions: list[Conclusion] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    axes: tuple[str, str] = ("", "")
+
+
+Measured = Mapping[str, float]
+"""What was measured of one arm."""
+Arms = Mapping[str, Measured]
+Holds = Callable[[Arms], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A setting that no paper gives: key and values as `--set` takes them. `arms`: those it concerns, all if none."""
+
+    key: str
+    value: str
+    other: str
+    why: str
+    arms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A figure that is replayed: every arm, under every assumption's other value, on every hardware."""
+
+    name: str
+    title: str
+    base: Setup
+    arms: Mapping[str, tuple[tuple[str, str], ...]]
+    """What each sets on top of the base."""
+    measure: Callable[[RunResult], dict[str, float]]
+    settings: tuple[Setting, ...]
+    assumptions: tuple[Assumption, ...]
+    claims: tuple[tuple[str, Holds], ...]
+    units: Mapping[str, str]
+    """Of each measure that is shown, in order."""
+    paper: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """By arm and measure."""
+    notes: tuple[str, ...] = ()
+    output_tokens: int | None = None
+    """What every request makes, if not what the trace says."""
+    x: str = ""
+    """Arms are points of a curve over this; they are then named by numbers."""

@@ -1,0 +1,83 @@
+"""A reproduced figure as tables, as JSON, as a plot."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mooncake_zmq.bench.report import new_figure
+from mooncake_zmq.laboratory.reproduce.figure import Conclusion, Figure
+
+MOST_BREAKS = 6
+
+
+def as_json(figure: Figure) -> dict[str, Any]:
+    """`{"name", "title", "settings", "rows", "conclusions", "notes", "curves", "axes"}`."""
+    found = asdict(figure)
+    found["conclusions"] = [asdict(each) | {"kept": each.kept} for each in figure.conclusions]
+    return found
+
+
+def show(figure: Figure, console: Console) -> None:
+    """Print it."""
+    console.print(_rows(figure))
+    for conclusion in figure.conclusions:
+        console.print(sentence(conclusion), markup=False, highlight=False)
+    for note in figure.notes:
+        console.print(f"  {note}", markup=False, highlight=False)
+    console.print(_settings(figure))
+
+
+def sentence(conclusion: Conclusion) -> str:
+    """`kept (of 8): ...`, or where it does not hold."""
+    if conclusion.kept:
+        return f"kept, in all {conclusion.tried}: {conclusion.text}"
+    breaks = conclusion.breaks[:MOST_BREAKS]
+    more = len(conclusion.breaks) - len(breaks)
+    where = "; ".join(breaks) + (f"; and {more} more" if more else "")
+    return f"NOT kept: {conclusion.text}: does not hold when {where} ({len(conclusion.breaks)} of {conclusion.tried})"
+
+
+def _rows(figure: Figure) -> Table:
+    table = Table(title=figure.title, title_justify="left")
+    for column in ("what", "unit", "ours", "paper", "ours / paper"):
+        table.add_column(column, justify="left" if column in ("what", "unit") else "right", no_wrap=True)
+    for row in figure.rows:
+        paper = "shape only" if row.paper is None else f"{row.paper:.4g}"
+        ratio = f"{row.ours / row.paper:.2f}" if row.paper else ""
+        table.add_row(row.name, row.unit, "-" if math.isnan(row.ours) else f"{row.ours:.4g}", paper, ratio)
+    return table
+
+
+def _settings(figure: Figure) -> Table:
+    table = Table(title="settings", title_justify="left")
+    for column in ("setting", "value", "source", "why"):
+        table.add_column(column)
+    for each in figure.settings:
+        table.add_row(each.name, each.value, each.source, each.why)
+    return table
+
+
+def plot(figure: Figure, directory: Path) -> Path:
+    """NAME.png: its curves, or ours and the paper's as bars. Raises click.ClickException without matplotlib, OSError."""
+    drawing = new_figure(8, 5) if figure.curves else new_figure(9, 0.35 * len(figure.rows) + 1.5)
+    directory.mkdir(parents=True, exist_ok=True)
+    axes = drawing.add_subplot()
+    if figure.curves:
+        for label, points in figure.curves.items():
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+        axes.set(xlabel=figure.axes[0], ylabel=figure.axes[1], ylim=(0, None))
+    else:
+        places = range(len(figure.rows))
+        axes.barh([at - 0.2 for at in places], [row.ours for row in figure.rows], height=0.4, label="ours")
+        axes.barh([at + 0.2 for at in places], [row.paper or 0.0 for row in figure.rows], height=0.4, label="paper")
+        axes.set_yticks(list(places), [f"{row.name} [{row.unit}]" for row in figure.rows])
+        axes.invert_yaxis()
+    axes.legend(fontsize="small")
+    axes.set_title(figure.title, fontsize="medium")
+    path = directory / f"{figure.name}.png"
+    drawing.savefig(path)
+    return path

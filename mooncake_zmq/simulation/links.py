@@ -1,0 +1,221 @@
+"""Two ways for messages: through sessions, encoded, over wires that may lose them; or handed over as they are.
+
+`Sessions` is the live protocol with nothing left out. `Direct` is for replaying traces: whoever lives is up, messages arrive
+once, in order and after a fixed time, and nobody spends time on heartbeats and codecs.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from mooncake_zmq.core.actor import Actor, Effect, Event, PeerDown, PeerUp, Received, Send, Started
+from mooncake_zmq.core.messages import Hello, Message
+from mooncake_zmq.core.node import Node, Outer, Transmit
+from mooncake_zmq.core.session import Session, SessionSettings
+from mooncake_zmq.simulation.world import Life, Process, World
+
+HelloOf = Callable[[Process[Any]], Hello]
+
+
+@dataclass(slots=True)
+class Wires:
+    """What is wrong with the wires: chances per frame, a further delay at random, and how often each directed pair is cut."""
+
+    frame_s: float
+    """One control frame's way to another process, stretched by up to `jitter` at random."""
+    jitter: float = 0.0
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay_s: float = 0.0
+    cut: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+class _Watched:
+    """The actor as its node sees it, with somebody looking on."""
+
+    def __init__(self, actor: Actor, observe: Callable[[Event, list[Effect]], None]) -> None:
+        self.counts = actor.counts
+        self._actor = actor
+        self._observe = observe
+        self.check = actor.check
+        self.gauges = actor.gauges
+        self.dump = actor.dump
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        effects = self._actor.handle(now, event)
+        self._observe(event, effects)
+        return effects
+
+
+class Sessions:
+    """Every frame is encoded and decoded by the sessions. `note` hears of each frame that is received."""
+
+    def __init__(
+        self,
+        *,
+        settings: SessionSettings,
+        hello: HelloOf,
+        wires: Wires,
+        random: Random,
+        validate: bool = False,
+        note: Callable[[bytes, Process[Any]], None] | None = None,
+    ) -> None:
+        self.wires = wires
+        self._settings = settings
+        self._hello = hello
+        self._random = random
+        self._validate = validate
+        self._note = note
+        self._arrivals: dict[tuple[str, str], float] = {}
+        """When the last frame of each directed pair arrives: without a fault the wire keeps its order."""
+        self._world: World[Any]
+
+    def attach(self, world: World[Any]) -> None:
+        """See `world.Link`."""
+        self._world = world
+
+    def begin(self, process: Process[Any]) -> None:
+        """See `world.Link`."""
+        life, world = process.life, self._world
+        assert life is not None
+        session = Session(
+            me=process.name,
+            incarnation=life.incarnation,
+            hello=self._hello(process),
+            peers=process.spec.peers,
+            settings=self._settings,
+            now=world.now,
+        )
+        actor = life.actor if life.observe is None else _Watched(life.actor, life.observe)
+        life.node = Node(actor, session, validate=self._validate)
+        world.in_life(process, world.now, self._start, process)
+        world.in_life(process, world.now + session.tick_s * self._random.random(), self._tick, process)
+
+    def end(self, process: Process[Any], life: Life[Any]) -> None:
+        """See `world.Link`."""
+
+    def handle(self, process: Process[Any], event: Event) -> None:
+        """See `world.Link`."""
+        self._carry_out(process, _node(process).handle(self._world.now, event))
+
+    def pending(self, process: Process[Any]) -> int:
+        """See `world.Link`."""
+        return _node(process).session.unacknowledged
+
+    def _start(self, process: Process[Any]) -> None:
+        self._carry_out(process, _node(process).start(self._world.now, Started()))
+
+    def _tick(self, process: Process[Any]) -> None:
+        node, world = _node(process), self._world
+        self._carry_out(process, node.tick(world.now))
+        world.in_life(process, world.now + node.session.tick_s, self._tick, process)
+
+    def _carry_out(self, process: Process[Any], outers: list[Outer]) -> None:
+        life = process.life
+        assert life is not None
+        for outer in outers:
+            if isinstance(outer, Transmit):
+                life.recent.append((outer.to, outer.frame))
+                self._transmit(process.name, outer.to, outer.frame)
+            else:
+                self._world.carry_out(process, life, outer)
+
+    def _transmit(self, sender: str, to: str, frame: bytes) -> None:
+        random, wires, world = self._random, self.wires, self._world
+        if wires.cut[sender, to] or (wires.drop and random.random() < wires.drop):
+            return
+        copies = 2 if wires.duplicate and random.random() < wires.duplicate else 1
+        process = world.processes[to]
+        for _ in range(copies):
+            arrival = world.now + wires.frame_s * (1 + wires.jitter * random.random())
+            if wires.delay_s:
+                arrival += wires.delay_s * random.random()
+            else:
+                arrival = max(arrival, self._arrivals.get((sender, to), 0.0))
+                self._arrivals[sender, to] = arrival
+            world.at(arrival, self._arrive, process, frame)
+
+    def _arrive(self, process: Process[Any], frame: bytes) -> None:
+        """Frames reach whichever life there is now: envelopes tell for which they are meant."""
+        if process.life is not None:
+            self._world.let(process.life, self._receive, (process, frame))
+
+    def _receive(self, process: Process[Any], frame: bytes) -> None:
+        if self._note is not None:
+            self._note(frame, process)
+        self._carry_out(process, _node(process).receive(self._world.now, frame))
+
+
+def _node(process: Process[Any]) -> Node:
+    assert process.life is not None
+    assert process.life.node is not None
+    return process.life.node
+
+
+class Direct:
+    """Messages as objects, `delay_s` after they were sent; peers are up as soon as both live, and down as soon as one does
+    not. To a stopped process nothing is lost."""
+
+    def __init__(self, *, delay_s: float, hello: HelloOf) -> None:
+        self._delay_s = delay_s
+        self._hello = hello
+        self._world: World[Any]
+
+    def attach(self, world: World[Any]) -> None:
+        """See `world.Link`."""
+        self._world = world
+
+    def begin(self, process: Process[Any]) -> None:
+        """See `world.Link`."""
+        world = self._world
+        world.in_life(process, world.now, self.handle, process, Started())
+        for name in sorted(process.spec.peers):
+            peer = world.processes[name]
+            if peer.life is not None and process.name in peer.spec.peers:
+                self._meet(process, peer)
+                self._meet(peer, process)
+
+    def _meet(self, process: Process[Any], peer: Process[Any]) -> None:
+        world = self._world
+        up = PeerUp(peer.name, peer.lives, self._hello(peer))
+        world.in_life(process, world.now + self._delay_s, self.handle, process, up)
+
+    def end(self, process: Process[Any], life: Life[Any]) -> None:
+        """See `world.Link`."""
+        world = self._world
+        for name in sorted(process.spec.peers):
+            peer = world.processes[name]
+            if peer.life is not None and process.name in peer.spec.peers:
+                down = PeerDown(process.name, "its life is over")
+                world.in_life(peer, world.now + self._delay_s, self.handle, peer, down)
+
+    def handle(self, process: Process[Any], event: Event) -> None:
+        """See `world.Link`."""
+        life, world = process.life, self._world
+        assert life is not None
+        effects = life.actor.handle(world.now, event)
+        if life.observe is not None:
+            life.observe(event, effects)
+        for effect in effects:
+            if type(effect) is Send:
+                to = world.processes[effect.to]
+                world.at(world.now + self._delay_s, self._deliver, to, to.lives, process, process.lives, effect.message)
+            else:
+                world.carry_out(process, life, effect)
+
+    def pending(self, process: Process[Any]) -> int:
+        """See `world.Link`."""
+        return 0
+
+    def _deliver(self, to: Process[Any], lives: int, sender: Process[Any], sender_lives: int, message: Message) -> None:
+        """Between the two lives that were there when it was sent, or not at all."""
+        life = to.life
+        if life is None or to.lives != lives or sender.life is None or sender.lives != sender_lives:
+            return
+        event = Received(sender.name, message)
+        if life.paused or life.postponed:
+            life.postponed.append((self.handle, (to, event)))
+        else:
+            self.handle(to, event)

@@ -1,0 +1,309 @@
+"""A world under virtual time: one heap of events, processes and their lives, and the effects of actors carried out.
+
+Three seams make it a proving ground or a laboratory: the *link* brings messages, the *machine* carries out works, and whoever
+*watches* sees every event with its effects. Nothing here knows what an actor means, or what may go wrong.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Any, Generic, Protocol, TypeVar
+
+from mooncake_zmq.cache_node.disk_tier import DiskContents
+from mooncake_zmq.core.actor import (
+    Actor,
+    CancelTimer,
+    CancelWork,
+    CloseSequence,
+    Drained,
+    Effect,
+    Event,
+    Fence,
+    FromClient,
+    OpenSequence,
+    Publish,
+    SetTimer,
+    Start,
+    TimerFired,
+    TimerKey,
+    ToClient,
+    WorkDone,
+    WorkProgress,
+)
+from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.work import Progress, Result, Work
+
+LINGER_S = 1.0
+RECENT_FRAMES = 32
+"""Frames of a life that are kept to be replayed after its end."""
+MIN_STALE = 4096
+"""So many timers that were replaced or cancelled are left in the heap before it is swept."""
+
+Observe = Callable[[Event, list[Effect]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One process of the cluster. `make` builds its actor for a life, from what its disk holds; `slots`: size of its segment,
+    `disk_slots`: of its disk, 0 for none."""
+
+    name: str
+    role: str
+    host: str
+    peers: tuple[str, ...]
+    make: Callable[[int, DiskContents], Actor]
+    slots: int = 0
+    disk_slots: int = 0
+
+
+class Carrier(Protocol):
+    """A machine: carries out the works of one life, each of which ends exactly once."""
+
+    def start(self, work_id: int, work: Work, deadline_s: float) -> None: ...
+    def cancel(self, work_id: int) -> None: ...
+    def fence(self, generations: Sequence[tuple[int, int]]) -> None: ...
+    def open(self, sequence: int, capacity_tokens: int) -> None: ...
+    def close(self, sequence: int) -> None: ...
+
+
+M = TypeVar("M", bound=Carrier)
+
+
+@dataclass(slots=True)
+class Life(Generic[M]):
+    """One life of a process: everything here is lost when it ends."""
+
+    incarnation: int
+    machine: M
+    actor: Actor
+    observe: Observe | None = None
+    node: Node | None = None
+    """Its end of the sessions, if its link has them."""
+    timers: dict[TimerKey, int] = field(default_factory=dict)
+    postponed: deque[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=deque)
+    """What came while it was stopped, and then while it still caught up."""
+    paused: bool = False
+    drained: bool = False
+    recent: deque[tuple[str, bytes]] = field(default_factory=lambda: deque(maxlen=RECENT_FRAMES))
+
+
+class Process(Generic[M]):
+    """A process through all its lives."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.lives = 0
+        self.life: Life[M] | None = None
+        self.former_frames: deque[tuple[str, bytes]] = deque(maxlen=RECENT_FRAMES)
+
+
+class Link(Protocol):
+    """How messages get from one process to another."""
+
+    def attach(self, world: "World[Any]") -> None:
+        """Learn whose world this is."""
+
+    def begin(self, process: Process[Any]) -> None:
+        """A life has begun: start its actor, greet its peers."""
+
+    def end(self, process: Process[Any], life: Life[Any]) -> None:
+        """A life is over."""
+
+    def handle(self, process: Process[Any], event: Event) -> None:
+        """Let the actor handle an event, carry its effects out, and send what it says."""
+
+    def pending(self, process: Process[Any]) -> int:
+        """Messages of a process that may not have arrived yet."""
+
+
+class World(Generic[M]):
+    """`build`: the machine and the actor of a process's new life. `watch`: who looks on at it, if anybody."""
+
+    def __init__(
+        self,
+        *,
+        specs: Iterable[ProcessSpec],
+        link: Link,
+        build: Callable[[Process[M]], tuple[M, Actor]],
+        watch: Callable[[Process[M]], Observe | None],
+    ) -> None:
+        self.now = 0.0
+        self.events = 0
+        self.link = link
+        self.processes: dict[str, Process[M]] = {spec.name: Process(spec) for spec in specs}
+        self.to_client: Callable[[str, str, Any], None] = lambda gateway, request_id, output: None
+        self.on_death: Callable[[str], None] = lambda name: None
+        self._build = build
+        self._watch = watch
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = 0
+        self._stale = 0
+        """Timers in the heap that were replaced or cancelled."""
+        link.attach(self)
+
+    # --- time
+
+    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Do something at a time."""
+        self._order += 1
+        heappush(self._heap, (time, self._order, action, arguments))
+
+    def in_life(self, process: Process[M], time: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Do something at a time in a process's present life only, and not while it is stopped."""
+        self._order += 1
+        heappush(self._heap, (time, self._order, self._alive, (process, process.lives, action, arguments)))
+
+    def run_until(self, time: float) -> None:
+        """Let time pass."""
+        heap = self._heap
+        while heap and heap[0][0] <= time:
+            self.now, _, action, arguments = heappop(heap)
+            self.events += 1
+            action(*arguments)
+        self.now = time
+
+    def _alive(self, process: Process[M], lives: int, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if process.life is not None and process.lives == lives:
+            self.let(process.life, action, arguments)
+
+    def let(self, life: Life[M], action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Act now, or in turn once the process has caught up."""
+        if life.paused or life.postponed:
+            life.postponed.append((action, arguments))
+        else:
+            action(*arguments)
+
+    # --- lives
+
+    def restart(self, name: str) -> None:
+        """Begin a process's next life, unless it lives."""
+        process = self.processes[name]
+        if process.life is not None:
+            return
+        process.lives += 1
+        machine, actor = self._build(process)
+        process.life = Life(process.lives, machine, actor, self._watch(process))
+        self.link.begin(process)
+
+    def crash(self, name: str) -> None:
+        """End a life at once."""
+        process = self.processes[name]
+        life = process.life
+        if life is None:
+            return
+        process.former_frames = life.recent
+        process.life = None
+        self._stale += len(life.timers)
+        self.link.end(process, life)
+        self.on_death(name)
+
+    def alive(self, node: str, incarnation: int) -> bool:
+        """Does this life still hold its lock? A stopped process does."""
+        process = self.processes.get(node)
+        return process is not None and process.life is not None and process.life.incarnation == incarnation
+
+    def _leave(self, process: Process[M], latest: float) -> None:
+        """A drained process exits once its last messages are acknowledged, or after a while."""
+        if self.now < latest and self.link.pending(process):
+            self.in_life(process, self.now + 0.1, self._leave, process, latest)
+        else:
+            self.in_life(process, self.now, self.crash, process.name)
+
+    # --- events
+
+    def handle(self, process: Process[M], event: Event) -> None:
+        """Something that a process learns now, beside messages."""
+        if process.life is not None:
+            self.link.handle(process, event)
+
+    def from_client(self, gateway: str, request_id: str, value: Any) -> None:
+        """A client speaks to a gateway."""
+        process = self.processes[gateway]
+        self.in_life(process, self.now, self.handle, process, FromClient(request_id, value))
+
+    def work_done(self, process: Process[M], work_id: int, result: Result) -> None:
+        """A machine has ended a work."""
+        self.handle(process, WorkDone(work_id, result))
+
+    def progressed(self, process: Process[M], work_id: int, progress: Progress) -> None:
+        """A machine has come some way with a work."""
+        self.handle(process, WorkProgress(work_id, progress))
+
+    def _timer(self, process: Process[M], lives: int, key: TimerKey, order: int) -> None:
+        life = process.life
+        if life is None or process.lives != lives or life.timers.get(key) != order:
+            self._stale -= 1
+        elif life.paused or life.postponed:
+            life.postponed.append((self._fire, (process, key, order)))
+        else:
+            del life.timers[key]
+            self.handle(process, TimerFired(key))
+
+    def _fire(self, process: Process[M], key: TimerKey, order: int) -> None:
+        """A timer that came due while its process was stopped."""
+        life = process.life
+        if life is None or life.timers.get(key) != order:
+            self._stale -= 1
+            return
+        del life.timers[key]
+        self.handle(process, TimerFired(key))
+
+    # --- effects
+
+    def carry_out(self, process: Process[M], life: Life[M], effect: Effect) -> None:
+        """Do what an actor asks for; sending is the link's."""
+        kind = type(effect)  # the frequent ones first: a pattern takes three times as long
+        if kind is SetTimer:
+            self._set_timer(process, life, effect.key, effect.delay_s)  # type: ignore[union-attr]
+        elif kind is CancelTimer:
+            if life.timers.pop(effect.key, None) is not None:  # type: ignore[union-attr]
+                self._replaced()
+        elif kind is Fence:
+            life.machine.fence(effect.generations)  # type: ignore[union-attr]
+        else:
+            self._carry_out_rare(process, life, effect)
+
+    def _set_timer(self, process: Process[M], life: Life[M], key: TimerKey, delay_s: float) -> None:
+        self._order = order = self._order + 1
+        if key in life.timers:
+            self._replaced()
+        life.timers[key] = order
+        heappush(self._heap, (self.now + delay_s, order, self._timer, (process, process.lives, key, order)))
+
+    def _carry_out_rare(self, process: Process[M], life: Life[M], effect: Effect) -> None:
+        match effect:
+            case Start(work_id, work, deadline_s):
+                life.machine.start(work_id, work, deadline_s)
+            case CancelWork(work_id):
+                life.machine.cancel(work_id)
+            case OpenSequence(sequence, capacity_tokens):
+                life.machine.open(sequence, capacity_tokens)
+            case CloseSequence(sequence):
+                life.machine.close(sequence)
+            case ToClient(request_id, output):
+                self.to_client(process.name, request_id, output)
+            case Publish():
+                pass
+            case Drained():
+                if not life.drained:
+                    life.drained = True
+                    self._leave(process, self.now + LINGER_S)
+            case _:
+                raise TypeError(effect)
+
+    def _replaced(self) -> None:
+        """A timer in the heap will not fire: sweep once half of the heap is such, or far deadlines would pile up."""
+        self._stale += 1
+        if self._stale > MIN_STALE and 2 * self._stale > len(self._heap):
+            fires = self._timer
+            # In place: `run_until` holds it. Equal times keep their order, which is part of the entry.
+            self._heap[:] = [entry for entry in self._heap if entry[2] != fires or _stands(*entry[3])]
+            heapify(self._heap)
+            self._stale = 0
+
+
+def _stands(process: Process[Any], lives: int, key: TimerKey, order: int) -> bool:
+    life = process.life
+    return life is not None and process.lives == lives and life.timers.get(key) == order

@@ -1,0 +1,175 @@
+"""`mooncake-zmq sim`: what it prints, in which order, and how it refuses; its workers, and the same on Dask."""
+
+import json
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from mooncake_zmq.cli import main
+from mooncake_zmq.laboratory import report
+from mooncake_zmq.laboratory.errors import StudyError
+from mooncake_zmq.laboratory.generated import parse_spec
+from mooncake_zmq.laboratory.jobs import Job, Line, Source, load, run_job, run_jobs, run_on_dask, run_text
+from mooncake_zmq.laboratory.profiles import A800, H800
+from mooncake_zmq.laboratory.settings import assigned, axes_of, sweep
+from mooncake_zmq.laboratory.study import Setup
+
+SPEC = "conversation:requests=40,seed=2"
+SETUP = Setup(prefill=2, decode=1, hardware=A800, policy="vllm")
+
+
+def sim(*arguments):
+    return CliRunner().invoke(main, ["sim", *arguments])
+
+
+def ignored(number, share):
+    pass
+
+
+def test_a_run_is_one_json_object():
+    result = sim("--generate", SPEC, "--policy", "vllm-prefix", "--prefill", "2", "--decode", "1", "--json")
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(result.stdout)["runs"]
+    assert run["summary"]["requests"] == run["summary"]["finished"] == 40
+    assert run["setup"]["policy"] == "vllm-prefix"
+    assert run["setup"]["hardware"]["name"] == "a800-llama3-70b"
+    assert run["swept"] == {}
+    assert run["ttft_quantiles_s"] == sorted(run["ttft_quantiles_s"])
+    assert run["summary"]["peak_mib"] > 10
+
+
+def test_a_sweep_runs_each_combination_in_order():
+    options = [
+        "--sweep",
+        "policy=vllm-chunked,vllm",
+        "--sweep",
+        "speed=4,1,2",
+        "--jobs",
+        "3",
+        "--prefill",
+        "1",
+        "--decode",
+        "0",
+    ]
+    result = sim("--generate", SPEC, *options, "--json")
+    assert result.exit_code == 0, result.output
+    runs = json.loads(result.stdout)["runs"]
+    swept = [(run["swept"]["policy"], run["swept"]["speed"]) for run in runs]
+    assert swept == [(policy, speed) for policy in ("vllm-chunked", "vllm") for speed in ("4", "1", "2")]
+    assert [(run["setup"]["policy"], run["setup"]["speed"]) for run in runs] == [(p, float(s)) for p, s in swept]
+    alone = run_job(
+        Job(Source(shape=parse_spec(SPEC)), Setup(prefill=1, decode=0, hardware=A800, policy="vllm", speed=2.0)), print
+    )
+    assert runs[-1]["summary"]["ttft_s"]["mean"] == report.outcome_of(alone).summary.ttft_s.mean
+
+
+def test_tables_are_for_people(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"timestamp": 0, "input_length": 100, "output_length": 3, "hash_ids": [1]}) + "\n")
+    one = sim(str(path), "--policy", "vllm", "--prefill", "1", "--decode", "0")
+    assert one.exit_code == 0, one.output
+    assert "TTFT mean, p50, p90, p99" in one.stdout
+    many = sim(str(path), "--sweep", "policy=vllm,vllm-both", "--prefill", "1", "--decode", "0")
+    assert "2 runs" in many.stdout
+
+
+def test_help_has_examples():
+    result = sim("--help")
+    assert result.exit_code == 0
+    assert "--sweep policy=global,local,load,random" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give a TRACE"),
+        (["none.jsonl"], "cannot read none.jsonl"),
+        (["--generate", "nothing"], "'nothing' is none of"),
+        (["--generate", SPEC, "--like", "none.csv"], "cannot read none.csv"),
+        (["--generate", SPEC, "--policy", "best"], "policy 'best' is none of"),
+        (["--generate", SPEC, "--admission", "maybe"], "admission 'maybe'"),
+        (["--generate", SPEC, "--order", "last"], "order 'last'"),
+        (["--generate", SPEC, "--hardware", "abacus"], "hardware 'abacus'"),
+        (["--generate", SPEC, "--policy", "vllm", "--admission", "early"], "vLLM refuses nothing"),
+        (["--generate", SPEC, "--speed", "0"], "speed must be positive"),
+        (["--generate", SPEC, "--prefill", "0"], "needs a prefill"),
+        (["--generate", SPEC, "--sweep", "speed"], "write KEY=VALUE"),
+        (["--generate", SPEC, "--sweep", "speed=1,fast"], "a number is needed"),
+        (["--generate", SPEC, "--sweep", "speed=1", "--sweep", "speed=2"], "given twice"),
+        (["--generate", SPEC, "--sweep", "speed=1,1"], "given twice"),
+        (["--generate", SPEC, "--sweep", f"seed={','.join(map(str, range(1001)))}"], "at most 1,000"),
+        (["--generate", SPEC, "--set", "conductor.nothing=1"], "no setting 'conductor.nothing'"),
+        (["--generate", SPEC, "--set", "coupled.nothing=1"], "coupled.nothing is no setting"),
+        (["--generate", SPEC, "--set", "hardware.name=1"], "no setting 'hardware.name'"),
+        (["--generate", SPEC, "--set", "costs.prefill_token_s=-1"], "must be positive"),
+        (["--generate", SPEC, "--set", "colour=red"], "no setting 'colour'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, said):
+    result = sim(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_a_bad_row_late_in_the_trace_is_said_by_the_worker(tmp_path):
+    good = json.dumps({"timestamp": 0, "input_length": 100, "output_length": 3, "hash_ids": [1]})
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{good}\n{good}\nbad\n")
+    result = sim(str(path), "--policy", "vllm")
+    assert result.exit_code == 2
+    assert f"{path}:3:" in result.output
+    assert sim(str(path), "--policy", "vllm", "--first", "2", "--json").exit_code == 0
+
+
+def test_settings_are_set_by_name():
+    assert assigned(SETUP, "ttft-slo", "5").ttft_slo_s == 5.0
+    assert assigned(SETUP, "hardware", "h800-llama3-70b").hardware == H800
+    assert assigned(SETUP, "hardware.decode_tokens", "7").hardware.decode_tokens == 7
+    assert assigned(SETUP, "costs.decode_step_s", "0.5").hardware.costs.decode_step_s == 0.5
+    found = assigned(assigned(SETUP, "coupled.mixed", "add"), "conductor.tie_ratio", "0.1")
+    assert found.overrides == {"coupled.mixed": "add", "conductor.tie_ratio": 0.1}
+
+
+def test_the_last_key_of_a_sweep_changes_fastest():
+    runs = sweep(SETUP, axes_of(["prefill=1,2", "seed=5,6"]))
+    assert [(setup.prefill, setup.seed) for _, setup in runs] == [(1, 5), (1, 6), (2, 5), (2, 6)]
+    assert sweep(SETUP, []) == [({}, SETUP)]
+
+
+def test_jobs_and_results_travel_as_json():
+    job = Job(Source(shape=parse_spec(SPEC), first=10, output_tokens=1), SETUP)
+    assert msgspec.json.decode(msgspec.json.encode(job), type=Job) == job
+    line = msgspec.json.decode(run_text(msgspec.json.encode(job).decode()), type=Line)
+    assert line.result is not None
+    there, here = line.result, run_job(job, lambda share: None)
+    assert there.requests == here.requests
+    assert [each.output_tokens for each in there.requests] == [1] * 10
+    assert [each.output_tokens for each in load(job.source)] == [1] * 10
+
+
+def test_the_first_failing_job_is_the_error(tmp_path):
+    good = Job(Source(shape=parse_spec(SPEC)), SETUP)
+    bad = Job(Source(path=str(tmp_path / "none")), SETUP)
+    with pytest.raises(StudyError, match="cannot read"):
+        run_jobs([good, bad, good], 2, lambda result: None, ignored)
+
+
+def test_the_same_runs_come_from_a_dask_cluster():
+    distributed = pytest.importorskip("distributed")
+    jobs = [Job(Source(shape=parse_spec(SPEC)), assigned(SETUP, "speed", speed)) for speed in ("1", "2")]
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster:
+        there = run_on_dask(cluster.scheduler_address, jobs, lambda result: result.requests, ignored)
+        with pytest.raises(StudyError, match="cannot read"):
+            run_on_dask(cluster.scheduler_address, [Job(Source(path="/none"), SETUP)], lambda result: None, ignored)
+    assert there == [run_job(job, lambda share: None).requests for job in jobs]
+
+
+def test_without_dask_or_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "distributed", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    result = sim("--generate", SPEC, "--policy", "vllm", "--dask", "tcp://none:1")
+    assert (result.exit_code, "mooncake-zmq[dask]" in result.output) == (2, True)
+    result = sim("--generate", SPEC, "--policy", "vllm", "--plot", str(tmp_path))
+    assert (result.exit_code, "mooncake-zmq[plot]" in result.output) == (2, True)
