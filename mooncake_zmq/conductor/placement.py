@@ -2,6 +2,7 @@
 PURE."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from mooncake_zmq.conductor.bookings import Booking, BookingKey, Bookings
 from mooncake_zmq.conductor.columns import Floats
 from mooncake_zmq.conductor.corrections import OutputLengths
 from mooncake_zmq.conductor.decodes import DecodeChoice, Decodes
+from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.routing import Plans, PrefillChoice, Router
@@ -48,6 +50,7 @@ class Placement:
         bookings: Bookings,
     ) -> None:
         self._settings = settings
+        self._costs = costs
         self._block_tokens = block_tokens
         self._prefills = prefills
         self._decodes = decodes
@@ -64,6 +67,8 @@ class Placement:
         prefill = self._choose_prefill(now, schedule, plans)
         if isinstance(prefill, tuple):
             return prefill
+        if self._settings.pipeline_stages > 1:
+            prefill = self._in_pipeline(schedule, plans, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, schedule.priority)
         late_s = admission.late_prefill(self._settings, schedule, prefill, ttft_s)
         if late_s is not None:
@@ -93,6 +98,7 @@ class Placement:
             tbt_s=min(decode.tbt_s, MAX_PREDICTION_S),
             booking=number,
             tbt_slo_s=admission.promised_tbt_s(self._settings, schedule),
+            stages=tuple([node.name for node in prefill.stages]),
         )
         expected = self._outputs.expected(schedule.max_tokens)
         booking = Booking(
@@ -107,8 +113,10 @@ class Placement:
             max_tokens=schedule.max_tokens,
         )
         self._outputs.placed(expected)
-        rank = self._prefills.rank(now, prefill.node, prefill.work_s, schedule.priority)
-        self._prefills.book(now, prefill.node, (rank, prefill.work_s, number))
+        work_s = prefill.share_s if prefill.stages else prefill.work_s
+        for node in (prefill.node, *prefill.stages):
+            rank = self._prefills.rank(now, node, work_s, schedule.priority)
+            self._prefills.book(now, node, (rank, work_s, number))
         self._decodes.book(decode.node, booking)
         if prefill.sources:
             self._transfers.book(now, prefill.sources[0], prefill.home, prefill.fetch_s)
@@ -144,6 +152,29 @@ class Placement:
             shortest_s = min(float(self._prefills.queued_s(now).min()), admission.MAX_RETRY_S)
             return RejectReason.NO_ROOM, admission.bounded(shortest_s / 2)
         return RejectReason.NO_PREFILL, admission.NO_NODE_RETRY_S
+
+    def _in_pipeline(self, schedule: Schedule, plans: Plans, choice: PrefillChoice) -> PrefillChoice:
+        """With others that compute a long prompt together with it, if that is sooner."""
+
+        def candidate(node: PrefillNode) -> Candidate:
+            held = 0 if plans.local is None else int(plans.local[node.slot])
+            reuse = choice.reuse_blocks if node is choice.node else held
+            return Candidate(node.name, float(plans.queue_s[node.slot]), node.compute.factor, reuse)
+
+        usable = [node for node in self._prefills.nodes if not node.closed and node.name not in schedule.exclude]
+        pipeline = form_pipeline(
+            candidate(choice.node),
+            map(candidate, usable),
+            ttft_s=choice.ttft_s,
+            tokens=schedule.tokens,
+            block_tokens=self._block_tokens,
+            settings=self._settings,
+            costs=self._costs,
+        )
+        if pipeline is None:
+            return choice
+        stages = tuple([self._prefills.by_name[name] for name in pipeline.stages])
+        return replace(choice, queue_s=pipeline.queue_s, work_s=pipeline.work_s, stages=stages, share_s=pipeline.share_s)
 
     def _pushes_others(self, now: float, schedule: Schedule, choice: PrefillChoice) -> bool:
         """Whether it would go before a job that was promised a time and would then miss it."""

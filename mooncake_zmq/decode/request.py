@@ -75,8 +75,8 @@ class Request:
     """Handed-off blocks announced so far."""
     groups: dict[int, Group] = field(default_factory=dict)
     """By first block: blocks announced before their layers were ready."""
-    wanted: list[tuple[int, int, int]] = field(default_factory=list)
-    """(block, first layer, stop layer) that can be copied now."""
+    wanted: list[tuple[int, int, int, SlotRef]] = field(default_factory=list)
+    """(block, first layer, stop layer, where) that can be copied now."""
     pulling: bool = False
     held_pull: bool = False
     parts: dict[int, dict[int, int]] = field(default_factory=dict)

@@ -139,12 +139,13 @@ def places(setup: Setup, lab: LabSettings) -> dict[str, tuple[Role, str]]:
 def specs(setup: Setup, cluster: Cluster, gateway: Callable[[], Actor]) -> list[ProcessSpec]:
     """The processes, with `gateway` in the gateway's place."""
     named = places(setup, cluster.lab)
+    talk = partial(talks, pipelines=cluster.conductor.pipeline_stages > 1)
     return [
         ProcessSpec(
             name=name,
             role=role,
             host=host,
-            peers=tuple(other for other in named if other != name and talks(role, host, *named[other])),
+            peers=tuple(other for other in named if other != name and talk(role, host, *named[other])),
             make=partial(_make, setup, cluster, gateway, name, role, host),
             disk_slots=cluster.disk_blocks if role == "cache-node" else 0,
         )

@@ -414,10 +414,11 @@ class _Process:
 
     def _peers(self) -> dict[str, str]:
         node, config = self.node, self.config
+        talk = partial(talks, pipelines=config.conductor.pipeline_stages > 1)
         return {
             peer.name: config.endpoint(peer)
             for peer in config.nodes
-            if peer.name != node.name and talks(node.role, node.host, peer.role, peer.host)
+            if peer.name != node.name and talk(node.role, node.host, peer.role, peer.host)
         }
 
     def _attend(self, on_drain: Any = lambda: None) -> None:

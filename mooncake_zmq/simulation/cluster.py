@@ -1,6 +1,6 @@
 """The cluster every seed runs: the live actors with settings small enough that pools evict, decodes preempt, leases expire."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,20 @@ class ClusterSettings:
     )
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
+    @classmethod
+    def of_seed(cls, seed: int) -> "ClusterSettings":
+        """Every third seed computes longer prompts in pipelines of up to three prefills."""
+        plain = cls()
+        if seed % 3 != 1:
+            return plain
+        conductor = replace(
+            plain.conductor,
+            pipeline_stages=3,
+            pipeline_min_tokens=3 * BLOCK_TOKENS,
+            pipeline_chunk_tokens=2 * BLOCK_TOKENS,
+        )
+        return replace(plain, conductor=conductor, prefill=replace(plain.prefill, chunk_tokens=2 * BLOCK_TOKENS))
+
     def of_role(self, role: Role) -> Any:
         """The settings of one role's nodes."""
         return getattr(self, role.replace("-", "_"))
@@ -79,9 +93,10 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
     for role in ("prefill", "decode", "cache-node"):
         places |= {f"{role}-{host}": host for host in HOSTS}
     specs = []
+    talk = partial(talks, pipelines=settings.conductor.pipeline_stages > 1)
     for name, host in places.items():
         role = _role_of(name)
-        peers = tuple(other for other, there in places.items() if other != name and talks(role, host, _role_of(other), there))
+        peers = tuple(other for other, there in places.items() if other != name and talk(role, host, _role_of(other), there))
         specs.append(
             ProcessSpec(
                 name=name,

@@ -371,6 +371,65 @@ def test_handoff_messages_before_the_reservation_or_of_another_attempt_change_no
     assert node.busy()["requests_waiting"] == 1
 
 
+def stage(node, first_layer, stop_layer, *, prefill="p0", count=2):
+    """A pipeline's stage on `p1` has written its layers of the first blocks."""
+    sources = tuple(
+        SlotRef(node="p1", incarnation=7, slot=10 * first_layer + i, generation=1, checksum=0) for i in range(count)
+    )
+    node.say(
+        prefill,
+        HandoffBlocks(
+            request_id="r",
+            attempt=1,
+            first_block=0,
+            sources=sources,
+            ready=True,
+            first_layer=first_layer,
+            stop_layer=stop_layer,
+        ),
+    )
+
+
+def test_layers_of_a_block_come_from_the_stages_that_computed_them_and_the_pool_gets_it_whole(node):
+    node.reserve(length=8)
+    stage(node, 0, 1)
+    loads = node.work(PullBlocks)[1].loads
+    assert {(load.block, load.first_layer, load.stop_layer, load.source.slot) for load in loads} == {(0, 0, 1, 0), (1, 0, 1, 1)}
+    node.pulled()
+    stage(node, 1, 2)
+    loads = node.work(PullBlocks)[1].loads
+    assert {(load.block, load.first_layer, load.stop_layer, load.source.slot) for load in loads} == {
+        (0, 1, 2, 10),
+        (1, 1, 2, 11),
+    }
+    node.pulled()
+    packed = pack_tokens(node.prompts["r"])
+    keys = tuple(extend_keys(ROOT, packed, B))
+    folded = block_checksum([block_sum(i) for i in range(2)])
+    done = HandoffDone(
+        request_id="r",
+        attempt=1,
+        layers=LAYOUT.layers,
+        blocks=2,
+        checksum=folded,
+        token=5,
+        index=0,
+        keys=keys,
+        block_tokens=packed,
+    )
+    node.say("p0", done)
+    assert node.one(HandoffReceived)
+    put = node.one(ReserveSlots, "c")
+    assert (put.keys, put.parent, put.tokens) == (keys, None, packed)
+
+
+@pytest.mark.parametrize("layers", [(1, 1), (0, 3), (2, 1)])
+def test_layers_that_the_model_does_not_have_fail_the_attempt(node, layers):
+    node.reserve(length=8)
+    stage(node, *layers)
+    assert node.one(AttemptFailed)
+
+
 def test_more_blocks_than_the_prompt_has_fail_the_attempt(node):
     node.reserve()
     node.blocks(count=3)
