@@ -52,7 +52,7 @@ class ClusterSettings:
         decode_request_s=0.0011,
     )
     prefill: PrefillSettings = PrefillSettings(
-        slab_bytes=48 * SLOT_BYTES, chunk_tokens=32, max_active=3, work_deadline_s=6.0, pool=POOL
+        slab_bytes=48 * SLOT_BYTES, chunk_tokens=32, max_active=3, overtake=1.0, work_deadline_s=6.0, pool=POOL
     )
     decode: DecodeSettings = DecodeSettings(
         capacity_tokens=304, max_batch=6, max_requests=8, pull_deadline_s=3.0, step_deadline_s=5.0, pool=POOL

@@ -652,7 +652,7 @@ def test_a_request_that_would_make_the_steps_too_long_is_refused_when_its_prefil
     assert "requests_closing" not in node.busy()
 
 
-@pytest.mark.parametrize("changes", [{"tbt_slo_s": 0.045}, {"tbt_slo_s": 0.0}, {"first_index": 3}, {"max_tokens": 1}])
+@pytest.mark.parametrize("changes", [{"tbt_slo_s": 0.071}, {"tbt_slo_s": 0.0}, {"first_index": 3}, {"max_tokens": 1}])
 def test_others_are_not_refused(changes):
     """One that fits, one without a bound, one whose client has tokens, one that takes no step."""
     node = batch_of(3)
@@ -671,9 +671,27 @@ def test_an_empty_decode_refuses_nobody():
 def test_those_about_to_join_count_too():
     node = batch_of(1)
     for name in ("a", "b", "c"):
-        node.reserve(name, length=10, tbt_slo_s=0.035)
+        node.reserve(name, length=10, tbt_slo_s=0.06, max_tokens=12)
         node.blocks(name, ready=False)
     assert node.one(DecodeDenied).request_id == "c"
+
+
+def test_nobody_joins_whose_coming_breaks_a_promise_to_another():
+    node = batch_of(1)
+    node.reserve("promised", length=10, tbt_slo_s=0.04, max_tokens=12)
+    node.blocks("promised", ready=False)
+    node.reserve("easy", length=10, tbt_slo_s=10.0)
+    node.blocks("easy", ready=False)
+    assert node.one(DecodeDenied).request_id == "easy"
+
+
+def test_a_short_output_is_refused_where_a_long_one_may_come():
+    """Its longest tenth is its first gap alone."""
+    for max_tokens, refused in ((400, False), (12, True)):
+        node = batch_of(3)
+        node.reserve("r", length=10, tbt_slo_s=0.045, max_tokens=max_tokens)
+        node.blocks("r", ready=False)
+        assert bool(node.take(DecodeDenied)) is refused
 
 
 def test_who_comes_to_a_full_batch_waits_and_is_refused_for_that():
