@@ -11,7 +11,7 @@ from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.corrections import MOST_FACTOR, Correction, OutputLengths
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import Measured, Outcome, Placed
+from mooncake_zmq.core.messages import MAX_REPORTED, Measured, Outcome, Placed
 from mooncake_zmq.core.order import Order, work_ahead_s
 from mooncake_zmq.core.pace import Pace
 
@@ -329,6 +329,15 @@ def test_no_report_makes_a_correction_grow_past_all_bounds():
     for number in range(10_000):
         correction.report(number / 4, Measured(seconds=1e7, predicted_s=1e-300 * (1 + number)))
     assert correction.factor <= MOST_FACTOR
+
+
+def test_jobs_that_a_full_report_no_longer_names_are_not_taken_as_computed():
+    cluster = Cluster(1)
+    answer = cluster.schedule(tokens=1000)
+    cluster.prefill_load("p0", jobs=[(answer.booking, 0.0, 50.0)])
+    (booking,) = cluster.conductor._decodes.nodes[0].coming
+    cluster.prefill_load("p0", jobs=[(0, -1.0, 0.1)] * MAX_REPORTED)
+    assert booking.due > cluster.now + 40
 
 
 def test_kinds_of_work_are_corrected_apart():
