@@ -6,7 +6,6 @@ spread and so leave evenly, over as long as a request stays; one on its way leav
 full waits for a place, and that wait stands in its gap between the first two tokens.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -256,5 +255,5 @@ class Decodes(Columns[DecodeNode]):
 
 
 def longest_gaps(tokens: float) -> int:
-    """How many gaps the longest tenth of an output's gaps are."""
-    return max(1, math.ceil((tokens - 1) / 10))
+    """How many gaps the longest tenth of an output's gaps are, by the gateway's rule (see `gateway.gaps`)."""
+    return max(1, int(tokens - 1) // 10)

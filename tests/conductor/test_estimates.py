@@ -6,14 +6,18 @@ from dataclasses import fields
 
 import pytest
 from conductor_harness import BLOCK, COSTS, Cluster, keys
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.corrections import MOST_FACTOR, Correction, OutputLengths
+from mooncake_zmq.conductor.decodes import longest_gaps
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import MAX_REPORTED, Measured, Outcome, Placed
 from mooncake_zmq.core.order import Order, work_ahead_s
 from mooncake_zmq.core.pace import Pace
+from mooncake_zmq.gateway.gaps import Gaps
 
 PAPER = Costs(
     prefill_token_s=1.147e-4,
@@ -338,6 +342,15 @@ def test_jobs_that_a_full_report_no_longer_names_are_not_taken_as_computed():
     (booking,) = cluster.conductor._decodes.nodes[0].coming
     cluster.prefill_load("p0", jobs=[(0, -1.0, 0.1)] * MAX_REPORTED)
     assert booking.due > cluster.now + 40
+
+
+@given(st.integers(1, 3000))
+def test_the_longest_tenth_of_the_gaps_is_as_many_as_the_gateway_counts(count):
+    gaps = Gaps()
+    gaps.add(1.0)
+    for _ in range(count - 1):
+        gaps.add(0.0)
+    assert 1.0 / longest_gaps(count + 1) == pytest.approx(gaps.tbt_s)
 
 
 def test_kinds_of_work_are_corrected_apart():
