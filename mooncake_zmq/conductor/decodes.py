@@ -118,7 +118,7 @@ class Decodes(Columns[DecodeNode]):
         reserved_ours = sum([booking.reserved for booking in node.coming])
         self.there[slot] = there = load.running + max(0, load.reserved - reserved_ours)
         self.context[slot] = load.context_tokens
-        self.max_batch[slot] = load.max_batch
+        self.max_batch[slot] = max(1, load.max_batch)
         self.held[slot] = load.capacity_tokens - load.free_tokens
         self.scale[slot] = scale = node.step.factor
         self.step_s[slot] = scale * self._costs.step_s(max(1, min(there, load.max_batch)), load.context_tokens)

@@ -213,10 +213,12 @@ class Executor:
                 self._begin(job, [(self._copy, partial(self._probe, work))], [])
 
     def cancel(self, work_id: int) -> None:
-        """Ask a work to stop early; one that has ended is none."""
+        """Ask a work to stop early; one that has ended is none. A run of steps ends at its next border, which is no failure."""
         with self._lock:
             job = self._jobs.get(work_id)
-        if job:
+        if job and isinstance(job.work, DecodeStep) and job.work.steps > 1:
+            job.cut = True
+        elif job:
             self._stop(job, "cancelled")
 
     def close(self) -> None:
@@ -477,9 +479,14 @@ class Executor:
         for sequence, entry in zip(sequences, work.entries, strict=True):
             if sequence.length != entry.position:
                 sequence.set_length(entry.position)
-        logits = self._engine.decode(sequences, np.array([entry.token for entry in work.entries], np.int32))
-        tokens = tuple(sample(logits[row], entry.sampling, entry.position + 1) for row, entry in enumerate(work.entries))
-        return StepDecoded((tokens,), time.perf_counter() - began)
+        fed, made = tuple(entry.token for entry in work.entries), []
+        for step in range(1, work.steps + 1):
+            logits = self._engine.decode(sequences, np.array(fed, np.int32))
+            fed = tuple(sample(logits[row], entry.sampling, entry.position + step) for row, entry in enumerate(work.entries))
+            made.append(fed)
+            if job.cut or job.stopped or job.is_late():
+                break
+        return StepDecoded(tuple(made), time.perf_counter() - began)
 
     # --- copying whole blocks
 
@@ -634,6 +641,8 @@ class _Job:
     deadline: float
     parties: int = 0
     stopped: str = ""
+    cut: bool = False
+    """Of a run of steps: it ends at its next border."""
     result: Result | None = None
     conclude: Callable[[], Result] = _nothing
     prefix: "_Prefix | None" = None
