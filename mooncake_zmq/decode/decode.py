@@ -253,7 +253,7 @@ class Decode:
         effects = [] if current is None else self._tell_prefill(current, newer) + self._close(now, current)
         budget = self._layout.blocks_for(message.tokens + 1) * self._layout.block_tokens
         lack = self._lack(message, budget)
-        reason = lack or self._refusal(message, budget)
+        reason = lack or self._refusal(sender, message, budget)
         if reason is not None:
             self.counts.add("reservations_denied")
             return [*effects, self._denied(sender, message, reason, full=lack is not None)]
@@ -287,10 +287,11 @@ class Decode:
             return "too many requests"
         return "no KV left" if self._free_tokens < budget <= self._capacity_tokens else None
 
-    def _refusal(self, message: ReserveDecode, budget: int) -> str | None:
+    def _refusal(self, sender: str, message: ReserveDecode, budget: int) -> str | None:
         """What is wrong with the request here: it is tried a few times at most."""
-        if message.gateway not in self._peers:
-            return f"{message.gateway} is not reachable from {self.name}"
+        for peer in (message.gateway, sender):
+            if peer not in self._peers:
+                return f"{peer} is not reachable from {self.name}"
         size = self._layout.block_tokens
         if (
             message.tokens < 1
@@ -308,6 +309,7 @@ class Decode:
         request = next((r for r in self._requests.values() if r.lease_id == message.lease_id), None)
         if request is None or request.state is not RequestState.RESERVING:
             return self._pool.release(message.lease_id)
+        sources = sources[: len(request.request.reuse_keys)]  # no more than were asked for
         for block, source in enumerate(sources):
             request.sources[block] = source
             request.wanted.append((block, 0, self._layout.layers, source))

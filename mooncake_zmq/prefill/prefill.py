@@ -427,9 +427,11 @@ class Prefill:
             return self._pool.release(message.lease_id)
         job.leased = True
         job.estimate = None
+        sources = sources[: (job.length - 1) // self._layout.block_tokens - len(job.prefix)]  # no more than were asked for
+        remote = min(message.remote, len(sources))
         job.prefix += sources
-        job.remote_blocks += message.remote
-        job.local_blocks += len(sources) - message.remote
+        job.remote_blocks += remote
+        job.local_blocks += len(sources) - remote
         return []
 
     def _on_reserved(self, now: float, sender: str, message: DecodeReserved) -> list[Effect]:

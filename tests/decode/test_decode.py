@@ -986,3 +986,21 @@ def answer(node, rng):
         failed = {load.block for load in work.loads if rng.random() < 0.03}
         parts = [(x.block, n, part(x.block, n)) for x in work.loads for n in range(x.first_layer, x.stop_layer)]
         node.done(work_id, BlocksPulled(tuple(p for p in parts if p[0] not in failed), tuple(failed)))
+
+
+def test_a_lease_of_more_blocks_than_were_asked_for_is_cut():
+    node = Node()
+    node.reserve(length=6, prefill="p1", reuse=1)
+    refs = [SlotRef(node="c", incarnation=7, slot=slot, generation=1, checksum=5) for slot in range(6)]
+    node.say("c", leased(node.one(LeaseBlocks).lease_id, refs))
+    assert node.one(DecodeReserved, to="p1").held_blocks == 1
+    _, pull = node.work(PullBlocks)
+    assert len(pull.loads) == 1
+
+
+def test_a_reservation_of_somebody_unknown_is_denied():
+    node = Node()
+    del node.actor._peers["p0"]
+    node.reserve(length=6, prefill="p0", reuse=1)
+    assert "p0" in node.one(DecodeDenied).reason
+    assert not node.busy()

@@ -925,3 +925,14 @@ def answer(node, rng):
         node.progress(work_id, LayersComputed(1))
         bad = (0,) if work.prefix and rng.random() < 0.2 else ()
         node.computed(**{rng.choice(("failed", "corrupt")): bad})
+
+
+def test_a_lease_of_more_blocks_than_were_asked_for_is_cut():
+    node = Node()
+    node.start(tokens=prompt(10), reuse_blocks=2)
+    refs = [SlotRef(node="c", incarnation=7, slot=slot, generation=1, checksum=5) for slot in range(6)]
+    node.say("c", leased(node.one(LeaseBlocks).lease_id, refs, remote=6))
+    node.say("d", DecodeReserved(request_id="r", attempt=1, held_blocks=0))
+    _, chunk = node.work(ComputeChunk)
+    assert len(chunk.prefix) == 2
+    assert chunk.tokens == pack_tokens(prompt(10)[2 * B :])
