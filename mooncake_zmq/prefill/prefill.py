@@ -14,7 +14,6 @@ from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
     CloseSequence,
-    Drained,
     DrainWanted,
     Effect,
     Event,
@@ -32,10 +31,12 @@ from mooncake_zmq.core.actor import (
     WorkProgress,
 )
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
+    ChangeRole,
     DecodeDenied,
     DecodeReserved,
     FirstToken,
@@ -82,7 +83,15 @@ class Prefill:
     """One prefill instance."""
 
     def __init__(
-        self, *, name: str, host: str, incarnation: int, settings: PrefillSettings, layout: BlockLayout, costs: Costs
+        self,
+        *,
+        name: str,
+        host: str,
+        incarnation: int,
+        settings: PrefillSettings,
+        layout: BlockLayout,
+        costs: Costs,
+        may_become: str = "",
     ) -> None:
         if settings.chunk_tokens % layout.block_tokens:
             raise ValueError(f"chunk_tokens must be a multiple of the block size {layout.block_tokens}")
@@ -110,7 +119,7 @@ class Prefill:
         Else blocks that are intact but out of reach, hence reported to nobody, would fail one attempt after the other."""
         self._computing: tuple[int, Job] | None = None
         self._ids = Ids()
-        self._draining = False
+        self._leaving = Leaving(may_become, self.counts)
 
     @property
     def transitions(self) -> dict[str, int]:
@@ -151,7 +160,7 @@ class Prefill:
             case Started():
                 return [self._reports.begin(), self._renew_timer()]
             case DrainWanted():
-                self._draining = True
+                self._leaving.drain()
                 return self._report(now)
             case TimerFired() | WorkDone():
                 return []
@@ -181,6 +190,8 @@ class Prefill:
                 return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
             case ReclaimSlots():
                 return self._pool.on_reclaim(message)
+            case ChangeRole():
+                return self._report(now) if self._leaving.change(sender, message, self._peers) else []
             case ReportCorrupt(slots=refs):
                 return self._on_corrupt(refs)
             case _:
@@ -227,7 +238,7 @@ class Prefill:
         return {
             "gauges": self.gauges(now),
             **self._workload.dump(now),
-            "draining": self._draining,
+            "draining": self._leaving.draining,
             "jobs": [
                 {
                     "request": job.request.request_id,
@@ -255,7 +266,7 @@ class Prefill:
         reason = lack or self._refusal(message, length)
         if reason is not None:
             self.counts.add("jobs_refused")
-            avoid = "" if message.decode in self._peers else message.decode
+            avoid = "" if self._hears(message.decode) else message.decode
             return [*effects, self._failed(sender, message, reason, full=lack is not None, avoid=avoid)]
         rank = self._workload.rank(now, message)
         job = Job(request=message, gateway=sender, order=self._ids.new(), rank=rank, arrived_at=now)
@@ -265,7 +276,7 @@ class Prefill:
 
     def _lack(self) -> str | None:
         """What may be otherwise soon: such an attempt counts as one that found no room."""
-        if self._draining:
+        if self._leaving.draining:
             return "prefill is draining"
         return "prefill queue is full" if self._turns.waiting >= self._settings.max_queued else None
 
@@ -277,7 +288,7 @@ class Prefill:
             return "keys do not match tokens"
         if self._layout.blocks_for(length) > self.slots.capacity:
             return "prompt is longer than the slab"
-        return None if message.decode in self._peers else f"{message.decode} is not reachable from {self.name}"
+        return None if self._hears(message.decode) else f"{message.decode} is not reachable from {self.name}"
 
     def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
         job = self._jobs.get(message.request_id)
@@ -703,13 +714,19 @@ class Prefill:
     def _report(self, now: float) -> list[Effect]:
         room = max(0, self._settings.max_queued - self._turns.waiting)
         jobs = [job for job in self._turns if job.state is not JobState.ABANDONED]
-        return self._reports.send(now, self._workload.report(now, jobs, room=room, draining=self._draining), self._peers)
+        load = self._workload.report(now, jobs, room=room, draining=self._leaving.draining)
+        return self._reports.send(now, load, self._peers)
 
     def _drained(self) -> list[Effect]:
         idle = not (self._jobs or self._abandoned or self._pool.puts)
-        return [Drained()] if self._draining and idle else []
+        return self._leaving.drained(idle=idle)
 
     # --- leaves
+
+    def _hears(self, decode: str) -> bool:
+        """Whether there is such a decode: a node that was one when the request was placed may have become a prefill since."""
+        peer = self._peers.get(decode)
+        return peer is not None and peer.role == "decode"
 
     def _job(self, decode: str, request_id: str, attempt: int) -> Job | None:
         job = self._jobs.get(request_id)
