@@ -1,8 +1,8 @@
 """Whether prefills or decodes have too much to do, and which node changes sides; never where a request goes. PURE.
 
-A role's load is how near it is to a bound: predicted times as a share of the SLO, or the share of engines and KV in use, which
-tells of a shortage before times do. A node changes only after the load was lopsided for long, one at a time, and then nothing
-happens for longer still: each change costs a drain, a start and what was kept in that node's memory.
+A role's load is how near it is to a bound: of prefills the predicted time to a first token, of decodes the gap between tokens
+or the places and KV in use, of which refusals hide the shortage from times. A node changes only after the load was lopsided for
+long, one at a time, and then nothing happens for longer still: each change costs a drain, a start and what its memory held.
 """
 
 import math
@@ -25,9 +25,9 @@ BALANCE = ("balance",)
 SAMPLES = 10
 """Looks at the loads in `role_change_after_s`; one weighs `WEIGHT` in their mean, the earlier ones together the rest."""
 WEIGHT = 0.3
-BUSY = 0.75
+BUSY = 0.8
 """A role with a smaller load is in no need, however idle the other one is."""
-QUIET = 4
+QUIET = 2
 """After a change nothing happens for this many times `role_change_after_s`."""
 PATIENCE = 10
 """A change that has not come about after this many times `role_change_after_s` is forgotten."""
@@ -37,11 +37,13 @@ TYPICAL_WEIGHT = 0.02
 """Of one request in what is typical: the last fifty or so count."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """Loads of the roles, 1 being their bound, and how many nodes bear each."""
+    """Loads of the roles, 1 being their bound, and how many nodes bear each. `busy`: share of the prefills that compute; one
+    that does so without a break is no reason to have more of them, but none to have fewer either."""
 
     prefill: float
+    busy: float = 0.0
     decode: float
     prefills: int
     decodes: int
@@ -50,7 +52,7 @@ class Loads:
         """The role that needs a node more than the other would with one fewer; None if there is none."""
         sides: tuple[tuple[Role, float, float, int], ...] = (
             ("prefill", self.prefill, self.decode, self.decodes),
-            ("decode", self.decode, self.prefill, self.prefills),
+            ("decode", self.decode, max(self.prefill, self.busy), self.prefills),
         )
         for role, own, others, givers in sides:
             if givers > 1 and own >= BUSY and own > ratio * others * givers / (givers - 1):
@@ -222,10 +224,9 @@ class Balance:
         sample = self._sample(now)
         before = self._mean or sample
         self._mean = [old + WEIGHT * (new - old) for old, new in zip(before, sample, strict=True)]
-        drain = len(self._working("prefill")) + len(self._working("decode")) < len(self._prefills.nodes) + len(
-            self._decodes.nodes
-        )
-        if self._change is not None or drain or now < self._quiet_until:
+        working = len(self._working("prefill")) + len(self._working("decode"))
+        drains = working < len(self._prefills.nodes) + len(self._decodes.nodes)
+        if self._change is not None or drains or now < self._quiet_until:
             self._lopsided.reset()
             return []
         role = self._lopsided.see(now, self._loads())
@@ -233,27 +234,31 @@ class Balance:
         return self._begin(now, giver, role) if role is not None and giver is not None else []
 
     def _sample(self, now: float) -> list[float]:
-        """As a typical request would find them now."""
+        """As a typical request would find them now: see `_loads`."""
         settings, (work_s, tokens) = self._settings, self._typical
         queued_s = self._prefills.queued_s(now)[[node.slot for node in self._working("prefill")]]
+        waits = [(float(queued_s.mean()) + work_s) / settings.ttft_slo_s, float((queued_s > 0).mean())] if len(queued_s) else []
         decodes = [node for node in self._decodes.nodes if not node.draining]
+        if not decodes:
+            return [*(waits or [0.0, 0.0]), 0.0, 0.0]
         typical = max(1.0, self._outputs.typical)
         gaps_s, _ = self._decodes.tbt_s(now, own_tokens=tokens, expected_tokens=typical, stay_tokens=typical)
+        gap = float(gaps_s[[node.slot for node in decodes]].mean()) / settings.tbt_slo_s
         known = [node.load for node in decodes if node.load is not None]
-        used = [1 - load.free_tokens / max(1, load.capacity_tokens) for load in known]
-        return [
-            (float(queued_s.mean()) + work_s) / settings.ttft_slo_s if len(queued_s) else 0.0,
-            float((queued_s > 0).mean()) if len(queued_s) else 0.0,
-            float(gaps_s[[node.slot for node in decodes]].mean()) / settings.tbt_slo_s if decodes else 0.0,
-            sum(used) / len(used) if used else 0.0,
-        ]
+        used = sum(map(_in_use, known)) / max(1, len(known))
+        return [*(waits or [0.0, 0.0]), gap, used]
 
     def _loads(self) -> Loads:
         """A role without any node has more to do than it can."""
         wait, busy, gap, used = self._mean or [0.0] * 4
         prefills, decodes = len(self._working("prefill")), len(self._working("decode"))
-        prefill, decode = max(wait, busy) if prefills else math.inf, max(gap, used) if decodes else math.inf
-        return Loads(prefill, decode, prefills, decodes)
+        return Loads(
+            prefill=wait if prefills else math.inf,
+            busy=busy,
+            decode=max(gap, used) if decodes else math.inf,
+            prefills=prefills,
+            decodes=decodes,
+        )
 
     def _idlest(self, now: float, role: Role) -> Member | None:
         """Of those that may become `role` the one with the least to finish."""
@@ -303,3 +308,9 @@ class Balance:
             return []
         self._armed = True
         return [SetTimer(BALANCE, self._every_s)]
+
+
+def _in_use(load: DecodeLoad) -> float:
+    """Share of the batch's places or of the KV, whichever is scarcer. What is reserved for requests that a slow prefill keeps
+    waiting is no load of the decode's."""
+    return max(load.running / max(1, load.max_batch), load.context_tokens / max(1, load.capacity_tokens))

@@ -85,7 +85,7 @@ class ConductorSettings:
     """Leading blocks of a prompt that are followed and copied: 16,000 tokens in blocks of 32."""
     role_change_after_s: float = 0.0
     """A node that `may_become` the other of prefill and decode is asked to once the load was lopsided for this long, one node
-    at a time, and after a change none for four times as long. 0: never but when the operator asks. To drain and to start anew
+    at a time, and after a change none for twice as long. 0: never but when the operator asks. To drain and to start anew
     takes a node away for half a minute or more and empties its memory, so minutes: 120 to 600. Needs both SLOs: they say what
     a role's load is a share of."""
     role_change_ratio: float = 1.5
