@@ -25,6 +25,8 @@ BALANCE = ("balance",)
 SAMPLES = 10
 """Looks at the loads in `role_change_after_s`; one weighs `WEIGHT` in their mean, the earlier ones together the rest."""
 WEIGHT = 0.3
+ACTING = 3
+"""Looks without a request since, after which another conductor is taken to be asked."""
 BUSY = 0.8
 """A role with a smaller load is in no need, however idle the other one is."""
 QUIET = 2
@@ -218,7 +220,7 @@ class Balance:
     # --- looking
 
     def _is_acting(self, now: float) -> bool:
-        return self._after_s > 0 and now - self._asked_at <= self._after_s
+        return self._after_s > 0 and now - self._asked_at <= ACTING * self._every_s
 
     def _look(self, now: float) -> list[Effect]:
         sample = self._sample(now)
