@@ -223,7 +223,8 @@ class Conductor:
             return []
         if role in ("gateway", "prefill", "decode"):
             for booking in self._bookings.all():
-                if peer in (booking.key[0], booking.placed.prefill, booking.placed.decode):
+                placed = booking.placed
+                if peer in (booking.key[0], placed.prefill, placed.decode, *placed.stages):
                     self._unbook(now, booking.key)
         self._members.leave(peer)
         match role:
@@ -344,6 +345,7 @@ class Conductor:
         self._bookings.add(booking)
         self._balance.placed(decided[0].work_s, schedule.tokens)
         self.counts.add("placed")
+        self.counts.add("pipelines_placed", bool(booking.placed.stages))
         self.counts.add(_PLANS[bool(booking.placed.sources), booking.placed.reuse_blocks > 0])
         return booking.placed
 
@@ -398,7 +400,8 @@ class Conductor:
         assert booking is not None
         self._bookings.remove(booking)
         placed = booking.placed
-        self._prefills.unbook(now, self._prefills.by_name[placed.prefill], placed.booking)
+        for name in (placed.prefill, *placed.stages):
+            self._prefills.unbook(now, self._prefills.by_name[name], placed.booking)
         self._decodes.unbook(self._decodes.by_name[placed.decode], booking)
 
     def _is_due(self, now: float) -> bool:
@@ -428,7 +431,7 @@ class Conductor:
             for number in prefill.unseen:
                 known = self._bookings.numbered(number)
                 assert known is not None, f"{number} is not booked"
-                assert known.placed.prefill == prefill.name, f"{number} is not booked on {prefill.name}"
+                assert prefill.name in (known.placed.prefill, *known.placed.stages), f"{number} is not booked on {prefill.name}"
         for decode in self._decodes.nodes:
             for booking in decode.coming:
                 assert self._bookings.numbered(booking.placed.booking) is booking, f"{booking.key} is not booked"

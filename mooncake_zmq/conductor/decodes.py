@@ -6,7 +6,6 @@ spread and so leave evenly, over as long as a request stays; one on its way leav
 full waits for a place, and that wait stands in its gap between the first two tokens.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +16,7 @@ from mooncake_zmq.conductor.columns import Cells, Columns, Floats
 from mooncake_zmq.conductor.corrections import Accuracy, Correction
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.gaps import longest_gaps
 from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, Measured
 
 UNLIMITED = float(1 << 40)
@@ -118,7 +118,7 @@ class Decodes(Columns[DecodeNode]):
         reserved_ours = sum([booking.reserved for booking in node.coming])
         self.there[slot] = there = load.running + max(0, load.reserved - reserved_ours)
         self.context[slot] = load.context_tokens
-        self.max_batch[slot] = load.max_batch
+        self.max_batch[slot] = max(1, load.max_batch)
         self.held[slot] = load.capacity_tokens - load.free_tokens
         self.scale[slot] = scale = node.step.factor
         self.step_s[slot] = scale * self._costs.step_s(max(1, min(there, load.max_batch)), load.context_tokens)
@@ -178,7 +178,7 @@ class Decodes(Columns[DecodeNode]):
         tbt = self.scale * step
         over = batch - self.max_batch
         if over[over.argmax()] > -1.0:
-            tbt = self._waiting(tbt, batch, over + 1.0, stay_s / longest_gaps(expected_tokens))
+            tbt = self._waiting(tbt, batch, over + 1.0, stay_s / longest_gaps(int(expected_tokens) - 1))
         return tbt, batch
 
     def _waiting(self, tbt: Floats, batch: Floats, over: Floats, stay_s: Floats) -> Floats:
@@ -196,6 +196,10 @@ class Decodes(Columns[DecodeNode]):
             gone = np.minimum(wait_s / (stay_tokens * self.step_s), 1.0)
             fits = (self.free + self.held * gone >= need_tokens) & (self.places + self.there * gone >= 1)
         return fits
+
+    def growth_s(self, slot: int, tokens: float) -> float:
+        """What a step takes longer for so many more tokens of KV."""
+        return float(self.scale[slot]) * self._costs.decode_context_s * tokens
 
     def alone_s(self, slot: int, own_tokens: float) -> float:
         """The gap between tokens if the request were the only one there."""
@@ -258,8 +262,3 @@ class Decodes(Columns[DecodeNode]):
         before = node.step.factor
         if node.step.report(now, measured):
             self._accuracy.add("step", measured.seconds, before * measured.predicted_s)
-
-
-def longest_gaps(tokens: float) -> int:
-    """How many gaps the longest tenth of an output's gaps are."""
-    return max(1, math.ceil((tokens - 1) / 10))

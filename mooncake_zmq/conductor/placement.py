@@ -2,6 +2,7 @@
 PURE."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,11 +12,13 @@ from mooncake_zmq.conductor.bookings import Booking, BookingKey, Bookings
 from mooncake_zmq.conductor.columns import Floats
 from mooncake_zmq.conductor.corrections import OutputLengths
 from mooncake_zmq.conductor.decodes import DecodeChoice, Decodes
+from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.routing import Plans, PrefillChoice, Router
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.conductor.transfers import Transfers
+from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import Placed, Rejected, RejectReason, Schedule
 
@@ -47,6 +50,7 @@ class Placement:
         bookings: Bookings,
     ) -> None:
         self._settings = settings
+        self._costs = costs
         self._block_tokens = block_tokens
         self._prefills = prefills
         self._decodes = decodes
@@ -63,6 +67,8 @@ class Placement:
         prefill = self._choose_prefill(now, schedule, plans)
         if isinstance(prefill, tuple):
             return prefill
+        if self._settings.pipeline_stages > 1:
+            prefill = self._in_pipeline(schedule, plans, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, schedule.priority)
         late_s = admission.late_prefill(self._settings, schedule, prefill, ttft_s)
         if late_s is not None:
@@ -92,6 +98,7 @@ class Placement:
             tbt_s=min(decode.tbt_s, MAX_PREDICTION_S),
             booking=number,
             tbt_slo_s=admission.promised_tbt_s(self._settings, schedule),
+            stages=tuple([node.name for node in prefill.stages]),
         )
         expected = self._outputs.expected(schedule.max_tokens)
         booking = Booking(
@@ -106,8 +113,10 @@ class Placement:
             max_tokens=schedule.max_tokens,
         )
         self._outputs.placed(expected)
-        rank = self._prefills.rank(now, prefill.node, prefill.work_s, schedule.priority)
-        self._prefills.book(now, prefill.node, (rank, prefill.work_s, number))
+        work_s = prefill.share_s if prefill.stages else prefill.work_s
+        for node in (prefill.node, *prefill.stages):
+            rank = self._prefills.rank(now, node, work_s, schedule.priority)
+            self._prefills.book(now, node, (rank, work_s, number))
         self._decodes.book(decode.node, booking)
         if prefill.sources:
             self._transfers.book(now, prefill.sources[0], prefill.home, prefill.fetch_s)
@@ -143,6 +152,29 @@ class Placement:
             shortest_s = min(float(self._prefills.queued_s(now).min()), admission.MAX_RETRY_S)
             return RejectReason.NO_ROOM, admission.bounded(shortest_s / 2)
         return RejectReason.NO_PREFILL, admission.NO_NODE_RETRY_S
+
+    def _in_pipeline(self, schedule: Schedule, plans: Plans, choice: PrefillChoice) -> PrefillChoice:
+        """With others that compute a long prompt together with it, if that is sooner."""
+
+        def candidate(node: PrefillNode) -> Candidate:
+            held = 0 if plans.local is None else int(plans.local[node.slot])
+            reuse = choice.reuse_blocks if node is choice.node else held
+            return Candidate(node.name, float(plans.queue_s[node.slot]), node.compute.factor, reuse)
+
+        usable = [node for node in self._prefills.nodes if not node.closed and node.name not in schedule.exclude]
+        pipeline = form_pipeline(
+            candidate(choice.node),
+            map(candidate, usable),
+            ttft_s=choice.ttft_s,
+            tokens=schedule.tokens,
+            block_tokens=self._block_tokens,
+            settings=self._settings,
+            costs=self._costs,
+        )
+        if pipeline is None:
+            return choice
+        stages = tuple([self._prefills.by_name[name] for name in pipeline.stages])
+        return replace(choice, queue_s=pipeline.queue_s, work_s=pipeline.work_s, stages=stages, share_s=pipeline.share_s)
 
     def _pushes_others(self, now: float, schedule: Schedule, choice: PrefillChoice) -> bool:
         """Whether it would go before a job that was promised a time and would then miss it."""
@@ -180,7 +212,7 @@ class Placement:
         decodes, stay_tokens = self._decodes, max(1.0, self._outputs.typical)
         if not decodes.nodes:
             return RejectReason.NO_DECODE, admission.NO_NODE_RETRY_S
-        at = now if self._settings.admission == "early" else now + ttft_s
+        at = now if self._settings.admission in ("baseline", "early") else now + ttft_s
         tbt_s, batch = decodes.tbt_s(at, own_tokens=schedule.tokens, expected_tokens=expected, stay_tokens=stay_tokens)
         roomy = decodes.roomy(prefill.queue_s, self.need_tokens(schedule, expected), stay_tokens)
         score = np.where(roomy, tbt_s, np.inf) + decodes.closed
@@ -188,7 +220,9 @@ class Placement:
         if slot is None:
             return self._no_decode(stay_tokens)
         alone_s = decodes.alone_s(slot, schedule.tokens)
-        return DecodeChoice(decodes.nodes[slot], float(tbt_s[slot]), float(batch[slot]), alone_s)
+        grown_s = decodes.growth_s(slot, gaps.growth_tokens(float(batch[slot]) + 1, expected))
+        promised_s = gaps.tbt_s(float(tbt_s[slot]) + grown_s, expected)
+        return DecodeChoice(decodes.nodes[slot], promised_s, float(batch[slot]), gaps.tbt_s(alone_s, expected))
 
     def _best_decode(self, score: Floats, prefill: PrefillNode, exclude: tuple[str, ...]) -> int | None:
         preferred = score

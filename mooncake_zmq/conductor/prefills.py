@@ -14,7 +14,7 @@ from mooncake_zmq.conductor.columns import Cells, Columns, Floats
 from mooncake_zmq.conductor.corrections import Accuracy, Correction
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import PrefillLoad
+from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad
 
 Job = tuple[float, float, int]
 """Rank, as a time; seconds of work left; number of the booking, 0 if it is not known."""
@@ -61,10 +61,6 @@ class PrefillNode:
     def closed(self) -> bool:
         """It takes nothing new, or could not queue it."""
         return self.draining or self.room <= len(self.unseen)
-
-    def ahead_s(self, now: float, rank: float) -> float:
-        """Work that a job of this rank finds ahead of it."""
-        return max(0.0, sum(left for other, left, _ in self.jobs if other <= rank) - (now - self.as_of))
 
     def settle(self, now: float) -> None:
         """Work off the front of the queue, a second per second."""
@@ -145,7 +141,8 @@ class Prefills(Columns[PrefillNode]):
         named = dict.fromkeys(job.booking for job in load.jobs if job.booking)
         horizon = now - self._grace_s
         node.unseen = {n: (at, job) for n, (at, job) in node.unseen.items() if n not in named and at > horizon}
-        computed = [(number, now) for number in node.named if number not in named]
+        complete = len(load.jobs) < MAX_REPORTED
+        computed = [(number, now) for number in node.named if number not in named] if complete else []
         node.named = named
         jobs: list[Job] = [(now + job.rank_s, job.left_s, job.booking) for job in load.jobs]
         jobs += [job for _, job in node.unseen.values()]

@@ -37,6 +37,10 @@ class PrefillChoice:
     work_s: float
     fetch_s: float
     home: int
+    stages: tuple[PrefillNode, ...] = ()
+    """Those that compute the later layers, see `pipeline`."""
+    share_s: float = 0.0
+    """What each of them and `node` compute, if there are any."""
 
     @property
     def ttft_s(self) -> float:

@@ -32,6 +32,7 @@ from mooncake_zmq.core.actor import (
     WorkProgress,
 )
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.gaps import growth_tokens
 from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     MAX_REPORTED,
@@ -320,7 +321,7 @@ class Decode:
             return self._pool.release(message.lease_id)
         for block, source in enumerate(sources):
             request.sources[block] = source
-            request.wanted.append((block, 0, self._layout.layers))
+            request.wanted.append((block, 0, self._layout.layers, source))
         request.held_pull = bool(sources)
         return self._reserved(request, len(sources)) + self._pull(now, request)
 
@@ -341,13 +342,16 @@ class Decode:
         stop = message.first_block + len(message.sources)
         if stop > self._layout.blocks_for(request.request.tokens):
             return self._fail(now, request, "more blocks than the prompt has")
+        first_layer, stop_layer = message.first_layer, message.stop_layer or self._layout.layers
+        if not first_layer < stop_layer <= self._layout.layers:
+            return self._fail(now, request, "layers that the model does not have")
         if not message.ready:
             request.groups[message.first_block] = Group(stop)
         for block, source in enumerate(message.sources, message.first_block):
             if block >= request.held_blocks:
                 request.sources[block] = source
                 if message.ready:
-                    request.wanted.append((block, 0, self._layout.layers))
+                    request.wanted.append((block, first_layer, stop_layer, source))
         if stop == self._layout.blocks_for(request.request.tokens) and not request.promised:
             request.promised = True
             refused = self._refuse(now, request)
@@ -356,19 +360,21 @@ class Decode:
         return self._pull(now, request)
 
     def _refuse(self, now: float, request: Request) -> list[Effect] | None:
-        """Its prefill is nearly done: would the steps be too long with it in the batch? None if it may come. A resumed request
-        is not refused, nor one that will not take a step here."""
+        """Its prefill is nearly done: would the steps be too long with it in the batch, for itself or for what others were
+        promised? None if it may come. A resumed request is not refused, nor one that will not take a step here."""
         message = request.request
         if message.tbt_slo_s <= 0 or message.first_index or request.left <= 1:
             return None
-        others = [Place(r.context, max(0, r.left)) for r in self._requests.values() if r.promised and r is not request]
+        promised = [r for r in self._requests.values() if r.promised and r is not request]
+        others = [Place(r.context, max(0, r.left)) for r in promised]
+        batch = min(len(others) + 1, self._settings.max_batch)
         wait_s = retry_after_s(
             self._costs,
             slowness=self._pace.ratio(now),
-            slo_s=message.tbt_slo_s,
+            slo_s=min([request.longest_step_s, *(r.longest_step_s for r in promised)]),
             max_batch=self._settings.max_batch,
             others=others,
-            own_context=request.context,
+            own_context=request.context + int(growth_tokens(batch, request.left)),
         )
         if wait_s is None:
             return None
@@ -389,7 +395,7 @@ class Decode:
         if request is None or group is None or not group.wanted_layers < message.stop_layer <= self._layout.layers:
             return []
         for block in range(max(message.first_block, request.held_blocks), group.stop_block):
-            request.wanted.append((block, group.wanted_layers, message.stop_layer))
+            request.wanted.append((block, group.wanted_layers, message.stop_layer, request.sources[block]))
         group.wanted_layers = message.stop_layer
         return self._pull(now, request)
 
@@ -399,8 +405,8 @@ class Decode:
             return []
         size, tokens = self._layout.block_tokens, request.request.tokens
         loads = tuple(
-            BlockLoad(block, request.sources[block], first, stop, min(size, tokens - block * size))
-            for block, first, stop in request.wanted
+            BlockLoad(block, source, first, stop, min(size, tokens - block * size))
+            for block, first, stop, source in request.wanted
         )
         deadline_s = self._settings.pull_deadline_s
         if request.held_pull:
@@ -469,11 +475,24 @@ class Decode:
         request.made, request.last, request.promised = 1, done.token, True
         message = request.request
         received = HandoffReceived(request_id=message.request_id, attempt=message.attempt)
-        effects: list[Effect] = [Send(request.prefill, received)]
+        effects: list[Effect] = [Send(request.prefill, received), *self._offer_prompt(now, request, done)]
         if message.stop.reason(done.token, request.count) is not None:
             return effects + self._close(now, request)
         if self._step is not None and len(self._step.members) < self._settings.max_batch:
             effects += self._interrupt()
+        return effects
+
+    def _offer_prompt(self, now: float, request: Request, done: HandoffDone) -> list[Effect]:
+        """A pipeline's blocks are whole here for the first time: the pool gets them from here."""
+        keys, size, complete = done.keys, self._layout.block_tokens, request.request.tokens // self._layout.block_tokens
+        if not keys or len(keys) > complete or len(done.block_tokens) != len(keys) * size * 4:
+            return []
+        sources = [SequenceBlock(request.sequence, block) for block in range(complete - len(keys), complete)]
+        parent, tokens = done.parent, done.block_tokens
+        effects = self._pool.put(now, self._ids.new(), keys, sources, request, parent=parent, tokens=tokens)
+        if effects is None:
+            return []
+        request.in_flight += 1
         return effects
 
     def _on_handoff_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:

@@ -438,10 +438,11 @@ class _Process:
 
     def _peers(self) -> dict[str, str]:
         node, config = self.node, self.config
+        talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1)
         return {
             peer.name: config.endpoint(peer)
             for peer in config.nodes
-            if peer.name != node.name and may_talk(node.roles, node.host, peer.roles, peer.host)
+            if peer.name != node.name and talk(node.roles, node.host, peer.roles, peer.host)
         }
 
     def _attend(self, on_drain: Any = lambda: None) -> None:

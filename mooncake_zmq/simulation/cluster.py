@@ -1,6 +1,6 @@
 """The cluster every seed runs: the live actors with settings small enough that pools evict, decodes preempt, leases expire."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ class ClusterSettings:
         decode_request_s=0.0011,
     )
     prefill: PrefillSettings = PrefillSettings(
-        slab_bytes=48 * SLOT_BYTES, chunk_tokens=32, max_active=3, work_deadline_s=6.0, pool=POOL
+        slab_bytes=48 * SLOT_BYTES, chunk_tokens=32, max_active=3, overtake=1.0, work_deadline_s=6.0, pool=POOL
     )
     decode: DecodeSettings = DecodeSettings(
         capacity_tokens=304, max_batch=6, max_requests=8, pull_deadline_s=3.0, step_deadline_s=5.0, pool=POOL
@@ -71,6 +71,20 @@ class ClusterSettings:
     )
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
+    @classmethod
+    def of_seed(cls, seed: int) -> "ClusterSettings":
+        """Every third seed computes longer prompts in pipelines of up to three prefills."""
+        plain = cls()
+        if seed % 3 != 1:
+            return plain
+        conductor = replace(
+            plain.conductor,
+            pipeline_stages=3,
+            pipeline_min_tokens=3 * BLOCK_TOKENS,
+            pipeline_chunk_tokens=2 * BLOCK_TOKENS,
+        )
+        return replace(plain, conductor=conductor, prefill=replace(plain.prefill, chunk_tokens=2 * BLOCK_TOKENS))
+
     def of_role(self, role: Role) -> Any:
         """The settings of one role's nodes."""
         return getattr(self, role.replace("-", "_"))
@@ -81,6 +95,7 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
     places = {f"gateway-{i + 1}": HOSTS[i] for i in range(2)} | {name: HOSTS[i] for i, name in enumerate(CONDUCTORS)}
     for role in ("prefill", "decode", "cache-node"):
         places |= {f"{role}-{host}": host for host in HOSTS}
+    talk = partial(may_talk, pipelines=settings.conductor.pipeline_stages > 1)
     return [
         ProcessSpec(
             name=name,
@@ -89,7 +104,7 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
             peers=tuple(
                 other
                 for other, there in places.items()
-                if other != name and may_talk(_roles_of(name), host, _roles_of(other), there)
+                if other != name and talk(_roles_of(name), host, _roles_of(other), there)
             ),
             make=partial(_make, settings, role, name, host),
             slots=PARTS[role].segment_slots(settings.of_role(role), settings.layout),

@@ -34,7 +34,9 @@ from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill
+from mooncake_zmq.prefill.stages import Stages
 from mooncake_zmq.simulation import disk, hardware
 from mooncake_zmq.simulation.faults import FaultKind
 
@@ -325,6 +327,28 @@ def _undrained() -> list[tuple[Any, str, Any]]:
     return [(Leaving, "drained", at_once)]
 
 
+def _stale_hidden() -> list[tuple[Any, str, Any]]:
+    """A stage writes a chunk's hidden states over those that the next stage has still to read, under the same generation."""
+
+    def hurried(self: Any, stage: int) -> bool:
+        chunk = self._begun[stage]
+        return chunk < len(self._chunks) and (stage == 0 or self._done[stage - 1] > chunk)
+
+    def taken(self: Any, slots: Slots, chunk: int, count: int) -> list[int]:
+        first = chunk % BUFFERS * (len(self.slots) // BUFFERS)
+        return list(self.slots[first : first + count])
+
+    def always(*_: object) -> bool:
+        return True
+
+    return [
+        (Group, "may_begin", hurried),
+        (HiddenSlots, "take", taken),
+        (Stages, "_follows", always),
+        (Stages, "check", _silent),
+    ]
+
+
 K = FaultKind
 PLANTED: dict[str, Planted] = {
     "evict_leased": Planted("evict ignoring leases", ("I2", "I1"), (K.SLOW, K.SLOW), _evict_leased),
@@ -347,5 +371,6 @@ PLANTED: dict[str, Planted] = {
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
     "old_life_heard": Planted("an old life is heard", ("I6",), (K.CRASH, K.GARBAGE), _old_life_heard),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
+    "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
     "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),
 }

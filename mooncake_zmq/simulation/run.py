@@ -62,7 +62,7 @@ def run_seed(
 
 def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], trace: bool) -> None:
     random = Random(result.seed)
-    settings = ClusterSettings()
+    settings = ClusterSettings.of_seed(result.seed)
     specs = processes(settings)
     work = generate(random, workload, settings.layout)
     more = replace(workload, requests=4, max_turns=2, window_s=1.0, cancel_share=0.0, starts_at=SAFETY_S + SETTLE_S)

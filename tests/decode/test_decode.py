@@ -374,6 +374,65 @@ def test_handoff_messages_before_the_reservation_or_of_another_attempt_change_no
     assert node.busy()["requests_waiting"] == 1
 
 
+def stage(node, first_layer, stop_layer, *, prefill="p0", count=2):
+    """A pipeline's stage on `p1` has written its layers of the first blocks."""
+    sources = tuple(
+        SlotRef(node="p1", incarnation=7, slot=10 * first_layer + i, generation=1, checksum=0) for i in range(count)
+    )
+    node.say(
+        prefill,
+        HandoffBlocks(
+            request_id="r",
+            attempt=1,
+            first_block=0,
+            sources=sources,
+            ready=True,
+            first_layer=first_layer,
+            stop_layer=stop_layer,
+        ),
+    )
+
+
+def test_layers_of_a_block_come_from_the_stages_that_computed_them_and_the_pool_gets_it_whole(node):
+    node.reserve(length=8)
+    stage(node, 0, 1)
+    loads = node.work(PullBlocks)[1].loads
+    assert {(load.block, load.first_layer, load.stop_layer, load.source.slot) for load in loads} == {(0, 0, 1, 0), (1, 0, 1, 1)}
+    node.pulled()
+    stage(node, 1, 2)
+    loads = node.work(PullBlocks)[1].loads
+    assert {(load.block, load.first_layer, load.stop_layer, load.source.slot) for load in loads} == {
+        (0, 1, 2, 10),
+        (1, 1, 2, 11),
+    }
+    node.pulled()
+    packed = pack_tokens(node.prompts["r"])
+    keys = tuple(extend_keys(ROOT, packed, B))
+    folded = block_checksum([block_sum(i) for i in range(2)])
+    done = HandoffDone(
+        request_id="r",
+        attempt=1,
+        layers=LAYOUT.layers,
+        blocks=2,
+        checksum=folded,
+        token=5,
+        index=0,
+        keys=keys,
+        block_tokens=packed,
+    )
+    node.say("p0", done)
+    assert node.one(HandoffReceived)
+    put = node.one(ReserveSlots, "c")
+    assert (put.keys, put.parent, put.tokens) == (keys, None, packed)
+
+
+@pytest.mark.parametrize("layers", [(1, 1), (0, 3), (2, 1)])
+def test_layers_that_the_model_does_not_have_fail_the_attempt(node, layers):
+    node.reserve(length=8)
+    stage(node, *layers)
+    assert node.one(AttemptFailed)
+
+
 def test_more_blocks_than_the_prompt_has_fail_the_attempt(node):
     node.reserve()
     node.blocks(count=3)
@@ -596,7 +655,7 @@ def test_a_request_that_would_make_the_steps_too_long_is_refused_when_its_prefil
     assert "requests_closing" not in node.busy()
 
 
-@pytest.mark.parametrize("changes", [{"tbt_slo_s": 0.045}, {"tbt_slo_s": 0.0}, {"first_index": 3}, {"max_tokens": 1}])
+@pytest.mark.parametrize("changes", [{"tbt_slo_s": 0.071}, {"tbt_slo_s": 0.0}, {"first_index": 3}, {"max_tokens": 1}])
 def test_others_are_not_refused(changes):
     """One that fits, one without a bound, one whose client has tokens, one that takes no step."""
     node = batch_of(3)
@@ -615,9 +674,27 @@ def test_an_empty_decode_refuses_nobody():
 def test_those_about_to_join_count_too():
     node = batch_of(1)
     for name in ("a", "b", "c"):
-        node.reserve(name, length=10, tbt_slo_s=0.035)
+        node.reserve(name, length=10, tbt_slo_s=0.06, max_tokens=12)
         node.blocks(name, ready=False)
     assert node.one(DecodeDenied).request_id == "c"
+
+
+def test_nobody_joins_whose_coming_breaks_a_promise_to_another():
+    node = batch_of(1)
+    node.reserve("promised", length=10, tbt_slo_s=0.04, max_tokens=12)
+    node.blocks("promised", ready=False)
+    node.reserve("easy", length=10, tbt_slo_s=10.0)
+    node.blocks("easy", ready=False)
+    assert node.one(DecodeDenied).request_id == "easy"
+
+
+def test_a_short_output_is_refused_where_a_long_one_may_come():
+    """Its longest tenth is its first gap alone."""
+    for max_tokens, refused in ((400, False), (12, True)):
+        node = batch_of(3)
+        node.reserve("r", length=10, tbt_slo_s=0.045, max_tokens=max_tokens)
+        node.blocks("r", ready=False)
+        assert bool(node.take(DecodeDenied)) is refused
 
 
 def test_who_comes_to_a_full_batch_waits_and_is_refused_for_that():

@@ -48,7 +48,9 @@ from mooncake_zmq.prefill.settings import PrefillSettings
 B = LAYOUT.block_tokens
 ROOT = namespace(model="m", layout="l")
 COSTS = Costs()
-BASE = PrefillSettings(slab_bytes=16 * LAYOUT.slot_bytes, chunk_tokens=2 * B, max_active=2, short_lane=1, max_queued=4)
+BASE = PrefillSettings(
+    overtake=1.0, slab_bytes=16 * LAYOUT.slot_bytes, chunk_tokens=2 * B, max_active=2, short_lane=1, max_queued=4
+)
 
 
 def prompt(length, base=0):
