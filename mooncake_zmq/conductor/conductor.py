@@ -7,6 +7,7 @@ what it placed until reports show it, so that many requests between two reports 
 import math
 from collections.abc import Iterator
 
+from mooncake_zmq.conductor.balance import BALANCE, Balance
 from mooncake_zmq.conductor.bookings import BookingKey, Bookings
 from mooncake_zmq.conductor.corrections import Accuracy, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
@@ -34,7 +35,7 @@ from mooncake_zmq.core.actor import (
     Started,
     TimerFired,
 )
-from mooncake_zmq.core.asks import SetCopies
+from mooncake_zmq.core.asks import SetCopies, SetRole
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
@@ -109,8 +110,23 @@ class Conductor:
             outputs=self._outputs,
             bookings=self._bookings,
         )
+        self._balance = Balance(
+            settings,
+            self.counts,
+            members=self._members,
+            prefills=self._prefills,
+            decodes=self._decodes,
+            outputs=self._outputs,
+        )
         self._picture = Picture(
-            settings, self._members, self._prefills, self._decodes, self._index, self._bookings, self._replication
+            settings,
+            self._members,
+            self._prefills,
+            self._decodes,
+            self._index,
+            self._bookings,
+            self._replication,
+            self._balance,
         )
 
     def handle(self, now: float, event: Event) -> list[Effect]:
@@ -119,7 +135,7 @@ class Conductor:
             case Received(sender, message):
                 return self._on_message(now, sender, message)
             case PeerUp(peer, incarnation, hello):
-                return self._on_peer_up(now, Member(peer, hello.role, hello.host, incarnation))
+                return self._on_peer_up(now, Member(peer, hello.role, hello.host, incarnation, hello.may_become))
             case PeerDown(peer, _):
                 return self._forget(now, peer)
             case TimerFired(key) if key == EXPIRY:
@@ -128,8 +144,13 @@ class Conductor:
                 return self._on_replicas(now)
             case TimerFired(key) if key == SWEEP:
                 return self._on_sweep()
+            case TimerFired(key) if key == BALANCE:
+                return self._balance.on_timer(now)
             case Asked(ask_id, SetCopies(key, copies)):
                 return self._on_copies_wanted(now, ask_id, bytes.fromhex(key), copies)
+            case Asked(ask_id, SetRole(node, role)):
+                answer, effects = self._balance.wish(now, node, role)
+                return [*effects, Answered(ask_id, answer)]
             case DrainWanted():
                 return [Drained()]
             case Started():
@@ -165,6 +186,7 @@ class Conductor:
         assert [node.name for node in self._decodes.nodes] == [member.name for member in self._members.of_role("decode")]
         self._prefills.check(now)
         self._decodes.check(now)
+        self._balance.check(now)
         self._check_bookings()
 
     def gauges(self, now: float) -> dict[str, float]:
@@ -192,7 +214,7 @@ class Conductor:
             case "cache-node":
                 self._index.join(member.name)
         self._settle_homes()
-        return effects
+        return effects + self._balance.joined(now, member)
 
     def _forget(self, now: float, peer: str) -> list[Effect]:
         """Nothing said by or placed on this peer counts any more; a cache-node announces its whole set when it is back."""
@@ -239,7 +261,7 @@ class Conductor:
             case "prefill", PrefillLoad() as load:
                 self._on_prefill_load(now, sender, load)
             case "decode", DecodeLoad() as load:
-                self._decodes.report(now, self._decodes.by_name[sender], load)
+                self._decodes.report(now, self._decodes.by_name[sender], self._balance.decode_load(sender, load))
             case "cache-node", CacheLoad() as load:
                 self._on_cache_load(now, sender, load)
             case "cache-node", BlocksAnnounced() as blocks:
@@ -249,6 +271,7 @@ class Conductor:
         return []
 
     def _on_prefill_load(self, now: float, sender: str, load: PrefillLoad) -> None:
+        load = self._balance.prefill_load(sender, load)
         for number, due in self._prefills.report(now, self._prefills.by_name[sender], load):
             booking = self._bookings.numbered(number)
             if booking is not None and booking.placed.prefill == sender:
@@ -289,7 +312,8 @@ class Conductor:
 
     def _on_schedule(self, now: float, gateway: str, schedule: Schedule) -> list[Effect]:
         key = (gateway, schedule.request_id)
-        effects = self._on_expiry(now) if self._is_due(now) else []
+        effects = self._balance.asked(now)
+        effects += self._on_expiry(now) if self._is_due(now) else []
         booking = self._bookings.get(key)
         if booking is not None and booking.placed.attempt >= schedule.attempt:
             if booking.placed.attempt > schedule.attempt:
@@ -319,6 +343,7 @@ class Conductor:
             self._unbook(now, oldest.key)
         booking = self._placement.commit(now, key, schedule, *decided)
         self._bookings.add(booking)
+        self._balance.placed(decided[0].work_s, schedule.tokens)
         self.counts.add("placed")
         self.counts.add("pipelines_placed", bool(booking.placed.stages))
         self.counts.add(_PLANS[bool(booking.placed.sources), booking.placed.reuse_blocks > 0])

@@ -148,6 +148,11 @@ class Decodes(Columns[DecodeNode]):
         if booking.row >= 0:
             self._dues.rows[booking.row, node.slot] = due
 
+    def close(self, node: DecodeNode) -> None:
+        """It was asked to leave: it takes nothing new."""
+        node.draining = True
+        self.closed[node.slot] = np.inf
+
     # --- what is asked
 
     def tbt_s(self, at: float, *, own_tokens: float, expected_tokens: float, stay_tokens: float) -> tuple[Floats, Floats]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mooncake_zmq.conductor.balance import Balance
 from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.membership import Membership
@@ -26,6 +27,7 @@ class Picture:
     index: PrefixIndex
     bookings: Bookings
     replication: Replication
+    balance: Balance
 
     def gauges(self, now: float) -> dict[str, float]:
         """Levels for metrics."""
@@ -42,6 +44,7 @@ class Picture:
             "capacity_prefills": len(self.prefills.nodes),
             "capacity_decodes": len(self.decodes.nodes),
             "capacity_cache_nodes": len(self.members.of_role("cache-node")),
+            **self.balance.gauges(now),
         }
 
     def dump(self, now: float) -> dict[str, object]:
@@ -59,6 +62,7 @@ class Picture:
                 "under_way": self.replication.under_way(now),
                 "chains": self.replication.dump(now, DUMPED_CHAINS),
             },
+            "balance": self.balance.dump(now),
             "bookings": [
                 {
                     "gateway": booking.key[0],

@@ -165,6 +165,11 @@ class Prefills(Columns[PrefillNode]):
             node.jobs = [job for job in node.jobs if job[2] != number]
             self._retell(node)
 
+    def close(self, node: PrefillNode) -> None:
+        """It was asked to leave: it takes nothing new."""
+        node.draining = True
+        self._set_closed(node)
+
     # --- what is asked
 
     def wait_s(self, now: float, work_s: Floats, priority: int) -> Floats:

@@ -136,6 +136,8 @@ class Hello(_Message, frozen=True):
     tokenizer: Text
     layout: Text
     segment: SegmentRef | None = None
+    may_become: Annotated[str, Meta(max_length=64)] = ""
+    """The role that a conductor may ask it to change to; empty: none."""
 
 
 # --- gateway <-> conductor
@@ -596,6 +598,13 @@ class ChangeReplica(_Message, frozen=True):
     sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
 
 
+class ChangeRole(_Message, frozen=True):
+    """Conductor -> prefill or decode: take nothing new, finish the rest, then come back as `role`. Where that is not permitted,
+    or the node ends already, nothing happens. Said twice it is as if said once."""
+
+    role: Name
+
+
 class ReportCorrupt(_Message, frozen=True):
     """These copies did not verify when read: forget them, so that they are misses."""
 
@@ -709,6 +718,7 @@ Message = (
     | ReclaimSlots
     | ChangeReplica
     | ReportCorrupt
+    | ChangeRole
     | StartStage
     | StageReady
     | StageChunk

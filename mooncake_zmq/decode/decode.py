@@ -16,7 +16,6 @@ from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
     CloseSequence,
-    Drained,
     DrainWanted,
     Effect,
     Event,
@@ -34,11 +33,13 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.gaps import growth_tokens
+from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     MAX_REPORTED,
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
+    ChangeRole,
     DecodeDenied,
     DecodeLoad,
     DecodeReserved,
@@ -101,7 +102,15 @@ class Decode:
     """One decode instance."""
 
     def __init__(
-        self, *, name: str, host: str, incarnation: int, settings: DecodeSettings, layout: BlockLayout, costs: Costs
+        self,
+        *,
+        name: str,
+        host: str,
+        incarnation: int,
+        settings: DecodeSettings,
+        layout: BlockLayout,
+        costs: Costs,
+        may_become: str = "",
     ) -> None:
         self.name = name
         self.host = host
@@ -125,7 +134,7 @@ class Decode:
         self._pace = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
         self._reports = Reports(settings.report_s)
         self._ids = Ids()
-        self._draining = False
+        self._leaving = Leaving(may_become, self.counts)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -160,7 +169,7 @@ class Decode:
             case Started():
                 return [self._reports.begin(), self._renew_timer()]
             case DrainWanted():
-                self._draining = True
+                self._leaving.drain()
                 return self._report(now)
             case TimerFired() | WorkProgress() | WorkDone():
                 return []
@@ -190,6 +199,8 @@ class Decode:
                 return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
             case ReclaimSlots():
                 return self._pool.on_reclaim(message)
+            case ChangeRole():
+                return self._report(now) if self._leaving.change(sender, message, self._peers) else []
             case _:
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
@@ -225,7 +236,7 @@ class Decode:
             "gauges": self.gauges(now),
             "step_s": self._step_s,
             "step": asdict(self._pace.measured(now)),
-            "draining": self._draining,
+            "draining": self._leaving.draining,
             "requests": [
                 {
                     "request": r.request.request_id,
@@ -281,7 +292,7 @@ class Decode:
 
     def _lack(self, message: ReserveDecode, budget: int) -> str | None:
         """What may be otherwise soon: such an attempt counts as one that found no room."""
-        if self._draining:
+        if self._leaving.draining:
             return "decode is draining"
         if len(self._requests) + len(self._closing) >= self._settings.max_requests:
             return "too many requests"
@@ -733,13 +744,13 @@ class Decode:
             step_s=self._step_s,
             step=self._pace.measured(now),
             bookings=tuple(bookings[:MAX_REPORTED]),
-            draining=self._draining,
+            draining=self._leaving.draining,
         )
         return self._reports.send(now, load, self._peers)
 
     def _drained(self) -> list[Effect]:
         idle = not (self._requests or self._closing or self._pool.puts)
-        return [Drained()] if self._draining and idle else []
+        return self._leaving.drained(idle=idle)
 
     # --- leaves
 

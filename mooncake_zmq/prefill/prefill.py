@@ -14,7 +14,6 @@ from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
     CloseSequence,
-    Drained,
     DrainWanted,
     Effect,
     Event,
@@ -32,10 +31,12 @@ from mooncake_zmq.core.actor import (
     WorkProgress,
 )
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
+    ChangeRole,
     DecodeDenied,
     DecodeReserved,
     EndStage,
@@ -92,7 +93,15 @@ class Prefill:
     """One prefill instance."""
 
     def __init__(
-        self, *, name: str, host: str, incarnation: int, settings: PrefillSettings, layout: BlockLayout, costs: Costs
+        self,
+        *,
+        name: str,
+        host: str,
+        incarnation: int,
+        settings: PrefillSettings,
+        layout: BlockLayout,
+        costs: Costs,
+        may_become: str = "",
     ) -> None:
         if settings.chunk_tokens % layout.block_tokens:
             raise ValueError(f"chunk_tokens must be a multiple of the block size {layout.block_tokens}")
@@ -120,7 +129,7 @@ class Prefill:
         Else blocks that are intact but out of reach, hence reported to nobody, would fail one attempt after the other."""
         self._computing: tuple[int, Job] | None = None
         self._ids = Ids()
-        self._draining = False
+        self._leaving = Leaving(may_become, self.counts)
         self._stages = Stages(
             name=name,
             incarnation=incarnation,
@@ -178,7 +187,7 @@ class Prefill:
             case Started():
                 return [self._reports.begin(), self._renew_timer()]
             case DrainWanted():
-                self._draining = True
+                self._leaving.drain()
                 return self._report(now)
             case TimerFired() | WorkDone():
                 return []
@@ -196,7 +205,7 @@ class Prefill:
             case DecodeDenied():
                 return self._on_denied(now, sender, message)
             case StartStage():
-                return self._stages.on_start(now, sender, message, draining=self._draining)
+                return self._stages.on_start(now, sender, message, draining=self._leaving.draining)
             case StageChunk():
                 return self._stages.on_chunk(sender, message)
             case EndStage():
@@ -220,6 +229,8 @@ class Prefill:
                 return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
             case ReclaimSlots():
                 return self._pool.on_reclaim(message)
+            case ChangeRole():
+                return self._report(now) if self._leaving.change(sender, message, self._peers) else []
             case ReportCorrupt(slots=refs):
                 return self._on_corrupt(refs)
             case _:
@@ -269,7 +280,7 @@ class Prefill:
         return {
             "gauges": self.gauges(now),
             **self._workload.dump(now),
-            "draining": self._draining,
+            "draining": self._leaving.draining,
             "stages": self._stages.dump(now),
             "jobs": [
                 {
@@ -298,7 +309,7 @@ class Prefill:
         reason = lack or self._refusal(message, length)
         if reason is not None:
             self.counts.add("jobs_refused")
-            avoid = next((name for name in (message.decode, *message.stages) if name not in self._peers), "")
+            avoid = self._away(message)
             return [*effects, self._failed(sender, message, reason, full=lack is not None, avoid=avoid)]
         group = Group(message, self._layout, self._settings.chunk_tokens) if message.stages else None
         rank = self._workload.rank(now, message, length, group.share if group else 1.0)
@@ -309,7 +320,7 @@ class Prefill:
 
     def _lack(self) -> str | None:
         """What may be otherwise soon: such an attempt counts as one that found no room."""
-        if self._draining:
+        if self._leaving.draining:
             return "prefill is draining"
         return "prefill queue is full" if self._turns.waiting >= self._settings.max_queued else None
 
@@ -325,8 +336,8 @@ class Prefill:
             return reason
         if message.stages and Group(message, self._layout, self._settings.chunk_tokens).room > self.slots.capacity:
             return "prompt is longer than the slab"
-        away = next((name for name in (message.decode, *message.stages) if name not in self._peers), None)
-        return None if away is None else f"{away} is not reachable from {self.name}"
+        away = self._away(message)
+        return f"{away} is not reachable from {self.name}" if away else None
 
     def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
         job = self._jobs.get(message.request_id)
@@ -846,14 +857,19 @@ class Prefill:
         room = max(0, self._settings.max_queued - self._turns.waiting)
         jobs = [job for job in self._turns if job.state is not JobState.ABANDONED]
         stages = self._stages.report(now)
-        load = self._workload.report(now, jobs, room=room, draining=self._draining, stages=stages)
+        load = self._workload.report(now, jobs, room=room, draining=self._leaving.draining, stages=stages)
         return self._reports.send(now, load, self._peers)
 
     def _drained(self) -> list[Effect]:
         idle = not (self._jobs or self._abandoned or self._pool.puts or len(self._stages))
-        return [Drained()] if self._draining and idle else []
+        return self._leaving.drained(idle=idle)
 
     # --- leaves
+
+    def _away(self, message: StartPrefill) -> str:
+        """Who of those that the request needs is not there; empty: nobody. A node may have changed its role since."""
+        needed = ((message.decode, "decode"), *((name, "prefill") for name in message.stages))
+        return next((name for name, role in needed if name not in self._peers or self._peers[name].role != role), "")
 
     def _job(self, decode: str, request_id: str, attempt: int) -> Job | None:
         job = self._jobs.get(request_id)

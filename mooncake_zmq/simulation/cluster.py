@@ -10,7 +10,7 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.roles import ROLES, Role, talks
+from mooncake_zmq.core.roles import BECOMES, ROLES, Role, may_talk
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
@@ -24,6 +24,8 @@ BLOCK_TOKENS = 8
 SLOT_BYTES = sim_layout(BLOCK_TOKENS).slot_bytes
 HOSTS = ("a", "b", "c")
 CONDUCTORS = ("conductor-1", "conductor-2")
+CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
+"""Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
 
 
@@ -42,6 +44,7 @@ class ClusterSettings:
         replica_interval_s=0.5,
         replica_half_life_s=2.0,
         replica_demand_per_s=0.5,
+        role_change_after_s=1.0,
     )
     costs: Costs = Costs(
         prefill_token_s=1e-3,
@@ -92,27 +95,31 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
     places = {f"gateway-{i + 1}": HOSTS[i] for i in range(2)} | {name: HOSTS[i] for i, name in enumerate(CONDUCTORS)}
     for role in ("prefill", "decode", "cache-node"):
         places |= {f"{role}-{host}": host for host in HOSTS}
-    specs = []
-    talk = partial(talks, pipelines=settings.conductor.pipeline_stages > 1)
-    for name, host in places.items():
-        role = _role_of(name)
-        peers = tuple(other for other, there in places.items() if other != name and talk(role, host, _role_of(other), there))
-        specs.append(
-            ProcessSpec(
-                name=name,
-                role=role,
-                host=host,
-                peers=peers,
-                make=partial(_make, settings, role, name, host),
-                slots=PARTS[role].segment_slots(settings.of_role(role), settings.layout),
-                disk_slots=settings.cache_node.ssd.bytes // SLOT_BYTES if role == "cache-node" else 0,
-            )
+    talk = partial(may_talk, pipelines=settings.conductor.pipeline_stages > 1)
+    return [
+        ProcessSpec(
+            name=name,
+            role=role,
+            host=host,
+            peers=tuple(
+                other
+                for other, there in places.items()
+                if other != name and talk(_roles_of(name), host, _roles_of(other), there)
+            ),
+            make=partial(_make, settings, role, name, host),
+            slots=PARTS[role].segment_slots(settings.of_role(role), settings.layout),
+            disk_slots=settings.cache_node.ssd.bytes // SLOT_BYTES if role == "cache-node" else 0,
+            may_become=BECOMES[role] if name in CHANGEABLE else "",
         )
-    return specs
+        for name, host in places.items()
+        for role in _roles_of(name)
+    ]
 
 
-def _role_of(name: str) -> Role:
-    return next(role for role in ROLES if name.startswith(f"{role}-"))
+def _roles_of(name: str) -> tuple[Role, ...]:
+    """The one that it is configured for first."""
+    role = next(role for role in ROLES if name.startswith(f"{role}-"))
+    return (role, BECOMES[role]) if name in CHANGEABLE else (role,)
 
 
 def _make(settings: ClusterSettings, role: Role, name: str, host: str, incarnation: int, disk: DiskContents) -> Actor:
@@ -125,4 +132,5 @@ def _make(settings: ClusterSettings, role: Role, name: str, host: str, incarnati
         layout=settings.layout,
         costs=settings.costs,
         disk=disk,
+        may_become=BECOMES[role] if name in CHANGEABLE else "",
     )

@@ -14,7 +14,8 @@ from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.cache_node.contents import Content, Contents
 from mooncake_zmq.cache_node.gathering import Gatherer
-from mooncake_zmq.core.actor import Effect, Received, Send
+from mooncake_zmq.core.actor import Drained, Effect, Received, Send
+from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     BlocksLeased,
@@ -317,6 +318,15 @@ def _put_never_ends() -> list[tuple[Any, str, Any]]:
     return [(PoolClient, "on_copied", silent), (PoolClient, "on_reclaim", lambda self, message: [])]
 
 
+def _undrained() -> list[tuple[Any, str, Any]]:
+    """A node that is asked to change its role does so at once, whatever it still has."""
+
+    def at_once(self: Leaving, *, idle: bool) -> list[Effect]:
+        return [Drained(self._become)] if self._become else []
+
+    return [(Leaving, "drained", at_once)]
+
+
 def _stale_hidden() -> list[tuple[Any, str, Any]]:
     """A stage writes a chunk's hidden states over those that the next stage has still to read, under the same generation."""
 
@@ -360,6 +370,7 @@ PLANTED: dict[str, Planted] = {
     "closed_under_copy": Planted("sequence closed under a copy", ("I2",), (), _closed_under_copy),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
     "old_life_heard": Planted("an old life is heard", ("I6",), (K.CRASH, K.GARBAGE), _old_life_heard),
+    "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
     "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
     "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),
 }

@@ -8,10 +8,12 @@ from actor_harness import LAYOUT, Harness, leased
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake_zmq.core.actor import Drained, TimerFired
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
+    ChangeRole,
     CommitSlots,
     DecodeDenied,
     DecodeLoad,
@@ -57,8 +59,9 @@ def block_sum(block):
 class Node(Harness):
     """The decode "me" on host h0; prefill p0 on h0, p1 on h1; `prompts` by request."""
 
-    def __init__(self, *, costs=COSTS, **settings):
-        actor = Decode(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT, costs=costs)
+    def __init__(self, *, costs=COSTS, may_become="", **settings):
+        own = replace(BASE, **settings)
+        actor = Decode(name="me", host="h0", incarnation=2, settings=own, layout=LAYOUT, costs=costs, may_become=may_become)
         super().__init__(actor)
         for name in ("g", "g2", "c", "k", "p0"):
             self.up(name, 7)
@@ -1004,3 +1007,16 @@ def test_a_reservation_of_somebody_unknown_is_denied():
     node.reserve(length=6, prefill="p0", reuse=1)
     assert "p0" in node.one(DecodeDenied).reason
     assert not node.busy()
+
+
+def test_a_decode_that_is_to_become_a_prefill_finishes_its_requests_first():
+    node = Node(may_become="prefill")
+    node.reserve("old")
+    node.say("k", ChangeRole(role="prefill"))
+    assert node.one(DecodeLoad, "k").draining, "it says so at once"
+    node.reserve("new")
+    assert node.one(DecodeDenied, "p0").full
+    assert not node.drained
+    node.say("g", CancelRequest(request_id="old", attempt=1))
+    assert Drained("prefill") in node.handle(TimerFired(("renew",)))
+    assert node.busy() == {}
