@@ -36,6 +36,7 @@ from mooncake_zmq.core.work import (
     SlotGrant,
     StageComputed,
     StepDecoded,
+    StepEntry,
     Work,
     WorkFailed,
     WriteToDisk,
@@ -443,18 +444,24 @@ class Machine:
 
     def _decode(self, running: Running, work: DecodeStep) -> Steps:
         hardware = self.world.hardware
-        took_s = self._took(hardware.step_s + hardware.step_entry_s * len(work.entries))
         began_at = self.world.now
-        stop = yield self._wait_for_compute(running, took_s)
-        if stop:
-            return WorkFailed(stop)
-        yield took_s
-        chosen: list[int] = []
-        for entry in work.entries:
-            sequence = self.sequences[entry.sequence]
-            sequence.run(entry.position, np.array([entry.token], dtype=np.uint32))
-            chosen.append(sequence.next_token(entry.position + 1, entry.sampling))
-        return StepDecoded((tuple(chosen),), self.world.now - began_at)
+        rows: list[tuple[int, ...]] = []
+        for made in range(work.steps):
+            took_s = self._took(hardware.step_s + hardware.step_entry_s * len(work.entries))
+            stop = yield self._wait_for_compute(running, took_s)
+            if stop and stop != "cancelled":
+                return WorkFailed(stop)
+            stop = yield took_s
+            fed = rows[-1] if rows else [entry.token for entry in work.entries]
+            rows.append(tuple(self._step(entry, made, token) for entry, token in zip(work.entries, fed, strict=True)))
+            if stop:  # whoever asked waits for no more than the next border
+                break
+        return StepDecoded(tuple(rows), self.world.now - began_at)
+
+    def _step(self, entry: StepEntry, made: int, token: int) -> int:
+        sequence, position = self.sequences[entry.sequence], entry.position + made
+        sequence.run(position, np.array([token], dtype=np.uint32))
+        return sequence.next_token(position + 1, entry.sampling)
 
     def _copy(self, running: Running, work: CopyBlocks) -> Steps:
         layers = self.layout.layers
