@@ -15,6 +15,8 @@ MOST_REPORTS = 16.0
 """More evidence than this is not kept: four seconds of reports, after which a change has shown."""
 MOST_CHANGE = 4.0
 """One report counts as at most this many times off what was known: a single stall says little, however long it was."""
+MOST_FACTOR = 1e6
+"""No node is so slow; a report that says so must not carry the estimates off to infinity."""
 PRIOR_OUTPUTS = 8.0
 MOST_OUTPUTS = 256.0
 MILLION = 1_000_000
@@ -77,17 +79,21 @@ class Correction:
         self._last = (0.0, 0.0)
 
     def report(self, now: float, measured: Measured) -> bool:
-        """Take in what the node says of its recent work. Returns whether it is news."""
+        """Take in what the node says of its recent work. Returns whether it is news: what a node measured fades in its reports
+        (see `core.pace`), so of the same predicted seconds only a larger difference is."""
         seconds, predicted_s = measured.seconds, measured.predicted_s
         if not self._reports and predicted_s <= 0:
             return False
         evidence = self._reports * math.exp2((self._at - now) / self._half_life_s) if self._reports else 0.0
-        news = predicted_s > 0 and (seconds, predicted_s) != self._last
+        last_s, last_predicted_s = self._last
+        further = abs(seconds - predicted_s) > abs(last_s - predicted_s)
+        news = predicted_s > 0 and (predicted_s != last_predicted_s or further)
+        self._last = seconds, predicted_s
         if news:
-            ratio = min(max(seconds / predicted_s, self.factor / MOST_CHANGE), self.factor * MOST_CHANGE)
+            ratio = min(max(seconds / predicted_s, self.factor / MOST_CHANGE), self.factor * MOST_CHANGE, MOST_FACTOR)
             self._ratio = (evidence * self._ratio + ratio) / (evidence + 1)
             self._reports = evidence = min(evidence + 1, MOST_REPORTS)
-            self._last, self._at = (seconds, predicted_s), now
+            self._at = now
         self.factor = (evidence * self._ratio + PRIOR_REPORTS) / (evidence + PRIOR_REPORTS)
         return news
 

@@ -6,7 +6,6 @@ spread and so leave evenly, over as long as a request stays; one on its way leav
 full waits for a place, and that wait stands in its gap between the first two tokens.
 """
 
-import math
 from bisect import insort
 
 from mooncake_zmq.conductor.bookings import Booking
@@ -149,6 +148,11 @@ class Decodes:
             self._set_room(node)
             self._rank(node)
 
+    def close(self, node: DecodeNode) -> None:
+        """It was asked to leave: it takes nothing new."""
+        node.draining = True
+        self._rank(node)
+
     # --- what is asked
 
     def alone_s(self, node: DecodeNode, own_tokens: float) -> float:
@@ -223,8 +227,3 @@ class Decodes:
         if scale < self.least_scale or self._unchecked > len(self.nodes):
             self._unchecked = 0
             self.least_scale = min([each.scale for each in self.nodes])
-
-
-def longest_gaps(tokens: float) -> int:
-    """How many gaps the longest tenth of an output's gaps are."""
-    return max(1, math.ceil((tokens - 1) / 10))

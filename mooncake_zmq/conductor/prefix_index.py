@@ -241,14 +241,15 @@ class PrefixIndex:
             elif not held & bit:
                 holders[key] = held | bit
                 added += 1
-        self._held[number] += added + len(new)
+        came = len(new)
+        self._held[number] += added + came
         if new and self._ghosts:
             new = self._without_ghosts(new)
-        if new:
-            for start in range(0, len(new), PIECE_KEYS):
-                self._log.append(new[start : start + PIECE_KEYS])
-            self._logged += len(new)
-            self._make_room(len(new))
+        for start in range(0, len(new), PIECE_KEYS):
+            self._log.append(new[start : start + PIECE_KEYS])
+        self._logged += len(new)
+        if came:
+            self._make_room(came)
 
     def _forget_disk(self, others: int, keys: Sequence[Key]) -> None:
         disk = self._disk

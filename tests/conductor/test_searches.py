@@ -67,12 +67,12 @@ class AllDecodes(Batches):
                 for node in self._decodes.nodes
                 if not node.draining and node.name not in barred
             ]
-            least = min([tbt_s for tbt_s, _ in gaps], default=float("inf"))
+            least = min([gap_s for gap_s, _ in gaps], default=float("inf"))
             if least < float("inf"):
-                tied = [node for tbt_s, node in gaps if tbt_s <= TIE * least]
+                tied = [node for gap_s, node in gaps if gap_s <= TIE * least]
                 best = min(tied, key=lambda node: (node.host != host, -node.free, node.name))
                 assert found is not None
-                assert (found.node.name, found.tbt_s) == (best.name, self.tbt_s(joining, best))
+                assert found == self.promise(joining, best)
                 break
         else:
             assert found is None
@@ -196,8 +196,8 @@ def test_most_nodes_are_not_looked_at(monkeypatch):
     planner = cluster.conductor._placement.planner
     ttft_s = type(planner).ttft_s
     monkeypatch.setattr(type(planner), "ttft_s", lambda self, plan, node: (weighed.append(node), ttft_s(self, plan, node))[1])
-    decode_s = Batches.tbt_s
-    monkeypatch.setattr(Batches, "tbt_s", lambda self, joining, node: (weighed.append(node), decode_s(self, joining, node))[1])
+    decode_s = Batches.gap_s
+    monkeypatch.setattr(Batches, "gap_s", lambda self, joining, node: (weighed.append(node), decode_s(self, joining, node))[1])
     doc = keys("doc", 20)
     for i in range(100):
         cluster.announce(f"c{i}", doc[:2])
