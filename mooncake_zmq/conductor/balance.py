@@ -7,9 +7,11 @@ long, one at a time, and then nothing happens for longer still: each change cost
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 
 import msgspec
 
+from mooncake_zmq.conductor.batches import Batches, Joining
 from mooncake_zmq.conductor.corrections import OutputLengths
 from mooncake_zmq.conductor.decodes import DecodeNode, Decodes
 from mooncake_zmq.conductor.membership import Member, Membership
@@ -108,6 +110,7 @@ class Balance:
         members: Membership,
         prefills: Prefills,
         decodes: Decodes,
+        batches: Batches,
         outputs: OutputLengths,
     ) -> None:
         self._settings = settings
@@ -115,6 +118,7 @@ class Balance:
         self._members = members
         self._prefills = prefills
         self._decodes = decodes
+        self._batches = batches
         self._outputs = outputs
         self._after_s = after_s = settings.role_change_after_s
         self._every_s = after_s / SAMPLES if after_s else OPERATORS_PATIENCE_S / SAMPLES
@@ -238,14 +242,14 @@ class Balance:
     def _sample(self, now: float) -> list[float]:
         """As a typical request would find them now: see `_loads`."""
         settings, (work_s, tokens) = self._settings, self._typical
-        queued_s = self._prefills.queued_s(now)[[node.slot for node in self._working("prefill")]]
-        waits = [(float(queued_s.mean()) + work_s) / settings.ttft_slo_s, float((queued_s > 0).mean())] if len(queued_s) else []
+        queued_s = [node.queued_s(now) for node in self._prefills.nodes if not node.draining]
+        waits = [(fmean(queued_s) + work_s) / settings.ttft_slo_s, fmean(map(bool, queued_s))] if queued_s else []
         decodes = [node for node in self._decodes.nodes if not node.draining]
         if not decodes:
             return [*(waits or [0.0, 0.0]), 0.0, 0.0]
         typical = max(1.0, self._outputs.typical)
-        gaps_s, _ = self._decodes.tbt_s(now, own_tokens=tokens, expected_tokens=typical, stay_tokens=typical)
-        gap = float(gaps_s[[node.slot for node in decodes]].mean()) / settings.tbt_slo_s
+        joining = Joining(now, wait_s=0.0, own_tokens=tokens, need_tokens=0, expected_tokens=typical, stay_tokens=typical)
+        gap = fmean([self._batches.gap_s(joining, node) for node in decodes]) / settings.tbt_slo_s
         known = [node.load for node in decodes if node.load is not None]
         used = sum(map(_in_use, known)) / max(1, len(known))
         return [*(waits or [0.0, 0.0]), gap, used]
@@ -266,8 +270,7 @@ class Balance:
         """Of those that may become `role` the one with the least to finish."""
         able = [member for member in self._members.of_role(BECOMES[role]) if member.may_become == role]
         if role == "decode":
-            queued_s = self._prefills.queued_s(now)
-            able.sort(key=lambda member: float(queued_s[self._prefills.by_name[member.name].slot]))
+            able.sort(key=lambda member: self._prefills.by_name[member.name].queued_s(now))
         else:
             able.sort(key=self._left)
         return able[0] if able else None
@@ -275,9 +278,9 @@ class Balance:
     def _left(self, member: Member) -> int:
         """Requests that it has to finish, as far as is known."""
         if member.role == "prefill":
-            return len(self._prefills.by_name[member.name].jobs)
+            return len(self._prefills.by_name[member.name].ends)
         decode = self._decodes.by_name[member.name]
-        return int(self._decodes.there[decode.slot]) + len(decode.coming)
+        return decode.there + len(decode.coming)
 
     def _working(self, role: str) -> list[PrefillNode] | list[DecodeNode]:
         if role == "prefill":

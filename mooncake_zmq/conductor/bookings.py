@@ -1,7 +1,9 @@
 """What was placed and has not ended, as far as this conductor knows. PURE."""
 
 import hashlib
-from dataclasses import dataclass
+import math
+
+from msgspec import Struct
 
 from mooncake_zmq.core.messages import Placed
 
@@ -11,8 +13,7 @@ COUNTER_BITS = 28
 """A quarter of a billion placements before a number comes again; the 20 bits above tell conductors and their lives apart."""
 
 
-@dataclass(slots=True, eq=False)
-class Booking:
+class Booking(Struct, eq=False):
     """One placement: the answer given, kept to answer a repeated `Schedule` alike, and what it was predicted from."""
 
     key: BookingKey
@@ -28,8 +29,8 @@ class Booking:
     """KV it holds while it decodes, on average."""
     expected_tokens: float
     max_tokens: int
-    row: int = -1
-    """Its cell among those on their way to its decode; -1 once the decode's reports count it as there."""
+    coming: bool = False
+    """It is on its way to its decode, whose reports do not count it as there yet."""
     reserved: bool = False
     """The decode named it: it holds KV there."""
 
@@ -44,6 +45,8 @@ class Bookings:
         digest = hashlib.sha256(f"{name}/{incarnation}".encode()).digest()
         self._prefix = (int.from_bytes(digest[:4], "big") >> 12) << COUNTER_BITS
         self._count = 0
+        self._since = math.inf
+        """No booking is older than this."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -55,6 +58,8 @@ class Bookings:
 
     def add(self, booking: Booking) -> None:
         """Remember it."""
+        if not self._by_key:
+            self._since = booking.at
         self._by_key[booking.key] = booking
         self._by_number[booking.placed.booking] = booking
 
@@ -81,6 +86,13 @@ class Bookings:
         """The one that expires next."""
         return next(iter(self._by_key.values()), None)
 
+    def is_due(self, now: float, ttl_s: float) -> bool:
+        """Whether the oldest is as old as this."""
+        if now - self._since >= ttl_s:
+            oldest = self.oldest
+            self._since = oldest.at if oldest is not None else math.inf
+        return now - self._since >= ttl_s
+
     def all(self) -> list[Booking]:
         """Oldest first."""
         return list(self._by_key.values())
@@ -89,6 +101,7 @@ class Bookings:
         """Assert the invariants."""
         assert len(self._by_key) == len(self._by_number) <= self._limit
         for key, booking in self._by_key.items():
+            assert self._since <= booking.at
             assert key == booking.key
             assert key[1] == booking.placed.request_id
             assert self._by_number[booking.placed.booking] is booking

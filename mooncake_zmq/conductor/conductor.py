@@ -5,7 +5,8 @@ what it placed until reports show it, so that many requests between two reports 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from mooncake_zmq.conductor.balance import BALANCE, Balance
 from mooncake_zmq.conductor.bookings import BookingKey, Bookings
@@ -14,11 +15,13 @@ from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.membership import Member, Membership
 from mooncake_zmq.conductor.picture import Picture
 from mooncake_zmq.conductor.placement import Placement, rejected
+from mooncake_zmq.conductor.plans import Plan
 from mooncake_zmq.conductor.prefills import Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
+from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.conductor.replication import Replication
-from mooncake_zmq.conductor.routing import Plans
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.core.actor import (
     Answered,
@@ -45,6 +48,7 @@ from mooncake_zmq.core.messages import (
     Placed,
     PrefillLoad,
     Rejected,
+    RejectReason,
     RequestEnded,
     Schedule,
 )
@@ -79,6 +83,7 @@ class Conductor:
         self._members = Membership()
         self._index = PrefixIndex(max_keys=settings.max_keys)
         self._replication = Replication(settings, self._index, self.counts)
+        self._recent = RecentChains(settings.replica_max_blocks)
         self._replicas_armed = False
         self._round: Iterator[tuple[tuple[Key, ...], int] | None] | None = None
         """The round of replicas that is under way."""
@@ -96,6 +101,7 @@ class Conductor:
             half_life_s=settings.correction_half_life_s,
             accuracy=self._accuracy,
         )
+        self._sources = Sources(self._prefills)
         self._bookings = Bookings(name, incarnation, limit=settings.max_bookings)
         self._expiry_armed = False
         self._sweep_armed = False
@@ -107,15 +113,26 @@ class Conductor:
             decodes=self._decodes,
             index=self._index,
             transfers=self._transfers,
+            sources=self._sources,
             outputs=self._outputs,
             bookings=self._bookings,
         )
+        self._reactions: dict[tuple[str | None, type], Callable[[float, str, Any], list[Effect]]] = {
+            ("gateway", Schedule): self._on_schedule,
+            ("gateway", RequestEnded): self._on_ended,
+            ("prefill", PrefillLoad): self._on_prefill_load,
+            ("decode", DecodeLoad): self._on_decode_load,
+            ("cache-node", CacheLoad): self._on_cache_load,
+            ("cache-node", BlocksAnnounced): self._on_blocks,
+        }
+        """By the sender's role, what each message leads to."""
         self._balance = Balance(
             settings,
             self.counts,
             members=self._members,
             prefills=self._prefills,
             decodes=self._decodes,
+            batches=self._placement.batches,
             outputs=self._outputs,
         )
         self._picture = Picture(
@@ -126,14 +143,15 @@ class Conductor:
             self._index,
             self._bookings,
             self._replication,
+            self._recent,
             self._balance,
         )
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """React to one event."""
+        if type(event) is Received:  # far the most
+            return self._on_message(now, event.sender, event.message)
         match event:
-            case Received(sender, message):
-                return self._on_message(now, sender, message)
             case PeerUp(peer, incarnation, hello):
                 return self._on_peer_up(now, Member(peer, hello.role, hello.host, incarnation, hello.may_become))
             case PeerDown(peer, _):
@@ -167,17 +185,19 @@ class Conductor:
 
     def _on_copies_wanted(self, now: float, ask_id: str, key: Key, copies: int) -> list[Effect]:
         chain = self._replication.demand.chain(key)
-        if chain is None:
-            return [Answered(ask_id, {"error": "that prefix is not followed: see the chains in this conductor's dump"})]
-        effects = self.change_replica(now, chain.keys, copies)
+        keys = self._recent.get(key) if chain is None else chain.keys
+        if keys is None:
+            return [Answered(ask_id, {"error": "that prefix is not known: see chains and recent in this conductor's dump"})]
+        effects = self.change_replica(now, keys, copies)
         asked = [effect.to for effect in effects if isinstance(effect, Send)]
-        holders = self._index.holders(chain.keys)
-        return [*effects, Answered(ask_id, {"blocks": len(chain.keys), "holders": holders, "asked": asked})]
+        holders = self._index.holders(keys)
+        return [*effects, Answered(ask_id, {"blocks": len(keys), "holders": holders, "asked": asked})]
 
     def check(self, now: float) -> None:
         """Assert the invariants."""
         self._index.check()
         self._replication.check(now)
+        self._recent.check()
         assert self._replicas_armed or not self._settings.replica_interval_s or not self._is_acting(now)
         assert self._sweep_armed or not self._index.is_sweeping
         for node in self._index.counts:
@@ -185,6 +205,7 @@ class Conductor:
         assert [node.name for node in self._prefills.nodes] == [member.name for member in self._members.of_role("prefill")]
         assert [node.name for node in self._decodes.nodes] == [member.name for member in self._members.of_role("decode")]
         self._prefills.check(now)
+        self._sources.check()
         self._decodes.check(now)
         self._balance.check(now)
         self._check_bookings()
@@ -208,12 +229,13 @@ class Conductor:
         self._members.join(member)
         match member.role:
             case "prefill":
-                self._prefills.join(member.name, member.host)
+                self._sources.settle([self._prefills.join(member.name, member.host)])
             case "decode":
                 self._decodes.join(member.name, member.host)
             case "cache-node":
-                self._index.join(member.name)
-        self._settle_homes()
+                self._hosts[member.name] = member.host
+                self._sources.join(self._index.join(member.name), member.name, member.host)
+        self._round = None  # it may name who was there before
         return effects + self._balance.joined(now, member)
 
     def _forget(self, now: float, peer: str) -> list[Effect]:
@@ -236,48 +258,34 @@ class Conductor:
                 bit = self._index.join(peer)
                 self._index.drop(peer)
                 self._transfers.forget(bit)
-                self._placement.router.forget_source(bit)
+                self._sources.leave(bit)
                 self._replication.forget(peer)
-        self._settle_homes()
-        return self._arm_sweep()
-
-    def _settle_homes(self) -> None:
-        bits: dict[str, list[int]] = {}
-        pools = self._members.of_role("cache-node")
-        self._hosts = {member.name: member.host for member in pools}
+                del self._hosts[peer]
         self._round = None  # it may name who is gone
-        for member in pools:
-            bits.setdefault(member.host, []).append(self._index.join(member.name))
-        self._placement.router.settle_homes(bits)
+        return self._arm_sweep()
 
     # --- what they tell
 
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
-        match self._members.role_of(sender), message:
-            case "gateway", Schedule() as schedule:
-                return self._on_schedule(now, sender, schedule)
-            case "gateway", RequestEnded() as ended:
-                self._on_ended(now, sender, ended)
-            case "prefill", PrefillLoad() as load:
-                self._on_prefill_load(now, sender, load)
-            case "decode", DecodeLoad() as load:
-                self._decodes.report(now, self._decodes.by_name[sender], self._balance.decode_load(sender, load))
-            case "cache-node", CacheLoad() as load:
-                self._on_cache_load(now, sender, load)
-            case "cache-node", BlocksAnnounced() as blocks:
-                self._on_blocks(sender, blocks)
-            case _:
-                self.counts.add(f"unexpected[message={type(message).__name__}]")
-        return []
+        react = self._reactions.get((self._members.role_of(sender), type(message)))
+        if react is None:
+            self.counts.add(f"unexpected[message={type(message).__name__}]")
+            return []
+        return react(now, sender, message)
 
-    def _on_prefill_load(self, now: float, sender: str, load: PrefillLoad) -> None:
+    def _on_prefill_load(self, now: float, sender: str, load: PrefillLoad) -> list[Effect]:
         load = self._balance.prefill_load(sender, load)
         for number, due in self._prefills.report(now, self._prefills.by_name[sender], load):
             booking = self._bookings.numbered(number)
             if booking is not None and booking.placed.prefill == sender:
-                self._decodes.move(self._decodes.by_name[booking.placed.decode], booking, due)
+                booking.due = due
+        return []
 
-    def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> None:
+    def _on_decode_load(self, now: float, sender: str, load: DecodeLoad) -> list[Effect]:
+        self._decodes.report(now, self._decodes.by_name[sender], self._balance.decode_load(sender, load))
+        return []
+
+    def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
         destination = self._index.join(sender)
         pending_s = 0.0
         for rate in load.sources:
@@ -286,8 +294,9 @@ class Conductor:
             source = self._index.join(rate.source) if rate.source else None
             pending_s += self._transfers.report(now, destination, source, rate)
         self._transfers.arriving(now, destination, pending_s)
+        return []
 
-    def _on_blocks(self, sender: str, blocks: BlocksAnnounced) -> None:
+    def _on_blocks(self, _now: float, sender: str, blocks: BlocksAnnounced) -> list[Effect]:
         before = self._index.evicted
         if blocks.removed:
             self._index.removed(sender, blocks.removed)
@@ -296,6 +305,7 @@ class Conductor:
         if blocks.on_disk:
             self._index.on_disk(sender, blocks.on_disk)
         self.counts.add("keys_evicted", self._index.evicted - before)
+        return []
 
     def _on_sweep(self) -> list[Effect]:
         self._sweep_armed = False
@@ -313,7 +323,7 @@ class Conductor:
     def _on_schedule(self, now: float, gateway: str, schedule: Schedule) -> list[Effect]:
         key = (gateway, schedule.request_id)
         effects = self._balance.asked(now)
-        effects += self._on_expiry(now) if self._is_due(now) else []
+        effects += self._on_expiry(now) if self._bookings.is_due(now, self._settings.booking_ttl_s) else []
         booking = self._bookings.get(key)
         if booking is not None and booking.placed.attempt >= schedule.attempt:
             if booking.placed.attempt > schedule.attempt:
@@ -323,33 +333,35 @@ class Conductor:
             return [*effects, Send(gateway, booking.placed)]
         if booking is not None:
             self._unbook(now, key)
-        plans = self._placement.router.plan(now, schedule)
+        plan = self._placement.planner.plan(now, schedule)
+        if plan.best and schedule.attempt == 1:
+            self._recent.add(schedule.keys, plan.best)
         if self._settings.replica_interval_s and schedule.attempt == 1:
-            effects += self._count_demand(now, schedule.keys[: plans.best])
-        answer = self._place(now, key, schedule, plans)
+            effects += self._count_demand(now, schedule.keys[: plan.best])
+        answer = self._place(now, key, schedule, plan)
         if self._bookings and not self._expiry_armed:
             self._expiry_armed = True
             effects.append(SetTimer(EXPIRY, self._settings.booking_ttl_s))
         effects.append(Send(gateway, answer))
         return effects
 
-    def _place(self, now: float, key: BookingKey, schedule: Schedule, plans: Plans) -> Placed | Rejected:
-        decided = self._placement.decide(now, schedule, plans)
-        if len(decided) == 2:
-            self.counts.add(f"rejected[reason={decided[0].value}]")
+    def _place(self, now: float, key: BookingKey, schedule: Schedule, plan: Plan) -> Placed | Rejected:
+        decided = self._placement.decide(now, schedule, plan)
+        if isinstance(decided, tuple):
+            self.counts.add(_REJECTED[decided[0]])
             return rejected(schedule, decided)
         if self._bookings.is_full and (oldest := self._bookings.oldest) is not None:
             self.counts.add("bookings_dropped")
             self._unbook(now, oldest.key)
-        booking = self._placement.commit(now, key, schedule, *decided)
+        booking = self._placement.commit(now, key, schedule, decided)
         self._bookings.add(booking)
-        self._balance.placed(decided[0].work_s, schedule.tokens)
+        self._balance.placed(decided.prefill.work_s, schedule.tokens)
         self.counts.add("placed")
         self.counts.add("pipelines_placed", bool(booking.placed.stages))
         self.counts.add(_PLANS[bool(booking.placed.sources), booking.placed.reuse_blocks > 0])
         return booking.placed
 
-    def _on_ended(self, now: float, gateway: str, ended: RequestEnded) -> None:
+    def _on_ended(self, now: float, gateway: str, ended: RequestEnded) -> list[Effect]:
         booking = self._bookings.get((gateway, ended.request_id))
         expected = booking.expected_tokens if booking is not None else self._outputs.typical
         if ended.outcome is not None:
@@ -358,6 +370,7 @@ class Conductor:
                 self._outputs.ended(booking.max_tokens, ended.outcome.output_tokens)
         if booking is not None and booking.placed.attempt <= ended.attempt:
             self._unbook(now, booking.key)
+        return []
 
     # --- copies
 
@@ -404,13 +417,9 @@ class Conductor:
             self._prefills.unbook(now, self._prefills.by_name[name], placed.booking)
         self._decodes.unbook(self._decodes.by_name[placed.decode], booking)
 
-    def _is_due(self, now: float) -> bool:
-        oldest = self._bookings.oldest
-        return oldest is not None and now - oldest.at >= self._settings.booking_ttl_s
-
     def _on_expiry(self, now: float) -> list[Effect]:
         """Drop what is too old, and come back when the next one is."""
-        while self._is_due(now) and (oldest := self._bookings.oldest) is not None:
+        while self._bookings.is_due(now, self._settings.booking_ttl_s) and (oldest := self._bookings.oldest) is not None:
             self.counts.add("bookings_expired")
             self._unbook(now, oldest.key)
         oldest = self._bookings.oldest
@@ -443,3 +452,4 @@ _PLANS = {
     for fetches in (False, True)
     for reuses in (False, True)
 }
+_REJECTED = {reason: f"rejected[reason={reason.value}]" for reason in RejectReason}

@@ -22,6 +22,14 @@ MOST_OUTPUTS = 256.0
 MILLION = 1_000_000
 KINDS = ("compute", "load", "transfer", "step", "output", "ttft", "tbt")
 """What is predicted: seconds, but for output, in tokens."""
+COUNTERS = {
+    kind: (
+        f"predictions[kind={kind}]",
+        f"prediction_error_millionths[kind={kind}]",
+        f"prediction_actual_millionths[kind={kind}]",
+    )
+    for kind in KINDS
+}
 
 
 class Accuracy:
@@ -33,21 +41,19 @@ class Accuracy:
 
     def add(self, kind: str, actual: float, predicted: float) -> None:
         """One prediction came true, or did not."""
-        self._counts.add(f"predictions[kind={kind}]")
-        self._counts.add(f"prediction_error_millionths[kind={kind}]", int(MILLION * abs(actual - predicted)))
-        self._counts.add(f"prediction_actual_millionths[kind={kind}]", int(MILLION * actual))
+        count, error, came_true = COUNTERS[kind]
+        add = self._counts.add
+        add(count)
+        add(error, int(MILLION * abs(actual - predicted)))
+        add(came_true, int(MILLION * actual))
 
     def table(self) -> dict[str, tuple[int, float, float]]:
         """By kind: how many, mean absolute error, mean of what came true."""
         rows: dict[str, tuple[int, float, float]] = {}
-        for kind in KINDS:
-            count = self._counts.get(f"predictions[kind={kind}]", 0)
+        for kind, names in COUNTERS.items():
+            count, error, actual = (self._counts.get(name, 0) for name in names)
             if count:
-                error, actual = (
-                    self._counts.get(f"prediction_{what}_millionths[kind={kind}]", 0) / MILLION / count
-                    for what in ("error", "actual")
-                )
-                rows[kind] = count, error, actual
+                rows[kind] = count, error / MILLION / count, actual / MILLION / count
         return rows
 
     def outcome(self, outcome: Outcome, expected_tokens: float) -> None:

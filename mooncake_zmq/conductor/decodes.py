@@ -6,220 +6,177 @@ spread and so leave evenly, over as long as a request stays; one on its way leav
 full waits for a place, and that wait stands in its gap between the first two tokens.
 """
 
-from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from bisect import insort
 
 from mooncake_zmq.conductor.bookings import Booking
-from mooncake_zmq.conductor.columns import Cells, Columns, Floats
 from mooncake_zmq.conductor.corrections import Accuracy, Correction
+from mooncake_zmq.conductor.ranking import Ranking
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.gaps import longest_gaps
 from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, Measured
 
-UNLIMITED = float(1 << 40)
+UNLIMITED = 1 << 40
 
 
 class DecodeNode:
     """One decode."""
 
-    __slots__ = ("coming", "draining", "host", "load", "name", "slot", "step")
+    __slots__ = (
+        "coming",
+        "context",
+        "draining",
+        "free",
+        "held",
+        "host",
+        "load",
+        "max_batch",
+        "name",
+        "places",
+        "reported_at",
+        "scale",
+        "step",
+        "step_s",
+        "there",
+    )
 
-    def __init__(self, name: str, host: str, half_life_s: float) -> None:
+    def __init__(self, name: str, host: str, *, half_life_s: float, step_s: float) -> None:
         self.name = name
         self.host = host
-        self.slot = 0
         self.draining = False
         self.load: DecodeLoad | None = None
+        self.reported_at = 0.0
         self.step = Correction(half_life_s)
+        self.scale = 1.0
+        """Its correction."""
+        self.step_s = step_s
+        """The step as it is now, corrected."""
+        self.there = 0
+        """Requests that run or will at once."""
+        self.context = 0
+        """Their KV."""
+        self.max_batch = UNLIMITED
+        self.free = UNLIMITED
+        """KV less what is on its way and not reserved yet."""
+        self.places = UNLIMITED
+        """Likewise."""
+        self.held = 0
+        """All KV in use."""
         self.coming: list[Booking] = []
-        """By row of their cells."""
+
+    def has_room(self, need_tokens: int, wait_s: float, stay_tokens: float) -> bool:
+        """Whether it has KV and a place for a request when its prefill begins, in `wait_s`."""
+        if self.free >= need_tokens and self.places >= 1:
+            return True
+        if wait_s <= 0:
+            return False
+        gone = min(wait_s / (stay_tokens * self.step_s), 1.0)
+        return self.free + self.held * gone >= need_tokens and self.places + self.there * gone >= 1
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeChoice:
-    """One decode when the request would join it: its `batch` then without the request, and its predicted gap between tokens
-    with it. `alone_s`: the gap if nobody else were there."""
-
-    node: DecodeNode
-    tbt_s: float
-    batch: float
-    alone_s: float
-
-
-class Decodes(Columns[DecodeNode]):
-    """All decodes. `there`: requests that run or will at once; `context` their KV; `free` and `places` less what is on its
-    way and not reserved yet; `held` all KV in use; `step_s` the step as it is now, corrected like `scale`."""
-
-    there: Floats
-    context: Floats
-    max_batch: Floats
-    places: Floats
-    free: Floats
-    held: Floats
-    scale: Floats
-    step_s: Floats
-    reported_at: Floats
-    closed: Floats
-    host: Floats
-    """By number, see `host_number`."""
+class Decodes:
+    """All decodes, by name, by host, and in the order that a search goes through."""
 
     def __init__(self, settings: ConductorSettings, costs: Costs, accuracy: Accuracy) -> None:
+        self.nodes: list[DecodeNode] = []
+        """In name order."""
+        self.by_name: dict[str, DecodeNode] = {}
+        self.by_host: dict[str, list[DecodeNode]] = {}
+        self.lightest: Ranking[DecodeNode] = Ranking()
+        """Those that do not drain, by the step of their batch as reported."""
+        self.reported: dict[DecodeNode, None] = {}
+        """Those that reported, the longest ago first."""
+        self.least_scale = 1.0
+        """No correction is below this."""
+        self._unchecked = 0
         self._settings = settings
         self._costs = costs
         self._accuracy = accuracy
-        self._dues = Cells(np.inf)
-        self._tokens = Cells(0.0)
-        super().__init__(
-            there=0.0,
-            context=0.0,
-            max_batch=UNLIMITED,
-            places=UNLIMITED,
-            free=UNLIMITED,
-            held=0.0,
-            scale=1.0,
-            step_s=costs.step_s(1, 0),
-            reported_at=0.0,
-            closed=0.0,
-            host=-1.0,
-        )
-        self._hosts: dict[str, int] = {}
 
     def join(self, name: str, host: str) -> None:
         """A conversation began."""
-        node = DecodeNode(name, host, self._settings.correction_half_life_s)
-        self.insert(node)
-        self._hosts.setdefault(host, len(self._hosts))
-        self.host[node.slot] = self._hosts[host]
-        for cells in (self._dues, self._tokens):
-            cells.insert(node.slot)
+        step_s = self._costs.step_s(1, 0)
+        node = DecodeNode(name, host, half_life_s=self._settings.correction_half_life_s, step_s=step_s)
+        insort(self.nodes, node, key=lambda each: each.name)
+        self.by_name[name] = node
+        self.by_host.setdefault(host, []).append(node)
+        self._rank(node)
 
     def leave(self, node: DecodeNode) -> None:
         """A conversation ended."""
-        for cells in (self._dues, self._tokens):
-            cells.delete(node.slot)
-        self.delete(node)
-
-    def host_number(self, host: str) -> int:
-        """The number that stands for a host in `host`; none of them if no decode was ever there."""
-        return self._hosts.get(host, -2)
+        self.nodes.remove(node)
+        del self.by_name[node.name]
+        self.reported.pop(node, None)
+        mine = self.by_host[node.host]
+        mine.remove(node)
+        if not mine:
+            del self.by_host[node.host]
+        self.lightest.remove(node)
 
     # --- what is told
 
     def report(self, now: float, node: DecodeNode, load: DecodeLoad) -> None:
         """The node's own figures; who it names has KV there, and who it named before and no more has left."""
         node.load, node.draining = load, load.draining
+        reserved = load.reserved
         if node.coming:
             self._sort_out(now, node, load)
+            reserved = max(0, reserved - sum([booking.reserved for booking in node.coming]))
         self._correct(now, node, load)
-        slot = node.slot
-        reserved_ours = sum([booking.reserved for booking in node.coming])
-        self.there[slot] = there = load.running + max(0, load.reserved - reserved_ours)
-        self.context[slot] = load.context_tokens
-        self.max_batch[slot] = max(1, load.max_batch)
-        self.held[slot] = load.capacity_tokens - load.free_tokens
-        self.scale[slot] = scale = node.step.factor
-        self.step_s[slot] = scale * self._costs.step_s(max(1, min(there, load.max_batch)), load.context_tokens)
-        self.reported_at[slot] = now
-        self.closed[slot] = np.inf if load.draining else 0.0
+        node.there = there = load.running + reserved
+        node.context, node.max_batch = load.context_tokens, max(1, load.max_batch)
+        node.held = load.capacity_tokens - load.free_tokens
+        node.step_s = node.scale * self._costs.step_s(max(1, min(there, load.max_batch)), load.context_tokens)
+        node.reported_at = now
+        if node in self.reported:
+            del self.reported[node]
+        self.reported[node] = None
         self._set_room(node)
+        self._rank(node)
 
     def book(self, node: DecodeNode, booking: Booking) -> None:
         """A request was placed there."""
-        booking.row = row = len(node.coming)
+        booking.coming = True
         node.coming.append(booking)
-        self._dues.reach(row + 1)
-        self._tokens.reach(row + 1)
-        self._dues.rows[row, node.slot] = booking.due
-        self._tokens.rows[row, node.slot] = booking.context_tokens
         self._set_room(node)
+        self._rank(node)
 
     def unbook(self, node: DecodeNode, booking: Booking) -> None:
         """A request ended, or will never come."""
-        if booking.row >= 0:
-            self._remove(node, booking)
+        if booking.coming:
+            booking.coming = False
+            node.coming.remove(booking)
             self._set_room(node)
-
-    def move(self, node: DecodeNode, booking: Booking, due: float) -> None:
-        """Its prefill will be over then."""
-        booking.due = due
-        if booking.row >= 0:
-            self._dues.rows[booking.row, node.slot] = due
+            self._rank(node)
 
     def close(self, node: DecodeNode) -> None:
         """It was asked to leave: it takes nothing new."""
         node.draining = True
-        self.closed[node.slot] = np.inf
+        self._rank(node)
 
     # --- what is asked
 
-    def tbt_s(self, at: float, *, own_tokens: float, expected_tokens: float, stay_tokens: float) -> tuple[Floats, Floats]:
-        """By slot: the predicted gap between tokens of a request that joins at time `at` with `own_tokens` of KV, and the batch
-        that it finds. The gap is the mean of the longest tenth, as it is counted afterwards."""
-        costs = self._costs
-        stay_s = stay_tokens * self.step_s
-        staying = 1.0 - np.minimum((at - self.reported_at) / stay_s, 1.0)
-        batch = self.there * staying
-        present = None
-        if len(self._dues.rows):
-            dues = self._dues.rows
-            present = (dues <= at) & (dues > at - stay_s)
-            batch += present.sum(axis=0)
-        step = costs.decode_request_s * batch
-        step += costs.decode_step_s + costs.decode_request_s + costs.decode_context_s * own_tokens
-        if costs.decode_context_s:
-            context = self.context * staying
-            if present is not None:
-                context += (self._tokens.rows * present).sum(axis=0)
-            context *= costs.decode_context_s
-            step += context
-        tbt = self.scale * step
-        over = batch - self.max_batch
-        if over[over.argmax()] > -1.0:
-            tbt = self._waiting(tbt, batch, over + 1.0, stay_s / longest_gaps(int(expected_tokens) - 1))
-        return tbt, batch
-
-    def _waiting(self, tbt: Floats, batch: Floats, over: Floats, stay_s: Floats) -> Floats:
-        """The same where the batch has no place: its step is that of a full one, and `over` leave one after the other first."""
-        in_batch = np.minimum(batch + 1.0, self.max_batch)
-        base = self.scale * self._costs.decode_step_s
-        full = base + (tbt - base) * in_batch / (batch + 1.0)
-        waiting: Floats = full + np.maximum(over, 0.0) * stay_s / self.max_batch
-        return waiting
-
-    def roomy(self, wait_s: float, need_tokens: int, stay_tokens: float) -> NDArray[np.bool_]:
-        """By slot: whether the decode has KV and a place for the request when its prefill begins, in `wait_s`."""
-        fits: NDArray[np.bool_] = (self.free >= need_tokens) & (self.places >= 1)
-        if wait_s > 0 and not fits.all():
-            gone = np.minimum(wait_s / (stay_tokens * self.step_s), 1.0)
-            fits = (self.free + self.held * gone >= need_tokens) & (self.places + self.there * gone >= 1)
-        return fits
-
-    def growth_s(self, slot: int, tokens: float) -> float:
-        """What a step takes longer for so many more tokens of KV."""
-        return float(self.scale[slot]) * self._costs.decode_context_s * tokens
-
-    def alone_s(self, slot: int, own_tokens: float) -> float:
+    def alone_s(self, node: DecodeNode, own_tokens: float) -> float:
         """The gap between tokens if the request were the only one there."""
-        return float(self.scale[slot]) * self._costs.step_s(1, own_tokens)
+        return node.scale * self._costs.step_s(1, own_tokens)
 
     def check(self, now: float) -> None:
-        """The columns tell what the nodes do."""
+        """The order tells what the nodes do."""
         assert [node.name for node in self.nodes] == sorted(self.by_name)
-        for slot, node in enumerate(self.nodes):
-            assert node.slot == slot
+        self.lightest.check()
+        opened = {node.name for node in self.nodes if not node.draining}
+        assert {name for _, name, _ in self.lightest.entries} == opened
+        times = [node.reported_at for node in self.reported]
+        assert times == sorted(times)
+        assert set(self.reported) == {node for node in self.nodes if node.load is not None}
+        for node in self.nodes:
             assert self.by_name[node.name] is node
-            count = len(node.coming)
-            assert [booking.row for booking in node.coming] == list(range(count))
-            assert list(self._dues.rows[:count, slot]) == [booking.due for booking in node.coming]
-            assert np.isinf(self._dues.rows[count:, slot]).all()
-            assert not self._tokens.rows[count:, slot].any()
+            assert node in self.by_host[node.host]
+            assert self.least_scale <= node.scale
+            assert all(booking.coming for booking in node.coming)
             unseen = [booking for booking in node.coming if not booking.reserved]
             if node.load is not None:
-                assert self.free[slot] == node.load.free_tokens - sum(booking.need_tokens for booking in unseen)
-                assert self.places[slot] == node.load.room - len(unseen)
+                assert node.free == node.load.free_tokens - sum(booking.need_tokens for booking in unseen)
+                assert node.places == node.load.room - len(unseen)
 
     # --- leaves
 
@@ -227,38 +184,46 @@ class Decodes(Columns[DecodeNode]):
         named = frozenset(load.bookings)
         complete = len(load.bookings) < MAX_REPORTED
         horizon = now - self._settings.report_grace_s
-        for booking in list(node.coming):
+        kept: list[Booking] = []
+        for booking in node.coming:
             if booking.placed.booking in named:
                 booking.reserved = True
-                if booking.due <= now:
-                    self._remove(node, booking)
-            elif (booking.reserved and complete) or booking.due <= horizon:
-                self._remove(node, booking)
-
-    def _remove(self, node: DecodeNode, booking: Booking) -> None:
-        """The last row takes its place."""
-        last, slot = node.coming.pop(), node.slot
-        end = len(node.coming)
-        for cells, empty in ((self._dues.rows, np.inf), (self._tokens.rows, 0.0)):
-            cells[booking.row, slot] = cells[end, slot]
-            cells[end, slot] = empty
-        if last is not booking:
-            node.coming[booking.row] = last
-            last.row = booking.row
-        booking.row = -1
+                booking.coming = booking.due > now
+            else:
+                booking.coming = not (booking.reserved and complete) and booking.due > horizon
+            if booking.coming:
+                kept.append(booking)
+        node.coming = kept
 
     def _set_room(self, node: DecodeNode) -> None:
-        load, slot = node.load, node.slot
+        load = node.load
         if load is not None:
             unseen = [booking.need_tokens for booking in node.coming if not booking.reserved]
-            self.free[slot] = load.free_tokens - sum(unseen)
-            self.places[slot] = load.room - len(unseen)
+            node.free = load.free_tokens - sum(unseen)
+            node.places = load.room - len(unseen)
+
+    def _rank(self, node: DecodeNode) -> None:
+        if node.draining:
+            self.lightest.remove(node)
+            return
+        costs, step_s = self._costs, node.step_s
+        if not node.there:
+            step_s = node.scale * costs.decode_step_s
+        elif node.there + len(node.coming) >= node.max_batch:
+            # Those it has no place for may leave with their KV: that counts for nothing.
+            step_s = node.scale * costs.step_s(min(node.there, node.max_batch), 0)
+        self.lightest.set(node, step_s)
 
     def _correct(self, now: float, node: DecodeNode, load: DecodeLoad) -> None:
         measured = load.step
         if not measured.predicted_s and load.step_s:
             model_s = self._costs.step_s(max(1, min(load.running, load.max_batch)), load.context_tokens)
             measured = Measured(seconds=load.step_s, predicted_s=model_s)
-        before = node.step.factor
+        before = node.scale
         if node.step.report(now, measured):
             self._accuracy.add("step", measured.seconds, before * measured.predicted_s)
+        node.scale = scale = node.step.factor
+        self._unchecked += 1
+        if scale < self.least_scale or self._unchecked > len(self.nodes):
+            self._unchecked = 0
+            self.least_scale = min([each.scale for each in self.nodes])

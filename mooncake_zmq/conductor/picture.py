@@ -8,6 +8,7 @@ from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.membership import Membership
 from mooncake_zmq.conductor.prefills import Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
+from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.roles import ROLES
@@ -27,6 +28,7 @@ class Picture:
     index: PrefixIndex
     bookings: Bookings
     replication: Replication
+    recent: RecentChains
     balance: Balance
 
     def gauges(self, now: float) -> dict[str, float]:
@@ -35,7 +37,7 @@ class Picture:
         known = [node.load for node in self.decodes.nodes if node.load is not None]
         return {
             "bookings": len(self.bookings),
-            "queued_prefill_s": float(self.prefills.queued_s(now).sum()),
+            "queued_prefill_s": sum([node.queued_s(now) for node in self.prefills.nodes]),
             "decode_requests": sum(load.running + load.reserved for load in known) + coming,
             "cached_keys": len(self.index),
             "cached_copies": sum(self.index.counts.values()),
@@ -61,6 +63,7 @@ class Picture:
             "replication": {
                 "under_way": self.replication.under_way(now),
                 "chains": self.replication.dump(now, DUMPED_CHAINS),
+                "recent": self.recent.dump(self.index, DUMPED_CHAINS),
             },
             "balance": self.balance.dump(now),
             "bookings": [
@@ -78,11 +81,10 @@ class Picture:
         }
 
     def _prefills(self, now: float) -> dict[str, object]:
-        queued = self.prefills.queued_s(now)
         return {
             node.name: {
-                "queue_s": float(queued[node.slot]),
-                "jobs": len(node.jobs),
+                "queue_s": node.queued_s(now),
+                "jobs": len(node.ends),
                 "compute_factor": node.compute.factor,
                 "load_factor": node.load.factor,
                 "bookings": len(node.unseen),
@@ -94,10 +96,10 @@ class Picture:
     def _decodes(self) -> dict[str, object]:
         return {
             node.name: {
-                "batch": float(self.decodes.there[node.slot]) + len(node.coming),
-                "step_s": float(self.decodes.step_s[node.slot]),
+                "batch": node.there + len(node.coming),
+                "step_s": node.step_s,
                 "step_factor": node.step.factor,
-                "free_tokens": None if node.load is None else float(self.decodes.free[node.slot]),
+                "free_tokens": None if node.load is None else node.free,
                 "bookings": len(node.coming),
                 "draining": node.draining,
             }

@@ -1,24 +1,25 @@
 """One decision: which prefill and which decode take a request, what they promise, or why it is refused. Owns no bookings.
 PURE."""
 
-import math
-from dataclasses import replace
+from bisect import bisect_right
 
-import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mooncake_zmq.conductor import admission
 from mooncake_zmq.conductor.arrivals import Arrivals
+from mooncake_zmq.conductor.batches import Batches, DecodeChoice, Joining
 from mooncake_zmq.conductor.bookings import Booking, BookingKey, Bookings
-from mooncake_zmq.conductor.columns import Floats
 from mooncake_zmq.conductor.corrections import OutputLengths
-from mooncake_zmq.conductor.decodes import DecodeChoice, Decodes
+from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
+from mooncake_zmq.conductor.plans import Plan, Planner
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
-from mooncake_zmq.conductor.routing import Plans, PrefillChoice, Router
+from mooncake_zmq.conductor.routing import PrefillChoice, Router
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.conductor.transfers import Transfers
-from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import Placed, Rejected, RejectReason, Schedule
 
@@ -28,6 +29,18 @@ TRIES = 3
 """Prefills tried for a request that would push others past their bounds."""
 CHUNK_TOKENS = 512
 """A chunk is taken to be this long: what is in flight is not interrupted for a job that goes first."""
+
+
+class Decision(Struct, frozen=True):
+    """Where a request goes. `ttft_s`: predicted time to its first token; `expected`: tokens it is taken to produce;
+    `need_tokens`: KV that the decode must have for it."""
+
+    prefill: PrefillChoice
+    decode: DecodeChoice
+    ttft_s: float
+    expected: float
+    need_tokens: int
+
 
 Refused = tuple[RejectReason, float]
 """The reason, and when to try again."""
@@ -46,6 +59,7 @@ class Placement:
         decodes: Decodes,
         index: PrefixIndex,
         transfers: Transfers,
+        sources: Sources,
         outputs: OutputLengths,
         bookings: Bookings,
     ) -> None:
@@ -60,32 +74,51 @@ class Placement:
         self._bookings = bookings
         self._chunk_s = costs.compute_s(CHUNK_TOKENS, 0)
         self._arrivals = Arrivals()
-        self.router = Router(settings, costs, block_tokens=block_tokens, prefills=prefills, index=index, transfers=transfers)
+        self._sources = sources
+        self.planner = Planner(
+            settings,
+            costs,
+            block_tokens=block_tokens,
+            prefills=prefills,
+            index=index,
+            transfers=transfers,
+            sources=sources,
+        )
+        self._router = Router(settings, planner=self.planner, prefills=prefills, sources=sources)
+        self.batches = Batches(settings, costs, decodes)
 
-    def decide(self, now: float, schedule: Schedule, plans: Plans) -> tuple[PrefillChoice, DecodeChoice, float] | Refused:
-        """Prefill, decode and the predicted time to the first token; or the refusal."""
-        prefill = self._choose_prefill(now, schedule, plans)
+    def decide(self, now: float, schedule: Schedule, plan: Plan) -> Decision | Refused:
+        """Where it goes, or the refusal."""
+        prefill = self._choose_prefill(now, schedule, plan)
         if isinstance(prefill, tuple):
             return prefill
         if self._settings.pipeline_stages > 1:
-            prefill = self._in_pipeline(schedule, plans, prefill)
+            prefill = self._in_pipeline(schedule, plan, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, schedule.priority)
         late_s = admission.late_prefill(self._settings, schedule, prefill, ttft_s)
         if late_s is not None:
             return RejectReason.TTFT, late_s
         expected = self._outputs.expected(schedule.max_tokens)
-        decode = self._choose_decode(now, schedule, prefill, ttft_s, expected)
-        if isinstance(decode, tuple):
-            return decode
+        need_tokens = self.need_tokens(schedule, expected)
+        joining = Joining(
+            now if self._settings.admission in ("baseline", "early") else now + ttft_s,
+            wait_s=prefill.queue_s,
+            own_tokens=schedule.tokens,
+            need_tokens=need_tokens,
+            expected_tokens=expected,
+            stay_tokens=max(1.0, self._outputs.typical),
+        )
+        decode = self.batches.choose(now, joining, prefill.node.host, schedule.exclude)
+        if decode is None:
+            return self._no_decode(joining.stay_tokens)
         slow_s = admission.slow_decode(self._settings, schedule, decode, expected)
         if slow_s is not None:
             return RejectReason.TBT, slow_s
-        return prefill, decode, ttft_s
+        return Decision(prefill, decode, ttft_s, expected, need_tokens)
 
-    def commit(
-        self, now: float, key: BookingKey, schedule: Schedule, prefill: PrefillChoice, decode: DecodeChoice, ttft_s: float
-    ) -> Booking:
+    def commit(self, now: float, key: BookingKey, schedule: Schedule, decision: Decision) -> Booking:
         """Book what was decided: queue, batch, link and turn know of it at once."""
+        prefill, decode, ttft_s, expected = decision.prefill, decision.decode, decision.ttft_s, decision.expected
         number = self._bookings.next_number()
         placed = Placed(
             request_id=schedule.request_id,
@@ -100,14 +133,13 @@ class Placement:
             tbt_slo_s=admission.promised_tbt_s(self._settings, schedule),
             stages=tuple([node.name for node in prefill.stages]),
         )
-        expected = self._outputs.expected(schedule.max_tokens)
         booking = Booking(
             key=key,
             at=now,
             placed=placed,
             due=now + ttft_s,
             deadline=admission.deadline(self._settings, schedule, now),
-            need_tokens=self.need_tokens(schedule, expected),
+            need_tokens=decision.need_tokens,
             context_tokens=schedule.tokens + expected / 2,
             expected_tokens=expected,
             max_tokens=schedule.max_tokens,
@@ -115,14 +147,14 @@ class Placement:
         self._outputs.placed(expected)
         work_s = prefill.share_s if prefill.stages else prefill.work_s
         for node in (prefill.node, *prefill.stages):
-            rank = self._prefills.rank(now, node, work_s, schedule.priority)
-            self._prefills.book(now, node, (rank, work_s, number))
+            self._prefills.book(now, node, (node.rank(now, work_s, schedule.priority), work_s, number))
         self._decodes.book(decode.node, booking)
         if prefill.sources:
-            self._transfers.book(now, prefill.sources[0], prefill.home, prefill.fetch_s)
+            self._transfers.book(now, prefill.sources[0], prefill.node.home, prefill.fetch_s)
+            self._sources.chosen(prefill.sources[0])
         if prefill.node.overtake:
             self._arrivals.add(now, prefill.work_s)
-        self.router.chosen(prefill)
+        self._prefills.chosen(prefill.node)
         return booking
 
     def need_tokens(self, schedule: Schedule, expected: float) -> int:
@@ -132,36 +164,36 @@ class Placement:
 
     # --- leaves
 
-    def _choose_prefill(self, now: float, schedule: Schedule, plans: Plans) -> PrefillChoice | Refused:
-        barred = list(schedule.exclude)
+    def _choose_prefill(self, now: float, schedule: Schedule, plan: Plan) -> PrefillChoice | Refused:
+        barred = schedule.exclude
         pushed_s = 0.0
         for _ in range(TRIES):
-            choice = self.router.choose(plans, barred)
+            choice = self._router.choose(now, schedule, plan, barred)
             if choice is None:
                 break
             if not self._pushes_others(now, schedule, choice):
                 return choice
-            barred.append(choice.node.name)
+            barred = (*barred, choice.node.name)
             pushed_s = choice.queue_s + choice.work_s
         if pushed_s:
             return RejectReason.TTFT, admission.bounded(pushed_s)
-        last_resort = self.router.choose(plans, ()) if schedule.exclude else None
+        last_resort = self._router.choose(now, schedule, plan, ()) if schedule.exclude else None
         if last_resort is not None:
             return last_resort
         if any(not node.draining for node in self._prefills.nodes):
-            shortest_s = min(float(self._prefills.queued_s(now).min()), admission.MAX_RETRY_S)
+            shortest_s = min(self._prefills.shortest_queue_s(now), admission.MAX_RETRY_S)
             return RejectReason.NO_ROOM, admission.bounded(shortest_s / 2)
         return RejectReason.NO_PREFILL, admission.NO_NODE_RETRY_S
 
-    def _in_pipeline(self, schedule: Schedule, plans: Plans, choice: PrefillChoice) -> PrefillChoice:
+    def _in_pipeline(self, schedule: Schedule, plan: Plan, choice: PrefillChoice) -> PrefillChoice:
         """With others that compute a long prompt together with it, if that is sooner."""
 
         def candidate(node: PrefillNode) -> Candidate:
-            held = 0 if plans.local is None else int(plans.local[node.slot])
-            reuse = choice.reuse_blocks if node is choice.node else held
-            return Candidate(node.name, float(plans.queue_s[node.slot]), node.compute.factor, reuse)
+            weighed = self.planner.weigh(plan, node)
+            reuse = choice.reuse_blocks if node is choice.node else weighed.local
+            return Candidate(node.name, weighed.queue_s, node.factor, reuse)
 
-        usable = [node for node in self._prefills.nodes if not node.closed and node.name not in schedule.exclude]
+        usable = (node for node in self._prefills.nodes if not node.closed and node.name not in schedule.exclude)
         pipeline = form_pipeline(
             candidate(choice.node),
             map(candidate, usable),
@@ -181,14 +213,11 @@ class Placement:
         node = choice.node
         if not (node.overtake or schedule.priority) or self._settings.admission == "none" or schedule.begun:
             return False
-        rank = self._prefills.rank(now, node, choice.work_s, schedule.priority)
-        end = node.as_of
-        for other, left_s, number in node.jobs:
-            end += left_s
-            if other > rank:
-                booking = self._bookings.numbered(number)
-                if booking is not None and end <= booking.deadline < end + choice.work_s:
-                    return True
+        after = bisect_right(node.ranks, node.rank(now, choice.work_s, schedule.priority))
+        for end, number in zip(node.ends[after:], node.numbers[after:], strict=True):
+            booking = self._bookings.numbered(number)
+            if booking is not None and end <= booking.deadline < end + choice.work_s:
+                return True
         return False
 
     def _passed_over_s(self, now: float, choice: PrefillChoice, priority: int) -> float:
@@ -197,57 +226,18 @@ class Placement:
         node = choice.node
         if not node.overtake:
             return 0.0
-        rank = self._prefills.rank(now, node, choice.work_s, priority)
-        behind = [left for other, left, _ in node.jobs if other > rank]
-        chunk_s = min(0.5 * self._chunk_s * node.compute.factor, max(behind)) if behind else 0.0
+        behind_s = node.behind_s(now, node.rank(now, choice.work_s, priority))
+        chunk_s = min(0.5 * self._chunk_s * node.factor, behind_s)
         return chunk_s + self._arrivals.overtaking_s(
             now, work_s=choice.work_s, wait_s=choice.queue_s, overtake=node.overtake, nodes=len(self._prefills.nodes)
         )
 
-    def _choose_decode(
-        self, now: float, schedule: Schedule, prefill: PrefillChoice, ttft_s: float, expected: float
-    ) -> DecodeChoice | Refused:
-        """Of those with room the smallest predicted gap; among ties the prefill's own host, where the handoff is a read of
-        shared memory, then the most free tokens, then the name."""
-        decodes, stay_tokens = self._decodes, max(1.0, self._outputs.typical)
-        if not decodes.nodes:
-            return RejectReason.NO_DECODE, admission.NO_NODE_RETRY_S
-        at = now if self._settings.admission in ("baseline", "early") else now + ttft_s
-        tbt_s, batch = decodes.tbt_s(at, own_tokens=schedule.tokens, expected_tokens=expected, stay_tokens=stay_tokens)
-        roomy = decodes.roomy(prefill.queue_s, self.need_tokens(schedule, expected), stay_tokens)
-        score = np.where(roomy, tbt_s, np.inf) + decodes.closed
-        slot = self._best_decode(score, prefill.node, schedule.exclude)
-        if slot is None:
-            return self._no_decode(stay_tokens)
-        alone_s = decodes.alone_s(slot, schedule.tokens)
-        grown_s = decodes.growth_s(slot, gaps.growth_tokens(float(batch[slot]) + 1, expected))
-        promised_s = gaps.tbt_s(float(tbt_s[slot]) + grown_s, expected)
-        return DecodeChoice(decodes.nodes[slot], promised_s, float(batch[slot]), gaps.tbt_s(alone_s, expected))
-
-    def _best_decode(self, score: Floats, prefill: PrefillNode, exclude: tuple[str, ...]) -> int | None:
-        preferred = score
-        if exclude:
-            preferred = score.copy()
-            preferred[[node.slot for name in exclude if (node := self._decodes.by_name.get(name))]] = np.inf
-        for each in (preferred, score):
-            least = float(each[each.argmin()])
-            if least < math.inf:
-                tied = (each <= least * (1 + self._settings.tie_ratio)).nonzero()[0]
-                if len(tied) == 1:
-                    return int(tied[0])
-                home = tied[self._decodes.host[tied] == self._decodes.host_number(prefill.host)]
-                among = home if len(home) else tied
-                return int(among[self._decodes.free[among].argmax()])
-        return None
-
     def _no_decode(self, stay_tokens: float) -> Refused:
         """None has room: until the first request leaves one; without any decode, until one may be back."""
-        decodes = self._decodes
-        working = [node.slot for node in decodes.nodes if not node.draining]
-        if not working:
+        leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for node in self._decodes.nodes if not node.draining]
+        if not leave_s:
             return RejectReason.NO_DECODE, admission.NO_NODE_RETRY_S
-        leaves_s = stay_tokens * decodes.step_s[working] / np.maximum(1.0, decodes.there[working])
-        return RejectReason.NO_ROOM, admission.bounded(float(leaves_s.min()))
+        return RejectReason.NO_ROOM, admission.bounded(min(leave_s))
 
 
 def rejected(schedule: Schedule, refused: Refused) -> Rejected:

@@ -3,128 +3,159 @@ PURE.
 
 A booking's number says exactly which of our placements a report counts: one that it names is the report's from then on; one it
 named before and no more is computed; one it never named is kept apart until it is older than the way there takes.
+
+A queue is kept as the times at which its jobs will be done. They stay what they are while time passes, so that nothing needs
+to be done for the nodes that nothing happened to.
 """
 
-from bisect import insort
-from collections.abc import Iterable
+import math
+from bisect import bisect_right, insort
 
-import numpy as np
-
-from mooncake_zmq.conductor.columns import Cells, Columns, Floats
 from mooncake_zmq.conductor.corrections import Accuracy, Correction
+from mooncake_zmq.conductor.ranking import Ranking
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad
 
 Job = tuple[float, float, int]
 """Rank, as a time; seconds of work left; number of the booking, 0 if it is not known."""
-NO_LIMIT = float(1 << 40)
+NO_LIMIT = 1 << 40
+EVERYONE = 1
+"""The mark that every prefill has."""
+GRAINS = 64
+"""Factors are ranked in steps of one of so many parts, rounded down: fading corrections need not move at each report."""
 
 
 class PrefillNode:
-    """One prefill: its jobs in order of rank, as of `as_of`."""
+    """One prefill: its jobs in order of rank, each with the time at which it will be done."""
 
     __slots__ = (
-        "as_of",
+        "closed",
         "compute",
         "draining",
+        "ends",
+        "factor",
+        "floor_at",
+        "home",
+        "homes",
         "host",
-        "jobs",
+        "last",
         "load",
+        "load_token_s",
+        "marks",
         "name",
         "named",
+        "numbers",
         "overtake",
         "priority_s",
+        "ranks",
         "room",
-        "slot",
         "unseen",
     )
 
-    def __init__(self, name: str, host: str, half_life_s: float) -> None:
+    def __init__(self, name: str, host: str, *, half_life_s: float, load_token_s: float) -> None:
         self.name = name
         self.host = host
-        self.slot = 0
-        self.jobs: list[Job] = []
-        self.as_of = 0.0
-        self.unseen: dict[int, tuple[float, Job]] = {}
-        """Bookings that no report has named yet: when each was made, and its job."""
+        self.ranks: list[float] = []
+        self.ends: list[float] = []
+        self.numbers: list[int] = []
+        self.unseen: dict[int, tuple[float, float, float]] = {}
+        """Bookings that no report has named yet: when each was made, rank and work."""
         self.named: dict[int, None] = {}
         """Bookings that the last report named."""
         self.overtake = 0.0
         self.priority_s = 0.0
         self.room = NO_LIMIT
         self.draining = False
+        self.closed = False
+        """It takes nothing new, or could not queue it."""
         self.compute = Correction(half_life_s)
         self.load = Correction(half_life_s)
+        self.factor = 1.0
+        """Of computing."""
+        self.floor_at = 0.0
+        """Before this it is not free for a job of no negative priority: whose rank is later than those in the past already."""
+        self.load_token_s = load_token_s
+        """Corrected."""
+        self.last = 0
+        """The turn it was chosen in."""
+        self.home = -1
+        """The bit of the cache-node on its host, the first by name; -1 if it has none."""
+        self.homes = 0
+        """The mask of all of them."""
+        self.marks = EVERYONE
+        """The same, one bit further, and `EVERYONE`."""
 
-    @property
-    def closed(self) -> bool:
-        """It takes nothing new, or could not queue it."""
-        return self.draining or self.room <= len(self.unseen)
+    def queued_s(self, now: float) -> float:
+        """All work that is there."""
+        return max(0.0, self.ends[-1] - now) if self.ends else 0.0
+
+    def wait_s(self, now: float, rank: float) -> float:
+        """Work that a job of this rank finds ahead of it."""
+        ahead = bisect_right(self.ranks, rank)
+        return max(0.0, self.ends[ahead - 1] - now) if ahead else 0.0
+
+    def rank(self, now: float, work_s: float, priority: int) -> float:
+        """The node's rule of order, see `core.order`."""
+        return now + self.overtake * work_s + self.priority_s * priority
 
     def settle(self, now: float) -> None:
-        """Work off the front of the queue, a second per second."""
-        elapsed, self.as_of = now - self.as_of, now
-        done = 0
-        for rank, left, number in self.jobs:
-            if left > elapsed:
-                self.jobs[done] = rank, left - elapsed, number
-                break
-            elapsed -= left
-            done += 1
-        del self.jobs[:done]
+        """Take off the queue what is done."""
+        done = bisect_right(self.ends, now)
+        if done:
+            del self.ranks[:done], self.ends[:done], self.numbers[:done]
+
+    def behind_s(self, now: float, rank: float) -> float:
+        """The longest of the jobs that a job of this rank goes before; 0: none."""
+        ends, longest = self.ends, 0.0
+        for place in range(bisect_right(self.ranks, rank), len(ends)):
+            begins = max(now, ends[place - 1]) if place else now
+            longest = max(longest, ends[place] - begins)
+        return longest
 
 
-class Prefills(Columns[PrefillNode]):
-    """All prefills. `work_s` as of `as_of`; `compute` the correction; `load_token_s` corrected; `closed` 0, or inf if it takes
-    nothing; `home` the bits of the cache-nodes on its host, `last` the turn it was chosen in."""
-
-    work_s: Floats
-    as_of: Floats
-    compute: Floats
-    load_token_s: Floats
-    closed: Floats
-    last: Floats
-    overtake: Floats
-    priority_s: Floats
+class Prefills:
+    """All prefills, by name, by host, and in the orders that a search goes through."""
 
     def __init__(self, settings: ConductorSettings, costs: Costs, accuracy: Accuracy) -> None:
+        self.nodes: list[PrefillNode] = []
+        """In name order."""
+        self.by_name: dict[str, PrefillNode] = {}
+        self.by_host: dict[str, list[PrefillNode]] = {}
+        self.quickest: Ranking[PrefillNode] = Ranking()
+        """Those that are not closed, by factor, rounded down."""
+        self.freest: Ranking[PrefillNode] = Ranking()
+        """The same nodes by `floor_at`."""
+        self.turns: dict[PrefillNode, None] = {}
+        """All, the one chosen longest ago first, of equals in name order."""
+        self._turn = 0
         self._half_life_s = settings.correction_half_life_s
         self._grace_s = settings.report_grace_s
         self._load_token_s = costs.load_s(1)
         self._accuracy = accuracy
-        self._latest_rank = -np.inf
-        self._ordered = 0
-        """Nodes where later jobs may overtake."""
-        self._ranks = Cells(np.inf)
-        self._lefts = Cells(0.0)
-        self._dirty: dict[str, None] = {}
-        """Nodes whose cells do not tell their jobs; cells are needed only where jobs overtake."""
-        super().__init__(
-            work_s=0.0,
-            as_of=0.0,
-            compute=1.0,
-            load_token_s=self._load_token_s,
-            closed=0.0,
-            last=0.0,
-            overtake=0.0,
-            priority_s=0.0,
-        )
 
-    def join(self, name: str, host: str) -> None:
+    def join(self, name: str, host: str) -> PrefillNode:
         """A conversation began."""
-        node = PrefillNode(name, host, self._half_life_s)
-        self.insert(node)
-        for cells in (self._ranks, self._lefts):
-            cells.insert(node.slot)
+        node = PrefillNode(name, host, half_life_s=self._half_life_s, load_token_s=self._load_token_s)
+        insort(self.nodes, node, key=lambda each: each.name)
+        self.by_name[name] = node
+        self.by_host.setdefault(host, []).append(node)
+        self.turns[node] = None
+        self.turns = dict.fromkeys(sorted(self.turns, key=lambda each: (each.last, each.name)))
+        self.quickest.set(node, 1.0)
+        self.freest.set(node, 0.0)
+        return node
 
     def leave(self, node: PrefillNode) -> None:
         """A conversation ended."""
-        for cells in (self._ranks, self._lefts):
-            cells.delete(node.slot)
-        self._dirty.pop(node.name, None)
-        self._ordered -= node.overtake > 0
-        self.delete(node)
+        self.nodes.remove(node)
+        del self.by_name[node.name], self.turns[node]
+        mine = self.by_host[node.host]
+        mine.remove(node)
+        if not mine:
+            del self.by_host[node.host]
+        self.quickest.remove(node)
+        self.freest.remove(node)
 
     # --- what is told
 
@@ -132,38 +163,65 @@ class Prefills(Columns[PrefillNode]):
         """The node's own figures. Returns the bookings that it names, with when each will be computed, and with `now` those
         that are computed by now."""
         self._correct(now, node, load)
-        node.room, node.draining = float(load.room), load.draining
-        self._set_order(node, load)
-        if not (load.jobs or node.jobs or node.named or node.unseen):
-            node.as_of = self.as_of[node.slot] = now
+        node.room, node.draining = load.room, load.draining
+        node.overtake, node.priority_s = load.overtake, load.priority_s
+        if not (load.jobs or node.ends or node.named or node.unseen):
             self._set_closed(node)
             return []
-        named = dict.fromkeys(job.booking for job in load.jobs if job.booking)
-        horizon = now - self._grace_s
-        node.unseen = {n: (at, job) for n, (at, job) in node.unseen.items() if n not in named and at > horizon}
+        named = dict.fromkeys([job.booking for job in load.jobs if job.booking])
         complete = len(load.jobs) < MAX_REPORTED
-        computed = [(number, now) for number in node.named if number not in named] if complete else []
+        dues = [(number, now) for number in node.named if number not in named] if complete else []
         node.named = named
         jobs: list[Job] = [(now + job.rank_s, job.left_s, job.booking) for job in load.jobs]
-        jobs += [job for _, job in node.unseen.values()]
+        if node.unseen:
+            horizon = now - self._grace_s
+            node.unseen = {n: job for n, job in node.unseen.items() if n not in named and job[0] > horizon}
+            jobs += [(rank, work_s, number) for number, (_, rank, work_s) in node.unseen.items()]
         jobs.sort()
-        node.jobs, node.as_of = jobs, now
-        self._retell(node)
-        return computed + self._dues(now, jobs, named)
+        node.ranks, node.numbers = [job[0] for job in jobs], [job[2] for job in jobs]
+        node.ends = ends = []
+        end = now
+        for _, left_s, number in jobs:
+            end += left_s
+            ends.append(end)
+            if number in named:
+                dues.append((number, end))
+        self._retell(now, node)
+        return dues
 
     def book(self, now: float, node: PrefillNode, job: Job) -> None:
         """A job was sent there."""
+        rank, work_s, number = job
         node.settle(now)
-        insort(node.jobs, job)
-        node.unseen[job[2]] = now, job
-        self._retell(node)
+        ends, place = node.ends, bisect_right(node.ranks, rank)
+        node.ranks.insert(place, rank)
+        node.numbers.insert(place, number)
+        ends.insert(place, (ends[place - 1] if place else now) + work_s)
+        for later in range(place + 1, len(ends)):
+            ends[later] += work_s
+        node.unseen[number] = now, rank, work_s
+        self._retell(now, node)
 
     def unbook(self, now: float, node: PrefillNode, number: int) -> None:
         """A job ended, or will never come; one that a report named is left to the reports."""
-        if node.unseen.pop(number, None) is not None:
-            node.settle(now)
-            node.jobs = [job for job in node.jobs if job[2] != number]
-            self._retell(node)
+        if node.unseen.pop(number, None) is None:
+            return
+        node.settle(now)
+        if number in node.numbers:
+            place = node.numbers.index(number)
+            ends = node.ends
+            left_s = ends[place] - (ends[place - 1] if place else now)
+            del node.numbers[place], node.ranks[place], ends[place]
+            for later in range(place, len(ends)):
+                ends[later] -= left_s
+        self._retell(now, node)
+
+    def chosen(self, node: PrefillNode) -> None:
+        """Its turn was this one."""
+        self._turn += 1
+        node.last = self._turn
+        del self.turns[node]
+        self.turns[node] = None
 
     def close(self, node: PrefillNode) -> None:
         """It was asked to leave: it takes nothing new."""
@@ -172,89 +230,58 @@ class Prefills(Columns[PrefillNode]):
 
     # --- what is asked
 
-    def wait_s(self, now: float, work_s: Floats, priority: int) -> Floats:
-        """By slot: how long a job of `work_s` would wait there for those ahead of it."""
-        if not self._ordered and not priority and self._latest_rank <= now:
-            return self.queued_s(now)
-        self._fill_cells()
-        ranks = now + self.overtake * work_s + self.priority_s * priority
-        ahead = (self._lefts.rows * (self._ranks.rows <= ranks)).sum(axis=0)
-        waiting: Floats = np.maximum(ahead - (now - self.as_of), 0.0)
-        return waiting
-
-    def rank(self, now: float, node: PrefillNode, work_s: float, priority: int) -> float:
-        """The node's rule of order, see `core.order`."""
-        return now + node.overtake * work_s + node.priority_s * priority
-
-    def queued_s(self, now: float) -> Floats:
-        """By slot: all work that is there."""
-        queued: Floats = np.maximum(self.work_s - (now - self.as_of), 0.0)
-        return queued
+    def shortest_queue_s(self, now: float) -> float:
+        """Of all of them."""
+        return min([node.queued_s(now) for node in self.nodes], default=0.0)
 
     def check(self, now: float) -> None:
-        """The columns tell what the nodes do."""
+        """The orders tell what the nodes do."""
         assert [node.name for node in self.nodes] == sorted(self.by_name)
-        assert self._ordered == sum(node.overtake > 0 for node in self.nodes)
-        for slot, node in enumerate(self.nodes):
-            assert node.slot == slot
+        assert list(self.turns) == sorted(self.nodes, key=lambda node: (node.last, node.name))
+        self.quickest.check()
+        self.freest.check()
+        opened = {node.name for node in self.nodes if not node.closed}
+        floors = {name: figure for figure, name, _ in self.freest.entries}
+        factors = {name: figure for figure, name, _ in self.quickest.entries}
+        assert floors.keys() == factors.keys() == opened
+        for node in self.nodes:
             assert self.by_name[node.name] is node
-            assert node.jobs == sorted(node.jobs)
-            assert abs(self.work_s[slot] - sum(job[1] for job in node.jobs)) < 1e-6
-            assert self.as_of[slot] == node.as_of
-            assert (self.closed[slot] > 0) == node.closed
+            assert node in self.by_host[node.host]
+            assert node.ranks == sorted(node.ranks)
+            assert node.ends == sorted(node.ends)
+            assert len(node.ranks) == len(node.ends) == len(node.numbers)
+            assert node.closed == (node.draining or node.room <= len(node.unseen))
             assert not node.unseen.keys() & node.named.keys()
-        self._fill_cells()
-        for slot, node in enumerate(self.nodes):
-            count = len(node.jobs)
-            assert list(self._ranks.rows[:count, slot]) == [job[0] for job in node.jobs]
-            assert list(self._lefts.rows[:count, slot]) == [job[1] for job in node.jobs]
-            assert not self._lefts.rows[count:, slot].any()
+            if not node.closed:
+                assert factors[node.name] <= node.factor
+                assert floors[node.name] == node.floor_at
+            assert max(0.0, node.floor_at - now) <= node.wait_s(now, now)
 
     # --- leaves
 
     def _correct(self, now: float, node: PrefillNode, load: PrefillLoad) -> None:
-        for kind, correction, measured in (("compute", node.compute, load.compute), ("load", node.load, load.load)):
-            before = correction.factor
-            if correction.report(now, measured):
-                self._accuracy.add(kind, measured.seconds, before * measured.predicted_s)
-        self.compute[node.slot] = node.compute.factor
-        self.load_token_s[node.slot] = self._load_token_s * node.load.factor
+        before = node.factor
+        if node.compute.report(now, load.compute):
+            self._accuracy.add("compute", load.compute.seconds, before * load.compute.predicted_s)
+        node.factor = node.compute.factor
+        before = node.load.factor
+        if node.load.report(now, load.load):
+            self._accuracy.add("load", load.load.seconds, before * load.load.predicted_s)
+        node.load_token_s = self._load_token_s * node.load.factor
 
-    def _set_order(self, node: PrefillNode, load: PrefillLoad) -> None:
-        if (node.overtake, node.priority_s) != (load.overtake, load.priority_s):
-            self._ordered += (load.overtake > 0) - (node.overtake > 0)
-            node.overtake, node.priority_s = load.overtake, load.priority_s
-            self.overtake[node.slot], self.priority_s[node.slot] = load.overtake, load.priority_s
-
-    def _dues(self, now: float, jobs: Iterable[Job], named: dict[int, None]) -> list[tuple[int, float]]:
-        dues: list[tuple[int, float]] = []
-        at = now
-        for _, left, number in jobs:
-            at += left
-            if number in named:
-                dues.append((number, at))
-        return dues
-
-    def _retell(self, node: PrefillNode) -> None:
-        slot, jobs = node.slot, node.jobs
-        self.work_s[slot] = sum([job[1] for job in jobs])
-        self.as_of[slot] = node.as_of
-        if jobs and jobs[-1][0] > self._latest_rank:
-            self._latest_rank = jobs[-1][0]
-        self._dirty[node.name] = None
+    def _retell(self, now: float, node: PrefillNode) -> None:
+        ripe = bisect_right(node.ranks, now)
+        node.floor_at = node.ends[ripe - 1] if ripe else 0.0
         self._set_closed(node)
+        if not node.closed:
+            self.freest.set(node, node.floor_at)
 
     def _set_closed(self, node: PrefillNode) -> None:
-        self.closed[node.slot] = np.inf if node.closed else 0.0
-
-    def _fill_cells(self) -> None:
-        for name in self._dirty:
-            node = self.by_name[name]
-            count = len(node.jobs)
-            self._ranks.reach(count)
-            self._lefts.reach(count)
-            for cells, empty, position in ((self._ranks, np.inf, 0), (self._lefts, 0.0, 1)):
-                column = cells.rows[:, node.slot]
-                column[:count] = [job[position] for job in node.jobs]
-                column[count:] = empty
-        self._dirty.clear()
+        node.closed = node.draining or node.room <= len(node.unseen)
+        if node.closed:
+            self.quickest.remove(node)
+            self.freest.remove(node)
+            return
+        self.quickest.set(node, math.floor(node.factor * GRAINS) / GRAINS)
+        if node not in self.freest:
+            self.freest.set(node, node.floor_at)

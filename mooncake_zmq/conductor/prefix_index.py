@@ -9,17 +9,12 @@ that leaves is masked out at once and its bits are swept out piece by piece, sin
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mooncake_zmq.kv.block_hash import Key
 
-Floats = NDArray[np.float64]
-
+Run = tuple[int, int]
+"""Blocks, and the mask of the nodes that have so many."""
 PIECE_KEYS = 512
 """Keys that the clock handles at a time."""
-FEW_BITS = 12
-"""Up to this many, taking a mask's bits one by one is quicker than all at once."""
 SWEPT_AT_ONCE = 2048
 """Keys swept when a node leaves, about 0.5 ms; the others piece by piece."""
 
@@ -67,11 +62,6 @@ class PrefixIndex:
     def counts(self) -> dict[str, int]:
         """Keys held, by node."""
         return {name: self._held[bit] for name, bit in sorted(self._bits.items())}
-
-    @property
-    def width(self) -> int:
-        """Bits in use at most."""
-        return len(self._names)
 
     @property
     def is_sweeping(self) -> bool:
@@ -156,44 +146,38 @@ class PrefixIndex:
             self._dead &= ~self._sweeping
             self._sweeping = 0
 
-    def runs(self, keys: Sequence[Key], out: Floats) -> tuple[int, int]:
-        """Writes the length of the leading run of `keys` that each node holds into `out`, by bit (at least `width` long, and
-        all zeros). Returns the longest, and the mask of the nodes that have it."""
+    def runs(self, keys: Sequence[Key]) -> list[Run]:
+        """How long a leading run of `keys` each node holds: (blocks, the mask of the nodes whose run ends there), the shortest
+        first; nodes without the first key are left out."""
         lookup = self._holders.get
         alive = lookup(keys[0], 0) & self._live if keys else 0
         if not alive:
-            return 0, 0
+            return []
+        found: list[Run] = []
         count = 0
         for key in keys:
             still = alive & lookup(key, 0)
             if still != alive:
+                found.append((count, alive ^ still))
                 if not still:
-                    break
-                self._write(out, alive ^ still, count)
+                    return found
                 alive = still
             count += 1
-        self._write(out, alive, count)
-        return count, alive
+        found.append((count, alive))
+        return found
 
-    def disk_blocks(self, keys: Sequence[Key], out: Floats) -> bool:
-        """Adds to `out`, by bit, how many of `keys` each node has on SSD alone. Returns whether there are any."""
+    def on_disk_alone(self, keys: Sequence[Key]) -> list[int]:
+        """For each of `keys` the mask of the nodes that have it on SSD alone; nothing if nobody has any there."""
         disk = self._disk
         if not disk:
-            return False
-        found = False
-        for key in keys:
-            mask = disk.get(key, 0) & self._live
-            if mask:
-                found = True
-                for bit in bits_of(mask):
-                    out[bit] += 1
-        return found
+            return []
+        masks = [disk.get(key, 0) & self._live for key in keys]
+        return masks if any(masks) else []
 
     def match(self, keys: Sequence[Key]) -> dict[str, int]:
         """Length of the leading run of `keys` each node holds, in name order; nodes without the first key are left out."""
-        runs = np.zeros(self.width)
-        self.runs(keys, runs)
-        return {node: int(runs[bit]) for node, bit in sorted(self._bits.items()) if runs[bit]}
+        by_bit = {bit: blocks for blocks, mask in self.runs(keys) for bit in bits_of(mask)}
+        return {node: by_bit[bit] for node, bit in sorted(self._bits.items()) if bit in by_bit}
 
     def touch(self, keys: Sequence[Key]) -> None:
         """`keys` were asked for: they stay longer."""
@@ -363,12 +347,3 @@ class PrefixIndex:
                 others.difference_update(keys)
         if self._disk:
             self._forget_disk(0, keys)
-
-    def _write(self, out: Floats, mask: int, count: int) -> None:
-        if mask.bit_count() <= FEW_BITS:
-            for bit in bits_of(mask):
-                out[bit] = count
-        else:
-            size = (len(self._names) + 7) // 8
-            packed = np.frombuffer(mask.to_bytes(size, "little"), np.uint8)
-            out[: len(self._names)][np.unpackbits(packed, count=len(self._names), bitorder="little").view(np.bool_)] = count

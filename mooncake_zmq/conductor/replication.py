@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
-from mooncake_zmq.conductor.routing import MAX_SOURCES
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.conductor.sources import MAX_SOURCES
 from mooncake_zmq.core.messages import ChangeReplica
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key

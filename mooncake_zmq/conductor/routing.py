@@ -1,32 +1,30 @@
-"""Algorithm 1 of the Mooncake paper for all prefills at once: who computes, which blocks are reused, where from. PURE.
+"""Algorithm 1 of the Mooncake paper: who computes, which blocks are reused, where from. PURE.
 
-For every prefill the time to the first token is predicted: the work queued ahead, then computing what is not reused while the
-rest is loaded. Where another host holds more of the prompt, fetching that is weighed against computing it. The smallest wins;
-of near ties the one chosen longest ago, so that load and blocks spread. The other policies are what the paper compares with.
+For a prefill the time to the first token is predicted: the work queued ahead, then computing what is not reused while the rest
+is loaded. Where another host holds more of the prompt, fetching that is weighed against computing it. The smallest wins; of
+near ties the one chosen longest ago, so that load and blocks spread. The other policies are what the paper compares with.
+
+Not every prefill is looked at. Those that hold most are; all others go by in two orders, by how quick they are and by when they
+are free, until no prefill that has not come by can be better. What wins is what would win if all were looked at.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
+from msgspec import Struct
 
-from mooncake_zmq.conductor.columns import Floats
-from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
-from mooncake_zmq.conductor.prefix_index import PrefixIndex
+from mooncake_zmq.conductor.plans import Plan, Planner
+from mooncake_zmq.conductor.prefills import EVERYONE, PrefillNode, Prefills
 from mooncake_zmq.conductor.settings import ConductorSettings
-from mooncake_zmq.conductor.transfers import Transfers
-from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.core.messages import Schedule
 
-MAX_SOURCES = 4
-"""Cache-nodes named in one plan: the one to fetch from, and three more should it be gone or have evicted."""
+ROUNDING = 1 + 1e-9
+"""A bound and the time that it stands for are not the same sum."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChoice:
+class PrefillChoice(Struct, frozen=True):
     """`work_s`: fetch, load and compute. `sources`: the bits of the cache-nodes to fetch from
     what the host misses of `reuse_blocks`, none to fetch nothing; `fetch_s`: of `work_s`, what moves between hosts."""
 
@@ -36,7 +34,6 @@ class PrefillChoice:
     queue_s: float
     work_s: float
     fetch_s: float
-    home: int
     stages: tuple[PrefillNode, ...] = ()
     """Those that compute the later layers, see `pipeline`."""
     share_s: float = 0.0
@@ -48,208 +45,110 @@ class PrefillChoice:
         return self.queue_s + self.work_s
 
 
-@dataclass(slots=True)
-class Plans:
-    """By slot of the prefills; `fetches` None: none does. `source`: the bit that all would fetch from."""
-
-    local: Floats | None
-    queue_s: Floats
-    work_s: Floats
-    ttft_s: Floats
-    fetches: NDArray[np.bool_] | None = None
-    best: int = 0
-    source: int = -1
-    fetch_s: Floats | None = None
-    holders: int = 0
-    digest: int = 0
-    """Of the request id, for a choice at random."""
-
-
-def reusable_blocks(*, tokens: int, keys: int, block_tokens: int) -> int:
-    """Blocks that may be reused at most: complete ones, leaving at least one token to compute."""
-    return max(0, min(keys, (tokens - 1) // block_tokens))
-
-
 class Router:
-    """Chooses the prefill. Owns where each prefill's blocks are (`home`) and who was chosen last."""
+    """Chooses the prefill."""
 
-    def __init__(
-        self,
-        settings: ConductorSettings,
-        costs: Costs,
-        *,
-        block_tokens: int,
-        prefills: Prefills,
-        index: PrefixIndex,
-        transfers: Transfers,
-    ) -> None:
+    def __init__(self, settings: ConductorSettings, *, planner: Planner, prefills: Prefills, sources: Sources) -> None:
         self._settings = settings
-        self._costs = costs
-        self._block_tokens = block_tokens
+        self._planner = planner
         self._prefills = prefills
-        self._index = index
-        self._transfers = transfers
-        self._tie = 1 + (settings.tie_ratio if settings.policy in ("global", "local", "load") else 0.0)
-        self._turn = 0.0
-        self._homes = np.zeros((1, 0), np.intp)
-        """Rows: the bits of the cache-nodes on each prefill's host; most hosts have one."""
-        self._pooled = np.zeros(0, np.bool_)
-        """Prefills whose host has a cache-node."""
-        self._runs = np.zeros(1)
-        self._on_disk = np.zeros(1)
-        self._named = np.zeros(1)
-        """The turn in which a cache-node was last named first as a source, by bit."""
-        self._order = np.zeros(1)
-        """Below 1, in the order of the cache-nodes' names: decides between those named equally long ago."""
+        self._sources = sources
+        self._tie = 1 + settings.tie_ratio
+        self._quickest = settings.policy in ("global", "local")
 
-    def settle_homes(self, bits: dict[str, list[int]]) -> None:
-        """Who is there has changed. `bits`: those of the cache-nodes, by host."""
-        self._transfers.widen(self._index.width)
-        width, nowhere = self._transfers.width, self._transfers.nowhere
-        most = max((len(each) for each in bits.values()), default=1)
-        rows = [[nowhere] * most if node.host not in bits else bits[node.host] for node in self._prefills.nodes]
-        rows = [row + row[:1] * (most - len(row)) for row in rows]
-        self._homes = np.array(rows, np.intp).reshape(-1, most).T.copy()
-        self._pooled = self._homes[0] != nowhere
-        self._runs, self._on_disk = np.zeros(width), np.zeros(width)
-        self._named = np.concatenate((self._named, np.zeros(max(0, width - len(self._named)))))
-        self._order = np.zeros(width)
-        for place, bit in enumerate(sorted((bit for each in bits.values() for bit in each), key=self._index.name_of)):
-            self._order[bit] = place / width
-
-    def forget_source(self, bit: int) -> None:
-        """Its cache-node left."""
-        self._named[bit : bit + 1] = 0.0
-
-    def plan(self, now: float, schedule: Schedule) -> Plans:
-        """What each prefill would do with this prompt, and how long it would take."""
-        limit = reusable_blocks(tokens=schedule.tokens, keys=len(schedule.keys), block_tokens=self._block_tokens)
-        keys = schedule.keys if limit == len(schedule.keys) else schedule.keys[:limit]
-        self._runs.fill(0.0)
-        best, holders = self._index.runs(keys, self._runs)
-        if not best:
-            local, work = None, self._work(schedule.tokens, 0)
-        else:
-            self._index.touch(keys[:best])
-            local = self._at_home(self._runs)
-            work = self._work(schedule.tokens, local)
-            if self._index.disk_blocks(keys[:best], self._on_disk):
-                work = work + self._promote_s(now, local)
-        plans = Plans(local, work, work, work, best=best, holders=holders)
-        if self._settings.policy == "random":
-            plans.digest = xxhash.xxh3_64_intdigest(schedule.request_id.encode())
-        if local is not None and self._fetches and len(local) and local[local.argmin()] < best:
-            self._weigh_fetching(now, schedule.tokens, plans, local)
-        plans.queue_s = self._prefills.wait_s(now, plans.work_s, schedule.priority)
-        plans.ttft_s = plans.queue_s + plans.work_s
-        return plans
-
-    def choose(self, plans: Plans, barred: Sequence[str]) -> PrefillChoice | None:
+    def choose(self, now: float, schedule: Schedule, plan: Plan, barred: Collection[str]) -> PrefillChoice | None:
         """By the policy; prefills in `barred` never."""
-        score = self._score(plans) + self._prefills.closed
-        for name in barred:
-            node = self._prefills.by_name.get(name)
-            if node is not None:
-                score[node.slot] = np.inf
-        if not len(score):
+        node = self._least_ttft(plan, barred) if self._quickest else self._least_score(now, schedule, plan, barred)
+        if node is None:
             return None
-        least = float(score[score.argmin()])
-        if least == math.inf:
-            return None
-        tied = (score <= least * self._tie).nonzero()[0]
-        slot = int(tied[0]) if len(tied) == 1 else int(tied[self._prefills.last[tied].argmin()])
-        return self._chosen(plans, slot)
-
-    def chosen(self, choice: PrefillChoice) -> None:
-        """It was placed."""
-        self._turn += 1
-        self._prefills.last[choice.node.slot] = self._turn
-        if choice.sources:
-            self._named[choice.sources[0]] = self._turn
+        weighed = self._planner.weigh(plan, node)
+        return PrefillChoice(
+            node=node,
+            reuse_blocks=plan.best if weighed.fetches else weighed.local,
+            sources=self._sources.order(plan.source, plan.runs, node.homes, weighed.local) if weighed.fetches else (),
+            queue_s=weighed.queue_s,
+            work_s=weighed.work_s,
+            fetch_s=weighed.fetch_s,
+        )
 
     # --- leaves
 
-    @property
-    def _fetches(self) -> bool:
-        return self._settings.policy == "global"
+    def _least_ttft(self, plan: Plan, barred: Collection[str]) -> PrefillNode | None:
+        """The prefills that may be tied with the best come by in two ways, side by side: as the promising ones, and in turn.
+        Whichever ends first has found the one whose turn it is."""
+        times, ttft_s, orders = plan.times, self._planner.ttft_s, self._planner.orders
+        least, place, crowd = self._search(plan, barred)
+        if least == math.inf:
+            return None
+        limit = least * self._tie
+        if self._planner.bound_s(plan, place) <= limit:
+            too_late = plan.now + limit - self._planner.least_work_s(plan, 0) if plan.priority >= 0 else math.inf
+            for node in self._prefills.turns:
+                if (node.floor_at > too_late or not node.marks & crowd) and node not in times:
+                    continue
+                if node.closed or node.name in barred:
+                    continue
+                time_s = times.get(node)
+                if time_s is None:
+                    time_s = times[node] = ttft_s(plan, node)
+                if time_s <= limit:
+                    return node
+                if self._planner.bound_s(plan, place) > limit:
+                    break
+                for order in orders:
+                    other = order[place][2]
+                    if other.marks & crowd and other not in times:
+                        times[other] = ttft_s(plan, other)
+                place += 1
+        tied = [node for node, time_s in times.items() if time_s <= limit and node.name not in barred]
+        return tied[0] if len(tied) == 1 else min(tied, key=_turn)
 
-    def _score(self, plans: Plans) -> Floats:
-        """By slot; the smallest is chosen."""
+    def _search(self, plan: Plan, barred: Collection[str]) -> tuple[float, int, int]:
+        """The smallest time, how far the orders had to be gone through for it, and the crowd that was looked at there."""
+        times, ttft_s, bound_s, orders = plan.times, self._planner.ttft_s, self._planner.bound_s, self._planner.orders
+        least = math.inf
+        for node, time_s in times.items():
+            if time_s < least and node.name not in barred:
+                least = time_s
+        place, crowd = 0, self._crowd(plan, least * self._tie)
+        while bound_s(plan, place) * ROUNDING < least:
+            for order in orders:
+                node = order[place][2]
+                if node.marks & crowd and node not in times:
+                    times[node] = time_s = ttft_s(plan, node)
+                    if time_s < least and node.name not in barred:
+                        least = time_s
+            place += 1
+        return least, place, crowd
+
+    def _crowd(self, plan: Plan, limit: float) -> int:
+        """The marks of the prefills that may be within the limit: all, or those that hold something of the prompt."""
+        return EVERYONE if self._planner.least_cold_s(plan) <= limit else plan.crowd
+
+    def _least_score(self, now: float, schedule: Schedule, plan: Plan, barred: Collection[str]) -> PrefillNode | None:
+        """Policies that do not ask for the time: all are looked at."""
+        scores: list[tuple[float, PrefillNode]] = []
+        shift = xxhash.xxh3_64_intdigest(schedule.request_id.encode()) if self._settings.policy == "random" else 0
+        for place, node in enumerate(self._prefills.nodes):
+            if not node.closed and node.name not in barred:
+                scores.append((self._score(plan, node, place + shift), node))
+        if not scores:
+            return None
+        limit = min([score for score, _ in scores]) * (self._tie if self._settings.policy == "load" else 1.0)
+        return min([node for score, node in scores if score <= limit], key=_turn)
+
+    def _score(self, plan: Plan, node: PrefillNode, shifted: int) -> float:
+        """The smallest is chosen."""
         match self._settings.policy:
             case "match":
-                return np.zeros(len(plans.ttft_s)) if plans.local is None else -plans.local
+                return -self._planner.weigh(plan, node).local
             case "load":
-                return plans.queue_s
-            case "round-robin":
-                return self._prefills.last
+                return self._planner.weigh(plan, node).queue_s
             case "random":
-                count = len(plans.ttft_s)
-                return ((np.arange(count) + plans.digest % max(1, count)) % max(1, count)).astype(np.float64)
+                return shifted % len(self._prefills.nodes)
             case _:
-                return plans.ttft_s
+                return node.last
 
-    def _chosen(self, plans: Plans, slot: int) -> PrefillChoice:
-        fetches = plans.fetches is not None and bool(plans.fetches[slot])
-        local = 0 if plans.local is None else int(plans.local[slot])
-        return PrefillChoice(
-            node=self._prefills.nodes[slot],
-            reuse_blocks=plans.best if fetches else local,
-            sources=self._sources(plans, slot) if fetches else (),
-            queue_s=float(plans.queue_s[slot]),
-            work_s=float(plans.work_s[slot]),
-            fetch_s=float(plans.fetch_s[slot]) if fetches and plans.fetch_s is not None else 0.0,
-            home=int(self._homes[0, slot]),
-        )
 
-    def _at_home(self, by_bit: Floats) -> Floats:
-        homes = self._homes
-        found: Floats = by_bit[homes[0]] if len(homes) == 1 else by_bit[homes].max(axis=0)
-        return found
-
-    def _work(self, tokens: int, blocks: Floats | int) -> Floats:
-        """Computing and loading overlap, so the longer of the two."""
-        costs, prefills = self._costs, self._prefills
-        a, b = costs.prefill_token_s, costs.prefill_square_s
-        whole = (a + b * tokens) * tokens
-        if isinstance(blocks, int) and not blocks:
-            return prefills.compute * whole
-        prefix = blocks * self._block_tokens
-        work: Floats = np.maximum(prefills.compute * (whole - (a + b * prefix) * prefix), prefills.load_token_s * prefix)
-        return work
-
-    def _promote_s(self, now: float, local: Floats) -> Floats:
-        rates = self._transfers.disk_s(now)
-        seconds = self._at_home(self._on_disk * rates)
-        self._on_disk.fill(0.0)
-        return np.where(local > 0, seconds, 0.0)
-
-    def _weigh_fetching(self, now: float, tokens: int, plans: Plans, local: Floats) -> None:
-        """Beyond Algorithm 1: where even the estimate says that computing is quicker, nothing is fetched."""
-        plans.source = source = self._first_source(plans.holders, plans.best)
-        rates, behind = self._transfers.block_s(now, source), self._transfers.behind_s(now, source)
-        rate = rates if isinstance(rates, float) else rates[self._homes[0]]
-        fetch_s = (plans.best - local) * rate
-        fetched_s = self._work(tokens, plans.best) + fetch_s + behind[self._homes[0]]
-        fetches = (fetched_s < plans.work_s) & self._pooled & (local < plans.best)
-        threshold = self._settings.kvcache_balancing_threshold
-        if threshold != "auto":
-            fetches &= (local == 0) if threshold == np.inf else (local * threshold <= plans.best)
-        plans.fetches, plans.fetch_s = fetches, fetch_s
-        plans.work_s = np.where(fetches, fetched_s, plans.work_s)
-
-    def _first_source(self, holders: int, best: int) -> int:
-        """Of those that hold the longest run the one named longest ago."""
-        if not holders & (holders - 1):
-            return holders.bit_length() - 1
-        at = (self._runs == best).nonzero()[0]
-        return int(at[(self._named[at] + self._order[at]).argmin()])
-
-    def _sources(self, plans: Plans, slot: int) -> tuple[int, ...]:
-        """The one to fetch from, and further cache-nodes of other hosts that hold more than the prefill's own: the longest
-        first."""
-        runs, home = self._runs, self._homes[:, slot].tolist()
-        better = (runs > (0.0 if plans.local is None else plans.local[slot])).nonzero()[0]
-        if len(better) > 1:
-            better = better[np.lexsort((self._named[better] + self._order[better], -runs[better]))]
-        others = [bit for bit in better[: MAX_SOURCES + len(home)].tolist() if bit not in home and bit != plans.source]
-        return (plans.source, *others[: MAX_SOURCES - 1])
+def _turn(node: PrefillNode) -> tuple[int, str]:
+    return node.last, node.name

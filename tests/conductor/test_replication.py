@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
+from mooncake_zmq.conductor.recent import MOST_RECENT, RecentChains
 from mooncake_zmq.conductor.replication import (
     ASK_AGAIN_S,
     MAX_WISHES,
@@ -499,8 +500,32 @@ def test_an_operator_may_ask_for_copies_of_a_prefix_that_is_followed():
     assert {message.keys for _, message in cluster.wishes} == {DOC}
 
 
+def test_without_rounds_an_operator_finds_the_prefixes_of_recent_prompts():
+    cluster = Cluster(4, replica_interval_s=0)
+    cluster.announce("c2", DOC)
+    cluster.schedule((*DOC, *keys("question", 2)))
+    assert cluster.conductor.dump(cluster.now)["replication"]["recent"] == [
+        {"key": DOC[-1].hex(), "blocks": len(DOC), "holders": ["c2"]}
+    ]
+    cluster.handle(Asked("a1", SetCopies(DOC[-1].hex(), 2)))
+    assert [message.keys for _, message in cluster.wishes] == [DOC]
+
+
+def test_recent_chains_are_the_latest_and_no_more_than_so_many():
+    recent = RecentChains(max_blocks=3)
+    chains = [keys(f"d{i}", 5) for i in range(MOST_RECENT + 10)]
+    for chain in chains:
+        recent.add(chain, 5)
+        recent.add(chains[0], 2)
+        recent.check()
+    assert len(recent) == MOST_RECENT
+    assert recent.get(chains[0][1]) == chains[0][:2], "asked for again and again"
+    assert recent.get(chains[5][2]) is None
+    assert recent.get(chains[-1][2]) == chains[-1][:3]
+
+
 def test_copies_of_an_unknown_prefix_are_answered_with_an_error():
     cluster = Cluster(2)
     (answered,) = cluster.handle(Asked("a1", SetCopies("0" * 32, 2)))
-    assert answered == Answered("a1", {"error": "that prefix is not followed: see the chains in this conductor's dump"})
+    assert answered == Answered("a1", {"error": "that prefix is not known: see chains and recent in this conductor's dump"})
     assert cluster.wishes == []

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from conductor_harness import BLOCK, COSTS, Cluster, keys
 
-from mooncake_zmq.conductor.routing import reusable_blocks
+from mooncake_zmq.conductor.plans import reusable_blocks
 from mooncake_zmq.core.actor import Received
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (

@@ -1,0 +1,198 @@
+"""Which decode a request joins: of those with room the one with the smallest predicted gap between tokens. PURE.
+
+Not every decode is looked at: they go by in the order of the step they reported, until none that has not come by can be better
+even if as many have left its batch as may have. Who is chosen is who would be if all were looked at.
+"""
+
+import math
+from collections.abc import Collection
+
+from msgspec import Struct
+
+from mooncake_zmq.conductor.decodes import DecodeNode, Decodes
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core import gaps
+from mooncake_zmq.core.costs import Costs
+
+STALE_S = 1.0
+"""What was reported longer ago says little of a batch now: such decodes are all looked at."""
+
+ROUNDING = 1 + 1e-9
+"""A bound and the gap that it stands for are not the same sum."""
+MOST_TIES = 4
+"""Enough of them to find one with KV to spare."""
+
+
+class DecodeChoice(Struct, frozen=True):
+    """One decode when the request would join it: its `batch` then without the request, and its predicted TBT with it, see
+    `core.gaps`. `alone_s`: the same if nobody else were there."""
+
+    node: DecodeNode
+    tbt_s: float
+    batch: float
+    alone_s: float
+
+
+class Joining:
+    """One request that will join a batch at time `at` with `own_tokens` of KV, and needs `need_tokens` in all. `wait_s`: until
+    its prefill begins. `stay_tokens`: how long a request stays."""
+
+    __slots__ = (
+        "at",
+        "base_s",
+        "batch",
+        "expected_tokens",
+        "looked_at",
+        "need_tokens",
+        "own_s",
+        "own_tokens",
+        "slack",
+        "stay_tokens",
+        "wait_s",
+    )
+
+    def __init__(
+        self, at: float, *, wait_s: float, own_tokens: float, need_tokens: int, expected_tokens: float, stay_tokens: float
+    ) -> None:
+        self.at = at
+        self.wait_s = wait_s
+        self.own_tokens = own_tokens
+        self.need_tokens = need_tokens
+        self.expected_tokens = expected_tokens
+        self.stay_tokens = stay_tokens
+        self.batch = 0.0
+        """Of the decode looked at last."""
+        self.looked_at: dict[DecodeNode, float] = {}
+        """The gap with each decode looked at, inf where it has no room."""
+        self.slack = 0.0
+        """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
+        self.base_s = self.own_s = 0.0
+        """No step is shorter than `base_s`, and the request lengthens none by less than `own_s`."""
+
+
+class Batches:
+    """Predicts gaps between tokens, and chooses."""
+
+    def __init__(self, settings: ConductorSettings, costs: Costs, decodes: Decodes) -> None:
+        self._tie = 1 + settings.tie_ratio
+        self._decodes = decodes
+        self._step_s = costs.decode_step_s
+        self._request_s = costs.decode_request_s
+        self._context_s = costs.decode_context_s
+
+    def choose(self, now: float, joining: Joining, host: str, exclude: Collection[str]) -> DecodeChoice | None:
+        """Among ties a decode on `host`, where the handoff is a read of shared memory; else of the lightest ties, `MOST_TIES`
+        or a few more, the one with the most free tokens, then the name. Those in `exclude` only if no other has room."""
+        self._look_at_stale(now, joining)
+        node = self._least(joining, host, exclude)
+        if node is None and exclude:
+            node = self._least(joining, host, ())
+        return None if node is None else self.promise(joining, node)
+
+    def promise(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
+        """What the request is told: by the gap when it joins, what becomes of it while it runs."""
+        gap_s, expected = self.gap_s(joining, node), joining.expected_tokens
+        grown_s = node.scale * self._context_s * gaps.growth_tokens(joining.batch + 1, expected)
+        alone_s = self._decodes.alone_s(node, joining.own_tokens)
+        return DecodeChoice(node, gaps.tbt_s(gap_s + grown_s, expected), joining.batch, gaps.tbt_s(alone_s, expected))
+
+    def gap_s(self, joining: Joining, node: DecodeNode) -> float:
+        """The predicted gap between tokens when the request joins; a wait for a place is spread over the longest tenth, as it
+        is counted afterwards. Sets `joining.batch`."""
+        at, context = joining.at, 0.0
+        stay_s = joining.stay_tokens * node.step_s
+        batch = 0.0
+        if node.there:
+            staying = 1.0 - min((at - node.reported_at) / stay_s, 1.0)
+            batch, context = node.there * staying, node.context * staying
+        if node.coming:
+            since = at - stay_s
+            for booking in node.coming:
+                if since < booking.due <= at:
+                    batch += 1.0
+                    context += booking.context_tokens
+        joining.batch = batch
+        step_s = self._step_s + self._request_s * (batch + 1) + self._context_s * (joining.own_tokens + context)
+        gap_s = node.scale * step_s
+        over = batch - node.max_batch + 1.0
+        return self._waiting_s(joining, node, gap_s, over) if over > 0 else gap_s
+
+    # --- leaves
+
+    def _waiting_s(self, joining: Joining, node: DecodeNode, gap_s: float, over: float) -> float:
+        """The same where the batch has no place: its step is that of a full one, and `over` leave one after the other first."""
+        base_s = node.scale * self._step_s
+        full_s = base_s + (gap_s - base_s) * node.max_batch / (joining.batch + 1.0)
+        stay_s = joining.stay_tokens * node.step_s / gaps.longest_gaps(int(joining.expected_tokens) - 1)
+        return full_s + over * stay_s / node.max_batch
+
+    def _look_at(self, joining: Joining, node: DecodeNode) -> float:
+        """Its gap, inf if it has no room."""
+        gap_s = joining.looked_at.get(node)
+        if gap_s is None:
+            roomy = node.has_room(joining.need_tokens, joining.wait_s, joining.stay_tokens)
+            joining.looked_at[node] = gap_s = self.gap_s(joining, node) if roomy else math.inf
+        return gap_s
+
+    def _look_at_stale(self, now: float, joining: Joining) -> None:
+        """Those that reported long ago; what can be said of all others."""
+        least = self._decodes.least_scale
+        joining.base_s = least * self._step_s
+        joining.own_s = least * (self._request_s + self._context_s * joining.own_tokens)
+        for node in self._decodes.reported:
+            if now - node.reported_at <= STALE_S:
+                joining.slack = (joining.at - node.reported_at) / joining.stay_tokens
+                break
+            if not node.draining:
+                self._look_at(joining, node)
+
+    def _least(self, joining: Joining, host: str, exclude: Collection[str]) -> DecodeNode | None:
+        entries = self._decodes.lightest.entries
+        least, place = self._search(joining, exclude)
+        if least == math.inf:
+            return None
+        limit = least * self._tie
+        at_home = self._at_home(joining, host, exclude, limit)
+        if at_home is not None:
+            return at_home
+        ties = self._ties(joining, exclude, limit)
+        while len(ties) < MOST_TIES and place < len(entries) and self._bound_s(joining, entries[place][0]) <= limit:
+            node = entries[place][2]
+            place += 1
+            if node not in joining.looked_at and self._look_at(joining, node) <= limit and node.name not in exclude:
+                ties.append(node)
+        return ties[0] if len(ties) == 1 else min(ties, key=_roomiest)
+
+    def _search(self, joining: Joining, exclude: Collection[str]) -> tuple[float, int]:
+        """The smallest gap, and how many of the lightest had to be gone through for it."""
+        least, place = math.inf, 0
+        for node, gap_s in joining.looked_at.items():
+            if gap_s < least and node.name not in exclude:
+                least = gap_s
+        for step_s, name, node in self._decodes.lightest.entries:
+            if self._bound_s(joining, step_s) * ROUNDING >= least:
+                break
+            place += 1
+            gap_s = self._look_at(joining, node)
+            if gap_s < least and name not in exclude:
+                least = gap_s
+        return least, place
+
+    def _bound_s(self, joining: Joining, step_s: float) -> float:
+        """No decode whose step was this or longer has a smaller gap, those apart that reported long ago."""
+        slack, base_s = joining.slack, joining.base_s
+        return joining.own_s + (base_s if slack >= step_s else step_s - (step_s - base_s) * slack / step_s)
+
+    def _at_home(self, joining: Joining, host: str, exclude: Collection[str], limit: float) -> DecodeNode | None:
+        tied: list[DecodeNode] = []
+        for node in self._decodes.by_host.get(host, ()):
+            if not node.draining and node.name not in exclude and self._look_at(joining, node) <= limit:
+                tied.append(node)
+        return min(tied, key=_roomiest) if tied else None
+
+    def _ties(self, joining: Joining, exclude: Collection[str], limit: float) -> list[DecodeNode]:
+        return [node for node, gap_s in joining.looked_at.items() if gap_s <= limit and node.name not in exclude]
+
+
+def _roomiest(node: DecodeNode) -> tuple[int, str]:
+    return -node.free, node.name

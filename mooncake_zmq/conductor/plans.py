@@ -1,0 +1,234 @@
+"""What one prefill, or any that was not looked at yet, would take for one prompt. PURE.
+
+Computing and loading overlap, so the longer of the two counts. Where another host holds more of the prompt, fetching what is
+missing is weighed against computing it.
+"""
+
+import math
+from bisect import bisect_right
+
+from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
+from mooncake_zmq.conductor.prefix_index import PrefixIndex, Run, bits_of
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.conductor.sources import Sources
+from mooncake_zmq.conductor.transfers import Rates, Transfers
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import Schedule
+
+LOOKED_AT = 8
+"""Prefills that hold a run of the prompt are looked at first, while they are as few; larger crowds go by in order."""
+
+Group = tuple[int, int, float, int]
+"""Mask of cache-nodes; the blocks they hold; seconds to compute the rest, not corrected; tokens in those blocks."""
+
+
+class Plan:
+    """One prompt and what was found out for it: `times` to its first token by prefill. From `local` on the fields are of the
+    prefill that was weighed last."""
+
+    __slots__ = (
+        "best",
+        "best_prefix",
+        "best_s",
+        "crowd",
+        "disk",
+        "fetch_s",
+        "fetched_s",
+        "fetches",
+        "groups",
+        "local",
+        "moved_s",
+        "now",
+        "out_at",
+        "priority",
+        "queue_s",
+        "rates",
+        "rest_s",
+        "runs",
+        "source",
+        "times",
+        "whole_s",
+        "work_s",
+    )
+
+    def __init__(self, now: float, priority: int, runs: list[Run], whole_s: float) -> None:
+        self.now = now
+        self.priority = priority
+        self.runs = runs
+        """Shortest first."""
+        self.best = runs[-1][0] if runs else 0
+        """The longest."""
+        self.whole_s = self.rest_s = self.best_s = whole_s
+        """To compute, not corrected: the whole prompt; what those not looked at yet at least must; all but the longest run."""
+        self.best_prefix = 0
+        self.crowd = 0
+        """The marks of those not looked at yet that hold anything."""
+        self.groups: list[Group] = []
+        """Longest first."""
+        self.source = -1
+        """The bit that all would fetch from; -1: nobody fetches."""
+        self.rates: Rates | None = None
+        self.out_at = 0.0
+        self.moved_s = self.fetched_s = 0.0
+        """What those not looked at yet at least must wait for a fetch, and that and computing behind it, not corrected."""
+        self.disk: list[int] = []
+        """By block, who has it on SSD alone."""
+        self.times: dict[PrefillNode, float] = {}
+        self.local = 0
+        self.fetches = False
+        self.queue_s = 0.0
+        self.work_s = 0.0
+        self.fetch_s = 0.0
+
+
+class Planner:
+    """Weighs prefills."""
+
+    def __init__(
+        self,
+        settings: ConductorSettings,
+        costs: Costs,
+        *,
+        block_tokens: int,
+        prefills: Prefills,
+        index: PrefixIndex,
+        transfers: Transfers,
+        sources: Sources,
+    ) -> None:
+        self._a, self._b = costs.prefill_token_s, costs.prefill_square_s
+        self._block_tokens = block_tokens
+        self._prefills = prefills
+        self._index = index
+        self._transfers = transfers
+        self._sources = sources
+        self._fetches = settings.policy == "global"
+        threshold = settings.kvcache_balancing_threshold
+        self._threshold = 0.0 if threshold == "auto" else threshold
+        self.orders = prefills.quickest.entries, prefills.freest.entries
+        """The same prefills twice, those first that may be better than others."""
+
+    def plan(self, now: float, schedule: Schedule) -> Plan:
+        """What can be said of the prompt for all prefills at once."""
+        tokens = schedule.tokens
+        limit = reusable_blocks(tokens=tokens, keys=len(schedule.keys), block_tokens=self._block_tokens)
+        keys = schedule.keys if limit == len(schedule.keys) else schedule.keys[:limit]
+        runs = self._index.runs(keys)
+        plan = Plan(now, schedule.priority, runs, (self._a + self._b * tokens) * tokens)
+        if runs:
+            self._index.touch(keys[: plan.best])
+            plan.disk = self._index.on_disk_alone(keys[: plan.best])
+            self._group(plan)
+        return plan
+
+    def weigh(self, plan: Plan, node: PrefillNode) -> Plan:
+        """The plan, its fields about this prefill."""
+        self.ttft_s(plan, node)
+        return plan
+
+    def ttft_s(self, plan: Plan, node: PrefillNode) -> float:
+        """Time to the first token on this prefill."""
+        homes, local, unit_s, prefix = node.homes, 0, plan.whole_s, 0
+        for mask, blocks, seconds, held in plan.groups:
+            if homes & mask:
+                local, unit_s, prefix = blocks, seconds, held
+                break
+        work_s = node.factor * unit_s
+        if local:
+            work_s = max(work_s, node.load_token_s * prefix)
+            if plan.disk:
+                work_s += self._promote_s(plan, homes)
+        plan.fetches, plan.fetch_s = False, 0.0
+        if plan.source >= 0 and local < plan.best and node.home >= 0:
+            work_s = self._fetched_s(plan, node, local, work_s)
+        plan.local, plan.work_s = local, work_s
+        now, ends, wait_s = plan.now, node.ends, 0.0
+        if ends and ends[-1] > now:
+            ahead = bisect_right(node.ranks, now + node.overtake * work_s + node.priority_s * plan.priority)
+            if ahead:
+                wait_s = max(0.0, ends[ahead - 1] - now)
+        plan.queue_s = wait_s
+        return wait_s + work_s
+
+    def bound_s(self, plan: Plan, place: int) -> float:
+        """No prefill that is at `place` or later in both orders, and was not looked at, has its first token sooner."""
+        if place >= len(self.orders[0]):
+            return math.inf
+        lead_s = self.orders[1][place][0] - plan.now
+        work_s = self.least_work_s(plan, place)
+        return work_s + lead_s if lead_s > 0 and plan.priority >= 0 else work_s
+
+    def least_work_s(self, plan: Plan, place: int) -> float:
+        """No such prefill has less to do for it."""
+        factor = self.orders[0][place][0]
+        work_s = factor * plan.rest_s
+        return min(work_s, factor * plan.fetched_s + plan.moved_s) if plan.source >= 0 else work_s
+
+    def least_cold_s(self, plan: Plan) -> float:
+        """No prefill that holds nothing of the prompt has less to do for it."""
+        if not self.orders[0]:
+            return math.inf
+        factor = self.orders[0][0][0]
+        work_s = factor * plan.whole_s
+        if plan.rates is None:
+            return work_s
+        behind_s = max(0.0, plan.out_at - plan.now)
+        return min(work_s, factor * plan.best_s + plan.best * plan.rates.least_s + behind_s)
+
+    # --- leaves
+
+    def _group(self, plan: Plan) -> None:
+        """Take the runs apart, and look at those few that hold the most."""
+        for blocks, mask in reversed(plan.runs):
+            prefix = blocks * self._block_tokens
+            plan.groups.append((mask, blocks, plan.whole_s - (self._a + self._b * prefix) * prefix, prefix))
+        _, _, plan.best_s, plan.best_prefix = plan.groups[0]
+        if self._fetches:
+            self._name_source(plan)
+        left = LOOKED_AT
+        rest, plan.rest_s = 0, plan.whole_s
+        for mask, blocks, unit_s, _ in plan.groups:
+            left -= mask.bit_count()
+            if left >= 0:
+                for node in self._sources.readers(mask):
+                    if not node.closed:
+                        plan.times[node] = self.ttft_s(plan, node)
+                continue
+            if not plan.crowd:
+                rest, plan.rest_s = blocks, unit_s
+            plan.crowd |= mask << 1
+        if plan.rates is not None:
+            plan.fetched_s = plan.best_s
+            plan.moved_s = (plan.best - rest) * plan.rates.least_s + max(0.0, plan.out_at - plan.now)
+
+    def _name_source(self, plan: Plan) -> None:
+        plan.source = source = self._sources.first(plan.groups[0][0])
+        plan.rates, plan.out_at = self._transfers.rates(source), self._transfers.out_at(source)
+
+    def _fetched_s(self, plan: Plan, node: PrefillNode, local: int, work_s: float) -> float:
+        """The work if it is quicker so. Beyond Algorithm 1: where even the estimate says that computing is, nothing is
+        fetched."""
+        if self._threshold and (local if self._threshold == math.inf else local * self._threshold > plan.best):
+            return work_s
+        assert plan.rates is not None
+        home = node.home
+        fetch_s = (plan.best - local) * plan.rates.block_s(plan.now, home)
+        behind_s = max(0.0, max(self._transfers.in_at(home), plan.out_at) - plan.now)
+        fetched_s = max(node.factor * plan.best_s, node.load_token_s * plan.best_prefix) + fetch_s + behind_s
+        if fetched_s >= work_s:
+            return work_s
+        plan.fetches, plan.fetch_s = True, fetch_s
+        return fetched_s
+
+    def _promote_s(self, plan: Plan, homes: int) -> float:
+        """What the blocks that the host has on SSD alone take."""
+        seconds = 0.0
+        for bit in bits_of(homes):
+            blocks = sum([mask >> bit & 1 for mask in plan.disk])
+            if blocks:
+                seconds = max(seconds, blocks * self._transfers.disk.block_s(plan.now, bit))
+        return seconds
+
+
+def reusable_blocks(*, tokens: int, keys: int, block_tokens: int) -> int:
+    """Blocks that may be reused at most: complete ones, leaving at least one token to compute."""
+    return max(0, min(keys, (tokens - 1) // block_tokens))

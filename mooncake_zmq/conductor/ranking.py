@@ -1,0 +1,47 @@
+"""Nodes in the order of one figure that changes now and then, so that a search meets the most promising first. PURE."""
+
+from bisect import bisect_left, insort
+from typing import Generic, Protocol, TypeVar
+
+
+class Named(Protocol):
+    """Whatever has a name of its own."""
+
+    name: str
+
+
+N = TypeVar("N", bound=Named)
+
+
+class Ranking(Generic[N]):
+    """The smallest figure first, of equals in name order."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[float, str, N]] = []
+        """To be read only."""
+        self._by_name: dict[str, tuple[float, str, N]] = {}
+
+    def __contains__(self, node: N) -> bool:
+        return node.name in self._by_name
+
+    def set(self, node: N, figure: float) -> None:
+        """The node's figure is this now."""
+        name = node.name
+        known = self._by_name.get(name)
+        if known is not None:
+            if known[0] == figure:
+                return
+            del self.entries[bisect_left(self.entries, known)]
+        self._by_name[name] = entry = (figure, name, node)
+        insort(self.entries, entry)
+
+    def remove(self, node: N) -> None:
+        """The node is not to be found any more."""
+        known = self._by_name.pop(node.name, None)
+        if known is not None:
+            del self.entries[bisect_left(self.entries, known)]
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self.entries == sorted(self._by_name.values(), key=lambda entry: entry[:2])
+        assert all(entry[1] == entry[2].name == name for name, entry in self._by_name.items())
