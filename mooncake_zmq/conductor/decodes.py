@@ -99,6 +99,7 @@ class Decodes:
         insort(self.nodes, node, key=lambda each: each.name)
         self.by_name[name] = node
         self.by_host.setdefault(host, []).append(node)
+        self.least_scale = min(self.least_scale, node.scale)
         self._rank(node)
 
     def leave(self, node: DecodeNode) -> None:

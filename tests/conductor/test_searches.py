@@ -186,6 +186,20 @@ def test_a_search_finds_what_looking_at_all_finds(monkeypatch, costs, overtake, 
     assert AllDecodes.compared > before[1] + 100
 
 
+def test_a_decode_that_joins_slow_ones_is_found(monkeypatch):
+    """No bound learnt from those who were there holds for it."""
+    monkeypatch.setattr(placement, "Batches", AllDecodes)
+    cluster = Cluster(3, costs=GPU)
+    for number in range(30):
+        for name in ("d0", "d1", "d2"):
+            step = Measured(seconds=0.2 + number / 1000, predicted_s=0.05)
+            cluster.decode_load(name, running=0, max_batch=24, room=24, step=step)
+        cluster.advance(0.25)
+    cluster.up("d3", "decode", "h3")
+    assert cluster.schedule(tokens=1000).decode == "d3"
+    cluster.conductor.check(cluster.now)
+
+
 def test_most_nodes_are_not_looked_at(monkeypatch):
     """Of 200 prefills and decodes a decision weighs a few, whoever is idle, busy or holds the prompt."""
     cluster = Cluster(0, replica_interval_s=0)
