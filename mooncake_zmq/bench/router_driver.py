@@ -56,7 +56,9 @@ def main() -> None:
         pool = pools[worker]
         blocks = [{"block_hash": each, "tokens_hash": each} for each in hashes]
         events = [event(number, {"stored": {"parent_hash": None, "blocks": blocks}})]
-        pool.update(dict.fromkeys(hashes))
+        for each in reversed(hashes):  # the last blocks of a prompt go first: no block outlives those before it
+            pool[each] = None
+            pool.move_to_end(each)
         gone = [pool.popitem(last=False)[0] for _ in range(len(pool) - order["pool_blocks"])]
         if gone:
             events.append(event(number, {"removed": {"block_hashes": gone}}))

@@ -1,8 +1,9 @@
 """`bench schedule`: how fast the conductor decides, alone on one core, on clusters of several sizes that live through one
 trace.
 
-Timed is `handle`, from a decoded message to its effects, as CPU time of the thread: `Schedule`s, with announcements, load
-reports, ends of requests and rounds of replicas in between. Hashing prompts is the gateway's work and is timed apart.
+Timed is `handle`, from a decoded message to its effects, as CPU time of the thread. Decisions per second are those of the
+`Schedule`s alone, the collector's pauses in them included; announcements, load reports, ends of requests and rounds of replicas
+happen in between and are shown apart, and so are the collector's pauses. Hashing prompts is the gateway's work.
 """
 
 import gc
@@ -25,6 +26,7 @@ from mooncake_zmq.bench.eviction import generated_trace
 from mooncake_zmq.bench.report import Report, Row, commit, new_figure
 from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad
 from mooncake_zmq.conductor.conductor import Conductor
+from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Effect, Event, Received, Send, SetTimer, TimerFired, TimerKey
 from mooncake_zmq.core.costs import Costs
@@ -49,6 +51,9 @@ GENERATED_REQUESTS = 6_000
 GOALS = ((16, 20_000.0), (1 << 30, 12_000.0))
 """Decisions per second asked for, up to so many hosts."""
 GOAL_UPDATES_PER_S = 2e6
+UPDATE_NODES = 256
+UPDATE_BATCHES = (64, 1024)
+UPDATED_KEYS = 1 << 17
 DRIVER = Path(__file__).with_name("router_driver.py")
 
 Progress = Callable[[str], None]
@@ -66,6 +71,8 @@ class Timings:
 
     by_kind: dict[str, list[float]] = field(default_factory=dict)
     updated: int = 0
+    collecting_s: dict[str, float] = field(default_factory=dict)
+    """What the collector took during events of a kind; that is not in `by_kind`."""
 
     def add(self, kind: str, seconds: float) -> None:
         """One event."""
@@ -74,12 +81,14 @@ class Timings:
     @property
     def decisions_per_s(self) -> float:
         """`Schedule`s alone."""
-        return 1 / float(np.mean(self.by_kind["Schedule"]))
+        each = self.by_kind["Schedule"]
+        return len(each) / (sum(each) + self.collecting_s.get("Schedule", 0.0))
 
     @property
     def updates_per_s(self) -> float:
         """Keys of announcements per second of handling them."""
-        return self.updated / sum(self.by_kind.get("BlocksAnnounced", [float("inf")]))
+        seconds = sum(self.by_kind.get("BlocksAnnounced", [float("inf")]))
+        return self.updated / (seconds + self.collecting_s.get("BlocksAnnounced", 0.0))
 
     def rows(self) -> list[tuple[str, int, float, float, float, float]]:
         """(kind, events, mean, median, 99th percentile, longest), in microseconds."""
@@ -146,6 +155,9 @@ def bench_schedule(
         report.rows.append(_row(f"index updates, {count} hosts", "blocks/s", timings.updates_per_s, GOAL_UPDATES_PER_S))
         if router_python:
             _against_router(report, asked, count, router_python)
+    for batch in UPDATE_BATCHES:
+        name = f"index alone, {UPDATE_NODES} nodes, {batch:,} keys at a time"
+        report.rows.append(_row(name, "blocks/s", updates_per_s(batch), GOAL_UPDATES_PER_S))
     report.rows.append(_row("hashing a prompt", "blocks/s", hashed_per_s(), GOAL_UPDATES_PER_S / 10))
     report.notes.append("CPU time of one thread; the reference is the goal, or in rows against ai-dynamo-runtime what it does")
     return report
@@ -159,14 +171,24 @@ def replay(asked: Sequence[Asked], hosts: int) -> Timings:
     for event in load.joins():
         conductor.handle(0.0, event)
     timings = Timings()
-    timers: dict[TimerKey, float] = {}
+    collector = _Collector()
     gc.collect()
+    gc.callbacks.append(collector)
+    try:
+        _live(conductor, load, timings, collector)
+    finally:
+        gc.callbacks.remove(collector)
+    return timings
+
+
+def _live(conductor: Conductor, load: ClusterLoad, timings: Timings, collector: "_Collector") -> None:
+    timers: dict[TimerKey, float] = {}
     for now, event in load.events():
         for key in [key for key, at in timers.items() if at <= now]:
             at = timers.pop(key)
-            _arm(timers, at, _timed(conductor, timings, at, TimerFired(key), f"timer {key[0]}"))
+            _arm(timers, at, _timed(conductor, timings, collector, at, TimerFired(key), f"timer {key[0]}"))
         assert isinstance(event, Received)
-        effects = _timed(conductor, timings, now, event, type(event.message).__name__)
+        effects = _timed(conductor, timings, collector, now, event, type(event.message).__name__)
         _arm(timers, now, effects)
         if isinstance(event.message, Schedule):
             for effect in effects:
@@ -174,7 +196,6 @@ def replay(asked: Sequence[Asked], hosts: int) -> Timings:
                     load.answer(now, int(effect.message.request_id[1:]), effect.message)
         elif isinstance(event.message, BlocksAnnounced):
             timings.updated += len(event.message.stored) + len(event.message.removed)
-    return timings
 
 
 def read_trace(path: Path) -> list[Asked]:
@@ -204,6 +225,22 @@ def generated(requests: int) -> list[Asked]:
         Asked(keys, len(keys) * BLOCK_TOKENS + random.randrange(1, BLOCK_TOKENS), 1 + int(random.expovariate(1 / 342)))
         for keys in generated_trace(random, requests)
     ]
+
+
+def updates_per_s(batch: int) -> float:
+    """Keys stored and removed in a second of an index of many nodes: each chain is held by two of them for a while."""
+    random, index = Random(0), PrefixIndex(max_keys=2_000_000)
+    nodes = [f"c{number:04}" for number in range(UPDATE_NODES)]
+    chains = [tuple([random.randbytes(KEY_BYTES) for _ in range(batch)]) for _ in range(UPDATED_KEYS // batch)]
+    for node in nodes:
+        index.join(node)
+    holders = [random.sample(nodes, 2) for _ in chains]
+    begun = time.thread_time()
+    for change in (index.stored, index.removed):
+        for chain, (first, second) in zip(chains, holders, strict=True):
+            change(first, chain)
+            change(second, chain)
+    return 4 * batch * len(chains) / (time.thread_time() - begun)
 
 
 def hashed_per_s() -> float:
@@ -247,10 +284,35 @@ def _row(name: str, unit: str, value: float, reference: float) -> Row:
     return Row(name=name, unit=unit, value=value, reference=reference, higher_is_better=True)
 
 
-def _timed(conductor: Conductor, timings: Timings, now: float, event: Event, kind: str) -> list[Effect]:
+class _Collector:
+    """How long the collector took since it was asked last."""
+
+    def __init__(self) -> None:
+        self._begun = 0.0
+        self._lately_s = 0.0
+
+    def __call__(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._begun = time.thread_time()
+        else:
+            self._lately_s += time.thread_time() - self._begun
+
+    def lately_s(self) -> float:
+        """Its pauses since the last call."""
+        lately_s, self._lately_s = self._lately_s, 0.0
+        return lately_s
+
+
+def _timed(conductor: Conductor, timings: Timings, collector: _Collector, now: float, event: Event, kind: str) -> list[Effect]:
+    collector.lately_s()
     begun = time.thread_time()
     effects = conductor.handle(now, event)
-    timings.add(kind, time.thread_time() - begun)
+    ended = time.thread_time()
+    pause_s = collector.lately_s()
+    if pause_s:
+        timings.add("collector", pause_s)
+        timings.collecting_s[kind] = timings.collecting_s.get(kind, 0.0) + pause_s
+    timings.add(kind, ended - begun - pause_s)
     return effects
 
 

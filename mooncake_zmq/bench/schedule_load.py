@@ -26,6 +26,7 @@ from mooncake_zmq.core.messages import (
     RequestEnded,
     Schedule,
 )
+from mooncake_zmq.core.order import Order
 from mooncake_zmq.kv.block_hash import Key
 
 REPORT_S = 0.25
@@ -33,6 +34,8 @@ POOL_BLOCKS = 6_000
 """Of one host: three million tokens in the traces' blocks."""
 CAPACITY_TOKENS = 2_000_000
 MAX_BATCH = 64
+ORDER = Order()
+"""The prefills' rule as they come."""
 HEADROOM = 0.8
 """Share of the prefills' time that the trace's work takes: it is replayed as fast as the cluster can serve it."""
 
@@ -52,6 +55,7 @@ class _Request:
     placed: Placed
     gap_s: float
     at: float
+    work_s: float
     first_at: float = 0.0
 
 
@@ -106,8 +110,9 @@ class ClusterLoad:
         """The conductor placed the request of this number."""
         asked, host = self._asked[number], self._names[placed.prefill]
         prefix = placed.reuse_blocks * (asked.tokens // max(1, len(asked.keys)))
-        request = _Request(asked, placed, gap_s=0.03, at=now)
-        host.free_at = max(now, host.free_at) + self._costs.compute_s(asked.tokens, min(prefix, asked.tokens - 1))
+        work_s = self._costs.compute_s(asked.tokens, min(prefix, asked.tokens - 1))
+        request = _Request(asked, placed, gap_s=0.03, at=now, work_s=work_s)
+        host.free_at = max(now, host.free_at) + work_s
         request.first_at = host.free_at
         host.queue.append(request)
         self._requests[number] = request
@@ -127,6 +132,7 @@ class ClusterLoad:
         if what == "first":
             host = self._names[request.placed.prefill]
             host.queue.popleft()
+            host.computed_s += request.work_s
             self._names[request.placed.decode].running[about] = request
             self._later(now + request.gap_s * request.asked.output_tokens, "end", about)
             announced = self._keep(host, request.asked.keys)
@@ -147,7 +153,7 @@ class ClusterLoad:
     def _keep(self, host: _Host, keys: Sequence[Key]) -> BlocksAnnounced | None:
         pool = host.pool
         stored = tuple([key for key in keys if key not in pool])
-        for key in keys:
+        for key in reversed(keys):  # the last blocks of a prompt go first: no block outlives those before it
             pool[key] = None
             pool.move_to_end(key)
         removed = tuple([pool.popitem(last=False)[0] for _ in range(len(pool) - POOL_BLOCKS)])
@@ -157,12 +163,18 @@ class ClusterLoad:
         jobs: list[QueuedJob] = []
         begins = now
         for request in host.queue:
-            jobs.append(
-                QueuedJob(booking=request.placed.booking, rank_s=request.at - now, left_s=max(0.0, request.first_at - begins))
-            )
+            rank_s = ORDER.rank(request.at, request.work_s) - now
+            left_s = max(0.0, request.first_at - begins)
+            jobs.append(QueuedJob(booking=request.placed.booking, rank_s=rank_s, left_s=left_s))
             begins = max(begins, request.first_at)
-        host.computed_s += REPORT_S
-        return PrefillLoad(jobs=tuple(jobs), room=64 - len(jobs), compute=Measured(seconds=1 + now, predicted_s=1 + now))
+        measured = Measured(seconds=host.computed_s, predicted_s=host.computed_s)
+        return PrefillLoad(
+            jobs=tuple(jobs),
+            overtake=ORDER.overtake,
+            priority_s=ORDER.priority_s,
+            room=max(0, 64 - len(jobs)),
+            compute=measured,
+        )
 
     def _decode_load(self, host: _Host) -> DecodeLoad:
         running = host.running.values()

@@ -6,10 +6,13 @@ A conductor hears of each block the quickest tier of its host that holds it; KV 
 from collections.abc import Callable, Iterable, Sequence
 
 from mooncake_zmq.core.actor import Effect, Publish, Send
-from mooncake_zmq.core.messages import MAX_BLOCKS, BlocksAnnounced
+from mooncake_zmq.core.messages import BlocksAnnounced
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import BlocksRemoved, BlocksStored, KvEvent, Medium
+
+MAX_ANNOUNCED = 4096
+"""Keys in one message, about a millisecond of a conductor's time: a schedule behind it does not wait for longer."""
 
 
 class Announcer:
@@ -57,11 +60,15 @@ class Announcer:
 
 def announcements(stored: Sequence[Key], removed: Sequence[Key] = (), on_disk: Sequence[Key] = ()) -> list[BlocksAnnounced]:
     """Any number of keys in as many messages as it takes."""
+    if len(stored) + len(removed) + len(on_disk) <= MAX_ANNOUNCED:
+        whole = BlocksAnnounced(stored=tuple(stored), removed=tuple(removed), on_disk=tuple(on_disk))
+        return [whole] if stored or removed or on_disk else []
     return [
-        BlocksAnnounced(
-            stored=tuple(stored[i : i + MAX_BLOCKS]),
-            removed=tuple(removed[i : i + MAX_BLOCKS]),
-            on_disk=tuple(on_disk[i : i + MAX_BLOCKS]),
-        )
-        for i in range(0, max(len(stored), len(removed), len(on_disk)), MAX_BLOCKS)
+        *(BlocksAnnounced(removed=keys) for keys in _pieces(removed)),
+        *(BlocksAnnounced(stored=keys) for keys in _pieces(stored)),
+        *(BlocksAnnounced(on_disk=keys) for keys in _pieces(on_disk)),
     ]
+
+
+def _pieces(keys: Sequence[Key]) -> list[tuple[Key, ...]]:
+    return [tuple(keys[start : start + MAX_ANNOUNCED]) for start in range(0, len(keys), MAX_ANNOUNCED)]

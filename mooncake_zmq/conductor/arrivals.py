@@ -1,6 +1,7 @@
 """How much work of which size comes, measured: what a waiting job must expect to be overtaken by. PURE."""
 
 import math
+from bisect import bisect_left
 
 SIZES = 40
 HALF_LIFE_S = 60.0
@@ -9,6 +10,8 @@ MEASURED_S = 5.0
 """A shorter time says nothing of how often jobs come."""
 MIDDLES_S = tuple([SMALLEST_S * 2 ** (size / 2) for size in range(SIZES)])
 LARGEST_WEIGHT = 1e12
+PER_S = math.log(2) / HALF_LIFE_S
+"""A steady rate is this share of the sum of all weights."""
 
 
 class Arrivals:
@@ -16,9 +19,9 @@ class Arrivals:
     more weight, and now and then all weights are made smaller."""
 
     def __init__(self) -> None:
-        self._weights = [0.0] * SIZES
-        self._smallest = SIZES
-        """The smallest size that ever came."""
+        self._work = [0.0] * SIZES
+        self._squares = [0.0] * SIZES
+        """By size the weights of what came, times that size and times its square."""
         self._base = 0.0
         """When a job weighs 1."""
         self._since: float | None = None
@@ -29,27 +32,24 @@ class Arrivals:
             self._since = self._base = now
         weight = math.exp2((now - self._base) / HALF_LIFE_S)
         if weight > LARGEST_WEIGHT:
-            self._weights = [each / weight for each in self._weights]
+            self._work = [each / weight for each in self._work]
+            self._squares = [each / weight for each in self._squares]
             self._base, weight = now, 1.0
-        size = _size(work_s)
-        self._smallest = min(self._smallest, size)
-        self._weights[size] += weight
+        size = min(SIZES - 1, int(2 * math.log2(work_s / SMALLEST_S))) if work_s > SMALLEST_S else 0
+        middle_s = MIDDLES_S[size]
+        self._work[size] += weight * middle_s
+        self._squares[size] += weight * middle_s * middle_s
 
     def overtaking_s(self, now: float, *, work_s: float, wait_s: float, overtake: float, nodes: int) -> float:
         """Work that is expected to come before a job of `work_s` on one of so many nodes: of shorter jobs those that arrive
         while it waits or is computed, and within `overtake` times the difference (see `core.order`)."""
-        if self._since is None or now - self._since < MEASURED_S:
+        if self._since is None or now - self._since < MEASURED_S or overtake <= 0:
             return 0.0
-        most_s, weights, total = wait_s + work_s, self._weights, 0.0
-        for size in range(self._smallest, _size(work_s) + 1):
-            middle_s = MIDDLES_S[size]
-            within_s = min(overtake * (work_s - middle_s), most_s)
-            if within_s > 0:
-                total += weights[size] * middle_s * within_s
+        most_s = wait_s + work_s
+        shorter = bisect_left(MIDDLES_S, work_s)
+        # Those so much shorter that each overtakes which comes in time at all:
+        always = bisect_left(MIDDLES_S, work_s - most_s / overtake, 0, shorter)
+        total = overtake * (work_s * sum(self._work[always:shorter]) - sum(self._squares[always:shorter]))
+        total += most_s * sum(self._work[:always])
         measured = 1 - math.exp2((self._since - now) / HALF_LIFE_S)  # of all time, what was measured counts as this much
-        weight = math.exp2((now - self._base) / HALF_LIFE_S)
-        return total * math.log(2) / HALF_LIFE_S / measured / weight / max(1, nodes)
-
-
-def _size(work_s: float) -> int:
-    return min(SIZES - 1, int(2 * math.log2(work_s / SMALLEST_S))) if work_s > SMALLEST_S else 0
+        return total * PER_S / measured / math.exp2((now - self._base) / HALF_LIFE_S) / max(1, nodes)

@@ -249,6 +249,7 @@ class Balance:
             return [*(waits or [0.0, 0.0]), 0.0, 0.0]
         typical = max(1.0, self._outputs.typical)
         joining = Joining(now, wait_s=0.0, own_tokens=tokens, need_tokens=0, expected_tokens=typical, stay_tokens=typical)
+        self._batches.weigh(joining)
         gap = fmean([self._batches.gap_s(joining, node) for node in decodes]) / settings.tbt_slo_s
         known = [node.load for node in decodes if node.load is not None]
         used = sum(map(_in_use, known)) / max(1, len(known))

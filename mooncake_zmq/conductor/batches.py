@@ -38,9 +38,9 @@ class Joining:
     its prefill begins. `stay_tokens`: how long a request stays."""
 
     __slots__ = (
+        "alone_s",
         "at",
         "base_s",
-        "batch",
         "expected_tokens",
         "looked_at",
         "need_tokens",
@@ -60,12 +60,12 @@ class Joining:
         self.need_tokens = need_tokens
         self.expected_tokens = expected_tokens
         self.stay_tokens = stay_tokens
-        self.batch = 0.0
-        """Of the decode looked at last."""
         self.looked_at: dict[DecodeNode, float] = {}
         """The gap with each decode looked at, inf where it has no room."""
         self.slack = 0.0
         """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
+        self.alone_s = 0.0
+        """A step with nobody else, as the cost model has it."""
         self.base_s = self.own_s = 0.0
         """No step is shorter than `base_s`, and the request lengthens none by less than `own_s`."""
 
@@ -91,38 +91,48 @@ class Batches:
 
     def promise(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
         """What the request is told: by the gap when it joins, what becomes of it while it runs."""
-        gap_s, expected = self.gap_s(joining, node), joining.expected_tokens
-        grown_s = node.scale * self._context_s * gaps.growth_tokens(joining.batch + 1, expected)
-        alone_s = self._decodes.alone_s(node, joining.own_tokens)
-        return DecodeChoice(node, gaps.tbt_s(gap_s + grown_s, expected), joining.batch, gaps.tbt_s(alone_s, expected))
+        batch, expected = self.batch(joining, node), joining.expected_tokens
+        grown_s = node.scale * self._context_s * gaps.growth_tokens(batch + 1, expected)
+        gap_s, alone_s = self.gap_s(joining, node), node.scale * joining.alone_s
+        return DecodeChoice(node, gaps.tbt_s(gap_s + grown_s, expected), batch, gaps.tbt_s(alone_s, expected))
+
+    def weigh(self, joining: Joining) -> None:
+        """Before `gap_s`: what the request adds to any step."""
+        joining.alone_s = self._step_s + self._request_s + self._context_s * joining.own_tokens
 
     def gap_s(self, joining: Joining, node: DecodeNode) -> float:
         """The predicted gap between tokens when the request joins; a wait for a place is spread over the longest tenth, as it
-        is counted afterwards. Sets `joining.batch`."""
-        at, context = joining.at, 0.0
+        is counted afterwards."""
+        at = joining.at
         stay_s = joining.stay_tokens * node.step_s
-        batch = 0.0
+        step_s = joining.alone_s
         if node.there:
-            staying = 1.0 - min((at - node.reported_at) / stay_s, 1.0)
-            batch, context = node.there * staying, node.context * staying
+            gone = (at - node.reported_at) / stay_s
+            if gone < 1.0:
+                step_s += node.load_s * (1.0 - gone)
         if node.coming:
             since = at - stay_s
             for booking in node.coming:
                 if since < booking.due <= at:
-                    batch += 1.0
-                    context += booking.context_tokens
-        joining.batch = batch
-        step_s = self._step_s + self._request_s * (batch + 1) + self._context_s * (joining.own_tokens + context)
+                    step_s += booking.load_s
         gap_s = node.scale * step_s
-        over = batch - node.max_batch + 1.0
+        if node.there + len(node.coming) < node.max_batch:
+            return gap_s
+        over = self.batch(joining, node) - node.max_batch + 1.0
         return self._waiting_s(joining, node, gap_s, over) if over > 0 else gap_s
+
+    def batch(self, joining: Joining, node: DecodeNode) -> float:
+        """Requests that it will find there."""
+        at, stay_s = joining.at, joining.stay_tokens * node.step_s
+        staying = max(0.0, 1.0 - (at - node.reported_at) / stay_s)
+        return node.there * staying + sum([at - stay_s < booking.due <= at for booking in node.coming])
 
     # --- leaves
 
     def _waiting_s(self, joining: Joining, node: DecodeNode, gap_s: float, over: float) -> float:
         """The same where the batch has no place: its step is that of a full one, and `over` leave one after the other first."""
         base_s = node.scale * self._step_s
-        full_s = base_s + (gap_s - base_s) * node.max_batch / (joining.batch + 1.0)
+        full_s = base_s + (gap_s - base_s) * node.max_batch / (node.max_batch + over)
         stay_s = joining.stay_tokens * node.step_s / gaps.longest_gaps(int(joining.expected_tokens) - 1)
         return full_s + over * stay_s / node.max_batch
 
@@ -130,15 +140,17 @@ class Batches:
         """Its gap, inf if it has no room."""
         gap_s = joining.looked_at.get(node)
         if gap_s is None:
-            roomy = node.has_room(joining.need_tokens, joining.wait_s, joining.stay_tokens)
+            roomy = node.free >= joining.need_tokens and node.places >= 1
+            if not roomy and joining.wait_s > 0:
+                roomy = node.will_have_room(joining.need_tokens, joining.wait_s, joining.stay_tokens)
             joining.looked_at[node] = gap_s = self.gap_s(joining, node) if roomy else math.inf
         return gap_s
 
     def _look_at_stale(self, now: float, joining: Joining) -> None:
         """Those that reported long ago; what can be said of all others."""
         least = self._decodes.least_scale
-        joining.base_s = least * self._step_s
-        joining.own_s = least * (self._request_s + self._context_s * joining.own_tokens)
+        self.weigh(joining)
+        joining.base_s, joining.own_s = least * self._step_s, least * (joining.alone_s - self._step_s)
         for node in self._decodes.reported:
             if now - node.reported_at <= STALE_S:
                 joining.slack = (joining.at - node.reported_at) / joining.stay_tokens

@@ -25,8 +25,8 @@ class Booking(Struct, eq=False):
     """When it should have its first token at the latest, by its SLO; inf without one."""
     need_tokens: int
     """KV that the decode must have for it."""
-    context_tokens: float
-    """KV it holds while it decodes, on average."""
+    load_s: float
+    """What it adds to each step of its decode, as the cost model has it, with the KV it holds on average."""
     expected_tokens: float
     max_tokens: int
     coming: bool = False

@@ -29,6 +29,7 @@ class DecodeNode:
         "held",
         "host",
         "load",
+        "load_s",
         "max_batch",
         "name",
         "places",
@@ -54,6 +55,8 @@ class DecodeNode:
         """Requests that run or will at once."""
         self.context = 0
         """Their KV."""
+        self.load_s = 0.0
+        """What they add to a step, as the cost model has it."""
         self.max_batch = UNLIMITED
         self.free = UNLIMITED
         """KV less what is on its way and not reserved yet."""
@@ -63,12 +66,8 @@ class DecodeNode:
         """All KV in use."""
         self.coming: list[Booking] = []
 
-    def has_room(self, need_tokens: int, wait_s: float, stay_tokens: float) -> bool:
+    def will_have_room(self, need_tokens: int, wait_s: float, stay_tokens: float) -> bool:
         """Whether it has KV and a place for a request when its prefill begins, in `wait_s`."""
-        if self.free >= need_tokens and self.places >= 1:
-            return True
-        if wait_s <= 0:
-            return False
         gone = min(wait_s / (stay_tokens * self.step_s), 1.0)
         return self.free + self.held * gone >= need_tokens and self.places + self.there * gone >= 1
 
@@ -125,6 +124,7 @@ class Decodes:
         self._correct(now, node, load)
         node.there = there = load.running + reserved
         node.context, node.max_batch = load.context_tokens, max(1, load.max_batch)
+        node.load_s = self._costs.decode_request_s * there + self._costs.decode_context_s * load.context_tokens
         node.held = load.capacity_tokens - load.free_tokens
         node.step_s = node.scale * self._costs.step_s(max(1, min(there, load.max_batch)), load.context_tokens)
         node.reported_at = now
@@ -138,7 +138,9 @@ class Decodes:
         """A request was placed there."""
         booking.coming = True
         node.coming.append(booking)
-        self._set_room(node)
+        if node.load is not None:
+            node.free -= booking.need_tokens
+            node.places -= 1
         self._rank(node)
 
     def unbook(self, node: DecodeNode, booking: Booking) -> None:
@@ -153,12 +155,6 @@ class Decodes:
         """It was asked to leave: it takes nothing new."""
         node.draining = True
         self._rank(node)
-
-    # --- what is asked
-
-    def alone_s(self, node: DecodeNode, own_tokens: float) -> float:
-        """The gap between tokens if the request were the only one there."""
-        return node.scale * self._costs.step_s(1, own_tokens)
 
     def check(self, now: float) -> None:
         """The order tells what the nodes do."""

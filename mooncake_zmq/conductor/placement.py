@@ -72,6 +72,7 @@ class Placement:
         self._transfers = transfers
         self._outputs = outputs
         self._bookings = bookings
+        self._request_s, self._context_s = costs.decode_request_s, costs.decode_context_s
         self._chunk_s = costs.compute_s(CHUNK_TOKENS, 0)
         self._arrivals = Arrivals()
         self._sources = sources
@@ -126,7 +127,7 @@ class Placement:
             prefill=prefill.node.name,
             decode=decode.node.name,
             reuse_blocks=prefill.reuse_blocks,
-            sources=tuple([self._index.name_of(bit) for bit in prefill.sources]),
+            sources=tuple([self._index.name_of(bit) for bit in prefill.sources]) if prefill.sources else (),
             ttft_s=min(ttft_s, MAX_PREDICTION_S),
             tbt_s=min(decode.tbt_s, MAX_PREDICTION_S),
             booking=number,
@@ -140,7 +141,7 @@ class Placement:
             due=now + ttft_s,
             deadline=admission.deadline(self._settings, schedule, now),
             need_tokens=decision.need_tokens,
-            context_tokens=schedule.tokens + expected / 2,
+            load_s=self._request_s + self._context_s * (schedule.tokens + expected / 2),
             expected_tokens=expected,
             max_tokens=schedule.max_tokens,
         )

@@ -17,23 +17,25 @@ from mooncake_zmq.core.messages import Schedule
 
 LOOKED_AT = 8
 """Prefills that hold a run of the prompt are looked at first, while they are as few; larger crowds go by in order."""
+RARE = 16, 32
+"""And while they are one of so many, up to so many: in the orders they would be long in coming."""
 
 Group = tuple[int, int, float, int]
 """Mask of cache-nodes; the blocks they hold; seconds to compute the rest, not corrected; tokens in those blocks."""
 
 
 class Plan:
-    """One prompt and what was found out for it: `times` to its first token by prefill. From `local` on the fields are of the
+    """One prompt and what was found out for it: `times` to its first token by prefill. From `weighed` on the fields are of the
     prefill that was weighed last."""
 
     __slots__ = (
         "best",
+        "best_load_s",
         "best_prefix",
         "best_s",
         "crowd",
         "disk",
         "fetch_s",
-        "fetched_s",
         "fetches",
         "groups",
         "local",
@@ -43,10 +45,12 @@ class Plan:
         "priority",
         "queue_s",
         "rates",
+        "rest_load_s",
         "rest_s",
         "runs",
         "source",
         "times",
+        "weighed",
         "whole_s",
         "work_s",
     )
@@ -69,11 +73,14 @@ class Plan:
         """The bit that all would fetch from; -1: nobody fetches."""
         self.rates: Rates | None = None
         self.out_at = 0.0
-        self.moved_s = self.fetched_s = 0.0
-        """What those not looked at yet at least must wait for a fetch, and that and computing behind it, not corrected."""
+        self.moved_s = 0.0
+        """What those not looked at yet at least must wait for a fetch."""
+        self.rest_load_s = self.best_load_s = 0.0
+        """What they at least must load: of their own, and with what they fetched."""
         self.disk: list[int] = []
         """By block, who has it on SSD alone."""
         self.times: dict[PrefillNode, float] = {}
+        self.weighed: PrefillNode | None = None
         self.local = 0
         self.fetches = False
         self.queue_s = 0.0
@@ -140,7 +147,7 @@ class Planner:
         plan.fetches, plan.fetch_s = False, 0.0
         if plan.source >= 0 and local < plan.best and node.home >= 0:
             work_s = self._fetched_s(plan, node, local, work_s)
-        plan.local, plan.work_s = local, work_s
+        plan.weighed, plan.local, plan.work_s = node, local, work_s
         now, ends, wait_s = plan.now, node.ends, 0.0
         if ends and ends[-1] > now:
             ahead = bisect_right(node.ranks, now + node.overtake * work_s + node.priority_s * plan.priority)
@@ -160,8 +167,8 @@ class Planner:
     def least_work_s(self, plan: Plan, place: int) -> float:
         """No such prefill has less to do for it."""
         factor = self.orders[0][place][0]
-        work_s = factor * plan.rest_s
-        return min(work_s, factor * plan.fetched_s + plan.moved_s) if plan.source >= 0 else work_s
+        work_s = max(factor * plan.rest_s, plan.rest_load_s)
+        return min(work_s, max(factor * plan.best_s, plan.best_load_s) + plan.moved_s) if plan.source >= 0 else work_s
 
     def least_cold_s(self, plan: Plan) -> float:
         """No prefill that holds nothing of the prompt has less to do for it."""
@@ -172,7 +179,7 @@ class Planner:
         if plan.rates is None:
             return work_s
         behind_s = max(0.0, plan.out_at - plan.now)
-        return min(work_s, factor * plan.best_s + plan.best * plan.rates.least_s + behind_s)
+        return min(work_s, max(factor * plan.best_s, plan.best_load_s) + plan.best * plan.rates.least_s + behind_s)
 
     # --- leaves
 
@@ -184,7 +191,7 @@ class Planner:
         _, _, plan.best_s, plan.best_prefix = plan.groups[0]
         if self._fetches:
             self._name_source(plan)
-        left = LOOKED_AT
+        left = max(LOOKED_AT, min(len(self.orders[0]) // RARE[0], RARE[1]))
         rest, plan.rest_s = 0, plan.whole_s
         for mask, blocks, unit_s, _ in plan.groups:
             left -= mask.bit_count()
@@ -196,8 +203,9 @@ class Planner:
             if not plan.crowd:
                 rest, plan.rest_s = blocks, unit_s
             plan.crowd |= mask << 1
+        plan.rest_load_s = self._prefills.least_load_s * rest * self._block_tokens
         if plan.rates is not None:
-            plan.fetched_s = plan.best_s
+            plan.best_load_s = self._prefills.least_load_s * plan.best_prefix
             plan.moved_s = (plan.best - rest) * plan.rates.least_s + max(0.0, plan.out_at - plan.now)
 
     def _name_source(self, plan: Plan) -> None:

@@ -128,6 +128,9 @@ class Prefills:
         """The same nodes by `floor_at`."""
         self.turns: dict[PrefillNode, None] = {}
         """All, the one chosen longest ago first, of equals in name order."""
+        self.least_load_s = costs.load_s(1)
+        """No prefill loads a token in less."""
+        self._unchecked = 0
         self._turn = 0
         self._half_life_s = settings.correction_half_life_s
         self._grace_s = settings.report_grace_s
@@ -141,6 +144,7 @@ class Prefills:
         self.by_name[name] = node
         self.by_host.setdefault(host, []).append(node)
         self.turns[node] = None
+        self.least_load_s = min(self.least_load_s, node.load_token_s)
         self.turns = dict.fromkeys(sorted(self.turns, key=lambda each: (each.last, each.name)))
         self.quickest.set(node, 1.0)
         self.freest.set(node, 0.0)
@@ -246,6 +250,7 @@ class Prefills:
         assert floors.keys() == factors.keys() == opened
         for node in self.nodes:
             assert self.by_name[node.name] is node
+            assert self.least_load_s <= node.load_token_s
             assert node in self.by_host[node.host]
             assert node.ranks == sorted(node.ranks)
             assert node.ends == sorted(node.ends)
@@ -268,6 +273,10 @@ class Prefills:
         if node.load.report(now, load.load):
             self._accuracy.add("load", load.load.seconds, before * load.load.predicted_s)
         node.load_token_s = self._load_token_s * node.load.factor
+        self._unchecked += 1
+        if node.load_token_s < self.least_load_s or self._unchecked > len(self.nodes):
+            self._unchecked = 0
+            self.least_load_s = min([each.load_token_s for each in self.nodes])
 
     def _retell(self, now: float, node: PrefillNode) -> None:
         ripe = bisect_right(node.ranks, now)

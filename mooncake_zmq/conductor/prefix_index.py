@@ -1,18 +1,21 @@
 """Which cache-nodes hold which block keys, and whether on SSD alone, as announced. A stale entry costs a miss, never a wrong
 answer. PURE.
 
-One dict from key to a bit mask of nodes, so that matching all nodes at once costs one lookup per key. At `max_keys` keys those
+A table from key to a bit mask of nodes, so that matching all nodes at once costs one lookup per key. At `max_keys` keys those
 neither announced nor asked for longest go, as a clock has it: what was asked for since it came is passed over once. A node
 that leaves is masked out at once and its bits are swept out piece by piece, since a pass over millions of keys takes too long.
+The table is many small dicts, by the key's first byte: a dict that grows moves all it holds, a tenth of a second for millions.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mooncake_zmq.kv.block_hash import Key
 
 Run = tuple[int, int]
 """Blocks, and the mask of the nodes that have so many."""
+SHARDS = 256
+"""With two million keys a dict that grows then takes half a millisecond."""
 PIECE_KEYS = 512
 """Keys that the clock handles at a time."""
 SWEPT_AT_ONCE = 2048
@@ -34,9 +37,14 @@ class PrefixIndex:
         self.max_keys = max_keys
         self.evicted = 0
         """Keys forgotten at the limit."""
-        self._holders: dict[Key, int] = {}
-        self._disk: dict[Key, int] = {}
+        self._holders: list[dict[Key, int]] = [{} for _ in range(SHARDS)]
+        """By first byte. A mask of 0 is a ghost: nobody holds the key any more, and the log still has it."""
+        self._count = 0
+        """Keys that anybody holds."""
+        self._disk: list[dict[Key, int]] = [{} for _ in range(SHARDS)]
         """Those of the holders that have it on SSD alone."""
+        self._tiered = False
+        """Whether anything ever was on SSD alone."""
         self._bits: dict[str, int] = {}
         """The number of each node's bit."""
         self._names: list[str] = []
@@ -47,16 +55,14 @@ class PrefixIndex:
         self._dead = 0
         self._sweeping = 0
         self._sweep_left = 0
-        self._log: deque[list[Key]] = deque()
+        self._log: deque[tuple[Key, ...]] = deque()
         """Every key of the index and every ghost, each once, in pieces: the oldest first."""
         self._logged = 0
-        self._ghosts: set[Key] = set()
-        """Keys that nobody holds any more and that the log still has."""
-        self._asked: set[Key] = set()
+        self._asked: list[set[Key]] = [set() for _ in range(SHARDS)]
         """Keys asked for since the clock last passed them; kept only while the index is more than half full."""
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return self._count
 
     @property
     def counts(self) -> dict[str, int]:
@@ -87,15 +93,17 @@ class PrefixIndex:
     def stored(self, node: str, keys: Sequence[Key]) -> None:
         """`node` holds `keys` in DRAM now."""
         self._take(node, keys)
-        if self._disk:
+        if self._tiered:
             self._forget_disk(~(1 << self._bits[node]), keys)
 
     def on_disk(self, node: str, keys: Sequence[Key]) -> None:
         """`node` holds `keys` on SSD alone now."""
         self._take(node, keys)
-        bit, disk, holders = 1 << self._bits[node], self._disk, self._holders
+        bit = 1 << self._bits[node]
+        self._tiered = True
         for key in keys:
-            if key in holders:
+            if self._holders[key[0]].get(key):
+                disk = self._disk[key[0]]
                 disk[key] = disk.get(key, 0) | bit
 
     def removed(self, node: str, keys: Sequence[Key]) -> None:
@@ -103,25 +111,19 @@ class PrefixIndex:
         number = self._bits.get(node)
         if number is None or not keys:
             return
-        bit = 1 << number
-        holders, lookup = self._holders, self._holders.get
-        gone = 0
-        ghost = self._ghosts.add
+        bit, tables, gone = 1 << number, self._holders, 0
         for key in keys:
-            held = lookup(key, 0)
-            if not held & bit:
-                continue
-            gone += 1
-            if held == bit:
-                del holders[key]
-                ghost(key)
-            else:
-                holders[key] = held ^ bit
+            table = tables[key[0]]
+            held = table.get(key, 0)
+            if held & bit:
+                gone += 1
+                table[key] = held ^ bit
+                if held == bit:
+                    self._count -= 1
+                    self._asked[key[0]].discard(key)
         self._held[number] -= gone
-        if self._disk:
+        if self._tiered:
             self._forget_disk(~bit, keys)
-        if self._asked:
-            self._asked.difference_update(keys)
 
     def drop(self, node: str) -> None:
         """Forget everything of `node`: at once for all who ask, and bit by bit in `sweep`."""
@@ -149,14 +151,14 @@ class PrefixIndex:
     def runs(self, keys: Sequence[Key]) -> list[Run]:
         """How long a leading run of `keys` each node holds: (blocks, the mask of the nodes whose run ends there), the shortest
         first; nodes without the first key are left out."""
-        lookup = self._holders.get
-        alive = lookup(keys[0], 0) & self._live if keys else 0
+        tables = self._holders
+        alive = tables[keys[0][0]].get(keys[0], 0) & self._live if keys else 0
         if not alive:
             return []
         found: list[Run] = []
         count = 0
         for key in keys:
-            still = alive & lookup(key, 0)
+            still = alive & tables[key[0]].get(key, 0)
             if still != alive:
                 found.append((count, alive ^ still))
                 if not still:
@@ -168,10 +170,9 @@ class PrefixIndex:
 
     def on_disk_alone(self, keys: Sequence[Key]) -> list[int]:
         """For each of `keys` the mask of the nodes that have it on SSD alone; nothing if nobody has any there."""
-        disk = self._disk
-        if not disk:
+        if not self._tiered:
             return []
-        masks = [disk.get(key, 0) & self._live for key in keys]
+        masks = [self._disk[key[0]].get(key, 0) & self._live for key in keys]
         return masks if any(masks) else []
 
     def match(self, keys: Sequence[Key]) -> dict[str, int]:
@@ -181,23 +182,24 @@ class PrefixIndex:
 
     def touch(self, keys: Sequence[Key]) -> None:
         """`keys` were asked for: they stay longer."""
-        if 2 * len(self._holders) > self.max_keys:
-            self._asked.update([key for key in keys if key in self._holders])
+        if 2 * self._count > self.max_keys:
+            for key in keys:
+                if self._mask(key):
+                    self._asked[key[0]].add(key)
 
     def holders(self, keys: Sequence[Key]) -> list[str]:
         """Nodes that hold every one of `keys`, in name order; at least one key."""
-        lookup = self._holders.get
-        held = lookup(keys[-1], 0) & self._live
+        held = self._mask(keys[-1]) & self._live
         for key in keys:
             if not held:
                 return []
-            held &= lookup(key, 0)
+            held &= self._mask(key)
         return sorted([self._names[bit] for bit in bits_of(held)])
 
     def holds(self, node: str, key: Key) -> bool:
         """Whether this node holds this block."""
         number = self._bits.get(node)
-        return number is not None and bool(self._holders.get(key, 0) >> number & 1)
+        return number is not None and bool(self._mask(key) >> number & 1)
 
     def held_by(self, node: str) -> int:
         """How many keys this node holds."""
@@ -206,54 +208,62 @@ class PrefixIndex:
 
     def copies(self, key: Key) -> int:
         """How many nodes hold this block."""
-        return (self._holders.get(key, 0) & self._live).bit_count()
+        return (self._mask(key) & self._live).bit_count()
 
     def check(self) -> None:
         """Counts, masks and log agree, and every mask names known nodes only."""
-        assert len(self._holders) <= self.max_keys
+        assert self._count <= self.max_keys
         assert not self._live & self._dead
         assert self._live == sum(1 << bit for bit in self._bits.values())
+        masks = {key: held for table in self._holders for key, held in table.items()}
         for node, bit in self._bits.items():
             assert self._names[bit] == node
-            assert self._held[bit] == sum(held >> bit & 1 for held in self._holders.values()), node
+            assert self._held[bit] == sum(held >> bit & 1 for held in masks.values()), node
         known = self._live | self._dead
-        assert all(held and not held & ~known for held in self._holders.values())
-        assert all(held and not held & ~self._holders.get(key, 0) for key, held in self._disk.items())
-        assert self._asked <= self._holders.keys()
+        assert not any(held & ~known for held in masks.values())
+        assert self._count == sum(held > 0 for held in masks.values())
+        for first, (table, disk, asked) in enumerate(zip(self._holders, self._disk, self._asked, strict=True)):
+            assert all(key[0] == first for key in table)
+            assert all(held and not held & ~table.get(key, 0) for key, held in disk.items())
+            assert all(table.get(key) for key in asked)
         logged = [key for piece in self._log for key in piece]
-        assert self._logged == len(logged) == len(self._holders) + len(self._ghosts)
-        assert set(logged) == self._holders.keys() | self._ghosts
+        assert self._logged == len(logged) == len(masks)
+        assert set(logged) == masks.keys()
         assert self._logged <= 2 * self.max_keys + PIECE_KEYS
 
     # --- leaves
 
     def _take(self, node: str, keys: Sequence[Key]) -> None:
         number = self.join(node)
-        bit = 1 << number
-        holders, lookup = self._holders, self._holders.get
+        bit, tables = 1 << number, self._holders
         new: list[Key] = []
-        added = 0
+        added = came = 0
         for key in keys:
-            held = lookup(key)
+            table = tables[key[0]]
+            held = table.get(key)
             if held is None:
-                holders[key] = bit
+                table[key] = bit
                 new.append(key)
             elif not held & bit:
-                holders[key] = held | bit
+                table[key] = held | bit
                 added += 1
-        came = len(new)
-        self._held[number] += added + came
-        if new and self._ghosts:
-            new = self._without_ghosts(new)
+                if not held:  # a ghost: as good as just asked for
+                    came += 1
+                    self._asked[key[0]].add(key)
+        self._held[number] += added + len(new)
+        self._count += came + len(new)
         for start in range(0, len(new), PIECE_KEYS):
-            self._log.append(new[start : start + PIECE_KEYS])
+            self._log.append(tuple(new[start : start + PIECE_KEYS]))
         self._logged += len(new)
-        if came:
-            self._make_room(came)
+        if new or came:
+            self._make_room(came + len(new))
 
-    def _forget_disk(self, others: int, keys: Sequence[Key]) -> None:
-        disk = self._disk
+    def _mask(self, key: Key) -> int:
+        return self._holders[key[0]].get(key, 0)
+
+    def _forget_disk(self, others: int, keys: Iterable[Key]) -> None:
         for key in keys:
+            disk = self._disk[key[0]]
             held = disk.get(key)
             if held is not None:
                 left = held & others
@@ -265,85 +275,60 @@ class PrefixIndex:
     def _make_room(self, came: int) -> None:
         """Evict what is over the limit, and drop from the log what is gone; work bounded by what came."""
         spared = 2 * came + PIECE_KEYS
-        while (over := len(self._holders) - self.max_keys) > 0:
+        while (over := self._count - self.max_keys) > 0:
             piece = self._pop()
             if len(piece) > over:  # the rest keeps its place, and it is as many as there are too many, ghosts apart
                 self._log.appendleft(piece[over:])
                 self._logged += len(piece) - over
                 self._sweep_left += len(piece) - over
-                del piece[over:]
-            asked = self._asked.intersection(piece) if self._asked and spared > 0 else ()
+                piece = piece[:over]
+            asked = [key for key in piece if key in self._asked[key[0]]] if spared > 0 else []
             if asked:
                 spared -= len(asked)
-                self._asked -= asked
-                self._push([key for key in piece if key in asked])
-                piece = [key for key in piece if key not in asked]
+                for key in asked:
+                    self._asked[key[0]].discard(key)
+                self._push(asked)
+                again = frozenset(asked)
+                piece = tuple([key for key in piece if key not in again])
             self._evict(piece)
         left = 2 * came
-        while self._logged > 2 * self.max_keys or (left > 0 and self._logged > 2 * len(self._holders) + PIECE_KEYS):
+        while self._logged > 2 * self.max_keys or (left > 0 and self._logged > 2 * self._count + PIECE_KEYS):
             piece = self._pop()
             left -= len(piece)
             self._push(piece)
 
-    def _without_ghosts(self, new: list[Key]) -> list[Key]:
-        """Those of the new keys that the log does not have; the others are as good as just asked for."""
-        back = self._ghosts.intersection(new)
-        if not back:
-            return new
-        self._ghosts -= back
-        self._asked |= back
-        return [key for key in new if key not in back]
-
-    def _pop(self) -> list[Key]:
+    def _pop(self) -> tuple[Key, ...]:
         piece = self._log.popleft()
         self._logged -= len(piece)
         self._sweep_left -= len(piece)
         return piece
 
-    def _push(self, keys: list[Key]) -> None:
+    def _push(self, keys: Iterable[Key]) -> None:
         """Back into the log as its newest, without ghosts; a sweep that is under way need not come by again."""
-        if self._ghosts:
-            kept = [key for key in keys if key in self._holders]
-            self._ghosts.difference_update(keys)
-            keys = kept
-        if self._sweeping:
-            keys = self._without(self._sweeping, keys)
-        if keys:
-            self._log.append(keys)
-            self._logged += len(keys)
+        kept = tuple([key for key in keys if self._keep(key, ~self._sweeping)])
+        if kept:
+            self._log.append(kept)
+            self._logged += len(kept)
 
-    def _without(self, dead: int, keys: list[Key]) -> list[Key]:
-        """Take the bits in `dead` out of these keys; returns those that anybody still holds."""
-        holders, kept = self._holders, []
-        for key in keys:
-            held = holders.get(key)
-            if held is None:
-                continue
-            left = held & ~dead
-            if left:
-                if left != held:
-                    holders[key] = left
-                kept.append(key)
-            else:
-                del holders[key]
-                self._asked.discard(key)
-            if self._disk:
-                self._forget_disk(~dead, (key,))
-        return kept
+    def _keep(self, key: Key, others: int) -> bool:
+        """Take all but `others` out of the key's mask; forget it if nobody is left."""
+        table = self._holders[key[0]]
+        held = table[key]
+        left = held & others
+        if left != held and self._tiered:
+            self._forget_disk(others, (key,))
+        if left:
+            table[key] = left
+            return True
+        self._count -= held > 0
+        self._asked[key[0]].discard(key)
+        del table[key]
+        return False
 
-    def _evict(self, keys: list[Key]) -> None:
-        holders, counts = self._holders, self._held
-        before = len(holders)
+    def _evict(self, keys: Iterable[Key]) -> None:
         for key in keys:
-            held = holders.pop(key, 0)
-            if held & (held - 1):
-                for bit in bits_of(held & self._live):
-                    counts[bit] -= 1
-            elif held & self._live:
-                counts[held.bit_length() - 1] -= 1
-        self.evicted += before - len(holders)
-        for others in (self._ghosts, self._asked):
-            if others:
-                others.difference_update(keys)
-        if self._disk:
-            self._forget_disk(0, keys)
+            held = self._mask(key)
+            self.evicted += held > 0
+            for bit in bits_of(held & self._live):
+                self._held[bit] -= 1
+            self._keep(key, 0)

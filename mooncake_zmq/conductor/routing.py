@@ -61,7 +61,7 @@ class Router:
         node = self._least_ttft(plan, barred) if self._quickest else self._least_score(now, schedule, plan, barred)
         if node is None:
             return None
-        weighed = self._planner.weigh(plan, node)
+        weighed = plan if plan.weighed is node else self._planner.weigh(plan, node)
         return PrefillChoice(
             node=node,
             reuse_blocks=plan.best if weighed.fetches else weighed.local,
@@ -110,6 +110,9 @@ class Router:
         for node, time_s in times.items():
             if time_s < least and node.name not in barred:
                 least = time_s
+        for marks in (EVERYONE, plan.crowd):
+            if marks and bound_s(plan, 0) < least:
+                least = min(least, self._first_free(plan, marks, barred))
         place, crowd = 0, self._crowd(plan, least * self._tie)
         while bound_s(plan, place) * ROUNDING < least:
             for order in orders:
@@ -120,6 +123,16 @@ class Router:
                         least = time_s
             place += 1
         return least, place, crowd
+
+    def _first_free(self, plan: Plan, marks: int, barred: Collection[str]) -> float:
+        """The time of the one whose turn it is, of those that are free: it is mostly as good as any."""
+        for node in self._prefills.turns:
+            if node.floor_at <= plan.now and node.marks & marks and not node.closed and node.name not in barred:
+                time_s = plan.times.get(node)
+                if time_s is None:
+                    time_s = plan.times[node] = self._planner.ttft_s(plan, node)
+                return time_s
+        return math.inf
 
     def _crowd(self, plan: Plan, limit: float) -> int:
         """The marks of the prefills that may be within the limit: all, or those that hold something of the prompt."""

@@ -202,3 +202,11 @@ def test_check_sees_a_wrong_count():
     index._held[0] -= 1
     with pytest.raises(AssertionError):
         index.check()
+
+
+def test_no_dict_grows_large_so_that_none_takes_long_to_grow():
+    index = PrefixIndex(max_keys=100_000)
+    for number in range(100):
+        index.stored("a", keys(str(number), 200))
+    assert len(index) == 20_000
+    assert max(map(len, index._holders)) < 200

@@ -63,7 +63,7 @@ class AllDecodes(Batches):
         found = super().choose(now, joining, host, exclude)
         for barred in (exclude, ()):
             gaps = [
-                (self._look_at(joining, node), node)
+                (self._look_at(joining, node), node)  # gaps are kept, so each is predicted once
                 for node in self._decodes.nodes
                 if not node.draining and node.name not in barred
             ]
