@@ -366,6 +366,7 @@ class Conductor:
         expected = booking.expected_tokens if booking is not None else self._outputs.typical
         if ended.outcome is not None:
             self._accuracy.outcome(ended.outcome, expected)
+            self._placement.lateness.add(ended.outcome.ttft_s, ended.outcome.predicted_ttft_s)
             if ended.outcome.ended and booking is not None:
                 self._outputs.ended(booking.max_tokens, ended.outcome.output_tokens)
         if booking is not None and booking.placed.attempt <= ended.attempt:

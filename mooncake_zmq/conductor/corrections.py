@@ -17,6 +17,11 @@ MOST_CHANGE = 4.0
 """One report counts as at most this many times off what was known: a single stall says little, however long it was."""
 MOST_FACTOR = 1e6
 """No node is so slow; a report that says so must not carry the estimates off to infinity."""
+LATENESS_OUTCOMES = 128.0
+"""First tokens that the lateness is a mean of."""
+SPARE = 3.0
+"""Of the mean lateness, which is that of the later half spread over all: about what one in a hundred exceeds."""
+MOST_SPARE = 0.25
 PRIOR_OUTPUTS = 8.0
 MOST_OUTPUTS = 256.0
 MILLION = 1_000_000
@@ -63,6 +68,26 @@ class Accuracy:
             self.add("tbt", outcome.tbt_s, outcome.predicted_tbt_s)
         if outcome.ended:
             self.add("output", float(outcome.output_tokens), expected_tokens)
+
+
+class Lateness:
+    """How much later than promised first tokens came lately: a promise that is to be kept needs more time to spare than that."""
+
+    __slots__ = ("_late_s", "_promised_s")
+
+    def __init__(self) -> None:
+        self._late_s = self._promised_s = 0.0
+
+    def add(self, actual_s: float, promised_s: float) -> None:
+        """A first token came. One that took more than twice as long says something of its node, not of promises."""
+        self._late_s += min(max(0.0, actual_s - promised_s), promised_s) - self._late_s / LATENESS_OUTCOMES
+        self._promised_s += promised_s - self._promised_s / LATENESS_OUTCOMES
+
+    @property
+    def factor(self) -> float:
+        """What a promise is multiplied with before it is held against its bound."""
+        late = self._late_s / self._promised_s if self._promised_s else 0.0
+        return 1 + min(MOST_SPARE, SPARE * late)
 
 
 class Correction:

@@ -10,7 +10,7 @@ from mooncake_zmq.conductor import admission
 from mooncake_zmq.conductor.arrivals import Arrivals
 from mooncake_zmq.conductor.batches import Batches, DecodeChoice, Joining
 from mooncake_zmq.conductor.bookings import Booking, BookingKey, Bookings
-from mooncake_zmq.conductor.corrections import OutputLengths
+from mooncake_zmq.conductor.corrections import Lateness, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.plans import Plan, Planner
@@ -87,6 +87,7 @@ class Placement:
         )
         self._router = Router(settings, planner=self.planner, prefills=prefills, sources=sources)
         self.batches = Batches(settings, costs, decodes)
+        self.lateness = Lateness()
 
     def decide(self, now: float, schedule: Schedule, plan: Plan) -> Decision | Refused:
         """Where it goes, or the refusal."""
@@ -96,7 +97,8 @@ class Placement:
         if self._settings.pipeline_stages > 1:
             prefill = self._in_pipeline(schedule, plan, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, schedule.priority)
-        late_s = admission.late_prefill(self._settings, schedule, prefill, ttft_s)
+        spare = self.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
+        late_s = admission.late_prefill(self._settings, schedule, prefill, ttft_s * spare)
         if late_s is not None:
             return RejectReason.TTFT, late_s
         expected = self._outputs.expected(schedule.max_tokens)

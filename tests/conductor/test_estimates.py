@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_zmq.conductor.bookings import Bookings
-from mooncake_zmq.conductor.corrections import MOST_FACTOR, Correction, OutputLengths
+from mooncake_zmq.conductor.corrections import MOST_FACTOR, MOST_SPARE, SPARE, Correction, Lateness, OutputLengths
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.gaps import longest_gaps
-from mooncake_zmq.core.messages import MAX_REPORTED, Measured, Outcome, Placed
+from mooncake_zmq.core.messages import MAX_REPORTED, Measured, Outcome, Placed, RequestEnded
 from mooncake_zmq.core.order import Order, work_ahead_s
 from mooncake_zmq.core.pace import Pace
 from mooncake_zmq.gateway.gaps import Gaps
@@ -433,3 +433,45 @@ def test_bad_costs_are_refused_by_name(name, value):
 
 def test_every_setting_has_a_default():
     assert all(getattr(ConductorSettings(), one.name) is not None for one in fields(ConductorSettings))
+
+
+def test_promises_that_were_kept_need_no_time_to_spare():
+    lateness = Lateness()
+    assert lateness.factor == 1
+    for _ in range(50):
+        lateness.add(4.9, 5.0)
+    assert lateness.factor == 1
+
+
+def test_first_tokens_that_come_late_ask_for_time_to_spare():
+    lateness = Lateness()
+    for _ in range(300):
+        lateness.add(5.05, 5.0)
+        lateness.add(4.95, 5.0)
+    assert lateness.factor == pytest.approx(1 + SPARE * 0.005, rel=1e-3)
+    for _ in range(2000):
+        lateness.add(5.0, 5.0)
+    assert lateness.factor == pytest.approx(1, abs=1e-3)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e7), st.floats(0, 1e7)), max_size=50))
+def test_time_to_spare_is_bounded_whatever_is_told(outcomes):
+    lateness = Lateness()
+    for actual_s, promised_s in outcomes:
+        lateness.add(actual_s, promised_s)
+    assert 1 <= lateness.factor <= 1 + MOST_SPARE
+
+
+def test_a_conductor_whose_promises_came_late_admits_less():
+    def admitted(late_s):
+        cluster = Cluster(1, ttft_slo_s=10, admission="prediction")
+        for _ in range(50):
+            outcome = Outcome(
+                ttft_s=5 + late_s, predicted_ttft_s=5.0, tbt_s=0.0, predicted_tbt_s=0.0, output_tokens=1, ended=True
+            )
+            cluster.say("g", RequestEnded(request_id="gone", attempt=1, outcome=outcome))
+        cluster.prefill_load("p0", queued_s=9.5)
+        return isinstance(cluster.schedule(tokens=10), Placed)
+
+    assert admitted(0.0)
+    assert not admitted(0.2)
