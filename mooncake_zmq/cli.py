@@ -1,6 +1,7 @@
 """The command line. Everything is imported inside its command: `--help` is instant, BLAS threads are set before NumPy loads."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, NoReturn
 
 import click
 
-from mooncake_zmq.core.roles import SUMMARIES
+from mooncake_zmq.core.roles import BECOMES, SUMMARIES, Role
 from mooncake_zmq.engine.cpu import limit_blas
 
 DEFAULT_CONFIG = "configs/local.toml"
@@ -52,7 +53,7 @@ def main() -> None:
     """
 
 
-def _role_command(role: str, summary: str) -> None:
+def _role_command(role: Role, summary: str) -> None:
     @main.command(
         role, help=f"{summary}\n\n\b\nExample:\n  mooncake-zmq {role} --config {DEFAULT_CONFIG} --node NAME", short_help=summary
     )
@@ -64,11 +65,18 @@ def _role_command(role: str, summary: str) -> None:
         limit_blas()
         loaded = _load(path, model, assignments)
         found = _or_exit(lambda: loaded.config.node(node))
-        if found.role != role:
+        if role not in found.roles:
             _fail(f"{path}: {node} is a {found.role}, not a {role}")
         from mooncake_zmq.runtime.process import main as run_process
 
-        sys.exit(run_process(loaded, node))
+        def begin_as(other: str) -> None:
+            """The same process, so that whoever started it need not know. Nothing but open files of others survives this."""
+            options = ["--config", path, "--node", node, *(part for each in assignments for part in ("--set", each))]
+            options += ["--model", model] if model is not None else []
+            sys.stdout.flush()
+            os.execv(sys.executable, [sys.executable, "-m", "mooncake_zmq", other, *options])
+
+        sys.exit(run_process(loaded, node, role=role, begin_as=begin_as))
 
 
 for _role, _summary in SUMMARIES.items():
@@ -260,25 +268,33 @@ def replica(key: str, copies: int, path: str, assignments: tuple[str, ...], node
       mooncake-zmq dump --node conductor-0 | grep -A6 chains
       mooncake-zmq replica 0d3f29c1a4e87b5596d2a80c1be47f33 3
     """
-    import json
+    from mooncake_zmq.core.asks import SetCopies
 
-    from mooncake_zmq.config import ConfigError
-    from mooncake_zmq.core.asks import AskError, SetCopies, decode, encode
-    from mooncake_zmq.operate import ask
+    _ask_conductor(_load(path, None, assignments), node, SetCopies(key, copies))
+
+
+@main.command()
+@click.argument("node", metavar="NODE")
+@click.argument("role", type=click.Choice(list(BECOMES)), metavar="ROLE")
+@config_option
+@set_option
+@click.option("--conductor", metavar="NAME", help="The conductor to ask; the first of the file otherwise.")
+def role(node: str, role: Role, path: str, assignments: tuple[str, ...], conductor: str | None) -> None:
+    """Have NODE, a prefill or decode whose settings say that it may, become a ROLE: prefill or decode.
+
+    It finishes the requests that it has and takes no new ones; then its process comes back in the other role. Nobody waits for
+    that here: `dump` and a gateway's /health tell when it is done.
+
+    \b
+    Examples:
+      mooncake-zmq role prefill-b decode
+      mooncake-zmq role prefill-b prefill
+    """
+    from mooncake_zmq.core.asks import SetRole
 
     loaded = _load(path, None, assignments)
-    conductors = [each.name for each in loaded.config.of_role("conductor")]
-    if not conductors:
-        _fail(f"{path}: there is no conductor")
-    name = _or_exit(lambda: loaded.config.node(node)).name if node else conductors[0]
-    try:
-        wish = decode(encode(SetCopies(key, copies)))
-        answer = ask(Path(loaded.config.cluster.runtime_dir), name, wish)
-    except (AskError, ConfigError) as error:
-        _fail(str(error))
-    if "error" in answer:
-        _fail(f"{name}: {answer['error']}")
-    click.echo(json.dumps(answer, indent=1))
+    _or_exit(lambda: loaded.config.node(node))
+    _ask_conductor(loaded, conductor, SetRole(node, role))
 
 
 @main.command()
@@ -293,6 +309,27 @@ def doctor(path: str, assignments: tuple[str, ...]) -> None:
         click.secho(f"{'ok  ' if good else 'FAIL'}  {what}", fg=None if good else "red")
         healthy = healthy and good
     sys.exit(0 if healthy else 1)
+
+
+def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
+    """Print a conductor's answer; its refusal ends the command."""
+    import json
+
+    from mooncake_zmq.config import ConfigError
+    from mooncake_zmq.core.asks import AskError, decode, encode
+    from mooncake_zmq.operate import ask
+
+    conductors = [each.name for each in loaded.config.of_role("conductor")]
+    if not conductors:
+        _fail(f"{loaded.path}: there is no conductor")
+    asked = _or_exit(lambda: loaded.config.node(name)).name if name else conductors[0]
+    try:
+        answer = ask(Path(loaded.config.cluster.runtime_dir), asked, decode(encode(wish)))
+    except (AskError, ConfigError) as error:
+        _fail(str(error))
+    if "error" in answer:
+        _fail(f"{asked}: {answer['error']}")
+    click.echo(json.dumps(answer, indent=1))
 
 
 def _located(path: str) -> str:

@@ -21,7 +21,7 @@ from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
 from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_TOKENS
 from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
-from mooncake_zmq.core.roles import ENGINE_ROLES, ROLES, Role
+from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, ROLES, Role
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.engine.backend import array_namespace
@@ -129,6 +129,10 @@ class NodeSettings:
     sees (CUDA_VISIBLE_DEVICES) and needs the extra gpu-cu12 or gpu-cu13. Written without a GPU at hand, not yet run on one."""
     metrics_port: int = 0
     """Prometheus on 127.0.0.1 at this port; 0: none."""
+    may_become: Role | Literal[""] = ""
+    """The other role of a prefill ("decode") or of a decode ("prefill"): a conductor may then ask it to finish what it has and
+    come back as that, and back again; see `conductor.role_change_after_s` and `mooncake-zmq role`. A process that starts, after
+    a crash too, has `role`. As the other it has that role's section as it stands, without `settings`."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -145,6 +149,8 @@ class NodeSettings:
             raise ValueError(
                 f"{self.name}: backend {self.backend!r} is for prefill and decode nodes, and this is a {self.role}"
             )
+        if self.may_become and BECOMES.get(self.role) != self.may_become:
+            raise ValueError(f"{self.name}: a {self.role} cannot become a {self.may_become}: only prefill and decode change")
         if self.device != "cpu":
             self._check_device()
         if not 1 <= self.threads <= 1024:
@@ -152,6 +158,15 @@ class NodeSettings:
         for what in ("metrics_port", "store_stream_port"):
             if not 0 <= getattr(self, what) < 65536:
                 raise ValueError(f"{what} must be between 0 and 65535")
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """All that it may be in turn."""
+        return (self.role, self.may_become) if self.may_become else (self.role,)
+
+    def in_role(self, role: Role) -> "NodeSettings":
+        """The node as it is in one of its roles."""
+        return self if role == self.role else replace(self, role=role, may_become=self.role, settings={})
 
     @property
     def modelled(self) -> str:
@@ -502,7 +517,8 @@ def summary(loaded: Loaded) -> Iterator[str]:
         where = f"threads {node.threads}" if node.device == "cpu" else node.device
         computes = f", {where}, {node.backend}" if node.computes else f", {node.backend}"
         engine = computes if node.role in ENGINE_ROLES else ""
-        yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{engine}"
+        also = f", may become a {node.may_become}" if node.may_become else ""
+        yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{engine}{also}"
     ram, gpu = (f"{total / mib:,.0f} MiB" for total in totals.values())
     yield f"KV and stores take at most {ram} of RAM, beside the weights (one copy for all) and the processes"
     if totals["cuda"]:

@@ -99,10 +99,8 @@ def examine(loaded: Loaded) -> Iterator[tuple[bool, str]]:
     yield sys.version_info >= (3, 11), f"Python {version} (3.11 or newer)"
     missing = list(missing_packages())
     yield not missing, f"packages{': missing ' + ', '.join(missing) if missing else ''}"
-    needed = sum(
-        getattr(loaded.section(node), "pool_bytes", 0) + getattr(loaded.section(node), "slab_bytes", 0)
-        for node in config.of_role("cache-node", "prefill")
-    )
+    sections = [loaded.section(node.in_role(role)) for node in config.nodes for role in node.roles]
+    needed = sum(getattr(section, "pool_bytes", 0) + getattr(section, "slab_bytes", 0) for section in sections)
     try:
         free = shutil.disk_usage(config.cluster.shm_dir).free
     except OSError as error:

@@ -56,10 +56,13 @@ def make_actor(
     layout: BlockLayout,
     costs: Costs,
     disk: DiskContents | None = None,
+    may_become: str = "",
 ) -> Actor:
-    """The actor of one life of a node. `disk`: what a cache-node finds on its SSD."""
+    """The actor of one life of a node. `disk`: what a cache-node finds on its SSD; `may_become`: see `core.leaving`."""
     parts = PARTS[role]
     more: dict[str, Any] = {"costs": costs} if parts.costs else {}
     if disk is not None and role == "cache-node":
         more["disk"] = disk
+    if may_become:
+        more["may_become"] = may_become
     return parts.actor(name=name, host=host, incarnation=incarnation, settings=settings, layout=layout, **more)

@@ -246,3 +246,29 @@ def test_the_summary_counts_gpu_memory_by_itself(write: Any) -> None:
     assert lines[1].endswith("KV of running prompts 3 MiB, cuda, numpy")
     assert "at most 0 MiB of RAM" in lines[-2]
     assert lines[-1].startswith("and 4 MiB of GPU memory")
+
+
+CHANGING = """
+[[nodes]]
+name = "p"
+role = "prefill"
+may_become = "decode"
+settings = { max_queued = 7 }
+"""
+
+
+def test_a_node_that_may_change_has_the_other_roles_section_then(write: Any) -> None:
+    loaded = load(write("[decode]\nmax_batch = 3\n", NODES + CHANGING), {}, {})
+    node = loaded.config.node("p")
+    assert node.roles == ("prefill", "decode")
+    assert loaded.section(node).max_queued == 7
+    other = node.in_role("decode")
+    assert (other.role, other.may_become, other.roles) == ("decode", "prefill", ("decode", "prefill"))
+    assert loaded.section(other).max_batch == 3
+    assert any("may become a decode" in line for line in summary(loaded))
+
+
+@pytest.mark.parametrize(("role", "other"), [("prefill", "prefill"), ("decode", "cache-node"), ("gateway", "prefill")])
+def test_only_prefill_and_decode_become_each_other(write: Any, role: str, other: str) -> None:
+    nodes = f'\n[[nodes]]\nname = "odd"\nrole = "{role}"\nmay_become = "{other}"\n'
+    assert f"odd: a {role} cannot become a {other}" in fails(write("", nodes))

@@ -71,13 +71,22 @@ class State(IntEnum):
     QUARANTINED = 3
 
 
-NEXT_STATE: dict[tuple[State, str], State] = {
-    (State.FREE, "reserve"): State.WRITING,
-    (State.WRITING, "commit"): State.COMMITTED,
-    (State.WRITING, "free"): State.FREE,
-    (State.WRITING, "quarantine"): State.QUARANTINED,
-    (State.QUARANTINED, "free"): State.FREE,
-    (State.COMMITTED, "free"): State.FREE,
+class EntryEvent(IntEnum):
+    """What moves it on."""
+
+    RESERVE = 0
+    COMMIT = 1
+    FREE = 2
+    QUARANTINE = 3
+
+
+NEXT_STATE: dict[tuple[State, EntryEvent], State] = {
+    (State.FREE, EntryEvent.RESERVE): State.WRITING,
+    (State.WRITING, EntryEvent.COMMIT): State.COMMITTED,
+    (State.WRITING, EntryEvent.FREE): State.FREE,
+    (State.WRITING, EntryEvent.QUARANTINE): State.QUARANTINED,
+    (State.QUARANTINED, EntryEvent.FREE): State.FREE,
+    (State.COMMITTED, EntryEvent.FREE): State.FREE,
 }
 
 
@@ -589,7 +598,7 @@ class Objects:
             return Grant(Code.NO_ROOM)
         holder.reserved_bytes += cell_bytes
         put.reserved_bytes += cell_bytes
-        self._move(entry, "reserve")
+        self._move(entry, EntryEvent.RESERVE)
         self._size[entry], self._offset[entry], self._class[entry] = size, offset, size_class
         self._pin[entry] = put.pins & (Pin.SOFT | Pin.HARD)
         self._blocked[self.slabs.unit_of(offset)] += 1
@@ -679,7 +688,7 @@ class Objects:
         assert self.log is None or key not in self.log.by_key or pins & Pin.PROMOTION, "another value would come back"
         if old is not None:
             self._retire(old)
-        self._move(entry, "commit")
+        self._move(entry, EntryEvent.COMMIT)
         self._fence(entry, self.generation[entry] + 1)
         self._checksum[entry] = checksum
         self._key[entry] = key
@@ -701,7 +710,7 @@ class Objects:
         put.quarantined = True
         for key, grant in zip(put.keys, put.grants, strict=True):
             if grant.code is Code.OK:
-                self._move(grant.entry, "quarantine")
+                self._move(grant.entry, EntryEvent.QUARANTINE)
                 self.counts["quarantined"] += 1
                 if self._writing.get(key) == grant.entry:
                     del self._writing[key]
@@ -752,7 +761,7 @@ class Objects:
 
     def _free(self, entry: int) -> None:
         """An entry that is in no list and that nobody reads: its cell may be somebody else's from now on."""
-        self._move(entry, "free")
+        self._move(entry, EntryEvent.FREE)
         self._fence(entry, self.generation[entry] + (1 if self.generation[entry] % 2 else 2))
         unit = self.slabs.unit_of(self._offset[entry])
         self._blocked[unit] -= 1
@@ -804,7 +813,7 @@ class Objects:
         self._lru.remove(entry)
         self._blocked[self.slabs.unit_of(self._offset[entry])] += 1
 
-    def _move(self, entry: int, event: str) -> None:
+    def _move(self, entry: int, event: EntryEvent) -> None:
         self._state[entry] = NEXT_STATE[(State(self._state[entry]), event)]
 
     def _fence(self, entry: int, generation: int) -> None:

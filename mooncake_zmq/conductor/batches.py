@@ -9,8 +9,9 @@ from collections.abc import Collection
 
 from msgspec import Struct
 
-from mooncake_zmq.conductor.decodes import DecodeNode, Decodes, longest_gaps
+from mooncake_zmq.conductor.decodes import DecodeNode, Decodes
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
 
 STALE_S = 1.0
@@ -23,8 +24,8 @@ MOST_TIES = 2
 
 
 class DecodeChoice(Struct, frozen=True):
-    """One decode when the request would join it: its `batch` then without the request, and its predicted gap between tokens
-    with it. `alone_s`: the gap if nobody else were there."""
+    """One decode when the request would join it: its `batch` then without the request, and its predicted TBT with it, see
+    `core.gaps`. `alone_s`: the same if nobody else were there."""
 
     node: DecodeNode
     tbt_s: float
@@ -51,7 +52,7 @@ class Joining:
     )
 
     def __init__(
-        self, at: float, *, wait_s: float, own_tokens: int, need_tokens: int, expected_tokens: float, stay_tokens: float
+        self, at: float, *, wait_s: float, own_tokens: float, need_tokens: int, expected_tokens: float, stay_tokens: float
     ) -> None:
         self.at = at
         self.wait_s = wait_s
@@ -86,12 +87,22 @@ class Batches:
         node = self._least(joining, host, exclude)
         if node is None and exclude:
             node = self._least(joining, host, ())
-        if node is None:
-            return None
-        return DecodeChoice(node, joining.looked_at[node], self.batch(joining, node), node.scale * joining.alone_s)
+        return None if node is None else self.promise(joining, node)
 
-    def tbt_s(self, joining: Joining, node: DecodeNode) -> float:
-        """The predicted gap between tokens: the mean of the longest tenth, as it is counted afterwards."""
+    def promise(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
+        """What the request is told: by the gap when it joins, what becomes of it while it runs."""
+        batch, expected = self.batch(joining, node), joining.expected_tokens
+        grown_s = node.scale * self._context_s * gaps.growth_tokens(batch + 1, expected)
+        gap_s, alone_s = self.gap_s(joining, node), node.scale * joining.alone_s
+        return DecodeChoice(node, gaps.tbt_s(gap_s + grown_s, expected), batch, gaps.tbt_s(alone_s, expected))
+
+    def weigh(self, joining: Joining) -> None:
+        """Before `gap_s`: what the request adds to any step."""
+        joining.alone_s = self._step_s + self._request_s + self._context_s * joining.own_tokens
+
+    def gap_s(self, joining: Joining, node: DecodeNode) -> float:
+        """The predicted gap between tokens when the request joins; a wait for a place is spread over the longest tenth, as it
+        is counted afterwards."""
         at = joining.at
         stay_s = joining.stay_tokens * node.step_s
         step_s = joining.alone_s
@@ -104,11 +115,11 @@ class Batches:
             for booking in node.coming:
                 if since < booking.due <= at:
                     step_s += booking.load_s
-        tbt_s = node.scale * step_s
+        gap_s = node.scale * step_s
         if node.there + len(node.coming) < node.max_batch:
-            return tbt_s
+            return gap_s
         over = self.batch(joining, node) - node.max_batch + 1.0
-        return self._waiting_s(joining, node, tbt_s, over) if over > 0 else tbt_s
+        return self._waiting_s(joining, node, gap_s, over) if over > 0 else gap_s
 
     def batch(self, joining: Joining, node: DecodeNode) -> float:
         """Requests that it will find there."""
@@ -118,29 +129,28 @@ class Batches:
 
     # --- leaves
 
-    def _waiting_s(self, joining: Joining, node: DecodeNode, tbt_s: float, over: float) -> float:
+    def _waiting_s(self, joining: Joining, node: DecodeNode, gap_s: float, over: float) -> float:
         """The same where the batch has no place: its step is that of a full one, and `over` leave one after the other first."""
         base_s = node.scale * self._step_s
-        full_s = base_s + (tbt_s - base_s) * node.max_batch / (node.max_batch + over)
-        stay_s = joining.stay_tokens * node.step_s / longest_gaps(joining.expected_tokens)
+        full_s = base_s + (gap_s - base_s) * node.max_batch / (node.max_batch + over)
+        stay_s = joining.stay_tokens * node.step_s / gaps.longest_gaps(int(joining.expected_tokens) - 1)
         return full_s + over * stay_s / node.max_batch
 
     def _look_at(self, joining: Joining, node: DecodeNode) -> float:
         """Its gap, inf if it has no room."""
-        tbt_s = joining.looked_at.get(node)
-        if tbt_s is None:
+        gap_s = joining.looked_at.get(node)
+        if gap_s is None:
             roomy = node.free >= joining.need_tokens and node.places >= 1
             if not roomy and joining.wait_s > 0:
                 roomy = node.will_have_room(joining.need_tokens, joining.wait_s, joining.stay_tokens)
-            joining.looked_at[node] = tbt_s = self.tbt_s(joining, node) if roomy else math.inf
-        return tbt_s
+            joining.looked_at[node] = gap_s = self.gap_s(joining, node) if roomy else math.inf
+        return gap_s
 
     def _look_at_stale(self, now: float, joining: Joining) -> None:
         """Those that reported long ago; what can be said of all others."""
         least = self._decodes.least_scale
-        own_s = self._request_s + self._context_s * joining.own_tokens
-        joining.alone_s = self._step_s + own_s
-        joining.base_s, joining.own_s = least * self._step_s, least * own_s
+        self.weigh(joining)
+        joining.base_s, joining.own_s = least * self._step_s, least * (joining.alone_s - self._step_s)
         for node in self._decodes.reported:
             if now - node.reported_at <= STALE_S:
                 joining.slack = (joining.at - node.reported_at) / joining.stay_tokens
@@ -168,16 +178,16 @@ class Batches:
     def _search(self, joining: Joining, exclude: Collection[str]) -> tuple[float, int]:
         """The smallest gap, and how many of the lightest had to be gone through for it."""
         least, place = math.inf, 0
-        for node, tbt_s in joining.looked_at.items():
-            if tbt_s < least and node.name not in exclude:
-                least = tbt_s
+        for node, gap_s in joining.looked_at.items():
+            if gap_s < least and node.name not in exclude:
+                least = gap_s
         for step_s, name, node in self._decodes.lightest.entries:
             if self._bound_s(joining, step_s) * ROUNDING >= least:
                 break
             place += 1
-            tbt_s = self._look_at(joining, node)
-            if tbt_s < least and name not in exclude:
-                least = tbt_s
+            gap_s = self._look_at(joining, node)
+            if gap_s < least and name not in exclude:
+                least = gap_s
         return least, place
 
     def _bound_s(self, joining: Joining, step_s: float) -> float:
@@ -193,7 +203,7 @@ class Batches:
         return min(tied, key=_roomiest) if tied else None
 
     def _ties(self, joining: Joining, exclude: Collection[str], limit: float) -> list[DecodeNode]:
-        return [node for node, tbt_s in joining.looked_at.items() if tbt_s <= limit and node.name not in exclude]
+        return [node for node, gap_s in joining.looked_at.items() if gap_s <= limit and node.name not in exclude]
 
 
 def _roomiest(node: DecodeNode) -> tuple[int, str]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mooncake_zmq.conductor.balance import BALANCE, Balance
 from mooncake_zmq.conductor.bookings import BookingKey, Bookings
 from mooncake_zmq.conductor.corrections import Accuracy, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
@@ -37,7 +38,7 @@ from mooncake_zmq.core.actor import (
     Started,
     TimerFired,
 )
-from mooncake_zmq.core.asks import SetCopies
+from mooncake_zmq.core.asks import SetCopies, SetRole
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
@@ -125,8 +126,25 @@ class Conductor:
             ("cache-node", BlocksAnnounced): self._on_blocks,
         }
         """By the sender's role, what each message leads to."""
+        self._balance = Balance(
+            settings,
+            self.counts,
+            members=self._members,
+            prefills=self._prefills,
+            decodes=self._decodes,
+            batches=self._placement.batches,
+            outputs=self._outputs,
+        )
         self._picture = Picture(
-            settings, self._members, self._prefills, self._decodes, self._index, self._bookings, self._replication, self._recent
+            settings,
+            self._members,
+            self._prefills,
+            self._decodes,
+            self._index,
+            self._bookings,
+            self._replication,
+            self._recent,
+            self._balance,
         )
 
     def handle(self, now: float, event: Event) -> list[Effect]:
@@ -135,7 +153,7 @@ class Conductor:
             return self._on_message(now, event.sender, event.message)
         match event:
             case PeerUp(peer, incarnation, hello):
-                return self._on_peer_up(now, Member(peer, hello.role, hello.host, incarnation))
+                return self._on_peer_up(now, Member(peer, hello.role, hello.host, incarnation, hello.may_become))
             case PeerDown(peer, _):
                 return self._forget(now, peer)
             case TimerFired(key) if key == EXPIRY:
@@ -144,8 +162,13 @@ class Conductor:
                 return self._on_replicas(now)
             case TimerFired(key) if key == SWEEP:
                 return self._on_sweep()
+            case TimerFired(key) if key == BALANCE:
+                return self._balance.on_timer(now)
             case Asked(ask_id, SetCopies(key, copies)):
                 return self._on_copies_wanted(now, ask_id, bytes.fromhex(key), copies)
+            case Asked(ask_id, SetRole(node, role)):
+                answer, effects = self._balance.wish(now, node, role)
+                return [*effects, Answered(ask_id, answer)]
             case DrainWanted():
                 return [Drained()]
             case Started():
@@ -184,6 +207,7 @@ class Conductor:
         self._prefills.check(now)
         self._sources.check()
         self._decodes.check(now)
+        self._balance.check(now)
         self._check_bookings()
 
     def gauges(self, now: float) -> dict[str, float]:
@@ -212,7 +236,7 @@ class Conductor:
                 self._hosts[member.name] = member.host
                 self._sources.join(self._index.join(member.name), member.name, member.host)
         self._round = None  # it may name who was there before
-        return effects
+        return effects + self._balance.joined(now, member)
 
     def _forget(self, now: float, peer: str) -> list[Effect]:
         """Nothing said by or placed on this peer counts any more; a cache-node announces its whole set when it is back."""
@@ -221,7 +245,8 @@ class Conductor:
             return []
         if role in ("gateway", "prefill", "decode"):
             for booking in self._bookings.all():
-                if peer in (booking.key[0], booking.placed.prefill, booking.placed.decode):
+                placed = booking.placed
+                if peer in (booking.key[0], placed.prefill, placed.decode, *placed.stages):
                     self._unbook(now, booking.key)
         self._members.leave(peer)
         match role:
@@ -249,6 +274,7 @@ class Conductor:
         return react(now, sender, message)
 
     def _on_prefill_load(self, now: float, sender: str, load: PrefillLoad) -> list[Effect]:
+        load = self._balance.prefill_load(sender, load)
         for number, due in self._prefills.report(now, self._prefills.by_name[sender], load):
             booking = self._bookings.numbered(number)
             if booking is not None and booking.placed.prefill == sender:
@@ -256,7 +282,7 @@ class Conductor:
         return []
 
     def _on_decode_load(self, now: float, sender: str, load: DecodeLoad) -> list[Effect]:
-        self._decodes.report(now, self._decodes.by_name[sender], load)
+        self._decodes.report(now, self._decodes.by_name[sender], self._balance.decode_load(sender, load))
         return []
 
     def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
@@ -296,7 +322,8 @@ class Conductor:
 
     def _on_schedule(self, now: float, gateway: str, schedule: Schedule) -> list[Effect]:
         key = (gateway, schedule.request_id)
-        effects = self._on_expiry(now) if self._bookings.is_due(now, self._settings.booking_ttl_s) else []
+        effects = self._balance.asked(now)
+        effects += self._on_expiry(now) if self._bookings.is_due(now, self._settings.booking_ttl_s) else []
         booking = self._bookings.get(key)
         if booking is not None and booking.placed.attempt >= schedule.attempt:
             if booking.placed.attempt > schedule.attempt:
@@ -328,7 +355,9 @@ class Conductor:
             self._unbook(now, oldest.key)
         booking = self._placement.commit(now, key, schedule, decided)
         self._bookings.add(booking)
+        self._balance.placed(decided.prefill.work_s, schedule.tokens)
         self.counts.add("placed")
+        self.counts.add("pipelines_placed", bool(booking.placed.stages))
         self.counts.add(_PLANS[bool(booking.placed.sources), booking.placed.reuse_blocks > 0])
         return booking.placed
 
@@ -337,6 +366,7 @@ class Conductor:
         expected = booking.expected_tokens if booking is not None else self._outputs.typical
         if ended.outcome is not None:
             self._accuracy.outcome(ended.outcome, expected)
+            self._placement.lateness.add(ended.outcome.ttft_s, ended.outcome.predicted_ttft_s)
             if ended.outcome.ended and booking is not None:
                 self._outputs.ended(booking.max_tokens, ended.outcome.output_tokens)
         if booking is not None and booking.placed.attempt <= ended.attempt:
@@ -384,7 +414,8 @@ class Conductor:
         assert booking is not None
         self._bookings.remove(booking)
         placed = booking.placed
-        self._prefills.unbook(now, self._prefills.by_name[placed.prefill], placed.booking)
+        for name in (placed.prefill, *placed.stages):
+            self._prefills.unbook(now, self._prefills.by_name[name], placed.booking)
         self._decodes.unbook(self._decodes.by_name[placed.decode], booking)
 
     def _on_expiry(self, now: float) -> list[Effect]:
@@ -410,7 +441,7 @@ class Conductor:
             for number in prefill.unseen:
                 known = self._bookings.numbered(number)
                 assert known is not None, f"{number} is not booked"
-                assert known.placed.prefill == prefill.name, f"{number} is not booked on {prefill.name}"
+                assert prefill.name in (known.placed.prefill, *known.placed.stages), f"{number} is not booked on {prefill.name}"
         for decode in self._decodes.nodes:
             for booking in decode.coming:
                 assert self._bookings.numbered(booking.placed.booking) is booking, f"{booking.key} is not booked"

@@ -15,6 +15,13 @@ MOST_REPORTS = 16.0
 """More evidence than this is not kept: four seconds of reports, after which a change has shown."""
 MOST_CHANGE = 4.0
 """One report counts as at most this many times off what was known: a single stall says little, however long it was."""
+MOST_FACTOR = 1e6
+"""No node is so slow; a report that says so must not carry the estimates off to infinity."""
+LATENESS_OUTCOMES = 128.0
+"""First tokens that the lateness is a mean of."""
+SPARE = 3.0
+"""Of the mean lateness, which is that of the later half spread over all: about what one in a hundred exceeds."""
+MOST_SPARE = 0.25
 PRIOR_OUTPUTS = 8.0
 MOST_OUTPUTS = 256.0
 MILLION = 1_000_000
@@ -63,6 +70,26 @@ class Accuracy:
             self.add("output", float(outcome.output_tokens), expected_tokens)
 
 
+class Lateness:
+    """How much later than promised first tokens came lately: a promise that is to be kept needs more time than that."""
+
+    __slots__ = ("_late_s", "_promised_s")
+
+    def __init__(self) -> None:
+        self._late_s = self._promised_s = 0.0
+
+    def add(self, actual_s: float, promised_s: float) -> None:
+        """A first token came. One that took more than twice as long says something of its node, not of promises."""
+        self._late_s += min(max(0.0, actual_s - promised_s), promised_s) - self._late_s / LATENESS_OUTCOMES
+        self._promised_s += promised_s - self._promised_s / LATENESS_OUTCOMES
+
+    @property
+    def factor(self) -> float:
+        """What a promise is multiplied with before it is held against its bound."""
+        late = self._late_s / self._promised_s if self._promised_s else 0.0
+        return 1 + min(MOST_SPARE, SPARE * late)
+
+
 class Correction:
     """One node's factor for one kind of work."""
 
@@ -77,17 +104,21 @@ class Correction:
         self._last = (0.0, 0.0)
 
     def report(self, now: float, measured: Measured) -> bool:
-        """Take in what the node says of its recent work. Returns whether it is news."""
+        """Take in what the node says of its recent work. Returns whether it is news: what a node measured fades in its reports
+        (see `core.pace`), so of the same predicted seconds only a larger difference is."""
         seconds, predicted_s = measured.seconds, measured.predicted_s
         if not self._reports and predicted_s <= 0:
             return False
         evidence = self._reports * math.exp2((self._at - now) / self._half_life_s) if self._reports else 0.0
-        news = predicted_s > 0 and (seconds, predicted_s) != self._last
+        last_s, last_predicted_s = self._last
+        further = abs(seconds - predicted_s) > abs(last_s - predicted_s)
+        news = predicted_s > 0 and (predicted_s != last_predicted_s or further)
+        self._last = seconds, predicted_s
         if news:
-            ratio = min(max(seconds / predicted_s, self.factor / MOST_CHANGE), self.factor * MOST_CHANGE)
+            ratio = min(max(seconds / predicted_s, self.factor / MOST_CHANGE), self.factor * MOST_CHANGE, MOST_FACTOR)
             self._ratio = (evidence * self._ratio + ratio) / (evidence + 1)
             self._reports = evidence = min(evidence + 1, MOST_REPORTS)
-            self._last, self._at = (seconds, predicted_s), now
+            self._at = now
         self.factor = (evidence * self._ratio + PRIOR_REPORTS) / (evidence + PRIOR_REPORTS)
         return news
 

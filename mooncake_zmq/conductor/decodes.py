@@ -6,7 +6,6 @@ spread and so leave evenly, over as long as a request stays; one on its way leav
 full waits for a place, and that wait stands in its gap between the first two tokens.
 """
 
-import math
 from bisect import insort
 
 from mooncake_zmq.conductor.bookings import Booking
@@ -97,9 +96,9 @@ class Decodes:
         step_s = self._costs.step_s(1, 0)
         node = DecodeNode(name, host, half_life_s=self._settings.correction_half_life_s, step_s=step_s)
         insort(self.nodes, node, key=lambda each: each.name)
-        self.least_scale = min(self.least_scale, node.scale)
         self.by_name[name] = node
         self.by_host.setdefault(host, []).append(node)
+        self.least_scale = min(self.least_scale, node.scale)
         self._rank(node)
 
     def leave(self, node: DecodeNode) -> None:
@@ -151,6 +150,11 @@ class Decodes:
             node.coming.remove(booking)
             self._set_room(node)
             self._rank(node)
+
+    def close(self, node: DecodeNode) -> None:
+        """It was asked to leave: it takes nothing new."""
+        node.draining = True
+        self._rank(node)
 
     def check(self, now: float) -> None:
         """The order tells what the nodes do."""
@@ -220,8 +224,3 @@ class Decodes:
         if scale < self.least_scale or self._unchecked > len(self.nodes):
             self._unchecked = 0
             self.least_scale = min([each.scale for each in self.nodes])
-
-
-def longest_gaps(tokens: float) -> int:
-    """How many gaps the longest tenth of an output's gaps are."""
-    return max(1, math.ceil((tokens - 1) / 10))

@@ -11,6 +11,7 @@ class Member:
     role: str
     host: str
     incarnation: int
+    may_become: str = ""
 
 
 class Membership:
@@ -30,6 +31,10 @@ class Membership:
         """A conversation ended."""
         self._members.pop(name, None)
         self._roles.pop(name, None)
+
+    def get(self, name: str) -> Member | None:
+        """The member of that name, if it is up."""
+        return self._members.get(name)
 
     def role_of(self, name: str) -> str | None:
         """Its role, or None if it is not up."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mooncake_zmq.conductor.balance import Balance
 from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.membership import Membership
@@ -28,6 +29,7 @@ class Picture:
     bookings: Bookings
     replication: Replication
     recent: RecentChains
+    balance: Balance
 
     def gauges(self, now: float) -> dict[str, float]:
         """Levels for metrics."""
@@ -44,6 +46,7 @@ class Picture:
             "capacity_prefills": len(self.prefills.nodes),
             "capacity_decodes": len(self.decodes.nodes),
             "capacity_cache_nodes": len(self.members.of_role("cache-node")),
+            **self.balance.gauges(now),
         }
 
     def dump(self, now: float) -> dict[str, object]:
@@ -62,6 +65,7 @@ class Picture:
                 "chains": self.replication.dump(now, DUMPED_CHAINS),
                 "recent": self.recent.dump(self.index, DUMPED_CHAINS),
             },
+            "balance": self.balance.dump(now),
             "bookings": [
                 {
                     "gateway": booking.key[0],

@@ -4,15 +4,17 @@ PURE."""
 from bisect import bisect_right
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from mooncake_zmq.conductor import admission
 from mooncake_zmq.conductor.arrivals import Arrivals
 from mooncake_zmq.conductor.batches import Batches, DecodeChoice, Joining
 from mooncake_zmq.conductor.bookings import Booking, BookingKey, Bookings
-from mooncake_zmq.conductor.corrections import OutputLengths
+from mooncake_zmq.conductor.corrections import Lateness, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
+from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.plans import Plan, Planner
-from mooncake_zmq.conductor.prefills import Prefills
+from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.routing import PrefillChoice, Router
 from mooncake_zmq.conductor.settings import ConductorSettings
@@ -62,6 +64,7 @@ class Placement:
         bookings: Bookings,
     ) -> None:
         self._settings = settings
+        self._costs = costs
         self._block_tokens = block_tokens
         self._prefills = prefills
         self._decodes = decodes
@@ -83,28 +86,32 @@ class Placement:
             sources=sources,
         )
         self._router = Router(settings, planner=self.planner, prefills=prefills, sources=sources)
-        self._batches = Batches(settings, costs, decodes)
+        self.batches = Batches(settings, costs, decodes)
+        self.lateness = Lateness()
 
     def decide(self, now: float, schedule: Schedule, plan: Plan) -> Decision | Refused:
         """Where it goes, or the refusal."""
         prefill = self._choose_prefill(now, schedule, plan)
         if isinstance(prefill, tuple):
             return prefill
+        if self._settings.pipeline_stages > 1:
+            prefill = self._in_pipeline(schedule, plan, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, schedule.priority)
-        late_s = admission.late_prefill(self._settings, schedule, prefill, ttft_s)
+        spare = self.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
+        late_s = admission.late_prefill(self._settings, schedule, prefill, ttft_s * spare)
         if late_s is not None:
             return RejectReason.TTFT, late_s
         expected = self._outputs.expected(schedule.max_tokens)
         need_tokens = self.need_tokens(schedule, expected)
         joining = Joining(
-            now if self._settings.admission == "early" else now + ttft_s,
+            now if self._settings.admission in ("baseline", "early") else now + ttft_s,
             wait_s=prefill.queue_s,
             own_tokens=schedule.tokens,
             need_tokens=need_tokens,
             expected_tokens=expected,
             stay_tokens=max(1.0, self._outputs.typical),
         )
-        decode = self._batches.choose(now, joining, prefill.node.host, schedule.exclude)
+        decode = self.batches.choose(now, joining, prefill.node.host, schedule.exclude)
         if decode is None:
             return self._no_decode(joining.stay_tokens)
         slow_s = admission.slow_decode(self._settings, schedule, decode, expected)
@@ -127,6 +134,7 @@ class Placement:
             tbt_s=min(decode.tbt_s, MAX_PREDICTION_S),
             booking=number,
             tbt_slo_s=admission.promised_tbt_s(self._settings, schedule),
+            stages=tuple([node.name for node in prefill.stages]),
         )
         booking = Booking(
             key=key,
@@ -140,8 +148,9 @@ class Placement:
             max_tokens=schedule.max_tokens,
         )
         self._outputs.placed(expected)
-        rank = prefill.node.rank(now, prefill.work_s, schedule.priority)
-        self._prefills.book(now, prefill.node, (rank, prefill.work_s, number))
+        work_s = prefill.share_s if prefill.stages else prefill.work_s
+        for node in (prefill.node, *prefill.stages):
+            self._prefills.book(now, node, (node.rank(now, work_s, schedule.priority), work_s, number))
         self._decodes.book(decode.node, booking)
         if prefill.sources:
             self._transfers.book(now, prefill.sources[0], prefill.node.home, prefill.fetch_s)
@@ -178,6 +187,29 @@ class Placement:
             shortest_s = min(self._prefills.shortest_queue_s(now), admission.MAX_RETRY_S)
             return RejectReason.NO_ROOM, admission.bounded(shortest_s / 2)
         return RejectReason.NO_PREFILL, admission.NO_NODE_RETRY_S
+
+    def _in_pipeline(self, schedule: Schedule, plan: Plan, choice: PrefillChoice) -> PrefillChoice:
+        """With others that compute a long prompt together with it, if that is sooner."""
+
+        def candidate(node: PrefillNode) -> Candidate:
+            weighed = self.planner.weigh(plan, node)
+            reuse = choice.reuse_blocks if node is choice.node else weighed.local
+            return Candidate(node.name, weighed.queue_s, node.factor, reuse)
+
+        usable = (node for node in self._prefills.nodes if not node.closed and node.name not in schedule.exclude)
+        pipeline = form_pipeline(
+            candidate(choice.node),
+            map(candidate, usable),
+            ttft_s=choice.ttft_s,
+            tokens=schedule.tokens,
+            block_tokens=self._block_tokens,
+            settings=self._settings,
+            costs=self._costs,
+        )
+        if pipeline is None:
+            return choice
+        stages = tuple([self._prefills.by_name[name] for name in pipeline.stages])
+        return replace(choice, queue_s=pipeline.queue_s, work_s=pipeline.work_s, stages=stages, share_s=pipeline.share_s)
 
     def _pushes_others(self, now: float, schedule: Schedule, choice: PrefillChoice) -> bool:
         """Whether it would go before a job that was promised a time and would then miss it."""

@@ -15,7 +15,7 @@ from mooncake_zmq.conductor.corrections import Accuracy, Correction
 from mooncake_zmq.conductor.ranking import Ranking
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import PrefillLoad
+from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad
 
 Job = tuple[float, float, int]
 """Rank, as a time; seconds of work left; number of the booking, 0 if it is not known."""
@@ -173,7 +173,8 @@ class Prefills:
             self._set_closed(node)
             return []
         named = dict.fromkeys([job.booking for job in load.jobs if job.booking])
-        dues = [(number, now) for number in node.named if number not in named]
+        complete = len(load.jobs) < MAX_REPORTED
+        dues = [(number, now) for number in node.named if number not in named] if complete else []
         node.named = named
         jobs: list[Job] = [(now + job.rank_s, job.left_s, job.booking) for job in load.jobs]
         if node.unseen:
@@ -225,6 +226,11 @@ class Prefills:
         node.last = self._turn
         del self.turns[node]
         self.turns[node] = None
+
+    def close(self, node: PrefillNode) -> None:
+        """It was asked to leave: it takes nothing new."""
+        node.draining = True
+        self._set_closed(node)
 
     # --- what is asked
 

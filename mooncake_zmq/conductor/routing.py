@@ -34,6 +34,10 @@ class PrefillChoice(Struct, frozen=True):
     queue_s: float
     work_s: float
     fetch_s: float
+    stages: tuple[PrefillNode, ...] = ()
+    """Those that compute the later layers, see `pipeline`."""
+    share_s: float = 0.0
+    """What each of them and `node` compute, if there are any."""
 
     @property
     def ttft_s(self) -> float:

@@ -6,6 +6,8 @@ from typing import Literal
 
 from mooncake_zmq.core.messages import MAX_BLOCKS
 
+MAX_PIPELINE_STAGES = 17
+"""The first, and those that a message names."""
 Admission = Literal["none", "baseline", "early", "prediction"]
 Policy = Literal["global", "local", "match", "load", "round-robin", "random"]
 
@@ -20,6 +22,9 @@ POSITIVE = (
     "replica_half_life_s",
     "replica_max_chains",
     "replica_max_blocks",
+    "pipeline_stages",
+    "pipeline_min_tokens",
+    "pipeline_chunk_tokens",
 )
 NOT_NEGATIVE = (
     "ttft_slo_s",
@@ -27,6 +32,7 @@ NOT_NEGATIVE = (
     "report_grace_s",
     "replica_interval_s",
     "patience",
+    "role_change_after_s",
 )
 
 
@@ -85,6 +91,20 @@ class ConductorSettings:
     """Prefixes whose demand is followed; at the limit the half that is asked for least is forgotten. At worst 60 MB."""
     replica_max_blocks: int = 512
     """Leading blocks of a prompt that are followed and copied: 16,000 tokens in blocks of 32."""
+    role_change_after_s: float = 0.0
+    """A node that `may_become` the other of prefill and decode is asked to once the load was lopsided for this long, one node
+    at a time, and after a change none for twice as long. 0: never but when the operator asks. To drain and to start anew
+    takes a node away for half a minute or more and empties its memory, so minutes: 120 to 600. Needs both SLOs: they say what
+    a role's load is a share of."""
+    role_change_ratio: float = 1.5
+    """Lopsided: a role has this many times the load that the other one would have with one node fewer (1 or more)."""
+    pipeline_stages: int = 1
+    """Prefills that may compute one long prompt together, each some of the layers (chunked pipeline parallelism); 1: none do.
+    Above 1 prefills keep conversations among themselves, and need room in their slabs for the whole prompt each."""
+    pipeline_min_tokens: int = 8192
+    """Prompts with fewer tokens to compute are left to one prefill. Where filling the pipeline is still a small part."""
+    pipeline_chunk_tokens: int = 512
+    """The prefills' chunk_tokens, from which the conductor predicts what filling and draining a pipeline takes."""
 
     def __post_init__(self) -> None:
         for name in POSITIVE + NOT_NEGATIVE:
@@ -95,6 +115,12 @@ class ConductorSettings:
             raise ValueError(f"kvcache_balancing_threshold must be 1 or more, or auto, not {self.kvcache_balancing_threshold}")
         if self.replica_max_blocks > MAX_BLOCKS:
             raise ValueError(f"replica_max_blocks must be at most {MAX_BLOCKS}, what one message may name")
+        if not self.role_change_ratio >= 1:
+            raise ValueError(f"role_change_ratio must be 1 or more, not {self.role_change_ratio}")
+        if self.role_change_after_s and not (0 < self.ttft_slo_s < math.inf and 0 < self.tbt_slo_s < math.inf):
+            raise ValueError("role_change_after_s needs ttft_slo_s and tbt_slo_s: loads are shares of them")
+        if self.pipeline_stages > MAX_PIPELINE_STAGES:
+            raise ValueError(f"pipeline_stages must be at most {MAX_PIPELINE_STAGES}, what one message may name")
         if self.tie_ratio >= 1:
             raise ValueError(f"tie_ratio must be below 1, not {self.tie_ratio}")
         if self.booking_ttl_s <= self.report_grace_s:

@@ -154,7 +154,9 @@ class Answered(Struct, frozen=True):
 
 
 class Drained(Struct, frozen=True):
-    """Nothing is left to finish: the process may exit."""
+    """Nothing is left to finish: the process may exit. `become`: the role in which it then begins its next life, if any."""
+
+    become: str = ""
 
 
 Effect = (

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from mooncake_zmq.core.roles import Role
+
 MAX_ASK_BYTES = 64 << 10
 
 
@@ -19,8 +21,15 @@ class SetCopies(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     copies: Annotated[int, Meta(ge=1, le=1024)]
 
 
-Ask = SetCopies
-_decoder = msgspec.json.Decoder(Ask)
+class SetRole(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Conductor: have `node` become a `role`."""
+
+    node: Annotated[str, Meta(min_length=1, max_length=64)]
+    role: Role
+
+
+Ask = SetCopies | SetRole
+_decoder: msgspec.json.Decoder[Ask] = msgspec.json.Decoder(Ask)
 
 
 def encode(ask: Ask) -> bytes:

@@ -136,6 +136,8 @@ class Hello(_Message, frozen=True):
     tokenizer: Text
     layout: Text
     segment: SegmentRef | None = None
+    may_become: Annotated[str, Meta(max_length=64)] = ""
+    """The role that a conductor may ask it to change to; empty: none."""
 
 
 # --- gateway <-> conductor
@@ -410,13 +412,16 @@ class DecodeDenied(_Message, frozen=True):
 
 
 class HandoffBlocks(_Message, frozen=True):
-    """Blocks from `first_block` on can be read at `sources`, all layers now (`ready`) or each after its `LayersReady`."""
+    """Blocks from `first_block` on can be read at `sources`, all layers now (`ready`) or each after its `LayersReady`. Of some
+    layers alone if `stop_layer` is not 0: those that one stage of a pipeline computed, ready."""
 
     request_id: RequestId
     attempt: Count
     first_block: Count
     sources: Slots
     ready: bool
+    first_layer: Count = 0
+    stop_layer: Count = 0
 
 
 class LayersReady(_Message, frozen=True):
@@ -439,6 +444,13 @@ class HandoffDone(_Message, frozen=True):
     """`block_checksum` over the block checksums of the blocks handed off, in order."""
     token: Token
     index: Count
+    keys: Keys = ()
+    """The last complete blocks, computed by a pipeline: no stage has all their layers, so the decode offers them to its
+    pool."""
+    parent: Key | None = None
+    """The block before them; none: they begin the prompt."""
+    block_tokens: Tokens = b""
+    """What they hold, for KV events."""
 
 
 class HandoffReceived(_Message, frozen=True):
@@ -586,10 +598,90 @@ class ChangeReplica(_Message, frozen=True):
     sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
 
 
+class ChangeRole(_Message, frozen=True):
+    """Conductor -> prefill or decode: take nothing new, finish the rest, then come back as `role`. Where that is not permitted,
+    or the node ends already, nothing happens. Said twice it is as if said once."""
+
+    role: Name
+
+
 class ReportCorrupt(_Message, frozen=True):
     """These copies did not verify when read: forget them, so that they are misses."""
 
     slots: Slots
+
+
+# --- prefill <-> prefill: the stages of one long prompt. The first stage leads, and speaks with gateway and decode.
+
+
+class StartStage(_Message, frozen=True):
+    """Compute layers `[first_layer, stop_layer)` of a prompt of `tokens` tokens, chunk by chunk as they are sent: make room for
+    its KV, and get hold of the leading run of `keys`. The stage behind which no layer is left samples."""
+
+    request_id: RequestId
+    attempt: Count
+    tokens: Count
+    chunk_tokens: Count
+    """In the longest chunk."""
+    first_layer: Count
+    stop_layer: Count
+    keys: Keys
+    reuse_blocks: Count
+    sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
+    sampling: Sampling
+    deadline_s: Seconds
+    booking: Count = 0
+    priority: Priority = 0
+
+
+class StageReady(_Message, frozen=True):
+    """Room is made; the KV of `blocks` leading blocks can be loaded here."""
+
+    request_id: RequestId
+    attempt: Count
+    blocks: Count
+
+
+class StageChunk(_Message, frozen=True):
+    """The next chunk: its hidden states stand at `entering`. Chunks are contiguous; the first begins behind the blocks that all
+    stages reuse. The buffer of the chunk before the last one may be overwritten."""
+
+    request_id: RequestId
+    attempt: Count
+    start: Count
+    count: Count
+    entering: Slots
+
+
+class StageDone(_Message, frozen=True):
+    """The chunk at `start` is computed: KV of the stage's layers at `sources`, with the part checksums `parts` of one block
+    after the other, and the hidden states at `leaving`, or the token sampled."""
+
+    request_id: RequestId
+    attempt: Count
+    start: Count
+    sources: Slots
+    parts: Annotated[tuple[Checksum, ...], Meta(max_length=1 << 16)]
+    leaving: Slots = ()
+    token: Token | None = None
+
+
+class StageFailed(_Message, frozen=True):
+    """The stage is over here, and with it the attempt. `full`: there was only no room. `unreached`: reused blocks were not
+    reached, and the next attempt should compute them."""
+
+    request_id: RequestId
+    attempt: Count
+    reason: Text
+    full: bool = False
+    unreached: bool = False
+
+
+class EndStage(_Message, frozen=True):
+    """First stage -> later ones: let go of everything of this attempt."""
+
+    request_id: RequestId
+    attempt: Count
 
 
 Message = (
@@ -626,6 +718,13 @@ Message = (
     | ReclaimSlots
     | ChangeReplica
     | ReportCorrupt
+    | ChangeRole
+    | StartStage
+    | StageReady
+    | StageChunk
+    | StageDone
+    | StageFailed
+    | EndStage
 )
 
 

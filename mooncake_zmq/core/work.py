@@ -80,6 +80,53 @@ class ChunkComputed:
     """Part of `elapsed_s` in which computing stood still for it."""
 
 
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """The layers that stage `stage` of `stages` computes: all in order, numbers as equal as can be."""
+    return range(layers * stage // stages, layers * (stage + 1) // stages)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStage:
+    """Prefill in a pipeline: run layers `[first_layer, stop_layer)` of a chunk of `count` tokens, whose KV alone is read,
+    stored and copied to the chunk's `outputs`.
+
+    `chunk.tokens` enter the first stage and are empty in the others: there the hidden states enter that stand in the slots
+    `entering`, one row after the other, as opaque bytes under the part checksums of their slots. What leaves is written to
+    `leaving` alike; the last stage has none, and samples.
+    """
+
+    chunk: ComputeChunk
+    count: int
+    first_layer: int
+    stop_layer: int
+    entering: tuple[SlotRef, ...] = ()
+    leaving: tuple[SlotGrant, ...] = ()
+
+    @property
+    def sequence(self) -> int:
+        """Whose KV this is."""
+        return self.chunk.sequence
+
+    @property
+    def layers(self) -> range:
+        """Those computed here."""
+        return range(self.first_layer, self.stop_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class StageComputed:
+    """`parts`: the part checksums of the stage's layers, one output block after the other. The rest as of
+    `ChunkComputed`, what was waited for the hidden states being part of `waited_s`."""
+
+    parts: tuple[int, ...]
+    token: int | None
+    elapsed_s: float
+    failed: tuple[int, ...] = ()
+    corrupt: tuple[int, ...] = ()
+    loaded_s: float = 0.0
+    waited_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class PullBlocks:
     """Decode: copy blocks, or single layers of them, into a sequence's KV, from shared memory or over the network."""
@@ -211,6 +258,6 @@ class WorkFailed:
     reason: str
 
 
-Work = ComputeChunk | PullBlocks | DecodeStep | CopyBlocks | WriteToDisk | ProbeProcess
+Work = ComputeChunk | PullBlocks | DecodeStep | CopyBlocks | WriteToDisk | ProbeProcess | ComputeStage
 Progress = LayersComputed
-Result = ChunkComputed | BlocksPulled | StepDecoded | BlocksCopied | DiskWritten | ProcessProbed | WorkFailed
+Result = ChunkComputed | BlocksPulled | StepDecoded | BlocksCopied | DiskWritten | ProcessProbed | WorkFailed | StageComputed

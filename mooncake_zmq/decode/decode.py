@@ -16,7 +16,6 @@ from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
     CloseSequence,
-    Drained,
     DrainWanted,
     Effect,
     Event,
@@ -33,11 +32,14 @@ from mooncake_zmq.core.actor import (
     WorkProgress,
 )
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.gaps import growth_tokens
+from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     MAX_REPORTED,
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
+    ChangeRole,
     DecodeDenied,
     DecodeLoad,
     DecodeReserved,
@@ -100,7 +102,15 @@ class Decode:
     """One decode instance."""
 
     def __init__(
-        self, *, name: str, host: str, incarnation: int, settings: DecodeSettings, layout: BlockLayout, costs: Costs
+        self,
+        *,
+        name: str,
+        host: str,
+        incarnation: int,
+        settings: DecodeSettings,
+        layout: BlockLayout,
+        costs: Costs,
+        may_become: str = "",
     ) -> None:
         self.name = name
         self.host = host
@@ -124,7 +134,7 @@ class Decode:
         self._pace = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
         self._reports = Reports(settings.report_s)
         self._ids = Ids()
-        self._draining = False
+        self._leaving = Leaving(may_become, self.counts)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -159,7 +169,7 @@ class Decode:
             case Started():
                 return [self._reports.begin(), self._renew_timer()]
             case DrainWanted():
-                self._draining = True
+                self._leaving.drain()
                 return self._report(now)
             case TimerFired() | WorkProgress() | WorkDone():
                 return []
@@ -189,6 +199,8 @@ class Decode:
                 return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
             case ReclaimSlots():
                 return self._pool.on_reclaim(message)
+            case ChangeRole():
+                return self._report(now) if self._leaving.change(sender, message, self._peers) else []
             case _:
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
@@ -224,7 +236,7 @@ class Decode:
             "gauges": self.gauges(now),
             "step_s": self._step_s,
             "step": asdict(self._pace.measured(now)),
-            "draining": self._draining,
+            "draining": self._leaving.draining,
             "requests": [
                 {
                     "request": r.request.request_id,
@@ -252,7 +264,7 @@ class Decode:
         effects = [] if current is None else self._tell_prefill(current, newer) + self._close(now, current)
         budget = self._layout.blocks_for(message.tokens + 1) * self._layout.block_tokens
         lack = self._lack(message, budget)
-        reason = lack or self._refusal(message, budget)
+        reason = lack or self._refusal(sender, message, budget)
         if reason is not None:
             self.counts.add("reservations_denied")
             return [*effects, self._denied(sender, message, reason, full=lack is not None)]
@@ -280,16 +292,17 @@ class Decode:
 
     def _lack(self, message: ReserveDecode, budget: int) -> str | None:
         """What may be otherwise soon: such an attempt counts as one that found no room."""
-        if self._draining:
+        if self._leaving.draining:
             return "decode is draining"
         if len(self._requests) + len(self._closing) >= self._settings.max_requests:
             return "too many requests"
         return "no KV left" if self._free_tokens < budget <= self._capacity_tokens else None
 
-    def _refusal(self, message: ReserveDecode, budget: int) -> str | None:
+    def _refusal(self, sender: str, message: ReserveDecode, budget: int) -> str | None:
         """What is wrong with the request here: it is tried a few times at most."""
-        if message.gateway not in self._peers:
-            return f"{message.gateway} is not reachable from {self.name}"
+        for peer in (message.gateway, sender):
+            if peer not in self._peers:
+                return f"{peer} is not reachable from {self.name}"
         size = self._layout.block_tokens
         if (
             message.tokens < 1
@@ -307,9 +320,10 @@ class Decode:
         request = next((r for r in self._requests.values() if r.lease_id == message.lease_id), None)
         if request is None or request.state is not RequestState.RESERVING:
             return self._pool.release(message.lease_id)
+        sources = sources[: len(request.request.reuse_keys)]  # no more than were asked for
         for block, source in enumerate(sources):
             request.sources[block] = source
-            request.wanted.append((block, 0, self._layout.layers))
+            request.wanted.append((block, 0, self._layout.layers, source))
         request.held_pull = bool(sources)
         return self._reserved(request, len(sources)) + self._pull(now, request)
 
@@ -330,13 +344,16 @@ class Decode:
         stop = message.first_block + len(message.sources)
         if stop > self._layout.blocks_for(request.request.tokens):
             return self._fail(now, request, "more blocks than the prompt has")
+        first_layer, stop_layer = message.first_layer, message.stop_layer or self._layout.layers
+        if not first_layer < stop_layer <= self._layout.layers:
+            return self._fail(now, request, "layers that the model does not have")
         if not message.ready:
             request.groups[message.first_block] = Group(stop)
         for block, source in enumerate(message.sources, message.first_block):
             if block >= request.held_blocks:
                 request.sources[block] = source
                 if message.ready:
-                    request.wanted.append((block, 0, self._layout.layers))
+                    request.wanted.append((block, first_layer, stop_layer, source))
         if stop == self._layout.blocks_for(request.request.tokens) and not request.promised:
             request.promised = True
             refused = self._refuse(now, request)
@@ -345,19 +362,21 @@ class Decode:
         return self._pull(now, request)
 
     def _refuse(self, now: float, request: Request) -> list[Effect] | None:
-        """Its prefill is nearly done: would the steps be too long with it in the batch? None if it may come. A resumed request
-        is not refused, nor one that will not take a step here."""
+        """Its prefill is nearly done: would the steps be too long with it in the batch, for itself or for what others were
+        promised? None if it may come. A resumed request is not refused, nor one that will not take a step here."""
         message = request.request
         if message.tbt_slo_s <= 0 or message.first_index or request.left <= 1:
             return None
-        others = [Place(r.context, max(0, r.left)) for r in self._requests.values() if r.promised and r is not request]
+        promised = [r for r in self._requests.values() if r.promised and r is not request]
+        others = [Place(r.context, max(0, r.left)) for r in promised]
+        batch = min(len(others) + 1, self._settings.max_batch)
         wait_s = retry_after_s(
             self._costs,
             slowness=self._pace.ratio(now),
-            slo_s=message.tbt_slo_s,
+            slo_s=min([request.longest_step_s, *(r.longest_step_s for r in promised)]),
             max_batch=self._settings.max_batch,
             others=others,
-            own_context=request.context,
+            own_context=request.context + int(growth_tokens(batch, request.left)),
         )
         if wait_s is None:
             return None
@@ -378,7 +397,7 @@ class Decode:
         if request is None or group is None or not group.wanted_layers < message.stop_layer <= self._layout.layers:
             return []
         for block in range(max(message.first_block, request.held_blocks), group.stop_block):
-            request.wanted.append((block, group.wanted_layers, message.stop_layer))
+            request.wanted.append((block, group.wanted_layers, message.stop_layer, request.sources[block]))
         group.wanted_layers = message.stop_layer
         return self._pull(now, request)
 
@@ -388,8 +407,8 @@ class Decode:
             return []
         size, tokens = self._layout.block_tokens, request.request.tokens
         loads = tuple(
-            BlockLoad(block, request.sources[block], first, stop, min(size, tokens - block * size))
-            for block, first, stop in request.wanted
+            BlockLoad(block, source, first, stop, min(size, tokens - block * size))
+            for block, first, stop, source in request.wanted
         )
         deadline_s = self._settings.pull_deadline_s
         if request.held_pull:
@@ -458,11 +477,24 @@ class Decode:
         request.made, request.last, request.promised = 1, done.token, True
         message = request.request
         received = HandoffReceived(request_id=message.request_id, attempt=message.attempt)
-        effects: list[Effect] = [Send(request.prefill, received)]
+        effects: list[Effect] = [Send(request.prefill, received), *self._offer_prompt(now, request, done)]
         if message.stop.reason(done.token, request.count) is not None:
             return effects + self._close(now, request)
         if self._step is not None and len(self._step.members) < self._settings.max_batch:
             effects += self._interrupt()
+        return effects
+
+    def _offer_prompt(self, now: float, request: Request, done: HandoffDone) -> list[Effect]:
+        """A pipeline's blocks are whole here for the first time: the pool gets them from here."""
+        keys, size, complete = done.keys, self._layout.block_tokens, request.request.tokens // self._layout.block_tokens
+        if not keys or len(keys) > complete or len(done.block_tokens) != len(keys) * size * 4:
+            return []
+        sources = [SequenceBlock(request.sequence, block) for block in range(complete - len(keys), complete)]
+        parent, tokens = done.parent, done.block_tokens
+        effects = self._pool.put(now, self._ids.new(), keys, sources, request, parent=parent, tokens=tokens)
+        if effects is None:
+            return []
+        request.in_flight += 1
         return effects
 
     def _on_handoff_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:
@@ -712,13 +744,13 @@ class Decode:
             step_s=self._step_s,
             step=self._pace.measured(now),
             bookings=tuple(bookings[:MAX_REPORTED]),
-            draining=self._draining,
+            draining=self._leaving.draining,
         )
         return self._reports.send(now, load, self._peers)
 
     def _drained(self) -> list[Effect]:
         idle = not (self._requests or self._closing or self._pool.puts)
-        return [Drained()] if self._draining and idle else []
+        return self._leaving.drained(idle=idle)
 
     # --- leaves
 

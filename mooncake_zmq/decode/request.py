@@ -1,9 +1,11 @@
 """One request at a decode and the table of its life. PURE."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from mooncake_zmq.core.gaps import longest_step_s
 from mooncake_zmq.core.messages import HandoffDone, ReserveDecode, SlotRef
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 
@@ -73,8 +75,8 @@ class Request:
     """Handed-off blocks announced so far."""
     groups: dict[int, Group] = field(default_factory=dict)
     """By first block: blocks announced before their layers were ready."""
-    wanted: list[tuple[int, int, int]] = field(default_factory=list)
-    """(block, first layer, stop layer) that can be copied now."""
+    wanted: list[tuple[int, int, int, SlotRef]] = field(default_factory=list)
+    """(block, first layer, stop layer, where) that can be copied now."""
     pulling: bool = False
     held_pull: bool = False
     parts: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -110,6 +112,12 @@ class Request:
     def left(self) -> int:
         """Output tokens that may still come."""
         return self.request.stop.max_tokens - self.count
+
+    @property
+    def longest_step_s(self) -> float:
+        """The longest step at which it keeps what it was promised; inf: it was promised nothing."""
+        bound_s, message = self.request.tbt_slo_s, self.request
+        return longest_step_s(bound_s, message.stop.max_tokens - message.first_index) if bound_s > 0 else math.inf
 
     def take(self, tokens: Sequence[int], block_tokens: int) -> list[Key]:
         """More output: `tokens` were sampled, so the KV of the last one before them and of all but the last of them is there.

@@ -19,7 +19,7 @@ from mooncake_zmq.engine.cpu import Device
 from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV
 from mooncake_zmq.engine.panels import PANEL_COLUMNS, Product, column, linear, panel_count, rows_needed, shared_linear
 from mooncake_zmq.engine.rowwise import ArrayRowwise, Rowwise
-from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_batch, check_room, check_tokens
+from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_batch, check_entering, check_room, check_tokens
 from mooncake_zmq.engine.team import Team
 
 ROWS_TOGETHER = 16  # a thread's rows are a multiple of it: heights that divide it waste nothing
@@ -72,10 +72,44 @@ class Llama:
         logits_at: Sequence[int] | None = (-1,),
     ) -> NDArray[np.float32] | None:
         tokens = np.asarray(tokens, dtype=np.int32)
-        count, start = len(tokens), sequence.length
+        count = len(tokens)
         check_room(sequence, count)
         check_tokens(tokens, self.spec.vocab_size)
         asked = None if logits_at is None else np.arange(count)[np.asarray(logits_at, dtype=np.int64)]
+        _, logits = self._pass(sequence, tokens, range(self.spec.layers), before_layer, after_layer, asked)
+        return logits
+
+    @ended_on_error
+    def prefill_layers(
+        self,
+        sequence: SequenceKV,
+        entering: NDArray[Any],
+        layers: range,
+        *,
+        before_layer: LayerCallback | None = None,
+        after_layer: LayerCallback | None = None,
+        logits: bool = False,
+    ) -> NDArray[np.float32] | None:
+        check_room(sequence, len(entering))
+        check_entering(self.spec, entering, layers)
+        is_last = layers.stop == self.spec.layers
+        asked = np.array([len(entering) - 1]) if logits and is_last else None
+        leaving, result = self._pass(sequence, entering, layers, before_layer, after_layer, asked)
+        return result if is_last else leaving
+
+    def _pass(
+        self,
+        sequence: SequenceKV,
+        entering: NDArray[Any],
+        layers: range,
+        before_layer: LayerCallback | None,
+        after_layer: LayerCallback | None,
+        asked: NDArray[np.int64] | None,
+    ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
+        """Run `layers` over tokens [n] or hidden states [n, hidden]: the hidden states that leave them, unless they are the
+        last ones, and the logits at `asked`."""
+        count, start, last = len(entering), sequence.length, self.spec.layers - 1
+        leaving = None if layers.stop > last else np.empty((count, self.spec.hidden), dtype=np.float32)
         rests: dict[int, tuple[NDArray[np.int64], Any, Any]] = {}
         bounds = self._split_rows(start, count)
         xp, team, last_rank = self._xp, self._team, self._team.size - 1
@@ -85,8 +119,9 @@ class Llama:
             rows, seat = end - first, self._seats[rank]
             work = seat.activations(rows)
             rope = self._rope_tables(np.arange(start + first, start + end))
-            work.hidden[:rows] = self._embed(tokens[first:end])
-            for index, layer in enumerate(self._layers):
+            work.hidden[:rows] = self._enter(entering[first:end])
+            for index in layers:
+                layer = self._layers[index]
                 self._project(linear, work, layer, rows)
                 queries, keys, values = self._rotate(work, rope, rows)
                 if before_layer and rank == 0:  # the others hear of rank 0 before they read
@@ -99,9 +134,11 @@ class Llama:
                 elif after_layer:
                     synchronize(xp)  # the layer is only then stored for whoever copies it
                     after_layer(index)
-                if index + 1 < self.spec.layers and rows:
+                if index < last and rows:
                     seat.attention.many(sequence, index, queries, start + first, rows, work.attended)
                     self._finish_layer(linear, work, layer, rows)
+            if leaving is not None:
+                leaving[first:end] = to_host(work.hidden[:rows])
             # The last layer's output is needed only where logits are asked: 1/30 of the work of SmolLM2-135M.
             if asked is not None:
                 mine = np.flatnonzero((asked >= first) & (asked < end))
@@ -111,7 +148,7 @@ class Llama:
         team.run(compute)
         synchronize(xp)
         sequence.length = start + count
-        return None if asked is None else self._last_rows(sequence, start + asked, list(rests.values()))
+        return leaving, None if asked is None else self._last_rows(sequence, start + asked, list(rests.values()))
 
     def _split_rows(self, start: int, count: int) -> list[int]:
         """Bounds of the threads' rows, of about equal work: a later row sees more keys. Measured: a multiply-add of attention
@@ -163,6 +200,9 @@ class Llama:
         return result
 
     # -------------------------------------------------------------------------------------------- what both are made of
+
+    def _enter(self, entering: NDArray[Any]) -> Any:
+        return self._embed(entering) if entering.ndim == 1 else self._xp.asarray(entering)
 
     def _embed(self, tokens: NDArray[np.int32]) -> Any:
         ids = self._xp.asarray(tokens)

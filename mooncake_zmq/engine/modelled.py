@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
-from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_batch, check_room, check_tokens
+from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_batch, check_entering, check_room, check_tokens
 
 MASK = (1 << 20) - 1
 """Sums below 2**20 are exact in float32."""
@@ -58,9 +58,47 @@ class ModelledEngine:
         check_tokens(tokens, self.spec.vocab_size)
         start, stop = sequence.length, sequence.length + len(tokens)
         steps = _steps(np.asarray(tokens, dtype=np.int64), np.arange(start, stop, dtype=np.int64))
-        layer_s = self._costs.compute_s(stop, start) / self.spec.layers
+        self._run(sequence, range(self.spec.layers), start, steps, before_layer, after_layer)
+        sequence.length = stop
+        if logits_at is None:
+            return None
+        return np.stack([self._logits(self._mixed(sequence, start + range(len(tokens))[at])) for at in logits_at])
+
+    def prefill_layers(
+        self,
+        sequence: SequenceKV,
+        entering: NDArray[Any],
+        layers: range,
+        *,
+        before_layer: LayerCallback | None = None,
+        after_layer: LayerCallback | None = None,
+        logits: bool = False,
+    ) -> NDArray[np.float32] | None:
+        check_room(sequence, len(entering))
+        check_entering(self.spec, entering, layers)
+        tokens, mixed = (entering, 0) if layers.start == 0 else _unpacked(entering)
+        start, stop = sequence.length, sequence.length + len(tokens)
+        steps = _steps(np.asarray(tokens, dtype=np.int64), np.arange(start, stop, dtype=np.int64))
+        self._run(sequence, layers, start, steps, before_layer, after_layer)
+        sequence.length = stop
+        mixed += self._mixed(sequence, stop - 1, layers)
+        if layers.stop < self.spec.layers:
+            return _packed(tokens, mixed, self.spec.hidden)
+        return self._logits(mixed)[None] if logits else None
+
+    def _run(
+        self,
+        sequence: SequenceKV,
+        layers: range,
+        start: int,
+        steps: NDArray[np.int64],
+        before_layer: LayerCallback | None,
+        after_layer: LayerCallback | None,
+    ) -> None:
+        """Some layers of a chunk, each in its share of the time that the costs state for it."""
+        layer_s = self._costs.compute_s(start + len(steps), start) / self.spec.layers
         due = self._now()
-        for layer in range(self.spec.layers):
+        for layer in layers:
             if before_layer:
                 asked_at = self._now()
                 before_layer(layer)
@@ -70,10 +108,6 @@ class ModelledEngine:
             self._sleep_until(due)
             if after_layer:
                 after_layer(layer)
-        sequence.length = stop
-        if logits_at is None:
-            return None
-        return np.stack([self._logits(sequence, start + range(len(tokens))[at]) for at in logits_at])
 
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         began_at = self._now()
@@ -81,7 +115,7 @@ class ModelledEngine:
         logits = np.empty((len(sequences), self.spec.vocab_size), dtype=np.float32)
         for row, sequence in enumerate(sequences):
             self._append_one(sequence, int(tokens[row]))
-            logits[row] = self._logits(sequence, sequence.length - 1)
+            logits[row] = self._logits(self._mixed(sequence, sequence.length - 1))
         context_tokens = sum(sequence.length for sequence in sequences)
         self._sleep_until(began_at + self._costs.step_s(len(sequences), context_tokens))
         return logits
@@ -120,10 +154,30 @@ class ModelledEngine:
         pair = (sequence.keys[:, 0, tile, 0, column], sequence.values[:, 0, at, 0])
         return np.stack(pair, axis=1).astype(np.int64)
 
-    def _logits(self, sequence: SequenceKV, at: int) -> NDArray[np.float32]:
+    def _mixed(self, sequence: SequenceKV, at: int, layers: range | None = None) -> int:
+        """What the KV of the token at `at` says in these layers, or all: a sum, so that stages can go on with it."""
+        of = slice(None) if layers is None else slice(layers.start, layers.stop)
+        return int((self._sums_at(sequence, at)[of] * self._multipliers[of]).sum())
+
+    def _logits(self, mixed: int) -> NDArray[np.float32]:
         """One row of scores for all, turned by what the KV of the last token says."""
-        shift = xxhash.xxh3_64_intdigest(self._sums_at(sequence, at).tobytes()) % self.spec.vocab_size
+        shift = xxhash.xxh3_64_intdigest(mixed.to_bytes(8, "little")) % self.spec.vocab_size
         return np.concatenate((self._scores[shift:], self._scores[:shift]))
+
+
+def _packed(tokens: NDArray[np.int32], mixed: int, width: int) -> NDArray[np.float32]:
+    """Hidden states: a token, and in the last row what the layers so far say, in three numbers that float32 holds exactly."""
+    if width < 4:
+        raise NotImplementedError(f"hidden states of {width} numbers hold too little to compute this model in stages")
+    hidden = np.zeros((len(tokens), width), dtype=np.float32)
+    hidden[:, 0] = tokens
+    hidden[-1, 1:4] = [mixed >> shift & 0xFFFFFF for shift in (0, 24, 48)]
+    return hidden
+
+
+def _unpacked(hidden: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:
+    limbs = hidden[-1, 1:4].astype(np.int64).tolist()
+    return hidden[:, 0].astype(np.int32), sum(limb << shift for limb, shift in zip(limbs, (0, 24, 48), strict=True))
 
 
 def _steps(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:

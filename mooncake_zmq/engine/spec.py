@@ -86,6 +86,25 @@ class Engine(Protocol):
         """
         ...
 
+    def prefill_layers(
+        self,
+        sequence: SequenceKV,
+        entering: NDArray[Any],
+        layers: range,
+        *,
+        before_layer: LayerCallback | None = None,
+        after_layer: LayerCallback | None = None,
+        logits: bool = False,
+    ) -> NDArray[np.float32] | None:
+        """One stage of a pipeline: `prefill` for some of the layers, whose KV alone is read and stored.
+
+        `entering`: the tokens [n], int32, for the first layer, else the hidden states [n, hidden], float32, that left the layer
+        before. Returns the hidden states that leave; behind the last layer the logits [1, vocab_size] after the last token, or
+        None without `logits`. Stages over the same chunks give what `prefill` gives, bit for bit on one kind of engine. An
+        engine that cannot be cut raises NotImplementedError.
+        """
+        ...
+
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """One token for each sequence; returns logits [len(sequences), vocab_size]."""
         ...
@@ -127,6 +146,18 @@ def check_batch(sequences: Sequence[SequenceKV], tokens: NDArray[Any], vocab_siz
     for sequence in sequences:
         check_room(sequence, 1)
     check_tokens(tokens, vocab_size)
+
+
+def check_entering(spec: ModelSpec, entering: NDArray[Any], layers: range) -> None:
+    """Raise ValueError unless these can enter these layers of the model: tokens the first, hidden states any other."""
+    if not (0 <= layers.start < layers.stop <= spec.layers and layers.step == 1):
+        raise ValueError(f"{layers} are not layers of a model of {spec.layers}")
+    if layers.start == 0:
+        if entering.ndim != 1 or entering.dtype != np.int32:
+            raise ValueError("tokens enter the first layer")
+        check_tokens(entering, spec.vocab_size)
+    elif entering.shape[1:] != (spec.hidden,) or entering.dtype != np.float32:
+        raise ValueError(f"hidden states [n, {spec.hidden}] enter layer {layers.start}, not {entering.shape}")
 
 
 def check_tokens(tokens: NDArray[Any], vocab_size: int) -> None:

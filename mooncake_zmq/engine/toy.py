@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
-from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_room, check_tokens
+from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_entering, check_room, check_tokens
 
 MODULUS = 1 << 20  # running sums below 2**20 are exact in float32
 EOS_ID = 256
@@ -16,7 +17,7 @@ EOS_ID = 256
 TOY_SPEC = ModelSpec(
     name="toy",
     layers=3,
-    hidden=2,
+    hidden=4,
     heads=1,
     kv_heads=1,
     head_dim=2,
@@ -28,7 +29,7 @@ TOY_SPEC = ModelSpec(
     tied=True,
     eos_ids=(EOS_ID,),
     bos_id=None,
-    fingerprint=xxhash.xxh3_128_hexdigest(b"mooncake_zmq toy engine 1"),
+    fingerprint=xxhash.xxh3_128_hexdigest(b"mooncake_zmq toy engine 2"),
 )
 
 # One odd multiplier per cell of a token's KV, [layer, k/v, 1, 1, head_dim], so that no two cells carry the same sums.
@@ -38,6 +39,7 @@ _CELL_MULTIPLIER = (np.arange(3 * 2 * 2, dtype=np.int64).reshape(3, 2, 1, 1, 2) 
 class ToyEngine:
     """KV of token i = KV of token i-1 (read from the cache) + f(token, i, cell), modulo 2**20; logits hash all KV.
 
+    Between two layers a token's hidden state is its id, and in a chunk's last row also the hash of the KV of all layers before.
     Bitwise the same however a prompt is chunked or batched. `delay_s_per_token` sleeps, to stand for compute.
     """
 
@@ -74,7 +76,33 @@ class ToyEngine:
         if logits_at is None:
             return None
         lengths = [start + range(len(tokens))[at] + 1 for at in logits_at]
-        return np.stack([self._logits(sequence, length) for length in lengths])
+        return np.stack([self._logits(self._hash(sequence, range(self.spec.layers), length)) for length in lengths])
+
+    def prefill_layers(
+        self,
+        sequence: SequenceKV,
+        entering: NDArray[Any],
+        layers: range,
+        *,
+        before_layer: LayerCallback | None = None,
+        after_layer: LayerCallback | None = None,
+        logits: bool = False,
+    ) -> NDArray[np.float32] | None:
+        check_room(sequence, len(entering))
+        check_entering(self.spec, entering, layers)
+        tokens, before = (entering, 0) if layers.start == 0 else _unpacked(entering)
+        start, stop = sequence.length, sequence.length + len(tokens)
+        for layer in layers:
+            if before_layer:
+                before_layer(layer)
+            self._append(sequence, slice(layer, layer + 1), start, tokens)
+            if after_layer:
+                after_layer(layer)
+        sequence.length = stop
+        digest = self._hash(sequence, layers, stop, before)
+        if layers.stop < self.spec.layers:
+            return _packed(tokens, digest)
+        return self._logits(digest)[None] if logits else None
 
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         if len(sequences) != len(tokens):
@@ -108,13 +136,31 @@ class ToyEngine:
         if self._delay_s_per_token:
             time.sleep(self._delay_s_per_token * len(tokens) * len(cells) / self.spec.layers)
 
-    def _logits(self, sequence: SequenceKV, length: int) -> NDArray[np.float32]:
-        digest = xxhash.xxh3_128()
+    def _hash(self, sequence: SequenceKV, layers: range, length: int, before: int = 0) -> int:
+        """64 bits of all KV of these layers, after those that hash to `before`."""
         tile, column = divmod(length, KEY_TILE)
-        for layer in range(self.spec.layers):
+        for layer in layers:
+            digest = xxhash.xxh3_64(seed=before)
             digest.update(memoryview(sequence.values[layer, 0, :length]))
             digest.update(memoryview(sequence.keys[layer, 0, :tile]))
             if column:
                 digest.update(sequence.keys[layer, 0, tile, :, :column].tobytes())
-        bits = np.random.Philox(key=digest.intdigest()).random_raw(self.spec.vocab_size)
+            before = digest.intdigest()
+        return before
+
+    def _logits(self, digest: int) -> NDArray[np.float32]:
+        bits = np.random.Philox(key=digest).random_raw(self.spec.vocab_size)
         return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def _packed(tokens: NDArray[np.int32], digest: int) -> NDArray[np.float32]:
+    """Hidden states [n, 4]: a token, and the digest in three numbers that float32 holds exactly."""
+    hidden = np.zeros((len(tokens), 4), dtype=np.float32)
+    hidden[:, 0] = tokens
+    hidden[-1, 1:] = [digest >> shift & 0xFFFFFF for shift in (0, 24, 48)]
+    return hidden
+
+
+def _unpacked(hidden: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:
+    limbs = hidden[-1, 1:].astype(np.int64).tolist()
+    return hidden[:, 0].astype(np.int32), sum(limb << shift for limb, shift in zip(limbs, (0, 24, 48), strict=True))

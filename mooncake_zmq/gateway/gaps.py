@@ -2,8 +2,8 @@
 
 from array import array
 
-LONGEST_SHARE = 10
-"""TBT is the mean of the longest tenth of the gaps, as the Mooncake paper has it."""
+from mooncake_zmq.core.gaps import longest_gaps
+
 MAX_KEPT = 4096
 """Gaps kept: 32 kB. When they are as many the shorter half goes, which matters only past 20,000 tokens of one attempt."""
 
@@ -33,5 +33,5 @@ class Gaps:
         """Mean of the longest tenth, of one gap at least; 0 without any."""
         if not self._count:
             return 0.0
-        longest = sorted(self._kept)[-max(1, self._count // LONGEST_SHARE) :]
+        longest = sorted(self._kept)[-longest_gaps(self._count) :]
         return sum(longest) / len(longest)

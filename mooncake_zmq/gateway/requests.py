@@ -387,8 +387,11 @@ class Requests:
         request.heard_at = now
         # A node not met yet, or that died just now, is nothing the request broke: as if there were none yet. The placement's
         # wait bounds a new request then; one that ran already waits until its deadline, as for any nodes that restart.
-        for node, missing in ((message.prefill, RejectReason.NO_PREFILL), (message.decode, RejectReason.NO_DECODE)):
-            if node not in self._peers:
+        # So is one that has become something else since the conductor last heard of it.
+        wanted = (("prefill", message.prefill, RejectReason.NO_PREFILL), ("decode", message.decode, RejectReason.NO_DECODE))
+        for role, node, missing in wanted:
+            peer = self._peers.get(node)
+            if peer is None or peer.role != role:
                 request.missing = missing.value
                 return self._retry(now, request, exclude=node)
         request.admitted = True

@@ -24,6 +24,8 @@ class BlockLayout:
     block_tokens: int
     dtype: str = "float32"
     itemsize: int = 4
+    hidden_bytes: int = 0
+    """Of one token's hidden state, which stages of a pipeline pass on in slots; 0: this engine is not cut into stages."""
 
     @property
     def part_shape(self) -> tuple[int, int, int, int]:

@@ -9,7 +9,7 @@ Everything is a column indexed by slot, about 55 bytes for each with its key; no
 
 from array import array
 from collections.abc import Sequence
-from enum import Enum
+from enum import Enum, IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,22 +31,33 @@ class SlotState(Enum):
     """Its medium failed: nobody gets it in this life."""
 
 
-NEXT_STATE: dict[tuple[SlotState, str], SlotState] = {
-    (SlotState.FREE, "reserve"): SlotState.WRITING,
-    (SlotState.COMMITTED, "reserve"): SlotState.WRITING,
-    (SlotState.FREE, "restore"): SlotState.COMMITTED,
-    (SlotState.WRITING, "commit"): SlotState.COMMITTED,
-    (SlotState.WRITING, "free"): SlotState.FREE,
-    (SlotState.WRITING, "quarantine"): SlotState.QUARANTINED,
-    (SlotState.QUARANTINED, "free"): SlotState.FREE,
-    (SlotState.COMMITTED, "free"): SlotState.FREE,
-    (SlotState.COMMITTED, "retire"): SlotState.RETIRED,
+class SlotEvent(IntEnum):
+    """What moves it on."""
+
+    RESERVE = 0
+    RESTORE = 1
+    COMMIT = 2
+    FREE = 3
+    QUARANTINE = 4
+    RETIRE = 5
+
+
+NEXT_STATE: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    (SlotState.FREE, SlotEvent.RESERVE): SlotState.WRITING,
+    (SlotState.COMMITTED, SlotEvent.RESERVE): SlotState.WRITING,
+    (SlotState.FREE, SlotEvent.RESTORE): SlotState.COMMITTED,
+    (SlotState.WRITING, SlotEvent.COMMIT): SlotState.COMMITTED,
+    (SlotState.WRITING, SlotEvent.FREE): SlotState.FREE,
+    (SlotState.WRITING, SlotEvent.QUARANTINE): SlotState.QUARANTINED,
+    (SlotState.QUARANTINED, SlotEvent.FREE): SlotState.FREE,
+    (SlotState.COMMITTED, SlotEvent.FREE): SlotState.FREE,
+    (SlotState.COMMITTED, SlotEvent.RETIRE): SlotState.RETIRED,
 }
 
 STATES = tuple(SlotState)
 """A slot's state is its place in here, one byte in the state column."""
 FREE, WRITING, COMMITTED = (STATES.index(state) for state in (SlotState.FREE, SlotState.WRITING, SlotState.COMMITTED))
-MOVES: dict[str, dict[int, tuple[int, str]]] = {event: {} for _, event in NEXT_STATE}
+MOVES: list[dict[int, tuple[int, str]]] = [{} for _ in SlotEvent]
 """`NEXT_STATE` by event and in bytes, each move with the name under which it is counted."""
 for (_before, _event), _after in NEXT_STATE.items():
     MOVES[_event][STATES.index(_before)] = (STATES.index(_after), f"slot {_before.value} -> {_after.value}")
@@ -138,7 +149,7 @@ class Slots:
             self._unname(slot)
         else:
             return None
-        self._move(slot, "reserve")
+        self._move(slot, SlotEvent.RESERVE)
         self._set_generation(slot, self.generation[slot] + 1)
         if key is not None:
             self._by_key.insert(key, slot)
@@ -152,13 +163,13 @@ class Slots:
         assert slot >= self._untouched, "handed out before"
         assert not self.held(key), "a key is stored once"
         self._by_key.insert(key, slot)
-        self._move(slot, "restore")
+        self._move(slot, SlotEvent.RESTORE)
         self.checksum[slot] = checksum
         self._evictable.insert((slot,), (0,))
 
     def commit(self, slot: int, checksum: int) -> None:
         """The bytes stand: readable from now on, never changed while the generation stands."""
-        self._move(slot, "commit")
+        self._move(slot, SlotEvent.COMMIT)
         self._set_generation(slot, self.generation[slot] + 1)
         self.checksum[slot] = checksum
         if self.pins[slot] == 0:
@@ -176,19 +187,19 @@ class Slots:
         """Give a reserved or quarantined slot back; whatever was written there was never visible."""
         assert self.pins[slot] == 0
         self._unname(slot, announce=False)
-        self._move(slot, "free")
+        self._move(slot, SlotEvent.FREE)
         self._set_generation(slot, self.generation[slot] + 1)
         self._put_back(slot)
 
     def quarantine(self, slot: int) -> None:
         """Keep a reserved slot away from everybody while its late writer may still write."""
         self._unname(slot, announce=False)
-        self._move(slot, "quarantine")
+        self._move(slot, SlotEvent.QUARANTINE)
 
     def retire(self, slot: int) -> None:
         """A committed and unpinned slot whose medium failed is never handed out again in this life."""
         assert self.pins[slot] == 0
-        self._move(slot, "retire")
+        self._move(slot, SlotEvent.RETIRE)
         self._evictable.remove((slot,))
         self._unname(slot)
         self._set_generation(slot, self.generation[slot] + 2)
@@ -296,7 +307,7 @@ class Slots:
             if self._by_key.is_named(slot):
                 self._evictable.insert((slot,), (depth,))
             else:
-                self._move(slot, "free")
+                self._move(slot, SlotEvent.FREE)
                 self._set_generation(slot, self.generation[slot] + 2)
                 self._put_back(slot)
 
@@ -311,7 +322,7 @@ class Slots:
             if announce:
                 self.evicted.append(key)
 
-    def _move(self, slot: int, event: str) -> None:
+    def _move(self, slot: int, event: SlotEvent) -> None:
         before = self._state[slot]
         after, name = MOVES[event][before]
         self._state[slot] = after

@@ -239,6 +239,9 @@ class Arrivals:
         if request is None or request.prefill:
             return []
         self.placed(message)
+        for role, node in (("prefill", message.prefill), ("decode", message.decode)):
+            if self._peers.get(node) != role:  # it died just now, or has become something else
+                return self._retry(now, request, exclude=node)
         request.prefill, request.decode = message.prefill, message.decode
         record = request.record
         record.prefill, record.decode, record.attempts = message.prefill, message.decode, request.attempt

@@ -17,7 +17,7 @@ from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, SsdSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
-from mooncake_zmq.core.roles import Role, talks
+from mooncake_zmq.core.roles import BECOMES, Role, may_talk
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
@@ -52,6 +52,11 @@ class LabSettings:
     """Whether the hosts of decodes have a cache-node too."""
     message_s: float = 0.0005
     """From one process to another."""
+    change_roles: bool = False
+    """Whether every prefill may become a decode and every decode a prefill, see `conductor.role_change_after_s`. Each then has
+    a cache-node beside it: without one a prefill could reuse nothing."""
+    change_s: float = 20.0
+    """Assumed: from the end of a drained process to its first request in the other role, most of it to load the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +132,8 @@ def _override(settings: Any, path: list[str], value: object, name: str) -> Any:
 def places(setup: Setup, lab: LabSettings) -> dict[str, tuple[Role, str]]:
     """Role and host of every process."""
     named: dict[str, tuple[Role, str]] = {CONDUCTOR: ("conductor", OWN_HOST), GATEWAY: ("gateway", OWN_HOST)}
-    for role, count, pools in (("prefill", setup.prefill, True), ("decode", setup.decode, lab.decode_pools)):
+    decode_pools = lab.decode_pools or lab.change_roles
+    for role, count, pools in (("prefill", setup.prefill, True), ("decode", setup.decode, decode_pools)):
         for number in range(1, count + 1):
             host = f"{role[0]}{number}"
             named[f"{role}-{number}"] = ("prefill" if role == "prefill" else "decode", host)
@@ -139,17 +145,28 @@ def places(setup: Setup, lab: LabSettings) -> dict[str, tuple[Role, str]]:
 def specs(setup: Setup, cluster: Cluster, gateway: Callable[[], Actor]) -> list[ProcessSpec]:
     """The processes, with `gateway` in the gateway's place."""
     named = places(setup, cluster.lab)
+    roles = {name: roles_of(role, cluster.lab) for name, (role, _) in named.items()}
+    talk = partial(may_talk, pipelines=cluster.conductor.pipeline_stages > 1)
     return [
         ProcessSpec(
             name=name,
             role=role,
             host=host,
-            peers=tuple(other for other in named if other != name and talks(role, host, *named[other])),
+            peers=tuple(
+                other for other, (_, there) in named.items() if other != name and talk(roles[name], host, roles[other], there)
+            ),
             make=partial(_make, setup, cluster, gateway, name, role, host),
             disk_slots=cluster.disk_blocks if role == "cache-node" else 0,
+            may_become=BECOMES[role] if len(roles[name]) > 1 else "",
         )
-        for name, (role, host) in named.items()
+        for name, (_, host) in named.items()
+        for role in roles[name]
     ]
+
+
+def roles_of(role: Role, lab: LabSettings) -> tuple[Role, ...]:
+    """All that a process may be in turn, what it begins as first."""
+    return (role, BECOMES[role]) if lab.change_roles and role in BECOMES else (role,)
 
 
 def _make(
@@ -179,4 +196,5 @@ def _make(
         layout=cluster.layout,
         costs=setup.hardware.costs,
         disk=disk,
+        may_become=BECOMES[role] if len(roles_of(role, cluster.lab)) > 1 else "",
     )

@@ -3,14 +3,14 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.gateway.gaps import LONGEST_SHARE
+from mooncake_zmq.core.gaps import longest_gaps
 
 
 def longest_tenth_s(gaps: NDArray[np.float64]) -> float:
     """Mean of the longest tenth, of one at least, of the gaps between a request's tokens; 0 without any. The gateway's rule."""
     if not len(gaps):
         return 0.0
-    count = max(1, len(gaps) // LONGEST_SHARE)
+    count = longest_gaps(len(gaps))
     if count == 1:
         return float(gaps.max())
     return float(np.partition(gaps, len(gaps) - count)[-count:].mean())

@@ -101,7 +101,9 @@ class Recorder:
         """By cache-node: what it had read from its SSD for leases so far."""
 
     def watch(self, process: Process[ModelledMachine]) -> Observe | None:
-        """Who looks on at a process."""
+        """Who looks on at a process, from the beginning of each of its lives."""
+        for loads in self._loads.values():
+            loads.pop(process.name, None)
         if process.spec.role == "decode":
             self.told[process.name] = deque()
             return partial(self._decode_did, process)

@@ -14,6 +14,7 @@ from typing import Any
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, Placed
+from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.laboratory.arrivals import Arrivals
@@ -58,15 +59,21 @@ class Replay:
         self._records: dict[int, RequestRecord] = {}
         self._ended_at = 0.0
         self.recorder = Recorder(ttft_slo_s=setup.ttft_slo_s, tbt_slo_s=setup.tbt_slo_s, with_disk=self.cluster.disk_blocks > 0)
+        self._engines: list[tuple[str, str, ModelledMachine]] = []
+        """Name, role and machine of every life with an engine."""
         self.gateway = self._gateway(encoded=link != "direct")
         processes = specs(setup, self.cluster, lambda: self.gateway)
         self._hosts = {spec.host: _host(setup.hardware) for spec in processes}
         self._host_of = {spec.name: spec.host for spec in processes}
         self.world: World[ModelledMachine] = World(
-            specs=processes, link=self._link(link), build=self._embody, watch=self.recorder.watch
+            specs=processes,
+            link=self._link(link),
+            build=self._embody,
+            watch=self.recorder.watch,
+            anew_s=self.cluster.lab.change_s,
         )
-        for spec in processes:
-            self.world.restart(spec.name)
+        for name in self.world.processes:
+            self.world.restart(name)
         self._pools: list[Any] = [actor for actor in self._actors("cache-node")]
         self._ranked = _ranked_keys(arrivals, setup.block_tokens)
 
@@ -121,6 +128,8 @@ class Replay:
             progressed=partial(world.progressed, process),
             later=partial(world.in_life, process),
         )
+        if spec.role in ENGINE_ROLES:
+            self._engines.append((process.name, spec.role, machine))
         return machine, spec.make(process.lives, DiskContents(spec.disk_slots))
 
     def _actors(self, role: str) -> Iterable[Actor]:
@@ -149,10 +158,9 @@ class Replay:
     def _finish(self) -> RunResult:
         result = self._result
         result.requests = [self._records[number] for number in sorted(self._records)]
-        for process in self.world.processes.values():
-            busy_s = {"prefill": result.prefill_busy_s, "decode": result.decode_busy_s}.get(process.spec.role)
-            if busy_s is not None and process.life is not None:
-                busy_s[process.name] = process.life.machine.busy_s
+        for name, role, machine in self._engines:
+            busy_s = result.prefill_busy_s if role == "prefill" else result.decode_busy_s
+            busy_s[name] = busy_s.get(name, 0.0) + machine.busy_s
         result.errors = {
             "ttft_s": _errors((r.predicted_ttft_s, r.ttft_s) for r in result.requests),
             "tbt_s": _errors((r.predicted_tbt_s, r.tbt_s) for r in result.requests if r.output_tokens > 1),
@@ -187,6 +195,7 @@ def _hello_of(cluster: Cluster) -> HelloOf:
             model="modelled",
             tokenizer="modelled",
             layout=cluster.layout.fingerprint,
+            may_become=spec.may_become,
         )
 
     return hello

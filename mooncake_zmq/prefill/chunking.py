@@ -8,3 +8,8 @@ def chunk_stop(start: int, end: int, chunk_tokens: int) -> int:
     """
     stop = start + chunk_tokens
     return end if end - stop < chunk_tokens // 4 else stop
+
+
+def longest_chunk(length: int, chunk_tokens: int) -> int:
+    """No chunk of a prompt of `length` tokens is longer than this."""
+    return min(length, chunk_tokens + max(0, chunk_tokens // 4 - 1))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mooncake_zmq.core.messages import SlotRef, StartPrefill
+from mooncake_zmq.prefill.pipeline import Group
 
 
 class JobState(Enum):
@@ -12,9 +13,13 @@ class JobState(Enum):
     QUEUED = "queued"
     PREPARING = "preparing"
     """Waiting for the decode's reservation, the pool's lease, and room in the slab."""
+    GATHERING = "gathering"
+    """Of a pipeline: waiting for its other stages."""
     READY = "ready"
     """Waiting for its turn to compute the next chunk."""
     COMPUTING = "computing"
+    TRAILING = "trailing"
+    """Of a pipeline: all computed here, and not by its other stages."""
     HANDING_OFF = "handing off"
     """All computed; the decode is still reading."""
     ABANDONED = "abandoned"
@@ -26,9 +31,11 @@ class JobEvent(Enum):
     """What moves it on."""
 
     ACTIVATED = "activate"
+    GATHER = "gather"
     PREPARED = "prepared"
     CHUNK_BEGAN = "chunk"
     CHUNK_DONE = "chunk done"
+    OWN_DONE = "own done"
     ALL_DONE = "all done"
     END = "end"
 
@@ -36,13 +43,19 @@ class JobEvent(Enum):
 NEXT_STATE: dict[tuple[JobState, JobEvent], JobState] = {
     (JobState.QUEUED, JobEvent.ACTIVATED): JobState.PREPARING,
     (JobState.PREPARING, JobEvent.PREPARED): JobState.READY,
+    (JobState.PREPARING, JobEvent.GATHER): JobState.GATHERING,
+    (JobState.GATHERING, JobEvent.PREPARED): JobState.READY,
     (JobState.READY, JobEvent.CHUNK_BEGAN): JobState.COMPUTING,
     (JobState.COMPUTING, JobEvent.CHUNK_DONE): JobState.READY,
+    (JobState.COMPUTING, JobEvent.OWN_DONE): JobState.TRAILING,
     (JobState.COMPUTING, JobEvent.ALL_DONE): JobState.HANDING_OFF,
+    (JobState.TRAILING, JobEvent.ALL_DONE): JobState.HANDING_OFF,
     (JobState.HANDING_OFF, JobEvent.END): JobState.ENDED,
     (JobState.QUEUED, JobEvent.END): JobState.ENDED,
     (JobState.PREPARING, JobEvent.END): JobState.ENDED,
+    (JobState.GATHERING, JobEvent.END): JobState.ENDED,
     (JobState.READY, JobEvent.END): JobState.ENDED,
+    (JobState.TRAILING, JobEvent.END): JobState.ENDED,
     (JobState.COMPUTING, JobEvent.END): JobState.ABANDONED,
     (JobState.ABANDONED, JobEvent.END): JobState.ENDED,
 }
@@ -95,6 +108,29 @@ class Job:
     estimate: Estimate | None = None
     """Of what is left; None when that has changed."""
     started_at: float = 0.0
+    group: Group | None = None
+    """The pipeline that computes it, if one does."""
+
+    @property
+    def share(self) -> float:
+        """Part of the model's layers that is computed here."""
+        return self.group.share if self.group else 1.0
+
+    @property
+    def held_slots(self) -> list[int]:
+        """Slab slots pinned for it, as often as they are."""
+        return self.own_slots + self.new_slots + (self.group.hidden.slots if self.group else [])
+
+    def cut_prefix(self, blocks: int) -> list[int]:
+        """Reuse the first `blocks` at most, of which what was fetched comes last: own slots that are reused no more."""
+        cut = len(self.prefix) - max(blocks, len(self.own_slots))
+        fetched = max(0, min(cut, self.remote_blocks))
+        self.remote_blocks -= fetched
+        self.local_blocks -= max(0, cut) - fetched
+        unused = self.own_slots[blocks:]
+        del self.own_slots[blocks:]
+        del self.prefix[blocks:]
+        return unused
 
     @property
     def length(self) -> int:

@@ -14,7 +14,6 @@ from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
     CloseSequence,
-    Drained,
     DrainWanted,
     Effect,
     Event,
@@ -32,12 +31,15 @@ from mooncake_zmq.core.actor import (
     WorkProgress,
 )
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
+    ChangeRole,
     DecodeDenied,
     DecodeReserved,
+    EndStage,
     FirstToken,
     HandoffBlocks,
     HandoffDone,
@@ -52,7 +54,12 @@ from mooncake_zmq.core.messages import (
     ReserveDecode,
     SlotRef,
     SlotsReserved,
+    StageChunk,
+    StageDone,
+    StageFailed,
+    StageReady,
     StartPrefill,
+    StartStage,
     clip,
 )
 from mooncake_zmq.core.reports import REPORT, Reports
@@ -62,7 +69,9 @@ from mooncake_zmq.core.work import (
     BlocksCopied,
     ChunkComputed,
     ComputeChunk,
+    ComputeStage,
     SlotGrant,
+    StageComputed,
     WorkFailed,
 )
 from mooncake_zmq.kv.checksum import block_checksum
@@ -70,8 +79,10 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots, SlotState
 from mooncake_zmq.prefill.chunking import chunk_stop
 from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState
+from mooncake_zmq.prefill.pipeline import Group, grants, refusal, release, written
 from mooncake_zmq.prefill.queue import Turns
 from mooncake_zmq.prefill.settings import PrefillSettings
+from mooncake_zmq.prefill.stages import DEADLINE, Stages
 from mooncake_zmq.prefill.workload import Workload
 
 MAX_UNREUSED = 256
@@ -82,7 +93,15 @@ class Prefill:
     """One prefill instance."""
 
     def __init__(
-        self, *, name: str, host: str, incarnation: int, settings: PrefillSettings, layout: BlockLayout, costs: Costs
+        self,
+        *,
+        name: str,
+        host: str,
+        incarnation: int,
+        settings: PrefillSettings,
+        layout: BlockLayout,
+        costs: Costs,
+        may_become: str = "",
     ) -> None:
         if settings.chunk_tokens % layout.block_tokens:
             raise ValueError(f"chunk_tokens must be a multiple of the block size {layout.block_tokens}")
@@ -110,7 +129,20 @@ class Prefill:
         Else blocks that are intact but out of reach, hence reported to nobody, would fail one attempt after the other."""
         self._computing: tuple[int, Job] | None = None
         self._ids = Ids()
-        self._draining = False
+        self._leaving = Leaving(may_become, self.counts)
+        self._stages = Stages(
+            name=name,
+            incarnation=incarnation,
+            settings=settings,
+            layout=layout,
+            slots=self.slots,
+            pool=self._pool,
+            workload=self._workload,
+            ids=self._ids,
+            counts=self.counts,
+            transitions=self.job_transitions,
+            forget_corrupt=self._on_corrupt,
+        )
 
     @property
     def transitions(self) -> dict[str, int]:
@@ -132,8 +164,10 @@ class Prefill:
         match event:
             case Received(sender, message):
                 return self._on_message(now, sender, message)
-            case WorkDone(work_id, ChunkComputed() | WorkFailed() as result) if self._is_computing(work_id):
+            case WorkDone(work_id, ChunkComputed() | StageComputed() | WorkFailed() as result) if self._is_computing(work_id):
                 return self._on_chunk(now, result)
+            case WorkDone(work_id, StageComputed() | WorkFailed() as result) if self._stages.is_computing(work_id):
+                return self._stages.on_computed(now, result) + self._reports.hurry(now)
             case WorkDone(work_id, BlocksCopied() | WorkFailed() as result) if self._pool.copying(work_id):
                 return self._put_ended(self._pool.on_copied(work_id, result))
             case PeerUp() as up:
@@ -148,10 +182,12 @@ class Prefill:
                 return [*self._pool.renew(now), self._renew_timer()]
             case TimerFired(("deadline", str(request_id), int(attempt))):
                 return self._on_deadline(now, request_id, attempt)
+            case TimerFired((kind, str(request_id), int(attempt))) if kind == DEADLINE:
+                return self._stages.on_deadline(request_id, attempt)
             case Started():
                 return [self._reports.begin(), self._renew_timer()]
             case DrainWanted():
-                self._draining = True
+                self._leaving.drain()
                 return self._report(now)
             case TimerFired() | WorkDone():
                 return []
@@ -168,6 +204,18 @@ class Prefill:
                 return self._on_reserved(now, sender, message)
             case DecodeDenied():
                 return self._on_denied(now, sender, message)
+            case StartStage():
+                return self._stages.on_start(now, sender, message, draining=self._leaving.draining)
+            case StageChunk():
+                return self._stages.on_chunk(sender, message)
+            case EndStage():
+                return self._stages.on_end(sender, message)
+            case StageReady():
+                return self._on_stage_ready(now, sender, message)
+            case StageDone():
+                return self._on_stage_done(now, sender, message)
+            case StageFailed():
+                return self._on_stage_failed(now, sender, message)
             case HandoffReceived(request_id=request_id, attempt=attempt):
                 return self._on_handoff_ended(now, sender, request_id, attempt)
             case HandoffFailed():
@@ -181,6 +229,8 @@ class Prefill:
                 return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
             case ReclaimSlots():
                 return self._pool.on_reclaim(message)
+            case ChangeRole():
+                return self._report(now) if self._leaving.change(sender, message, self._peers) else []
             case ReportCorrupt(slots=refs):
                 return self._on_corrupt(refs)
             case _:
@@ -195,13 +245,15 @@ class Prefill:
             assert job.state is not JobState.ENDED
             assert (job.state is JobState.ABANDONED) == (job in self._abandoned)
             assert job.state is not JobState.QUEUED or not (job.own_slots or job.new_slots or job.sequence)
-        writing = [slot for job in live for slot in job.new_slots if self.slots.state_of(slot) is SlotState.WRITING]
-        assert len(writing) == self.slots.count(SlotState.WRITING), "every slot being written is a job's"
-        pinned = [slot for job in live for slot in job.own_slots + job.new_slots]
+        self._stages.check()
+        pinned = [slot for job in live for slot in job.held_slots] + self._stages.held_slots
+        writing = {slot for slot in pinned if self.slots.state_of(slot) is SlotState.WRITING}
+        assert len(writing) == self.slots.count(SlotState.WRITING), "every slot being written is a job's or a stage's"
         pinned += [slot for token in self._pool.tokens if isinstance(token, tuple) for slot in token]
         assert sorted(pinned) == [s for s, pins in enumerate(self.slots.pins) for _ in range(pins)], "a job's or a put's"
         computing = [job for job in live if job.state in (JobState.COMPUTING, JobState.ABANDONED)]
         assert len(computing) == (self._computing is not None)
+        assert not (self._computing and self._stages.computing), "one engine"
         queued = [job for job in live if job.state is not JobState.HANDING_OFF]
         assert {id(job) for job in self._turns} == {id(job) for job in queued}, "whoever is not computed to its end waits"
         assert self._turns.waiting == sum(1 for job in queued if job.state is JobState.QUEUED)
@@ -210,7 +262,7 @@ class Prefill:
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
         states = [job.state for job in self._jobs.values()]
-        waiting = sum(1 for s in states if s in (JobState.QUEUED, JobState.PREPARING))
+        waiting = sum(1 for s in states if s in (JobState.QUEUED, JobState.PREPARING, JobState.GATHERING))
         return {
             "capacity_blocks": self.slots.capacity,
             "cached_blocks": self.slots.count(SlotState.COMMITTED),
@@ -218,6 +270,7 @@ class Prefill:
             "writing_blocks": self.slots.count(SlotState.WRITING),
             "requests_waiting": waiting,
             "requests_running": len(self._jobs) - waiting + len(self._abandoned),
+            "stages": len(self._stages),
             "leases": self._pool.leases,
             "puts": self._pool.puts,
         }
@@ -227,7 +280,8 @@ class Prefill:
         return {
             "gauges": self.gauges(now),
             **self._workload.dump(now),
-            "draining": self._draining,
+            "draining": self._leaving.draining,
+            "stages": self._stages.dump(now),
             "jobs": [
                 {
                     "request": job.request.request_id,
@@ -255,17 +309,18 @@ class Prefill:
         reason = lack or self._refusal(message, length)
         if reason is not None:
             self.counts.add("jobs_refused")
-            avoid = "" if message.decode in self._peers else message.decode
+            avoid = self._away(message)
             return [*effects, self._failed(sender, message, reason, full=lack is not None, avoid=avoid)]
-        rank = self._workload.rank(now, message)
-        job = Job(request=message, gateway=sender, order=self._ids.new(), rank=rank, arrived_at=now)
+        group = Group(message, self._layout, self._settings.chunk_tokens) if message.stages else None
+        rank = self._workload.rank(now, message, length, group.share if group else 1.0)
+        job = Job(request=message, gateway=sender, order=self._ids.new(), rank=rank, arrived_at=now, group=group)
         self._jobs[message.request_id] = job
         self._turns.arrive(job)
         return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
 
     def _lack(self) -> str | None:
         """What may be otherwise soon: such an attempt counts as one that found no room."""
-        if self._draining:
+        if self._leaving.draining:
             return "prefill is draining"
         return "prefill queue is full" if self._turns.waiting >= self._settings.max_queued else None
 
@@ -277,7 +332,12 @@ class Prefill:
             return "keys do not match tokens"
         if self._layout.blocks_for(length) > self.slots.capacity:
             return "prompt is longer than the slab"
-        return None if message.decode in self._peers else f"{message.decode} is not reachable from {self.name}"
+        if message.stages and (reason := refusal(message, self.name, self._layout)) is not None:
+            return reason
+        if message.stages and Group(message, self._layout, self._settings.chunk_tokens).room > self.slots.capacity:
+            return "prompt is longer than the slab"
+        away = self._away(message)
+        return f"{away} is not reachable from {self.name}" if away else None
 
     def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
         job = self._jobs.get(message.request_id)
@@ -306,15 +366,21 @@ class Prefill:
                 break  # it lacks room in the slab: what gets free is kept for it, not taken by those that rank after it
         if preparing:
             effects += self._break_standstill(now)
-        while self._computing is None and (turn := self._turns.first(_is_ready)) is not None:
-            effects += self._compute(now, turn)  # or fails it, and the next one gets the turn
+        while self._computing is None and self._stages.computing is None:
+            turn, stage = self._turns.first(_is_ready), self._stages.first()
+            if stage is not None and (turn is None or (stage.rank, stage.order) < (turn.rank, turn.order)):
+                effects += self._stages.compute(now, stage)
+            elif turn is not None:
+                effects += self._compute(now, turn)  # or fails it, and the next one gets the turn
+            else:
+                break
         return effects
 
     def _break_standstill(self, now: float) -> list[Effect]:
         """Jobs whose own hits fill the slab can wait for room in a circle: the last one gives way and is placed anew."""
         stuck = [job for job in self._turns.active() if job.state is JobState.PREPARING]
         idle = len(self._jobs) == self._turns.waiting + len(stuck) and not self._abandoned and not self._pool.puts
-        if not idle or not stuck or any(job.held_blocks is None or not job.leased for job in stuck):
+        if not idle or not stuck or len(self._stages) or any(job.held_blocks is None or not job.leased for job in stuck):
             return []
         return self._fail(now, stuck[-1], "no room in the slab", full=True)
 
@@ -332,6 +398,8 @@ class Prefill:
         unreused = request.request_id in self._unreused
         self._unreused.pop(request.request_id, None)
         wanted = () if unreused else reusable[len(job.prefix) :]
+        if job.group is not None:
+            job.group.keys = () if unreused else reusable
         if wanted and self._pool.node is not None:
             job.lease_id = self._ids.new()
             self._leases[job.lease_id] = job
@@ -364,13 +432,17 @@ class Prefill:
         job = self._leases.get(message.lease_id)
         if sources is None:
             return []
+        if (of_stage := self._stages.on_leased(message.lease_id, sources)) is not None:
+            return of_stage
         if job is None or job.state is not JobState.PREPARING or job.leased:
             return self._pool.release(message.lease_id)
         job.leased = True
         job.estimate = None
+        sources = sources[: (job.length - 1) // self._layout.block_tokens - len(job.prefix)]  # no more than were asked for
+        remote = min(message.remote, len(sources))
         job.prefix += sources
-        job.remote_blocks += message.remote
-        job.local_blocks += len(sources) - message.remote
+        job.remote_blocks += remote
+        job.local_blocks += len(sources) - remote
         return []
 
     def _on_reserved(self, now: float, sender: str, message: DecodeReserved) -> list[Effect]:
@@ -405,6 +477,8 @@ class Prefill:
         pooled = len(job.prefix) > len(job.own_slots)
         if pooled and self._pool.reading_time_s(now, job.lease_id) <= 0:
             self._drop_pool_prefix(job)
+        if job.group is not None:
+            return self._gather(now, job, job.group)
         blocks = self._layout.blocks_for(job.length) - len(job.prefix)
         if blocks > self.slots.available:
             return []
@@ -414,12 +488,15 @@ class Prefill:
             assert slot is not None
             self.slots.pin((slot,))
             job.new_slots.append(slot)
+        return self._prepared(job, job.held_blocks)
+
+    def _prepared(self, job: Job, held_blocks: int) -> list[Effect]:
         self._move(job, JobEvent.PREPARED)
         job.computed = len(job.prefix) * self._layout.block_tokens
         job.sequence = self._ids.new()
         job.chunk_first_block = len(job.prefix)
         effects: list[Effect] = [OpenSequence(job.sequence, job.length)]
-        first = min(job.held_blocks, len(job.prefix))
+        first = min(held_blocks, len(job.prefix))
         if first < len(job.prefix):
             effects.append(self._handoff_blocks(job, first, tuple(job.prefix[first:]), ready=True))
         return effects
@@ -429,6 +506,70 @@ class Prefill:
         del job.prefix[len(job.own_slots) :]
         job.local_blocks = job.remote_blocks = 0
         self.counts.add("prefix_leases_expired")
+
+    # --- as the first stage of a pipeline
+
+    def _gather(self, now: float, job: Job, group: Group) -> list[Effect]:
+        """Once the slab has room: ask the other stages. They do not wait for room, so nobody waits for it in a circle."""
+        if group.room + len(job.own_slots) > self.slots.capacity:
+            self.slots.unpin(job.cut_prefix(0))
+        if group.room > self.slots.available:
+            return []
+        job.new_slots = group.take_room(self.slots)
+        self._move(job, JobEvent.GATHER)
+        self.counts.add("pipelines")
+        return group.ask(max(0.0, job.arrived_at + job.request.deadline_s - now))
+
+    def _on_stage_ready(self, now: float, sender: str, message: StageReady) -> list[Effect]:
+        job = self._led(sender, message.request_id, message.attempt)
+        if job is None or job.group is None or job.state is not JobState.GATHERING:
+            return []
+        if not job.group.on_ready(sender, message.blocks):
+            return []
+        if len(job.prefix) > len(job.own_slots) and self._pool.reading_time_s(now, job.lease_id) <= 0:
+            self._drop_pool_prefix(job)
+        common = job.group.common_blocks(len(job.prefix))
+        self.slots.unpin(job.cut_prefix(common))
+        release(self.slots, job.new_slots[:common])
+        del job.new_slots[:common]
+        job.group.plan(common * self._layout.block_tokens)
+        assert job.held_blocks is not None
+        return self._prepared(job, job.held_blocks)
+
+    def _on_own_stage(self, now: float, job: Job, group: Group, result: StageComputed, first_block: int) -> list[Effect]:
+        """A chunk is computed here: the decode may have its layers, the next stage its hidden states."""
+        base = len(job.prefix)
+        slots = job.new_slots[first_block - base : self._layout.blocks_for(job.computed) - base]
+        self._move(job, JobEvent.OWN_DONE if job.computed == job.length else JobEvent.CHUNK_DONE)
+        sources, leaving = self._written(slots), self._written(group.leaving)
+        return group.on_own_done(sources, result.parts, leaving)
+
+    def _on_stage_done(self, now: float, sender: str, message: StageDone) -> list[Effect]:
+        job = self._led(sender, message.request_id, message.attempt)
+        if job is None or job.group is None or job.state is JobState.HANDING_OFF:
+            return []
+        if not job.group.expects(sender, message):
+            return self._fail(now, job, f"{sender} computed something else", avoid=sender)
+        effects = job.group.on_done(sender, message)
+        if not job.group.finished:
+            return effects
+        assert message.token is not None
+        job.checksums = job.group.checksums()
+        return effects + self._finish(now, job, message.token)
+
+    def _on_stage_failed(self, now: float, sender: str, message: StageFailed) -> list[Effect]:
+        job = self._led(sender, message.request_id, message.attempt)
+        if job is None or job.state is JobState.HANDING_OFF:
+            return []
+        if message.unreached:
+            self._forgo_reuse(job)
+        return self._fail(now, job, f"{sender}: {message.reason}", full=message.full, avoid=sender if message.full else "")
+
+    def _led(self, stage: str, request_id: str, attempt: int) -> Job | None:
+        """The job in whose pipeline `stage` is a later one."""
+        job = self._jobs.get(request_id)
+        current = job is not None and job.request.attempt == attempt and stage in job.request.stages
+        return job if current else None
 
     # --- computing
 
@@ -443,7 +584,8 @@ class Prefill:
                 prefix_s = min(deadline_s, self._pool.reading_time_s(now, job.lease_id))
             if prefix_s <= 0:
                 return self._fail(now, job, "lease ended before the prefix was loaded")
-            prefix = tuple(BlockLoad(i, ref, 0, self._layout.layers, size) for i, ref in enumerate(job.prefix))
+            stop_layer = job.group.own_layers.stop if job.group else self._layout.layers
+            prefix = tuple(BlockLoad(i, ref, 0, stop_layer, size) for i, ref in enumerate(job.prefix))
         job.loaded = True
         start = job.computed
         stop = chunk_stop(start, job.length, self._settings.chunk_tokens)
@@ -460,10 +602,14 @@ class Prefill:
             start=start,
             tokens=request.tokens[start * 4 : stop * 4],
             prefix=prefix,
-            outputs=tuple(SlotGrant(self.name, self.incarnation, s, self.slots.generation[s]) for s in slots),
-            sampling=request.sampling if stop == job.length else None,
+            outputs=self._grants(slots),
+            sampling=request.sampling if stop == job.length and not job.group else None,
             prefix_s=prefix_s,
         )
+        if job.group:
+            leaving = self._grants(job.group.begin_own(self.slots))
+            stage = ComputeStage(work, stop - start, 0, job.group.own_layers.stop, leaving=leaving)
+            return [Start(work_id, stage, deadline_s)]
         refs = tuple(self._ref(slot) for slot in slots)
         return [self._handoff_blocks(job, first_block, refs, ready=False), Start(work_id, work, deadline_s)]
 
@@ -485,7 +631,7 @@ class Prefill:
         )
         return [Send(request.decode, ready)]
 
-    def _on_chunk(self, now: float, result: ChunkComputed | WorkFailed) -> list[Effect]:
+    def _on_chunk(self, now: float, result: ChunkComputed | StageComputed | WorkFailed) -> list[Effect]:
         assert self._computing is not None
         job = self._computing[1]
         self._computing = None
@@ -498,9 +644,13 @@ class Prefill:
         if result.failed:
             self._move(job, JobEvent.CHUNK_DONE)
             return self._on_prefix_failed(now, job, result)
-        self._workload.measure(now, job, result)
-        self.counts.add("prompt_tokens_computed", job.chunk_stop - job.computed)
-        job.computed = job.chunk_stop
+        first_block, start, stop = job.chunk_first_block, job.computed, job.chunk_stop
+        self._workload.measure(now, result, start=start, stop=stop, loads=job.chunk_loads, share=job.share)
+        self.counts.add("prompt_tokens_computed", stop - start)
+        job.computed = stop
+        if isinstance(result, StageComputed):
+            assert job.group is not None
+            return self._on_own_stage(now, job, job.group, result, first_block)
         job.checksums += result.checksums
         if job.computed < job.length:
             self._move(job, JobEvent.CHUNK_DONE)
@@ -508,7 +658,7 @@ class Prefill:
         assert result.token is not None
         return self._finish(now, job, result.token)
 
-    def _on_prefix_failed(self, now: float, job: Job, result: ChunkComputed) -> list[Effect]:
+    def _on_prefix_failed(self, now: float, job: Job, result: ChunkComputed | StageComputed) -> list[Effect]:
         """Reused blocks were not loaded: nobody shall find corrupt copies again, and the request is placed anew."""
         refs = [job.prefix[block] for block in result.corrupt if block < len(job.prefix)]
         unreached = len(result.failed) - len(result.corrupt)
@@ -558,7 +708,7 @@ class Prefill:
         self.counts.add("prompt_tokens_cached[source=local]", first.local)
         self.counts.add("prompt_tokens_cached[source=remote]", first.remote)
         checksums = [ref.checksum for ref in job.prefix] + job.checksums
-        handed = checksums[job.held_blocks :]
+        handed, base = checksums[job.held_blocks :], len(job.prefix)
         done = HandoffDone(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -567,11 +717,12 @@ class Prefill:
             checksum=block_checksum(handed),
             token=token,
             index=request.first_index,
+            **(job.group.offer(base) if job.group else {}),
         )
         effects: list[Effect] = [Send(job.gateway, first), Send(request.decode, done), CloseSequence(job.sequence)]
         job.sequence = None
-        base = len(job.prefix)
-        for index, (slot, checksum) in enumerate(zip(job.new_slots, job.checksums, strict=True)):
+        whole = [] if job.group else zip(job.new_slots, job.checksums, strict=True)
+        for index, (slot, checksum) in enumerate(whole):
             if base + index < len(request.keys):
                 if self.slots.key_of(slot) is None:
                     self.slots.name(slot, request.keys[base + index])
@@ -667,6 +818,8 @@ class Prefill:
             del self._jobs[request.request_id]
             effects.append(CancelTimer(("deadline", request.request_id, request.attempt)))
         effects += self._reports.hurry(now)
+        if job.group is not None:
+            effects += job.group.dismiss()
         if job.state is JobState.ABANDONED:
             assert self._computing is not None
             self._abandoned.append(job)
@@ -680,8 +833,8 @@ class Prefill:
         if job.sequence is not None:
             effects.append(CloseSequence(job.sequence))
             job.sequence = None
-        self.slots.unpin(job.own_slots + job.new_slots)
-        for slot in job.new_slots:
+        self.slots.unpin(job.held_slots)
+        for slot in job.held_slots:
             if self.slots.state_of(slot) is SlotState.WRITING:
                 self.slots.free(slot)
         return effects
@@ -694,22 +847,29 @@ class Prefill:
                 effects += self._drop(now, job, f"{peer} is down")
             elif job.request.decode == peer and job.state is JobState.HANDING_OFF:
                 effects += self._end(now, job)
-            elif job.request.decode == peer:
+            elif job.request.decode == peer or peer in job.request.stages and job.state is not JobState.HANDING_OFF:
                 effects += self._fail(now, job, f"{peer} is down", avoid=peer)
             elif job.lease_id is not None and not job.leased and self._pool.node is None:
                 job.leased, job.estimate = True, None
-        return effects
+        return effects + self._stages.peer_down(peer)
 
     def _report(self, now: float) -> list[Effect]:
         room = max(0, self._settings.max_queued - self._turns.waiting)
         jobs = [job for job in self._turns if job.state is not JobState.ABANDONED]
-        return self._reports.send(now, self._workload.report(now, jobs, room=room, draining=self._draining), self._peers)
+        stages = self._stages.report(now)
+        load = self._workload.report(now, jobs, room=room, draining=self._leaving.draining, stages=stages)
+        return self._reports.send(now, load, self._peers)
 
     def _drained(self) -> list[Effect]:
-        idle = not (self._jobs or self._abandoned or self._pool.puts)
-        return [Drained()] if self._draining and idle else []
+        idle = not (self._jobs or self._abandoned or self._pool.puts or len(self._stages))
+        return self._leaving.drained(idle=idle)
 
     # --- leaves
+
+    def _away(self, message: StartPrefill) -> str:
+        """Who of those that the request needs is not there; empty: nobody. A node may have changed its role since."""
+        needed = ((message.decode, "decode"), *((name, "prefill") for name in message.stages))
+        return next((name for name, role in needed if name not in self._peers or self._peers[name].role != role), "")
 
     def _job(self, decode: str, request_id: str, attempt: int) -> Job | None:
         job = self._jobs.get(request_id)
@@ -722,6 +882,12 @@ class Prefill:
             request_id=request.request_id, attempt=request.attempt, first_block=first_block, sources=sources, ready=ready
         )
         return Send(request.decode, message)
+
+    def _grants(self, slots: Sequence[int]) -> tuple[SlotGrant, ...]:
+        return grants(self.name, self.incarnation, self.slots, slots)
+
+    def _written(self, slots: Sequence[int]) -> tuple[SlotRef, ...]:
+        return written(self.name, self.incarnation, self.slots, slots)
 
     def _ref(self, slot: int) -> SlotRef:
         committed = self.slots.state_of(slot) is SlotState.COMMITTED
@@ -759,4 +925,4 @@ class Prefill:
 
 
 def _is_ready(job: Job) -> bool:
-    return job.state is JobState.READY
+    return job.state is JobState.READY and (job.group is None or job.group.may_begin(0))

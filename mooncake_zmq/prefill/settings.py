@@ -20,10 +20,11 @@ class PrefillSettings:
     """Further places for prompts that rank before one that holds a place, so that long ones do not keep short ones out."""
     max_queued: int = 64
     """Jobs waiting; a further one is refused and placed elsewhere."""
-    overtake: float = 1.0
+    overtake: float = 0.0
     """Seconds of later arrival that a prompt gives way for each second of its own work, see `core.order`. 0: first come, first
-    served. 1: a prompt of 30 s waits for nothing that comes more than 30 s after it, and one of 1 s passes it until 29 s after:
-    nobody's time more than about doubles by those that pass it, while a short one waits for a chunk, not for a book."""
+    served, so that nobody who comes later breaks a promise. 1: a prompt of 30 s waits for nothing that comes more than 30 s
+    after it, and one of 1 s passes it until 29 s after. On the public trace at twice its rate (8P+8D) that shortens the mean
+    TTFT from 3.8 to 2.2 s and makes its prediction wrong by a quarter instead of a seventieth."""
     priority_s: float = 10.0
     """Seconds of later arrival that one step of a request's priority is worth. Above what a prompt mostly takes, so that a step
     is felt, and far below a deadline, so that it starves nobody."""

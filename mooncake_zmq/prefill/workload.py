@@ -11,10 +11,10 @@ from typing import Any
 from msgspec.structs import asdict
 
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad, QueuedJob, StartPrefill
+from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad, QueuedJob, StartPrefill, StartStage
 from mooncake_zmq.core.order import Order
 from mooncake_zmq.core.pace import Pace
-from mooncake_zmq.core.work import ChunkComputed
+from mooncake_zmq.core.work import ChunkComputed, StageComputed
 from mooncake_zmq.prefill.chunking import chunk_stop
 from mooncake_zmq.prefill.job import Estimate, Job, JobState
 from mooncake_zmq.prefill.settings import PrefillSettings
@@ -49,23 +49,31 @@ class Workload:
         self._compute = Pace(memory_s=COMPUTE_MEMORY_S, half_life_s=settings.measured_half_life_s)
         self._load = Pace(memory_s=LOAD_MEMORY_S, half_life_s=settings.measured_half_life_s)
 
-    def rank(self, now: float, request: StartPrefill) -> float:
-        """The rank of a job that arrives now, for good: by the work that its plan leaves it."""
-        length = len(request.tokens) // 4
-        work_s = self._compute.ratio(now) * self._costs.compute_s(length, self._promised(request, length))
+    def rank(self, now: float, request: StartPrefill | StartStage, tokens: int, share: float) -> float:
+        """The rank of a job that arrives now, for good: by the work that its plan leaves it here, a `share` of the layers."""
+        work_s = share * self._compute.ratio(now) * self._costs.compute_s(tokens, self._promised(request, tokens))
         return self._order.rank(now, work_s, request.priority)
 
     def block_s(self, now: float) -> float:
         """What computing one block has taken lately; 0 if nothing was measured yet."""
         return self._compute.ratio(now) * self._costs.compute_s(self._block_tokens, 0) if self._compute.known else 0.0
 
-    def measure(self, now: float, job: Job, result: ChunkComputed) -> None:
-        """The chunk of `job` that was in flight has been computed."""
-        compute_s = self._costs.compute_s(job.chunk_stop, job.computed)
-        if not job.chunk_loads:
-            self._compute.add(now, result.elapsed_s, compute_s)
+    def measure(
+        self,
+        now: float,
+        result: ChunkComputed | StageComputed,
+        *,
+        start: int,
+        stop: int,
+        loads: bool,
+        share: float,
+    ) -> None:
+        """Tokens `start` to `stop` were computed in a `share` of the layers, and those before them loaded if it `loads`."""
+        compute_s = share * self._costs.compute_s(stop, start)
+        if not loads:
+            self._compute.add(now, max(0.0, result.elapsed_s - result.waited_s), compute_s)
             return
-        load_s = self._costs.load_s(job.computed)
+        load_s = share * self._costs.load_s(start)
         if result.loaded_s > 0:
             self._load.add(now, result.loaded_s, load_s)
             self._compute.add(now, max(0.0, result.elapsed_s - result.waited_s), compute_s)
@@ -74,12 +82,24 @@ class Workload:
         else:
             self._compute.add(now, result.elapsed_s, compute_s)
 
-    def report(self, now: float, jobs: Sequence[Job], *, room: int, draining: bool) -> PrefillLoad:
-        """`jobs`: all that are not computed to their end, by rank."""
+    def stage(self, now: float, request: StartStage, rank: float, *, computed: int, share: float) -> QueuedJob:
+        """What a stage of somebody's pipeline still has to do here."""
+        left_s = share * self._compute.ratio(now) * self._costs.compute_s(request.tokens, computed)
+        rank_s = min(MAX_RANK_S, max(-MAX_RANK_S, rank - now))
+        return QueuedJob(booking=request.booking, rank_s=rank_s, left_s=min(MAX_LEFT_S, left_s))
+
+    def report(
+        self, now: float, jobs: Sequence[Job], *, room: int, draining: bool, stages: Sequence[QueuedJob] = ()
+    ) -> PrefillLoad:
+        """`jobs`: all that are not computed to their end, by rank; `stages`: those of pipelines that others lead."""
         speeds = _Speeds(self._compute.ratio(now), self._load.ratio(now))
         named = [self._queued(now, job, speeds) for job in jobs[:MAX_REPORTED]]
-        if len(jobs) > MAX_REPORTED:
+        if stages:
+            named = sorted([*named, *stages], key=lambda job: job.rank_s)
+        if len(named) > MAX_REPORTED or len(jobs) > MAX_REPORTED:
             beyond_s = sum(self._left_s(now, job, speeds) for job in jobs[MAX_REPORTED:])
+            beyond_s += sum(job.left_s for job in named[MAX_REPORTED:])
+            del named[MAX_REPORTED:]
             last = named[-1]
             left_s = min(MAX_LEFT_S, last.left_s + beyond_s)
             named[-1] = QueuedJob(booking=last.booking, rank_s=last.rank_s, left_s=left_s)
@@ -116,9 +136,9 @@ class Workload:
         stop = job.chunk_stop if computing else chunk_stop(start, job.length, self._settings.chunk_tokens)
         loads = job.chunk_loads if computing else not job.loaded
         return Estimate(
-            compute_s=self._costs.compute_s(stop, start),
-            load_s=self._costs.load_s(start) if loads else 0.0,
-            rest_s=self._costs.compute_s(job.length, stop),
+            compute_s=job.share * self._costs.compute_s(stop, start),
+            load_s=job.share * self._costs.load_s(start) if loads else 0.0,
+            rest_s=job.share * self._costs.compute_s(job.length, stop),
         )
 
     def _start(self, job: Job) -> int:
@@ -126,12 +146,12 @@ class Workload:
         match job.state:
             case JobState.QUEUED:
                 return self._promised(job.request, job.length)
-            case JobState.PREPARING:
+            case JobState.PREPARING | JobState.GATHERING:
                 own = len(job.prefix) * self._block_tokens
                 return own if job.leased else max(own, self._promised(job.request, job.length))
             case _:
                 return job.computed
 
-    def _promised(self, request: StartPrefill, length: int) -> int:
+    def _promised(self, request: StartPrefill | StartStage, length: int) -> int:
         """Tokens that the plan reuses."""
         return min(request.reuse_blocks, (length - 1) // self._block_tokens) * self._block_tokens

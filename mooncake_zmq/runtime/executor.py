@@ -32,6 +32,7 @@ from mooncake_zmq.core.work import (
     BlocksPulled,
     ChunkComputed,
     ComputeChunk,
+    ComputeStage,
     CopyBlocks,
     DecodeStep,
     DiskBlock,
@@ -43,6 +44,7 @@ from mooncake_zmq.core.work import (
     Result,
     SequenceBlock,
     SlotGrant,
+    StageComputed,
     StepDecoded,
     Work,
     WorkFailed,
@@ -67,6 +69,7 @@ from mooncake_zmq.transfer.cuda import Cuda
 from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.disk_directory import DiskFault
+from mooncake_zmq.transfer.hidden_states import EnteringStates, store_hidden
 from mooncake_zmq.transfer.network import Configure, ReadBatch, RemoteRead, RemoteReader, plain
 from mooncake_zmq.transfer.process_lock import is_alive
 from mooncake_zmq.transfer.shared_memory import Segment
@@ -196,6 +199,8 @@ class Executor:
         match work:
             case ComputeChunk():
                 self._start_chunk(job, work)
+            case ComputeStage():
+                self._start_chunk(job, work.chunk, work)
             case PullBlocks():
                 self._start_pull(job, work)
             case CopyBlocks():
@@ -208,10 +213,12 @@ class Executor:
                 self._begin(job, [(self._copy, partial(self._probe, work))], [])
 
     def cancel(self, work_id: int) -> None:
-        """Ask a work to stop early; one that has ended is none."""
+        """Ask a work to stop early; one that has ended is none. A run of steps ends at its next border, which is no failure."""
         with self._lock:
             job = self._jobs.get(work_id)
-        if job:
+        if job and isinstance(job.work, DecodeStep) and job.work.steps > 1:
+            job.cut = True
+        elif job:
             self._stop(job, "cancelled")
 
     def close(self) -> None:
@@ -266,7 +273,7 @@ class Executor:
             job.result = job.result or result
             job.parties -= 1
             last = job.parties == 0
-        if isinstance(result, WorkFailed | ChunkComputed) and not last:
+        if isinstance(result, WorkFailed | ChunkComputed | StageComputed) and not last:
             self._stop(job, "its other half ended")
         if not last:
             return
@@ -286,6 +293,8 @@ class Executor:
             batch = job.batch
         if job.prefix:
             job.prefix.wake()
+        if job.entering:
+            job.entering.wake()
         if batch:
             self._reader.cancel(batch)
 
@@ -338,7 +347,7 @@ class Executor:
 
     # --- computing
 
-    def _start_chunk(self, job: "_Job", work: ComputeChunk) -> None:
+    def _start_chunk(self, job: "_Job", work: ComputeChunk, stage: ComputeStage | None = None) -> None:
         sequence = job.sequences[work.sequence].kv
         turns: list[tuple[_Worker, Turn]] = []
         reads: list[RemoteRead] = []
@@ -352,23 +361,22 @@ class Executor:
             reads = [
                 self._sequence_read(load, layers, sequence, prefix) for layers, load in _by_layer(self._layout.layers, far)
             ]
-        turns.append((self._compute, partial(self._compute_chunk, job, work, sequence)))
+        if stage and stage.entering:
+            assert self._engine
+            job.entering = EnteringStates(self._layout, stage.entering, stage.count, self._engine.spec.hidden)
+            reads += job.entering.remote_reads(self._is_remote)
+        compute = partial(self._compute_stage, job, stage, sequence) if stage else None
+        turns.append((self._compute, compute or partial(self._compute_chunk, job, work, sequence)))
         self._begin(job, turns, reads, until)
+
+    def _is_remote(self, source: SlotRef) -> bool:
+        return self._directory.endpoint((source.node, source.incarnation)) is not None
 
     def _compute_chunk(self, job: "_Job", work: ComputeChunk, sequence: SequenceKV) -> Result:
         assert self._engine
         began = time.perf_counter()
-        tokens: NDArray[np.int32] = np.frombuffer(work.tokens, "<i4").astype(np.int32, copy=False)
+        tokens = _tokens_of(work)
         told_at = time.monotonic()
-        waited_s = 0.0
-
-        def before_layer(layer: int) -> None:
-            nonlocal waited_s
-            job.check()
-            if job.prefix:
-                waits = time.perf_counter()
-                job.prefix.wait(layer, job)
-                waited_s += time.perf_counter() - waits
 
         def after_layer(layer: int) -> None:
             nonlocal told_at
@@ -384,12 +392,12 @@ class Executor:
             logits = self._engine.prefill(
                 sequence,
                 tokens,
-                before_layer=before_layer,
+                before_layer=job.before_layer,
                 after_layer=after_layer,
                 logits_at=None if work.sampling is None else (-1,),
             )
             for layer in range(self._layout.layers):  # an engine that skipped one must not have used what is not there
-                before_layer(layer)
+                job.before_layer(layer)
         except _PrefixFailed as failure:
             return ChunkComputed((), None, time.perf_counter() - began, *_split_failures(failure.blocks))
         token = None
@@ -398,7 +406,55 @@ class Executor:
             token = sample(logits[0], work.sampling, work.start + len(tokens))
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s = time.perf_counter() - began
-        return ChunkComputed(self._output_checksums(work), token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s)
+        return ChunkComputed(self._output_checksums(work), token, elapsed_s, loaded_s=loaded_s, waited_s=job.waited_s)
+
+    def _compute_stage(self, job: "_Job", stage: ComputeStage, sequence: SequenceKV) -> Result:
+        assert self._engine
+        began = time.perf_counter()
+        chunk = stage.chunk
+        entering: NDArray[Any] | None = _tokens_of(chunk)
+        if job.entering:
+            job.entering.read_here(lambda ref: self._directory.segment((ref.node, ref.incarnation)), self._is_remote)
+            entering = job.entering.wait(job.check, job.deadline)
+        if entering is None:
+            return WorkFailed("hidden states were not reached")
+        computes = time.perf_counter()
+
+        def after_layer(layer: int) -> None:
+            job.check()
+            self._store_outputs(chunk, sequence, layer, stage.count)
+
+        try:
+            sequence.set_length(chunk.start)
+            out = self._engine.prefill_layers(
+                sequence,
+                entering,
+                stage.layers,
+                before_layer=job.before_layer,
+                after_layer=after_layer,
+                logits=chunk.sampling is not None,
+            )
+            for layer in stage.layers:
+                job.before_layer(layer)
+        except _PrefixFailed as failure:
+            return StageComputed((), None, time.perf_counter() - began, *_split_failures(failure.blocks))
+        token = None
+        if stage.leaving:
+            assert out is not None
+            assert self._segment
+            if not store_hidden(out, self._segment, stage.leaving):
+                return WorkFailed("the slots for hidden states are no longer granted")
+        elif chunk.sampling is not None:
+            assert out is not None
+            token = sample(out[0], chunk.sampling, chunk.start + stage.count)
+        loaded_s = job.prefix.loaded_s if job.prefix else 0.0
+        elapsed_s, waited_s = time.perf_counter() - began, job.waited_s + computes - began
+        return StageComputed(self._stage_parts(stage), token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s)
+
+    def _stage_parts(self, stage: ComputeStage) -> tuple[int, ...]:
+        assert self._segment
+        rows = [self._segment.parts(grant.slot)[stage.first_layer : stage.stop_layer] for grant in stage.chunk.outputs]
+        return tuple(int(checksum) for row in rows for checksum in row)
 
     def _store_outputs(self, work: ComputeChunk, sequence: SequenceKV, layer: int, token_count: int) -> None:
         """Copy one layer of the new tokens to the output slots, which lie in the own segment."""
@@ -423,9 +479,14 @@ class Executor:
         for sequence, entry in zip(sequences, work.entries, strict=True):
             if sequence.length != entry.position:
                 sequence.set_length(entry.position)
-        logits = self._engine.decode(sequences, np.array([entry.token for entry in work.entries], np.int32))
-        tokens = tuple(sample(logits[row], entry.sampling, entry.position + 1) for row, entry in enumerate(work.entries))
-        return StepDecoded((tokens,), time.perf_counter() - began)
+        fed, made = tuple(entry.token for entry in work.entries), []
+        for step in range(1, work.steps + 1):
+            logits = self._engine.decode(sequences, np.array(fed, np.int32))
+            fed = tuple(sample(logits[row], entry.sampling, entry.position + step) for row, entry in enumerate(work.entries))
+            made.append(fed)
+            if job.cut or job.stopped or job.is_late():
+                break
+        return StepDecoded(tuple(made), time.perf_counter() - began)
 
     # --- copying whole blocks
 
@@ -580,9 +641,14 @@ class _Job:
     deadline: float
     parties: int = 0
     stopped: str = ""
+    cut: bool = False
+    """Of a run of steps: it ends at its next border."""
     result: Result | None = None
     conclude: Callable[[], Result] = _nothing
     prefix: "_Prefix | None" = None
+    waited_s: float = 0.0
+    """For the prefix."""
+    entering: EnteringStates | None = None
     batch: ReadBatch | None = None
     sequences: dict[int, _OpenSequence] = field(default_factory=dict)
 
@@ -594,6 +660,14 @@ class _Job:
             raise _Stopped(self.stopped)
         if self.is_late():
             raise _Stopped("deadline")
+
+    def before_layer(self, layer: int) -> None:
+        """Return once this layer of the prefix is here."""
+        self.check()
+        if self.prefix:
+            waits = time.perf_counter()
+            self.prefix.wait(layer, self)
+            self.waited_s += time.perf_counter() - waits
 
 
 class _LoadRecord(Protocol):
@@ -817,6 +891,11 @@ class _Worker:
                 self._on_crash(error)
 
 
+def _tokens_of(work: ComputeChunk) -> NDArray[np.int32]:
+    tokens: NDArray[np.int32] = np.frombuffer(work.tokens, "<i4").astype(np.int32, copy=False)
+    return tokens
+
+
 def _taken(shares: deque[list[int]]) -> Iterator[list[int]]:
     """Take turns with other threads at one list of things to do."""
     while True:
@@ -835,7 +914,7 @@ def _by_layer(layers: int, loads: Sequence[BlockLoad]) -> "list[_LayersOfBlock]"
 def _sequences_of(work: Work) -> list[int]:
     """The sequences a work reads or writes, each once."""
     match work:
-        case ComputeChunk() | PullBlocks():
+        case ComputeChunk() | ComputeStage() | PullBlocks():
             return [work.sequence]
         case DecodeStep():
             return list(dict.fromkeys(entry.sequence for entry in work.entries))

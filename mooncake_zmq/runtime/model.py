@@ -51,6 +51,7 @@ class Model:
             head_dim=self.spec.head_dim,
             block_tokens=block_tokens,
             dtype=self.spec.kv_dtype,
+            hidden_bytes=4 * self.spec.hidden,
         )
 
 

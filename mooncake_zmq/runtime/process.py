@@ -34,7 +34,7 @@ from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.roles import ENGINE_ROLES, Role, talks
+from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role, may_talk
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine
@@ -61,6 +61,7 @@ PARENT_VARIABLE = "MOONCAKE_ZMQ_PARENT"
 """The pid of the `up` that started this process: when that dies, this one drains."""
 BAD_INPUT = 2
 PR_SET_PDEATHSIG = 1
+HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 MAX_ASKS = 64
 """Of the operator's, taken at a time; further ones wait for the next signal."""
 ASKED_ROLES: tuple[Role, ...] = ("conductor",)
@@ -77,13 +78,21 @@ MISTAKES = (ConfigError, ModelError, ProcessLockError, SharedMemoryError, BadEnd
 """What the operator can put right: told in one line."""
 
 
-def main(loaded: Loaded, name: str) -> int:
-    """Run the node called `name` until it is told to stop; returns the exit code."""
+def main(loaded: Loaded, name: str, *, role: Role | None = None, begin_as: Callable[[Role], object] = lambda role: None) -> int:
+    """Run the node called `name` until it is told to stop; returns the exit code. `role`: another one that it may become.
+    `begin_as` begins its next life in another role, and is called once everything of this one is released."""
     try:
         node = loaded.config.node(name)
+        node = node.in_role(role or node.role)
         logs.configure(node=name, role=node.role, form=loaded.config.cluster.log_format, level=loaded.config.cluster.log_level)
         with ExitStack() as stack:
-            _Process(loaded, node, stack).run()
+            process = _Process(loaded, node, stack)
+            process.run()
+        _hold_signals()
+        if process.next_role is not None and not process.signals_seen:
+            log.info("role_changes", to=process.next_role)
+            _notify(f"STATUS=becoming a {process.next_role}\nWATCHDOG=1")
+            begin_as(process.next_role)
     except MISTAKES as mistake:
         sys.stderr.write(f"mooncake-zmq: {name}: {mistake}\n")
         return BAD_INPUT
@@ -127,6 +136,11 @@ class _Process:
         assert self._runtime is not None, "this process has no loop yet"
         return self._runtime
 
+    @property
+    def next_role(self) -> Role | None:
+        """What the process is to become once this life is over; None: nothing."""
+        return BECOMES[self.node.role] if self._runtime is not None and self._runtime.become else None
+
     def run(self) -> None:
         """Build the role, serve, and raise what a worker thread died of, if one did."""
         if self.node.role == "gateway":
@@ -142,6 +156,8 @@ class _Process:
     def _serve_actor(self) -> None:
         config, node = self.config, self.node
         segment, segment_ref = self._make_segment()
+        if node.may_become:
+            self._slots(node.in_role(node.may_become))  # better told now than when it is asked to change
         engine = None
         if node.role in ENGINE_ROLES:
             engine = self._load_engine()
@@ -201,16 +217,8 @@ class _Process:
         setting = PARTS[self.node.role].segment_setting
         if not setting:
             return None, None
-        slots = PARTS[self.node.role].segment_slots(self.settings, self.layout)
+        slots = self._slots(self.node)
         section = self.node.role.replace("-", "_")
-        if slots < 1:
-            raise ConfigError(f"{section}.{setting} is less than one slot of {self.layout.slot_bytes} bytes")
-        needed = self.layout.blocks_for(self.model.max_model_len)
-        if self.node.role == "prefill" and slots < needed:
-            raise ConfigError(
-                f"{section}.{setting} holds {slots} blocks, and a request of model.max_model_len {self.model.max_model_len} "
-                f"needs {needed}: raise it to {needed * self.layout.slot_bytes}, or lower max_model_len"
-            )
         cluster = self.config.cluster
         create = partial(DeviceSegment.allocate, self.cuda) if self.cuda else Segment.create
         segment = create(
@@ -235,6 +243,20 @@ class _Process:
         handle = segment.handle if isinstance(segment, DeviceSegment) else b""
         device = segment.device if handle else b""
         return segment, SegmentRef(path=str(segment.path), endpoint=server.endpoint, slots=slots, device=device, handle=handle)
+
+    def _slots(self, node: NodeSettings) -> int:
+        """Of the segment that this node has; 0: it has none. Raises ConfigError for one that is too small."""
+        setting, section = PARTS[node.role].segment_setting, node.role.replace("-", "_")
+        slots = PARTS[node.role].segment_slots(self.loaded.section(node), self.layout)
+        if setting and slots < 1:
+            raise ConfigError(f"{section}.{setting} is less than one slot of {self.layout.slot_bytes} bytes")
+        needed = self.layout.blocks_for(self.model.max_model_len)
+        if node.role == "prefill" and slots < needed:
+            raise ConfigError(
+                f"{section}.{setting} holds {slots} blocks, and a request of model.max_model_len {self.model.max_model_len} "
+                f"needs {needed}: raise it to {needed * self.layout.slot_bytes}, or lower max_model_len"
+            )
+        return slots
 
     def _open_device(self) -> Cuda:
         from mooncake_zmq.engine.backend import keep_kernels_in
@@ -317,6 +339,7 @@ class _Process:
             layout=self.layout,
             costs=self._costs(),
             disk=found,
+            may_become=self.node.may_become,
         )
 
     def _costs(self) -> Costs:
@@ -402,6 +425,7 @@ class _Process:
             tokenizer=self.model.tokenizer,
             layout=self.layout.fingerprint,
             segment=segment,
+            may_become=self.node.may_become,
         )
         return Session(
             me=self.node.name,
@@ -414,10 +438,11 @@ class _Process:
 
     def _peers(self) -> dict[str, str]:
         node, config = self.node, self.config
+        talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1)
         return {
             peer.name: config.endpoint(peer)
             for peer in config.nodes
-            if peer.name != node.name and talks(node.role, node.host, peer.role, peer.host)
+            if peer.name != node.name and talk(node.roles, node.host, peer.roles, peer.host)
         }
 
     def _attend(self, on_drain: Any = lambda: None) -> None:
@@ -634,6 +659,12 @@ def _mind_early_signals() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)  # see `_hold_signals`
+
+
+def _hold_signals() -> None:
+    """What comes between this life and one that follows in the same process waits for the next one's handlers."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
 
 
 def _follow_parent() -> None:

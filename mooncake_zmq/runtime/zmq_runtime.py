@@ -165,6 +165,8 @@ class ZmqRuntime:
         self.node = node
         self.counts: dict[str, int] = {}
         self.stopped = False
+        self.become = ""
+        """The role in which the actor wants its process to begin its next life; empty: none."""
         self.endpoint = endpoint
         self._executor = executor
         self._deliver = deliver
@@ -400,8 +402,9 @@ class ZmqRuntime:
                 case Answered():
                     assert self._answer is not None, "nobody asked"
                     self._answer(effect)
-                case Drained():
+                case Drained(become):
                     self._drained_at = self._drained_at or time.monotonic()  # said again after every event
+                    self.become = become
                 case _:
                     self._execute(effect)
 

@@ -36,6 +36,7 @@ from mooncake_zmq.core.messages import (
     SlotsReserved,
     TokensDecoded,
 )
+from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.core.work import PullBlocks, SlotGrant
 from mooncake_zmq.gateway.requests import ClientGone
 from mooncake_zmq.kv.block_hash import Key, extend_keys
@@ -45,6 +46,7 @@ from mooncake_zmq.simulation.hardware import Machine, Running, Segment
 
 if TYPE_CHECKING:
     from mooncake_zmq.simulation.simulator import ProcessSpec, Simulator
+    from mooncake_zmq.simulation.world import Life, Process
 
 EPSILON_S = 1e-6
 IDLE_GAUGES = ("cached_", "capacity_")
@@ -158,6 +160,14 @@ class Checkers:
                 latest = (effect.request_id, self._attempts.get(effect.request_id, 0))
                 if latest not in told:
                     raise Violation("I3", f"{effect.request_id} is sent {effect.output} of an older attempt than {latest[1]}")
+
+    def leaves(self, process: "Process[Machine]") -> None:
+        """I4: an engine that says it is drained has nothing left to finish."""
+        assert process.life is not None
+        if process.spec.role in ENGINE_ROLES:
+            problem = self._idle(process.name, process.life)
+            if problem is not None:
+                raise Violation(problem.invariant, f"drained, as it says, but {problem}")
 
     def died(self, name: str, incarnation: int) -> None:
         """A life ended: what it granted is void, what it held is free to go."""
@@ -354,15 +364,21 @@ class Checkers:
             life = process.life
             if life is None:
                 return Violation("I4", f"{name} is down")
-            levels = life.actor.gauges(self._simulator.now).items()
-            above = {gauge: level for gauge, level in levels if level and not gauge.startswith(IDLE_GAUGES)}
-            if above:
-                leases_only = all("lease" in gauge for gauge in above)
-                return Violation("I2" if leases_only else "I4", f"{name} has {above}")
-            if life.machine.works:
-                return Violation("I4", f"{name} has works {[type(w.work).__name__ for w in life.machine.works.values()]}")
-            if life.machine.sequences:
-                return Violation("I4", f"{name} has sequences {list(life.machine.sequences)} open")
+            problem = self._idle(name, life)
+            if problem is not None:
+                return problem
+        return None
+
+    def _idle(self, name: str, life: "Life[Machine]") -> Violation | None:
+        levels = life.actor.gauges(self._simulator.now).items()
+        above = {gauge: level for gauge, level in levels if level and not gauge.startswith(IDLE_GAUGES)}
+        if above:
+            leases_only = all("lease" in gauge for gauge in above)
+            return Violation("I2" if leases_only else "I4", f"{name} has {above}")
+        if life.machine.works:
+            return Violation("I4", f"{name} has works {[type(w.work).__name__ for w in life.machine.works.values()]}")
+        if life.machine.sequences:
+            return Violation("I4", f"{name} has sequences {list(life.machine.sequences)} open")
         return None
 
     def stale_index(self) -> Violation | None:

@@ -1,6 +1,6 @@
 """The cluster every seed runs: the live actors with settings small enough that pools evict, decodes preempt, leases expire."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.roles import ROLES, Role, talks
+from mooncake_zmq.core.roles import BECOMES, ROLES, Role, may_talk
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
@@ -24,6 +24,8 @@ BLOCK_TOKENS = 8
 SLOT_BYTES = sim_layout(BLOCK_TOKENS).slot_bytes
 HOSTS = ("a", "b", "c")
 CONDUCTORS = ("conductor-1", "conductor-2")
+CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
+"""Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
 
 
@@ -42,6 +44,7 @@ class ClusterSettings:
         replica_interval_s=0.5,
         replica_half_life_s=2.0,
         replica_demand_per_s=0.5,
+        role_change_after_s=1.0,
     )
     costs: Costs = Costs(
         prefill_token_s=1e-3,
@@ -52,7 +55,7 @@ class ClusterSettings:
         decode_request_s=0.0011,
     )
     prefill: PrefillSettings = PrefillSettings(
-        slab_bytes=48 * SLOT_BYTES, chunk_tokens=32, max_active=3, work_deadline_s=6.0, pool=POOL
+        slab_bytes=48 * SLOT_BYTES, chunk_tokens=32, max_active=3, overtake=1.0, work_deadline_s=6.0, pool=POOL
     )
     decode: DecodeSettings = DecodeSettings(
         capacity_tokens=304, max_batch=6, max_requests=8, pull_deadline_s=3.0, step_deadline_s=5.0, pool=POOL
@@ -68,6 +71,23 @@ class ClusterSettings:
     )
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
+    @classmethod
+    def of_seed(cls, seed: int) -> "ClusterSettings":
+        """Of three seeds one is plain, one computes longer prompts in pipelines of up to three prefills, one decodes several
+        steps in a work."""
+        plain = cls()
+        if seed % 3 == 2:
+            return replace(plain, decode=replace(plain.decode, max_steps=5))
+        if seed % 3 != 1:
+            return plain
+        conductor = replace(
+            plain.conductor,
+            pipeline_stages=3,
+            pipeline_min_tokens=3 * BLOCK_TOKENS,
+            pipeline_chunk_tokens=2 * BLOCK_TOKENS,
+        )
+        return replace(plain, conductor=conductor, prefill=replace(plain.prefill, chunk_tokens=2 * BLOCK_TOKENS))
+
     def of_role(self, role: Role) -> Any:
         """The settings of one role's nodes."""
         return getattr(self, role.replace("-", "_"))
@@ -78,26 +98,31 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
     places = {f"gateway-{i + 1}": HOSTS[i] for i in range(2)} | {name: HOSTS[i] for i, name in enumerate(CONDUCTORS)}
     for role in ("prefill", "decode", "cache-node"):
         places |= {f"{role}-{host}": host for host in HOSTS}
-    specs = []
-    for name, host in places.items():
-        role = _role_of(name)
-        peers = tuple(other for other, there in places.items() if other != name and talks(role, host, _role_of(other), there))
-        specs.append(
-            ProcessSpec(
-                name=name,
-                role=role,
-                host=host,
-                peers=peers,
-                make=partial(_make, settings, role, name, host),
-                slots=PARTS[role].segment_slots(settings.of_role(role), settings.layout),
-                disk_slots=settings.cache_node.ssd.bytes // SLOT_BYTES if role == "cache-node" else 0,
-            )
+    talk = partial(may_talk, pipelines=settings.conductor.pipeline_stages > 1)
+    return [
+        ProcessSpec(
+            name=name,
+            role=role,
+            host=host,
+            peers=tuple(
+                other
+                for other, there in places.items()
+                if other != name and talk(_roles_of(name), host, _roles_of(other), there)
+            ),
+            make=partial(_make, settings, role, name, host),
+            slots=PARTS[role].segment_slots(settings.of_role(role), settings.layout),
+            disk_slots=settings.cache_node.ssd.bytes // SLOT_BYTES if role == "cache-node" else 0,
+            may_become=BECOMES[role] if name in CHANGEABLE else "",
         )
-    return specs
+        for name, host in places.items()
+        for role in _roles_of(name)
+    ]
 
 
-def _role_of(name: str) -> Role:
-    return next(role for role in ROLES if name.startswith(f"{role}-"))
+def _roles_of(name: str) -> tuple[Role, ...]:
+    """The one that it is configured for first."""
+    role = next(role for role in ROLES if name.startswith(f"{role}-"))
+    return (role, BECOMES[role]) if name in CHANGEABLE else (role,)
 
 
 def _make(settings: ClusterSettings, role: Role, name: str, host: str, incarnation: int, disk: DiskContents) -> Actor:
@@ -110,4 +135,5 @@ def _make(settings: ClusterSettings, role: Role, name: str, host: str, incarnati
         layout=settings.layout,
         costs=settings.costs,
         disk=disk,
+        may_become=BECOMES[role] if name in CHANGEABLE else "",
     )

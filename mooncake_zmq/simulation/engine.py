@@ -1,6 +1,7 @@
 """A very small exact engine: KV of a token follows from the KV before it, and a token hashes every KV byte of its sequence.
 
-Any wrong KV byte therefore changes the next token, and equality with the undisturbed run is exact.
+Any wrong KV byte therefore changes the next token, and equality with the undisturbed run is exact. A hidden state is a token,
+in a chunk's last row also the hash of all KV of the layers before.
 """
 
 import numpy as np
@@ -11,6 +12,7 @@ from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.kv.layout import BlockLayout
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 1, 2
+HIDDEN_WORDS = 4
 VOCABULARY = 512
 EOS_IDS = (7, 100, 256, 300, 411)
 _MULTIPLIER = (np.arange(LAYERS * 2 * HEAD_DIM, dtype=np.uint32).reshape(LAYERS, 2, 1, HEAD_DIM) * 40503 + 10007) | np.uint32(1)
@@ -18,7 +20,9 @@ _MULTIPLIER = (np.arange(LAYERS * 2 * HEAD_DIM, dtype=np.uint32).reshape(LAYERS,
 
 def sim_layout(block_tokens: int) -> BlockLayout:
     """Blocks of this engine's KV."""
-    return BlockLayout(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_tokens=block_tokens)
+    return BlockLayout(
+        layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_tokens=block_tokens, hidden_bytes=4 * HIDDEN_WORDS
+    )
 
 
 class SimSequence:
@@ -61,12 +65,34 @@ class SimSequence:
 
     def next_token(self, length: int, sampling: Sampling) -> int:
         """The token at position `length`: greedy depends on the KV alone, sampled on (seed, position) as well."""
-        digest = xxhash.xxh3_64()
-        for layer in self.kv[:, :, :length]:
-            digest.update(layer.tobytes())
-        if sampling.temperature > 0:
-            digest.update(b"%d %d" % (sampling.seed, length))
-        return digest.intdigest() % VOCABULARY
+        return token_of(self.hash_kv(range(LAYERS), length), length, sampling)
+
+    def hash_kv(self, layers: range, length: int, before: int = 0) -> int:
+        """Of all KV of these layers, after those that hash to `before`."""
+        for layer in layers:
+            before = xxhash.xxh3_64_intdigest(self.kv[layer, :, :length].tobytes(), seed=before)
+        return before
+
+
+def token_of(kv_hash: int, length: int, sampling: Sampling) -> int:
+    """The token at position `length` behind KV that hashes to this."""
+    if sampling.temperature > 0:
+        kv_hash = xxhash.xxh3_64_intdigest(b"%d %d" % (sampling.seed, length), seed=kv_hash)
+    return kv_hash % VOCABULARY
+
+
+def hidden_states(tokens: NDArray[np.uint32], kv_hash: int) -> bytes:
+    """What leaves a stage."""
+    states = np.zeros((len(tokens), HIDDEN_WORDS), dtype=np.uint32)
+    states[:, 0] = tokens
+    states[-1, 1:3] = kv_hash & 0xFFFFFFFF, kv_hash >> 32
+    return states.tobytes()
+
+
+def entering_states(raw: bytes) -> tuple[NDArray[np.uint32], int]:
+    """Tokens and hash of what left the stage before."""
+    states = np.frombuffer(raw, dtype=np.uint32).reshape(-1, HIDDEN_WORDS)
+    return states[:, 0].copy(), int(states[-1, 1]) | int(states[-1, 2]) << 32
 
 
 def as_tokens(raw: bytes) -> NDArray[np.uint32]:

@@ -29,6 +29,8 @@ class FaultKind(Enum):
     """SIGSTOP in the middle of the process's next copy into a pool, for longer than it may write there."""
     DRAIN = "drain"
     """The operator drains the process; once it has exited, or after `duration_s`, a new life begins."""
+    ROLE = "role"
+    """The operator asks for the target to change its role, and again after `duration_s`, to what it then may become."""
     SLOW = "slow"
     """Copies and computing on the target's host take `amount` times as long."""
     COPY_FAIL = "copy_fail"
@@ -98,6 +100,9 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             return Fault(kind, at_s, duration_s, (one, two))
         case FaultKind.CRASH | FaultKind.PAUSE | FaultKind.DRAIN:
             return Fault(kind, at_s, duration_s, (one,))
+        case FaultKind.ROLE:
+            changeable = random.choice([name for name in processes if name.startswith(("prefill", "decode"))])
+            return Fault(kind, at_s, duration_s, (changeable,))
         case FaultKind.STOP_ASKER | FaultKind.STOP_WRITER:
             pool_client = random.choice([name for name in processes if name.startswith(("prefill", "decode"))])
             return Fault(kind, 0.5 * at_s, LONG_STOP_S * random.uniform(1, 1.4), (pool_client,))

@@ -11,6 +11,7 @@ from random import Random
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import Event, PeerDown, PeerUp
 from mooncake_zmq.core.messages import SlotRef
@@ -20,6 +21,7 @@ from mooncake_zmq.core.work import (
     BlocksPulled,
     ChunkComputed,
     ComputeChunk,
+    ComputeStage,
     CopyBlocks,
     DecodeStep,
     DiskBlock,
@@ -32,16 +34,18 @@ from mooncake_zmq.core.work import (
     Result,
     SequenceBlock,
     SlotGrant,
+    StageComputed,
     StepDecoded,
+    StepEntry,
     Work,
     WorkFailed,
     WriteToDisk,
 )
 from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
-from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.layout import BlockLayout, div_ceil
 from mooncake_zmq.simulation.disk import SimDisk
-from mooncake_zmq.simulation.engine import SimSequence, as_tokens
+from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_states, hidden_states, token_of
 
 NO_ANSWER = "no answer"
 """Why a work stops that waited for a silent peer: its blocks were not reached."""
@@ -264,6 +268,8 @@ class Machine:
         match running.work:
             case ComputeChunk() as work:
                 return self._compute(running, work)
+            case ComputeStage() as work:
+                return self._compute_stage(running, work)
             case PullBlocks() as work:
                 return self._pull(running, work)
             case DecodeStep() as work:
@@ -301,13 +307,77 @@ class Machine:
         stop = yield self._wait_for_compute(running, took_s)
         if stop or fail:
             return WorkFailed(stop or "injected failure")
+        layers = range(self.layout.layers)
+        missing = yield from self._run_layers(running, work, tokens, layers, took_s, tell=True)
+        if missing is not None:
+            return missing.of_chunk(self.world.now - began_at)
+        end = work.start + len(tokens)
+        sampling = work.sampling
+        token = None if sampling is None else self.sequences[work.sequence].next_token(end, sampling)
+        assert self.segment is not None or not work.outputs
+        checksums = tuple(block_checksum(self.segment.parts[grant.slot]) for grant in work.outputs if self.segment)
+        return ChunkComputed(checksums, token, self.world.now - began_at)
+
+    def _compute_stage(self, running: Running, work: ComputeStage) -> Steps:
+        hardware, chunk, segment = self.world.hardware, work.chunk, self.segment
+        assert segment is not None
+        share = len(work.layers) / self.layout.layers
+        took_s = self._took(hardware.compute_start_s + hardware.compute_token_s * work.count * share)
+        took_s += self._took(hardware.copy_block_s * (len(chunk.prefix) * share + len(work.entering)))
+        fail = self.world.random.random() < self.world.copy_fail
+        began_at = self.world.now
+        stop = yield self._wait_for_compute(running, took_s)
+        if stop or fail:
+            return WorkFailed(stop or "injected failure")
+        tokens, before = as_tokens(chunk.tokens), 0
+        if work.entering:
+            raw = yield from self._read_states(running, work)
+            if raw is None:
+                return WorkFailed("hidden states were not reached")
+            tokens, before = entering_states(raw)
+        missing = yield from self._run_layers(running, chunk, tokens, work.layers, took_s, tell=False)
+        if missing is not None:
+            return missing.of_stage(self.world.now - began_at)
+        end = chunk.start + work.count
+        kv_hash = self.sequences[chunk.sequence].hash_kv(work.layers, end, before)
+        if work.leaving:
+            self._write_states(running, hidden_states(tokens, kv_hash), work.leaving)
+        token = None if chunk.sampling is None else token_of(kv_hash, end, chunk.sampling)
+        parts = [part for grant in chunk.outputs for part in segment.parts[grant.slot][work.first_layer : work.stop_layer]]
+        return StageComputed(tuple(parts), token, self.world.now - began_at)
+
+    def _read_states(self, running: Running, work: ComputeStage) -> Generator[float, str | None, bytes | None]:
+        size = work.count * self.layout.hidden_bytes
+        parts = div_ceil(size, self.layout.part_bytes)
+        places = [divmod(part, self.layout.layers) for part in range(parts)]
+        reads = [_Read(self, running, work.entering[index], layer) for index, layer in places]
+        for read in reads:
+            read.first_half()
+        yield self._took(self._copy_s(len(work.entering), work.entering))
+        halves = [read.second_half() for read in reads]
+        return None if None in halves else b"".join(half for half in halves if half is not None)[:size]
+
+    def _write_states(self, running: Running, states: bytes, grants: Sequence[SlotGrant]) -> None:
+        size, layers = self.layout.part_bytes, self.layout.layers
+        for index in range(div_ceil(len(states), size)):
+            grant, layer = grants[index // layers], index % layers
+            segment = self.world.segments[grant.node, grant.incarnation]
+            self.world.watcher.writing(self, running, segment, grant)
+            part = states[index * size : (index + 1) * size].ljust(size, b"\0")
+            segment.part(grant.slot, layer)[:] = part
+            segment.parts[grant.slot][layer] = part_checksum(part)
+
+    def _run_layers(
+        self, running: Running, work: ComputeChunk, tokens: NDArray[np.uint32], layers: range, took_s: float, *, tell: bool
+    ) -> Generator[float, str | None, "_Missing | None"]:
+        """Load, compute and store one layer after the other; what is missing ends it."""
         sequence = self.sequences[work.sequence]
         end = work.start + len(tokens)
-        layer_s = took_s / (2 * self.layout.layers)
-        for layer in range(self.layout.layers):
+        layer_s = took_s / (2 * len(layers))
+        for layer in layers:
             loads = [load for load in work.prefix if load.first_layer <= layer < load.stop_layer]
             if loads and self.world.now > running.started_at + work.prefix_s:
-                return ChunkComputed((), None, self.world.now - began_at, tuple(load.block for load in loads))
+                return _Missing(tuple(load.block for load in loads))
             reads = [_Read(self, running, load.source, layer) for load in loads]
             for read in reads:
                 read.first_half()
@@ -316,9 +386,9 @@ class Machine:
             failed = tuple(load.block for load, part in zip(loads, parts, strict=True) if part is None)
             if failed:
                 corrupt = tuple(load.block for load, read in zip(loads, reads, strict=True) if read.corrupt)
-                return ChunkComputed((), None, self.world.now - began_at, failed, corrupt)
+                return _Missing(failed, corrupt)
             if stop:
-                return WorkFailed(stop)
+                return _Missing(stopped=stop)
             for load, part in zip(loads, parts, strict=True):
                 assert part is not None
                 self._store(sequence, load, layer, part)
@@ -326,13 +396,9 @@ class Machine:
             yield layer_s
             for index, grant in enumerate(work.outputs):
                 self._write_out(running, sequence, layer, work.start + index * self.layout.block_tokens, end, grant)
-            self._progressed(running.work_id, LayersComputed(layer + 1))
-        token = None
-        if work.sampling is not None:
-            token = sequence.next_token(end, work.sampling)
-        assert self.segment is not None or not work.outputs
-        checksums = tuple(block_checksum(self.segment.parts[grant.slot]) for grant in work.outputs if self.segment)
-        return ChunkComputed(checksums, token, self.world.now - began_at)
+            if tell:
+                self._progressed(running.work_id, LayersComputed(layer + 1))
+        return None
 
     def _write_out(self, running: Running, sequence: SimSequence, layer: int, start: int, end: int, grant: SlotGrant) -> None:
         """Store one layer's part of one output block, zero-filled beyond the sequence's tokens."""
@@ -378,18 +444,24 @@ class Machine:
 
     def _decode(self, running: Running, work: DecodeStep) -> Steps:
         hardware = self.world.hardware
-        took_s = self._took(hardware.step_s + hardware.step_entry_s * len(work.entries))
         began_at = self.world.now
-        stop = yield self._wait_for_compute(running, took_s)
-        if stop:
-            return WorkFailed(stop)
-        yield took_s
-        chosen: list[int] = []
-        for entry in work.entries:
-            sequence = self.sequences[entry.sequence]
-            sequence.run(entry.position, np.array([entry.token], dtype=np.uint32))
-            chosen.append(sequence.next_token(entry.position + 1, entry.sampling))
-        return StepDecoded((tuple(chosen),), self.world.now - began_at)
+        rows: list[tuple[int, ...]] = []
+        for made in range(work.steps):
+            took_s = self._took(hardware.step_s + hardware.step_entry_s * len(work.entries))
+            stop = yield self._wait_for_compute(running, took_s)
+            if stop and stop != "cancelled":
+                return WorkFailed(stop)
+            stop = yield took_s
+            fed = rows[-1] if rows else [entry.token for entry in work.entries]
+            rows.append(tuple(self._step(entry, made, token) for entry, token in zip(work.entries, fed, strict=True)))
+            if stop:  # whoever asked waits for no more than the next border
+                break
+        return StepDecoded(tuple(rows), self.world.now - began_at)
+
+    def _step(self, entry: StepEntry, made: int, token: int) -> int:
+        sequence, position = self.sequences[entry.sequence], entry.position + made
+        sequence.run(position, np.array([token], dtype=np.uint32))
+        return sequence.next_token(position + 1, entry.sampling)
 
     def _copy(self, running: Running, work: CopyBlocks) -> Steps:
         layers = self.layout.layers
@@ -506,6 +578,21 @@ class Machine:
         if any(self._is_remote(source) for source in sources):
             return hardware.network_block_s * blocks + hardware.network_start_s
         return hardware.copy_block_s * blocks + hardware.copy_start_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """Why layers were not all computed."""
+
+    failed: tuple[int, ...] = ()
+    corrupt: tuple[int, ...] = ()
+    stopped: str = ""
+
+    def of_chunk(self, elapsed_s: float) -> Result:
+        return WorkFailed(self.stopped) if self.stopped else ChunkComputed((), None, elapsed_s, self.failed, self.corrupt)
+
+    def of_stage(self, elapsed_s: float) -> Result:
+        return WorkFailed(self.stopped) if self.stopped else StageComputed((), None, elapsed_s, self.failed, self.corrupt)
 
 
 @dataclass(slots=True)
@@ -664,7 +751,7 @@ def _tear(random: Random, part: memoryview) -> None:
 
 def _sequences_of(work: Work) -> frozenset[int]:
     match work:
-        case ComputeChunk() | PullBlocks():
+        case ComputeChunk() | ComputeStage() | PullBlocks():
             return frozenset((work.sequence,))
         case DecodeStep():
             return frozenset(entry.sequence for entry in work.entries)

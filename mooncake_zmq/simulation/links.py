@@ -200,6 +200,7 @@ class Direct:
             life.observe(event, effects)
         for effect in effects:
             if type(effect) is Send:
+                life.sent_at = world.now
                 to = world.processes[effect.to]
                 world.at(world.now + self._delay_s, self._deliver, to, to.lives, process, process.lives, effect.message)
             else:
@@ -207,7 +208,8 @@ class Direct:
 
     def pending(self, process: Process[Any]) -> int:
         """See `world.Link`."""
-        return 0
+        assert process.life is not None
+        return int(self._world.now <= process.life.sent_at + self._delay_s)
 
     def _deliver(self, to: Process[Any], lives: int, sender: Process[Any], sender_lives: int, message: Message) -> None:
         """Between the two lives that were there when it was sent, or not at all."""

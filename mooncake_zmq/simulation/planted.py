@@ -14,7 +14,8 @@ from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.cache_node.contents import Content, Contents
 from mooncake_zmq.cache_node.gathering import Gatherer
-from mooncake_zmq.core.actor import Effect, Received, Send
+from mooncake_zmq.core.actor import Drained, Effect, Received, Send
+from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     BlocksLeased,
@@ -33,7 +34,9 @@ from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill
+from mooncake_zmq.prefill.stages import Stages
 from mooncake_zmq.simulation import disk, hardware
 from mooncake_zmq.simulation.faults import FaultKind
 
@@ -315,6 +318,37 @@ def _put_never_ends() -> list[tuple[Any, str, Any]]:
     return [(PoolClient, "on_copied", silent), (PoolClient, "on_reclaim", lambda self, message: [])]
 
 
+def _undrained() -> list[tuple[Any, str, Any]]:
+    """A node that is asked to change its role does so at once, whatever it still has."""
+
+    def at_once(self: Leaving, *, idle: bool) -> list[Effect]:
+        return [Drained(self._become)] if self._become else []
+
+    return [(Leaving, "drained", at_once)]
+
+
+def _stale_hidden() -> list[tuple[Any, str, Any]]:
+    """A stage writes a chunk's hidden states over those that the next stage has still to read, under the same generation."""
+
+    def hurried(self: Any, stage: int) -> bool:
+        chunk = self._begun[stage]
+        return chunk < len(self._chunks) and (stage == 0 or self._done[stage - 1] > chunk)
+
+    def taken(self: Any, slots: Slots, chunk: int, count: int) -> list[int]:
+        first = chunk % BUFFERS * (len(self.slots) // BUFFERS)
+        return list(self.slots[first : first + count])
+
+    def always(*_: object) -> bool:
+        return True
+
+    return [
+        (Group, "may_begin", hurried),
+        (HiddenSlots, "take", taken),
+        (Stages, "_follows", always),
+        (Stages, "check", _silent),
+    ]
+
+
 K = FaultKind
 PLANTED: dict[str, Planted] = {
     "evict_leased": Planted("evict ignoring leases", ("I2", "I1"), (K.SLOW, K.SLOW), _evict_leased),
@@ -336,5 +370,7 @@ PLANTED: dict[str, Planted] = {
     "closed_under_copy": Planted("sequence closed under a copy", ("I2",), (), _closed_under_copy),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
     "old_life_heard": Planted("an old life is heard", ("I6",), (K.CRASH, K.GARBAGE), _old_life_heard),
+    "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
+    "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
     "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),
 }

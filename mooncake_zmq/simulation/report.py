@@ -20,7 +20,7 @@ from mooncake_zmq.core.work import Work
 from mooncake_zmq.decode import request as decode_request
 from mooncake_zmq.gateway import requests
 from mooncake_zmq.kv import slots
-from mooncake_zmq.prefill import job
+from mooncake_zmq.prefill import job, stages
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.run import SeedResult, failing_line, run_seed, run_seeds
@@ -30,6 +30,7 @@ RAREST = 3
 TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
     ("gateway request", requests.NEXT_STATE),
     ("prefill job", job.NEXT_STATE),
+    ("prefill stage", stages.NEXT_STATE),
     ("decode request", decode_request.NEXT_STATE),
     ("slot", slots.NEXT_STATE),
 )

@@ -62,13 +62,13 @@ def run_seed(
 
 def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], trace: bool) -> None:
     random = Random(result.seed)
-    settings = ClusterSettings()
+    settings = ClusterSettings.of_seed(result.seed)
     specs = processes(settings)
     work = generate(random, workload, settings.layout)
     more = replace(workload, requests=4, max_turns=2, window_s=1.0, cancel_share=0.0, starts_at=SAFETY_S + SETTLE_S)
     probes = generate(random, more, settings.layout, work.blocks)
-    names = [spec.name for spec in specs]
-    segments = [spec.name for spec in specs if spec.slots]
+    names = list(dict.fromkeys(spec.name for spec in specs))
+    segments = list(dict.fromkeys(spec.name for spec in specs if spec.slots))
     faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress)
     result.faults = [str(fault) for fault in faults]
     roots = tuple(workload.roots(settings.layout).values())

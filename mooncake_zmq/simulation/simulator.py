@@ -13,8 +13,10 @@ from typing import Any
 import xxhash
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.core.actor import Actor, DrainWanted, Effect, Event, Send
+from mooncake_zmq.core.actor import Actor, Asked, DrainWanted, Effect, Event, Send
+from mooncake_zmq.core.asks import SetRole
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Envelope, Hello, LeaseBlocks, ReserveSlots, SegmentRef, encode
+from mooncake_zmq.core.roles import BECOMES
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.checkers import Checkers, Violation
@@ -111,6 +113,7 @@ class Simulator(World[Machine]):
             tokenizer=MODEL,
             layout=self._layout.fingerprint,
             segment=SegmentRef(path=f"{name}.{process.lives}", endpoint=f"sim:{name}", slots=slots) if slots else None,
+            may_become=process.spec.may_become,
         )
 
     def crash(self, name: str) -> None:
@@ -234,6 +237,8 @@ class Simulator(World[Machine]):
             case FaultKind.DRAIN, (name,):
                 process = self.processes[name]
                 self.in_life(process, self.now, self.handle, process, DrainWanted())
+            case FaultKind.ROLE, (name,):
+                self._ask_for_role(name)
             case FaultKind.BIT_FLIP, (name,):
                 self._flip_bits(name, int(fault.amount))
             case FaultKind.DISK_FULL | FaultKind.DISK_FAIL, (name,):
@@ -265,8 +270,23 @@ class Simulator(World[Machine]):
             case FaultKind.DRAIN, (name,):
                 self.crash(name)
                 self.restart(name)
+            case FaultKind.ROLE, (name,):
+                self._ask_for_role(name)
             case FaultKind.DISK_FULL | FaultKind.DISK_FAIL, (name,):
                 self.disks[name].fault = ""
+
+    def _ask_for_role(self, name: str) -> None:
+        """The operator asks a conductor that lives, if there is one."""
+        spec = self.processes[name].spec
+        conductors = [each for each in self.processes.values() if each.spec.role == "conductor" and each.life is not None]
+        if conductors:
+            process = self.random.choice(conductors)
+            wish = SetRole(name, BECOMES[spec.role])
+            self.in_life(process, self.now, self.handle, process, Asked("role", wish))
+
+    def _leave(self, process: Process[Machine], latest: float) -> None:
+        self.watcher.leaves(process)
+        super()._leave(process, latest)
 
     def _apply_levels(self) -> None:
         level = {kind: 0.0 for kind in FaultKind}

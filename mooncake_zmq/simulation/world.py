@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.actor import (
     Actor,
+    Answered,
     CancelTimer,
     CancelWork,
     CloseSequence,
@@ -35,6 +36,8 @@ from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.work import Progress, Result, Work
 
 LINGER_S = 1.0
+ANEW_S = 0.2
+"""From the end of a life to the next one's begin where the process changes its role."""
 RECENT_FRAMES = 32
 """Frames of a life that are kept to be replayed after its end."""
 MIN_STALE = 4096
@@ -46,7 +49,7 @@ Observe = Callable[[Event, list[Effect]], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     """One process of the cluster. `make` builds its actor for a life, from what its disk holds; `slots`: size of its segment,
-    `disk_slots`: of its disk, 0 for none."""
+    `disk_slots`: of its disk, 0 for none. `may_become`: what it says of that."""
 
     name: str
     role: str
@@ -55,6 +58,7 @@ class ProcessSpec:
     make: Callable[[int, DiskContents], Actor]
     slots: int = 0
     disk_slots: int = 0
+    may_become: str = ""
 
 
 class Carrier(Protocol):
@@ -85,15 +89,22 @@ class Life(Generic[M]):
     """What came while it was stopped, and then while it still caught up."""
     paused: bool = False
     drained: bool = False
+    become: str = ""
+    """The role that its process has in its next life; empty: it has none after this one."""
+    sent_at: float = float("-inf")
+    """When it last sent a message, if its link tells."""
     recent: deque[tuple[str, bytes]] = field(default_factory=lambda: deque(maxlen=RECENT_FRAMES))
 
 
 class Process(Generic[M]):
-    """A process through all its lives."""
+    """A process through all its lives. `specs`: what it may be; it begins as the first."""
 
-    def __init__(self, spec: ProcessSpec) -> None:
-        self.spec = spec
-        self.name = spec.name
+    def __init__(self, specs: Sequence[ProcessSpec]) -> None:
+        self.spec = specs[0]
+        """What it is now, or was in its last life."""
+        self.by_role = {spec.role: spec for spec in specs}
+        self.configured = specs[0].role
+        self.name = self.spec.name
         self.lives = 0
         self.life: Life[M] | None = None
         self.former_frames: deque[tuple[str, bytes]] = deque(maxlen=RECENT_FRAMES)
@@ -119,7 +130,8 @@ class Link(Protocol):
 
 
 class World(Generic[M]):
-    """`build`: the machine and the actor of a process's new life. `watch`: who looks on at it, if anybody."""
+    """`specs`: several of one name are the roles of one process. `build`: the machine and the actor of a process's new life.
+    `watch`: who looks on at it, if anybody. `anew_s`: see `ANEW_S`."""
 
     def __init__(
         self,
@@ -128,15 +140,20 @@ class World(Generic[M]):
         link: Link,
         build: Callable[[Process[M]], tuple[M, Actor]],
         watch: Callable[[Process[M]], Observe | None],
+        anew_s: float = ANEW_S,
     ) -> None:
         self.now = 0.0
         self.events = 0
         self.link = link
-        self.processes: dict[str, Process[M]] = {spec.name: Process(spec) for spec in specs}
+        named: dict[str, list[ProcessSpec]] = {}
+        for spec in specs:
+            named.setdefault(spec.name, []).append(spec)
+        self.processes: dict[str, Process[M]] = {name: Process(its) for name, its in named.items()}
         self.to_client: Callable[[str, str, Any], None] = lambda gateway, request_id, output: None
         self.on_death: Callable[[str], None] = lambda name: None
         self._build = build
         self._watch = watch
+        self._anew_s = anew_s
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
         self._stale = 0
@@ -177,11 +194,12 @@ class World(Generic[M]):
 
     # --- lives
 
-    def restart(self, name: str) -> None:
-        """Begin a process's next life, unless it lives."""
+    def restart(self, name: str, role: str = "") -> None:
+        """Begin a process's next life, unless it lives: in the role that it is configured for, if in no other."""
         process = self.processes[name]
         if process.life is not None:
             return
+        process.spec = process.by_role[role or process.configured]
         process.lives += 1
         machine, actor = self._build(process)
         process.life = Life(process.lives, machine, actor, self._watch(process))
@@ -209,7 +227,18 @@ class World(Generic[M]):
         if self.now < latest and self.link.pending(process):
             self.in_life(process, self.now + 0.1, self._leave, process, latest)
         else:
-            self.in_life(process, self.now, self.crash, process.name)
+            self.in_life(process, self.now, self._exit, process)
+
+    def _exit(self, process: Process[M]) -> None:
+        assert process.life is not None
+        become, lives = process.life.become, process.lives
+        self.crash(process.name)
+        if become:
+            self.at(self.now + self._anew_s, self._begin_as, process, lives, become)
+
+    def _begin_as(self, process: Process[M], lives: int, role: str) -> None:
+        if process.lives == lives:  # else somebody has started it meanwhile, as what it is configured for
+            self.restart(process.name, role)
 
     # --- events
 
@@ -284,9 +313,10 @@ class World(Generic[M]):
                 life.machine.close(sequence)
             case ToClient(request_id, output):
                 self.to_client(process.name, request_id, output)
-            case Publish():
+            case Publish() | Answered():
                 pass
-            case Drained():
+            case Drained(become):
+                life.become = become
                 if not life.drained:
                     life.drained = True
                     self._leave(process, self.now + LINGER_S)

@@ -11,6 +11,9 @@ the copies have ended. What that means where one side or both are GPU memory sta
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, DiskBlock, SlotGrant
 from mooncake_zmq.engine.kv_cache import SequenceKV
@@ -69,6 +72,19 @@ def copy_block(
     target.parts(grant.slot)[:] = expected
     checksum_here = _committable(target, grant)
     return ReadFailure.UNREACHED if checksum_here is None else checksum_here
+
+
+def read_parts(segment: Segment, source: SlotRef, layers: range, out: NDArray[np.uint8]) -> ReadFailure | None:
+    """Copy the bytes of some layers' parts of a slot into `out`, whatever they mean; always verified."""
+    expected = _expected(segment, source, layers)
+    if isinstance(expected, ReadFailure):
+        return expected
+    shape, dtype = segment.layout.part_shape, segment.layout.dtype
+    for layer, part, checksum in zip(layers, out.reshape(len(layers), -1), expected, strict=True):
+        segment.copy_part(source.slot, layer, part.view(dtype).reshape(shape))
+        if part_checksum(part.data) != checksum:
+            return _mismatch(segment, source)
+    return None if _fits(segment, source) else ReadFailure.UNREACHED
 
 
 def read_blocks(disk: Disk, copies: Sequence[tuple[DiskBlock, Segment, SlotGrant]]) -> list[int | ReadFailure]:

@@ -329,6 +329,11 @@ class DeviceSegment(Segment):
         self.parts(slot)[layer] = checksum
         return checksum
 
+    def write_part(self, slot: int, layer: int, part: NDArray[Any]) -> int:
+        room = self._cuda.to_device(part)
+        self._cuda.settle()
+        return self.seal_part(slot, layer, room, self.layout.block_tokens)
+
     def layers_view(self, slot: int, first_layer: int, stop_layer: int) -> memoryview:
         raise AssertionError("slots in GPU memory have no view in host memory: see copy_layers")
 

@@ -195,6 +195,12 @@ class Segment:
         self._checksums[slot, layer] = checksum
         return checksum
 
+    def write_part(self, slot: int, layer: int, part: NDArray[Any]) -> int:
+        """Copy one layer's part from host memory: its checksum."""
+        room = self.part_room(slot, layer)
+        room[...] = part
+        return self.seal_part(slot, layer, room, self.layout.block_tokens)
+
     def slots_memory(self) -> NDArray[np.uint8]:
         """All slots' bytes; a view."""
         return self._bytes.reshape(-1)

@@ -6,13 +6,19 @@ from dataclasses import fields
 
 import pytest
 from conductor_harness import BLOCK, COSTS, Cluster, keys
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mooncake_zmq.conductor.bookings import Bookings
-from mooncake_zmq.conductor.corrections import Correction, OutputLengths
+from mooncake_zmq.conductor.corrections import MOST_FACTOR, MOST_SPARE, SPARE, Correction, Lateness, OutputLengths
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import Measured, Outcome, Placed
+from mooncake_zmq.core.gaps import longest_gaps
+from mooncake_zmq.core.messages import MAX_REPORTED, Measured, Outcome, Placed, RequestEnded
 from mooncake_zmq.core.order import Order, work_ahead_s
+from mooncake_zmq.core.pace import Pace
+from mooncake_zmq.gateway.gaps import Gaps
 
 PAPER = Costs(
     prefill_token_s=1.147e-4,
@@ -201,15 +207,16 @@ def test_a_decode_is_judged_when_the_prefill_is_done_not_when_the_queue_is():
     stay_s = 100 * 0.1
     long = cluster.schedule(tokens=1700)
     assert 2 < long.ttft_s < 8
-    assert long.tbt_s == pytest.approx(0.01 + 0.01 * (1 + 9 * (1 - long.ttft_s / stay_s)), rel=0.02)
+    assert long.tbt_s == pytest.approx(gaps.tbt_s(0.01 + 0.01 * (1 + 9 * (1 - long.ttft_s / stay_s)), 100), rel=0.02)
 
 
 def test_its_own_context_and_that_of_all_others_lengthen_the_step():
     costs = Costs(decode_step_s=0.02, decode_request_s=0.0, decode_context_s=1e-6)
     cluster = Cluster(1, costs=costs)
-    assert tbt(cluster, tokens=9000) == pytest.approx(0.02 + 0.009)
+    grown = gaps.growth_tokens(1, 100) * 1e-6
+    assert tbt(cluster, tokens=9000) == pytest.approx(gaps.tbt_s(0.02 + 0.009 + grown, 100))
     cluster.decode_load("d0", running=1, context_tokens=50_000)
-    assert tbt(cluster, tokens=10) == pytest.approx(0.02 + 0.05, rel=0.02)
+    assert tbt(cluster, tokens=10) == pytest.approx(gaps.tbt_s(0.02 + 0.05, 100), rel=0.02)
 
 
 def test_a_booking_whose_prefill_is_not_done_does_not_decode_yet():
@@ -221,7 +228,7 @@ def test_a_booking_whose_prefill_is_not_done_does_not_decode_yet():
         assert cluster.schedule(tokens=10).prefill == "p0", "each is done after 50 s"
     cluster.prefill_load("p1")
     soon, later = cluster.schedule(tokens=10), cluster.schedule(tokens=10, exclude=("p1",))
-    assert soon.tbt_s == pytest.approx(0.02, rel=0.01), "nobody is there when its prefill is done"
+    assert soon.tbt_s == pytest.approx(gaps.tbt_s(0.02, 100), rel=0.01), "nobody is there when its prefill is done"
     assert later.tbt_s > 0.1, "the others are"
 
 
@@ -233,9 +240,9 @@ def test_reports_take_over_decode_bookings_one_by_one():
     numbers = [one.booking for one in placed]
     cluster.decode_load("d0", running=2, reserved=0, bookings=numbers[:2])
     assert len(cluster.conductor._decodes.nodes[0].coming) == 0, "two run, the third never came"
-    assert tbt(cluster) == pytest.approx(0.04, rel=0.05)
+    assert tbt(cluster) == pytest.approx(gaps.tbt_s(0.04, 100), rel=0.05)
     cluster.decode_load("d0", running=0)
-    assert tbt(cluster) == pytest.approx(0.02)
+    assert tbt(cluster) == pytest.approx(gaps.tbt_s(0.02, 100))
 
 
 def test_a_reserved_request_joins_when_its_prefill_is_done():
@@ -290,6 +297,61 @@ def test_a_correction_grows_with_evidence_and_fades_without():
     assert 1.0 < correction.factor < 2.5
     correction.report(600.0, last)
     assert correction.factor == pytest.approx(1.0, abs=0.01)
+
+
+def test_an_idle_node_repeats_its_measurement_and_that_is_no_news():
+    """What it measured fades in its reports, a little each time: four a second counted as four new measurements, so that
+    `correction_half_life_s` never came to bear and the errors of predictions that nobody made were counted."""
+    pace = Pace(memory_s=8.0, half_life_s=60.0)
+    pace.add(0.0, 16.0, 4.0)
+    cluster = Cluster(1, correction_half_life_s=10.0)
+    began = cluster.now
+    (node,) = cluster.conductor._prefills.nodes
+    cluster.prefill_load("p0", compute=pace.measured(0.0))
+    believed = node.compute.factor
+    assert believed > 1.5
+    for _ in range(120):
+        cluster.advance(0.25)
+        cluster.prefill_load("p0", compute=pace.measured(cluster.now - began))
+    assert cluster.conductor.counts["predictions[kind=compute]"] == 1
+    assert 1.0 < node.compute.factor < 1 + (believed - 1) / 3, "three half-lives"
+    pace.add(cluster.now - began, 8.0, 4.0)
+    cluster.prefill_load("p0", compute=pace.measured(cluster.now - began))
+    assert cluster.conductor.counts["predictions[kind=compute]"] == 2
+
+
+def test_equal_pieces_of_work_stay_news_while_their_times_differ():
+    """In the long run the predicted seconds of equal pieces no longer change."""
+    correction = Correction(half_life_s=10)
+    for number in range(100):
+        correction.report(number / 4, Measured(seconds=6.0 + number % 2 / 10, predicted_s=3.0))
+    assert correction.factor == pytest.approx(2.0, rel=0.05)
+
+
+def test_no_report_makes_a_correction_grow_past_all_bounds():
+    """Reports of next to no predicted work raised it each time; at infinity, counting the error would end the conductor."""
+    correction = Correction(half_life_s=10)
+    for number in range(10_000):
+        correction.report(number / 4, Measured(seconds=1e7, predicted_s=1e-300 * (1 + number)))
+    assert correction.factor <= MOST_FACTOR
+
+
+def test_jobs_that_a_full_report_no_longer_names_are_not_taken_as_computed():
+    cluster = Cluster(1)
+    answer = cluster.schedule(tokens=1000)
+    cluster.prefill_load("p0", jobs=[(answer.booking, 0.0, 50.0)])
+    (booking,) = cluster.conductor._decodes.nodes[0].coming
+    cluster.prefill_load("p0", jobs=[(0, -1.0, 0.1)] * MAX_REPORTED)
+    assert booking.due > cluster.now + 40
+
+
+@given(st.integers(1, 3000))
+def test_the_longest_tenth_of_the_gaps_is_as_many_as_the_gateway_counts(count):
+    gaps = Gaps()
+    gaps.add(1.0)
+    for _ in range(count - 1):
+        gaps.add(0.0)
+    assert 1.0 / longest_gaps(count) == pytest.approx(gaps.tbt_s)
 
 
 def test_kinds_of_work_are_corrected_apart():
@@ -371,3 +433,45 @@ def test_bad_costs_are_refused_by_name(name, value):
 
 def test_every_setting_has_a_default():
     assert all(getattr(ConductorSettings(), one.name) is not None for one in fields(ConductorSettings))
+
+
+def test_promises_that_were_kept_need_no_time_to_spare():
+    lateness = Lateness()
+    assert lateness.factor == 1
+    for _ in range(50):
+        lateness.add(4.9, 5.0)
+    assert lateness.factor == 1
+
+
+def test_first_tokens_that_come_late_ask_for_time_to_spare():
+    lateness = Lateness()
+    for _ in range(300):
+        lateness.add(5.05, 5.0)
+        lateness.add(4.95, 5.0)
+    assert lateness.factor == pytest.approx(1 + SPARE * 0.005, rel=1e-3)
+    for _ in range(2000):
+        lateness.add(5.0, 5.0)
+    assert lateness.factor == pytest.approx(1, abs=1e-3)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e7), st.floats(0, 1e7)), max_size=50))
+def test_time_to_spare_is_bounded_whatever_is_told(outcomes):
+    lateness = Lateness()
+    for actual_s, promised_s in outcomes:
+        lateness.add(actual_s, promised_s)
+    assert 1 <= lateness.factor <= 1 + MOST_SPARE
+
+
+def test_a_conductor_whose_promises_came_late_admits_less():
+    def admitted(late_s):
+        cluster = Cluster(1, ttft_slo_s=10, admission="prediction")
+        for _ in range(50):
+            outcome = Outcome(
+                ttft_s=5 + late_s, predicted_ttft_s=5.0, tbt_s=0.0, predicted_tbt_s=0.0, output_tokens=1, ended=True
+            )
+            cluster.say("g", RequestEnded(request_id="gone", attempt=1, outcome=outcome))
+        cluster.prefill_load("p0", queued_s=9.5)
+        return isinstance(cluster.schedule(tokens=10), Placed)
+
+    assert admitted(0.0)
+    assert not admitted(0.2)

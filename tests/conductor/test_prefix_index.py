@@ -130,6 +130,17 @@ def test_a_full_index_takes_new_keys_and_forgets_those_not_asked_for_longest():
     assert index.evicted == 5000 + len(KEYS) - 1000
 
 
+def test_keys_that_come_back_are_no_reason_to_pass_the_limit():
+    """The log has them still, so that they are not new to it."""
+    index = PrefixIndex(max_keys=4)
+    index.stored("a", KEYS[:2])
+    index.removed("a", KEYS[:1])
+    index.stored("a", KEYS[2:5])
+    index.stored("a", KEYS[:1])
+    index.check()
+    assert len(index) == 4
+
+
 def test_churn_leaves_no_ghosts_behind():
     index = PrefixIndex(max_keys=1000)
     for number in range(200):

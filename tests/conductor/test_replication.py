@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from conductor_harness import Cluster, keys
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
@@ -367,6 +367,7 @@ steps = st.lists(
 
 
 @given(st.integers(1, 5), st.booleans(), steps)
+@example(5, True, [("store", "a", 0), ("store", "ac", 0), ("change", "ac", 5), ("load", "a", 4.0, 4)])
 @settings(max_examples=200, deadline=None)
 def test_in_any_life_no_block_is_lost_hosts_are_never_exceeded_and_it_goes_quiet(hosts, obey, life):
     pool = Pool(hosts)
@@ -389,6 +390,7 @@ def test_in_any_life_no_block_is_lost_hosts_are_never_exceeded_and_it_goes_quiet
             assert all(1 <= pool.index.copies(block) <= hosts for block in TREE[name]), name
     pool.now += ASK_AGAIN_S  # what was asked in vain may be asked once more
     pool.load(3, 120, *TREE.values())
+    pool.load(3, int(ASK_AGAIN_S), *TREE.values())  # and a copy that was let go is not asked back before that
     assert pool.load(3, 60, *TREE.values()) == []
 
 

@@ -27,3 +27,10 @@ def test_those_with_nothing_to_say_keep_no_conversation():
 
 def test_a_decode_is_told_of_every_pool_that_a_handoff_may_name():
     assert talks("decode", "a", "cache-node", "b")
+
+
+def test_prefills_talk_among_themselves_only_where_there_are_pipelines() -> None:
+    assert not talks("prefill", "a", "prefill", "b")
+    assert talks("prefill", "a", "prefill", "b", pipelines=True)
+    assert talks("prefill", "a", "prefill", "a", pipelines=True)
+    assert not talks("decode", "a", "decode", "b", pipelines=True)

@@ -8,10 +8,12 @@ from actor_harness import LAYOUT, Harness, leased
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake_zmq.core.actor import Drained, TimerFired
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
+    ChangeRole,
     CommitSlots,
     DecodeDenied,
     DecodeLoad,
@@ -57,8 +59,9 @@ def block_sum(block):
 class Node(Harness):
     """The decode "me" on host h0; prefill p0 on h0, p1 on h1; `prompts` by request."""
 
-    def __init__(self, *, costs=COSTS, **settings):
-        actor = Decode(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT, costs=costs)
+    def __init__(self, *, costs=COSTS, may_become="", **settings):
+        own = replace(BASE, **settings)
+        actor = Decode(name="me", host="h0", incarnation=2, settings=own, layout=LAYOUT, costs=costs, may_become=may_become)
         super().__init__(actor)
         for name in ("g", "g2", "c", "k", "p0"):
             self.up(name, 7)
@@ -371,6 +374,65 @@ def test_handoff_messages_before_the_reservation_or_of_another_attempt_change_no
     assert node.busy()["requests_waiting"] == 1
 
 
+def stage(node, first_layer, stop_layer, *, prefill="p0", count=2):
+    """A pipeline's stage on `p1` has written its layers of the first blocks."""
+    sources = tuple(
+        SlotRef(node="p1", incarnation=7, slot=10 * first_layer + i, generation=1, checksum=0) for i in range(count)
+    )
+    node.say(
+        prefill,
+        HandoffBlocks(
+            request_id="r",
+            attempt=1,
+            first_block=0,
+            sources=sources,
+            ready=True,
+            first_layer=first_layer,
+            stop_layer=stop_layer,
+        ),
+    )
+
+
+def test_layers_of_a_block_come_from_the_stages_that_computed_them_and_the_pool_gets_it_whole(node):
+    node.reserve(length=8)
+    stage(node, 0, 1)
+    loads = node.work(PullBlocks)[1].loads
+    assert {(load.block, load.first_layer, load.stop_layer, load.source.slot) for load in loads} == {(0, 0, 1, 0), (1, 0, 1, 1)}
+    node.pulled()
+    stage(node, 1, 2)
+    loads = node.work(PullBlocks)[1].loads
+    assert {(load.block, load.first_layer, load.stop_layer, load.source.slot) for load in loads} == {
+        (0, 1, 2, 10),
+        (1, 1, 2, 11),
+    }
+    node.pulled()
+    packed = pack_tokens(node.prompts["r"])
+    keys = tuple(extend_keys(ROOT, packed, B))
+    folded = block_checksum([block_sum(i) for i in range(2)])
+    done = HandoffDone(
+        request_id="r",
+        attempt=1,
+        layers=LAYOUT.layers,
+        blocks=2,
+        checksum=folded,
+        token=5,
+        index=0,
+        keys=keys,
+        block_tokens=packed,
+    )
+    node.say("p0", done)
+    assert node.one(HandoffReceived)
+    put = node.one(ReserveSlots, "c")
+    assert (put.keys, put.parent, put.tokens) == (keys, None, packed)
+
+
+@pytest.mark.parametrize("layers", [(1, 1), (0, 3), (2, 1)])
+def test_layers_that_the_model_does_not_have_fail_the_attempt(node, layers):
+    node.reserve(length=8)
+    stage(node, *layers)
+    assert node.one(AttemptFailed)
+
+
 def test_more_blocks_than_the_prompt_has_fail_the_attempt(node):
     node.reserve()
     node.blocks(count=3)
@@ -593,7 +655,7 @@ def test_a_request_that_would_make_the_steps_too_long_is_refused_when_its_prefil
     assert "requests_closing" not in node.busy()
 
 
-@pytest.mark.parametrize("changes", [{"tbt_slo_s": 0.045}, {"tbt_slo_s": 0.0}, {"first_index": 3}, {"max_tokens": 1}])
+@pytest.mark.parametrize("changes", [{"tbt_slo_s": 0.071}, {"tbt_slo_s": 0.0}, {"first_index": 3}, {"max_tokens": 1}])
 def test_others_are_not_refused(changes):
     """One that fits, one without a bound, one whose client has tokens, one that takes no step."""
     node = batch_of(3)
@@ -612,9 +674,27 @@ def test_an_empty_decode_refuses_nobody():
 def test_those_about_to_join_count_too():
     node = batch_of(1)
     for name in ("a", "b", "c"):
-        node.reserve(name, length=10, tbt_slo_s=0.035)
+        node.reserve(name, length=10, tbt_slo_s=0.06, max_tokens=12)
         node.blocks(name, ready=False)
     assert node.one(DecodeDenied).request_id == "c"
+
+
+def test_nobody_joins_whose_coming_breaks_a_promise_to_another():
+    node = batch_of(1)
+    node.reserve("promised", length=10, tbt_slo_s=0.04, max_tokens=12)
+    node.blocks("promised", ready=False)
+    node.reserve("easy", length=10, tbt_slo_s=10.0)
+    node.blocks("easy", ready=False)
+    assert node.one(DecodeDenied).request_id == "easy"
+
+
+def test_a_short_output_is_refused_where_a_long_one_may_come():
+    """Its longest tenth is its first gap alone."""
+    for max_tokens, refused in ((400, False), (12, True)):
+        node = batch_of(3)
+        node.reserve("r", length=10, tbt_slo_s=0.045, max_tokens=max_tokens)
+        node.blocks("r", ready=False)
+        assert bool(node.take(DecodeDenied)) is refused
 
 
 def test_who_comes_to_a_full_batch_waits_and_is_refused_for_that():
@@ -909,3 +989,34 @@ def answer(node, rng):
         failed = {load.block for load in work.loads if rng.random() < 0.03}
         parts = [(x.block, n, part(x.block, n)) for x in work.loads for n in range(x.first_layer, x.stop_layer)]
         node.done(work_id, BlocksPulled(tuple(p for p in parts if p[0] not in failed), tuple(failed)))
+
+
+def test_a_lease_of_more_blocks_than_were_asked_for_is_cut():
+    node = Node()
+    node.reserve(length=6, prefill="p1", reuse=1)
+    refs = [SlotRef(node="c", incarnation=7, slot=slot, generation=1, checksum=5) for slot in range(6)]
+    node.say("c", leased(node.one(LeaseBlocks).lease_id, refs))
+    assert node.one(DecodeReserved, to="p1").held_blocks == 1
+    _, pull = node.work(PullBlocks)
+    assert len(pull.loads) == 1
+
+
+def test_a_reservation_of_somebody_unknown_is_denied():
+    node = Node()
+    del node.actor._peers["p0"]
+    node.reserve(length=6, prefill="p0", reuse=1)
+    assert "p0" in node.one(DecodeDenied).reason
+    assert not node.busy()
+
+
+def test_a_decode_that_is_to_become_a_prefill_finishes_its_requests_first():
+    node = Node(may_become="prefill")
+    node.reserve("old")
+    node.say("k", ChangeRole(role="prefill"))
+    assert node.one(DecodeLoad, "k").draining, "it says so at once"
+    node.reserve("new")
+    assert node.one(DecodeDenied, "p0").full
+    assert not node.drained
+    node.say("g", CancelRequest(request_id="old", attempt=1))
+    assert Drained("prefill") in node.handle(TimerFired(("renew",)))
+    assert node.busy() == {}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mooncake_zmq.kv.eviction import POLICIES
-from mooncake_zmq.kv.slots import NEXT_STATE, Slots, SlotState
+from mooncake_zmq.kv.slots import NEXT_STATE, SlotEvent, Slots, SlotState
 
 CAPACITY = 5
 ALL_KEYS = [bytes([i]) * 16 for i in range(8)]
@@ -279,7 +279,7 @@ def test_a_life_cycle_breach_raises():
         slots.commit(0, 1)
     with pytest.raises(AssertionError):
         slots.unpin([0])
-    assert (SlotState.QUARANTINED, "commit") not in NEXT_STATE, "a late writer never commits"
+    assert (SlotState.QUARANTINED, SlotEvent.COMMIT) not in NEXT_STATE, "a late writer never commits"
 
 
 def test_a_retired_slot_is_never_handed_out_again_and_its_readers_notice():

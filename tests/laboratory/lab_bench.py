@@ -9,6 +9,7 @@ from mooncake_zmq.core.actor import Effect, Event, WorkDone, WorkProgress
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.core.work import Work
+from mooncake_zmq.laboratory.generated import generate, parse_spec
 from mooncake_zmq.laboratory.machine import ModelledMachine, lab_layout
 from mooncake_zmq.laboratory.resources import Host
 from mooncake_zmq.laboratory.study import Arrival, NodeProfile, Setup
@@ -54,6 +55,21 @@ def small_trace(requests: int = 40, seed: int = 5) -> list[Arrival]:
         complete = ids[: tokens // 512]
         chats[number % len(chats)] = (at_s + random.uniform(2, 8), complete)
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
+
+
+def shifting_trace(half_s: float = 300.0) -> list[Arrival]:
+    """Long prompts with short answers, then short prompts with long answers."""
+    halves = (
+        f"uniform:requests={int(6 * half_s)},rate=6,input=8192,output=10",
+        f"uniform:requests={int(4 * half_s)},rate=4,input=512,output=400",
+    )
+    prompts, answers = (generate(parse_spec(spec)) for spec in halves)
+    fresh = 1 + max(each for arrival in prompts for each in arrival.hash_ids)
+    return prompts + [
+        replace(arrival, at_s=half_s + arrival.at_s, hash_ids=tuple(fresh + each for each in arrival.hash_ids))
+        for arrival in answers
+        if arrival.at_s < half_s
+    ]
 
 
 def small_setup(**changes: Any) -> Setup:

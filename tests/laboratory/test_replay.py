@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_bench import NODE, small_setup, small_trace
+from lab_bench import NODE, shifting_trace, small_setup, small_trace
 
 from mooncake_zmq.laboratory import machine as modelled
+from mooncake_zmq.laboratory.metrics import summarize
 from mooncake_zmq.laboratory.replay import Replay, run
 from mooncake_zmq.laboratory.study import Arrival, NodeProfile, RequestRecord, RunResult, Setup
 
@@ -169,3 +170,35 @@ def test_an_override_reaches_the_actor() -> None:
     setup = small_setup(overrides={"prefill.pool.fetch_s": 2.5, "laboratory.decode_pools": True, "cache-node.probe_s": 2})
     cluster = Replay(setup, small_trace(3)).cluster
     assert (cluster.prefill.pool.fetch_s, cluster.lab.decode_pools, cluster.cache_node.probe_s) == (2.5, True, 2)
+
+
+def test_nodes_that_change_their_role_serve_a_load_that_shifts_better_than_fixed_ones() -> None:
+    arrivals = shifting_trace()
+    results = {}
+    for after_s in (0.0, 10.0):
+        changing = {"laboratory.change_roles": True, "laboratory.change_s": 5.0, "conductor.role_change_after_s": after_s}
+        setup = small_setup(prefill=4, decode=4, admission="prediction", ttft_slo_s=5.0, overrides=changing)
+        results[after_s] = run(setup, arrivals)
+    fixed, changed = (summarize(result) for result in results.values())
+    assert len(results[10.0].prefill_busy_s) > 4
+    assert len(results[10.0].decode_busy_s) > 4
+    assert len(results[0.0].prefill_busy_s) == len(results[0.0].decode_busy_s) == 4
+    assert changed.goodput_per_s > 1.15 * fixed.goodput_per_s
+    assert changed.failed == 0, "a drain breaks no request"
+
+
+def test_a_change_of_role_ends_no_request_early() -> None:
+    """Every token that a drained decode sent last is on its way when its process ends."""
+    changing = {"laboratory.change_roles": True, "laboratory.change_s": 1.0, "conductor.role_change_after_s": 2.0}
+    setup = small_setup(
+        prefill=4, decode=4, ttft_slo_s=5.0, admission="early", hardware=_node(decode_tokens=600_000), overrides=changing
+    )
+    one = Replay(setup, shifting_trace(120.0))
+    result = one.run(quiet)
+    assert sum(process.lives > 1 for process in one.world.processes.values()) >= 4
+    finished = [record for record in result.requests if record.outcome == "finished"]
+    refused = ("ttft_slo", "tbt_slo", "refused by the decode")
+    assert all(record.reason in refused for record in result.requests if record.outcome != "finished")
+    # Who was on the way to a node that had just begun to drain is placed once more.
+    assert 0 < sum(record.attempts > 1 for record in finished) < len(finished) / 10
+    assert all(record.wasted_prefill_s == 0 for record in finished)

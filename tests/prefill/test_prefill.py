@@ -7,10 +7,12 @@ import pytest
 from actor_harness import LAYOUT, Harness, leased
 
 from mooncake_zmq.cache_node.client import PoolClientSettings
+from mooncake_zmq.core.actor import Drained, TimerFired
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
+    ChangeRole,
     CommitSlots,
     DecodeDenied,
     DecodeReserved,
@@ -46,7 +48,9 @@ from mooncake_zmq.prefill.settings import PrefillSettings
 B = LAYOUT.block_tokens
 ROOT = namespace(model="m", layout="l")
 COSTS = Costs()
-BASE = PrefillSettings(slab_bytes=16 * LAYOUT.slot_bytes, chunk_tokens=2 * B, max_active=2, short_lane=1, max_queued=4)
+BASE = PrefillSettings(
+    overtake=1.0, slab_bytes=16 * LAYOUT.slot_bytes, chunk_tokens=2 * B, max_active=2, short_lane=1, max_queued=4
+)
 
 
 def prompt(length, base=0):
@@ -54,8 +58,9 @@ def prompt(length, base=0):
 
 
 class Node(Harness):
-    def __init__(self, *, costs=COSTS, **settings):
-        actor = Prefill(name="me", host="h0", incarnation=2, settings=replace(BASE, **settings), layout=LAYOUT, costs=costs)
+    def __init__(self, *, costs=COSTS, may_become="", **settings):
+        own = replace(BASE, **settings)
+        actor = Prefill(name="me", host="h0", incarnation=2, settings=own, layout=LAYOUT, costs=costs, may_become=may_become)
         super().__init__(actor)
         for name in ("g", "d", "c", "k"):
             self.up(name, 7)
@@ -923,3 +928,37 @@ def answer(node, rng):
         node.progress(work_id, LayersComputed(1))
         bad = (0,) if work.prefix and rng.random() < 0.2 else ()
         node.computed(**{rng.choice(("failed", "corrupt")): bad})
+
+
+def test_a_lease_of_more_blocks_than_were_asked_for_is_cut():
+    node = Node()
+    node.start(tokens=prompt(10), reuse_blocks=2)
+    refs = [SlotRef(node="c", incarnation=7, slot=slot, generation=1, checksum=5) for slot in range(6)]
+    node.say("c", leased(node.one(LeaseBlocks).lease_id, refs, remote=6))
+    node.say("d", DecodeReserved(request_id="r", attempt=1, held_blocks=0))
+    _, chunk = node.work(ComputeChunk)
+    assert len(chunk.prefix) == 2
+    assert chunk.tokens == pack_tokens(prompt(10)[2 * B :])
+
+
+def test_a_prefill_that_is_to_become_a_decode_finishes_its_jobs_first():
+    node = Node(may_become="decode")
+    node.ready("old")
+    node.say("k", ChangeRole(role="decode"))
+    assert node.one(PrefillLoad, "k").draining, "it says so at once"
+    node.start("new")
+    assert node.one(AttemptFailed, "g").full
+    assert not node.drained
+    node.finish()
+    node.received("old")
+    node.put_all()
+    assert Drained("decode") in node.handle(TimerFired(("renew",)))
+    assert node.busy() == {}
+
+
+def test_a_node_that_became_a_prefill_is_no_decode_to_hand_over_to(node):
+    node.down("d")
+    node.up("d", 8, role="prefill")
+    node.start()
+    assert node.one(AttemptFailed, "g").avoid == "d"
+    assert node.take(ReserveDecode) == []

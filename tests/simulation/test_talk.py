@@ -7,9 +7,10 @@ import pytest
 from mooncake_zmq.core import roles
 from mooncake_zmq.core.messages import Message
 from mooncake_zmq.core.session import Session
+from mooncake_zmq.simulation import run
 from mooncake_zmq.simulation.run import run_seed
 
-SEEDS = range(6)
+SEEDS = range(9)
 
 
 def test_every_message_type_that_is_sent_has_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,8 +38,10 @@ def failed_handoff_blocks() -> int:
 
 def test_seeds_miss_a_link_that_only_reads_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handoff may name blocks in the pool of the prefill's host, of which the decode has to have been told."""
+    monkeypatch.setattr(run, "draw_faults", lambda *_, **__: ())  # copies fail for many reasons; here for one alone
     with_all = failed_handoff_blocks()
     link = ("decode", "cache-node")
     monkeypatch.setattr(roles, "_ANYWHERE", tuple(pair for pair in roles._ANYWHERE if pair != link))
     monkeypatch.setattr(roles, "_ON_ONE_HOST", (*roles._ON_ONE_HOST, link))
-    assert failed_handoff_blocks() > 2 * with_all
+    assert with_all == 0
+    assert failed_handoff_blocks() > 0

@@ -388,6 +388,34 @@ class GatedEngine(ToyEngine):
         return super().prefill(sequence, tokens, **options)
 
 
+def test_a_run_of_steps_samples_what_single_steps_do(make_rig):
+    rig = make_rig("a")
+    first, more = reference()
+    rig.prefill(1, (0, 1, 2, 3))
+    run = rig.run(DecodeStep((StepEntry(1, first, 14, GREEDY),), steps=len(more)))
+    assert [token for (token,) in run.tokens] == more
+    assert rig.decode(1, first) == more
+
+
+def test_a_cancelled_run_of_steps_ends_at_its_next_border_and_has_not_failed(make_rig):
+    """A decode cancels it because somebody waits for its end: had it failed, all its requests would begin anew elsewhere."""
+    engine = GatedEngine()
+    engine.go.set()
+    rig = make_rig("a", engine=engine)
+    first, more = reference()
+    rig.prefill(1, (0, 1, 2, 3))
+    rig.executor.open_sequence(2, 32)
+    engine.entered.clear()
+    engine.go.clear()
+    chunk = rig.compute(2, 0, PROMPT, sampling=GREEDY)
+    assert engine.entered.wait(TIMEOUT_S)
+    run = rig.start(DecodeStep((StepEntry(1, first, 14, GREEDY),), steps=len(more)))
+    rig.executor.cancel(run)
+    engine.go.set()
+    rig.result(chunk)
+    assert rig.result(run).tokens == ((more[0],),)
+
+
 def test_late_and_cancelled_works_fail(make_rig):
     engine = GatedEngine()
     rig = make_rig("a", engine=engine)

@@ -1,0 +1,322 @@
+"""Whether prefills or decodes have too much to do, and which node changes sides; never where a request goes. PURE.
+
+A role's load is how near it is to a bound: of prefills the predicted time to a first token, of decodes the gap between tokens
+or the places and KV in use, of which refusals hide the shortage from times. A node changes only after the load was lopsided for
+long, one at a time, and then nothing happens for longer still: each change costs a drain, a start and what its memory held.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+
+import msgspec
+
+from mooncake_zmq.conductor.batches import Batches, Joining
+from mooncake_zmq.conductor.corrections import OutputLengths
+from mooncake_zmq.conductor.decodes import DecodeNode, Decodes
+from mooncake_zmq.conductor.membership import Member, Membership
+from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.actor import Effect, Send, SetTimer
+from mooncake_zmq.core.asks import Answer
+from mooncake_zmq.core.messages import ChangeRole, DecodeLoad, PrefillLoad
+from mooncake_zmq.core.roles import BECOMES, Role
+from mooncake_zmq.core.shell import Tally
+
+BALANCE = ("balance",)
+SAMPLES = 10
+"""Looks at the loads in `role_change_after_s`; one weighs `WEIGHT` in their mean, the earlier ones together the rest."""
+WEIGHT = 0.3
+ACTING = 3
+"""Looks without a request since, after which another conductor is taken to be asked."""
+BUSY = 0.8
+"""A role with a smaller load is in no need, however idle the other one is."""
+QUIET = 2
+"""After a change nothing happens for this many times `role_change_after_s`."""
+PATIENCE = 10
+"""A change that has not come about after this many times `role_change_after_s` is forgotten."""
+OPERATORS_PATIENCE_S = 600.0
+"""Likewise, where no change is made but by the operator."""
+TYPICAL_WEIGHT = 0.02
+"""Of one request in what is typical: the last fifty or so count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """Loads of the roles, 1 being their bound, and how many nodes bear each. `busy`: share of the prefills that compute; one
+    that does so without a break is no reason to have more of them, but none to have fewer either."""
+
+    prefill: float
+    busy: float = 0.0
+    decode: float
+    prefills: int
+    decodes: int
+
+    def short(self, ratio: float) -> Role | None:
+        """The role that needs a node more than the other would with one fewer; None if there is none."""
+        sides: tuple[tuple[Role, float, float, int], ...] = (
+            ("prefill", self.prefill, self.decode, self.decodes),
+            ("decode", self.decode, max(self.prefill, self.busy), self.prefills),
+        )
+        for role, own, others, givers in sides:
+            if givers > 1 and own >= BUSY and own > ratio * others * givers / (givers - 1):
+                return role
+        return None
+
+
+class Lopsided:
+    """Which role has been short of nodes, and since when."""
+
+    def __init__(self, after_s: float, ratio: float) -> None:
+        self._after_s = after_s
+        self._ratio = ratio
+        self._role: Role | None = None
+        self._since = 0.0
+
+    def see(self, now: float, loads: Loads) -> Role | None:
+        """The role that is short, once it has been for long enough."""
+        role = loads.short(self._ratio)
+        if role != self._role:
+            self._role, self._since = role, now
+        return role if role is not None and now - self._since >= self._after_s else None
+
+    def reset(self) -> None:
+        """What was seen counts no more."""
+        self._role = None
+
+    def dump(self, now: float) -> dict[str, object]:
+        """JSON-able state."""
+        return {"short": self._role, "for_s": now - self._since if self._role else 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One that is under way. `incarnation`: of the life that was asked."""
+
+    node: str
+    role: Role
+    incarnation: int
+    begun_at: float
+
+
+class Balance:
+    """Looks at the loads while requests are asked for here, and knows of the change that is under way."""
+
+    def __init__(
+        self,
+        settings: ConductorSettings,
+        counts: Tally,
+        *,
+        members: Membership,
+        prefills: Prefills,
+        decodes: Decodes,
+        batches: Batches,
+        outputs: OutputLengths,
+    ) -> None:
+        self._settings = settings
+        self._counts = counts
+        self._members = members
+        self._prefills = prefills
+        self._decodes = decodes
+        self._batches = batches
+        self._outputs = outputs
+        self._after_s = after_s = settings.role_change_after_s
+        self._every_s = after_s / SAMPLES if after_s else OPERATORS_PATIENCE_S / SAMPLES
+        self._patience_s = PATIENCE * after_s if after_s else OPERATORS_PATIENCE_S
+        self._lopsided = Lopsided(after_s, settings.role_change_ratio)
+        self._change: _Change | None = None
+        self._quiet_until = -math.inf
+        self._asked_at = -math.inf
+        self._armed = False
+        self._typical = (0.0, 0.0)
+        """Seconds of prefill and tokens of KV of a request."""
+        self._mean: list[float] = []
+        """Smoothed: wait for a first token and busy engines; gap between tokens and KV in use. Empty: nobody looks."""
+
+    # --- what happens
+
+    def asked(self, now: float) -> list[Effect]:
+        """A request is to be placed: this conductor is the one that acts."""
+        self._asked_at = now
+        return self._arm() if self._after_s else []
+
+    def placed(self, work_s: float, tokens: int) -> None:
+        """So much work went to a prefill, so much KV to a decode."""
+        before_s, before = self._typical
+        weight = TYPICAL_WEIGHT if before else 1.0
+        self._typical = before_s + weight * (work_s - before_s), before + weight * (tokens - before)
+
+    def on_timer(self, now: float) -> list[Effect]:
+        """It is time to look again."""
+        self._armed = False
+        change, effects = self._change, list[Effect]()
+        if change is not None and now - change.begun_at > self._patience_s:
+            self._end(now, "forgotten")
+        if self._is_acting(now):
+            effects += self._look(now)
+        else:
+            self._mean.clear()
+            self._lopsided.reset()
+        return effects + self._arm() if self._change is not None or self._mean else effects
+
+    def joined(self, now: float, member: Member) -> list[Effect]:
+        """A conversation began, perhaps with the node that was asked to change."""
+        change = self._change
+        if change is None or member.name != change.node:
+            return []
+        if member.role == change.role:
+            self._end(now, "done")
+        elif member.incarnation == change.incarnation:  # what we told it may be lost
+            return self._tell(change)
+        else:
+            self._end(now, "undone")
+        return []
+
+    def prefill_load(self, sender: str, load: PrefillLoad) -> PrefillLoad:
+        """As if the node knew already what it was asked."""
+        leaves = self._change is not None and sender == self._change.node and not load.draining
+        return msgspec.structs.replace(load, draining=True) if leaves else load
+
+    def decode_load(self, sender: str, load: DecodeLoad) -> DecodeLoad:
+        """The same of a decode."""
+        leaves = self._change is not None and sender == self._change.node and not load.draining
+        return msgspec.structs.replace(load, draining=True) if leaves else load
+
+    def wish(self, now: float, node: str, role: Role) -> tuple[Answer, list[Effect]]:
+        """The operator wants a node to become something. The answer tells what happens."""
+        member, change = self._members.get(node), self._change
+        if member is None:
+            return {"error": f"{node} is not there"}, []
+        if member.role == role:
+            return {"node": node, "role": role, "happens": "nothing: that is its role"}, []
+        if member.may_become != role:
+            return {"error": f"{node} is a {member.role} and may not become a {role}: see may_become of nodes"}, []
+        if change is not None and change.node != node:
+            return {"error": f"{change.node} is about to become a {change.role}: one after the other"}, []
+        if not [each for each in self._working(member.role) if each.name != node]:
+            return {"error": f"{node} is the only {member.role} that takes requests"}, []
+        effects = [] if change is not None else self._begin(now, member, role)
+        happens = f"finishes {self._left(member)} requests, takes no new ones, then becomes a {role}"
+        return {"node": node, "role": member.role, "happens": happens}, effects + self._arm()
+
+    # --- what is told
+
+    def check(self, now: float) -> None:
+        """Assert the invariants."""
+        change = self._change
+        assert self._armed or change is None, "a change is forgotten in time"
+        for node in self._working("prefill") + self._working("decode"):
+            assert change is None or node.name != change.node, f"{node.name} leaves and takes requests"
+
+    def gauges(self, now: float) -> dict[str, float]:
+        """Levels for metrics; loads are 0 while nobody looks."""
+        loads = self._loads()
+        bounded = [min(load, 1e9) for load in (loads.prefill, loads.decode)] if self._mean else [0.0, 0.0]
+        return {"prefill_load": bounded[0], "decode_load": bounded[1], "role_changes": float(self._change is not None)}
+
+    def dump(self, now: float) -> dict[str, object]:
+        """JSON-able state."""
+        change = self._change
+        under_way = change and {"node": change.node, "role": change.role, "for_s": now - change.begun_at}
+        quiet_s = max(0.0, self._quiet_until - now)
+        return self.gauges(now) | self._lopsided.dump(now) | {"under_way": under_way, "quiet_s": quiet_s}
+
+    # --- looking
+
+    def _is_acting(self, now: float) -> bool:
+        return self._after_s > 0 and now - self._asked_at <= ACTING * self._every_s
+
+    def _look(self, now: float) -> list[Effect]:
+        sample = self._sample(now)
+        before = self._mean or sample
+        self._mean = [old + WEIGHT * (new - old) for old, new in zip(before, sample, strict=True)]
+        working = len(self._working("prefill")) + len(self._working("decode"))
+        drains = working < len(self._prefills.nodes) + len(self._decodes.nodes)
+        if self._change is not None or drains or now < self._quiet_until:
+            self._lopsided.reset()
+            return []
+        role = self._lopsided.see(now, self._loads())
+        giver = self._idlest(now, role) if role is not None else None
+        return self._begin(now, giver, role) if role is not None and giver is not None else []
+
+    def _sample(self, now: float) -> list[float]:
+        """As a typical request would find them now: see `_loads`."""
+        settings, (work_s, tokens) = self._settings, self._typical
+        queued_s = [node.queued_s(now) for node in self._prefills.nodes if not node.draining]
+        waits = [(fmean(queued_s) + work_s) / settings.ttft_slo_s, fmean(map(bool, queued_s))] if queued_s else []
+        decodes = [node for node in self._decodes.nodes if not node.draining]
+        if not decodes:
+            return [*(waits or [0.0, 0.0]), 0.0, 0.0]
+        typical = max(1.0, self._outputs.typical)
+        joining = Joining(now, wait_s=0.0, own_tokens=tokens, need_tokens=0, expected_tokens=typical, stay_tokens=typical)
+        self._batches.weigh(joining)
+        gap = fmean([self._batches.gap_s(joining, node) for node in decodes]) / settings.tbt_slo_s
+        known = [node.load for node in decodes if node.load is not None]
+        used = sum(map(_in_use, known)) / max(1, len(known))
+        return [*(waits or [0.0, 0.0]), gap, used]
+
+    def _loads(self) -> Loads:
+        """A role without any node has more to do than it can."""
+        wait, busy, gap, used = self._mean or [0.0] * 4
+        prefills, decodes = len(self._working("prefill")), len(self._working("decode"))
+        return Loads(
+            prefill=wait if prefills else math.inf,
+            busy=busy,
+            decode=max(gap, used) if decodes else math.inf,
+            prefills=prefills,
+            decodes=decodes,
+        )
+
+    def _idlest(self, now: float, role: Role) -> Member | None:
+        """Of those that may become `role` the one with the least to finish."""
+        able = [member for member in self._members.of_role(BECOMES[role]) if member.may_become == role]
+        if role == "decode":
+            able.sort(key=lambda member: self._prefills.by_name[member.name].queued_s(now))
+        else:
+            able.sort(key=self._left)
+        return able[0] if able else None
+
+    def _left(self, member: Member) -> int:
+        """Requests that it has to finish, as far as is known."""
+        if member.role == "prefill":
+            return len(self._prefills.by_name[member.name].ends)
+        decode = self._decodes.by_name[member.name]
+        return decode.there + len(decode.coming)
+
+    def _working(self, role: str) -> list[PrefillNode] | list[DecodeNode]:
+        if role == "prefill":
+            return [node for node in self._prefills.nodes if not node.draining]
+        return [node for node in self._decodes.nodes if not node.draining]
+
+    # --- changing
+
+    def _begin(self, now: float, member: Member, role: Role) -> list[Effect]:
+        self._counts.add(f"role_changes[to={role}]")
+        self._change = _Change(member.name, role, member.incarnation, now)
+        return self._tell(self._change)
+
+    def _tell(self, change: _Change) -> list[Effect]:
+        """Nothing is placed there from here on."""
+        if change.role == "decode":
+            self._prefills.close(self._prefills.by_name[change.node])
+        else:
+            self._decodes.close(self._decodes.by_name[change.node])
+        return [Send(change.node, ChangeRole(role=change.role))]
+
+    def _end(self, now: float, how: str) -> None:
+        self._counts.add(f"role_changes_ended[how={how}]")
+        self._change = None
+        self._quiet_until = now + QUIET * self._after_s
+        self._lopsided.reset()
+
+    def _arm(self) -> list[Effect]:
+        if self._armed:
+            return []
+        self._armed = True
+        return [SetTimer(BALANCE, self._every_s)]
+
+
+def _in_use(load: DecodeLoad) -> float:
+    """Share of the batch's places or of the KV, whichever is scarcer. What is reserved for requests that a slow prefill keeps
+    waiting is no load of the decode's."""
+    return max(load.running / max(1, load.max_batch), load.context_tokens / max(1, load.capacity_tokens))

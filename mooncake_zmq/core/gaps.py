@@ -1,0 +1,36 @@
+"""What a request's TBT will be: one rule for the conductor that promises it and the decode that holds itself to it. PURE.
+
+TBT is the mean of the longest tenth of a request's gaps, as the Mooncake paper counts it. Its first gap is longer than the
+others: the handoff's last layers have to arrive, and the step that runs then has to end. Of a short output the longest tenth
+is little else. And the step itself grows while the request runs, by what all in the batch add to their KV.
+"""
+
+LONGEST_SHARE = 10
+FIRST_GAP_STEPS = 0.75
+"""What the first gap is longer than a step, in steps: half a step's wait on average, and the handoff's end."""
+GROWTH_TOKENS = 512
+"""Nobody's KV is expected to grow by more while a request runs: others leave, and new ones come with less."""
+
+
+def longest_gaps(gaps: int) -> int:
+    """How many the longest tenth of so many gaps are: one at least."""
+    return max(1, gaps // LONGEST_SHARE)
+
+
+def tbt_s(step_s: float, output_tokens: float) -> float:
+    """TBT of a request of `output_tokens` tokens whose steps take `step_s` each."""
+    return step_s * _stretch(output_tokens)
+
+
+def longest_step_s(bound_s: float, output_tokens: float) -> float:
+    """The longest step at which a request of `output_tokens` tokens keeps a TBT of `bound_s`."""
+    return bound_s / _stretch(output_tokens)
+
+
+def growth_tokens(batch: float, output_tokens: float) -> float:
+    """KV tokens that a batch, the request among it, has more when half of the request's tokens are out."""
+    return batch * min(output_tokens, GROWTH_TOKENS) / 2
+
+
+def _stretch(output_tokens: float) -> float:
+    return 1 + FIRST_GAP_STEPS / longest_gaps(int(output_tokens) - 1)

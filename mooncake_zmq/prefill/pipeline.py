@@ -1,0 +1,300 @@
+"""A long prompt computed by several prefills, as its first stage sees it: which chunk goes where and when, and what came back.
+PURE.
+
+Each stage computes some of the layers of every chunk, so that stages compute different chunks at the same time:
+
+    stage 0   c0 c1 c2 c3
+    stage 1      c0 c1 c2 c3
+    stage 2         c0 c1 c2 c3
+
+Between them travel a chunk's hidden states alone, in one of two buffers of the stage that they leave. So a chunk begins on a
+stage once the stage before has computed it, and the stage behind the chunk before the last one, whose buffer it takes. Thus
+nobody has more than two chunks to compute. The first stage leads: the others hear of their chunks from it and answer to it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from mooncake_zmq.core.actor import Effect, Send
+from mooncake_zmq.core.messages import EndStage, HandoffBlocks, SlotRef, StageChunk, StageDone, StartPrefill, StartStage
+from mooncake_zmq.core.work import SlotGrant, stage_layers
+from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.kv.layout import BlockLayout, div_ceil
+from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.prefill.chunking import chunk_stop, longest_chunk
+
+BUFFERS = 2
+"""Chunks whose hidden states one stage holds."""
+
+
+def hidden_slots(layout: BlockLayout, tokens: int) -> int:
+    """Slots that the hidden states of a chunk take."""
+    return div_ceil(tokens * layout.hidden_bytes, layout.block_bytes)
+
+
+def refusal(request: StartPrefill, first: str, layout: BlockLayout) -> str | None:
+    """What is wrong with the pipeline that a request asks for, behind the prefill `first`."""
+    names = (first, *request.stages)
+    if len(set(names)) != len(names) or len(names) > layout.layers:
+        return "no such pipeline"
+    return None if layout.hidden_bytes else "this model is not computed in stages"
+
+
+class HiddenSlots:
+    """The buffers of one stage: slots of its slab, pinned and never committed."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self._used: set[int] = set()
+
+    def reserve(self, slots: Slots, each: int) -> None:
+        """Take the slots, for which there is room."""
+        for _ in range(BUFFERS * each):
+            self.slots.append(_reserve(slots))
+
+    def take(self, slots: Slots, chunk: int, count: int) -> list[int]:
+        """The slots for the hidden states of a chunk. Their generations are new, so that none of their former readers can take
+        them for what it wants."""
+        first = chunk % BUFFERS * (len(self.slots) // BUFFERS)
+        for index in range(first, first + count):
+            if index in self._used:
+                release(slots, [self.slots[index]])
+                self.slots[index] = _reserve(slots)
+            self._used.add(index)
+        return self.slots[first : first + count]
+
+
+def reserve(slots: Slots, count: int) -> list[int]:
+    """Anonymous slots, pinned, for which there is room."""
+    return [_reserve(slots) for _ in range(count)]
+
+
+def release(slots: Slots, held: Iterable[int]) -> None:
+    """Give back slots that are pinned here and were never committed."""
+    for slot in held:
+        slots.unpin((slot,))
+        slots.free(slot)
+
+
+class Group:
+    """One attempt's pipeline. Stages are counted from the first, `names` are those of the later ones."""
+
+    def __init__(self, request: StartPrefill, layout: BlockLayout, chunk_tokens: int) -> None:
+        self.names = request.stages
+        self.hidden = HiddenSlots()
+        self.keys: tuple[bytes, ...] = ()
+        """Blocks that may be reused."""
+        self.leaving: list[int] = []
+        """Slots for the hidden states of the first stage's latest chunk."""
+        self._request = request
+        self._layout = layout
+        self._longest = longest_chunk(len(request.tokens) // 4, chunk_tokens)
+        self._chunk_tokens = chunk_tokens
+        count = 1 + len(self.names)
+        self._layers = [stage_layers(layout.layers, stage, count) for stage in range(count)]
+        self._blocks: dict[str, int] = {}
+        """Leading blocks that each later stage holds."""
+        self._chunks: list[tuple[int, int]] = []
+        self._begun = [0] * count
+        self._done = [0] * count
+        """Chunks begun and computed, by stage."""
+        self._leaving: dict[tuple[int, int], tuple[SlotRef, ...]] = {}
+        """Hidden states by stage and chunk, until the next stage is told of them."""
+        self._parts: dict[int, list[int]] = {}
+        """Part checksums by block; a block's stages end in the order of its layers."""
+        self._asked = False
+
+    @property
+    def share(self) -> float:
+        """Part of the layers that the first stage computes."""
+        return len(self._layers[0]) / self._layout.layers
+
+    @property
+    def own_layers(self) -> range:
+        """Those of the first stage."""
+        return self._layers[0]
+
+    @property
+    def room(self) -> int:
+        """Slots that the first stage needs. How many blocks all stages reuse is not known when it takes them."""
+        blocks = self._layout.blocks_for(len(self._request.tokens) // 4)
+        return blocks + BUFFERS * hidden_slots(self._layout, self._longest)
+
+    # --- beginning
+
+    def ask(self, deadline_s: float) -> list[Effect]:
+        """Have the later stages make room and get hold of `keys`."""
+        self._asked = True
+        request = self._request
+        return [
+            Send(
+                name,
+                StartStage(
+                    request_id=request.request_id,
+                    attempt=request.attempt,
+                    tokens=len(request.tokens) // 4,
+                    chunk_tokens=self._longest,
+                    first_layer=layers.start,
+                    stop_layer=layers.stop,
+                    keys=self.keys,
+                    reuse_blocks=request.reuse_blocks,
+                    sources=request.sources,
+                    sampling=request.sampling,
+                    deadline_s=deadline_s,
+                    booking=request.booking,
+                    priority=request.priority,
+                ),
+            )
+            for name, layers in zip(self.names, self._layers[1:], strict=True)
+        ]
+
+    def take_room(self, slots: Slots) -> list[int]:
+        """The first stage's slots for blocks; those for hidden states are in `hidden`."""
+        self.hidden.reserve(slots, hidden_slots(self._layout, self._longest))
+        return reserve(slots, self._layout.blocks_for(len(self._request.tokens) // 4))
+
+    def on_ready(self, name: str, blocks: int) -> bool:
+        """A later stage is ready: are they all?"""
+        self._blocks[name] = blocks
+        return len(self._blocks) == len(self.names)
+
+    def common_blocks(self, own: int) -> int:
+        """Leading blocks that all stages can load."""
+        return min(own, *self._blocks.values())
+
+    def plan(self, start: int) -> None:
+        """All is ready: the chunks from token `start` on."""
+        length = len(self._request.tokens) // 4
+        while start < length:
+            stop = chunk_stop(start, length, self._chunk_tokens)
+            self._chunks.append((start, stop))
+            start = stop
+
+    # --- computing
+
+    def may_begin(self, stage: int) -> bool:
+        """May the stage begin its next chunk?"""
+        chunk = self._begun[stage]
+        here = stage == 0 or self._done[stage - 1] > chunk
+        is_last = stage == len(self.names)
+        return chunk < len(self._chunks) and here and (is_last or self._done[stage + 1] > chunk - BUFFERS)
+
+    def begin_own(self, slots: Slots) -> list[int]:
+        """The first stage begins its next chunk: the slots for its hidden states."""
+        assert self.may_begin(0)
+        chunk = self._begun[0]
+        self._begun[0] += 1
+        start, stop = self._chunks[chunk]
+        self.leaving = self.hidden.take(slots, chunk, hidden_slots(self._layout, stop - start))
+        return self.leaving
+
+    def expects(self, name: str, message: StageDone) -> bool:
+        """Is this what the stage called `name` was told to do, whole?"""
+        stage = 1 + self.names.index(name)
+        chunk = self._done[stage]
+        if chunk >= self._begun[stage] or self._chunks[chunk][0] != message.start:
+            return False
+        start, stop = self._chunks[chunk]
+        blocks = self._layout.blocks_for(stop) - start // self._layout.block_tokens
+        is_last = stage == len(self.names)
+        return (
+            len(message.sources) == blocks
+            and len(message.parts) == blocks * len(self._layers[stage])
+            and len(message.leaving) == (0 if is_last else hidden_slots(self._layout, stop - start))
+            and (message.token is not None) == (is_last and chunk + 1 == len(self._chunks))
+        )
+
+    def on_done(self, name: str, message: StageDone) -> list[Effect]:
+        """A later stage has computed the chunk it was expected to."""
+        return self._end(1 + self.names.index(name), message.sources, message.parts, message.leaving)
+
+    def on_own_done(self, sources: tuple[SlotRef, ...], parts: tuple[int, ...], leaving: tuple[SlotRef, ...]) -> list[Effect]:
+        """The first stage has computed a chunk."""
+        return self._end(0, sources, parts, leaving)
+
+    def _end(
+        self, stage: int, sources: tuple[SlotRef, ...], parts: tuple[int, ...], leaving: tuple[SlotRef, ...]
+    ) -> list[Effect]:
+        """Tell the decode where this stage's layers are, and the stages what they may begin."""
+        chunk, layers = self._done[stage], self._layers[stage]
+        self._done[stage] += 1
+        first_block = self._chunks[chunk][0] // self._layout.block_tokens
+        for index in range(len(sources)):
+            of_block = parts[index * len(layers) : (index + 1) * len(layers)]
+            self._parts.setdefault(first_block + index, []).extend(of_block)
+        if leaving:
+            self._leaving[stage, chunk] = leaving
+        handoff = HandoffBlocks(
+            request_id=self._request.request_id,
+            attempt=self._request.attempt,
+            first_block=first_block,
+            sources=sources,
+            ready=True,
+            first_layer=layers.start,
+            stop_layer=layers.stop,
+        )
+        return [Send(self._request.decode, handoff), *self._advance()]
+
+    def _advance(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for stage, name in enumerate(self.names, 1):
+            while self.may_begin(stage):
+                chunk = self._begun[stage]
+                self._begun[stage] += 1
+                start, stop = self._chunks[chunk]
+                message = StageChunk(
+                    request_id=self._request.request_id,
+                    attempt=self._request.attempt,
+                    start=start,
+                    count=stop - start,
+                    entering=self._leaving.pop((stage - 1, chunk)),
+                )
+                effects.append(Send(name, message))
+        return effects
+
+    # --- ending
+
+    @property
+    def finished(self) -> bool:
+        """Have all stages computed all chunks?"""
+        return bool(self._chunks) and self._done[-1] == len(self._chunks)
+
+    def checksums(self) -> list[int]:
+        """Block checksums of all that was computed, in order: over the parts of all stages."""
+        assert self.finished
+        return [block_checksum(self._parts[block]) for block in sorted(self._parts)]
+
+    def offer(self, first_block: int) -> dict[str, Any]:
+        """What of a `HandoffDone` has the decode offer the blocks from this one on, which no stage has whole."""
+        keys, size = self._request.keys, self._layout.block_tokens * 4
+        return {
+            "keys": keys[first_block:],
+            "parent": keys[first_block - 1] if first_block else None,
+            "block_tokens": self._request.tokens[first_block * size : len(keys) * size],
+        }
+
+    def dismiss(self) -> list[Effect]:
+        """The later stages may let go; once."""
+        asked, self._asked = self._asked, False
+        message = EndStage(request_id=self._request.request_id, attempt=self._request.attempt)
+        return [Send(name, message) for name in self.names] if asked else []
+
+
+def grants(name: str, incarnation: int, slots: Slots, granted: Iterable[int]) -> tuple[SlotGrant, ...]:
+    """The own slots as works name them."""
+    return tuple(SlotGrant(name, incarnation, slot, slots.generation[slot]) for slot in granted)
+
+
+def written(name: str, incarnation: int, slots: Slots, written_slots: Iterable[int]) -> tuple[SlotRef, ...]:
+    """The own slots, written and not committed, as readers name them."""
+    return tuple(
+        SlotRef(node=name, incarnation=incarnation, slot=slot, generation=slots.generation[slot], checksum=0)
+        for slot in written_slots
+    )
+
+
+def _reserve(slots: Slots) -> int:
+    slot = slots.reserve(None)
+    assert slot is not None, "there was room"
+    slots.pin((slot,))
+    return slot

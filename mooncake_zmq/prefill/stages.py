@@ -1,0 +1,468 @@
+"""A prefill as a later stage of pipelines that others lead: room, reuse, one chunk after the other, and an end. PURE.
+
+It knows the first stage alone, which tells it every chunk and hears of its end. Whatever goes wrong ends the stage, and the
+first stage with it, so that the request is placed again. A stage never waits for room: two pipelines could do so in a circle.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from mooncake_zmq.cache_node.client import PoolClient
+from mooncake_zmq.core.actor import CancelTimer, CancelWork, CloseSequence, Effect, OpenSequence, Send, SetTimer, Start
+from mooncake_zmq.core.messages import (
+    EndStage,
+    QueuedJob,
+    SlotRef,
+    StageChunk,
+    StageDone,
+    StageFailed,
+    StageReady,
+    StartStage,
+    clip,
+)
+from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
+from mooncake_zmq.core.work import BlockLoad, ComputeChunk, ComputeStage, StageComputed, WorkFailed
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.prefill.pipeline import BUFFERS, HiddenSlots, grants, hidden_slots, release, reserve, written
+from mooncake_zmq.prefill.settings import PrefillSettings
+from mooncake_zmq.prefill.workload import Workload
+
+DEADLINE = "stage deadline"
+
+
+class StageState(Enum):
+    """Life of a stage."""
+
+    LEASING = "leasing"
+    """The own pool is being asked which leading blocks it holds."""
+    READY = "ready"
+    """Waiting for a chunk, or for its turn to compute one."""
+    COMPUTING = "computing"
+    ABANDONED = "abandoned"
+    """Over, but a chunk in flight still writes its slots."""
+    ENDED = "ended"
+
+
+class StageEvent(Enum):
+    """What moves it on."""
+
+    LEASED = "leased"
+    CHUNK_BEGAN = "chunk"
+    CHUNK_DONE = "chunk done"
+    END = "end"
+
+
+NEXT_STATE: dict[tuple[StageState, StageEvent], StageState] = {
+    (StageState.LEASING, StageEvent.LEASED): StageState.READY,
+    (StageState.READY, StageEvent.CHUNK_BEGAN): StageState.COMPUTING,
+    (StageState.COMPUTING, StageEvent.CHUNK_DONE): StageState.READY,
+    (StageState.LEASING, StageEvent.END): StageState.ENDED,
+    (StageState.READY, StageEvent.END): StageState.ENDED,
+    (StageState.COMPUTING, StageEvent.END): StageState.ABANDONED,
+    (StageState.ABANDONED, StageEvent.END): StageState.ENDED,
+}
+
+
+@dataclass(slots=True)
+class Stage:
+    """One attempt's layers here."""
+
+    request: StartStage
+    leader: str
+    order: int
+    rank: float
+    arrived_at: float
+    state: StageState = StageState.LEASING
+    sequence: int | None = None
+    computed: int = 0
+    """Tokens behind which the next chunk begins."""
+    begun: int = 0
+    """Chunks begun."""
+    chunks: deque[StageChunk] = field(default_factory=deque)
+    """The one in flight first, and those that wait."""
+    prefix: list[SlotRef] = field(default_factory=list)
+    """Reused blocks; from the first chunk on no more than that leaves to be reused."""
+    own_slots: list[int] = field(default_factory=list)
+    new_slots: list[int] = field(default_factory=list)
+    """For all blocks of the prompt, in order."""
+    hidden: HiddenSlots = field(default_factory=HiddenSlots)
+    leaving: list[int] = field(default_factory=list)
+    """Slots for the hidden states of the chunk in flight."""
+    lease_id: int | None = None
+
+    @property
+    def layers(self) -> range:
+        """Those computed here."""
+        return range(self.request.first_layer, self.request.stop_layer)
+
+    @property
+    def held_slots(self) -> list[int]:
+        """Slab slots pinned for it, as often as they are."""
+        return self.own_slots + self.new_slots + self.hidden.slots
+
+
+class Stages:
+    """All pipelines that a prefill is a later stage of. It shares the prefill's slab, pool and engine, and says whose turn it
+    would be; the prefill decides."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        incarnation: int,
+        settings: PrefillSettings,
+        layout: BlockLayout,
+        slots: Slots,
+        pool: PoolClient,
+        workload: Workload,
+        ids: Ids,
+        counts: Tally,
+        transitions: Tally,
+        forget_corrupt: Callable[[Sequence[SlotRef]], list[Effect]],
+    ) -> None:
+        self.computing: tuple[int, Stage] | None = None
+        """The work in flight."""
+        self._stages: OrderedDict[str, Stage] = OrderedDict()
+        """The live one of each request."""
+        self._abandoned: list[Stage] = []
+        self._name, self._incarnation = name, incarnation
+        self._settings = settings
+        self._layout = layout
+        self._slots = slots
+        self._pool = pool
+        self._workload = workload
+        self._ids = ids
+        self._counts = counts
+        self._life = Lifecycle("prefill stage", NEXT_STATE, transitions)
+        self._forget_corrupt = forget_corrupt
+
+    def __len__(self) -> int:
+        return len(self._stages) + len(self._abandoned)
+
+    @property
+    def held_slots(self) -> list[int]:
+        """Slab slots pinned here, as often as they are."""
+        return [slot for stage in self._all() for slot in stage.held_slots]
+
+    def check(self) -> None:
+        """See `core.actor`."""
+        for stage in self._all():
+            assert stage.state is not StageState.ENDED
+            assert (stage.state is StageState.ABANDONED) == (stage in self._abandoned)
+            assert len(stage.chunks) <= BUFFERS
+        computing = [s for s in self._all() if s.state in (StageState.COMPUTING, StageState.ABANDONED)]
+        assert len(computing) == (self.computing is not None)
+
+    def dump(self, now: float) -> list[dict[str, Any]]:
+        """JSON-able."""
+        return [
+            {
+                "request": stage.request.request_id,
+                "attempt": stage.request.attempt,
+                "state": stage.state.value,
+                "age_s": now - stage.arrived_at,
+                "leader": stage.leader,
+                "layers": [stage.request.first_layer, stage.request.stop_layer],
+                "tokens": stage.request.tokens,
+                "computed": stage.computed,
+            }
+            for stage in self._all()
+        ]
+
+    def report(self, now: float) -> list[QueuedJob]:
+        """What is left to do, for the load report."""
+        live = [stage for stage in self._stages.values() if stage.computed < stage.request.tokens]
+        return [
+            self._workload.stage(now, stage.request, stage.rank, computed=stage.computed, share=self._share(stage.request))
+            for stage in live
+        ]
+
+    # --- beginning
+
+    def on_start(self, now: float, sender: str, message: StartStage, *, draining: bool) -> list[Effect]:
+        """Take part, or say why not."""
+        current = self._stages.get(message.request_id)
+        if current is not None and current.request.attempt >= message.attempt:
+            same = current.request.attempt == message.attempt and current.leader == sender
+            return [] if same else [self._failed(sender, message, "a newer attempt is here")]
+        effects = [] if current is None else self._fail(current, "a newer attempt is here")
+        refusal = self._refusal(message)
+        own = self._slots.leading_run(message.keys if self._settings.own_reuse else ())
+        if self._room(message) + len(own) > self._slots.capacity:  # they would keep the room from it for good
+            own = []
+        self._slots.pin(own)
+        lack = refusal or self._lack(message, draining=draining)
+        if lack is not None:
+            self._slots.unpin(own)
+            self._counts.add("stages_refused")
+            return [*effects, self._failed(sender, message, lack, full=refusal is None)]
+        share = self._share(message)
+        stage = Stage(
+            request=message,
+            leader=sender,
+            order=self._ids.new(),
+            rank=self._workload.rank(now, message, message.tokens, share),
+            arrived_at=now,
+            own_slots=own,
+        )
+        self._stages[message.request_id] = stage
+        stage.prefix += [self._ref(slot) for slot in own]
+        stage.new_slots = reserve(self._slots, self._layout.blocks_for(message.tokens))
+        stage.hidden.reserve(self._slots, self._hidden_slots(message))
+        key = (DEADLINE, message.request_id, message.attempt)
+        effects.append(SetTimer(key, message.deadline_s))
+        return effects + self._reuse(now, stage)
+
+    def _refusal(self, message: StartStage) -> str | None:
+        """What is wrong with the request here."""
+        layers = self._layout.layers
+        if not 0 < message.first_layer < message.stop_layer <= layers or not self._layout.hidden_bytes:
+            return "no such stage of this model"
+        if not 0 < message.chunk_tokens <= message.tokens or len(message.keys) * self._layout.block_tokens >= message.tokens:
+            return "chunks or keys do not match tokens"
+        return "prompt is longer than the slab" if self._room(message) > self._slots.capacity else None
+
+    def _lack(self, message: StartStage, *, draining: bool) -> str | None:
+        """What may be otherwise soon."""
+        if draining:
+            return "prefill is draining"
+        if len(self) >= self._settings.max_active:
+            return "too many stages"
+        return "no room in the slab" if self._room(message) > self._slots.available else None
+
+    def _room(self, message: StartStage) -> int:
+        return self._layout.blocks_for(message.tokens) + BUFFERS * self._hidden_slots(message)
+
+    def _hidden_slots(self, message: StartStage) -> int:
+        is_last = message.stop_layer == self._layout.layers
+        return 0 if is_last else hidden_slots(self._layout, message.chunk_tokens)
+
+    def _reuse(self, now: float, stage: Stage) -> list[Effect]:
+        """Lease what the own slab does not hold."""
+        wanted = stage.request.keys[len(stage.prefix) :]
+        if not wanted or self._pool.node is None:
+            return self._begin(stage)
+        stage.lease_id = self._ids.new()
+        fetch = len(stage.prefix) < stage.request.reuse_blocks
+        compute_s = self._share(stage.request) * self._workload.block_s(now)
+        return self._pool.lease(now, stage.lease_id, wanted, stage.request.sources, fetch=fetch, compute_s=compute_s)
+
+    def on_leased(self, lease_id: int, sources: tuple[SlotRef, ...]) -> list[Effect] | None:
+        """The pool's answer; None if it is not to a stage."""
+        stage = next((s for s in self._stages.values() if s.lease_id == lease_id), None)
+        if stage is None or stage.state is not StageState.LEASING:
+            return None
+        stage.prefix += sources
+        return self._begin(stage)
+
+    def _begin(self, stage: Stage) -> list[Effect]:
+        self._move(stage, StageEvent.LEASED)
+        stage.sequence = self._ids.new()
+        request = stage.request
+        ready = StageReady(request_id=request.request_id, attempt=request.attempt, blocks=len(stage.prefix))
+        return [OpenSequence(stage.sequence, request.tokens), Send(stage.leader, ready)]
+
+    # --- chunks
+
+    def on_chunk(self, sender: str, message: StageChunk) -> list[Effect]:
+        """One more to compute."""
+        stage = self._live(sender, message.request_id, message.attempt)
+        if stage is None or stage.state is StageState.LEASING:
+            return []
+        if not self._follows(stage, message):
+            return self._fail(stage, "a chunk out of order")
+        if not stage.begun and not stage.chunks:
+            stage.computed = message.start
+            del stage.prefix[message.start // self._layout.block_tokens :]
+        stage.chunks.append(message)
+        return []
+
+    def _follows(self, stage: Stage, message: StageChunk) -> bool:
+        if len(stage.chunks) >= BUFFERS or not 0 < message.count <= stage.request.chunk_tokens:
+            return False
+        if len(message.entering) != hidden_slots(self._layout, message.count):
+            return False
+        if stage.chunks:
+            begins = message.start == stage.chunks[-1].start + stage.chunks[-1].count
+        elif stage.begun:
+            begins = message.start == stage.computed
+        else:
+            blocks, rest = divmod(message.start, self._layout.block_tokens)
+            begins = rest == 0 and blocks <= len(stage.prefix)
+        return begins and message.start + message.count <= stage.request.tokens
+
+    def first(self) -> Stage | None:
+        """The stage whose turn it is among those here."""
+        waiting = [stage for stage in self._stages.values() if stage.state is StageState.READY and stage.chunks]
+        return min(waiting, key=lambda stage: (stage.rank, stage.order), default=None)
+
+    def compute(self, now: float, stage: Stage) -> list[Effect]:
+        """Its turn has come; or it fails."""
+        assert stage.sequence is not None
+        chunk, size, layers = stage.chunks[0], self._layout.block_tokens, stage.layers
+        deadline_s = prefix_s = self._settings.work_deadline_s
+        prefix: tuple[BlockLoad, ...] = ()
+        if not stage.begun and stage.prefix:
+            if len(stage.prefix) > len(stage.own_slots):
+                prefix_s = min(deadline_s, self._pool.reading_time_s(now, stage.lease_id))
+            if prefix_s <= 0:
+                return self._fail(stage, "lease ended before the prefix was loaded")
+            prefix = tuple(BlockLoad(i, ref, layers.start, layers.stop, size) for i, ref in enumerate(stage.prefix))
+        self._move(stage, StageEvent.CHUNK_BEGAN)
+        is_last = layers.stop == self._layout.layers
+        if not is_last:
+            stage.leaving = stage.hidden.take(self._slots, stage.begun, hidden_slots(self._layout, chunk.count))
+        ends = chunk.start + chunk.count == stage.request.tokens
+        stage.begun += 1
+        work = ComputeStage(
+            chunk=ComputeChunk(
+                sequence=stage.sequence,
+                start=chunk.start,
+                tokens=b"",
+                prefix=prefix,
+                outputs=grants(self._name, self._incarnation, self._slots, self._blocks_of(stage, chunk)),
+                sampling=stage.request.sampling if is_last and ends else None,
+                prefix_s=prefix_s,
+            ),
+            count=chunk.count,
+            first_layer=layers.start,
+            stop_layer=layers.stop,
+            entering=chunk.entering,
+            leaving=grants(self._name, self._incarnation, self._slots, stage.leaving),
+        )
+        work_id = self._ids.new()
+        self.computing = (work_id, stage)
+        return [Start(work_id, work, deadline_s)]
+
+    def is_computing(self, work_id: int) -> bool:
+        """Is this work the one in flight?"""
+        return self.computing is not None and self.computing[0] == work_id
+
+    def on_computed(self, now: float, result: StageComputed | WorkFailed) -> list[Effect]:
+        """The chunk in flight ended."""
+        assert self.computing is not None
+        stage = self.computing[1]
+        self.computing = None
+        if stage.state is StageState.ABANDONED:
+            return self._end(stage)
+        self._move(stage, StageEvent.CHUNK_DONE)
+        if isinstance(result, WorkFailed):
+            self._counts.add("chunks_failed")
+            return self._fail(stage, f"chunk failed: {result.reason}")
+        if result.failed:
+            return self._on_prefix_failed(stage, result)
+        chunk = stage.chunks.popleft()
+        stop = chunk.start + chunk.count
+        loads = stage.begun == 1 and bool(stage.prefix)
+        share = self._share(stage.request)
+        self._workload.measure(now, result, start=chunk.start, stop=stop, loads=loads, share=share)
+        self._counts.add("stage_tokens_computed", chunk.count)
+        stage.computed = stop
+        done = StageDone(
+            request_id=stage.request.request_id,
+            attempt=stage.request.attempt,
+            start=chunk.start,
+            sources=written(self._name, self._incarnation, self._slots, self._blocks_of(stage, chunk)),
+            parts=result.parts,
+            leaving=written(self._name, self._incarnation, self._slots, stage.leaving),
+            token=result.token,
+        )
+        return [Send(stage.leader, done)]
+
+    def _on_prefix_failed(self, stage: Stage, result: StageComputed) -> list[Effect]:
+        """Nobody shall find corrupt copies again; what is only out of reach is computed by the next attempt."""
+        refs = [stage.prefix[block] for block in result.corrupt if block < len(stage.prefix)]
+        unreached = len(result.failed) - len(result.corrupt)
+        self._counts.add("prefix_blocks_unreached", unreached)
+        reason = "a reused block did not verify" if refs else "a reused block was not reached"
+        return self._forget_corrupt(refs) + self._fail(stage, reason, unreached=unreached > 0)
+
+    # --- ends
+
+    def on_end(self, sender: str, message: EndStage) -> list[Effect]:
+        """The first stage needs it no more."""
+        stage = self._live(sender, message.request_id, message.attempt)
+        return [] if stage is None else self._end(stage)
+
+    def on_deadline(self, request_id: str, attempt: int) -> list[Effect]:
+        """The request had so long."""
+        stage = self._stages.get(request_id)
+        if stage is None or stage.request.attempt != attempt:
+            return []
+        return self._fail(stage, "deadline passed in a stage")
+
+    def peer_down(self, peer: str) -> list[Effect]:
+        """Stages whose leader is gone end; those that wait for a pool that is gone go on without. Call once the pool knows."""
+        effects: list[Effect] = []
+        for stage in list(self._stages.values()):
+            if stage.leader == peer:
+                effects += self._end(stage)
+            elif stage.state is StageState.LEASING and self._pool.node is None:
+                stage.lease_id = None
+                effects += self._begin(stage)
+        return effects
+
+    def _fail(self, stage: Stage, reason: str, *, unreached: bool = False) -> list[Effect]:
+        self._counts.add("stages_failed")
+        return [self._failed(stage.leader, stage.request, reason, unreached=unreached), *self._end(stage)]
+
+    def _end(self, stage: Stage) -> list[Effect]:
+        """Let go of everything; of what a chunk in flight still writes, once it is done."""
+        self._move(stage, StageEvent.END)
+        request = stage.request
+        effects: list[Effect] = []
+        if self._stages.get(request.request_id) is stage:
+            del self._stages[request.request_id]
+            effects.append(CancelTimer((DEADLINE, request.request_id, request.attempt)))
+        if stage.state is StageState.ABANDONED:
+            assert self.computing is not None
+            self._abandoned.append(stage)
+            return [*effects, CancelWork(self.computing[0])]
+        if stage in self._abandoned:
+            self._abandoned.remove(stage)
+        if stage.lease_id is not None:
+            effects += self._pool.release(stage.lease_id)
+        if stage.sequence is not None:
+            effects.append(CloseSequence(stage.sequence))
+        self._slots.unpin(stage.own_slots)
+        release(self._slots, stage.new_slots + stage.hidden.slots)
+        return effects
+
+    # --- leaves
+
+    def _all(self) -> list[Stage]:
+        return [*self._stages.values(), *self._abandoned]
+
+    def _live(self, leader: str, request_id: str, attempt: int) -> Stage | None:
+        stage = self._stages.get(request_id)
+        current = stage is not None and stage.leader == leader and stage.request.attempt == attempt
+        return stage if current else None
+
+    def _share(self, request: StartStage) -> float:
+        return (request.stop_layer - request.first_layer) / self._layout.layers
+
+    def _blocks_of(self, stage: Stage, chunk: StageChunk) -> list[int]:
+        first = chunk.start // self._layout.block_tokens
+        return stage.new_slots[first : self._layout.blocks_for(chunk.start + chunk.count)]
+
+    def _ref(self, slot: int) -> SlotRef:
+        return SlotRef(
+            node=self._name,
+            incarnation=self._incarnation,
+            slot=slot,
+            generation=self._slots.generation[slot],
+            checksum=self._slots.checksum[slot],
+        )
+
+    def _failed(self, leader: str, request: StartStage, reason: str, *, full: bool = False, unreached: bool = False) -> Send:
+        failed = StageFailed(
+            request_id=request.request_id, attempt=request.attempt, reason=clip(reason), full=full, unreached=unreached
+        )
+        return Send(leader, failed)
+
+    def _move(self, stage: Stage, event: StageEvent) -> None:
+        stage.state = self._life.after(stage.state, event)

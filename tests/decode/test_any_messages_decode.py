@@ -1,0 +1,154 @@
+"""No message, from whomever and however odd, ends a decode or spoils its state."""
+
+import pytest
+from actor_harness import LAYOUT, Harness
+from adversary import KEYS, anything, of, pauses, senders
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from mooncake_zmq.core.actor import Received
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import (
+    BlocksLeased,
+    CancelRequest,
+    HandoffBlocks,
+    HandoffDone,
+    HandoffFailed,
+    LayersReady,
+    ReserveDecode,
+    SlotRef,
+    SlotsReserved,
+    StopRule,
+)
+from mooncake_zmq.core.work import BlocksCopied, BlocksPulled, CopyBlocks, DecodeStep, PullBlocks, StepDecoded, WorkFailed
+from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.kv.checksum import block_checksum
+
+B = LAYOUT.block_tokens
+LAYERS = LAYOUT.layers
+
+
+@st.composite
+def reservations(draw):
+    """Mostly such as a decode takes."""
+    message = draw(of(ReserveDecode))
+    tokens = draw(st.integers(1, 4 * B))
+    tail = bytes(tokens % B * 4)
+    reuse = KEYS[: draw(st.integers(0, tokens // B))]
+    more = {"gateway": "g", "tokens": tokens, "tail": tail, "reuse_keys": reuse, "deadline_s": 60.0}
+    if draw(st.booleans()):
+        more |= {"stop": StopRule(max_tokens=draw(st.integers(2, 60))), "first_index": 0, "tbt_slo_s": 0.0}
+    return structs.replace(message, **more)
+
+
+def complete(request):
+    """What a prefill says of a request whose KV is written."""
+    blocks = LAYOUT.blocks_for(request.request.tokens)
+    whole = block_checksum([block_checksum(list(range(LAYERS)))] * (blocks - request.held_blocks))
+    name = {"request_id": request.request.request_id, "attempt": request.request.attempt}
+    return HandoffDone(**name, layers=LAYERS, blocks=blocks - request.held_blocks, checksum=whole, token=1, index=0)
+
+
+def outcome(work, share):
+    """What an engine and a copy make of a work; every so often it fails."""
+    if share > 0.9:
+        return WorkFailed("odd")
+    match work:
+        case PullBlocks(loads=loads):
+            parts = tuple((load.block, layer, layer) for load in loads for layer in range(load.first_layer, load.stop_layer))
+            return BlocksPulled(parts, ())
+        case DecodeStep(entries=entries, steps=steps):
+            made = max(1, int(share * steps))
+            return StepDecoded(tuple(tuple(7 for _ in entries) for _ in range(made)), 0.01)
+        case CopyBlocks(copies=copies):
+            return BlocksCopied(tuple(5 for _ in copies))
+    raise TypeError(work)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("say"), st.sampled_from(("p0", "p1")), reservations()),
+        st.tuples(st.just("say"), st.sampled_from(("p0", "p1")), of(HandoffBlocks, LayersReady, HandoffDone, HandoffFailed)),
+        st.tuples(st.just("say"), st.just("g"), of(CancelRequest)),
+        st.tuples(st.just("say"), st.just("c"), of(BlocksLeased, SlotsReserved)),
+        st.tuples(st.just("say"), senders, st.one_of(reservations(), anything)),
+        st.tuples(st.just("begin"), st.sampled_from(("p0", "p1")), reservations()),
+        st.tuples(st.just("hand off"), st.integers(0, 3), st.none()),
+        st.tuples(st.just("hand off"), st.integers(0, 3), st.none()),
+        st.tuples(st.just("lease"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("work"), st.floats(0, 1), st.none()),
+        st.tuples(st.just("work"), st.floats(0, 0.9), st.none()),
+        st.tuples(st.just("wait"), pauses, st.none()),
+        st.tuples(st.just("restart"), st.sampled_from(("p0", "c", "g")), st.none()),
+    ),
+    min_size=15,
+    max_size=40,
+)
+
+
+@pytest.mark.filterwarnings("error")
+@settings(max_examples=60, deadline=None)
+@given(steps, st.sampled_from((1, 8)))
+def test_any_messages_leave_a_decode_sound(steps, max_steps):
+    node = new_node(max_steps)
+    for what, which, message in steps:
+        take_step(node, what, which, message)
+        for work in node.works.values():
+            assert not isinstance(work, PullBlocks) or all(0 < load.tokens <= B for load in work.loads)
+    for name in ("p0", "p1", "g"):
+        node.down(name)
+    while node.works:
+        work_id, work = next(iter(node.works.items()))
+        node.done(work_id, outcome(work, 0.0))
+    node.down("c")
+    assert not node.busy()
+    assert not node.sequences
+
+
+def new_node(max_steps):
+    settings = DecodeSettings(capacity_tokens=16 * B, max_batch=3, max_requests=6, max_steps=max_steps)
+    node = Harness(Decode(name="me", host="h0", incarnation=2, settings=settings, layout=LAYOUT, costs=Costs()))
+    for name in ("g", "c", "k", "p0"):
+        node.up(name, 7)
+    node.up("p1", 7, host="h1")
+    return node
+
+
+def take_step(node, what, which, message):
+    match what:
+        case "say":
+            node.handle(Received(which, message))
+        case "begin":
+            node.handle(Received(which, message))
+            request = node.actor._requests.get(message.request_id)
+            if request is not None and request.request is message:
+                hand_off(node, request)
+        case "hand off":
+            live = list(node.actor._requests.values())
+            if live:
+                hand_off(node, live[which % len(live)])
+        case "lease" if leases := sorted(node.actor._pool._leases):
+            columns = {"slots": tuple(range(which)), "generations": (1,) * which, "checksums": (5,) * which}
+            lease = BlocksLeased(lease_id=leases[which % len(leases)], node="c", incarnation=7, **columns)
+            node.handle(Received("c", lease))
+        case "work" if node.works:
+            work_id, work = sorted(node.works.items())[0]
+            node.done(work_id, outcome(work, which))
+        case "wait":
+            node.advance(which)
+        case "restart":
+            node.down(which)
+            node.up(which, int(node.now * 1000) + 8)
+
+
+def hand_off(node, request):
+    """As a prefill does it whose KV is all there."""
+    name = {"request_id": request.request.request_id, "attempt": request.request.attempt}
+    first, stop = request.held_blocks, LAYOUT.blocks_for(request.request.tokens)
+    refs = tuple(
+        SlotRef(node=request.prefill, incarnation=7, slot=block, generation=1, checksum=0) for block in range(first, stop)
+    )
+    node.handle(Received(request.prefill, HandoffBlocks(**name, first_block=first, sources=refs, ready=True)))
+    node.handle(Received(request.prefill, complete(request)))

@@ -1,0 +1,132 @@
+"""No message, from whomever and however odd, ends a prefill or spoils its state."""
+
+import pytest
+from actor_harness import LAYOUT, Harness
+from adversary import KEYS, anything, of, pauses, senders
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from mooncake_zmq.core.actor import Received
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import (
+    BlocksLeased,
+    CancelRequest,
+    DecodeDenied,
+    DecodeReserved,
+    HandoffFailed,
+    HandoffReceived,
+    ReclaimSlots,
+    ReportCorrupt,
+    SlotsReserved,
+    StartPrefill,
+)
+from mooncake_zmq.core.work import BlocksCopied, ChunkComputed, ComputeChunk, CopyBlocks, WorkFailed
+from mooncake_zmq.prefill.prefill import Prefill
+from mooncake_zmq.prefill.settings import PrefillSettings
+
+B = LAYOUT.block_tokens
+
+
+@st.composite
+def starts(draw):
+    """Mostly such as a prefill takes."""
+    message = draw(of(StartPrefill))
+    tokens = draw(st.integers(1, 6 * B))
+    more = {"tokens": bytes(4 * tokens), "keys": KEYS[: tokens // B], "decode": draw(st.sampled_from(("d0", "d1")))}
+    return structs.replace(message, **more, deadline_s=60.0, stages=())
+
+
+def outcome(work, share):
+    """What an engine and a copy make of a work; every so often it fails, or the reused blocks are not what they were."""
+    if share > 0.9:
+        return WorkFailed("odd")
+    match work:
+        case ComputeChunk(prefix=prefix, outputs=outputs, sampling=sampling):
+            if prefix and share > 0.7:
+                return ChunkComputed((), None, 0.1, failed=(0,), corrupt=(0,) if share > 0.8 else ())
+            return ChunkComputed(tuple(5 for _ in outputs), None if sampling is None else 3, share)
+        case CopyBlocks(copies=copies):
+            return BlocksCopied(tuple(5 for _ in copies))
+    raise TypeError(work)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("say"), st.just("g"), starts()),
+        st.tuples(st.just("say"), st.just("g"), of(StartPrefill, CancelRequest)),
+        st.tuples(st.just("say"), st.just("c"), of(BlocksLeased, SlotsReserved, ReclaimSlots, ReportCorrupt)),
+        st.tuples(
+            st.just("say"),
+            st.sampled_from(("d0", "d1")),
+            of(DecodeReserved, DecodeDenied, HandoffReceived, HandoffFailed, ReportCorrupt),
+        ),
+        st.tuples(st.just("say"), senders, st.one_of(starts(), anything)),
+        st.tuples(st.just("begin"), st.integers(0, 3), starts()),
+        st.tuples(st.just("lease"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("work"), st.floats(0, 1), st.none()),
+        st.tuples(st.just("work"), st.floats(0, 0.7), st.none()),
+        st.tuples(st.just("wait"), pauses, st.none()),
+        st.tuples(st.just("restart"), st.sampled_from(("d0", "c", "g")), st.none()),
+    ),
+    min_size=15,
+    max_size=40,
+)
+
+
+@pytest.mark.filterwarnings("error")
+@settings(max_examples=60, deadline=None)
+@given(steps)
+def test_any_messages_leave_a_prefill_sound(steps):
+    node = new_node()
+    for what, which, message in steps:
+        take_step(node, what, which, message)
+        for work in node.works.values():
+            assert not isinstance(work, ComputeChunk) or work.tokens, "a chunk computes something"
+    for name in ("d0", "d1", "g"):
+        node.down(name)
+    while node.works:
+        work_id, work = next(iter(node.works.items()))
+        node.done(work_id, outcome(work, 0.0))
+    node.down("c")
+    node.advance(100.0)
+    assert not node.busy()
+    assert not node.sequences
+
+
+def leased(lease_id, blocks):
+    """Perhaps of more blocks than were asked for."""
+    columns = {"slots": tuple(range(blocks)), "generations": (1,) * blocks, "checksums": (5,) * blocks}
+    return BlocksLeased(lease_id=lease_id, node="c", incarnation=7, **columns, remote=blocks // 2)
+
+
+def new_node():
+    settings = PrefillSettings(slab_bytes=16 * LAYOUT.slot_bytes, chunk_tokens=2 * B, max_active=2, short_lane=1, max_queued=4)
+    node = Harness(Prefill(name="me", host="h0", incarnation=2, settings=settings, layout=LAYOUT, costs=Costs()))
+    for name in ("g", "c", "k", "d0", "d1"):
+        node.up(name, 7)
+    return node
+
+
+def take_step(node, what, which, message):
+    match what:
+        case "say":
+            node.handle(Received(which, message))
+        case "begin":
+            node.handle(Received("g", message))
+            job = node.actor._jobs.get(message.request_id)
+            if job is not None and job.lease_id is not None:
+                node.handle(Received("c", leased(job.lease_id, 2 * which)))
+            reserved = DecodeReserved(request_id=message.request_id, attempt=message.attempt, held_blocks=which)
+            node.handle(Received(message.decode, reserved))
+        case "lease" if node.actor._leases:
+            leases = sorted(node.actor._leases)
+            node.handle(Received("c", leased(leases[which % len(leases)], which)))
+        case "work" if node.works:
+            work_id, work = sorted(node.works.items())[0]
+            node.done(work_id, outcome(work, which))
+        case "wait":
+            node.advance(which)
+        case "restart":
+            node.down(which)
+            node.up(which, int(node.now * 1000) + 8)
