@@ -261,11 +261,11 @@ def dump(path: str, assignments: tuple[str, ...], node: str | None) -> None:
 @set_option
 @click.option("--node", metavar="NAME", help="The conductor to ask; the first of the file otherwise.")
 def replica(key: str, copies: int, path: str, assignments: tuple[str, ...], node: str | None) -> None:
-    """Have COPIES hosts hold the prefix whose last block has KEY, as `dump` of a conductor names it under "chains".
+    """Have COPIES hosts hold the prefix whose last block has KEY, as `dump` of a conductor names it under "recent" (or "chains").
 
     \b
     Examples:
-      mooncake-zmq dump --node conductor-0 | grep -A6 chains
+      mooncake-zmq dump --node conductor-0 | grep -A6 recent
       mooncake-zmq replica 0d3f29c1a4e87b5596d2a80c1be47f33 3
     """
     from mooncake_zmq.core.asks import SetCopies
