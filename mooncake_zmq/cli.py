@@ -261,7 +261,9 @@ def dump(path: str, assignments: tuple[str, ...], node: str | None) -> None:
 @set_option
 @click.option("--node", metavar="NAME", help="The conductor to ask; the first of the file otherwise.")
 def replica(key: str, copies: int, path: str, assignments: tuple[str, ...], node: str | None) -> None:
-    """Have COPIES hosts hold the prefix whose last block has KEY, as `dump` of a conductor names it under "recent" (or "chains").
+    """Have COPIES hosts hold the prefix whose last block has KEY.
+
+    A conductor's `dump` names such keys under "recent" (or "chains").
 
     \b
     Examples:
