@@ -28,13 +28,15 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.order import Order
 from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.prefill.settings import PrefillSettings
 
 REPORT_S = 0.25
 POOL_BLOCKS = 6_000
 """Of one host: three million tokens in the traces' blocks."""
 CAPACITY_TOKENS = 2_000_000
 MAX_BATCH = 64
-ORDER = Order()
+DEFAULTS = PrefillSettings()
+ORDER = Order(DEFAULTS.overtake, DEFAULTS.priority_s)
 """The prefills' rule as they come."""
 HEADROOM = 0.8
 """Share of the prefills' time that the trace's work takes: it is replayed as fast as the cluster can serve it."""

@@ -7,7 +7,7 @@ even if as many have left its batch as may have. Who is chosen is who would be i
 import math
 from collections.abc import Collection
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from mooncake_zmq.conductor.decodes import DecodeNode, Decodes
 from mooncake_zmq.conductor.settings import ConductorSettings
@@ -23,7 +23,7 @@ MOST_TIES = 2
 """Of two the one with more KV to spare: that keeps decodes about even, and more of them hardly evener."""
 
 
-class DecodeChoice(Struct, frozen=True):
+class DecodeChoice(Struct, frozen=True, gc=False):
     """One decode when the request would join it: its `batch` then without the request, and its predicted TBT with it, see
     `core.gaps`. `alone_s`: the same if nobody else were there."""
 
@@ -33,41 +33,25 @@ class DecodeChoice(Struct, frozen=True):
     alone_s: float
 
 
-class Joining:
+class Joining(Struct, eq=False, gc=False):
     """One request that will join a batch at time `at` with `own_tokens` of KV, and needs `need_tokens` in all. `wait_s`: until
     its prefill begins. `stay_tokens`: how long a request stays."""
 
-    __slots__ = (
-        "alone_s",
-        "at",
-        "base_s",
-        "expected_tokens",
-        "looked_at",
-        "need_tokens",
-        "own_s",
-        "own_tokens",
-        "slack",
-        "stay_tokens",
-        "wait_s",
-    )
-
-    def __init__(
-        self, at: float, *, wait_s: float, own_tokens: float, need_tokens: int, expected_tokens: float, stay_tokens: float
-    ) -> None:
-        self.at = at
-        self.wait_s = wait_s
-        self.own_tokens = own_tokens
-        self.need_tokens = need_tokens
-        self.expected_tokens = expected_tokens
-        self.stay_tokens = stay_tokens
-        self.looked_at: dict[DecodeNode, float] = {}
-        """The gap with each decode looked at, inf where it has no room."""
-        self.slack = 0.0
-        """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
-        self.alone_s = 0.0
-        """A step with nobody else, as the cost model has it."""
-        self.base_s = self.own_s = 0.0
-        """No step is shorter than `base_s`, and the request lengthens none by less than `own_s`."""
+    at: float
+    wait_s: float
+    own_tokens: float
+    need_tokens: int
+    expected_tokens: float
+    stay_tokens: float
+    looked_at: dict[DecodeNode, float] = field(default_factory=dict)
+    """The gap with each decode looked at, inf where it has no room."""
+    slack: float = 0.0
+    """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
+    alone_s: float = 0.0
+    """A step with nobody else, as the cost model has it."""
+    base_s: float = 0.0
+    """No step is shorter, and the request lengthens none by less than `own_s`."""
+    own_s: float = 0.0
 
 
 class Batches:
@@ -92,9 +76,10 @@ class Batches:
     def promise(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
         """What the request is told: by the gap when it joins, what becomes of it while it runs."""
         batch, expected = self.batch(joining, node), joining.expected_tokens
+        stretch = gaps.stretch(expected)
         grown_s = node.scale * self._context_s * gaps.growth_tokens(batch + 1, expected)
-        gap_s, alone_s = self.gap_s(joining, node), node.scale * joining.alone_s
-        return DecodeChoice(node, gaps.tbt_s(gap_s + grown_s, expected), batch, gaps.tbt_s(alone_s, expected))
+        gap_s, alone_s = self._look_at(joining, node), node.scale * joining.alone_s
+        return DecodeChoice(node, stretch * (gap_s + grown_s), batch, stretch * alone_s)
 
     def weigh(self, joining: Joining) -> None:
         """Before `gap_s`: what the request adds to any step."""
@@ -181,11 +166,12 @@ class Batches:
         for node, gap_s in joining.looked_at.items():
             if gap_s < least and node.name not in exclude:
                 least = gap_s
+        bound_s, look_at = self._bound_s, self._look_at
         for step_s, name, node in self._decodes.lightest.entries:
-            if self._bound_s(joining, step_s) * ROUNDING >= least:
+            if bound_s(joining, step_s) * ROUNDING >= least:
                 break
             place += 1
-            gap_s = self._look_at(joining, node)
+            gap_s = look_at(joining, node)
             if gap_s < least and name not in exclude:
                 least = gap_s
         return least, place

@@ -13,7 +13,7 @@ COUNTER_BITS = 28
 """A quarter of a billion placements before a number comes again; the 20 bits above tell conductors and their lives apart."""
 
 
-class Booking(Struct, eq=False):
+class Booking(Struct, eq=False, gc=False):
     """One placement: the answer given, kept to answer a repeated `Schedule` alike, and what it was predicted from."""
 
     key: BookingKey

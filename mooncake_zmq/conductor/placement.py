@@ -31,7 +31,7 @@ CHUNK_TOKENS = 512
 """A chunk is taken to be this long: what is in flight is not interrupted for a job that goes first."""
 
 
-class Decision(Struct, frozen=True):
+class Decision(Struct, frozen=True, gc=False):
     """Where a request goes. `ttft_s`: predicted time to its first token; `expected`: tokens it is taken to produce;
     `need_tokens`: KV that the decode must have for it."""
 
@@ -134,7 +134,7 @@ class Placement:
             tbt_s=min(decode.tbt_s, MAX_PREDICTION_S),
             booking=number,
             tbt_slo_s=admission.promised_tbt_s(self._settings, schedule),
-            stages=tuple([node.name for node in prefill.stages]),
+            stages=tuple([node.name for node in prefill.stages]) if prefill.stages else (),
         )
         booking = Booking(
             key=key,

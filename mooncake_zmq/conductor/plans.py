@@ -7,6 +7,8 @@ missing is weighed against computing it.
 import math
 from bisect import bisect_right
 
+from msgspec import Struct
+
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex, Run, bits_of
 from mooncake_zmq.conductor.settings import ConductorSettings
@@ -24,68 +26,46 @@ Group = tuple[int, int, float, int]
 """Mask of cache-nodes; the blocks they hold; seconds to compute the rest, not corrected; tokens in those blocks."""
 
 
-class Plan:
+class Plan(Struct, eq=False, gc=False):
     """One prompt and what was found out for it: `times` to its first token by prefill. From `weighed` on the fields are of the
     prefill that was weighed last."""
 
-    __slots__ = (
-        "best",
-        "best_load_s",
-        "best_prefix",
-        "best_s",
-        "crowd",
-        "disk",
-        "fetch_s",
-        "fetches",
-        "groups",
-        "local",
-        "moved_s",
-        "now",
-        "out_at",
-        "priority",
-        "queue_s",
-        "rates",
-        "rest_load_s",
-        "rest_s",
-        "runs",
-        "source",
-        "times",
-        "weighed",
-        "whole_s",
-        "work_s",
-    )
-
-    def __init__(self, now: float, priority: int, runs: list[Run], whole_s: float) -> None:
-        self.now = now
-        self.priority = priority
-        self.runs = runs
-        """Shortest first."""
-        self.best = runs[-1][0] if runs else 0
-        """The longest."""
-        self.whole_s = self.rest_s = self.best_s = whole_s
-        """To compute, not corrected: the whole prompt; what those not looked at yet at least must; all but the longest run."""
-        self.best_prefix = 0
-        self.crowd = 0
-        """The marks of those not looked at yet that hold anything."""
-        self.groups: list[Group] = []
-        """Longest first."""
-        self.source = -1
-        """The bit that all would fetch from; -1: nobody fetches."""
-        self.rates: Rates | None = None
-        self.out_at = 0.0
-        self.moved_s = 0.0
-        """What those not looked at yet at least must wait for a fetch."""
-        self.rest_load_s = self.best_load_s = 0.0
-        """What they at least must load: of their own, and with what they fetched."""
-        self.disk: list[int] = []
-        """By block, who has it on SSD alone."""
-        self.times: dict[PrefillNode, float] = {}
-        self.weighed: PrefillNode | None = None
-        self.local = 0
-        self.fetches = False
-        self.queue_s = 0.0
-        self.work_s = 0.0
-        self.fetch_s = 0.0
+    now: float
+    priority: int
+    runs: list[Run]
+    """Shortest first."""
+    whole_s: float
+    """To compute all of it, not corrected."""
+    rest_s: float
+    """Likewise: what those not looked at yet at least must compute."""
+    best: int = 0
+    """Blocks of the longest run."""
+    best_s: float = 0.0
+    """To compute all but these."""
+    best_prefix: int = 0
+    crowd: int = 0
+    """The marks of those not looked at yet that hold anything."""
+    groups: list[Group] = []
+    """Longest first."""
+    source: int = -1
+    """The bit that all would fetch from; -1: nobody fetches."""
+    rates: Rates | None = None
+    out_at: float = 0.0
+    moved_s: float = 0.0
+    """What those not looked at yet at least must wait for a fetch."""
+    rest_load_s: float = 0.0
+    """What they at least must load of their own."""
+    best_load_s: float = 0.0
+    """And with what they fetched."""
+    disk: list[int] = []
+    """By block, who has it on SSD alone."""
+    times: dict[PrefillNode, float] = {}
+    weighed: PrefillNode | None = None
+    local: int = 0
+    fetches: bool = False
+    queue_s: float = 0.0
+    work_s: float = 0.0
+    fetch_s: float = 0.0
 
 
 class Planner:
@@ -120,8 +100,10 @@ class Planner:
         limit = reusable_blocks(tokens=tokens, keys=len(schedule.keys), block_tokens=self._block_tokens)
         keys = schedule.keys if limit == len(schedule.keys) else schedule.keys[:limit]
         runs = self._index.runs(keys)
-        plan = Plan(now, schedule.priority, runs, (self._a + self._b * tokens) * tokens)
+        whole_s = (self._a + self._b * tokens) * tokens
+        plan = Plan(now, schedule.priority, runs, whole_s, whole_s)
         if runs:
+            plan.best = runs[-1][0]
             self._index.touch(keys[: plan.best])
             plan.disk = self._index.on_disk_alone(keys[: plan.best])
             self._group(plan)

@@ -170,7 +170,7 @@ class Prefills:
         node.room, node.draining = load.room, load.draining
         node.overtake, node.priority_s = load.overtake, load.priority_s
         if not (load.jobs or node.ends or node.named or node.unseen):
-            self._set_closed(node)
+            self._open_or_close(node)
             return []
         named = dict.fromkeys([job.booking for job in load.jobs if job.booking])
         complete = len(load.jobs) < MAX_REPORTED
@@ -230,7 +230,7 @@ class Prefills:
     def close(self, node: PrefillNode) -> None:
         """It was asked to leave: it takes nothing new."""
         node.draining = True
-        self._set_closed(node)
+        self._open_or_close(node)
 
     # --- what is asked
 
@@ -268,7 +268,10 @@ class Prefills:
         before = node.factor
         if node.compute.report(now, load.compute):
             self._accuracy.add("compute", load.compute.seconds, before * load.compute.predicted_s)
-        node.factor = node.compute.factor
+        if node.compute.factor != before:
+            node.factor = node.compute.factor
+            if not node.closed:
+                self.quickest.set(node, _grain(node.factor))
         before = node.load.factor
         if node.load.report(now, load.load):
             self._accuracy.add("load", load.load.seconds, before * load.load.predicted_s)
@@ -281,16 +284,22 @@ class Prefills:
     def _retell(self, now: float, node: PrefillNode) -> None:
         ripe = bisect_right(node.ranks, now)
         node.floor_at = node.ends[ripe - 1] if ripe else 0.0
-        self._set_closed(node)
+        self._open_or_close(node)
         if not node.closed:
             self.freest.set(node, node.floor_at)
 
-    def _set_closed(self, node: PrefillNode) -> None:
-        node.closed = node.draining or node.room <= len(node.unseen)
-        if node.closed:
+    def _open_or_close(self, node: PrefillNode) -> None:
+        closed = node.draining or node.room <= len(node.unseen)
+        if closed == node.closed:
+            return
+        node.closed = closed
+        if closed:
             self.quickest.remove(node)
             self.freest.remove(node)
-            return
-        self.quickest.set(node, math.floor(node.factor * GRAINS) / GRAINS)
-        if node not in self.freest:
+        else:
+            self.quickest.set(node, _grain(node.factor))
             self.freest.set(node, node.floor_at)
+
+
+def _grain(factor: float) -> float:
+    return math.floor(factor * GRAINS) / GRAINS

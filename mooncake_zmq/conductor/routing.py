@@ -24,7 +24,7 @@ ROUNDING = 1 + 1e-9
 """A bound and the time that it stands for are not the same sum."""
 
 
-class PrefillChoice(Struct, frozen=True):
+class PrefillChoice(Struct, frozen=True, gc=False):
     """`work_s`: fetch, load and compute. `sources`: the bits of the cache-nodes to fetch from
     what the host misses of `reuse_blocks`, none to fetch nothing; `fetch_s`: of `work_s`, what moves between hosts."""
 

@@ -17,20 +17,16 @@ def longest_gaps(gaps: int) -> int:
     return max(1, gaps // LONGEST_SHARE)
 
 
-def tbt_s(step_s: float, output_tokens: float) -> float:
-    """TBT of a request of `output_tokens` tokens whose steps take `step_s` each."""
-    return step_s * _stretch(output_tokens)
+def stretch(output_tokens: float) -> float:
+    """The TBT of a request of `output_tokens` tokens, in steps."""
+    return 1 + FIRST_GAP_STEPS / longest_gaps(int(output_tokens) - 1)
 
 
 def longest_step_s(bound_s: float, output_tokens: float) -> float:
     """The longest step at which a request of `output_tokens` tokens keeps a TBT of `bound_s`."""
-    return bound_s / _stretch(output_tokens)
+    return bound_s / stretch(output_tokens)
 
 
 def growth_tokens(batch: float, output_tokens: float) -> float:
     """KV tokens that a batch, the request among it, has more when half of the request's tokens are out."""
     return batch * min(output_tokens, GROWTH_TOKENS) / 2
-
-
-def _stretch(output_tokens: float) -> float:
-    return 1 + FIRST_GAP_STEPS / longest_gaps(int(output_tokens) - 1)

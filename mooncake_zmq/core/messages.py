@@ -46,7 +46,7 @@ class ProtocolError(Exception):
     """Bytes that are no message of ours: the peer's fault; drop and count."""
 
 
-class _Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
+class _Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, gc=False):
     """A part of a message."""
 
 
@@ -122,7 +122,7 @@ class SlotRef(_Record, frozen=True, gc=False):
 Slots = Annotated[tuple[SlotRef, ...], Meta(max_length=MAX_BLOCKS)]
 
 
-class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, tag=True):
+class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, tag=True, gc=False):
     """Base of all messages: encodes as `[tag, field, ...]`."""
 
 

@@ -16,8 +16,8 @@ class Order:
     """`overtake`: seconds of later arrival that a prompt gives way for each second of its own work. `priority_s`: seconds of
     later arrival that one step of priority is worth (a larger number waits longer)."""
 
-    overtake: float = 1.0
-    priority_s: float = 10.0
+    overtake: float
+    priority_s: float
 
     def rank(self, arrived_at: float, work_s: float, priority: int = 0) -> float:
         """The smaller goes first; of equals the one that came first."""

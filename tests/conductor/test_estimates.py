@@ -207,16 +207,16 @@ def test_a_decode_is_judged_when_the_prefill_is_done_not_when_the_queue_is():
     stay_s = 100 * 0.1
     long = cluster.schedule(tokens=1700)
     assert 2 < long.ttft_s < 8
-    assert long.tbt_s == pytest.approx(gaps.tbt_s(0.01 + 0.01 * (1 + 9 * (1 - long.ttft_s / stay_s)), 100), rel=0.02)
+    assert long.tbt_s == pytest.approx(gaps.stretch(100) * (0.01 + 0.01 * (1 + 9 * (1 - long.ttft_s / stay_s))), rel=0.02)
 
 
 def test_its_own_context_and_that_of_all_others_lengthen_the_step():
     costs = Costs(decode_step_s=0.02, decode_request_s=0.0, decode_context_s=1e-6)
     cluster = Cluster(1, costs=costs)
     grown = gaps.growth_tokens(1, 100) * 1e-6
-    assert tbt(cluster, tokens=9000) == pytest.approx(gaps.tbt_s(0.02 + 0.009 + grown, 100))
+    assert tbt(cluster, tokens=9000) == pytest.approx(gaps.stretch(100) * (0.02 + 0.009 + grown))
     cluster.decode_load("d0", running=1, context_tokens=50_000)
-    assert tbt(cluster, tokens=10) == pytest.approx(gaps.tbt_s(0.02 + 0.05, 100), rel=0.02)
+    assert tbt(cluster, tokens=10) == pytest.approx(gaps.stretch(100) * (0.02 + 0.05), rel=0.02)
 
 
 def test_a_booking_whose_prefill_is_not_done_does_not_decode_yet():
@@ -228,7 +228,7 @@ def test_a_booking_whose_prefill_is_not_done_does_not_decode_yet():
         assert cluster.schedule(tokens=10).prefill == "p0", "each is done after 50 s"
     cluster.prefill_load("p1")
     soon, later = cluster.schedule(tokens=10), cluster.schedule(tokens=10, exclude=("p1",))
-    assert soon.tbt_s == pytest.approx(gaps.tbt_s(0.02, 100), rel=0.01), "nobody is there when its prefill is done"
+    assert soon.tbt_s == pytest.approx(gaps.stretch(100) * 0.02, rel=0.01), "nobody is there when its prefill is done"
     assert later.tbt_s > 0.1, "the others are"
 
 
@@ -240,9 +240,9 @@ def test_reports_take_over_decode_bookings_one_by_one():
     numbers = [one.booking for one in placed]
     cluster.decode_load("d0", running=2, reserved=0, bookings=numbers[:2])
     assert len(cluster.conductor._decodes.nodes[0].coming) == 0, "two run, the third never came"
-    assert tbt(cluster) == pytest.approx(gaps.tbt_s(0.04, 100), rel=0.05)
+    assert tbt(cluster) == pytest.approx(gaps.stretch(100) * 0.04, rel=0.05)
     cluster.decode_load("d0", running=0)
-    assert tbt(cluster) == pytest.approx(gaps.tbt_s(0.02, 100))
+    assert tbt(cluster) == pytest.approx(gaps.stretch(100) * 0.02)
 
 
 def test_a_reserved_request_joins_when_its_prefill_is_done():

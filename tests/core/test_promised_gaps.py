@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.core.gaps import FIRST_GAP_STEPS, GROWTH_TOKENS, growth_tokens, longest_gaps, longest_step_s, tbt_s
+from mooncake_zmq.core.gaps import FIRST_GAP_STEPS, GROWTH_TOKENS, growth_tokens, longest_gaps, longest_step_s, stretch
 from mooncake_zmq.gateway.gaps import Gaps
 
 
@@ -19,12 +19,12 @@ def test_what_is_promised_is_what_is_counted(tokens, step_s):
     counted.add((1 + FIRST_GAP_STEPS) * step_s)
     for _ in range(tokens - 2):
         counted.add(step_s)
-    assert tbt_s(step_s, tokens) == pytest.approx(counted.tbt_s)
+    assert stretch(tokens) * step_s == pytest.approx(counted.tbt_s)
 
 
 @given(st.integers(1, 100_000), st.floats(1e-3, 10.0))
 def test_the_longest_step_just_keeps_the_bound(tokens, bound_s):
-    assert tbt_s(longest_step_s(bound_s, tokens), tokens) == pytest.approx(bound_s)
+    assert stretch(tokens) * longest_step_s(bound_s, tokens) == pytest.approx(bound_s)
 
 
 def test_a_batch_grows_by_a_token_each_step_of_each_request():
