@@ -313,6 +313,25 @@ def doctor(path: str, assignments: tuple[str, ...]) -> None:
     sys.exit(0 if healthy else 1)
 
 
+@main.command(name="compile")
+def compile_() -> None:
+    """Make machine code of what a conductor decides with: about twice the decisions per second.
+
+    Needs the extra "compiled" (mypyc) and a C compiler, and takes about a minute. It lies beside the sources; those that change
+    run as Python until this is called again, and MOONCAKE_ZMQ_COMPILED=0 runs all of them so.
+
+    \b
+    Example:
+      pip install 'mooncake-zmq[compiled]' && mooncake-zmq compile
+    """
+    from mooncake_zmq.compile import CannotCompile, compile_all
+
+    try:
+        click.echo(f"compiled: {compile_all()}")
+    except CannotCompile as error:
+        _fail(str(error))
+
+
 def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
     """Print a conductor's answer; its refusal ends the command."""
     import json

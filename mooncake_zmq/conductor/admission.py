@@ -6,8 +6,7 @@ would improve. One whose client holds tokens is never refused for its SLO.
 
 import math
 
-from mooncake_zmq.conductor.batches import DecodeChoice
-from mooncake_zmq.conductor.routing import PrefillChoice
+from mooncake_zmq.conductor.choices import DecodeChoice, PrefillChoice
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.messages import Schedule
 

@@ -7,8 +7,7 @@ even if as many have left its batch as may have. Who is chosen is who would be i
 import math
 from collections.abc import Collection
 
-from msgspec import Struct, field
-
+from mooncake_zmq.conductor.choices import DecodeChoice
 from mooncake_zmq.conductor.decodes import DecodeNode, Decodes
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core import gaps
@@ -23,28 +22,10 @@ MOST_TIES = 2
 """Of two the one with more KV to spare: that keeps decodes about even, and more of them hardly evener."""
 
 
-class DecodeChoice(Struct, frozen=True, gc=False):
-    """One decode when the request would join it: its `batch` then without the request, and its predicted TBT with it, see
-    `core.gaps`. `alone_s`: the same if nobody else were there."""
-
-    node: DecodeNode
-    tbt_s: float
-    batch: float
-    alone_s: float
-
-
-class Joining(Struct, eq=False, gc=False):
+class Joining:
     """One request that will join a batch at time `at` with `own_tokens` of KV, and needs `need_tokens` in all. `wait_s`: until
     its prefill begins. `stay_tokens`: how long a request stays."""
 
-    at: float
-    wait_s: float
-    own_tokens: float
-    need_tokens: int
-    expected_tokens: float
-    stay_tokens: float
-    looked_at: dict[DecodeNode, float] = field(default_factory=dict)
-    """The gap with each decode looked at, inf where it has no room."""
     slack: float = 0.0
     """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
     alone_s: float = 0.0
@@ -52,6 +33,18 @@ class Joining(Struct, eq=False, gc=False):
     base_s: float = 0.0
     """No step is shorter, and the request lengthens none by less than `own_s`."""
     own_s: float = 0.0
+
+    def __init__(
+        self, at: float, *, wait_s: float, own_tokens: float, need_tokens: int, expected_tokens: float, stay_tokens: float
+    ) -> None:
+        self.at = at
+        self.wait_s = wait_s
+        self.own_tokens = own_tokens
+        self.need_tokens = need_tokens
+        self.expected_tokens = expected_tokens
+        self.stay_tokens = stay_tokens
+        self.looked_at: dict[DecodeNode, float] = {}
+        """The gap with each decode looked at, inf where it has no room."""
 
 
 class Batches:

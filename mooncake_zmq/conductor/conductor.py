@@ -246,7 +246,7 @@ class Conductor:
         if role in ("gateway", "prefill", "decode"):
             for booking in self._bookings.all():
                 placed = booking.placed
-                if peer in (booking.key[0], placed.prefill, placed.decode, *placed.stages):
+                if peer in (booking.key[0], placed.prefill, placed.decode) or peer in placed.stages:
                     self._unbook(now, booking.key)
         self._members.leave(peer)
         match role:
@@ -441,7 +441,8 @@ class Conductor:
             for number in prefill.unseen:
                 known = self._bookings.numbered(number)
                 assert known is not None, f"{number} is not booked"
-                assert prefill.name in (known.placed.prefill, *known.placed.stages), f"{number} is not booked on {prefill.name}"
+                named = prefill.name == known.placed.prefill or prefill.name in known.placed.stages
+                assert named, f"{number} is not booked on {prefill.name}"
         for decode in self._decodes.nodes:
             for booking in decode.coming:
                 assert self._bookings.numbered(booking.placed.booking) is booking, f"{booking.key} is not booked"

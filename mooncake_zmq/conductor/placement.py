@@ -3,20 +3,20 @@ PURE."""
 
 from bisect import bisect_right
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from mooncake_zmq.conductor import admission
 from mooncake_zmq.conductor.arrivals import Arrivals
-from mooncake_zmq.conductor.batches import Batches, DecodeChoice, Joining
+from mooncake_zmq.conductor.batches import Batches, Joining
 from mooncake_zmq.conductor.bookings import Booking, BookingKey, Bookings
+from mooncake_zmq.conductor.choices import Decision, PrefillChoice
 from mooncake_zmq.conductor.corrections import Lateness, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.plans import Plan, Planner
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
-from mooncake_zmq.conductor.routing import PrefillChoice, Router
+from mooncake_zmq.conductor.routing import Router
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.conductor.transfers import Transfers
@@ -29,17 +29,6 @@ TRIES = 3
 """Prefills tried for a request that would push others past their bounds."""
 CHUNK_TOKENS = 512
 """A chunk is taken to be this long: what is in flight is not interrupted for a job that goes first."""
-
-
-class Decision(Struct, frozen=True, gc=False):
-    """Where a request goes. `ttft_s`: predicted time to its first token; `expected`: tokens it is taken to produce;
-    `need_tokens`: KV that the decode must have for it."""
-
-    prefill: PrefillChoice
-    decode: DecodeChoice
-    ttft_s: float
-    expected: float
-    need_tokens: int
 
 
 Refused = tuple[RejectReason, float]

@@ -7,8 +7,6 @@ missing is weighed against computing it.
 import math
 from bisect import bisect_right
 
-from msgspec import Struct
-
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex, Run, bits_of
 from mooncake_zmq.conductor.settings import ConductorSettings
@@ -26,18 +24,10 @@ Group = tuple[int, int, float, int]
 """Mask of cache-nodes; the blocks they hold; seconds to compute the rest, not corrected; tokens in those blocks."""
 
 
-class Plan(Struct, eq=False, gc=False):
+class Plan:
     """One prompt and what was found out for it: `times` to its first token by prefill. From `weighed` on the fields are of the
     prefill that was weighed last."""
 
-    now: float
-    priority: int
-    runs: list[Run]
-    """Shortest first."""
-    whole_s: float
-    """To compute all of it, not corrected."""
-    rest_s: float
-    """Likewise: what those not looked at yet at least must compute."""
     best: int = 0
     """Blocks of the longest run."""
     best_s: float = 0.0
@@ -45,11 +35,8 @@ class Plan(Struct, eq=False, gc=False):
     best_prefix: int = 0
     crowd: int = 0
     """The marks of those not looked at yet that hold anything."""
-    groups: list[Group] = []
-    """Longest first."""
     source: int = -1
     """The bit that all would fetch from; -1: nobody fetches."""
-    rates: Rates | None = None
     out_at: float = 0.0
     moved_s: float = 0.0
     """What those not looked at yet at least must wait for a fetch."""
@@ -57,15 +44,26 @@ class Plan(Struct, eq=False, gc=False):
     """What they at least must load of their own."""
     best_load_s: float = 0.0
     """And with what they fetched."""
-    disk: list[int] = []
-    """By block, who has it on SSD alone."""
-    times: dict[PrefillNode, float] = {}
-    weighed: PrefillNode | None = None
     local: int = 0
     fetches: bool = False
     queue_s: float = 0.0
     work_s: float = 0.0
     fetch_s: float = 0.0
+
+    def __init__(self, now: float, priority: int, runs: list[Run], whole_s: float) -> None:
+        self.now = now
+        self.priority = priority
+        self.runs = runs
+        """Shortest first."""
+        self.whole_s = self.rest_s = whole_s
+        """To compute, not corrected: the whole prompt; what those not looked at yet at least must."""
+        self.groups: list[Group] = []
+        """Longest first."""
+        self.rates: Rates | None = None
+        self.disk: list[int] = []
+        """By block, who has it on SSD alone."""
+        self.times: dict[PrefillNode, float] = {}
+        self.weighed: PrefillNode | None = None
 
 
 class Planner:
@@ -101,7 +99,7 @@ class Planner:
         keys = schedule.keys if limit == len(schedule.keys) else schedule.keys[:limit]
         runs = self._index.runs(keys)
         whole_s = (self._a + self._b * tokens) * tokens
-        plan = Plan(now, schedule.priority, runs, whole_s, whole_s)
+        plan = Plan(now, schedule.priority, runs, whole_s)
         if runs:
             plan.best = runs[-1][0]
             self._index.touch(keys[: plan.best])

@@ -12,8 +12,8 @@ import math
 from collections.abc import Collection
 
 import xxhash
-from msgspec import Struct
 
+from mooncake_zmq.conductor.choices import PrefillChoice
 from mooncake_zmq.conductor.plans import Plan, Planner
 from mooncake_zmq.conductor.prefills import EVERYONE, PrefillNode, Prefills
 from mooncake_zmq.conductor.settings import ConductorSettings
@@ -22,27 +22,6 @@ from mooncake_zmq.core.messages import Schedule
 
 ROUNDING = 1 + 1e-9
 """A bound and the time that it stands for are not the same sum."""
-
-
-class PrefillChoice(Struct, frozen=True, gc=False):
-    """`work_s`: fetch, load and compute. `sources`: the bits of the cache-nodes to fetch from
-    what the host misses of `reuse_blocks`, none to fetch nothing; `fetch_s`: of `work_s`, what moves between hosts."""
-
-    node: PrefillNode
-    reuse_blocks: int
-    sources: tuple[int, ...]
-    queue_s: float
-    work_s: float
-    fetch_s: float
-    stages: tuple[PrefillNode, ...] = ()
-    """Those that compute the later layers, see `pipeline`."""
-    share_s: float = 0.0
-    """What each of them and `node` compute, if there are any."""
-
-    @property
-    def ttft_s(self) -> float:
-        """Predicted time to the first token."""
-        return self.queue_s + self.work_s
 
 
 class Router:

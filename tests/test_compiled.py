@@ -1,0 +1,66 @@
+"""Machine code decides what the Python that it was made of decides, and never outlives it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import mooncake_zmq
+
+DECISIONS = """
+import hashlib
+from mooncake_zmq.bench.schedule import COSTS, LAYOUT, generated
+from mooncake_zmq.bench.schedule_load import ClusterLoad
+from mooncake_zmq.conductor import conductor, routing
+from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.core.actor import Send
+from mooncake_zmq.core.messages import Placed
+
+load = ClusterLoad(generated(600), hosts=8, costs=COSTS)
+settings = ConductorSettings(ttft_slo_s=8.0, tbt_slo_s=0.1)
+actor = conductor.Conductor(name="k", host="h", incarnation=1, settings=settings, layout=LAYOUT, costs=COSTS)
+for event in load.joins():
+    actor.handle(0.0, event)
+digest = hashlib.sha256()
+for now, event in load.events():
+    effects = actor.handle(now, event)
+    digest.update(repr(effects).encode())
+    for effect in effects:
+        if isinstance(effect, Send) and isinstance(effect.message, Placed):
+            load.answer(now, int(effect.message.request_id[1:]), effect.message)
+actor.check(now)
+print(routing.__file__.rpartition(".")[2], actor.counts["placed"], digest.hexdigest())
+"""
+
+
+def compiler() -> str | None:
+    return shutil.which(str(sysconfig.get_config_var("CC")).split()[0])
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
+    package = tmp_path / "mooncake_zmq"
+    shutil.copytree(Path(mooncake_zmq.__file__).parent, package, ignore=shutil.ignore_patterns("__compiled__", "__pycache__"))
+
+    def run(*arguments, switch="1"):
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_COMPILED": switch}
+        done = subprocess.run(
+            [sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    as_python = run("-c", DECISIONS)
+    assert as_python[0] == "py"
+    assert int(as_python[1]) > 300
+    run("-m", "mooncake_zmq", "compile")
+    as_machine_code = run("-c", DECISIONS)
+    assert as_machine_code == ["so", *as_python[1:]]
+    assert run("-c", DECISIONS, switch="0") == as_python, "it can be turned off"
+    with (package / "conductor" / "settings.py").open("a") as source:
+        source.write("# changed\n")
+    assert run("-c", DECISIONS) == as_python, "stale machine code is not used"
