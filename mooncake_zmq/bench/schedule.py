@@ -205,11 +205,13 @@ def replay(asked: Sequence[Asked], hosts: int) -> Timings:
     timings = Timings()
     collector = Collector()
     gc.collect()
+    gc.freeze()  # the trace is not the conductor's
     gc.callbacks.append(collector)
     try:
         _live(conductor, load, timings, collector)
     finally:
         gc.callbacks.remove(collector)
+        gc.unfreeze()
     return timings
 
 
