@@ -147,6 +147,7 @@ class ClusterLoad:
             predicted_ttft_s=request.placed.ttft_s,
             tbt_s=request.gap_s,
             predicted_tbt_s=request.placed.tbt_s,
+            max_tokens=2 * request.asked.output_tokens,
             output_tokens=request.asked.output_tokens,
             ended=True,
         )
@@ -174,6 +175,7 @@ class ClusterLoad:
             jobs=tuple(jobs),
             overtake=ORDER.overtake,
             priority_s=ORDER.priority_s,
+            chunk_tokens=DEFAULTS.chunk_tokens,
             room=max(0, 64 - len(jobs)),
             compute=measured,
         )

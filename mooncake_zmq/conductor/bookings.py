@@ -28,7 +28,6 @@ class Booking(Struct, eq=False, gc=False):
     load_s: float
     """What it adds to each step of its decode, as the cost model has it, with the KV it holds on average."""
     expected_tokens: float
-    max_tokens: int
     coming: bool = False
     """It is on its way to its decode, whose reports do not count it as there yet."""
     reserved: bool = False

@@ -363,12 +363,12 @@ class Conductor:
 
     def _on_ended(self, now: float, gateway: str, ended: RequestEnded) -> list[Effect]:
         booking = self._bookings.get((gateway, ended.request_id))
-        expected = booking.expected_tokens if booking is not None else self._outputs.typical
-        if ended.outcome is not None:
-            self._accuracy.outcome(ended.outcome, expected)
-            self._placement.lateness.add(ended.outcome.ttft_s, ended.outcome.predicted_ttft_s)
-            if ended.outcome.ended and booking is not None:
-                self._outputs.ended(booking.max_tokens, ended.outcome.output_tokens)
+        outcome = ended.outcome
+        if outcome is not None:
+            self._accuracy.outcome(outcome, None if booking is None else booking.expected_tokens)
+            self._placement.lateness.add(outcome.ttft_s, outcome.predicted_ttft_s)
+            if outcome.ended:
+                self._outputs.ended(outcome.max_tokens, outcome.output_tokens)
         if booking is not None and booking.placed.attempt <= ended.attempt:
             self._unbook(now, booking.key)
         return []

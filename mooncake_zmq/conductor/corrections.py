@@ -61,12 +61,12 @@ class Accuracy:
                 rows[kind] = count, error / MILLION / count, actual / MILLION / count
         return rows
 
-    def outcome(self, outcome: Outcome, expected_tokens: float) -> None:
-        """A request brought at least its first token."""
+    def outcome(self, outcome: Outcome, expected_tokens: float | None) -> None:
+        """A request brought at least its first token; `expected_tokens`: None if it is forgotten what was expected."""
         self.add("ttft", outcome.ttft_s, outcome.predicted_ttft_s)
         if outcome.output_tokens > 1:
             self.add("tbt", outcome.tbt_s, outcome.predicted_tbt_s)
-        if outcome.ended:
+        if outcome.ended and expected_tokens is not None:
             self.add("output", float(outcome.output_tokens), expected_tokens)
 
 

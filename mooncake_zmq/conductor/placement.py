@@ -27,8 +27,6 @@ MAX_PREDICTION_S = 1e7
 """The most a message may say."""
 TRIES = 3
 """Prefills tried for a request that would push others past their bounds."""
-CHUNK_TOKENS = 512
-"""A chunk is taken to be this long: what is in flight is not interrupted for a job that goes first."""
 
 
 Refused = tuple[RejectReason, float]
@@ -62,7 +60,6 @@ class Placement:
         self._outputs = outputs
         self._bookings = bookings
         self._request_s, self._context_s = costs.decode_request_s, costs.decode_context_s
-        self._chunk_s = costs.compute_s(CHUNK_TOKENS, 0)
         self._arrivals = Arrivals()
         self._sources = sources
         self.planner = Planner(
@@ -134,7 +131,6 @@ class Placement:
             need_tokens=decision.need_tokens,
             load_s=self._request_s + self._context_s * (schedule.tokens + expected / 2),
             expected_tokens=expected,
-            max_tokens=schedule.max_tokens,
         )
         self._outputs.placed(expected)
         work_s = prefill.share_s if prefill.stages else prefill.work_s
@@ -221,7 +217,7 @@ class Placement:
         if not node.overtake:
             return 0.0
         behind_s = node.behind_s(now, node.rank(now, choice.work_s, priority))
-        chunk_s = min(0.5 * self._chunk_s * node.factor, behind_s)
+        chunk_s = min(0.5 * self._costs.compute_s(node.chunk_tokens, 0) * node.factor, behind_s)
         return chunk_s + self._arrivals.overtaking_s(
             now, work_s=choice.work_s, wait_s=choice.queue_s, overtake=node.overtake, nodes=len(self._prefills.nodes)
         )

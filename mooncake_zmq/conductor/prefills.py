@@ -30,6 +30,7 @@ class PrefillNode:
     """One prefill: its jobs in order of rank, each with the time at which it will be done."""
 
     __slots__ = (
+        "chunk_tokens",
         "closed",
         "compute",
         "draining",
@@ -65,6 +66,7 @@ class PrefillNode:
         """Bookings that the last report named."""
         self.overtake = 0.0
         self.priority_s = 0.0
+        self.chunk_tokens = 0
         self.room = NO_LIMIT
         self.draining = False
         self.closed = False
@@ -168,7 +170,7 @@ class Prefills:
         that are computed by now."""
         self._correct(now, node, load)
         node.room, node.draining = load.room, load.draining
-        node.overtake, node.priority_s = load.overtake, load.priority_s
+        node.overtake, node.priority_s, node.chunk_tokens = load.overtake, load.priority_s, load.chunk_tokens
         if not (load.jobs or node.ends or node.named or node.unseen):
             self._open_or_close(node)
             return []

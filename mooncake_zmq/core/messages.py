@@ -210,6 +210,8 @@ class Outcome(_Record, frozen=True):
     tbt_s: Seconds
     """Mean of the longest tenth of the gaps between its tokens; 0 with fewer than two tokens."""
     predicted_tbt_s: Seconds
+    max_tokens: Count
+    """As its `Schedule` said."""
     output_tokens: Count
     ended: bool
     """The output ended by itself, so that its length says something; else it was cut off."""
@@ -246,6 +248,8 @@ class PrefillLoad(_Message, frozen=True):
     overtake: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     priority_s: Seconds = 0.0
     """Its rule of order, see `core.order`."""
+    chunk_tokens: Count = 0
+    """What is in flight is not interrupted for a job that goes first: 0, it is."""
     room: Count = 1 << 20
     """Further jobs it would queue."""
     compute: Measured = Measured()

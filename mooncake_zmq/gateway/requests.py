@@ -622,6 +622,7 @@ class Requests:
             predicted_ttft_s=request.predicted[0],
             tbt_s=max(0.0, request.gaps.tbt_s),
             predicted_tbt_s=request.predicted[1],
+            max_tokens=request.client.stop.max_tokens - request.resumed_at,
             output_tokens=len(request.output) - request.resumed_at,
             ended=ended,
         )

@@ -325,6 +325,7 @@ class Arrivals:
             predicted_ttft_s=max(0.0, record.predicted_ttft_s),
             tbt_s=record.tbt_s,
             predicted_tbt_s=max(0.0, record.predicted_tbt_s),
+            max_tokens=request.max_tokens,
             output_tokens=request.tokens,
             ended=True,
         )

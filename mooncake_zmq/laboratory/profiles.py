@@ -1,68 +1,36 @@
-"""The hardware that the laboratory models, each figure with its source. Reads a `mooncake-zmq profile` file; never measures."""
+"""The nodes that the laboratory models, each figure with its source; their costs are those of `core.hardware`. Reads a
+`mooncake-zmq profile` file; never measures."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from mooncake_zmq.core import profile as measured_profile
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.hardware import HARDWARE
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.study import NodeProfile
 
 Source = Literal["paper", "measured", "assumed"]
 
-KV_BYTES_PER_TOKEN = 327_680
-"""80 layers, K and V, 8 heads of 128, 2 bytes: the paper's 320 KB."""
-DECODE_TOKEN_S = (30.8e-3 - 26.6e-3) / (120 * 1024)
-"""The paper's steps of batch 1 at 8k and at 128k tokens of context: what a token of KV adds."""
-DECODE_REQUEST_S = 26.6e-3 * 0.0149 / (0.765 + 0.0149) - 8192 * DECODE_TOKEN_S
-"""Its step at 8k grows as .765 + .0149 batch; what a request adds beside its context's share."""
-DECODE_STEP_S = 26.6e-3 - DECODE_REQUEST_S - 8192 * DECODE_TOKEN_S
 
-A800 = NodeProfile(
-    name="a800-llama3-70b",
-    costs=Costs(
-        prefill_token_s=1.147e-4,
-        prefill_square_s=7.181e-10,
-        decode_step_s=DECODE_STEP_S,
-        decode_request_s=DECODE_REQUEST_S,
-        decode_context_s=DECODE_TOKEN_S,
-        kv_bytes_per_token=KV_BYTES_PER_TOKEN,
-        load_bytes_per_s=128e9,
-        disk_bytes_per_s=6e9,
-        transfer_bytes_per_s=87e9,
-    ),
-    network_bytes_per_s=87e9,
-    bus_bytes_per_s=128e9,
-    disk_bytes_per_s=6e9,
-    dram_tokens=3_000_000,
-    disk_tokens=0,
-    decode_tokens=1_300_000,
-    max_batch=256,
+def _node(name: str, costs: Costs, *, dram_tokens: int, decode_tokens: int, max_batch: int) -> NodeProfile:
+    """Its links are as quick as its costs say, and it has no SSD."""
+    return NodeProfile(
+        name=name,
+        costs=costs,
+        network_bytes_per_s=costs.transfer_bytes_per_s,
+        bus_bytes_per_s=costs.load_bytes_per_s,
+        disk_bytes_per_s=costs.disk_bytes_per_s,
+        dram_tokens=dram_tokens,
+        disk_tokens=0,
+        decode_tokens=decode_tokens,
+        max_batch=max_batch,
+    )
+
+
+A800, H800 = (
+    _node(name, costs, dram_tokens=3_000_000, decode_tokens=1_300_000, max_batch=256) for name, costs in HARDWARE.items()
 )
-
-FLOPS_RATIO = 989 / 312
-MEMORY_RATIO = 3.35 / 2.04
-H800 = NodeProfile(
-    name="h800-llama3-70b",
-    costs=replace(
-        A800.costs,
-        prefill_token_s=A800.costs.prefill_token_s / FLOPS_RATIO,
-        prefill_square_s=A800.costs.prefill_square_s / FLOPS_RATIO,
-        decode_step_s=A800.costs.decode_step_s / MEMORY_RATIO,
-        decode_request_s=A800.costs.decode_request_s / MEMORY_RATIO,
-        decode_context_s=A800.costs.decode_context_s / MEMORY_RATIO,
-        transfer_bytes_per_s=190e9,
-    ),
-    network_bytes_per_s=190e9,
-    bus_bytes_per_s=128e9,
-    disk_bytes_per_s=6e9,
-    dram_tokens=3_000_000,
-    disk_tokens=0,
-    decode_tokens=1_300_000,
-    max_batch=256,
-)
-
 PROFILES = {profile.name: profile for profile in (A800, H800)}
 
 SOURCES: dict[str, tuple[tuple[str, Source, str], ...]] = {
@@ -123,14 +91,5 @@ def _measured(name: str, path: Path) -> NodeProfile:
         raise StudyError(f"cannot read the profile: {error}") from None
     except measured_profile.ProfileError as error:
         raise StudyError(f"{path}: {error}") from None
-    return NodeProfile(
-        name=name,
-        costs=costs,
-        network_bytes_per_s=costs.transfer_bytes_per_s,
-        bus_bytes_per_s=costs.load_bytes_per_s,
-        disk_bytes_per_s=costs.disk_bytes_per_s,
-        dram_tokens=1_000_000,
-        disk_tokens=0,
-        decode_tokens=65_536,
-        max_batch=max(step.batch for step in found.decode),
-    )
+    largest = max(step.batch for step in found.decode)
+    return _node(name, costs, dram_tokens=1_000_000, decode_tokens=65_536, max_batch=largest)

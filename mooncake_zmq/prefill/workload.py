@@ -107,6 +107,7 @@ class Workload:
             jobs=tuple(named),
             overtake=self._settings.overtake,
             priority_s=self._settings.priority_s,
+            chunk_tokens=self._settings.chunk_tokens,
             room=room,
             compute=self._compute.measured(now),
             load=self._load.measured(now),

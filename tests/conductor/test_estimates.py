@@ -37,7 +37,15 @@ def queue_s(cluster, node="p0"):
 
 
 def outcome(**more):
-    told = {"ttft_s": 1.0, "predicted_ttft_s": 1.5, "tbt_s": 0.1, "predicted_tbt_s": 0.1, "output_tokens": 50, "ended": True}
+    told = {
+        "ttft_s": 1.0,
+        "predicted_ttft_s": 1.5,
+        "tbt_s": 0.1,
+        "predicted_tbt_s": 0.1,
+        "max_tokens": 100,
+        "output_tokens": 50,
+        "ended": True,
+    }
     return Outcome(**(told | more))
 
 
@@ -466,10 +474,8 @@ def test_a_conductor_whose_promises_came_late_admits_less():
     def admitted(late_s):
         cluster = Cluster(1, ttft_slo_s=10, admission="prediction")
         for _ in range(50):
-            outcome = Outcome(
-                ttft_s=5 + late_s, predicted_ttft_s=5.0, tbt_s=0.0, predicted_tbt_s=0.0, output_tokens=1, ended=True
-            )
-            cluster.say("g", RequestEnded(request_id="gone", attempt=1, outcome=outcome))
+            came = outcome(ttft_s=5 + late_s, predicted_ttft_s=5.0, tbt_s=0.0, predicted_tbt_s=0.0, output_tokens=1)
+            cluster.say("g", RequestEnded(request_id="gone", attempt=1, outcome=came))
         cluster.prefill_load("p0", queued_s=9.5)
         return isinstance(cluster.schedule(tokens=10), Placed)
 
