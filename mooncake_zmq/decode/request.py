@@ -3,16 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from mooncake_zmq.core.gaps import longest_step_s
 from mooncake_zmq.core.messages import HandoffDone, ReserveDecode, SlotRef
+from mooncake_zmq.core.shell import Named
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 
 MISSING = -1
 
 
-class RequestState(Enum):
+class RequestState(Named):
     """Life of a request here."""
 
     RESERVING = "reserving"
@@ -26,7 +26,7 @@ class RequestState(Enum):
     ENDED = "ended"
 
 
-class RequestEvent(Enum):
+class RequestEvent(Named):
     """What moves it on."""
 
     RESERVED = "reserved"
