@@ -16,13 +16,18 @@ MAX_ANNOUNCED = 4096
 
 
 class Announcer:
-    """Collects changes; `tier(key)`: the quickest tier that the block can be read from now, if any."""
+    """Collects changes; `tiers(keys)`: the quickest tier that each block can be read from now, if any."""
 
-    def __init__(self, tier: Callable[[Key], Medium | None], counts: Tally) -> None:
-        self._tier = tier
+    def __init__(self, tiers: Callable[[Sequence[Key]], list[Medium | None]], counts: Tally) -> None:
+        self._tiers = tiers
         self._counts = counts
         self._stored: list[BlocksStored] = []
         self._new: list[Key] = []
+
+    @property
+    def pending(self) -> bool:
+        """Is there something to tell?"""
+        return bool(self._stored)
 
     def stored(self, events: Iterable[BlocksStored], new: Iterable[Key]) -> None:
         """These blocks came to stand in a tier; `new`: those that stood in no quicker one."""
@@ -37,12 +42,10 @@ class Announcer:
         events += [BlocksRemoved(tuple(keys), medium) for medium, keys in evicted if keys]
         now: dict[Medium | None, list[Key]] = {Medium.CPU: [], Medium.DISK: [], None: []}
         came = dict.fromkeys(self._new)
-        for key in came:
-            tier = self._tier(key)
+        for key, tier in self._with_tiers(came):
             if tier is not None:  # what came and went at once is told below, if it was known before
                 now[tier].append(key)
-        for key in dict.fromkeys(key for _, keys in evicted for key in keys):
-            tier = self._tier(key)
+        for key, tier in self._with_tiers(dict.fromkeys(key for _, keys in evicted for key in keys)):
             # In DRAM still, or again: it left the disk alone, or is told above.
             if tier is not Medium.CPU and (tier is None or key not in came):
                 now[tier].append(key)
@@ -56,6 +59,10 @@ class Announcer:
             self._counts.add("announced_blocks[change=removed]", len(now[None]))
             effects += [Send(conductor, message) for message in messages for conductor in conductors]
         return effects
+
+    def _with_tiers(self, keys: Iterable[Key]) -> Iterable[tuple[Key, Medium | None]]:
+        each = tuple(keys)
+        return zip(each, self._tiers(each), strict=True)
 
 
 def announcements(stored: Sequence[Key], removed: Sequence[Key] = (), on_disk: Sequence[Key] = ()) -> list[BlocksAnnounced]:

@@ -118,7 +118,7 @@ class CacheNode:
             counts=self.counts,
         )
         self._chains = Chains(self.slots, self._contents)
-        self._announcer = Announcer(self.tier, self.counts)
+        self._announcer = Announcer(self.tiers, self.counts)
         self._gatherer = Gatherer(
             settings,
             self.slots,
@@ -146,13 +146,12 @@ class CacheNode:
 
     def holds(self, key: Key) -> bool:
         """Can this block be served, from whichever tier?"""
-        return self.tier(key) is not None
+        return self.tiers((key,)) != [None]
 
-    def tier(self, key: Key) -> Medium | None:
-        """The quickest tier that this block can be served from."""
-        if self.slots.committed(key) is not None:
-            return Medium.CPU
-        return Medium.DISK if self.disk.find(key) is not None else None
+    def tiers(self, keys: Sequence[Key]) -> list[Medium | None]:
+        """The quickest tier that each of these blocks can be served from."""
+        found = zip(self.slots.present(keys), self.disk.slots.present(keys), strict=True)
+        return [Medium.CPU if dram is not None else Medium.DISK if disk is not None else None for dram, disk in found]
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -423,8 +422,8 @@ class CacheNode:
         if writer in self._puts:
             return []
         # Used before room is made: a put must not evict the chain that it continues.
-        present = [slot for key in message.keys if (slot := self.slots.committed(key)) is not None]
-        self._chains.touch(message.parent, present)
+        present = self.slots.present(message.keys)
+        self._chains.touch(message.parent, [slot for slot in present if slot is not None])
         grants: list[GrantedSlot] = []
         held = 0
         put = _Put(message.keys, {}, message.parent, self._fitting_tokens(message))
@@ -494,7 +493,7 @@ class CacheNode:
             self._tell([BlocksStored(keys, Medium.CPU, parent or b"", put.tokens[first * size : stop * size])])
 
     def _copied_here(self, keys: Sequence[Key]) -> None:
-        slots = {key: slot for key in keys if (slot := self.slots.committed(key)) is not None}
+        slots = {key: slot for key, slot in zip(keys, self.slots.present(keys), strict=True) if slot is not None}
         events = in_chains(Medium.CPU, [(key, self._contents.of(slot)) for key, slot in slots.items()])
         for event in events:
             self._chains.touch(event.parent or None, [slots[key] for key in event.keys])
@@ -503,7 +502,7 @@ class CacheNode:
     def _tell(self, stored: Sequence[BlocksStored]) -> None:
         keys = [key for event in stored for key in event.keys]
         self._announcer.stored(stored, keys)
-        self.disk.unsaved += sum(1 for key in keys if self.disk.find(key) is None)
+        self.disk.unsaved += self.disk.slots.present(keys).count(None)
 
     def _on_put_expired(self, writer: HolderId) -> list[Effect]:
         """The writer may still write: keep its slots from everybody until it answers or is known dead."""
@@ -557,6 +556,9 @@ class CacheNode:
 
     def _announce(self) -> list[Effect]:
         """Tell of what this event changed, in either tier; a conductor just met hears of all that is held now."""
+        changed = self._announcer.pending or self.disk.stored or self.slots.evicted or self.disk.slots.evicted
+        if not changed and not self._newcomers:
+            return []
         if self.disk.stored:
             new = [key for key, _ in self.disk.stored if self.slots.committed(key) is None]
             self._announcer.stored(in_chains(Medium.DISK, self.disk.stored), new)

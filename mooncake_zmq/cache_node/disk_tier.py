@@ -217,13 +217,12 @@ class DiskTier:
         self._clean -= len(dram)
         lost = 0
         left_disk = set(disk)
-        for key in dram:
-            slot = self.slots.committed(key)
+        for key, slot in zip(dram, self.slots.present(dram), strict=True):
             if slot is not None:
                 self.slots.touch([slot])
             elif key not in left_disk:
                 lost += 1
-        self.unsaved += sum(1 for key in disk if self._dram.committed(key) is not None) - lost
+        self.unsaved += sum(slot is not None for slot in self._dram.present(disk)) - lost
         self._counts.add("evicted_unsaved_blocks", lost if self.slots.capacity else 0)
 
     def _window(self) -> int:

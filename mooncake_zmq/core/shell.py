@@ -26,6 +26,13 @@ class Ids:
         return self._last
 
 
+class Named(Enum):
+    """States and events of a `Lifecycle`. A member is equal to itself alone, so it may hash by identity: `Enum` hashes the name
+    in Python, which took most of a move."""
+
+    __hash__ = object.__hash__
+
+
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
 

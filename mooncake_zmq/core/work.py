@@ -6,14 +6,14 @@ others did not come in time, from where they were said to be, or no longer exist
 """
 
 import math
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mooncake_zmq.core.messages import Sampling, SlotRef
 from mooncake_zmq.kv.block_hash import Key
 
 
-@dataclass(frozen=True, slots=True)
-class SlotGrant:
+class SlotGrant(Struct, frozen=True, gc=False):
     """Permission to write one slot of `node`'s segment while its generation is `generation` (odd)."""
 
     node: str
@@ -22,8 +22,7 @@ class SlotGrant:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLoad:
+class BlockLoad(Struct, frozen=True, gc=False):
     """Copy layers `[first_layer, stop_layer)` of `source` into block `block` of a sequence; its first `tokens` tokens count.
 
     A source with checksum 0 is still being written: verify the parts against the segment's part checksums alone, and
@@ -38,8 +37,7 @@ class BlockLoad:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeChunk:
+class ComputeChunk(Struct, frozen=True):
     """Prefill: run `tokens` (int32 bytes) at position `start` of `sequence`, whose blocks are `block_tokens` long.
 
     `prefix` are blocks to load just in time, layer by layer, before layer l first reads them. Each layer's new KV is copied to
@@ -57,15 +55,13 @@ class ComputeChunk:
     """What of the prefix is not loaded so long after the start has failed: the lease on it may be over."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayersComputed:
+class LayersComputed(Struct, frozen=True, gc=False):
     """Progress of `ComputeChunk`: layers below `stop_layer` of every output slot are written, their part checksums set."""
 
     stop_layer: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkComputed:
+class ChunkComputed(Struct, frozen=True):
     """`checksums`: one per output block. `failed`: prefix blocks that were not loaded; then nothing else is valid."""
 
     checksums: tuple[int, ...]
@@ -85,8 +81,7 @@ def stage_layers(layers: int, stage: int, stages: int) -> range:
     return range(layers * stage // stages, layers * (stage + 1) // stages)
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeStage:
+class ComputeStage(Struct, frozen=True):
     """Prefill in a pipeline: run layers `[first_layer, stop_layer)` of a chunk of `count` tokens, whose KV alone is read,
     stored and copied to the chunk's `outputs`.
 
@@ -113,8 +108,7 @@ class ComputeStage:
         return range(self.first_layer, self.stop_layer)
 
 
-@dataclass(frozen=True, slots=True)
-class StageComputed:
+class StageComputed(Struct, frozen=True):
     """`parts`: the part checksums of the stage's layers, one output block after the other. The rest as of
     `ChunkComputed`, what was waited for the hidden states being part of `waited_s`."""
 
@@ -127,16 +121,14 @@ class StageComputed:
     waited_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PullBlocks:
+class PullBlocks(Struct, frozen=True):
     """Decode: copy blocks, or single layers of them, into a sequence's KV, from shared memory or over the network."""
 
     sequence: int
     loads: tuple[BlockLoad, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksPulled:
+class BlocksPulled(Struct, frozen=True):
     """`parts`: (block, layer, part checksum) of all that arrived and verified. `failed`: blocks that did not."""
 
     parts: tuple[tuple[int, int, int], ...]
@@ -145,8 +137,7 @@ class BlocksPulled:
     """Those of `failed` whose bytes did not verify."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepEntry:
+class StepEntry(Struct, frozen=True, gc=False):
     """Feed `token` at `position`; sample the one for `position + 1`."""
 
     sequence: int
@@ -155,8 +146,7 @@ class StepEntry:
     sampling: Sampling
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
+class DecodeStep(Struct, frozen=True):
     """Up to `steps` steps of the continuous batch, with the same members: each feeds what the one before it sampled.
 
     More than one is for engines whose steps nobody watches token by token. `CancelWork` ends it at the next border between two
@@ -167,24 +157,21 @@ class DecodeStep:
     steps: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class StepDecoded:
+class StepDecoded(Struct, frozen=True):
     """The sampled tokens: for each step made, at least one, a token per entry, in order. `elapsed_s`: of all the steps."""
 
     tokens: tuple[tuple[int, ...], ...]
     elapsed_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceBlock:
+class SequenceBlock(Struct, frozen=True, gc=False):
     """Block `block` (complete) of a running sequence, as a source."""
 
     sequence: int
     block: int
 
 
-@dataclass(frozen=True, slots=True)
-class DiskBlock:
+class DiskBlock(Struct, frozen=True, gc=False):
     """The copy of block `key` in slot `slot` of this node's own SSD tier: what must be found there, or be written there."""
 
     slot: int
@@ -195,8 +182,7 @@ class DiskBlock:
     """What is known of the block when it is written, and after a restart; nothing depends on it but KV events."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopyBlocks:
+class CopyBlocks(Struct, frozen=True):
     """Copy whole blocks into granted slots: pool puts (from a sequence or the own slab), fetches from another host, and
     promotions from the own SSD tier.
 
@@ -207,8 +193,7 @@ class CopyBlocks:
     copies: tuple[tuple[SlotRef | SequenceBlock | DiskBlock, SlotGrant], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksCopied:
+class BlocksCopied(Struct, frozen=True):
     """Per copy: the checksum of what now stands in the target, or None if it failed."""
 
     checksums: tuple[int | None, ...]
@@ -218,8 +203,7 @@ class BlocksCopied:
     """Why the disk cannot be trusted with reads any more; empty while it works."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriteToDisk:
+class WriteToDisk(Struct, frozen=True):
     """Demote: write committed blocks of the own segment to the SSD tier, each with its key and checksum, and index them so
     that they are found again after a restart. What a target slot held before is gone from the moment this starts. The
     sources need no pin: one that is evicted meanwhile, told by its generation, is not written."""
@@ -227,8 +211,7 @@ class WriteToDisk:
     blocks: tuple[tuple[SlotRef, DiskBlock], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DiskWritten:
+class DiskWritten(Struct, frozen=True):
     """Per block of `WriteToDisk`: does it stand on disk, indexed?"""
 
     written: tuple[bool, ...]
@@ -238,21 +221,18 @@ class DiskWritten:
     """Indices of blocks whose bytes in memory did not verify."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeProcess:
+class ProbeProcess(Struct, frozen=True):
     """Is the life `incarnation` of `node`, on this host, over? Answered by its lock: dropped by the kernel at death only."""
 
     node: str
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessProbed:
+class ProcessProbed(Struct, frozen=True):
     alive: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WorkFailed:
+class WorkFailed(Struct, frozen=True):
     """The work as a whole did not happen, or not in time."""
 
     reason: str

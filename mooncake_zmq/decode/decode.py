@@ -73,7 +73,7 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.decode.batch import Place, retry_after_s, step_members, victim
-from mooncake_zmq.decode.request import NEXT_STATE, Group, Request, RequestEvent, RequestState
+from mooncake_zmq.decode.request import MISSING, NEXT_STATE, Group, Request, RequestEvent, RequestState
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
@@ -246,7 +246,7 @@ class Decode:
                     "tokens": r.request.tokens,
                     "output": r.count,
                     "in_flight": r.in_flight,
-                    "parts": sum(len(layers) for layers in r.parts.values()),
+                    "parts": len(r.parts) - r.parts.count(MISSING),
                     "handoff_done": r.done is not None,
                 }
                 for r in [*self._requests.values(), *self._closing]
@@ -276,6 +276,7 @@ class Decode:
             order=self._ids.new(),
             sequence=self._ids.new(),
             budget_tokens=budget,
+            parts=[MISSING] * (self._layout.blocks_for(message.tokens) * self._layout.layers),
             tail=message.tail,
             parent=message.last_key,
             keyed_blocks=full,
@@ -445,8 +446,9 @@ class Decode:
             return effects + self._fail(
                 now, request, f"a handed-off block {'did not verify' if result.corrupt else 'was not reached'}"
             )
+        parts, layers = request.parts, self._layout.layers
         for block, layer, checksum in result.parts:
-            request.parts.setdefault(block, {})[layer] = checksum
+            parts[block * layers + layer] = checksum
         return effects + self._pull(now, request) + self._verify(now, request)
 
     def _on_done(self, now: float, sender: str, message: HandoffDone) -> list[Effect]:
@@ -464,11 +466,11 @@ class Decode:
         blocks = self._layout.blocks_for(request.request.tokens)
         if done.layers != layers or done.blocks != blocks - request.held_blocks:
             return self._fail(now, request, "handoff is incomplete")
-        rows = [request.parts.get(block, {}) for block in range(blocks)]
-        if any(len(row) != layers for row in rows):
+        parts = request.parts
+        if MISSING in parts:
             return self._fail(now, request, "handoff is incomplete")
-        folded = [block_checksum([row[layer] for layer in range(layers)]) for row in rows]
-        if block_checksum(folded[request.held_blocks :]) != done.checksum:
+        folded = [block_checksum(parts[at : at + layers]) for at in range(request.held_blocks * layers, len(parts), layers)]
+        if block_checksum(folded) != done.checksum:
             self.counts.add("handoffs_corrupt")
             return self._fail(now, request, "handoff checksum differs")
         self._move(request, RequestEvent.VERIFIED)

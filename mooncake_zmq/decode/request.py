@@ -3,14 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from mooncake_zmq.core.gaps import longest_step_s
 from mooncake_zmq.core.messages import HandoffDone, ReserveDecode, SlotRef
+from mooncake_zmq.core.shell import Named
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 
+MISSING = -1
 
-class RequestState(Enum):
+
+class RequestState(Named):
     """Life of a request here."""
 
     RESERVING = "reserving"
@@ -24,7 +26,7 @@ class RequestState(Enum):
     ENDED = "ended"
 
 
-class RequestEvent(Enum):
+class RequestEvent(Named):
     """What moves it on."""
 
     RESERVED = "reserved"
@@ -79,8 +81,8 @@ class Request:
     """(block, first layer, stop layer, where) that can be copied now."""
     pulling: bool = False
     held_pull: bool = False
-    parts: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Block -> layer -> part checksum, of all that arrived and verified."""
+    parts: list[int] = field(default_factory=list)
+    """Part checksums of all that arrived and verified, one block's layers after the other; `MISSING` where it has not."""
     done: HandoffDone | None = None
     promised: bool = False
     """Its last chunk is announced: it is about to join the batch, and was held against its SLO if it has one."""

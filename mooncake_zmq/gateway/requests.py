@@ -5,7 +5,6 @@ the prompt and the tokens so far, so the client sees a pause, never an error or 
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from mooncake_zmq.core.actor import (
@@ -43,7 +42,7 @@ from mooncake_zmq.core.messages import (
     StopRule,
     TokensDecoded,
 )
-from mooncake_zmq.core.shell import Lifecycle, Tally
+from mooncake_zmq.core.shell import Lifecycle, Named, Tally
 from mooncake_zmq.gateway.gaps import Gaps
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
@@ -130,7 +129,7 @@ EPSILON_S = 1e-9
 """Rounding may fire a timer a hair early; it must not spin."""
 
 
-class RequestState(Enum):
+class RequestState(Named):
     """Life of a request."""
 
     WAITING = "waiting"
@@ -141,7 +140,7 @@ class RequestState(Enum):
     ENDED = "ended"
 
 
-class RequestEvent(Enum):
+class RequestEvent(Named):
     """What moves it on."""
 
     SCHEDULED = "schedule"

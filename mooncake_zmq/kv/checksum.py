@@ -3,9 +3,9 @@
 A layer can be verified alone while it streams; the 8-byte block checksum that travels in messages covers all of them.
 """
 
+import struct
 from collections.abc import Sequence
 
-import numpy as np
 import xxhash
 
 Buffer = bytes | bytearray | memoryview
@@ -18,4 +18,4 @@ def part_checksum(part: Buffer) -> int:
 
 def block_checksum(parts: Sequence[int]) -> int:
     """xxh3-64 over the little-endian part checksums of all layers, in order."""
-    return xxhash.xxh3_64_intdigest(np.asarray(parts, dtype="<u8").tobytes())
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(parts)}Q", *parts))

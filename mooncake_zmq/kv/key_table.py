@@ -5,7 +5,7 @@ probe chain up, without tombstones, so that a table that was full for a year is 
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import isqrt
 from struct import Struct
 
@@ -53,21 +53,17 @@ class KeyTable:
                 at = 0
         return None
 
-    def leading_run(self, keys: Sequence[Key]) -> list[int]:
-        """Slots of the keys before the first that is not in the table; as `get`, but one call for all of a lease's keys."""
+    def slots_of(self, keys: Iterable[Key]) -> Iterator[int]:
+        """The slot that holds each of `keys`, or `EMPTY`; as `get`, but one call for all keys of a lease or put."""
         size, by_low, by_high = self._size, self._by_low, self._by_high
         table, lows, highs = self._table, self._low, self._high
-        run: list[int] = []
         for low, high in WORDS.iter_unpack(b"".join(keys)):
             at = (low * by_low + high * by_high) % size
             while (slot := table[at]) != EMPTY and not (lows[slot] == low and highs[slot] == high):
                 at += 1
                 if at == size:
                     at = 0
-            if slot == EMPTY:
-                break
-            run.append(slot)
-        return run
+            yield slot
 
     def all_named(self, slots: Sequence[int]) -> bool:
         """Does each of `slots` hold a key?"""
@@ -100,14 +96,16 @@ class KeyTable:
     def remove(self, slot: int) -> Key:
         """`slot` holds nothing from now on; answers the key it held."""
         assert self._named[slot], "a slot without a key"
-        table, size = self._table, self._size
+        table, size, lows, highs = self._table, self._size, self._low, self._high
+        by_low, by_high = self._by_low, self._by_high
         hole = self._home(slot)
         while table[hole] != slot:
             hole = (hole + 1) % size
         at = hole
         while (other := table[at := (at + 1) % size]) != EMPTY:
+            home = (lows[other] * by_low + highs[other] * by_high) % size
             # Whose home is not between the hole and its place would be cut off from it: it moves into the hole.
-            if (at - self._home(other)) % size >= (at - hole) % size:
+            if (at - home) % size >= (at - hole) % size:
                 table[hole] = other
                 hole = at
         table[hole] = EMPTY
@@ -133,9 +131,7 @@ class KeyTable:
             found[left[same]] = slots[same]
             on = np.flatnonzero(~same)
             left, at = left[on], at[on] + 1
-        for index in left.tolist():
-            slot = self.get(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
-            found[index] = EMPTY if slot is None else slot
+        found[left] = list(self.slots_of([keys[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in left.tolist()]))
         return found
 
     def named(self) -> NDArray[np.bool_]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.eviction import make_policy
-from mooncake_zmq.kv.key_table import KeyTable
+from mooncake_zmq.kv.key_table import EMPTY, KeyTable
 
 
 class SlotState(Enum):
@@ -110,6 +110,13 @@ class Slots:
         slot = self._by_key.get(key)
         return slot if slot is not None and self._state[slot] == COMMITTED else None
 
+    def present(self, keys: Sequence[Key]) -> list[int | None]:
+        """As `committed`, of each of `keys`."""
+        if not self._by_key:  # a pool without an SSD asks that tier as well
+            return [None] * len(keys)
+        states = self._state
+        return [slot if slot != EMPTY and states[slot] == COMMITTED else None for slot in self._by_key.slots_of(keys)]
+
     def held(self, key: Key) -> bool:
         """Is `key` here or being written?"""
         return self._by_key.get(key) is not None
@@ -132,11 +139,12 @@ class Slots:
 
     def leading_run(self, keys: Sequence[Key]) -> list[int]:
         """Slots of the longest leading run of `keys` that is readable."""
-        run = self._by_key.leading_run(keys)
         states = self._state
-        for index, slot in enumerate(run):
-            if states[slot] != COMMITTED:
-                return run[:index]
+        run: list[int] = []
+        for slot in self._by_key.slots_of(keys):
+            if slot == EMPTY or states[slot] != COMMITTED:
+                break
+            run.append(slot)
         return run
 
     def reserve(self, key: Key | None) -> int | None:

@@ -37,28 +37,25 @@ class StepRows:
     def __init__(self) -> None:
         self.first = 0
         """Number of the first row that is kept."""
-        self._begin = array("d")
-        self._first_s = array("d")
-        self._growth_s = array("d")
+        self._runs = array("d")
+        """Begin, first step's time and growth of each row, one row after the other."""
         self._steps = array("q")
 
     @property
     def next(self) -> int:
         """Number of the next row."""
-        return self.first + len(self._begin)
+        return self.first + len(self._steps)
 
     def add(self, run: StepRun) -> int:
         """A work ended; returns its row."""
-        self._begin.append(run.begin_s)
-        self._first_s.append(run.first_s)
-        self._growth_s.append(run.growth_s)
+        self._runs.extend((run.begin_s, run.first_s, run.growth_s))
         self._steps.append(run.steps)
         return self.next - 1
 
     def forget_before(self, row: int) -> None:
         """Nobody asks for earlier rows any more."""
-        for column in (self._begin, self._first_s, self._growth_s, self._steps):
-            del column[: max(0, row - self.first)]
+        gone = max(0, row - self.first)
+        del self._runs[: 3 * gone], self._steps[:gone]
         self.first = max(self.first, row)
 
     def times(self, rows: Sequence[int], last_steps: int) -> NDArray[np.float64]:
@@ -66,16 +63,16 @@ class StepRows:
         at = np.array(rows, np.int64) - self.first
         steps = np.frombuffer(self._steps, np.int64)[at]
         steps[-1] = last_steps
-        made = np.arange(1, steps.sum() + 1) - np.repeat(np.cumsum(steps) - steps, steps)
-        columns = (np.frombuffer(column, np.float64)[at] for column in (self._begin, self._first_s, self._growth_s))
-        begin, first, growth = (np.repeat(column, steps) for column in columns)
+        stops = np.cumsum(steps)
+        made = np.arange(1, stops[-1] + 1) - np.repeat(stops - steps, steps)
+        begin, first, growth = np.repeat(np.frombuffer(self._runs, np.float64).reshape(-1, 3)[at], steps, axis=0).T
         times: NDArray[np.float64] = begin + made * first + growth * (made * (made - 1) / 2)
         return times
 
 
 def longest_tenth_s(times: NDArray[np.float64]) -> float:
     """TBT of a request by its tokens' times: counted as the gateway does, and as for the baselines."""
-    return gaps.longest_tenth_s(np.diff(times))
+    return gaps.longest_tenth_s(times[1:] - times[:-1])
 
 
 class Recorder:

@@ -1,13 +1,13 @@
 """One job of a prefill and the table of its life. PURE."""
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 from mooncake_zmq.core.messages import SlotRef, StartPrefill
+from mooncake_zmq.core.shell import Named
 from mooncake_zmq.prefill.pipeline import Group
 
 
-class JobState(Enum):
+class JobState(Named):
     """Life of a job."""
 
     QUEUED = "queued"
@@ -27,7 +27,7 @@ class JobState(Enum):
     ENDED = "ended"
 
 
-class JobEvent(Enum):
+class JobEvent(Named):
     """What moves it on."""
 
     ACTIVATED = "activate"

@@ -486,8 +486,8 @@ class Prefill:
             key = job.request.keys[index] if index < len(job.request.keys) else None
             slot = self.slots.reserve(None if key is None or self.slots.held(key) else key)
             assert slot is not None
-            self.slots.pin((slot,))
             job.new_slots.append(slot)
+        self.slots.pin(job.new_slots)
         return self._prepared(job, job.held_blocks)
 
     def _prepared(self, job: Job, held_blocks: int) -> list[Effect]:
@@ -610,8 +610,7 @@ class Prefill:
             leaving = self._grants(job.group.begin_own(self.slots))
             stage = ComputeStage(work, stop - start, 0, job.group.own_layers.stop, leaving=leaving)
             return [Start(work_id, stage, deadline_s)]
-        refs = tuple(self._ref(slot) for slot in slots)
-        return [self._handoff_blocks(job, first_block, refs, ready=False), Start(work_id, work, deadline_s)]
+        return [self._handoff_blocks(job, first_block, self._written(slots), ready=False), Start(work_id, work, deadline_s)]
 
     def _is_computing(self, work_id: int) -> bool:
         return self._computing is not None and self._computing[0] == work_id

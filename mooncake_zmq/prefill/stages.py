@@ -7,7 +7,6 @@ first stage with it, so that the request is placed again. A stage never waits fo
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from mooncake_zmq.cache_node.client import PoolClient
@@ -23,7 +22,7 @@ from mooncake_zmq.core.messages import (
     StartStage,
     clip,
 )
-from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
+from mooncake_zmq.core.shell import Ids, Lifecycle, Named, Tally
 from mooncake_zmq.core.work import BlockLoad, ComputeChunk, ComputeStage, StageComputed, WorkFailed
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots
@@ -34,7 +33,7 @@ from mooncake_zmq.prefill.workload import Workload
 DEADLINE = "stage deadline"
 
 
-class StageState(Enum):
+class StageState(Named):
     """Life of a stage."""
 
     LEASING = "leasing"
@@ -47,7 +46,7 @@ class StageState(Enum):
     ENDED = "ended"
 
 
-class StageEvent(Enum):
+class StageEvent(Named):
     """What moves it on."""
 
     LEASED = "leased"

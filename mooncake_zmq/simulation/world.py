@@ -158,6 +158,20 @@ class World(Generic[M]):
         self._order = 0
         self._stale = 0
         """Timers in the heap that were replaced or cancelled."""
+        self._acts: dict[type[Effect], Callable[[Process[M], Life[M], Any], None]] = {
+            SetTimer: self._set_timer,
+            CancelTimer: self._cancel_timer,
+            Start: lambda process, life, effect: life.machine.start(effect.work_id, effect.work, effect.deadline_s),
+            CancelWork: lambda process, life, effect: life.machine.cancel(effect.work_id),
+            Fence: lambda process, life, effect: life.machine.fence(effect.generations),
+            OpenSequence: lambda process, life, effect: life.machine.open(effect.sequence, effect.capacity_tokens),
+            CloseSequence: lambda process, life, effect: life.machine.close(effect.sequence),
+            ToClient: lambda process, life, effect: self.to_client(process.name, effect.request_id, effect.output),
+            Publish: lambda process, life, effect: None,
+            Answered: lambda process, life, effect: None,
+            Drained: self._drained,
+        }
+        """What each effect leads to: a pattern over them takes three times as long."""
         link.attach(self)
 
     # --- time
@@ -283,45 +297,24 @@ class World(Generic[M]):
 
     def carry_out(self, process: Process[M], life: Life[M], effect: Effect) -> None:
         """Do what an actor asks for; sending is the link's."""
-        kind = type(effect)  # the frequent ones first: a pattern takes three times as long
-        if kind is SetTimer:
-            self._set_timer(process, life, effect.key, effect.delay_s)  # type: ignore[union-attr]
-        elif kind is CancelTimer:
-            if life.timers.pop(effect.key, None) is not None:  # type: ignore[union-attr]
-                self._replaced()
-        elif kind is Fence:
-            life.machine.fence(effect.generations)  # type: ignore[union-attr]
-        else:
-            self._carry_out_rare(process, life, effect)
+        self._acts[type(effect)](process, life, effect)
 
-    def _set_timer(self, process: Process[M], life: Life[M], key: TimerKey, delay_s: float) -> None:
+    def _set_timer(self, process: Process[M], life: Life[M], effect: SetTimer) -> None:
         self._order = order = self._order + 1
-        if key in life.timers:
+        if effect.key in life.timers:
             self._replaced()
-        life.timers[key] = order
-        heappush(self._heap, (self.now + delay_s, order, self._timer, (process, process.lives, key, order)))
+        life.timers[effect.key] = order
+        heappush(self._heap, (self.now + effect.delay_s, order, self._timer, (process, process.lives, effect.key, order)))
 
-    def _carry_out_rare(self, process: Process[M], life: Life[M], effect: Effect) -> None:
-        match effect:
-            case Start(work_id, work, deadline_s):
-                life.machine.start(work_id, work, deadline_s)
-            case CancelWork(work_id):
-                life.machine.cancel(work_id)
-            case OpenSequence(sequence, capacity_tokens):
-                life.machine.open(sequence, capacity_tokens)
-            case CloseSequence(sequence):
-                life.machine.close(sequence)
-            case ToClient(request_id, output):
-                self.to_client(process.name, request_id, output)
-            case Publish() | Answered():
-                pass
-            case Drained(become):
-                life.become = become
-                if not life.drained:
-                    life.drained = True
-                    self._leave(process, self.now + LINGER_S)
-            case _:
-                raise TypeError(effect)
+    def _cancel_timer(self, process: Process[M], life: Life[M], effect: CancelTimer) -> None:
+        if life.timers.pop(effect.key, None) is not None:
+            self._replaced()
+
+    def _drained(self, process: Process[M], life: Life[M], effect: Drained) -> None:
+        life.become = effect.become
+        if not life.drained:
+            life.drained = True
+            self._leave(process, self.now + LINGER_S)
 
     def _replaced(self) -> None:
         """A timer in the heap will not fire: sweep once half of the heap is such, or far deadlines would pile up."""

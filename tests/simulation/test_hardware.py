@@ -1,9 +1,8 @@
 """Simulated memory and works: bytes move in two halves, everything is verified, every work ends exactly once."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from simulation_harness import LAYOUT, World
 
 from mooncake_zmq.core.actor import (

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
