@@ -59,6 +59,7 @@ class _Child:
     crashes: int = 0
     started_at: float = 0.0
     start_at: float = 0.0
+    lives: int = 0
 
 
 class Up:
@@ -230,6 +231,7 @@ class Up:
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, process_group=0
             )
         child.started_at = time.monotonic()
+        child.lives += 1
 
     # --- serve
 
@@ -278,7 +280,7 @@ class Up:
     def _explain_end(self, child: _Child, code: int, now: float, *, starting: bool) -> None:
         name = child.node.name
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        if starting and code == BAD_INPUT:
+        if code == BAD_INPUT and (starting or child.lives == 1):  # no gateway waits for a cache-node: it may find out late
             raise StartFailed(self._last_words(child))
         if now - child.started_at > STEADY_S:
             child.crashes = 0

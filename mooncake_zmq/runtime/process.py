@@ -7,6 +7,7 @@ traceback in the log and exit code 1; a drained or finished process with 0.
 import asyncio
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -580,6 +581,8 @@ async def _announce(edge: Edge) -> None:
 
 
 def _ready() -> None:
+    gc.collect()
+    gc.freeze()  # what is there from the start stays to the end: the collector need not look at it again and again
     log.info("ready")
     _notify("READY=1")
 
