@@ -28,6 +28,8 @@ class Booking(Struct, eq=False, gc=False):
     load_s: float
     """What it adds to each step of its decode, as the cost model has it, with the KV it holds on average."""
     expected_tokens: float
+    tbt_s: float
+    """As it was predicted, before any bias."""
     coming: bool = False
     """It is on its way to its decode, whose reports do not count it as there yet."""
     reserved: bool = False

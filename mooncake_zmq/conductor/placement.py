@@ -10,7 +10,7 @@ from mooncake_zmq.conductor.arrivals import Arrivals
 from mooncake_zmq.conductor.batches import Batches, Joining
 from mooncake_zmq.conductor.bookings import Booking, BookingKey, Bookings
 from mooncake_zmq.conductor.choices import Decision, PrefillChoice
-from mooncake_zmq.conductor.corrections import Lateness, OutputLengths
+from mooncake_zmq.conductor.corrections import Bias, Lateness, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.plans import Plan, Planner
@@ -74,6 +74,7 @@ class Placement:
         self._router = Router(settings, planner=self.planner, prefills=prefills, sources=sources)
         self.batches = Batches(settings, costs, decodes)
         self.lateness = Lateness()
+        self.bias = Bias()
 
     def decide(self, now: float, schedule: Schedule, plan: Plan) -> Decision | Refused:
         """Where it goes, or the refusal."""
@@ -117,7 +118,7 @@ class Placement:
             reuse_blocks=prefill.reuse_blocks,
             sources=tuple([self._index.name_of(bit) for bit in prefill.sources]) if prefill.sources else (),
             ttft_s=min(ttft_s, MAX_PREDICTION_S),
-            tbt_s=min(decode.tbt_s, MAX_PREDICTION_S),
+            tbt_s=min(decode.tbt_s * self.bias.factor, MAX_PREDICTION_S),
             booking=number,
             tbt_slo_s=admission.promised_tbt_s(self._settings, schedule),
             stages=tuple([node.name for node in prefill.stages]) if prefill.stages else (),
@@ -131,6 +132,7 @@ class Placement:
             need_tokens=decision.need_tokens,
             load_s=self._request_s + self._context_s * (schedule.tokens + expected / 2),
             expected_tokens=expected,
+            tbt_s=decode.tbt_s,
         )
         self._outputs.placed(expected)
         work_s = prefill.share_s if prefill.stages else prefill.work_s

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_zmq.conductor.bookings import Bookings
-from mooncake_zmq.conductor.corrections import MOST_FACTOR, MOST_SPARE, SPARE, Correction, Lateness, OutputLengths
+from mooncake_zmq.conductor.corrections import (
+    MOST_BIAS,
+    MOST_FACTOR,
+    MOST_SPARE,
+    SPARE,
+    Bias,
+    Correction,
+    Lateness,
+    OutputLengths,
+)
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
@@ -481,3 +490,27 @@ def test_a_conductor_whose_promises_came_late_admits_less():
 
     assert admitted(0.0)
     assert not admitted(0.2)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e7), st.floats(0, 1e7)), max_size=50))
+def test_the_bias_of_what_is_told_is_bounded_whatever_came(outcomes):
+    bias = Bias()
+    for actual_s, predicted_s in outcomes:
+        bias.add(actual_s, predicted_s)
+    assert 0.999 / MOST_BIAS <= bias.factor <= 1.001 * MOST_BIAS
+
+
+def test_what_is_told_of_a_tbt_comes_to_what_tbts_come_to():
+    cluster = Cluster(1)
+
+    def told():
+        placed = cluster.schedule(tokens=10)
+        came = outcome(tbt_s=1.2 * first_s, predicted_tbt_s=placed.tbt_s) if first_s else None
+        cluster.say("g", RequestEnded(request_id=placed.request_id, attempt=1, outcome=came))
+        return placed.tbt_s
+
+    first_s = 0.0
+    first_s = told()
+    for _ in range(600):
+        last_s = told()
+    assert last_s == pytest.approx(1.2 * first_s, rel=0.01)
