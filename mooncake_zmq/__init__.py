@@ -1,7 +1,7 @@
 """A KVCache-centric, disaggregated LLM server made of plain processes that speak ZeroMQ."""
 
-from mooncake_zmq import compiled
+from mooncake_zmq import mypyc_code
 
 __version__ = "0.1.0"
 
-compiled.use()
+mypyc_code.use()

@@ -315,16 +315,16 @@ def doctor(path: str, assignments: tuple[str, ...]) -> None:
 
 @main.command(name="compile")
 def compile_() -> None:
-    """Make machine code of what a conductor decides with: about twice the decisions per second.
+    """Make machine code of what a conductor decides with: two to three times the decisions per second.
 
-    Needs the extra "compiled" (mypyc) and a C compiler, and takes about a minute. It lies beside the sources; those that change
-    run as Python until this is called again, and MOONCAKE_ZMQ_COMPILED=0 runs all of them so.
+    Needs the extra "mypyc", a C compiler and Python's headers, and takes about a minute. It lies beside the sources; those that
+    change run as Python until this is called again, and MOONCAKE_ZMQ_MYPYC=0 runs all of them so.
 
     \b
     Example:
-      pip install 'mooncake-zmq[compiled]' && mooncake-zmq compile
+      pip install 'mooncake-zmq[mypyc]' && mooncake-zmq compile
     """
-    from mooncake_zmq.compile import CannotCompile, compile_all
+    from mooncake_zmq.mypyc_build import CannotCompile, compile_all
 
     try:
         click.echo(f"compiled: {compile_all()}")

@@ -280,7 +280,8 @@ class Up:
     def _explain_end(self, child: _Child, code: int, now: float, *, starting: bool) -> None:
         name = child.node.name
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        if code == BAD_INPUT and (starting or child.lives == 1):  # no gateway waits for a cache-node: it may find out late
+        late = child.lives == 1 and now - child.started_at < START_TIMEOUT_S  # no gateway waits for a cache-node
+        if code == BAD_INPUT and (starting or late):
             raise StartFailed(self._last_words(child))
         if now - child.started_at > STEADY_S:
             child.crashes = 0

@@ -3,4 +3,4 @@ machine code does not allow: they run the sources."""
 
 import os
 
-os.environ["MOONCAKE_ZMQ_COMPILED"] = "0"
+os.environ["MOONCAKE_ZMQ_MYPYC"] = "0"

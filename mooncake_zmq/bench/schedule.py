@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mooncake_zmq import compiled
+from mooncake_zmq import mypyc_code
 from mooncake_zmq.bench.eviction import generated_trace
 from mooncake_zmq.bench.report import Report, Row, commit, new_figure
 from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad
@@ -190,7 +190,7 @@ def bench_schedule(
         name = f"index alone, {UPDATE_NODES} nodes, {batch:,} keys at a time"
         report.rows.append(_row(name, "blocks/s", updates_per_s(batch), GOAL_UPDATES_PER_S))
     report.rows.append(_row("hashing a prompt", "blocks/s", hashed_per_s(), GOAL_UPDATES_PER_S / 10))
-    what = "machine code" if compiled.in_use() else "Python, see mooncake-zmq compile"
+    what = "machine code" if mypyc_code.in_use() else "Python, see mooncake-zmq compile"
     report.notes.append(f"{what}; CPU time of one thread; references are goals, or in rows against RadixTree what it does")
     return report
 

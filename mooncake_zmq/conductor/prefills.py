@@ -260,7 +260,7 @@ class Prefills:
             assert node.closed == (node.draining or node.room <= len(node.unseen))
             assert not node.unseen.keys() & node.named.keys()
             if not node.closed:
-                assert factors[node.name] <= node.factor
+                assert factors[node.name] == _grain(node.factor)
                 assert floors[node.name] == node.floor_at
             assert max(0.0, node.floor_at - now) <= node.wait_s(now, now)
 

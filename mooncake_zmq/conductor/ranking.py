@@ -21,9 +21,6 @@ class Ranking(Generic[N]):
         """To be read only."""
         self._by_name: dict[str, tuple[float, str, N]] = {}
 
-    def __contains__(self, node: N) -> bool:
-        return node.name in self._by_name
-
     def set(self, node: N, figure: float) -> None:
         """The node's figure is this now."""
         name = node.name

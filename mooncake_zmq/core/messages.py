@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""
@@ -50,7 +50,7 @@ class _Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, 
     """A part of a message."""
 
 
-class Measured(_Record, frozen=True, gc=False):
+class Measured(_Record, frozen=True):
     """Recent work of one kind, older work counting less: what it took, and what the cost model says it takes. Both 0 if nothing
     was measured yet. Their ratio corrects the model for this node."""
 
@@ -109,7 +109,7 @@ class SegmentRef(_Record, frozen=True):
     handle: Annotated[bytes, Meta(max_length=64)] = b""
 
 
-class SlotRef(_Record, frozen=True, gc=False):
+class SlotRef(_Record, frozen=True):
     """One copy of a block for reading. Checksum 0: not committed yet, see `core.work.BlockLoad`."""
 
     node: Name
@@ -228,7 +228,7 @@ class RequestEnded(_Message, frozen=True):
 # --- nodes -> conductor
 
 
-class QueuedJob(_Record, frozen=True, gc=False):
+class QueuedJob(_Record, frozen=True):
     """One job of a prefill: its rank (see `core.order`) counted from now, so mostly below 0, and the work left."""
 
     booking: Count
@@ -280,7 +280,7 @@ class DecodeLoad(_Message, frozen=True):
     draining: bool = False
 
 
-class SourceRate(_Record, frozen=True, gc=False):
+class SourceRate(_Record, frozen=True):
     """What fetching from one source takes a cache-node: `source` is another one, or empty for its own SSD."""
 
     source: Annotated[str, Meta(max_length=64)]

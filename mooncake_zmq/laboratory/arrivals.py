@@ -72,7 +72,8 @@ class _Request:
     decode: str = ""
     exclude: tuple[str, ...] = ()
     tokens: int = 0
-    """Output tokens so far."""
+    """Output tokens so far, and before this attempt."""
+    resumed_at: int = 0
     paid_s: float = 0.0
     """Engine time behind the first token of this attempt."""
     first_times: list[float] = field(default_factory=list)
@@ -190,7 +191,7 @@ class Arrivals:
         if conductor is None:
             return [SetTimer(("attempt", request.name), self._settings.backoff_max_s)]
         request.waiting = False
-        request.attempt += 1
+        request.attempt, request.resumed_at = request.attempt + 1, request.tokens
         request.asked_at = now
         request.prefill = request.decode = ""
         schedule = Schedule(
@@ -325,8 +326,8 @@ class Arrivals:
             predicted_ttft_s=max(0.0, record.predicted_ttft_s),
             tbt_s=record.tbt_s,
             predicted_tbt_s=max(0.0, record.predicted_tbt_s),
-            max_tokens=request.max_tokens,
-            output_tokens=request.tokens,
+            max_tokens=request.max_tokens - request.resumed_at,
+            output_tokens=request.tokens - request.resumed_at,
             ended=True,
         )
         return self._end(request, "finished", "", outcome)

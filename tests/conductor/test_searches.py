@@ -238,4 +238,3 @@ def test_a_ranking_knows_the_latest_figure_of_each():
             ranks.set(node, figures[node.name])
         ranks.check()
         assert [(figure, name) for figure, name, _ in ranks.entries] == sorted((f, n) for n, f in figures.items())
-        assert all((each in ranks) == (each.name in figures) for each in nodes)

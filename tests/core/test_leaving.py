@@ -4,12 +4,12 @@ import pytest
 
 from mooncake_zmq.core.actor import Drained
 from mooncake_zmq.core.leaving import Leaving
-from mooncake_zmq.core.messages import ChangeRole, Hello
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, ChangeRole, Hello
 from mooncake_zmq.core.roles import may_talk, talks
 from mooncake_zmq.core.shell import Tally
 
 PEERS = {
-    name: Hello(protocol=6, role=role, host="h", model="m", tokenizer="t", layout="l")
+    name: Hello(protocol=PROTOCOL_VERSION, role=role, host="h", model="m", tokenizer="t", layout="l")
     for name, role in (("k", "conductor"), ("g", "gateway"))
 }
 TO_DECODE = ChangeRole(role="decode")

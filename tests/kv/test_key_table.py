@@ -58,6 +58,7 @@ class KeyTableMachine(RuleBasedStateMachine):
     def agrees(self):
         assert len(self.table) == len(self.model)
         assert [self.table.get(key) for key in KEYS] == [self.model.get(key) for key in KEYS]
+        assert list(self.table.slots_of(KEYS)) == [self.model.get(key, -1) for key in KEYS]
         assert self.table.find_many(b"".join(KEYS)).tolist() == [self.model.get(key, -1) for key in KEYS]
         by_slot = {slot: key for key, slot in self.model.items()}
         assert [self.table.key_of(slot) for slot in range(CAPACITY)] == [by_slot.get(slot) for slot in range(CAPACITY)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from mooncake_zmq.core.actor import Effect, Event, WorkDone, WorkProgress
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import Hello
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.laboratory.generated import generate, parse_spec
 from mooncake_zmq.laboratory.machine import ModelledMachine, lab_layout
@@ -125,7 +125,9 @@ class Bench:
             return machine, _Idle()
 
         def hello(process: Process[Any]) -> Hello:
-            return Hello(protocol=6, role="prefill", host=process.spec.host, model="m", tokenizer="m", layout="l")
+            return Hello(
+                protocol=PROTOCOL_VERSION, role="prefill", host=process.spec.host, model="m", tokenizer="m", layout="l"
+            )
 
         make: Callable[..., Any] = lambda *_: _Idle()  # noqa: E731
         self.world: World[ModelledMachine] = World(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import mooncake_zmq
+from mooncake_zmq.mypyc_code import MODULES, is_complete
 
 DECISIONS = """
 import hashlib
@@ -37,17 +38,28 @@ print(routing.__file__.rpartition(".")[2], actor.counts["placed"], digest.hexdig
 """
 
 
+SEEDS = """
+import hashlib
+from mooncake_zmq.core import shell
+from mooncake_zmq.simulation.run import run_seed
+
+logs = [run_seed(seed, trace=True).log for seed in range(2)]
+print(shell.__file__.rpartition(".")[2], len(logs[0]), hashlib.sha256(repr(logs).encode()).hexdigest())
+"""
+
+
 def compiler() -> str | None:
     return shutil.which(str(sysconfig.get_config_var("CC")).split()[0])
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(compiler() is None, reason="no C compiler")
 def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
     package = tmp_path / "mooncake_zmq"
-    shutil.copytree(Path(mooncake_zmq.__file__).parent, package, ignore=shutil.ignore_patterns("__compiled__", "__pycache__"))
+    shutil.copytree(Path(mooncake_zmq.__file__).parent, package, ignore=shutil.ignore_patterns("__mypyc__", "__pycache__"))
 
     def run(*arguments, switch="1"):
-        environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_COMPILED": switch}
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_MYPYC": switch}
         done = subprocess.run(
             [sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
         )
@@ -58,9 +70,20 @@ def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
     assert as_python[0] == "py"
     assert int(as_python[1]) > 300
     run("-m", "mooncake_zmq", "compile")
-    as_machine_code = run("-c", DECISIONS)
-    assert as_machine_code == ["so", *as_python[1:]]
+    assert run("-c", DECISIONS) == ["so", *as_python[1:]]
+    a_cluster, same = run("-c", SEEDS), run("-c", SEEDS, switch="0")
+    assert (a_cluster[0], same[0]) == ("so", "py")
+    assert int(same[1]) > 1000
+    assert a_cluster[1:] == same[1:]
     assert run("-c", DECISIONS, switch="0") == as_python, "it can be turned off"
     with (package / "conductor" / "settings.py").open("a") as source:
         source.write("# changed\n")
     assert run("-c", DECISIONS) == as_python, "stale machine code is not used"
+
+
+def test_half_of_the_machine_code_is_as_good_as_none(tmp_path):
+    whole = {f"mooncake_zmq.{name}": tmp_path for name in MODULES}
+    assert not is_complete(whole)
+    assert is_complete(whole | {"0a1b__mypyc": tmp_path})
+    del whole["mooncake_zmq.conductor.plans"]
+    assert not is_complete(whole | {"0a1b__mypyc": tmp_path})
