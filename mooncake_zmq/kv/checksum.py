@@ -16,6 +16,11 @@ def part_checksum(part: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(part)
 
 
+def part_checksums(payload: Buffer, part_bytes: int) -> list[int]:
+    """Of every part of a block's bytes, in order."""
+    return [part_checksum(payload[start : start + part_bytes]) for start in range(0, len(payload), part_bytes)]
+
+
 def block_checksum(parts: Sequence[int]) -> int:
     """xxh3-64 over the little-endian part checksums of all layers, in order."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(parts)}Q", *parts))

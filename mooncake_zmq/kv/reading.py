@@ -8,12 +8,18 @@ part checksums, one for each layer. The bytes are trusted if, in this order,
     each part hashes to its entry in the row                         part_stands
     the slot still has that generation after the last byte           generation_stands
 
+From a disk slot they are trusted if
+
+    the header beside them has the key and block checksum that were told     header_stands
+    their parts' checksums fold to that block checksum                       payload_stands
+
 Users call these through the module, so that a simulation can plant a bug in all reads at once.
 """
 
 from collections.abc import Sequence
 from enum import Enum
 
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.checksum import block_checksum
 
 
@@ -39,6 +45,16 @@ def row_stands(row: Sequence[int], checksum: int) -> bool:
 def part_stands(found: int, told: int) -> bool:
     """Is the checksum of the bytes read the one in the row? 0 there: the part is not written yet."""
     return found == told != 0
+
+
+def header_stands(found: tuple[Key, int], told: tuple[Key, int]) -> bool:
+    """On disk, does the header (key, block checksum) name the block that the reader was told?"""
+    return found == told
+
+
+def payload_stands(parts: Sequence[int], checksum: int) -> bool:
+    """Do the checksums of the parts that came from disk fold to the block checksum? One is always told."""
+    return block_checksum(parts) == checksum
 
 
 def failure(*, stands: bool) -> ReadFailure:

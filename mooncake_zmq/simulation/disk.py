@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from mooncake_zmq.core.work import DiskBlock
+from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.checksum import part_checksums
 from mooncake_zmq.kv.layout import BlockLayout
 
 
@@ -48,22 +49,12 @@ class SimDisk:
 
     def stands(self, block: DiskBlock, payload: bytes) -> bool:
         """Are these the bytes of that block, by header and checksum?"""
-        return header_stands(self, block) and payload_stands(self.layout, block, payload)
+        header = self.headers.get(block.slot, (b"", 0))
+        parts = part_checksums(payload, self.layout.part_bytes)
+        return reading.header_stands(header, (block.key, block.checksum)) and reading.payload_stands(parts, block.checksum)
 
     def flip(self, random: Random, blocks: int) -> None:
         """One bit of each of some indexed blocks changes."""
         for slot in random.sample(list(self.rows), min(blocks, len(self.rows))):
             at = slot * self.layout.block_bytes + random.randrange(self.layout.block_bytes)
             self.memory[at] ^= 1 << random.randrange(8)
-
-
-def header_stands(disk: SimDisk, block: DiskBlock) -> bool:
-    """Does the slot's header name this block?"""
-    return disk.headers.get(block.slot) == (block.key, block.checksum)
-
-
-def payload_stands(layout: BlockLayout, block: DiskBlock, payload: bytes) -> bool:
-    """Do the bytes fold to the block's checksum?"""
-    size = layout.part_bytes
-    parts = [part_checksum(payload[start : start + size]) for start in range(0, layout.block_bytes, size)]
-    return block_checksum(parts) == block.checksum

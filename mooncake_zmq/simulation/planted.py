@@ -37,7 +37,7 @@ from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.stages import Stages
-from mooncake_zmq.simulation import disk, hardware
+from mooncake_zmq.simulation import hardware
 from mooncake_zmq.simulation.faults import FaultKind
 
 
@@ -103,8 +103,8 @@ def _disk_unverified() -> list[tuple[Any, str, Any]]:
         return True
 
     return [
-        (disk, "header_stands", always),
-        (disk, "payload_stands", always),
+        (reading, "header_stands", always),
+        (reading, "payload_stands", always),
         (hardware.Machine, "_finish_copy", trusting),
     ]
 

@@ -18,7 +18,7 @@ from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, DiskBlock, SlotGrant
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.kv import reading
-from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.checksum import block_checksum, part_checksum, part_checksums
 from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer.disk import Disk
@@ -154,8 +154,8 @@ def _verified_view(segment: Segment, source: SlotRef, block: DiskBlock) -> memor
     told = _expected(segment, source, range(segment.layout.layers))
     if isinstance(told, ReadFailure):
         return told
-    view, part_bytes = _slot_view(segment, source.slot), segment.layout.part_bytes
-    parts = [part_checksum(view[start : start + part_bytes]) for start in range(0, segment.layout.block_bytes, part_bytes)]
+    view = _slot_view(segment, source.slot)
+    parts = part_checksums(view[: segment.layout.block_bytes], segment.layout.part_bytes)
     return view if reading.row_stands(parts, block.checksum) else _mismatch(segment, source)
 
 

@@ -38,7 +38,8 @@ import structlog
 import xxhash
 
 from mooncake_zmq.core.work import DiskBlock
-from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv import reading
+from mooncake_zmq.kv.checksum import part_checksums
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
 from mooncake_zmq.transfer.disk_directory import (
     DiskError,
@@ -190,10 +191,8 @@ class Disk:
     def _verified(self, is_whole: bool, page: memoryview, block: DiskBlock, payload: memoryview) -> list[int] | None:
         miss = _header_miss(page, self._fingerprint, block) if is_whole else "short"
         if not miss:
-            part_bytes = self._layout.part_bytes
-            starts = range(0, self._layout.block_bytes, part_bytes)
-            parts = [part_checksum(payload[start : start + part_bytes]) for start in starts]
-            if block_checksum(parts) == block.checksum:
+            parts = part_checksums(payload[: self._layout.block_bytes], self._layout.part_bytes)
+            if reading.payload_stands(parts, block.checksum):
                 return parts
             miss = "corrupt"
         self._outcomes.count(miss)
@@ -391,8 +390,9 @@ def _header(fingerprint: bytes, block: DiskBlock, sequence: int) -> bytes:
 def _header_miss(page: memoryview, fingerprint: bytes, block: DiskBlock) -> str:
     """Why this is not the header of `block`; empty if it is."""
     fields = bytes(page[: _HEADER.size])
-    (checksum,) = _HEADER_CHECKSUM.unpack_from(page, _HEADER.size)
-    if checksum != xxhash.xxh3_64_intdigest(fields):
+    (own_checksum,) = _HEADER_CHECKSUM.unpack_from(page, _HEADER.size)
+    if own_checksum != xxhash.xxh3_64_intdigest(fields):
         return "corrupt"
-    *named, _ = _HEADER.unpack(fields)
-    return "" if named == [MAGIC, VERSION, fingerprint, block.key, block.checksum] else "stale"
+    *layout, key, checksum, _ = _HEADER.unpack(fields)
+    named = layout == [MAGIC, VERSION, fingerprint] and reading.header_stands((key, checksum), (block.key, block.checksum))
+    return "" if named else "stale"
