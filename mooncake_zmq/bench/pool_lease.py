@@ -1,34 +1,23 @@
 """Lease and release of blocks at a live cache-node on this host: what a scheduler step pays before it can read a prefix."""
 
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import click
 
+from mooncake_zmq.bench.opposite import Opposite, role_process, runtime_of
 from mooncake_zmq.config import Config, load
 from mooncake_zmq.core.actor import Drained, Effect, Event, PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
 from mooncake_zmq.core.messages import (
-    PROTOCOL_VERSION,
     BlocksLeased,
     CommitSlots,
-    Hello,
     LeaseBlocks,
     ReleaseLease,
     ReserveSlots,
     SlotsReserved,
 )
-from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.session import Session
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.runtime.model import prepared
-from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 
 BLOCKS = 32
 TTL_S = 15.0
@@ -51,14 +40,14 @@ host = "host-a"
 """
 
 
-class LeaseClient:
+class LeaseClient(Opposite):
     """Puts a chain of blocks once, then leases and releases it, over and over; `took_s` of each, release included.
 
     The cache-node handles a conversation in order: it answers the next lease only after the release sent before it.
     """
 
     def __init__(self, cycles: int) -> None:
-        self.counts = Tally()
+        super().__init__()
         self.took_s: list[float] = []
         self.failure = "" if cycles else "no cycle was asked for"
         self._keys: tuple[Key, ...] = tuple(index.to_bytes(16, "big") for index in range(1, BLOCKS + 1))
@@ -87,17 +76,6 @@ class LeaseClient:
             case _:
                 return []
 
-    def check(self, now: float) -> None:
-        """See `core.actor`."""
-
-    def gauges(self, now: float) -> dict[str, float]:
-        """See `core.actor`."""
-        return {}
-
-    def dump(self, now: float) -> dict[str, Any]:
-        """See `core.actor`."""
-        return {}
-
     def _lease(self, now: float) -> Send:
         self._lease_id += 1
         self._sent_at = now
@@ -111,7 +89,7 @@ def lease_times_s(cycles: int) -> list[float]:
         path.write_text(CONFIG)
         overrides = {"cluster.runtime_dir": directory, "cluster.name": Path(directory).name}
         client = LeaseClient(cycles)
-        with _cache_node(path, overrides) as (process, words):
+        with role_process("cache-node", CACHE, path, overrides) as (process, words):
             _run_client(client, load(path, overrides).config, process)
             if client.failure or len(client.took_s) < cycles:
                 why = client.failure or f"it ended:\n{words.read_text()}"
@@ -119,33 +97,8 @@ def lease_times_s(cycles: int) -> list[float]:
     return client.took_s
 
 
-@contextmanager
-def _cache_node(path: Path, overrides: dict[str, str]) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
-    settings = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "mooncake_zmq", "cache-node", "--config", str(path), "--node", CACHE, *settings]
-    words = path.with_name("cache-node.out")
-    with words.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        yield process, words
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def _run_client(client: LeaseClient, config: Config, cache_node: "subprocess.Popen[bytes]") -> None:
-    model = prepared(config)
-    hello = Hello(
-        protocol=PROTOCOL_VERSION,
-        role="decode",
-        host="host-a",
-        model=model.spec.fingerprint,
-        tokenizer=model.tokenizer,
-        layout=model.layout(config.model.block_tokens).fingerprint,
-    )
-    session = Session(me=CLIENT, incarnation=1, hello=hello, peers=[CACHE], settings=config.session, now=time.monotonic())
-    endpoint, peers = config.endpoint(config.node(CLIENT)), {CACHE: config.endpoint(config.node(CACHE))}
-    runtime = ZmqRuntime(Node(client, session), endpoint=endpoint, peers=peers)
+    runtime = runtime_of(client, config, CLIENT, peer=CACHE)
     runtime.every(WATCH_S, lambda: runtime.stop() if cache_node.poll() is not None else None)
     try:
         runtime.run()

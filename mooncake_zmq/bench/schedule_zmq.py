@@ -4,7 +4,6 @@ Every node is a session of its own: the gateways ask at a steady rate, prefills,
 A time counts from when the request was due, so that a late sender hides nothing. Both sides share one machine.
 """
 
-import subprocess
 import sys
 import tempfile
 import threading
@@ -12,20 +11,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import click
 import structlog
 
+from mooncake_zmq.bench.opposite import Opposite, role_process, runtime_of
 from mooncake_zmq.bench.schedule_load import Asked
 from mooncake_zmq.config import Config, load
 from mooncake_zmq.core.actor import Effect, Event, PeerUp, Received, Send, SetTimer, TimerFired
-from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, Placed, Rejected, RequestEnded, Schedule
-from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.session import Session
-from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.messages import Placed, Rejected, RequestEnded, Schedule
 from mooncake_zmq.runtime.log import LEVELS
-from mooncake_zmq.runtime.model import prepared
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 
 CONDUCTOR = "conductor-0"
@@ -40,11 +35,11 @@ PACE = ("pace",)
 ROLES = {"gateway": GATEWAYS, "prefill": HOSTS, "decode": HOSTS, "cache-node": HOSTS}
 
 
-class Silent:
+class Silent(Opposite):
     """A node that is there and says nothing."""
 
     def __init__(self, greeted: threading.Semaphore) -> None:
-        self.counts = Tally()
+        super().__init__()
         self._greeted = greeted
 
     def handle(self, now: float, event: Event) -> list[Effect]:
@@ -52,17 +47,6 @@ class Silent:
         if isinstance(event, PeerUp):
             self._greeted.release()
         return []
-
-    def check(self, now: float) -> None:
-        """See `core.actor`."""
-
-    def gauges(self, now: float) -> dict[str, float]:
-        """See `core.actor`."""
-        return {}
-
-    def dump(self, now: float) -> dict[str, Any]:
-        """See `core.actor`."""
-        return {}
 
 
 class Asking(Silent):
@@ -131,7 +115,11 @@ def times_over_zmq(asked: Sequence[Asked], per_s: float) -> tuple[list[float], f
         config = load(path, overrides).config
         greeted = threading.Semaphore(0)
         gateways = [Asking(greeted, asked[number::GATEWAYS], per_s / GATEWAYS) for number in range(GATEWAYS)]
-        with _quiet(), _conductor(path, overrides) as (process, words), _nodes(config, gateways, greeted) as runtimes:
+        with (
+            _quiet(),
+            role_process("conductor", CONDUCTOR, path, overrides) as (process, words),
+            _nodes(config, gateways, greeted) as runtimes,
+        ):
             deadline = time.monotonic() + TIMEOUT_S + len(asked) / per_s
             for _ in range(sum(ROLES.values())):
                 if not greeted.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -170,20 +158,6 @@ def _config() -> str:
 
 
 @contextmanager
-def _conductor(path: Path, overrides: dict[str, str]) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
-    settings = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "mooncake_zmq", "conductor", "--config", str(path), "--node", CONDUCTOR, *settings]
-    words = path.with_name("conductor.out")
-    with words.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        yield process, words
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@contextmanager
 def _nodes(config: Config, gateways: Sequence[Asking], greeted: threading.Semaphore) -> Iterator[list[ZmqRuntime]]:
     """Every node but the conductor, each in a thread; yields the gateways'."""
     runtimes: list[ZmqRuntime] = []
@@ -192,7 +166,7 @@ def _nodes(config: Config, gateways: Sequence[Asking], greeted: threading.Semaph
         for role, count in ROLES.items():
             for number in range(count):
                 actor = gateways[number] if role == "gateway" else Silent(greeted)
-                runtimes.append(_runtime(config, f"{role}-{number}", role, actor))
+                runtimes.append(runtime_of(actor, config, f"{role}-{number}", peer=CONDUCTOR))
         threads = [threading.Thread(target=runtime.run) for runtime in runtimes]
         for thread in threads:
             thread.start()
@@ -204,18 +178,3 @@ def _nodes(config: Config, gateways: Sequence[Asking], greeted: threading.Semaph
             thread.join()
         for runtime in runtimes:
             runtime.close()
-
-
-def _runtime(config: Config, name: str, role: str, actor: Silent) -> ZmqRuntime:
-    model = prepared(config)
-    hello = Hello(
-        protocol=PROTOCOL_VERSION,
-        role=role,
-        host=config.node(name).host,
-        model=model.spec.fingerprint,
-        tokenizer=model.tokenizer,
-        layout=model.layout(config.model.block_tokens).fingerprint,
-    )
-    session = Session(me=name, incarnation=1, hello=hello, peers=[CONDUCTOR], settings=config.session, now=time.monotonic())
-    peers = {CONDUCTOR: config.endpoint(config.node(CONDUCTOR))}
-    return ZmqRuntime(Node(actor, session), endpoint=config.endpoint(config.node(name)), peers=peers)

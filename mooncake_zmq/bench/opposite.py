@@ -1,0 +1,70 @@
+"""What a bench needs to talk to one role's process over ZeroMQ: that process, and nodes of its own that stand opposite it."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mooncake_zmq.config import Config
+from mooncake_zmq.core.actor import Actor
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello
+from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.roles import Role
+from mooncake_zmq.core.session import Session
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.runtime.model import prepared
+from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
+
+
+class Opposite:
+    """An actor whose state nobody asks for; what it reacts to is the bench's."""
+
+    def __init__(self) -> None:
+        self.counts = Tally()
+
+    def check(self, now: float) -> None:
+        """See `core.actor`."""
+
+    def gauges(self, now: float) -> dict[str, float]:
+        """See `core.actor`."""
+        return {}
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """See `core.actor`."""
+        return {}
+
+
+@contextmanager
+def role_process(
+    role: Role, name: str, path: Path, overrides: Mapping[str, str]
+) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+    """The process of node `name` of the file at `path`, ended with the context, and the file that it writes its words to."""
+    settings = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "mooncake_zmq", role, "--config", str(path), "--node", name, *settings]
+    words = path.with_name(f"{role}.out")
+    with words.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process, words
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def runtime_of(actor: Actor, config: Config, name: str, *, peer: str) -> ZmqRuntime:
+    """`actor` as node `name` of the deployment, in conversation with node `peer` alone. To be run and closed."""
+    node, model = config.node(name), prepared(config)
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        role=node.role,
+        host=node.host,
+        model=model.spec.fingerprint,
+        tokenizer=model.tokenizer,
+        layout=model.layout(config.model.block_tokens).fingerprint,
+    )
+    session = Session(me=name, incarnation=1, hello=hello, peers=[peer], settings=config.session, now=time.monotonic())
+    peers = {peer: config.endpoint(config.node(peer))}
+    return ZmqRuntime(Node(actor, session), endpoint=config.endpoint(node), peers=peers)
