@@ -5,8 +5,6 @@ the sources. Sources that changed are never shadowed: they run as Python until t
 decisions are the same, and half as many or fewer in a second.
 """
 
-import hashlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
@@ -14,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+
+import xxhash
 
 PACKAGE = Path(__file__).parent
 MODULES = (
@@ -33,7 +33,9 @@ TAG = EXTENSION.split(".")[1]
 """This Python and machine."""
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
+    """On `sys.meta_path`. Its base class in `importlib.abc` would take every start of a command 10 ms, with all it imports."""
+
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files
 
@@ -59,7 +61,7 @@ def in_use() -> bool:
 
 def folder(package: Path) -> Path:
     """Where the compiled modules of a package's sources are, or would be."""
-    digest = hashlib.sha256(repr(MODULES).encode())
+    digest = xxhash.xxh3_128(repr(MODULES).encode())
     for room in ROOMS:
         for path in sorted((package / room).glob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())

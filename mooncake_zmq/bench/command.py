@@ -185,7 +185,7 @@ def schedule(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """How fast the conductor decides, with announcements, reports and replica rounds in between. Takes about a minute."""
+    """How fast the conductor decides, with announcements, reports and ends of requests in between. Takes about a minute."""
     from mooncake_zmq.bench.schedule import bench_schedule
 
     report = bench_schedule(trace, hosts, tell, router_python=router_python, requests=requests, zmq_per_s=zmq_per_s)

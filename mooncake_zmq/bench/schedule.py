@@ -2,8 +2,8 @@
 trace.
 
 Timed is `handle`, from a decoded message to its effects, as CPU time of the thread. Decisions per second are those of the
-`Schedule`s alone, the collector's pauses in them included; announcements, load reports, ends of requests and rounds of replicas
-happen in between and are shown apart, and so are the collector's pauses. Hashing prompts is the gateway's work.
+`Schedule`s alone, the collector's pauses in them included; announcements, load reports and ends of requests happen
+in between and are shown apart, and so are the collector's pauses. Hashing prompts is the gateway's work.
 """
 
 import gc
