@@ -17,13 +17,11 @@ MOST_CHANGE = 4.0
 """One report counts as at most this many times off what was known: a single stall says little, however long it was."""
 MOST_FACTOR = 1e6
 """No node is so slow; a report that says so must not carry the estimates off to infinity."""
-LATENESS_OUTCOMES = 128.0
-"""First tokens that the lateness is a mean of."""
+RECENT_OUTCOMES = 128.0
+"""Requests that lateness and bias are means of."""
 SPARE = 3.0
 """Of the mean lateness, which is that of the later half spread over all: about what one in a hundred exceeds."""
 MOST_SPARE = 0.25
-BIAS_OUTCOMES = 128.0
-"""TBTs that the bias is a mean of."""
 MOST_BIAS = 2.0
 PRIOR_OUTPUTS = 8.0
 MOST_OUTPUTS = 256.0
@@ -73,24 +71,40 @@ class Accuracy:
             self.add("output", float(outcome.output_tokens), expected_tokens)
 
 
+class RecentRatio:
+    """The ratio of two sums over what came lately."""
+
+    __slots__ = ("_part", "_whole")
+
+    def __init__(self) -> None:
+        self._part = self._whole = 0.0
+
+    def add(self, part: float, whole: float) -> None:
+        """Both are 0 or more."""
+        self._part += part - self._part / RECENT_OUTCOMES
+        self._whole += whole - self._whole / RECENT_OUTCOMES
+
+    def value(self, unknown: float) -> float:
+        """The ratio; `unknown` while nothing came."""
+        return self._part / self._whole if self._whole else unknown
+
+
 class Lateness:
     """How much later than promised first tokens came lately: a promise that is to be kept needs more time than that."""
 
-    __slots__ = ("_late_s", "_promised_s")
+    __slots__ = ("_late",)
 
     def __init__(self) -> None:
-        self._late_s = self._promised_s = 0.0
+        self._late = RecentRatio()
 
     def add(self, actual_s: float, promised_s: float) -> None:
         """A first token came. One that took more than twice as long says something of its node, not of promises."""
-        self._late_s += min(max(0.0, actual_s - promised_s), promised_s) - self._late_s / LATENESS_OUTCOMES
-        self._promised_s += promised_s - self._promised_s / LATENESS_OUTCOMES
+        self._late.add(min(max(0.0, actual_s - promised_s), promised_s), promised_s)
 
     @property
     def factor(self) -> float:
         """What a promise is multiplied with before it is held against its bound."""
-        late = self._late_s / self._promised_s if self._promised_s else 0.0
-        return 1 + min(MOST_SPARE, SPARE * late)
+        return 1 + min(MOST_SPARE, SPARE * self._late.value(0.0))
 
 
 class Bias:
@@ -100,21 +114,19 @@ class Bias:
     Requests are admitted without it: in doubt they may come, as their decode looks again when the prefill is done. Refusing by
     it costs 4 % of the goodput on 12P+4D at three times the public trace's rate."""
 
-    __slots__ = ("_actual_s", "_predicted_s")
+    __slots__ = ("_ratio",)
 
     def __init__(self) -> None:
-        self._actual_s = self._predicted_s = 0.0
+        self._ratio = RecentRatio()
 
     def add(self, actual_s: float, predicted_s: float) -> None:
         """A request ended; `predicted_s`: before any bias. One that was off by more than a factor of two counts as that."""
-        actual_s = min(max(actual_s, predicted_s / MOST_BIAS), predicted_s * MOST_BIAS)
-        self._actual_s += actual_s - self._actual_s / BIAS_OUTCOMES
-        self._predicted_s += predicted_s - self._predicted_s / BIAS_OUTCOMES
+        self._ratio.add(min(max(actual_s, predicted_s / MOST_BIAS), predicted_s * MOST_BIAS), predicted_s)
 
     @property
     def factor(self) -> float:
         """What a prediction is multiplied with."""
-        return self._actual_s / self._predicted_s if self._predicted_s else 1.0
+        return self._ratio.value(1.0)
 
 
 class Correction:
