@@ -81,6 +81,9 @@ class Runtime:
     def getDeviceProperties(self, device):  # noqa: N802
         return {"uuid": self.devices[device].uuid.partition(b"\0")[0], "name": b"stand-in"}
 
+    def runtimeGetVersion(self):  # noqa: N802
+        return 13000
+
     def memGetInfo(self):  # noqa: N802
         used = sum(memory.nbytes for memory, _ in self.gpu.allocations.values())
         return self.gpu.memory_bytes - used, self.gpu.memory_bytes
@@ -204,6 +207,7 @@ PROCESSES: list[Runtime] = []
 class FakeCupy:
     """The module `cupy`, as one process sees it."""
 
+    __version__ = "14"
     float32, complex64, int32, int64 = np.float32, np.complex64, np.int32, np.int64
 
     def __init__(self, gpu, others=(), *, kind=Runtime):

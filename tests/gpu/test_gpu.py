@@ -8,6 +8,7 @@ on one.
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -92,9 +93,15 @@ def test_logits_are_numpys(cuda, tmp_path):
     np.testing.assert_allclose(logits[1], logits[0], atol=1e-3)
 
 
-def test_a_block_goes_through_sequence_slab_and_pool_and_stays_what_it_was(cuda, slab, tmp_path):
-    (tmp_path / "pool").mkdir()
-    owner = Segment.create(tmp_path / "pool", "test", "c", LAYOUT, 2, 1)
+@pytest.fixture
+def shared_memory():
+    """A file of a disk cannot be pinned."""
+    with tempfile.TemporaryDirectory(prefix="mooncake-test-", dir="/dev/shm") as path:
+        yield Path(path)
+
+
+def test_a_block_goes_through_sequence_slab_and_pool_and_stays_what_it_was(cuda, slab, shared_memory):
+    owner = Segment.create(shared_memory, "test", "c", LAYOUT, 2, 1)
     pool = Segment.attach(owner.path, LAYOUT, 1, writable=True)
     cuda.pin(pool)
     assert cuda.counts["pin_failures"] == 0, "allow more locked memory: ulimit -l unlimited"
