@@ -32,7 +32,7 @@ from mooncake_zmq.engine.spec import Engine, ModelSpec
 from mooncake_zmq.engine.weights import open_model, read_spec
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.transfer.block_copy import copy_block, load_layers, store_block
+from mooncake_zmq.transfer.block_copy import copy_block, load_blocks, store_parts
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError
 
@@ -40,7 +40,7 @@ BLOCK_TOKENS, BLOCKS = 32, 64
 PREFILL_TOKENS = (512, 2048, 8192)
 DECODE_BATCHES, DECODE_CONTEXT, DECODE_STEPS = (1, 8, 32), 1024, 16
 CHECKED_TOKENS, LOGIT_ERROR = 130, 1e-2
-GEMM_SIZE = 8192
+GEMM_SIZE, COPIES = 8192, 20
 NEIGHBOUR = Path(__file__).with_name("gpu_neighbour.py")
 NODE, LIFE = "bench", 1
 
@@ -93,11 +93,13 @@ class _Ways:
     pool: Segment
 
     def store(self) -> None:
-        """As a prefill does: a sequence's blocks into granted slots of its slab."""
-        for block in range(BLOCKS):
-            with _writing(self.slab, block) as grant:
-                if store_block(self.computed, block, self.slab, grant) is None:
-                    raise ValueError("a grant was void, though nobody else has the slab")
+        """As a prefill does: a sequence's blocks into granted slots of its slab, one layer after the other."""
+        with ExitStack() as stack:
+            for slot in range(BLOCKS):
+                stack.enter_context(_writing(self.slab, slot))
+            for layer in range(self.layout.layers):
+                parts = [(slot, layer, slot * BLOCK_TOKENS, BLOCK_TOKENS) for slot in range(BLOCKS)]
+                store_parts(self.computed, self.slab, parts)
 
     def put(self) -> None:
         """As a prefill's put into the cache-node's pool of its host."""
@@ -108,7 +110,7 @@ class _Ways:
 
     def load(self, segment: Segment, *, verify: bool) -> None:
         """As a prefill loads a prefix, or a decode what was computed."""
-        load_blocks(self.room, segment, verify=verify)
+        load_all(self.room, segment, verify=verify)
 
     def check(self, what: str) -> None:
         """What was loaded is what was computed, byte by byte."""
@@ -185,12 +187,14 @@ def new_sequence(cuda: Cuda, layout: BlockLayout) -> DeviceSequence:
     return DeviceSequence(cuda, **shape, capacity_tokens=BLOCKS * BLOCK_TOKENS)
 
 
-def load_blocks(sequence: DeviceSequence, segment: Segment, *, verify: bool) -> None:
+def load_all(sequence: DeviceSequence, segment: Segment, *, verify: bool) -> None:
     """All of a segment's blocks into a sequence. Raises ValueError where one is not what was stored."""
     layers = range(segment.layout.layers)
-    for block, ref in enumerate(references(segment)):
-        load = BlockLoad(block, ref, layers.start, layers.stop, BLOCK_TOKENS)
-        parts = load_layers(segment, load, layers, sequence, verify_committed=verify)
+    loads = [
+        (segment, BlockLoad(block, ref, layers.start, layers.stop, BLOCK_TOKENS), layers)
+        for block, ref in enumerate(references(segment))
+    ]
+    for block, parts in enumerate(load_blocks(loads, sequence, verify_committed=verify)):
         if parts != segment.parts(block).tolist():
             raise ValueError(f"block {block} is not what was stored: {parts}")
 
@@ -282,7 +286,7 @@ def _engine_rows(cuda: Cuda, path: Path, spec: ModelSpec, bench: GpuBench, progr
     sides |= {f"decode, batch {n}, context {DECODE_CONTEXT:,}": partial(decode, n) for n in DECODE_BATCHES}
     took = _rounds(sides | _rates(cuda), bench.rounds, progress)
     flops = 2.0 * GEMM_SIZE**3 / median(took["product"])
-    bytes_per_s = 2.0 * 4 * GEMM_SIZE**2 / median(took["memory"])
+    bytes_per_s = COPIES * 2.0 * 4 * GEMM_SIZE**2 / median(took["memory"])
     rows = []
     for tokens in PREFILL_TOKENS:
         name = f"prefill, {tokens:,} tokens"
@@ -326,7 +330,7 @@ def _rates(cuda: Cuda) -> dict[str, Callable[[], float]]:
 
     return {
         "product": lambda: synchronized(lambda: xp.matmul(random, random, out=out)),
-        "memory": lambda: synchronized(lambda: xp.copyto(out, random)),
+        "memory": lambda: synchronized(lambda: [xp.copyto(out, random) for _ in range(COPIES)]),
     }
 
 

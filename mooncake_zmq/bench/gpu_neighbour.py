@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from mooncake_zmq.bench.gpu import BLOCK_TOKENS, LIFE, load_blocks, new_sequence
+from mooncake_zmq.bench.gpu import BLOCK_TOKENS, LIFE, load_all, new_sequence
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     _tell({})
     for line in sys.stdin:
         began = time.perf_counter()
-        load_blocks(sequence, slab, verify=json.loads(line)["verify"])
+        load_all(sequence, slab, verify=json.loads(line)["verify"])
         _tell({"s": time.perf_counter() - began})
 
 

@@ -17,7 +17,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -70,6 +70,9 @@ class Segment:
     Safe to read from several threads. An attached segment needs no `close`: it is unmapped when nothing refers to it any
     more, so that a reader in another thread never sees its memory vanish.
     """
+
+    layers_at_once = 1
+    """Of `copy_layers`, at most: so each part is in the CPU's cache still when it is hashed."""
 
     def __init__(
         self,
@@ -173,33 +176,34 @@ class Segment:
         return row
 
     def part_view(self, slot: int, layer: int) -> Any:
-        """One layer's part, of `layout.part_shape`; a view."""
+        """One layer's part, of `layout.part_shape`, where it stands: what a sequence's `write_parts` and `read_parts` take."""
         return self._parts[slot, layer]
 
-    def copy_part(self, slot: int, layer: int, out: NDArray[Any]) -> None:
-        """Copy one layer's part into host memory."""
-        out[...] = self._parts[slot, layer]
+    def copy_layers(self, slot: int, first_layer: int, stop_layer: int, out: NDArray[np.uint8]) -> None:
+        """Copy a range of layers' parts, which are contiguous, into host memory."""
+        part_bytes = self.layout.part_bytes
+        out[...] = self._bytes[slot, first_layer * part_bytes : stop_layer * part_bytes]
 
-    def checksum(self, part: Any) -> int:
-        """Of what `part_view` or `part_room` gave, as it is now."""
-        return part_checksum(part.data)
+    def checksums(self, parts: Sequence[tuple[int, int]]) -> list[int]:
+        """Of (slot, layer)s, as they are now."""
+        return [part_checksum(self._parts[slot, layer].data) for slot, layer in parts]
 
-    def part_room(self, slot: int, layer: int) -> Any:
-        """An array of `layout.part_shape` to write a part into and give to `seal_part`."""
-        return self.part_view(slot, layer)
-
-    def seal_part(self, slot: int, layer: int, part: Any, tokens: int) -> int:
-        """Make the first `tokens` of what was written into `part_room`, and zeros, the slot's part: its checksum."""
-        part[:, tokens:] = 0
-        checksum = self.checksum(part)
-        self._checksums[slot, layer] = checksum
-        return checksum
+    def seal_parts(self, parts: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Make the first `tokens` of what stands in each (slot, layer, tokens), and zeros, the slot's part: the checksums."""
+        for slot, layer, tokens in parts:
+            self._parts[slot, layer][:, tokens:] = 0
+        return self._sealed(parts)
 
     def write_part(self, slot: int, layer: int, part: NDArray[Any]) -> int:
         """Copy one layer's part from host memory: its checksum."""
-        room = self.part_room(slot, layer)
-        room[...] = part
-        return self.seal_part(slot, layer, room, self.layout.block_tokens)
+        self._parts[slot, layer] = part
+        return self._sealed([(slot, layer, self.layout.block_tokens)])[0]
+
+    def _sealed(self, parts: Sequence[tuple[int, int, int]]) -> list[int]:
+        checksums = self.checksums([(slot, layer) for slot, layer, _ in parts])
+        for (slot, layer, _), checksum in zip(parts, checksums, strict=True):
+            self._checksums[slot, layer] = checksum
+        return checksums
 
     def slots_memory(self) -> NDArray[np.uint8]:
         """All slots' bytes; a view."""
