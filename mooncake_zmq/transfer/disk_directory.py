@@ -12,6 +12,7 @@ import structlog
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.transfer.disk_index import IndexFault
+from mooncake_zmq.transfer.own_files import make_own_directory, open_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, holder
 
 LOG_INTERVAL_S = 1.0
@@ -72,9 +73,9 @@ class Reporter:
 
 
 def take(directory: Path) -> ProcessLock:
-    """Make the directory and lock it for this process. Raises DiskError."""
+    """Make the directory, ours alone, and lock it for this process. Raises DiskError."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_own_directory(directory)
     except OSError as error:
         raise DiskError(f"cannot use {directory}: {error.strerror}") from error
     try:
@@ -89,7 +90,7 @@ def allows_direct(directory: Path) -> bool:
     path = directory / "probe"
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         try:
             os.pwrite(fd, page, 0)
             os.preadv(fd, [page], 0)
