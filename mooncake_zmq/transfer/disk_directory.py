@@ -39,6 +39,8 @@ class Outcomes:
         """`fault_event`: what the log calls a fault of this tier."""
         self.counts = dict.fromkeys((*names, "faults"), 0)
         self._fault_event = fault_event
+        self._faulty: set[str] = set()
+        """Operations of which the last one failed."""
         self._lock = threading.Lock()
 
     def count(self, name: str, by: int = 1) -> None:
@@ -52,8 +54,12 @@ class Outcomes:
             yield
         except (OSError, IndexFault) as error:
             self.count("faults")
+            self._faulty.add(operation)
             log.error(self._fault_event, operation=operation, error=str(error))
             raise DiskFault(f"{operation}: {error}") from error
+        if operation in self._faulty:
+            self._faulty.discard(operation)
+            log.info(f"{self._fault_event}_over", operation=operation)
 
 
 class Reporter:
