@@ -64,6 +64,8 @@ PARENT_VARIABLE = "MOONCAKE_ZMQ_PARENT"
 BAD_INPUT = 2
 PR_SET_PDEATHSIG = 1
 HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+PRIVATE_UMASK = 0o077
+"""Sockets are made by ZeroMQ and files by SQLite and others, with what this leaves: a role makes nothing for other users."""
 MAX_ASKS = 64
 """Of the operator's, taken at a time; further ones wait for the next signal."""
 ASKED_ROLES: tuple[Role, ...] = ("conductor",)
@@ -115,6 +117,7 @@ class _Process:
         self.runtime_dir = Path(cluster.runtime_dir)
         _mind_early_signals()
         _follow_parent()
+        os.umask(PRIVATE_UMASK)
         make_private(self.runtime_dir)
         lock = ProcessLock.acquire(self.runtime_dir, node.name)
         stack.callback(lock.release)

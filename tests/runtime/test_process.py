@@ -108,3 +108,15 @@ def test_a_runtime_directory_that_leads_elsewhere_is_refused_in_one_line(tmp_pat
     (told,) = ended.stderr.splitlines()
     assert "run: it is a symbolic link: name the directory itself" in told
     assert not list((tmp_path / "theirs").iterdir())
+
+
+SHOWS_SOCKET = CRASHES_EARLY.replace(
+    "    on_crash(", "    import os\n    print(oct(os.stat(sys.argv[2] + '/cache-a.data.ipc').st_mode))\n    on_crash("
+)
+
+
+def test_sockets_are_for_us_alone_whatever_the_umask() -> None:
+    with tempfile.TemporaryDirectory(prefix="mz-") as directory:
+        arguments = [sys.executable, "-c", SHOWS_SOCKET, str(TOY), directory]
+        ended = subprocess.run(arguments, capture_output=True, text=True, timeout=30, umask=0)
+        assert ended.stdout == "0o140700\n", ended.stderr
