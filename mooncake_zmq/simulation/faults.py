@@ -70,6 +70,8 @@ MIN_FAULTS, MAX_FAULTS, MIN_KINDS = 8, 14, 4
 
 LONG_STOP_S = 3.2
 """Above the simulated cluster's `lease_ttl_s`."""
+SHORT_DRAIN_S = 0.02
+"""Too short for what runs to end."""
 STRESS_FAULTS = 4
 """More faults of each kind to be stressed."""
 
@@ -99,8 +101,10 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             return Fault(kind, at_s, duration_s, (), random.uniform(0.01, 0.6))
         case FaultKind.PARTITION | FaultKind.ONE_WAY:
             return Fault(kind, at_s, duration_s, (one, two))
-        case FaultKind.CRASH | FaultKind.PAUSE | FaultKind.DRAIN:
+        case FaultKind.CRASH | FaultKind.PAUSE:
             return Fault(kind, at_s, duration_s, (one,))
+        case FaultKind.DRAIN:
+            return Fault(kind, at_s, random.choice((SHORT_DRAIN_S, duration_s)), (one,))
         case FaultKind.ROLE:
             changeable = random.choice([name for name in processes if name.startswith(("prefill", "decode"))])
             return Fault(kind, at_s, duration_s, (changeable,))
