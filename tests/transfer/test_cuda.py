@@ -1,6 +1,8 @@
 """KV in GPU memory, by a stand-in for CuPy whose copies are late and whose rules are CUDA's (see `cuda_stand_in`)."""
 
+import errno
 import gc
+import os
 import threading
 
 import numpy as np
@@ -390,13 +392,16 @@ def test_the_stand_in_minds_memory_that_goes_before_its_copy(cuda):
     cuda.settle()
 
 
-def test_a_slab_too_large_for_the_gpu_leaves_nothing_behind(cuda, gpu, layout, tmp_path):
+def test_a_slab_too_large_for_the_gpu_leaves_nothing_behind(cuda, gpu, layout, tmp_path, monkeypatch):
     with pytest.raises(SharedMemoryError, match=r"the GPU has 1024 MiB free of the .*lower prefill.slab_bytes"):
         DeviceSegment.allocate(cuda, tmp_path, "test", "p", layout, 1 << 30, 1, setting="prefill.slab_bytes")
-    (tmp_path / "mooncake=test=p=1").touch()
-    with pytest.raises(SharedMemoryError, match="cannot create"):
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SharedMemoryError, match="cannot create .*No space left"):
         DeviceSegment.allocate(cuda, tmp_path, "test", "p", layout, 4, 1)
-    (tmp_path / "mooncake=test=p=1").unlink()
     assert not gpu.allocations
     assert not list(tmp_path.iterdir())
 
