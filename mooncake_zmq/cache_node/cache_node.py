@@ -473,19 +473,20 @@ class CacheNode:
         if put.quarantined:
             self.counts.add("late_commits")
         stored: list[int] = []
+        slots: list[int] = []
         size = self._contents.token_bytes
         for index, (_, slot) in put.slots.items():
-            checksum = checksums.get(index)
-            if checksum is None:
-                self.slots.free(slot)
-            else:
-                self.slots.commit(slot, checksum)
+            if index in checksums:
                 parent = put.keys[index - 1] if index else put.parent
                 self._contents.put(slot, parent, put.tokens[index * size : (index + 1) * size])
                 stored.append(index)
+                slots.append(slot)
+            else:
+                self.slots.free(slot)
         if not stored:
             return []
-        self._chains.touch(put.parent, [put.slots[index][1] for index in stored])
+        self.slots.commit_all(slots, [checksums[index] for index in stored])
+        self._chains.touch(put.parent, slots)
         self._tell_stored(put, stored)
         return self._gatherer.advance_waiting(now, [put.keys[index] for index in stored])
 

@@ -6,10 +6,11 @@ what it placed until reports show it, so that many requests between two reports 
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from mooncake_zmq.conductor.balance import BALANCE, Balance
-from mooncake_zmq.conductor.bookings import BookingKey, Bookings
+from mooncake_zmq.conductor.booking import BookingKey
+from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.corrections import Accuracy, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.membership import Member, Membership
@@ -81,6 +82,8 @@ class Conductor:
         self.incarnation = incarnation
         self.counts = Tally()
         self._settings = settings
+        self._booking_ttl_s = settings.booking_ttl_s
+        self._replica_interval_s = settings.replica_interval_s
         self._members = Membership()
         self._index = PrefixIndex(max_keys=settings.max_keys)
         self._replication = Replication(settings, self._index, self.counts)
@@ -323,11 +326,13 @@ class Conductor:
 
     def _on_schedule(self, now: float, gateway: str, schedule: Schedule) -> list[Effect]:
         key = (gateway, schedule.request_id)
+        attempt = schedule.attempt
         effects = self._balance.asked(now)
-        effects += self._on_expiry(now) if self._bookings.is_due(now, self._settings.booking_ttl_s) else []
+        if self._bookings.is_due(now, self._booking_ttl_s):
+            effects += self._on_expiry(now)
         booking = self._bookings.get(key)
-        if booking is not None and booking.placed.attempt >= schedule.attempt:
-            if booking.placed.attempt > schedule.attempt:
+        if booking is not None and booking.placed.attempt >= attempt:
+            if booking.placed.attempt > attempt:
                 self.counts.add("stale_schedules")
                 return effects
             self.counts.add("repeated_schedules")
@@ -335,14 +340,14 @@ class Conductor:
         if booking is not None:
             self._unbook(now, key)
         plan = self._placement.planner.plan(now, schedule)
-        if plan.best and schedule.attempt == 1:
+        if plan.best and attempt == 1:
             self._recent.add(schedule.keys, plan.best)
-        if self._settings.replica_interval_s and schedule.attempt == 1:
+        if self._replica_interval_s and attempt == 1:
             effects += self._count_demand(now, schedule.keys[: plan.best])
         answer = self._place(now, key, schedule, plan)
-        if self._bookings and not self._expiry_armed:
+        if not self._expiry_armed and self._bookings:
             self._expiry_armed = True
-            effects.append(SetTimer(EXPIRY, self._settings.booking_ttl_s))
+            effects.append(SetTimer(EXPIRY, self._booking_ttl_s))
         effects.append(Send(gateway, answer))
         return effects
 
@@ -354,12 +359,14 @@ class Conductor:
         if self._bookings.is_full and (oldest := self._bookings.oldest) is not None:
             self.counts.add("bookings_dropped")
             self._unbook(now, oldest.key)
-        booking = self._placement.commit(now, key, schedule, decided)
+        booking = self._placement.commit(now, key, schedule, plan, decided)
         self._bookings.add(booking)
-        self._balance.placed(decided.prefill.work_s, schedule.tokens)
+        prefill = decided.prefill
+        self._balance.placed(prefill.work_s, plan.tokens)
         self.counts.add("placed")
-        self.counts.add("pipelines_placed", bool(booking.placed.stages))
-        self.counts.add(_PLANS[bool(booking.placed.sources), booking.placed.reuse_blocks > 0])
+        if prefill.stages:
+            self.counts.add("pipelines_placed")
+        self.counts.add(_FETCHED if prefill.sources else _LOCAL if prefill.reuse_blocks else _NOTHING)
         return booking.placed
 
     def _on_ended(self, now: float, gateway: str, ended: RequestEnded) -> list[Effect]:
@@ -423,7 +430,7 @@ class Conductor:
 
     def _on_expiry(self, now: float) -> list[Effect]:
         """Drop what is too old, and come back when the next one is."""
-        while self._bookings.is_due(now, self._settings.booking_ttl_s) and (oldest := self._bookings.oldest) is not None:
+        while self._bookings.is_due(now, self._booking_ttl_s) and (oldest := self._bookings.oldest) is not None:
             self.counts.add("bookings_expired")
             self._unbook(now, oldest.key)
         oldest = self._bookings.oldest
@@ -452,9 +459,7 @@ class Conductor:
                 assert booking.placed.decode == decode.name
 
 
-_PLANS = {
-    (fetches, reuses): f"plans[prefix={'fetched' if fetches else 'local' if reuses else 'none'}]"
-    for fetches in (False, True)
-    for reuses in (False, True)
-}
+_FETCHED: Final = "plans[prefix=fetched]"
+_LOCAL: Final = "plans[prefix=local]"
+_NOTHING: Final = "plans[prefix=none]"
 _REJECTED = {reason: f"rejected[reason={reason.value}]" for reason in RejectReason}
