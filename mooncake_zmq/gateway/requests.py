@@ -4,7 +4,7 @@ A request lives here from arrival to its one end. Whatever goes wrong elsewhere 
 the prompt and the tokens so far, so the client sees a pause, never an error or a repeated token.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mooncake_zmq.core.actor import (
@@ -31,6 +31,7 @@ from mooncake_zmq.core.messages import (
     CancelRequest,
     FirstToken,
     Hello,
+    NodesHeard,
     Outcome,
     Placed,
     Rejected,
@@ -44,6 +45,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.shell import Lifecycle, Named, Tally
 from mooncake_zmq.gateway.gaps import Gaps
+from mooncake_zmq.gateway.readiness import WAIT, ClusterView, Readiness
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
@@ -220,7 +222,13 @@ class Requests:
         self._layout = layout
         self._peers: dict[str, Hello] = {}
         self._requests: dict[str, _Request] = {}
+        self._readiness = Readiness(settings.conductors, settings.ready_wait_s)
         self._draining = False
+
+    @property
+    def cluster(self) -> ClusterView:
+        """For /health."""
+        return self._readiness.view(self._peers)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -244,11 +252,15 @@ class Requests:
                 return self._on_tokens(now, sender, message)
             case Received(sender, AttemptFailed() as message):
                 return self._on_failed(now, sender, message)
+            case Received(sender, NodesHeard() as message):
+                return self._readiness.heard(sender, message, self._peers)
             case PeerUp() as up:
-                self._peers[up.peer] = up.hello
-                return self._on_conductor_up(now) if up.hello.role == "conductor" else []
+                return self._on_peer_up(now, up)
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
+            case TimerFired(key) if key == WAIT:
+                self.counts.add("ready_waits_over", self._readiness.waited())
+                return []
             case TimerFired(("attempt", str(request_id))):
                 return self._begin_attempt(now, self._requests.get(request_id))
             case TimerFired(("placement", str(request_id))):
@@ -289,6 +301,7 @@ class Requests:
         return {
             "gauges": self.gauges(now),
             "draining": self._draining,
+            "cluster": asdict(self.cluster),
             "predictions": {of: self._prediction(of) for of in ("ttft", "tbt")},
             "peers": {name: hello.role for name, hello in self._peers.items()},
             "requests": [
@@ -449,9 +462,13 @@ class Requests:
         missing = f"{request.missing.replace('_', ' ')} is there to serve the request"
         return self._fail(request, Failed(status=503, code=request.missing, message=missing, retry_after_s=2.0))
 
-    def _on_conductor_up(self, now: float) -> list[Effect]:
-        """Requests that found none alive go on; one that pauses between attempts may as well begin now."""
-        effects: list[Effect] = []
+    def _on_peer_up(self, now: float, up: PeerUp) -> list[Effect]:
+        """With a conductor, requests that found none alive go on; one that pauses between attempts may as well begin now."""
+        self._peers[up.peer] = up.hello
+        self._readiness.forget(up.peer)
+        effects = self._readiness.changed(self._peers)
+        if up.hello.role != "conductor":
+            return effects
         for request in list(self._requests.values()):
             effects += self._begin_attempt(now, request)
         return effects
@@ -571,6 +588,7 @@ class Requests:
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
+        self._readiness.forget(peer)
         effects: list[Effect] = []
         for request in list(self._requests.values()):
             placing = request.state is RequestState.PLACING and request.conductor == peer

@@ -359,6 +359,9 @@ class _Process:
                 requests = settings.requests
                 conductors = requests.conductors or tuple(node.name for node in self.config.of_role("conductor"))
                 return replace(requests, conductors=conductors)
+            case "conductor" if not settings.members:
+                nodes = self.config.of_role("prefill", "decode", "cache-node")
+                return replace(settings, members=tuple(node.name for node in nodes))
         return settings
 
     # --- the gateway
