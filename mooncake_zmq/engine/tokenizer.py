@@ -50,6 +50,7 @@ class Vocabulary(Protocol):
     @property
     def longest_token(self) -> int:
         """Characters of a text that one id stands for at most."""
+
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 

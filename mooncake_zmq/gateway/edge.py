@@ -20,7 +20,6 @@ from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientReques
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 
-
 OUTPUTS_AT_ONCE = 256
 
 
@@ -95,12 +94,6 @@ class Backing(Protocol):
 
 class Full(Exception):
     """No slot is free, there is no memory for a body, or the gateway drains: HTTP 503 with Retry-After."""
-
-
-DRAINED = Failed(
-    status=503, code="gateway_stopped", message="the gateway stops before the answer ends: ask again", retry_after_s=1.0
-)
-"""What open calls are told when a drain runs out of time."""
 
 
 class HungUp(Exception):
@@ -181,12 +174,6 @@ class Edge:
     def drain(self) -> None:
         """Refuse new calls; the open ones go on. The actor hears of it from the runtime."""
         self.draining = True
-
-    def give_up(self) -> None:
-        """The time to drain is over: tell every client so, and cancel at every hop."""
-        for request_id in list(self._open):
-            self.deliver(ToClient(request_id, DRAINED))
-            self.backing.inject(FromClient(request_id, ClientGone()))
 
     @property
     def open_requests(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether this gateway may call itself ready, by what its conductor tells of the cluster. Decides nothing about requests. PURE."""
+"""Whether this gateway may call itself ready, by what its conductor tells of the cluster. Requests do not ask it. PURE."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -91,7 +91,7 @@ class EdgeSettings:
 class ConnectionSettings:
     """Limits of HTTP connections, whatever is said on them.
 
-    Over a limit the connection that has waited longest without a call makes room; if all have one, the newcomer is answered 503.
+    Over a limit the connection that was longest without a call makes room; if all have one, the newcomer is answered 503.
     """
 
     max_connections: int = 1024

@@ -14,8 +14,8 @@ from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.app import create_app
 from mooncake_zmq.gateway.edge import Edge, ServedModel
-from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.requests import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
+from mooncake_zmq.gateway.settings import EdgeSettings
 
 EOS = 256
 Batches = list[list[ClientOutput]]

@@ -10,8 +10,8 @@ import structlog
 from scripted_actor import ScriptedActor, finished, one_by_one, tokens
 
 from mooncake_zmq.gateway.edge import Call
-from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.requests import ClientRequest, TokenOut
+from mooncake_zmq.gateway.settings import EdgeSettings
 
 
 async def send_request(port, body, path="/v1/completions"):
