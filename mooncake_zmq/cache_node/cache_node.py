@@ -18,6 +18,7 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings
 from mooncake_zmq.core.actor import (
     CancelTimer,
     Drained,
+    DrainTimedOut,
     DrainWanted,
     Effect,
     Event,
@@ -195,7 +196,7 @@ class CacheNode:
                     self._gatherer.drop(holder)
                 self.disk.begin_drain()
                 return []
-            case Started() | TimerFired() | WorkProgress() | WorkDone():
+            case Started() | DrainTimedOut() | TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
                 raise TypeError(event)

@@ -492,7 +492,7 @@ class _Process:
 
         def give_up() -> None:
             log.warning("drain_timed_out")
-            runtime.stop()
+            runtime.hand_over()
 
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)

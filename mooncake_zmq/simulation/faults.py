@@ -28,7 +28,8 @@ class FaultKind(Enum):
     STOP_WRITER = "stop_writer"
     """SIGSTOP in the middle of the process's next copy into a pool, for longer than it may write there."""
     DRAIN = "drain"
-    """The operator drains the process; once it has exited, or after `duration_s`, a new life begins."""
+    """The operator drains the process, which may take `duration_s`; then it hands over what it has left, exits, and a new life
+    begins."""
     ROLE = "role"
     """The operator asks for the target to change its role, and again after `duration_s`, to what it then may become."""
     SLOW = "slow"
