@@ -18,6 +18,7 @@ from typing import Any
 import h11
 import structlog
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mooncake_zmq.gateway.settings import ConnectionSettings
@@ -139,8 +140,10 @@ class Door:
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def open(self) -> None:
-        """Let in who comes, from the running loop. The server must have started, with no sockets of its own."""
+    async def open(self) -> None:
+        """Let in who comes, from the running loop, once the server has started; it has no sockets of its own."""
+        while not self._server.started:
+            await asyncio.sleep(0.005)
         self._loop = asyncio.get_running_loop()
         self._resume()
         self._watch()
@@ -293,6 +296,20 @@ class Door:
     def _later(self, delay_s: float, what: Callable[[], None]) -> None:
         if self._loop is not None:
             self._timers[what] = self._loop.call_later(delay_s, what)
+
+
+def server_config(app: ASGIApp, settings: ConnectionSettings) -> uvicorn.Config:
+    """How uvicorn serves `app` behind a door, without sockets or signals of its own."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="error",  # it would tell of each nonsense that a stranger sends
+        access_log=False,
+        lifespan="on",
+        http=Connection,
+        ws="none",
+        timeout_keep_alive=math.ceil(settings.idle_timeout_s),
+    )
 
 
 def network_of(address: str) -> str:

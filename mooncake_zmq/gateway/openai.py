@@ -1,5 +1,6 @@
 """The OpenAI surface: JSON to validated requests, outputs to JSON. Pure: no socket, clock or randomness of its own."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -174,7 +175,8 @@ class Body(Struct, frozen=True, kw_only=True):
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
-    """POST /v1/completions. The prompt is looked at before it is read: millions of lists take the interpreter a second."""
+    """POST /v1/completions. The prompt is a text, token ids, or a list of prompts of one of these kinds; it is looked at before
+    it is read, as millions of lists take the interpreter a second."""
 
     prompt: msgspec.Raw
     echo: bool | None = None
@@ -184,7 +186,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         given = bytes(self.prompt)
         opening = _OPENING.match(given)
         first = opening[1] if opening else b""
-        try:
+        with _json_errors("prompt"):
             if first == b'"':
                 prompts: list[Prompt] = [*_texts.decode(given)] if given[:1] == b"[" else [_text.decode(given)]
             elif first == b"[":
@@ -193,9 +195,6 @@ class CompletionBody(Body, frozen=True, kw_only=True):
                 prompts = [*_lists_of_ids.decode(given)]
             else:
                 prompts = [_ids.decode(given)] if first != b"]" else []
-        except msgspec.ValidationError as error:
-            kinds = "a prompt is a text, token ids, or a list of prompts of one of these kinds"
-            raise _invalid("prompt", f"{kinds}: {_of_a_library(error)}") from None
         if not prompts or not all(prompts):
             raise _invalid("prompt", "the prompt is empty")
         return prompts
@@ -245,15 +244,22 @@ class ChatBody(Body, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, messages=[])
 
 
-def _parse(raw: bytes | bytearray, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+@contextlib.contextmanager
+def _json_errors(param: str | None = None) -> Iterator[None]:
+    """What msgspec finds wrong, as the client's mistake; `param` where its own words do not tell."""
     try:
-        return msgspec.json.decode(raw, type=kind)
+        yield
     except msgspec.ValidationError as error:
         # "... - at `$.stop[0]`" or "Object missing required field `prompt`"
         found = re.search(r"`\$\.(\w+)|required field `(\w+)`$", str(error))
-        raise _invalid(found and (found[1] or found[2]), _of_a_library(error)) from None
+        raise _invalid(param or (found and (found[1] or found[2])), _of_a_library(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _invalid(None, f"the body is not JSON: {_of_a_library(error)}", "invalid_json") from None
+
+
+def _parse(raw: bytes | bytearray, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+    with _json_errors():
+        return msgspec.json.decode(raw, type=kind)
 
 
 # --- one HTTP body to requests

@@ -275,10 +275,13 @@ class Requests:
             case DrainWanted():
                 self._draining = True
                 return []
+            case DrainTimedOut():
+                self._draining = True
+                return self._hand_over()
             case Received(_, message):
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
-            case Started() | DrainTimedOut() | TimerFired() | WorkProgress() | WorkDone():
+            case Started() | TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
                 raise TypeError(event)
@@ -669,6 +672,13 @@ class Requests:
     def _fail(self, request: _Request, failed: Failed) -> list[Effect]:
         self.counts.add(f"requests_failed[code={failed.code}]")
         return [ToClient(request.request_id, failed), *self._let_go(request), *self._end(request)]
+
+    def _hand_over(self) -> list[Effect]:
+        """Nobody else has these clients' connections: they are told, and may ask another gateway."""
+        left = list(self._requests.values())
+        why = Failed(status=503, code="gateway_stopped", message="the gateway stops before the answer ends", retry_after_s=1.0)
+        self.counts.add("requests_handed_over", len(left))
+        return [effect for request in left for effect in self._fail(request, why)]
 
     def _end(self, request: _Request) -> list[Effect]:
         self._move(request, RequestEvent.END)

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import gc
 import json
-import math
 import os
 import signal
 import socket
@@ -374,7 +373,7 @@ class _Process:
     async def _serve_gateway(self) -> None:
         from mooncake_zmq.engine.tokenizer import open_tokenizer
         from mooncake_zmq.gateway.app import create_app
-        from mooncake_zmq.gateway.door import Connection, Door
+        from mooncake_zmq.gateway.door import Door, server_config
 
         listener = listen(self.settings.http_host, self.settings.http_port)
         self.stack.callback(listener.close)
@@ -402,18 +401,7 @@ class _Process:
             settings=self.settings.edge,
             backing=_Backing(self.runtime, requests),
         )
-        server = _Server(
-            uvicorn.Config(
-                create_app(edge),
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                http=Connection,
-                ws="none",
-                log_level="error",  # it would tell of each nonsense that a stranger sends
-                timeout_keep_alive=math.ceil(self.settings.connections.idle_timeout_s),
-            )
-        )
+        server = _Server(server_config(create_app(edge), self.settings.connections))
         door = Door(
             server,
             listener,
@@ -428,7 +416,7 @@ class _Process:
             self._attend(on_drain=edge.drain)
             self.runtime.attach(asyncio.get_running_loop(), stopped.set, self._on_crash)
             serving = asyncio.create_task(server.serve(sockets=[]))
-            opening = asyncio.create_task(_open(server, door))
+            opening = asyncio.create_task(door.open())
             announcing = asyncio.create_task(_announce(edge))
             await asyncio.wait([serving, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
             announcing.cancel()
@@ -599,13 +587,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-async def _open(server: uvicorn.Server, door: Any) -> None:
-    """Let clients in once the server can serve them."""
-    while not server.started:
-        await asyncio.sleep(0)
-    door.open()
 
 
 async def _announce(edge: Edge) -> None:
