@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,9 @@ CLIENT_CLOSED_REQUEST = 499
 """Status in log and metrics when the client hung up; nobody receives it."""
 CLIENT_ID_CHARS = 256
 """A longer x-request-id is not echoed."""
+SWITCH_S = 0.0005
+"""After which a thread that prepares a prompt gives way: the loop asks for its turn at every call of the system, so that
+Python's 5 ms would add up."""
 METHOD_CHARS = 16
 """Of a method, in error and log."""
 SCRAPE_EVERY_S = 0.1
@@ -136,6 +140,7 @@ class _Threads:
     """Where bodies are made into requests: never on the loop, which every stream waits for. Short ones wait for no long one."""
 
     def __init__(self, settings: EdgeSettings) -> None:
+        sys.setswitchinterval(SWITCH_S)
         self._short_bytes = settings.short_body_bytes
         self._short = ThreadPoolExecutor(1, thread_name_prefix="prepare")
         self._long = ThreadPoolExecutor(settings.tokenize_threads, thread_name_prefix="prepare-long")

@@ -11,7 +11,7 @@ import os
 import resource
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +32,13 @@ PAUSE_S = 0.2
 LOG_EVERY_S = 60.0
 WRITE_BUFFER_BYTES = 64 << 10
 """What a connection holds of an answer that its client does not take, one write apart; then the stream waits."""
-PIECES, PIECE_BYTES = 256, 256
+PIECES, PIECE_BYTES = 32, 256
 """A body may come in so many pieces, and one more for each so many bytes: each piece takes the loop as long as a large one, and
 a chunked body of single bytes would keep every stream waiting."""
+PARSE_S = 0.01
+"""Of the loop's time that what comes in may take at once, all connections together; the rest waits for the next turn."""
+READ_BYTES = 64 << 10
+"""What is taken from a connection at once."""
 NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REFUSED = b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":"too_many_connections"}}'
 REFUSAL = (
@@ -61,6 +65,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # asyncio's own name for it
         with contextlib.suppress(OSError):  # gone already
             # The kernel's own: it holds while the last of an answer waits in its buffers, when nobody here does.
             transport.get_extra_info("socket").setsockopt(
@@ -72,6 +77,10 @@ class Connection(H11Protocol):
         self._door.left(self)
 
     def data_received(self, data: bytes) -> None:
+        self._door.heard(self, data)
+
+    def take(self, data: bytes) -> None:
+        """Make of it what it says."""
         waited = not self.calling and not self.begun
         try:
             super().data_received(data)
@@ -139,6 +148,10 @@ class Door:
         self._logged_at = -math.inf
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._untaken: deque[tuple[Connection, bytes]] = deque()
+        """Heard, and not looked at yet: at most once for each connection, which is not read meanwhile."""
+        self._in_turn = False
+        self._turn_ends = 0.0
 
     async def open(self) -> None:
         """Let in who comes, from the running loop, once the server has started; it has no sockets of its own."""
@@ -234,6 +247,35 @@ class Door:
         with contextlib.suppress(OSError):
             incoming.send(REFUSAL)
         incoming.close()
+
+    # --- what is said
+
+    def heard(self, connection: Connection, data: bytes) -> None:
+        """From a connection. All of one turn of the loop share its time for this, so that no crowd makes a stream wait."""
+        if not self._in_turn:
+            self._begin_turn()
+        if self._untaken or self._clock() >= self._turn_ends:
+            connection.transport.pause_reading()
+            self._untaken.append((connection, data))
+        else:
+            connection.take(data)
+
+    def _begin_turn(self) -> None:
+        self._in_turn = True
+        self._turn_ends = self._clock() + PARSE_S
+        asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        """What was left over comes first."""
+        self._in_turn = False
+        if self._untaken:
+            self._begin_turn()
+        while self._untaken and self._clock() < self._turn_ends:
+            connection, data = self._untaken.popleft()
+            if not connection.transport.is_closing():
+                connection.take(data)
+                if not connection.flow.read_paused:
+                    connection.transport.resume_reading()
 
     # --- no descriptors left
 

@@ -79,6 +79,17 @@ def _too_long(param: str, model: ServedModel, however: str) -> RequestError:
     return _invalid(param, text, "context_length_exceeded")
 
 
+def _check_fits(prompt_tokens: int, param: str, model: ServedModel) -> None:
+    if prompt_tokens >= model.max_model_len:
+        raise _too_long(param, model, f"your prompt has {prompt_tokens} tokens, which leave no room for an answer")
+
+
+def _check_count(count: int, most: int, what: str) -> None:
+    """Of things in the prompt."""
+    if count > most:
+        raise _invalid("prompt", f"{count} {what} are more than {most}")
+
+
 def _of_a_library(error: Exception) -> str:
     """A library's words, which may quote what the client sent at any length."""
     text = str(error)
@@ -88,11 +99,15 @@ def _of_a_library(error: Exception) -> str:
 # --- what clients send; unknown fields are ignored, null means absent
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Filled = Annotated[str, Meta(min_length=1, max_length=1024)]
+STOPS, STOP_CHARS = 16, 1024
+Filled = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS)]
 TokenCount = Annotated[int, Meta(ge=1, le=1 << 48)]
 ChatTurn = dict[str, Any]
 Prompt = str | list[int] | list[ChatTurn]
 
+_stops = msgspec.json.Decoder(Filled | Annotated[list[Filled], Meta(max_length=STOPS)] | None)
+STOPS_BYTES = 2 * STOPS * STOP_CHARS * len(r"\ud83d\ude42")
+"""As JSON, in whatever way it is written; more is not even read."""
 _text = msgspec.json.Decoder(str)
 _texts = msgspec.json.Decoder(list[str])
 _ids = msgspec.json.Decoder(list[TokenId])
@@ -121,7 +136,7 @@ class Body(Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     seed: Annotated[int, Meta(ge=-SEEDS, le=SEEDS - 1)] | None = None
-    stop: Filled | Annotated[list[Filled], Meta(max_length=16)] | None = None
+    stop: msgspec.Raw = msgspec.Raw(b"null")
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
     n: Annotated[int, Meta(ge=1, le=8)] | None = None
@@ -135,9 +150,14 @@ class Body(Struct, frozen=True, kw_only=True):
     def choices_per_prompt(self) -> int:
         return self.n or 1
 
-    @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        """The stop strings. Raises RequestError."""
+        given = bytes(self.stop)
+        if len(given) > STOPS_BYTES:
+            raise _invalid("stop", f"at most {STOPS} stop strings of {STOP_CHARS} characters")
+        with _json_errors("stop"):
+            found = _stops.decode(given)
+        return [found] if isinstance(found, str) else found or []
 
     @property
     def include_usage(self) -> bool:
@@ -159,8 +179,7 @@ class Body(Struct, frozen=True, kw_only=True):
     def stop_rule(self, prompt_tokens: int, default_tokens: int, model: ServedModel, param: str) -> StopRule:
         """Fit the output into the model's context: a wish that does not fit is an error, a default is clipped."""
         room = model.max_model_len - prompt_tokens
-        if room < 1:
-            raise _too_long(param, model, f"your prompt has {prompt_tokens} tokens, which leave no room for an answer")
+        _check_fits(prompt_tokens, param, model)
         wish = self.max_completion_tokens or self.max_tokens
         if wish is not None and wish > room:
             name = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
@@ -187,14 +206,21 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         opening = _OPENING.match(given)
         first = opening[1] if opening else b""
         with _json_errors("prompt"):
-            if first == b'"':
-                prompts: list[Prompt] = [*_texts.decode(given)] if given[:1] == b"[" else [_text.decode(given)]
+            if given[:1] == b'"':
+                prompts: list[Prompt] = [_text.decode(given)]
+            elif first == b'"':
+                # Quotation marks that are no part of a text, or fewer: of two for each text.
+                _check_count((given.count(b'"') - given.count(b'\\"')) // 2, max_prompts, "prompts")
+                prompts = [*_texts.decode(given)]
             elif first == b"[":
-                if given.count(b"[") > max_prompts + 1:
-                    raise _invalid("prompt", f"more than {max_prompts} prompts")
+                _check_count(given.count(b"[") - 1, max_prompts, "prompts")
+                _check_count(given.count(b","), max_prompts * model.max_model_len, "token ids")
                 prompts = [*_lists_of_ids.decode(given)]
+            elif first == b"]":
+                prompts = []
             else:
-                prompts = [_ids.decode(given)] if first != b"]" else []
+                _check_fits(given.count(b",") + 1, "prompt", model)
+                prompts = [_ids.decode(given)]
         if not prompts or not all(prompts):
             raise _invalid("prompt", "the prompt is empty")
         return prompts
@@ -294,7 +320,7 @@ def prepare(
     for prompt in prompts:
         _check_size(prompt, model, param)
     seed = draw_seed() if body.seed is None else body.seed
-    stops = stop_tables(body.stops)
+    stops = stop_tables(body.stops())
     echo_chars = settings.max_echo_chars
     prepared = Prepared(body.without_prompt(), [], [])
     for prompt in prompts:
@@ -327,13 +353,14 @@ def prepare(
 def _check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
     """What is too long whatever it says is not tokenized."""
     if isinstance(prompt, str):
-        chars = len(prompt)
+        _check_chars(len(prompt), param, model)
     elif isinstance(prompt[0], int):
-        if len(prompt) >= model.max_model_len:
-            raise _too_long(param, model, f"your prompt has {len(prompt)} tokens, which leave no room for an answer")
-        return
+        _check_fits(len(prompt), param, model)
     else:
-        chars = sum(len(item["content"]) for item in prompt if isinstance(item, dict))
+        _check_chars(sum(len(item["content"]) for item in prompt if isinstance(item, dict)), param, model)
+
+
+def _check_chars(chars: int, param: str, model: ServedModel) -> None:
     if chars > model.max_chars:
         raise _too_long(param, model, f"your prompt has {chars} characters, which are more tokens than that")
 
