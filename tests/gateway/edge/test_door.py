@@ -272,7 +272,7 @@ def test_a_whole_answer_that_nobody_reads_is_given_up():
     )
 
     async def client(port):
-        body = json.dumps({"prompt": "a" * 800_000, "echo": True, "n": 8, "max_tokens": 3000}).encode()
+        body = json.dumps({"prompt": "a" * 1_500_000, "echo": True, "n": 8, "max_tokens": 3000}).encode()
         _, writer = await connect(port)
         writer.transport.pause_reading()
         writer.write(HEAD + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
