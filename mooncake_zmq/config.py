@@ -26,8 +26,7 @@ from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.cpu import Backend, Device
-from mooncake_zmq.gateway.edge import EdgeSettings
-from mooncake_zmq.gateway.settings import RequestsSettings
+from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, check_endpoint
@@ -196,10 +195,11 @@ class NodeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """A gateway's three parts: where it serves HTTP, the edge's limits, its requests."""
+    """A gateway's parts: where it serves HTTP, the limits of connections and of calls, its requests."""
 
     http_host: str = "127.0.0.1"
     http_port: int = 8000
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     requests: RequestsSettings = field(default_factory=RequestsSettings)
     """`conductors` empty: those of this file, in its order."""

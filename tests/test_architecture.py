@@ -17,6 +17,7 @@ PURE = (
     "prefill/",
     "decode/",
     "gateway/gaps",
+    "gateway/readiness",
     "gateway/requests",
     "gateway/settings",
     "cache_node/",
@@ -34,7 +35,7 @@ ROLE_NEIGHBOURS = {
     "prefill": ("cache_node.client",),
     "decode": ("cache_node.client",),
 }
-EDGE = {"gateway/app", "gateway/edge", "gateway/metrics", "gateway/openai", "gateway/pages", "gateway/__init__"}
+EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "metrics", "openai", "pages", "__init__")}
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}

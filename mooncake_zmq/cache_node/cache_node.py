@@ -36,6 +36,7 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.messages import (
     MAX_TOKENS,
+    BlocksAnnounced,
     BlocksLeased,
     CacheLoad,
     ChangeReplica,
@@ -582,6 +583,7 @@ class CacheNode:
             dram = self.slots.committed_keys()
             disk = [key for key in self.disk.slots.committed_keys() if self.slots.committed(key) is None]
             everything = announcements(dram, on_disk=disk if self.disk.readable else ())
+            everything.append(BlocksAnnounced(complete=True))
             effects += [Send(newcomer, message) for newcomer in self._newcomers for message in everything]
             self._newcomers.clear()
         return effects

@@ -21,6 +21,7 @@ from mooncake_zmq.conductor.prefills import Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.conductor.replication import Replication
+from mooncake_zmq.conductor.roll_call import ROLL_CALL, RollCall
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.conductor.transfers import Transfers
@@ -85,6 +86,7 @@ class Conductor:
         self._booking_ttl_s = settings.booking_ttl_s
         self._replica_interval_s = settings.replica_interval_s
         self._members = Membership()
+        self._roll_call = RollCall(settings.members, self._members)
         self._index = PrefixIndex(max_keys=settings.max_keys)
         self._replication = Replication(settings, self._index, self.counts)
         self._recent = RecentChains(settings.replica_max_blocks)
@@ -166,6 +168,8 @@ class Conductor:
                 return self._on_replicas(now)
             case TimerFired(key) if key == SWEEP:
                 return self._on_sweep()
+            case TimerFired(key) if key == ROLL_CALL:
+                return self._roll_call.tell()
             case TimerFired(key) if key == BALANCE:
                 return self._balance.on_timer(now)
             case Asked(ask_id, SetCopies(key, copies)):
@@ -240,7 +244,7 @@ class Conductor:
                 self._hosts[member.name] = member.host
                 self._sources.join(self._index.join(member.name), member.name, member.host)
         self._round = None  # it may name who was there before
-        return effects + self._balance.joined(now, member)
+        return effects + self._roll_call.changed() + self._balance.joined(now, member)
 
     def _forget(self, now: float, peer: str) -> list[Effect]:
         """Nothing said by or placed on this peer counts any more; a cache-node announces its whole set when it is back."""
@@ -266,7 +270,7 @@ class Conductor:
                 self._replication.forget(peer)
                 del self._hosts[peer]
         self._round = None  # it may name who is gone
-        return self._arm_sweep()
+        return self._roll_call.left(peer) + self._arm_sweep()
 
     # --- what they tell
 
@@ -309,7 +313,7 @@ class Conductor:
         if blocks.on_disk:
             self._index.on_disk(sender, blocks.on_disk)
         self.counts.add("keys_evicted", self._index.evicted - before)
-        return []
+        return self._roll_call.announced(sender) if blocks.complete else []
 
     def _on_sweep(self) -> list[Effect]:
         self._sweep_armed = False

@@ -40,6 +40,8 @@ from mooncake_zmq.core.session import Session
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.gateway.edge import Edge, ServedModel
+from mooncake_zmq.gateway.readiness import ClusterView
+from mooncake_zmq.gateway.requests import Requests
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.runtime import log as logs
 from mooncake_zmq.runtime.executor import Executor
@@ -71,7 +73,9 @@ MAX_ASKS = 64
 ASKED_ROLES: tuple[Role, ...] = ("conductor",)
 READY_POLL_S = 0.1
 HTTP_CLOSE_S = 5
-"""How long the last HTTP answers may take to be written out once the requests have ended."""
+"""How long the last HTTP answers may take to be written out once the requests have ended; then connections are cut."""
+FILES_PER_PEER = 8
+"""Descriptors that a gateway's conversation with a peer may take, while either side connects anew too."""
 
 
 class PortInUse(Exception):
@@ -363,6 +367,9 @@ class _Process:
                 requests = settings.requests
                 conductors = requests.conductors or tuple(node.name for node in self.config.of_role("conductor"))
                 return replace(requests, conductors=conductors)
+            case "conductor" if not settings.members:
+                nodes = self.config.of_role("prefill", "decode", "cache-node")
+                return replace(settings, members=tuple(node.name for node in nodes))
         return settings
 
     # --- the gateway
@@ -370,12 +377,15 @@ class _Process:
     async def _serve_gateway(self) -> None:
         from mooncake_zmq.engine.tokenizer import open_tokenizer
         from mooncake_zmq.gateway.app import create_app
+        from mooncake_zmq.gateway.door import Door, server_config
 
         listener = listen(self.settings.http_host, self.settings.http_port)
         self.stack.callback(listener.close)
         tokenizer = open_tokenizer(self.model.path)
+        requests = self._actor()
+        assert isinstance(requests, Requests)
         self._runtime = ZmqRuntime(
-            Node(self._actor(), self._session(None)),
+            Node(requests, self._session(None)),
             endpoint=self.config.endpoint(self.node),
             peers=self._peers(),
             deliver=lambda effect: edge.deliver(effect),
@@ -393,28 +403,31 @@ class _Process:
                 tokenizer=tokenizer,
             ),
             settings=self.settings.edge,
-            backing=_Backing(self.runtime),
+            backing=_Backing(self.runtime, requests),
         )
-        server = _Server(
-            uvicorn.Config(
-                create_app(edge),
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=HTTP_CLOSE_S,
-            )
+        server = _Server(server_config(create_app(edge), self.settings.connections))
+        door = Door(
+            server,
+            listener,
+            self.settings.connections,
+            send_timeout_s=self.settings.edge.send_timeout_s,
+            reserved_files=64 + FILES_PER_PEER * len(self._peers()),
+            count=edge.count,
         )
+        self.stack.callback(door.close)
         stopped = asyncio.Event()
         try:
             self._attend(on_drain=edge.drain)
             self.runtime.attach(asyncio.get_running_loop(), stopped.set, self._on_crash)
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            serving = asyncio.create_task(server.serve(sockets=[]))
+            opening = asyncio.create_task(door.open())
             announcing = asyncio.create_task(_announce(edge))
             await asyncio.wait([serving, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
             announcing.cancel()
+            opening.cancel()
+            door.close()
             server.should_exit = True
-            if self.signals_seen > 1:
-                server.force_exit = True
+            asyncio.get_running_loop().call_later(0 if self.signals_seen > 1 else HTTP_CLOSE_S, door.abort)
             await serving
         finally:
             self.runtime.close()
@@ -549,8 +562,8 @@ class _Process:
 class _Backing:
     """What the HTTP edge asks of this process; see `gateway.edge.Backing`."""
 
-    def __init__(self, runtime: ZmqRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: ZmqRuntime, requests: Requests) -> None:
+        self._runtime, self._requests = runtime, requests
 
     def inject(self, event: FromClient) -> None:
         self._runtime.handle(event)
@@ -561,6 +574,9 @@ class _Backing:
     def refusals(self) -> Mapping[str, str]:
         return self._runtime.node.session.refusals
 
+    def cluster(self) -> ClusterView:
+        return self._requests.cluster
+
     def counts(self) -> Mapping[str, float]:
         return _counts(self._runtime)
 
@@ -569,7 +585,7 @@ class _Backing:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: this process has its own, which drain first."""
+    """uvicorn without its signal handlers: this process has its own, which drain first. A `Door` lets its clients in."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -580,6 +596,8 @@ async def _announce(edge: Edge) -> None:
     """Tell systemd once /ready would be 200."""
     while not edge.health()[0]:
         await asyncio.sleep(READY_POLL_S)
+    if not_heard := edge.backing.cluster().missing:
+        log.warning("ready_without", nodes=list(not_heard))
     _ready()
 
 
