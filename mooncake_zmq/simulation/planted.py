@@ -301,9 +301,9 @@ def _old_life_heard() -> list[tuple[Any, str, Any]]:
     """A session follows whatever life or epoch speaks."""
     refusal = Session._refusal
 
-    def lenient(self: Session, peer: Any, envelope: Any) -> str | None:
-        reason = refusal(self, peer, envelope)
-        return None if reason in ("old_incarnation", "old_epoch", "former_life") else reason
+    def lenient(self: Session, now: float, peer: Any, envelope: Any) -> str | None:
+        reason = refusal(self, now, peer, envelope)
+        return None if reason in ("other_life", "old_epoch", "former_life") else reason
 
     return [(Session, "_refusal", lenient)]
 

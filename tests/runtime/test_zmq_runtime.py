@@ -36,6 +36,7 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.messages import Hello, ReleaseLease
 from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.roles import Member
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.work import ProbeProcess, ProcessProbed
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, Timers, ZmqRuntime, check_endpoint
@@ -45,7 +46,7 @@ SETTINGS = SessionSettings(heartbeat_s=0.05, peer_timeout_s=3.0, retransmit_s=0.
 QUIET = SessionSettings(heartbeat_s=100.0, peer_timeout_s=1000.0, retransmit_s=100.0)
 """No tick within a test, to wake a loop that missed something else."""
 ANSWER = 1 << 20
-HELLO = Hello(protocol=1, role="test", host="here", model="m", tokenizer="t", layout="l")
+HELLO = Hello(protocol=1, role="cache-node", host="here", model="m", tokenizer="t", layout="l")
 
 
 @dataclass
@@ -98,7 +99,14 @@ def make(
     **more: Any,
 ) -> ZmqRuntime:
     actor = actor or Echo()
-    session = Session(me=me, incarnation=incarnation, hello=HELLO, peers=peers, settings=settings, now=time.monotonic())
+    session = Session(
+        me=me,
+        incarnation=incarnation,
+        hello=HELLO,
+        peers=dict.fromkeys(peers, Member(("cache-node",), "here")),
+        settings=settings,
+        now=time.monotonic(),
+    )
     return ZmqRuntime(
         Node(actor, session),
         endpoint=endpoint(directory, me),
@@ -516,7 +524,7 @@ def test_a_tcp_port_in_use_is_one_clear_line() -> None:
     context = zmq.Context()
     holder = context.socket(zmq.ROUTER)
     port = holder.bind_to_random_port("tcp://127.0.0.1")
-    session = Session(me="a", incarnation=1, hello=HELLO, peers=[], settings=SETTINGS, now=0.0)
+    session = Session(me="a", incarnation=1, hello=HELLO, peers={}, settings=SETTINGS, now=0.0)
     with pytest.raises(BadEndpoint, match=f"cannot listen on tcp://127.0.0.1:{port}: the address is in use"):
         ZmqRuntime(Node(Echo(), session), endpoint=f"tcp://127.0.0.1:{port}", peers={})
     holder.close(linger=0)
