@@ -167,23 +167,25 @@ def hand_off(node, request):
     node.handle(Received(request.prefill, complete(request)))
 
 
+RESERVE = ReserveDecode(
+    request_id="r",
+    attempt=1,
+    gateway="g",
+    tokens=2 * B,
+    reuse_keys=(),
+    last_key=KEYS[0],
+    tail=b"",
+    first_index=0,
+    sampling=Sampling(),
+    stop=StopRule(max_tokens=1 << 48),
+    deadline_s=60.0,
+)
+
+
 def test_what_is_handed_off_again_ends_the_request():
     """Else a prefill could make a decode remember as much as it likes."""
     node = new_node(1)
-    reserve = ReserveDecode(
-        request_id="r",
-        attempt=1,
-        gateway="g",
-        tokens=2 * B,
-        reuse_keys=(),
-        last_key=KEYS[0],
-        tail=b"",
-        first_index=0,
-        sampling=Sampling(),
-        stop=StopRule(max_tokens=1 << 48),
-        deadline_s=60.0,
-    )
-    node.handle(Received("p0", reserve))
+    node.handle(Received("p0", RESERVE))
     assert node.longest_sequence == 16 * B
     refs = tuple(SlotRef(node="p0", incarnation=7, slot=slot, generation=1, checksum=0) for slot in range(2))
     again = HandoffBlocks(request_id="r", attempt=1, first_block=0, sources=refs, ready=True)
@@ -191,3 +193,12 @@ def test_what_is_handed_off_again_ends_the_request():
         assert not node.take(HandoffFailed)
         node.handle(Received("p0", again))
     assert node.one(HandoffFailed, "p0").reason == "blocks handed off twice"
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, (1 << 31) - 1])
+def test_a_token_that_the_model_does_not_have_is_never_fed(token):
+    node = new_node(1)
+    node.handle(Received("p0", RESERVE))
+    request = node.actor._requests["r"]
+    node.handle(Received("p0", structs.replace(complete(request), token=token)))
+    assert node.one(HandoffFailed, "p0").reason == "a token that the model does not have"
