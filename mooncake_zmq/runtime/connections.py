@@ -132,13 +132,14 @@ def cut(listening: "zmq.Socket[bytes]", descriptor: int) -> None:
         return
     with duplicate, contextlib.suppress(OSError):
         # The number may be another file's by now: that one is ours too, and is to stay.
-        if _address(duplicate) == _endpoint(listening):
+        if _place(duplicate) == _endpoint(listening).removeprefix("ipc://").rpartition(":")[2]:
             duplicate.shutdown(socket.SHUT_RDWR)
 
 
-def _address(connection: socket.socket) -> str:
+def _place(connection: socket.socket) -> str:
+    """Our side's path or port: a socket may listen on all addresses."""
     name = connection.getsockname()
-    return f"ipc://{name}" if connection.family == socket.AF_UNIX else f"tcp://{name[0]}:{name[1]}"
+    return str(name if connection.family == socket.AF_UNIX else name[1])
 
 
 def _endpoint(listening: "zmq.Socket[bytes]") -> str:

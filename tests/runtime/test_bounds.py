@@ -62,6 +62,31 @@ os._exit(0)
 )
 
 
+KV_EVENTS = """
+import os, sys
+from hostile import MORE, connect, growth_while_sending, part
+from mooncake_zmq.runtime.kv_events import KvEventPublisher
+what, scheme = sys.argv[1:]
+endpoint = f"ipc://{os.getcwd()}/kv.ipc" if scheme == "ipc" else "tcp://127.0.0.1:*"
+publisher = KvEventPublisher(endpoint, topic="kv@a", block_tokens=4, on_crash=print)
+stranger = connect(publisher.endpoint, b"SUB")
+if what == "subscribe":
+    told = (b"".join(part(b"\\1" + os.urandom(250)) for _ in range(100)) for _ in range(1000))
+else:
+    told = (part(bytes(255), MORE) * 10_000 for _ in range(100))
+print(*growth_while_sending(stranger, told))
+publisher.close()
+"""
+
+
+@pytest.mark.parametrize(("what", "scheme"), [("subscribe", "tcp"), ("subscribe", "ipc"), ("endless", "tcp")])
+def test_what_a_subscriber_tells_is_bounded(tmp_path: Path, what: str, scheme: str) -> None:
+    growth, sent = grown(tmp_path, KV_EVENTS, what, scheme)
+    print(growth, sent)
+    assert sent < 20_000_000 if what == "subscribe" else 200_000_000
+    assert growth < BOUND_BYTES
+
+
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 def test_a_receive_queue_is_bounded_in_bytes(tmp_path: Path, scheme: str) -> None:
     growth, sent = grown(tmp_path, QUEUE, "queue", scheme)
