@@ -3,6 +3,10 @@
 A high-water mark counts whole messages, and ZMQ_MAXMSGSIZE bounds one part of a message; of the parts of a message that never
 ends ZeroMQ holds all, and tells of none. So bytes are counted on both sides of it: by the kernel those that came in on a
 connection, by whoever receives those that came out. Connections by `ipc://` are not watched: they are this user's own.
+
+Empty parts take 32 times as much memory as bytes on the wire, but ZeroMQ's time too, which brings no more than 8 MB/s of them:
+so of a message that is not there yet more than `PARTIAL_BYTES` may be here for `PARTIAL_S` alone, in which a network of 1 Gb/s
+brings three of the longest ones. Who is cut wrongly connects anew, and says it again.
 """
 
 import contextlib
@@ -22,6 +26,8 @@ log = structlog.get_logger()
 
 MAX_UNTAKEN_BYTES = 16 << 20
 """Of all connections of a socket together; beyond it the one with the most is cut, and its peer connects anew."""
+PARTIAL_BYTES = 512 << 10
+PARTIAL_S = 0.1
 LOOK_S = 0.02
 """Between two looks, in which a network brings no more than a few times 10 MiB."""
 FRAME_OVERHEAD_BYTES = 48
@@ -47,6 +53,9 @@ class Connections:
         self._untaken: dict[int, float] = {}
         self._taken: deque[tuple[int, int]] = deque()
         """(descriptor, bytes) since the last look."""
+        self._partial_since: dict[int, float] = {}
+        self._empty = True
+        """Everything that was whole is taken."""
         self._monitor: zmq.Socket[bytes] = listening.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
@@ -56,7 +65,12 @@ class Connections:
 
     def took(self, descriptor: int, size_bytes: int) -> None:
         """A frame of this size was received from the connection `descriptor` (ZMQ_SRCFD)."""
+        self._empty = False
         self._taken.append((descriptor, size_bytes + FRAME_OVERHEAD_BYTES))
+
+    def drained(self) -> None:
+        """Nothing was left to receive."""
+        self._empty = True
 
     def close(self) -> None:
         """Before `listening` is closed. May be called twice."""
@@ -80,12 +94,11 @@ class Connections:
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._stop, zmq.POLLIN)
         looked_at = time.monotonic()
-        while self._stop not in (ready := dict(poller.poll(int(LOOK_S * 1000) if self._untaken else None))):
-            if self._monitor in ready:
-                self._note()
+        while self._stop not in dict(poller.poll(int(LOOK_S * 1000) if self._untaken else None)):
+            self._note()
             now = time.monotonic()
             if now - looked_at >= LOOK_S:
-                self._look(now - looked_at)
+                self._look(now, now - looked_at)
                 looked_at = now
 
     def _note(self) -> None:
@@ -102,8 +115,9 @@ class Connections:
     def _forget(self, descriptor: int) -> None:
         self._received.pop(descriptor, None)
         self._untaken.pop(descriptor, None)
+        self._partial_since.pop(descriptor, None)
 
-    def _look(self, elapsed_s: float) -> None:
+    def _look(self, now: float, elapsed_s: float) -> None:
         taken: Counter[int] = Counter()
         for _ in range(len(self._taken)):
             descriptor, size_bytes = self._taken.popleft()
@@ -116,12 +130,18 @@ class Connections:
             came = received - self._received[descriptor] - taken[descriptor] - HEARTBEAT_BYTES_PER_S * elapsed_s
             self._received[descriptor] = received
             self._untaken[descriptor] = max(0.0, self._untaken[descriptor] + came)
+            if not self._empty or self._untaken[descriptor] <= PARTIAL_BYTES:
+                self._partial_since.pop(descriptor, None)
+            elif now - self._partial_since.setdefault(descriptor, now) > PARTIAL_S:
+                self._cut(descriptor)
         while sum(self._untaken.values()) > MAX_UNTAKEN_BYTES:
-            worst = max(self._untaken, key=self._untaken.__getitem__)
-            self.counts["connections_cut"] += 1
-            log.warning("connection_cut", untaken_bytes=int(self._untaken[worst]), endpoint=_endpoint(self._listening))
-            self._forget(worst)
-            cut(self._listening, worst)
+            self._cut(max(self._untaken, key=self._untaken.__getitem__))
+
+    def _cut(self, descriptor: int) -> None:
+        self.counts["connections_cut"] += 1
+        log.warning("connection_cut", untaken_bytes=int(self._untaken[descriptor]), endpoint=_endpoint(self._listening))
+        self._forget(descriptor)
+        cut(self._listening, descriptor)
 
 
 def cut(listening: "zmq.Socket[bytes]", descriptor: int) -> None:

@@ -358,11 +358,11 @@ class ZmqRuntime:
             # Most turns find one frame. To ask for a second costs half of the exception that there is none; in a burst, to try
             # costs nothing.
             if self.stopped or (number == 1 and not int(self._router.get(zmq.EVENTS)) & POLLIN):
-                return False
+                return self._drained_all()
             try:
                 self._router.recv(zmq.DONTWAIT)  # the connection's identity; who speaks, the envelope tells
             except zmq.Again:
-                return False
+                return self._drained_all()
             frame = self._take_frame()
             self._count("frames_received")
             if self._router.get(zmq.RCVMORE):
@@ -372,6 +372,12 @@ class ZmqRuntime:
                 continue
             self._carry_out(self.node.receive(time.monotonic(), frame))
         return True
+
+    def _drained_all(self) -> bool:
+        """No frame is left: False, as `_turn` says it."""
+        if self._connections is not None:
+            self._connections.drained()
+        return False
 
     def _take_frame(self) -> bytes:
         """The next part of the message at hand."""
