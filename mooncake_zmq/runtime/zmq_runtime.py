@@ -66,6 +66,8 @@ TCP_HEARTBEAT_MS, TCP_HEARTBEAT_TIMEOUT_MS = 2000, 6000
 FRAMES_PER_TURN = 512
 """Frames taken before timers and finished works get their turn again."""
 POLLIN = int(zmq.POLLIN)
+MIN_STALE = 1024
+"""Timers cancelled or replaced that are not worth a sweep."""
 LINGER_S = 1.0
 """How long a drained process waits for its last messages to be acknowledged."""
 
@@ -98,6 +100,9 @@ class Timers:
         self._order += 1
         self._live[key] = (self._order, callback)
         heapq.heappush(self._heap, (at, self._order, key))
+        if len(self._heap) > 2 * len(self._live) + MIN_STALE:  # or far deadlines of what is long over would pile up
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
 
     def cancel(self, key: Hashable) -> None:
         self._live.pop(key, None)
