@@ -171,7 +171,7 @@ class KvEventPublisher:
             socket.rcvhwm = 1
         if endpoint.startswith("tcp://"):
             socket.rcvbuf = RECEIVE_BUFFER_BYTES
-            self._connections.append(Connections(socket, self._on_crash))
+            self._connections.append(Connections(socket, self.counts, self._on_crash))
         try:
             self._configure(socket)
             socket.bind(endpoint)

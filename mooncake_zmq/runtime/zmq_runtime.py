@@ -471,7 +471,7 @@ class ZmqRuntime:
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if endpoint.startswith("tcp://"):
             router.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
-            self._connections = Connections(router, lambda error: self.call(partial(_raise, error)))
+            self._connections = Connections(router, self.counts, lambda error: self.call(partial(_raise, error)))
         try:
             router.bind(endpoint)
         except zmq.ZMQError as error:
