@@ -337,11 +337,11 @@ class Up:
             child.process = None
 
     def _sweep(self) -> None:
-        """Remove what dead processes left: segments, sockets, locks, dumps. Logs stay."""
+        """Remove what dead processes left: segments, sockets, dumps. Logs stay, and the locks, which tell of former lives."""
         cluster = self.config.cluster
         sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life))
         for node in self.config.nodes:
-            for suffix in (".ipc", ".data.ipc", ".lock", ".dump.json", ".dump.tmp"):
+            for suffix in (".ipc", ".data.ipc", ".dump.json", ".dump.tmp"):
                 (self.runtime_dir / f"{node.name}{suffix}").unlink(missing_ok=True)
             for what in ("ask", "answer"):
                 for path in self.runtime_dir.glob(f"{node.name}.{what}.*"):

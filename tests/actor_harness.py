@@ -57,6 +57,7 @@ class Harness:
         self.works = {}
         self.cancelled = []
         self.sequences = set()
+        self.longest_sequence = 0
         self.fences = {}
         self.sent = []
         self.clients = []
@@ -95,8 +96,9 @@ class Harness:
             case CancelWork(work_id):
                 assert work_id in self.works
                 self.cancelled.append(work_id)
-            case OpenSequence(sequence):
+            case OpenSequence(sequence, capacity_tokens):
                 assert sequence not in self.sequences
+                self.longest_sequence = max(self.longest_sequence, capacity_tokens)
                 self.sequences.add(sequence)
             case CloseSequence(sequence):
                 self.sequences.remove(sequence)

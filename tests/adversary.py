@@ -5,10 +5,14 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from mooncake_zmq.core import messages
+from mooncake_zmq.core.roles import SAYS
 
 NAMES = ("g", "k", "p", "d", "c", "p0", "p1", "d0", "d1", "c0", "c1", "me", "nobody")
 KEYS = tuple(bytes([i]) * 16 for i in range(6))
 LIMIT = 1 << 48
+WORDS = (bytes(4), (1_000_000).to_bytes(4, "little"), b"\xff" * 4)
+"""As token ids: 0, one that small models do not have, and a negative one."""
+VOCABULARY = 600
 
 
 def numbers(kind, small, *, odd=()):
@@ -40,7 +44,7 @@ def values(kind, field=""):
             if kind.min_length == 16:
                 return st.sampled_from(KEYS)
             longest = min(kind.max_length or 64, 64)
-            return st.integers(0, longest).map(bytes)
+            return st.tuples(st.integers(0, longest), st.sampled_from(WORDS)).map(lambda told: (told[1] * 16)[: told[0]])
         case inspect.UnionType(types=types):
             return st.one_of([values(each, field) for each in types])
         case inspect.VarTupleType():
@@ -67,5 +71,13 @@ def of(*kinds):
 
 
 anything = of(*[kind for kind in msgspec.inspect.type_info(messages.Message).types for kind in [kind.cls]])
+
+
+def said(to, speakers):
+    """(speaker, message) of all that the named speakers may say to the role `to`; `speakers`: their roles by name."""
+    allowed = {name: SAYS.get((role, to)) for name, role in speakers.items()}
+    return st.one_of([st.tuples(st.just(name), of(*sorted(kinds, key=str))) for name, kinds in allowed.items() if kinds])
+
+
 senders = st.sampled_from(NAMES)
 pauses = st.sampled_from((0.0, 0.001, 0.3, 5.0, 100.0))

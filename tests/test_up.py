@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mooncake_zmq import up as up_module
 from mooncake_zmq.config import load
+from mooncake_zmq.transfer.process_lock import ProcessLock
 from mooncake_zmq.up import Up, _Child
 
 TOY = Path(__file__).parent.parent / "configs/toy.toml"
@@ -110,3 +111,16 @@ def test_models_of_earlier_versions_are_removed_and_that_is_said(tmp_path: Path)
     up._prepare_model()
     assert not former.exists()
     assert f"removed {former}" in up.console.file.getvalue()
+
+
+def test_what_tells_of_former_lives_outlasts_the_cluster(up: Up) -> None:
+    first = ProcessLock.acquire(up.runtime_dir, "decode-a")
+    (up.runtime_dir / "decode-a.ipc").touch()
+    first.release()
+    up._sweep()
+    assert sorted(path.name for path in up.runtime_dir.iterdir()) == ["decode-a.lock"]
+    ahead = str(first.incarnation + 86_400_000)
+    first.path.write_text(f"1 {ahead}\n")
+    second = ProcessLock.acquire(up.runtime_dir, "decode-a")
+    second.release()
+    assert second.incarnation == int(ahead) + 1

@@ -12,7 +12,7 @@ from mooncake_zmq.config import Config
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.roles import Role
+from mooncake_zmq.core.roles import Member, Role
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.runtime.model import prepared
@@ -65,6 +65,7 @@ def runtime_of(actor: Actor, config: Config, name: str, *, peer: str) -> ZmqRunt
         tokenizer=model.tokenizer,
         layout=model.layout(config.model.block_tokens).fingerprint,
     )
-    session = Session(me=name, incarnation=1, hello=hello, peers=[peer], settings=config.session, now=time.monotonic())
+    members = {peer: Member(config.node(peer).roles, config.node(peer).host)}
+    session = Session(me=name, incarnation=1, hello=hello, peers=members, settings=config.session, now=time.monotonic())
     peers = {peer: config.endpoint(config.node(peer))}
     return ZmqRuntime(Node(actor, session), endpoint=config.endpoint(node), peers=peers)

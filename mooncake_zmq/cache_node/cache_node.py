@@ -532,23 +532,24 @@ class CacheNode:
     def _on_probed(self, work_id: int, result: ProcessProbed | WorkFailed) -> list[Effect]:
         node, incarnation = self._probes.pop(work_id)
         if isinstance(result, ProcessProbed) and not result.alive:
-            self._bury(node, incarnation)
+            self._bury(node, range(incarnation, incarnation + 1))
         return []
 
-    def _bury(self, node: str, last_incarnation: int) -> None:
-        """Lives of `node` up to this one are over: their leases and puts end."""
-        for holder in [h for h in self._leases if h.node == node and h.incarnation <= last_incarnation]:
+    def _bury(self, node: str, incarnations: range) -> None:
+        """These lives of `node` are over: their leases and puts end. A clock that went back gives a later life a smaller
+        number, so only older ones than one that is met, and the one that was probed, are known to be."""
+        for holder in [h for h in self._leases if h.node == node and h.incarnation in incarnations]:
             self._end_lease(holder)
-        for holder in [h for h in self._gatherer.gatherings if h.node == node and h.incarnation <= last_incarnation]:
+        for holder in [h for h in self._gatherer.gatherings if h.node == node and h.incarnation in incarnations]:
             self._gatherer.drop(holder)
-        for writer in [w for w in self._puts if w.node == node and w.incarnation <= last_incarnation]:
+        for writer in [w for w in self._puts if w.node == node and w.incarnation in incarnations]:
             for _, slot in self._puts.pop(writer).slots.values():
                 self.slots.free(slot)
 
     # --- peers
 
     def _on_peer_up(self, up: PeerUp) -> list[Effect]:
-        self._bury(up.peer, up.incarnation - 1)
+        self._bury(up.peer, range(up.incarnation))
         self._peers[up.peer] = _Client(up.incarnation, up.hello.role)
         if up.hello.role == "conductor":
             self._newcomers.append(up.peer)

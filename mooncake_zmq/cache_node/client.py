@@ -9,6 +9,7 @@ from mooncake_zmq.core.messages import (
     CommitSlots,
     LeaseBlocks,
     LeaseRenewed,
+    Message,
     ReclaimSlots,
     ReleaseLease,
     RenewLease,
@@ -111,6 +112,10 @@ class PoolClient:
             ended.tokens.append(self._puts.pop(put_id).token)
         return ended
 
+    def may_say(self, sender: str, message: Message) -> bool:
+        """False for what only our own host's cache-node may tell us, and `sender` is another one."""
+        return sender == self.node or not isinstance(message, BlocksLeased | LeaseRenewed | SlotsReserved | ReclaimSlots)
+
     # --- leases
 
     def lease(
@@ -133,14 +138,15 @@ class PoolClient:
         return [Send(self.node, ask)]
 
     def on_leased(self, message: BlocksLeased) -> tuple[SlotRef, ...] | None:
-        """Where to read the blocks of a lease still wanted, else None. An empty lease is over at once."""
+        """Where to read the blocks of a lease still wanted, else None. An empty lease is over at once, and one of what is
+        not in our cache-node's own slots is no lease."""
         if message.lease_id not in self._leases:
             return None
-        if message.slots:
+        if message.slots and (message.node, message.incarnation) == (self.node, self._incarnation):
             self._leases[message.lease_id].granted = True
-        else:
-            del self._leases[message.lease_id]
-        return message.sources
+            return message.sources
+        del self._leases[message.lease_id]
+        return ()
 
     def reading_time_s(self, now: float, lease_id: int | None) -> float:
         """How long a copy that begins now may take; 0 if the lease is over or nearly so."""

@@ -293,14 +293,15 @@ class Gatherer:
         if fetch is None or fetch.source != sender or fetch.copies:
             return [Send(sender, ReleaseLease(lease_id=message.lease_id))]
         gathering = self.gatherings.get(fetch.holder)
-        if gathering is not None and len(message.slots) < len(fetch.keys) and sender in gathering.limits:
-            lacks = gathering.keys.index(fetch.keys[len(message.slots)])
+        leased = len(message.slots) if message.node == sender else 0  # it speaks of its own slots alone
+        if gathering is not None and leased < len(fetch.keys) and sender in gathering.limits:
+            lacks = gathering.keys.index(fetch.keys[leased])
             gathering.limits[sender] = min(gathering.limits[sender], lacks)
         time_left = fetch.asked_at + self._settings.fetch_lease_s - now
         if gathering is not None:
             time_left = min(time_left, gathering.deadline - now)
         blocks: list[tuple[Key, SlotRef | DiskBlock]] = []
-        if gathering is not None and time_left > 0:
+        if gathering is not None and time_left > 0 and leased:
             blocks = list(zip(fetch.keys, message.sources, strict=False))
             fetch.told = self._fitting_contents(fetch.keys, message)
         effects = self._copy(now, message.lease_id, fetch, blocks, time_left)

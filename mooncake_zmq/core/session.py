@@ -6,22 +6,38 @@ acknowledging, the whole *conversation* ends: the actor learns `PeerDown`, then 
 on nothing said before.
 
 Each direction of a conversation is an *epoch* of its sender. Rules, for an envelope from peer P to us:
-- P's incarnation older than known, or P's epoch older than known or than our floor: an old life speaks; dropped, counted.
-- P's incarnation or epoch newer than known: P began anew; our side of the old conversation ends.
+- P's epoch older than known or than our floor: what P itself has given up; dropped, counted.
+- P's incarnation not the known one: another life. It is dropped and counted, as an old one's frame that was long under way or
+  a stranger's who only says that he is P, until the known life has been silent: for `SECOND_LIFE_BEATS` heartbeats if it is
+  newer (P was restarted), for the peer timeout if it is older (its clock went back and it lost its lock file, or the known
+  one was never P's). So nobody cuts P off by a number, and P cuts itself off for the peer timeout at most.
+- P's incarnation other, and heard, or its epoch newer than known: P began anew; our side of the old conversation ends.
 - `floor` above our epoch: P gave up on our epoch; we begin a new one at `floor`.
+- Epochs that leap by more than `MAX_LEAP`: nobody's who counts them; dropped, counted.
 - `to_incarnation` neither 0 nor ours: meant for our former life; dropped, counted.
 - P began anew while we were up, yet demands no new epoch of ours (its greeting to our former life reached us late): we
   give up too, or it would take what we said before as said after.
-The first message of an epoch is `Hello`, sent once; a peer is up once its Hello arrived in its current epoch.
+The first message of an epoch is `Hello`, sent once; a peer is up once its Hello arrived in its current epoch, and says what
+the configuration says of it. From then on it may say what `roles.SAYS` lets its role say to ours, and nothing else.
+
+An old life O is not heard after a newer one N, unless its frame was under way for longer than the peer timeout: O had ended
+when N began, so at the frame's arrival N, to be found silent, must have been so for that long, and the frame is older than
+what was heard of N. (Where the clock went back in between, O's number is the larger one, and the bound is two heartbeats.) One
+that was under way for longer (a host cut off while its kernel still held O's last bytes, and N dead
+too meanwhile) begins a conversation with nobody, whole from its Hello on or not at all, which ends by the peer timeout.
+
+What one peer can make us keep is bounded in bytes too: `GAP_BYTES` behind a gap.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from mooncake_zmq.core.actor import PeerDown, PeerUp, Received
 from mooncake_zmq.core.messages import (
     MAX_BODIES,
+    MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Envelope,
     Hello,
@@ -31,6 +47,7 @@ from mooncake_zmq.core.messages import (
     decode_envelope,
     encode,
 )
+from mooncake_zmq.core.roles import SAYS, Kinds, Member
 from mooncake_zmq.core.shell import Tally
 
 SessionEvent = PeerUp | PeerDown | Received
@@ -61,6 +78,12 @@ class SessionSettings:
 
 REORDER_LIMIT = 256
 """Messages from a gap on that are kept, and that a retransmission repeats; those further ahead come again later."""
+GAP_BYTES = MAX_MESSAGE_BYTES
+"""The same in bytes: at least one message."""
+SECOND_LIFE_BEATS = 2
+"""Heartbeats that a peer's known life must have missed before a newer one is heard."""
+MAX_LEAP = 1 << 20
+"""Epochs that a peer may begin, or ask of us, at once: more would use up their numbers, and then nobody could begin anew."""
 FRAME_BYTES = 256 << 10
 """Messages are put into one frame up to this size; a longer one has a frame of its own."""
 ACK_EVERY = 32
@@ -79,12 +102,15 @@ class _Peer:
     """Our view of one peer. `epoch` is ours towards it, `remote_epoch` its own towards us."""
 
     name: str
+    member: Member
     heard_at: float
     incarnation: int = 0
     epoch: int = 1
     remote_epoch: int = 0
     floor: int = 1
     hello: Hello | None = None
+    says: Kinds = frozenset()
+    """What its role may say to ours."""
     next_sequence: int = 1
     unacked: deque[_Unacked] = field(default_factory=deque)
     unsent: list[bytes] = field(default_factory=list)
@@ -92,6 +118,8 @@ class _Peer:
     unsent_bytes: int = 0
     expected: int = 1
     early: dict[int, bytes] = field(default_factory=dict)
+    """What arrived behind a gap, by sequence."""
+    early_bytes: int = 0
     unreported: int = 0
     sent_at: float = float("-inf")
     acked_at: float = 0.0
@@ -109,7 +137,7 @@ class Session:
     """
 
     def __init__(
-        self, *, me: str, incarnation: int, hello: Hello, peers: Iterable[str], settings: SessionSettings, now: float
+        self, *, me: str, incarnation: int, hello: Hello, peers: Mapping[str, Member], settings: SessionSettings, now: float
     ) -> None:
         self.me = me
         self.incarnation = incarnation
@@ -121,7 +149,7 @@ class Session:
         self._settings = settings
         self._waiting: list[_Peer] = []
         """Peers with something unsent, perhaps."""
-        self._peers = {name: _Peer(name, heard_at=now) for name in sorted(peers) if name != me}
+        self._peers = {name: _Peer(name, peers[name], heard_at=now) for name in sorted(peers) if name != me}
 
     @property
     def tick_s(self) -> float:
@@ -137,6 +165,10 @@ class Session:
     def unacknowledged(self) -> int:
         """Messages to peers that are up and not acknowledged yet: what a draining process waits for."""
         return sum(len(peer.unacked) for peer in self._peers.values() if peer.up)
+
+    def silent_s(self, now: float, name: str) -> float:
+        """For how long a peer has not been heard."""
+        return now - self._peers[name].heard_at
 
     def start(self, now: float) -> None:
         """Greet every peer."""
@@ -166,7 +198,7 @@ class Session:
             self.counts.add("dropped[reason=malformed]")
             return []
         peer = self._peers.get(envelope.sender)
-        reason = self._refusal(peer, envelope)
+        reason = self._refusal(now, peer, envelope)
         if peer is None or reason is not None:
             self.counts.add(f"dropped[reason={reason}]")
             return []
@@ -225,23 +257,32 @@ class Session:
             },
         }
 
-    def _refusal(self, peer: _Peer | None, envelope: Envelope) -> str | None:
+    def _refusal(self, now: float, peer: _Peer | None, envelope: Envelope) -> str | None:
         if envelope.version != PROTOCOL_VERSION:
             return "version"
         if peer is None:
             return "stranger"
         if envelope.to_incarnation not in (0, self.incarnation):
             return "former_life"
-        if envelope.incarnation < peer.incarnation:
-            return "old_incarnation"
-        if envelope.incarnation == peer.incarnation and envelope.epoch < max(peer.remote_epoch, peer.floor):
+        known = max(peer.remote_epoch, peer.floor)
+        if envelope.incarnation != peer.incarnation:
+            if peer.incarnation and now - peer.heard_at < self._silence_s(peer, envelope):
+                return "other_life"
+            known = 1
+        elif envelope.epoch < known:
             return "old_epoch"
-        return None
+        return "leap" if envelope.epoch - known > MAX_LEAP or envelope.floor - peer.epoch > 2 * MAX_LEAP else None
+
+    def _silence_s(self, peer: _Peer, envelope: Envelope) -> float:
+        """How long the known life must have been silent for another one to be heard."""
+        settings = self._settings
+        newer = envelope.incarnation > peer.incarnation
+        return SECOND_LIFE_BEATS * settings.heartbeat_s if newer else settings.peer_timeout_s
 
     def _follow(self, now: float, peer: _Peer, envelope: Envelope) -> list[SessionEvent]:
         """Follow the peer into its current life and epoch, and into a new epoch of ours if it gave up on the old one."""
         events: list[SessionEvent] = []
-        reborn = envelope.incarnation > peer.incarnation
+        reborn = envelope.incarnation != peer.incarnation
         began_anew = reborn or envelope.epoch > peer.remote_epoch
         if began_anew:
             events += self._down(peer, "restarted" if reborn else "began anew")
@@ -249,6 +290,7 @@ class Session:
             peer.incarnation, peer.remote_epoch = envelope.incarnation, envelope.epoch
             peer.expected = 1
             peer.early.clear()
+            peer.early_bytes = 0
             if reborn:
                 peer.floor = 1
                 if known_before:
@@ -271,8 +313,10 @@ class Session:
 
     def _accept(self, now: float, peer: _Peer, sequence: int, body: bytes) -> list[SessionEvent]:
         if sequence > peer.expected:
-            if sequence < peer.expected + REORDER_LIMIT:
+            fits = sequence < peer.expected + REORDER_LIMIT and peer.early_bytes + len(body) <= GAP_BYTES
+            if fits and sequence not in peer.early:
                 peer.early[sequence] = body
+                peer.early_bytes += len(body)
             return []
         if sequence < peer.expected:
             self.counts.add("duplicates")
@@ -283,6 +327,7 @@ class Session:
             peer.expected += 1
             events += self._deliver(now, peer, following)
             following = peer.early.pop(peer.expected, None)
+            peer.early_bytes -= len(following or b"")
         return events
 
     def _deliver(self, now: float, peer: _Peer, body: bytes) -> list[SessionEvent]:
@@ -299,6 +344,9 @@ class Session:
         if not peer.up:
             self.counts.add("dropped[reason=no_hello]")
             return []
+        if type(message) not in peer.says:
+            self.counts.add("dropped[reason=not_of_its_role]")
+            return []
         return [Received(peer.name, message)]
 
     def _greeted(self, now: float, peer: _Peer, hello: Hello) -> list[SessionEvent]:
@@ -309,8 +357,13 @@ class Session:
                 self.counts.add(f"refused[reason={what}]")
                 self.refusals[peer.name] = f"{what} differs: {peer.name} has {theirs}, {self.me} has {ours}"
                 return []
+        if hello.role not in peer.member.roles or hello.host != peer.member.host:
+            self.counts.add("refused[reason=member]")
+            told = f"{'/'.join(peer.member.roles)} on {peer.member.host}"
+            self.refusals[peer.name] = f"{peer.name} says it is a {hello.role} on {hello.host}, the configuration: {told}"
+            return []
         self.refusals.pop(peer.name, None)
-        peer.hello = hello
+        peer.hello, peer.says = hello, SAYS.get((hello.role, mine.role), frozenset())
         peer.acked_at = now
         return [PeerUp(peer.name, peer.incarnation, hello)]
 
@@ -352,8 +405,12 @@ class Session:
             peer.unsent_bytes = 0
 
     def _resend(self, now: float, peer: _Peer) -> None:
-        """Go back to the oldest unacknowledged message; the receiver keeps what arrives ahead of a gap."""
-        for unacked in list(peer.unacked)[:REORDER_LIMIT]:
+        """Go back to the oldest unacknowledged message; the receiver keeps what follows a gap, as far as it has room."""
+        room = GAP_BYTES
+        for unacked in islice(peer.unacked, REORDER_LIMIT):
+            room -= len(unacked.body)
+            if room < 0:
+                break
             self.counts.add("retransmits")
             unacked.sent_at = now
             self._transmit(now, peer, unacked.sequence, (unacked.body,))

@@ -181,6 +181,8 @@ class Decode:
                 raise TypeError(event)
 
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
+        if not self._pool.may_say(sender, message):
+            return self._unexpected(message)
         match message:
             case ReserveDecode():
                 return self._on_reserve(now, sender, message)
@@ -206,8 +208,11 @@ class Decode:
             case ChangeRole():
                 return self._report(now) if self._leaving.change(sender, message, self._peers) else []
             case _:
-                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
-                return []
+                return self._unexpected(message)
+
+    def _unexpected(self, message: Message) -> list[Effect]:
+        self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
+        return []
 
     def check(self, now: float) -> None:
         """See `core.actor`."""
@@ -287,7 +292,8 @@ class Decode:
         )
         self._requests[message.request_id] = request
         remaining = message.stop.max_tokens - message.first_index
-        effects.append(OpenSequence(request.sequence, message.tokens + max(1, remaining)))
+        # What a request asks for is no reason to have more than the budget can ever give it.
+        effects.append(OpenSequence(request.sequence, min(message.tokens + max(1, remaining), self._capacity_tokens)))
         effects.append(SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s))
         elsewhere = self._peers[sender].host != self.host
         if elsewhere and message.reuse_keys and self._pool.node is not None:
@@ -315,6 +321,8 @@ class Decode:
             or len(message.reuse_keys) * size > message.tokens
         ):
             return "tail or keys do not match tokens"
+        if not self._layout.has_tokens(message.tail):
+            return "tokens that the model does not have"
         return None if budget <= self._capacity_tokens else "prompt is longer than the KV budget"
 
     def _on_leased(self, now: float, message: BlocksLeased) -> list[Effect]:
@@ -328,7 +336,7 @@ class Decode:
         sources = sources[: len(request.request.reuse_keys)]  # no more than were asked for
         for block, source in enumerate(sources):
             request.sources[block] = source
-            request.wanted.append((block, 0, self._layout.layers, source))
+            request.want(block, 0, self._layout.layers)
         request.held_pull = bool(sources)
         return self._reserved(request, len(sources)) + self._pull(now, request)
 
@@ -358,7 +366,9 @@ class Decode:
             if block >= request.held_blocks:
                 request.sources[block] = source
                 if message.ready:
-                    request.wanted.append((block, first_layer, stop_layer, source))
+                    request.want(block, first_layer, stop_layer)
+        if request.wants_twice:
+            return self._fail(now, request, "blocks handed off twice")
         if stop == self._layout.blocks_for(request.request.tokens) and not request.promised:
             request.promised = True
             refused = self._refuse(now, request)
@@ -402,9 +412,9 @@ class Decode:
         if request is None or group is None or not group.wanted_layers < message.stop_layer <= self._layout.layers:
             return []
         for block in range(max(message.first_block, request.held_blocks), group.stop_block):
-            request.wanted.append((block, group.wanted_layers, message.stop_layer, request.sources[block]))
+            request.want(block, group.wanted_layers, message.stop_layer)
         group.wanted_layers = message.stop_layer
-        return self._pull(now, request)
+        return self._fail(now, request, "blocks handed off twice") if request.wants_twice else self._pull(now, request)
 
     def _pull(self, now: float, request: Request) -> list[Effect]:
         """Copy what is ready. One copy at a time per request: what becomes ready meanwhile goes into the next one."""
@@ -459,6 +469,8 @@ class Decode:
         request = self._loading(sender, message.request_id, message.attempt)
         if request is None or request.done is not None:
             return []
+        if message.token >= self._layout.vocab_size:
+            return self._fail(now, request, "a token that the model does not have")
         request.done = message
         return self._verify(now, request)
 

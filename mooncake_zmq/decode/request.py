@@ -79,6 +79,8 @@ class Request:
     """By first block: blocks announced before their layers were ready."""
     wanted: list[tuple[int, int, int, SlotRef]] = field(default_factory=list)
     """(block, first layer, stop layer, where) that can be copied now."""
+    wanted_parts: int = 0
+    """Layers of blocks that were ever wanted."""
     pulling: bool = False
     held_pull: bool = False
     parts: list[int] = field(default_factory=list)
@@ -120,6 +122,16 @@ class Request:
         """The longest step at which it keeps what it was promised; inf: it was promised nothing."""
         bound_s, message = self.request.tbt_slo_s, self.request
         return longest_step_s(bound_s, message.stop.max_tokens - message.first_index) if bound_s > 0 else math.inf
+
+    @property
+    def wants_twice(self) -> bool:
+        """Was something handed off again? Else each layer of each block is wanted once."""
+        return self.wanted_parts > len(self.parts)
+
+    def want(self, block: int, first_layer: int, stop_layer: int) -> None:
+        """Some layers of a block whose source is known can be copied."""
+        self.wanted.append((block, first_layer, stop_layer, self.sources[block]))
+        self.wanted_parts += stop_layer - first_layer
 
     def take(self, tokens: Sequence[int], block_tokens: int) -> list[Key]:
         """More output: `tokens` were sampled, so the KV of the last one before them and of all but the last of them is there.

@@ -483,6 +483,8 @@ class Requests:
         request = self._current(message.request_id, message.attempt)
         if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING:
             return []
+        if message.token >= self._layout.vocab_size:
+            return self._on_nonsense(now, request, sender)
         self._move(request, RequestEvent.FIRST_TOKEN)
         if request.cached is None:
             request.cached = (message.own, message.local, message.remote)
@@ -493,7 +495,9 @@ class Requests:
         effects: list[Effect] = []
         for request_id, attempt, first, tokens in message.entries:
             request = self._current(request_id, attempt)
-            if request is not None and request.decode == sender:
+            if request is not None and request.decode == sender and max(tokens, default=0) >= self._layout.vocab_size:
+                effects += self._on_nonsense(now, request, sender)
+            elif request is not None and request.decode == sender:
                 effects += self._take_run(now, request, first, tokens)
             elif request is None:  # our cancel overtook the prefill's reservation there: without another it runs to its end
                 effects.append(Send(sender, CancelRequest(request_id=request_id, attempt=attempt)))
@@ -568,6 +572,12 @@ class Requests:
         return [ToClient(request.request_id, finished), *self._end(request)]
 
     # --- attempts that end early
+
+    def _on_nonsense(self, now: float, request: _Request, sender: str) -> list[Effect]:
+        """A node tells of tokens that the model does not have: as if it had failed."""
+        self.counts.add("tokens_out_of_range")
+        request.broken += 1
+        return self._retry(now, request, exclude=sender)
 
     def _on_failed(self, now: float, sender: str, message: AttemptFailed) -> list[Effect]:
         request = self._current(message.request_id, message.attempt)

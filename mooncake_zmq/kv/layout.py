@@ -1,7 +1,10 @@
-"""The shape of a KV block: where each layer's part lies in a slot, and the fingerprint two nodes must share."""
+"""The shape of a KV block: where each layer's part lies in a slot, whose KV it may be, and the fingerprint two nodes must
+share."""
 
 import hashlib
 from dataclasses import dataclass
+
+import numpy as np
 
 PAGE_BYTES = 4096
 
@@ -26,6 +29,8 @@ class BlockLayout:
     itemsize: int = 4
     hidden_bytes: int = 0
     """Of one token's hidden state, which stages of a pipeline pass on in slots; 0: this engine is not cut into stages."""
+    vocab_size: int = 1 << 31
+    """Token ids are below this."""
 
     @property
     def part_shape(self) -> tuple[int, int, int, int]:
@@ -50,6 +55,13 @@ class BlockLayout:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens, the last one perhaps partial."""
         return div_ceil(tokens, self.block_tokens)
+
+    def has_tokens(self, tokens: bytes) -> bool:
+        """Are these (int32 bytes) ids of the model's tokens?"""
+        if len(tokens) % 4:
+            return False
+        # Unsigned, a negative one is larger than any of them.
+        return int(np.frombuffer(tokens, "<u4").max(initial=0)) < self.vocab_size
 
     @property
     def fingerprint(self) -> str:

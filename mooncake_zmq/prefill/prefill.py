@@ -199,6 +199,8 @@ class Prefill:
                 raise TypeError(event)
 
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
+        if not self._pool.may_say(sender, message):
+            return self._unexpected(message)
         match message:
             case StartPrefill():
                 return self._on_start(now, sender, message)
@@ -238,8 +240,11 @@ class Prefill:
             case ReportCorrupt(slots=refs):
                 return self._on_corrupt(refs)
             case _:
-                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
-                return []
+                return self._unexpected(message)
+
+    def _unexpected(self, message: Message) -> list[Effect]:
+        self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
+        return []
 
     def check(self, now: float) -> None:
         """See `core.actor`."""
@@ -332,6 +337,8 @@ class Prefill:
         """What is wrong with the request here: it is tried a few times at most."""
         if length == 0 or len(message.tokens) % 4:
             return "no tokens"
+        if not self._layout.has_tokens(message.tokens):
+            return "tokens that the model does not have"
         if len(message.keys) != length // self._layout.block_tokens:
             return "keys do not match tokens"
         if self._layout.blocks_for(length) > self.slots.capacity:
@@ -552,7 +559,7 @@ class Prefill:
         job = self._led(sender, message.request_id, message.attempt)
         if job is None or job.group is None or job.state is JobState.HANDING_OFF:
             return []
-        if not job.group.expects(sender, message):
+        if not job.group.expects(sender, message) or (message.token or 0) >= self._layout.vocab_size:
             return self._fail(now, job, f"{sender} computed something else", avoid=sender)
         effects = job.group.on_done(sender, message)
         if not job.group.finished:

@@ -255,7 +255,7 @@ class Stages:
         stage = next((s for s in self._stages.values() if s.lease_id == lease_id), None)
         if stage is None or stage.state is not StageState.LEASING:
             return None
-        stage.prefix += sources
+        stage.prefix += sources[: len(stage.request.keys) - len(stage.prefix)]  # no more than were asked for
         return self._begin(stage)
 
     def _begin(self, stage: Stage) -> list[Effect]:

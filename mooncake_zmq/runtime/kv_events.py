@@ -1,18 +1,22 @@
 """Publishes a pool's KV events over ZeroMQ, in vLLM's format, so that routers outside the cluster can index the pool.
 
-    subscriber SUB    <-- [topic, number, payload] ------------------- PUB
+    subscriber SUB    --- subscription ------------------------------> XPUB
+                      <-- [topic, number, payload] -------------------
     subscriber DEALER --- ["", first number wanted] -----------------> ROUTER
                       <-- ["", number, payload] ... ["", -1, ""] -----
 
 Batches are numbered from 0 in each life of the process, and batch 0 says that all blocks are cleared. PUB may lose batches,
 a subscriber sees that by the gap and asks for them again. A batch the publisher itself had to drop is such a gap too, which
 no replay fills: the subscriber then has to forget this pool.
+
+A PUB remembers whatever anybody subscribes to. This one is told of it, one subscription at a time, and cuts off who asks for
+more than `MAX_FOREIGN` topics that are never published here.
 """
 
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +24,7 @@ import structlog
 import zmq
 
 from mooncake_zmq.kv.events import AllBlocksCleared, EventEncoder, EventFormat, KvEvent
+from mooncake_zmq.runtime.connections import RECEIVE_BUFFER_BYTES, Connections, cut
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint
 from mooncake_zmq.transfer.network import Configure, plain
 
@@ -38,6 +43,8 @@ REPLAY_HWM = 64
 REPLAY_RETRY_MS = 20
 REPLAY_STALL_S = 10.0
 """A subscriber that takes nothing for this long is given up."""
+MAX_FOREIGN = 64
+"""A subscriber of several publishers tells each of them all its topics."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
 
 
@@ -80,6 +87,7 @@ class KvEventPublisher:
             "replays_refused": 0,
             "replays_dropped": 0,
             "replay_garbage": 0,
+            "subscribers_cut": 0,
         }
         self._encoder = EventEncoder(EventFormat(format), block_tokens)
         self._topic = topic.encode()
@@ -97,13 +105,17 @@ class KvEventPublisher:
         self._sent_bytes = 0
         self._first = self._stop = 0
         self._replays: dict[bytes, _Replay] = {}
+        self._foreign: Counter[int] = Counter()
+        """Topics subscribed to that are not ours, by the connection's descriptor."""
+        self._connections: list[Connections] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._pub = self._listen(zmq.PUB, endpoint, hwm)
+            self._pub = self._listen(zmq.XPUB, endpoint, hwm)
             self._router = self._listen(zmq.ROUTER, replay_endpoint, REPLAY_HWM) if replay_endpoint else None
         except BaseException:
+            self._close_connections()
             self._context.destroy(linger=0)
             os.close(self._wake)
             raise
@@ -133,9 +145,14 @@ class KvEventPublisher:
             self._stopping = True
             os.eventfd_write(self._wake, 1)
             self._thread.join()
+            self._close_connections()
             self._context.destroy(linger=0)
             os.close(self._wake)
             self._wake = -1
+
+    def _close_connections(self) -> None:
+        for connections in self._connections:
+            connections.close()
 
     # --- the thread
 
@@ -148,6 +165,13 @@ class KvEventPublisher:
         socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
         if kind == zmq.ROUTER:
             socket.router_mandatory = True
+        else:
+            socket.xpub_verbose = True  # of each subscriber, not of the first one alone
+            # ZeroMQ takes subscriptions for as long as any are there, and we would never get to look at them.
+            socket.rcvhwm = 1
+        if endpoint.startswith("tcp://"):
+            socket.rcvbuf = RECEIVE_BUFFER_BYTES
+            self._connections.append(Connections(socket, self.counts, self._on_crash))
         try:
             self._configure(socket)
             socket.bind(endpoint)
@@ -158,6 +182,7 @@ class KvEventPublisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._pub, zmq.POLLIN)
         if self._router:
             poller.register(self._router, zmq.POLLIN)
         try:
@@ -167,6 +192,7 @@ class KvEventPublisher:
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 busy = self._publish_some()
+                busy |= self._read_subscriptions()
                 if self._router:
                     busy |= self._receive_requests(self._router)
                     busy |= self._replay_some(self._router, time.monotonic())
@@ -177,6 +203,24 @@ class KvEventPublisher:
     def _timeout_ms(self) -> int | None:
         # A ROUTER polls as writable while any one peer is, so that waiting for POLLOUT would spin beside a stuck one.
         return REPLAY_RETRY_MS if self._replays else None
+
+    def _read_subscriptions(self) -> bool:
+        """True: more may be waiting."""
+        for _ in range(REQUESTS_PER_TURN):
+            try:
+                frame = self._pub.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            told = frame.bytes
+            if told[:1] == b"\0" or (told[:1] == b"\1" and self._topic.startswith(told[1:])):
+                continue
+            descriptor = int(frame.get(zmq.SRCFD))
+            self._foreign[descriptor] += 1
+            if self._foreign[descriptor] > MAX_FOREIGN:
+                del self._foreign[descriptor]
+                self.counts["subscribers_cut"] += 1
+                cut(self._pub, descriptor)
+        return True
 
     def _publish_some(self) -> bool:
         """True: more is queued."""

@@ -52,6 +52,7 @@ class Model:
             block_tokens=block_tokens,
             dtype=self.spec.kv_dtype,
             hidden_bytes=4 * self.spec.hidden,
+            vocab_size=self.spec.vocab_size,
         )
 
 

@@ -35,7 +35,7 @@ from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role, may_talk
+from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Member, Role, may_talk
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine
@@ -449,7 +449,7 @@ class _Process:
             me=self.node.name,
             incarnation=self.incarnation,
             hello=hello,
-            peers=self._peers(),
+            peers={name: Member(self.config.node(name).roles, self.config.node(name).host) for name in self._peers()},
             settings=self.config.session,
             now=time.monotonic(),
         )

@@ -52,18 +52,23 @@ from mooncake_zmq.core.node import Node, Outer, Transmit
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent
+from mooncake_zmq.runtime.connections import RECEIVE_BUFFER_BYTES, Connections
 
 log = structlog.get_logger()
 
 SEND_HWM = 4096
 """Frames queued for one connected peer; a peer further behind than this loses frames, which the session sends again."""
-RECEIVE_HWM = 16_384
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
+RECEIVE_HWM = 8
+"""Frames received from one connection and not taken yet: 32 MiB at most. More of them wait on the other side, where they are
+the sender's; to us a frame that has to be asked for costs less than a microsecond more."""
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
 TCP_HEARTBEAT_MS, TCP_HEARTBEAT_TIMEOUT_MS = 2000, 6000
 FRAMES_PER_TURN = 512
 """Frames taken before timers and finished works get their turn again."""
 POLLIN = int(zmq.POLLIN)
+MIN_STALE = 1024
+"""Timers cancelled or replaced that are not worth a sweep."""
 LINGER_S = 1.0
 """How long a process that leaves waits for its last messages to be acknowledged."""
 
@@ -96,6 +101,9 @@ class Timers:
         self._order += 1
         self._live[key] = (self._order, callback)
         heapq.heappush(self._heap, (at, self._order, key))
+        if len(self._heap) > 2 * len(self._live) + MIN_STALE:  # or far deadlines of what is long over would pile up
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
 
     def cancel(self, key: Hashable) -> None:
         self._live.pop(key, None)
@@ -186,10 +194,13 @@ class ZmqRuntime:
         self._on_crash: Callable[[BaseException], None] | None = None
         self._closed = False
         self._context = zmq.Context()
+        self._connections: Connections | None = None
+        """Of the ROUTER, where others than this user may connect."""
         try:
             self._router = self._bind(endpoint)
             self._dealers = {name: self._connect(name, where) for name, where in sorted(peers.items())}
         except BadEndpoint:
+            self._close_connections()
             self._context.destroy(linger=0)
             raise
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -287,6 +298,7 @@ class ZmqRuntime:
             self._loop.remove_reader(self._wake_fd)
             if self._wakeup is not None:
                 self._wakeup.cancel()
+        self._close_connections()
         for socket in (self._router, *self._dealers.values()):
             socket.close(linger=0)
         self._context.term()
@@ -357,19 +369,34 @@ class ZmqRuntime:
             # Most turns find one frame. To ask for a second costs half of the exception that there is none; in a burst, to try
             # costs nothing.
             if self.stopped or (number == 1 and not int(self._router.get(zmq.EVENTS)) & POLLIN):
-                return False
+                return self._drained_all()
             try:
                 self._router.recv(zmq.DONTWAIT)  # the connection's identity; who speaks, the envelope tells
             except zmq.Again:
-                return False
-            frame = self._router.recv(zmq.DONTWAIT)
+                return self._drained_all()
+            frame = self._take_frame()
             self._count("frames_received")
             if self._router.get(zmq.RCVMORE):
-                self._router.recv_multipart()
+                while self._router.get(zmq.RCVMORE):
+                    self._take_frame()
                 self._count("frames_dropped[reason=not_single_part]")
                 continue
             self._carry_out(self.node.receive(time.monotonic(), frame))
         return True
+
+    def _drained_all(self) -> bool:
+        """No frame is left: False, as `_turn` says it."""
+        if self._connections is not None:
+            self._connections.drained()
+        return False
+
+    def _take_frame(self) -> bytes:
+        """The next part of the message at hand."""
+        if self._connections is None:
+            return self._router.recv(zmq.DONTWAIT)
+        frame = self._router.recv(zmq.DONTWAIT, copy=False)
+        self._connections.took(int(frame.get(zmq.SRCFD)), len(frame))
+        return frame.bytes
 
     def _tick(self) -> None:
         self._carry_out(self.node.tick(time.monotonic()))
@@ -448,11 +475,18 @@ class ZmqRuntime:
         router.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if endpoint.startswith("tcp://"):
+            router.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
+            self._connections = Connections(router, self.counts, lambda error: self.call(partial(_raise, error)))
         try:
             router.bind(endpoint)
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on {endpoint}: {_reason(error)}") from error
         return router
+
+    def _close_connections(self) -> None:
+        if self._connections is not None:
+            self._connections.close()
 
     def _connect(self, name: str, endpoint: str) -> "zmq.Socket[bytes]":
         dealer = self._socket(zmq.DEALER, endpoint)
@@ -477,6 +511,11 @@ class ZmqRuntime:
             socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_HEARTBEAT_TIMEOUT_MS)
         return socket
+
+
+def _raise(error: BaseException) -> None:
+    """A worker thread's bug, in the thread that owns the sockets: it ends the process."""
+    raise error
 
 
 def check_endpoint(endpoint: str) -> None:

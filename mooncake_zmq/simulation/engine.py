@@ -21,7 +21,12 @@ _MULTIPLIER = (np.arange(LAYERS * 2 * HEAD_DIM, dtype=np.uint32).reshape(LAYERS,
 def sim_layout(block_tokens: int) -> BlockLayout:
     """Blocks of this engine's KV."""
     return BlockLayout(
-        layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_tokens=block_tokens, hidden_bytes=4 * HIDDEN_WORDS
+        layers=LAYERS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        block_tokens=block_tokens,
+        hidden_bytes=4 * HIDDEN_WORDS,
+        vocab_size=VOCABULARY,
     )
 
 

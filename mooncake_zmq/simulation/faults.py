@@ -21,6 +21,10 @@ class FaultKind(Enum):
     """The second target's host hears nothing from the first's; the other way works."""
     CRASH = "crash"
     """The process loses everything and begins a new life after `duration_s`."""
+    CLOCK = "clock"
+    """The process begins a new life by a clock that is far ahead, and after `duration_s` another one by the right clock."""
+    IMPOSTOR = "impostor"
+    """The second target is sent a frame by somebody who says that he is the first one."""
     PAUSE = "pause"
     """SIGSTOP, and SIGCONT after `duration_s`: queued events are then late, and copies under way finish late."""
     STOP_ASKER = "stop_asker"
@@ -101,7 +105,9 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             return Fault(kind, at_s, duration_s, (), random.uniform(0.01, 0.6))
         case FaultKind.PARTITION | FaultKind.ONE_WAY:
             return Fault(kind, at_s, duration_s, (one, two))
-        case FaultKind.CRASH | FaultKind.PAUSE:
+        case FaultKind.IMPOSTOR:
+            return Fault(kind, at_s, 0.0, (one, two))
+        case FaultKind.CLOCK | FaultKind.CRASH | FaultKind.PAUSE:
             return Fault(kind, at_s, duration_s, (one,))
         case FaultKind.DRAIN:
             return Fault(kind, at_s, random.choice((SHORT_DRAIN_S, duration_s)), (one,))

@@ -13,6 +13,7 @@ from typing import Any
 from mooncake_zmq.core.actor import Actor, Effect, Event, PeerDown, PeerUp, Received, Send, Started
 from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.node import Node, Outer, Transmit
+from mooncake_zmq.core.roles import Member
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.simulation.world import Life, Process, World
 
@@ -84,7 +85,7 @@ class Sessions:
             me=process.name,
             incarnation=life.incarnation,
             hello=self._hello(process),
-            peers=process.spec.peers,
+            peers={name: _member(world.processes[name]) for name in process.spec.peers},
             settings=self._settings,
             now=world.now,
         )
@@ -135,9 +136,9 @@ class Sessions:
             else:
                 arrival = max(arrival, self._arrivals.get((sender, to), 0.0))
                 self._arrivals[sender, to] = arrival
-            world.at(arrival, self._arrive, process, frame)
+            world.at(arrival, self.arrive, process, frame)
 
-    def _arrive(self, process: Process[Any], frame: bytes) -> None:
+    def arrive(self, process: Process[Any], frame: bytes) -> None:
         """Frames reach whichever life there is now: envelopes tell for which they are meant."""
         if process.life is not None:
             self._world.let(process.life, self._receive, (process, frame))
@@ -146,6 +147,10 @@ class Sessions:
         if self._note is not None:
             self._note(frame, process)
         self._carry_out(process, _node(process).receive(self._world.now, frame))
+
+
+def _member(process: Process[Any]) -> Member:
+    return Member(tuple(process.by_role), process.spec.host)
 
 
 def _node(process: Process[Any]) -> Node:

@@ -3,6 +3,7 @@
 An actor's own `check` would often notice first, so where it would, it is silenced: what is on trial is the checker outside.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -301,11 +302,20 @@ def _old_life_heard() -> list[tuple[Any, str, Any]]:
     """A session follows whatever life or epoch speaks."""
     refusal = Session._refusal
 
-    def lenient(self: Session, peer: Any, envelope: Any) -> str | None:
-        reason = refusal(self, peer, envelope)
-        return None if reason in ("old_incarnation", "old_epoch", "former_life") else reason
+    def lenient(self: Session, now: float, peer: Any, envelope: Any) -> str | None:
+        reason = refusal(self, now, peer, envelope)
+        return None if reason in ("other_life", "old_epoch", "former_life") else reason
 
     return [(Session, "_refusal", lenient)]
+
+
+def _number_decides() -> list[tuple[Any, str, Any]]:
+    """A life with a larger incarnation is believed at once, one with a smaller never."""
+
+    def silence_s(self: Session, peer: Any, envelope: Any) -> float:
+        return 0.0 if envelope.incarnation > peer.incarnation else math.inf
+
+    return [(Session, "_silence_s", silence_s)]
 
 
 def _put_never_ends() -> list[tuple[Any, str, Any]]:
@@ -380,6 +390,7 @@ PLANTED: dict[str, Planted] = {
     "closed_under_copy": Planted("sequence closed under a copy", ("I2",), (), _closed_under_copy),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
     "old_life_heard": Planted("an old life is heard", ("I6",), (K.CRASH, K.GARBAGE), _old_life_heard),
+    "number_decides": Planted("the larger incarnation is right", ("I4", "I6"), (K.CLOCK, K.IMPOSTOR), _number_decides),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
     "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
     "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),

@@ -15,7 +15,16 @@ import xxhash
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.actor import Actor, Asked, DrainTimedOut, DrainWanted, Effect, Event, Send
 from mooncake_zmq.core.asks import SetRole
-from mooncake_zmq.core.messages import PROTOCOL_VERSION, Envelope, Hello, LeaseBlocks, ReserveSlots, SegmentRef, encode
+from mooncake_zmq.core.messages import (
+    PROTOCOL_VERSION,
+    Envelope,
+    Hello,
+    LeaseBlocks,
+    ReserveSlots,
+    SegmentRef,
+    decode_envelope,
+    encode,
+)
 from mooncake_zmq.core.roles import BECOMES
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.kv.layout import BlockLayout
@@ -29,6 +38,7 @@ from mooncake_zmq.simulation.world import LINGER_S, Life, Observe, Process, Proc
 
 __all__ = ["ProcessSpec", "Simulator"]
 
+CLOCK_AHEAD = 1 << 32
 CATCH_UP_S = 0.0006
 """Longest time that a process takes for each thing that came while it was stopped."""
 LEAVES_WITHIN_S = LINGER_S + 0.2
@@ -51,6 +61,7 @@ class Simulator(World[Machine]):
     ) -> None:
         self.wires = Wires(hardware.frame_s, hardware.jitter)
         link = Sessions(settings=session, hello=self._hello, wires=self.wires, random=random, validate=True, note=self._note)
+        self._sessions = link
         super().__init__(specs=specs, link=link, build=self._embody, watch=self._watched)
         self.random = random
         self.hardware = hardware
@@ -86,7 +97,7 @@ class Simulator(World[Machine]):
         for (node, _), old in self.segments.items():
             if node == name:
                 old.linked = False
-        incarnation = process.lives
+        incarnation = process.next_incarnation
         segment = None
         if spec.slots:
             segment = Segment(name, incarnation, spec.host, self._layout, spec.slots)
@@ -233,6 +244,10 @@ class Simulator(World[Machine]):
                 self.wires.cut.update(self._cut_pairs(fault))
             case FaultKind.CRASH, (name,):
                 self.crash(name)
+            case FaultKind.CLOCK, (name,):
+                self._change_clock(name, CLOCK_AHEAD)
+            case FaultKind.IMPOSTOR, (name, victim):
+                self._impersonate(self.processes[victim], name)
             case FaultKind.PAUSE, (name,):
                 self.pause(name)
             case FaultKind.STOP_ASKER | FaultKind.STOP_WRITER, (name,):
@@ -269,6 +284,8 @@ class Simulator(World[Machine]):
                 self.wires.cut.subtract(self._cut_pairs(fault))
             case FaultKind.CRASH, (name,):
                 self.restart(name)
+            case FaultKind.CLOCK, (name,):
+                self._change_clock(name, 0)
             case FaultKind.PAUSE | FaultKind.STOP_ASKER | FaultKind.STOP_WRITER, (name,):
                 self.resume(name)
             case FaultKind.DRAIN, (name,):
@@ -277,6 +294,30 @@ class Simulator(World[Machine]):
                 self._ask_for_role(name)
             case FaultKind.DISK_FULL | FaultKind.DISK_FAIL, (name,):
                 self.disks[name].fault = ""
+
+    def _change_clock(self, name: str, ahead: int) -> None:
+        """The host of a process is started anew, by another clock and without the lock file that told of former lives."""
+        self.crash(name)
+        self.processes[name].clock_ahead = ahead
+        self.restart(name)
+
+    def _impersonate(self, process: Process[Machine], name: str) -> None:
+        """One frame to `process` by somebody who says that he is `name` in a new life, and no more."""
+        life = process.life
+        if life is None or life.paused or name not in process.spec.peers:
+            return
+        frame = Envelope(
+            version=PROTOCOL_VERSION,
+            sender=name,
+            incarnation=self.random.choice((1, 1 << 48)),
+            epoch=1,
+            to_incarnation=0,
+            floor=1,
+            sequence=0,
+            ack_epoch=0,
+            ack=0,
+        )
+        self._sessions.arrive(process, encode(frame))
 
     def _ask_for_role(self, name: str) -> None:
         """The operator asks a conductor that lives, if there is one."""
@@ -358,27 +399,31 @@ class Simulator(World[Machine]):
             return
         kind, frame = self._draw_garbage(process)
         self.garbage[kind] += 1
+        session = _session(process)
+        before = _dropped(session)
         assert life.node is not None
-        before = _dropped(life.node.session)
         outers = life.node.receive(self.now, frame)
-        if outers or _dropped(life.node.session) != before + 1:
+        if outers or _dropped(session) != before + 1:
             raise Violation("I6", f"{process.name} did not drop and count a {kind} frame: {outers}")
 
     def _draw_garbage(self, process: Process[Machine]) -> tuple[str, bytes]:
         random, peers = self.random, process.spec.peers
         former = [frame for peer in peers for frame in self._stale_frames(process, peer)]
-        kinds = ["noise", "truncated", "stranger", "version"] + (["old_life"] * 2 if former else [])
+        speaking = [peer for peer in peers if self._speaks(process, peer)]
+        kinds = ["noise", "truncated", "stranger", "version"]
+        kinds += ["old_life"] * 2 * bool(former) + ["impostor"] * 2 * bool(speaking)
         kind = random.choice(kinds)
         if kind == "old_life":
             return kind, random.choice(former)
         if kind == "noise":
             return kind, random.randbytes(random.randrange(200))
+        impostor = kind == "impostor"
         envelope = Envelope(
             version=99 if kind == "version" else PROTOCOL_VERSION,
-            sender="stranger" if kind == "stranger" else random.choice(peers),
+            sender="stranger" if kind == "stranger" else random.choice(speaking if impostor else peers),
             incarnation=1 << 40,
             epoch=1,
-            to_incarnation=process.lives,
+            to_incarnation=0 if impostor else process.next_incarnation,
             floor=1,
             sequence=1,
             ack_epoch=1,
@@ -389,14 +434,25 @@ class Simulator(World[Machine]):
         return kind, frame[: random.randrange(len(frame))] if kind == "truncated" else frame
 
     def _stale_frames(self, process: Process[Machine], peer: str) -> list[bytes]:
-        """Frames to `process` of a life of `peer` that it knows to be over."""
-        assert process.life is not None
-        assert process.life.node is not None
-        peers: Any = process.life.node.session.dump()["peers"]
+        """Frames to `process` of a life of `peer` that it knows to be over: it is in conversation with a newer one."""
         current = self.processes[peer].life
-        if current is None or peers[peer]["incarnation"] != current.incarnation:
+        peers: Any = _session(process).dump()["peers"]
+        known = peers[peer]
+        if current is None or not known["up"] or known["incarnation"] != current.incarnation:
             return []
-        return [frame for to, frame in self.processes[peer].former_frames if to == process.name]
+        former = [frame for to, frame in self.processes[peer].former_frames if to == process.name]
+        return [frame for frame in former if decode_envelope(frame).incarnation < current.incarnation]
+
+    def _speaks(self, process: Process[Machine], peer: str) -> bool:
+        """Has `process` heard `peer` just now, so that it hears nobody else by that name?"""
+        session = _session(process)
+        return peer in session.up_peers and session.silent_s(self.now, peer) < session.tick_s
+
+
+def _session(process: Process[Machine]) -> Session:
+    assert process.life is not None
+    assert process.life.node is not None
+    return process.life.node.session
 
 
 def _dropped(session: Session) -> int:

@@ -106,8 +106,15 @@ class Process(Generic[M]):
         self.configured = specs[0].role
         self.name = self.spec.name
         self.lives = 0
+        self.clock_ahead = 0
+        """By how much its host's clock makes the incarnations larger of the lives that begin now."""
         self.life: Life[M] | None = None
         self.former_frames: deque[tuple[str, bytes]] = deque(maxlen=RECENT_FRAMES)
+
+    @property
+    def next_incarnation(self) -> int:
+        """Of the life that begins now, once it is counted among `lives`."""
+        return self.lives + self.clock_ahead
 
 
 class Link(Protocol):
@@ -230,7 +237,7 @@ class World(Generic[M]):
         process.spec = process.by_role[role or process.configured]
         process.lives += 1
         machine, actor = self._build(process)
-        process.life = Life(process.lives, machine, actor, self._watch(process))
+        process.life = Life(process.next_incarnation, machine, actor, self._watch(process))
         self.link.begin(process)
 
     def crash(self, name: str) -> None:

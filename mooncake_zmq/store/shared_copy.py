@@ -1,6 +1,7 @@
 """Puts and reads of a store on this host: its server names the cells, we copy in the segment that both map.
 
 A lease or put is good for `ttl_s` from when it was *sent*, and a cell read is good if its generation still stands afterwards.
+What the server names is held against the segment before any of it is touched: one that names something else is not a store.
 """
 
 import time
@@ -11,6 +12,7 @@ import structlog
 from mooncake_zmq.cache_node.objects import Code
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.batch import Batch, Wanted, chunks, commit
+from mooncake_zmq.store.link import Unreached
 from mooncake_zmq.store.memory import Checksum, gather, scatter
 from mooncake_zmq.store.peer import Call
 from mooncake_zmq.store.segment import ObjectSegment
@@ -35,6 +37,10 @@ def _put(call: Call, segment: ObjectSegment, put_id: int, batch: Batch) -> list[
     stop_at = time.monotonic() + call.session.ttl_s
     reserve = protocol.Reserve(put_id, batch.keys, batch.sizes, batch.pins, call.session.ttl_s)
     reserved = call.link.ask(reserve, protocol.Reserved, call.deadline)
+    _check_rows(len(batch.keys), reserved.codes, reserved.offsets)
+    for code, offset, size in zip(reserved.codes, reserved.offsets, batch.sizes, strict=True):
+        if code == 0:
+            _check_cell(segment, offset, size)
     indexes: list[int] = []
     checksums: list[int] = []
     for index, (code, offset) in enumerate(zip(reserved.codes, reserved.offsets, strict=True)):
@@ -67,9 +73,14 @@ def _read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wa
     stop_at = time.monotonic() + call.session.ttl_s
     request = protocol.Lease(call.peer.next_id(), [wanted.keys[index] for index in indexes], call.session.ttl_s)
     leased = call.link.ask(request, protocol.Leased, call.deadline)
+    columns = (leased.sizes, leased.entries, leased.offsets, leased.generations, leased.checksums)
+    _check_rows(len(indexes), *columns)
+    for size, entry, offset in zip(leased.sizes, leased.entries, leased.offsets, strict=True):
+        if size and entry:
+            _check_cell(segment, offset, size, entry)
     generations = segment.generations
     corrupt: list[tuple[int, int]] = []
-    rows = zip(indexes, leased.sizes, leased.entries, leased.offsets, leased.generations, leased.checksums, strict=True)
+    rows = zip(indexes, *columns, strict=True)
     try:
         for index, size, entry, offset, generation, expected in rows:
             if size == 0:
@@ -103,3 +114,14 @@ def _read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wa
         if corrupt:
             call.link.tell(protocol.ReportCorrupt([entry for entry, _ in corrupt], [generation for _, generation in corrupt]))
     return request.id, on_disk
+
+
+def _check_rows(count: int, *columns: Sequence[int]) -> None:
+    if any(len(column) != count for column in columns):
+        raise Unreached(f"{[len(column) for column in columns]} rows for {count} keys")
+
+
+def _check_cell(segment: ObjectSegment, offset: int, size: int, entry: int = 0) -> None:
+    """Raise Unreached unless the segment has this entry, and these bytes."""
+    if entry >= len(segment.generations) or offset + size > segment.memory_bytes:
+        raise Unreached(f"{size} bytes at {offset} under entry {entry} are outside of the store's memory")

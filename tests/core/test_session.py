@@ -5,23 +5,37 @@ import random
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from mooncake_zmq.core.actor import PeerDown, PeerUp, Received
 from mooncake_zmq.core.messages import (
     MAX_BODIES,
     PROTOCOL_VERSION,
     BlocksAnnounced,
+    ChangeRole,
     Envelope,
     Hello,
+    LeaseBlocks,
     LeaseRenewed,
+    ReleaseLease,
     decode,
     decode_envelope,
     encode,
 )
-from mooncake_zmq.core.session import FRAME_BYTES, REORDER_LIMIT, Session, SessionSettings
+from mooncake_zmq.core.roles import Member
+from mooncake_zmq.core.session import (
+    FRAME_BYTES,
+    GAP_BYTES,
+    MAX_LEAP,
+    REORDER_LIMIT,
+    SECOND_LIFE_BEATS,
+    Session,
+    SessionSettings,
+)
 
 SETTINGS = SessionSettings()
-HELLO = Hello(protocol=1, role="r", host="h", model="m", tokenizer="t", layout="l")
+HELLO = Hello(protocol=1, role="cache-node", host="h", model="m", tokenizer="t", layout="l")
+MEMBERS = dict.fromkeys("ab", Member(("cache-node",), "h"))
 OTHER = {"a": "b", "b": "a"}
 
 
@@ -58,7 +72,7 @@ class Pair:
         self.up[name] = False
         hello = self.hellos.get(name, HELLO)
         session = Session(
-            me=name, incarnation=self.lives[name], hello=hello, peers=["a", "b"], settings=self.settings, now=self.now
+            me=name, incarnation=self.lives[name], hello=hello, peers=MEMBERS, settings=self.settings, now=self.now
         )
         self.alive[name] = session
         session.start(self.now)
@@ -113,7 +127,7 @@ class Pair:
                 case PeerDown():
                     assert self.up[name], "PeerUp and PeerDown alternate"
                     self.up[name] = False
-                case Received(_, LeaseRenewed(lease_id=number)):
+                case Received(_, ReleaseLease(lease_id=number)):
                     assert self.up[name]
                     speaker, interval, position = self.said[number]
                     assert speaker == OTHER[name]
@@ -130,7 +144,7 @@ class Pair:
             number = len(self.said)
             self.said[number] = (name, self.intervals[name], self.positions[name])
             self.positions[name] += 1
-            self.learn(name, self.alive[name].send(self.now, OTHER[name], LeaseRenewed(lease_id=number)))
+            self.learn(name, self.alive[name].send(self.now, OTHER[name], ReleaseLease(lease_id=number)))
             self.flush(name)
 
     def heal(self):
@@ -248,7 +262,7 @@ def test_a_restart_is_noticed_by_its_larger_incarnation():
     pair.say("b")
     pair.kill("a")
     pair.boot("a")
-    pair.run(0.5)
+    pair.run(SECOND_LIFE_BEATS * SETTINGS.heartbeat_s + SETTINGS.retransmit_s)
     assert [e.reason for e in pair.log["b"] if isinstance(e, PeerDown)] == ["restarted"]
     assert [e.incarnation for e in pair.log["b"] if isinstance(e, PeerUp)] == [1, 2]
     pair.assert_settled(within=0.5)
@@ -291,9 +305,9 @@ def test_a_full_window_gives_the_peer_up_and_a_dead_peer_gets_nothing():
     for _ in range(17):
         pair.say("a")
     assert pair.log["a"][-1] == PeerDown("b", "window full")
-    assert pair.alive["a"].send(pair.now, "b", LeaseRenewed(lease_id=1)) == []
+    assert pair.alive["a"].send(pair.now, "b", ReleaseLease(lease_id=1)) == []
     assert pair.alive["a"].counts["dropped[reason=peer_down]"] == 1
-    assert pair.alive["a"].send(pair.now, "nobody", LeaseRenewed(lease_id=1)) == []
+    assert pair.alive["a"].send(pair.now, "nobody", ReleaseLease(lease_id=1)) == []
     pair.heal()
     pair.run(2.0)
     assert pair.up == {"a": True, "b": True}
@@ -313,7 +327,7 @@ def test_a_peer_with_another_fingerprint_is_refused(field):
     del pair.hellos["b"]
     pair.kill("b")
     pair.boot("b")
-    pair.run(1.0)
+    pair.run(2.0)
     assert pair.up == {"a": True, "b": True}
     assert pair.alive["a"].refusals == {}
 
@@ -324,19 +338,158 @@ def test_a_peer_with_another_fingerprint_is_refused(field):
         ({"sender": "mallory"}, "stranger"),
         ({"version": PROTOCOL_VERSION + 1}, "version"),
         ({"to_incarnation": 77}, "former_life"),
-        ({"incarnation": 0}, "old_incarnation"),
+        ({"incarnation": 0}, "other_life"),
+        ({"incarnation": 2**48 - 1}, "other_life"),
+        ({"epoch": 2 + MAX_LEAP}, "leap"),
+        ({"floor": 2 + 2 * MAX_LEAP}, "leap"),
         ({"epoch": 0}, "old_epoch"),
     ],
 )
 def test_a_frame_of_no_current_conversation_is_dropped_and_counted(changes, reason):
     pair = settled()
     session = pair.alive["a"]
-    pair.alive["b"].send(pair.now, "a", LeaseRenewed(lease_id=5))
+    pair.alive["b"].send(pair.now, "a", ReleaseLease(lease_id=5))
     pair.alive["b"].flush(pair.now)
     _, frame = pair.alive["b"].outgoing.pop()
     assert session.receive(pair.now, envelope_of(frame, **changes)) == []
     assert session.counts[f"dropped[reason={reason}]"] == 1
-    assert session.receive(pair.now, frame) == [Received("b", LeaseRenewed(lease_id=5))], "the genuine one counts"
+    assert session.receive(pair.now, frame) == [Received("b", ReleaseLease(lease_id=5))], "the genuine one counts"
+
+
+def forged(frame, **changes):
+    """What a stranger makes of a frame, to whichever life of ours: it says that it is "b", and nothing else."""
+    return envelope_of(frame, **({"incarnation": 2**48 - 1, "to_incarnation": 0, "bodies": ()} | changes))
+
+
+def a_frame(pair, name="b"):
+    pair.alive[name].send(pair.now, OTHER[name], ReleaseLease(lease_id=5), lossy=True)
+    return pair.alive[name].outgoing.pop()[1]
+
+
+def test_a_frame_that_names_a_peer_cuts_nobody_off():
+    pair = settled()
+    frame = a_frame(pair)
+    for _ in range(40):
+        assert pair.alive["a"].receive(pair.now, forged(frame)) == []
+        pair.run(0.25)
+    assert pair.alive["a"].counts["dropped[reason=other_life]"] == 40
+    assert pair.downs() == 0
+
+
+def test_a_peer_that_was_silent_when_another_took_its_name_is_heard_again():
+    pair = settled()
+    frame = a_frame(pair)
+    pair.cut = {("b", "a")}
+    pair.run(SECOND_LIFE_BEATS * SETTINGS.heartbeat_s)
+    pair.learn("a", pair.alive["a"].receive(pair.now, forged(frame)))
+    assert pair.log["a"][-1] == PeerDown("b", "restarted")
+    pair.cut.clear()
+    pair.run(0.9 * SETTINGS.peer_timeout_s)
+    assert not pair.up["a"], "the other one might still speak"
+    pair.assert_settled(within=SETTINGS.peer_timeout_s)
+    assert [e.incarnation for e in pair.log["a"] if isinstance(e, PeerUp)] == [1, 1]
+
+
+def test_a_life_with_a_lower_incarnation_is_heard_once_the_known_one_is_silent():
+    pair = Pair()
+    pair.lives["b"] = 86_400_000
+    pair.boot("a")
+    pair.boot("b")
+    pair.run(1.0)
+    pair.kill("b")
+    pair.lives["b"] = 7  # its clock was a day ahead, and its host was started anew
+    pair.boot("b")
+    pair.run(0.9 * SETTINGS.peer_timeout_s)
+    assert not [event for event in pair.log["a"] if isinstance(event, PeerUp) and event.incarnation == 8]
+    pair.assert_settled(within=SETTINGS.peer_timeout_s)
+    assert [e.incarnation for e in pair.log["a"] if isinstance(e, PeerUp)] == [86_400_001, 8]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_old_life_is_not_heard_after_a_newer_one_unless_its_frames_outlast_the_timeout(seed):
+    pair = settled(seed=seed)
+    pair.delay_s = 0.9 * SETTINGS.peer_timeout_s
+    for _ in range(30):
+        pair.say("b")
+    pair.kill("b")
+    pair.boot("b")
+    pair.run(pair.rng.random() * 2 * SETTINGS.peer_timeout_s)
+    pair.kill("b")
+    pair.run(4 * SETTINGS.peer_timeout_s)
+    lives = [e.incarnation for e in pair.log["a"] if isinstance(e, PeerUp)]
+    assert lives == sorted(lives)
+
+
+def test_numbers_of_epochs_are_not_used_up_by_a_few_forged_frames():
+    pair = settled()
+    frame = a_frame(pair)
+    for leap in (MAX_LEAP, 2**47):
+        pair.learn("a", pair.alive["a"].receive(pair.now, forged(frame, incarnation=1, epoch=1 + leap)))
+        pair.learn("a", pair.alive["a"].receive(pair.now, forged(frame, incarnation=1, to_incarnation=1, floor=leap)))
+        pair.flush("a")
+    pair.assert_settled(within=3 * SETTINGS.peer_timeout_s)
+    assert pair.alive["b"]._peers["a"].remote_epoch < 4 * MAX_LEAP
+
+
+def test_what_waits_behind_a_gap_is_bounded_in_bytes():
+    pair = settled()
+    session = pair.alive["a"]
+    expected = session._peers["b"].expected
+    body = encode(LeaseBlocks(lease_id=0, keys=(bytes(16),) * 16_000, sources=(), fetch_s=0.0, ttl_s=0.0))
+    frame = a_frame(pair)
+    for number in range(1, REORDER_LIMIT):
+        session.receive(pair.now, envelope_of(frame, sequence=expected + number, bodies=(body,) * 2))
+    peer = session._peers["b"]
+    assert sum(map(len, peer.early.values())) == peer.early_bytes <= GAP_BYTES
+    assert len(peer.early) == GAP_BYTES // len(body)
+    heard = session.receive(pair.now, envelope_of(frame, sequence=expected, bodies=(body,)))
+    assert len(heard) == 1 + GAP_BYTES // len(body)
+    assert peer.early_bytes == 0
+
+
+def test_a_retransmission_is_no_longer_than_what_the_other_side_keeps():
+    pair = settled()
+    pair.cut = {("a", "b")}
+    session = pair.alive["a"]
+    for number in range(100):
+        session.send(pair.now, "b", LeaseBlocks(lease_id=number, keys=(bytes(16),) * 16_000, sources=(), fetch_s=0, ttl_s=0))
+    session.flush(pair.now)
+    session.outgoing.clear()
+    pair.now += 1.5 * SETTINGS.retransmit_s
+    session.tick(pair.now)
+    assert GAP_BYTES / 2 < sum(len(frame) for _, frame in session.outgoing) < 1.1 * GAP_BYTES
+    session.outgoing.clear()
+    pair.cut.clear()
+    pair.run(2 * SETTINGS.peer_timeout_s)
+    assert len(pair.log["b"]) == 101, "all arrive, piece by piece"
+
+
+@pytest.mark.parametrize(
+    "told", [{"role": "gateway"}, {"role": "conductor"}, {"role": "nothing"}, {"host": "elsewhere"}, {"role": "prefill"}]
+)
+def test_a_peer_is_what_the_configuration_says_or_nobody(told):
+    changed = structs.replace(HELLO, **told)
+    pair = Pair(hellos={"b": changed})
+    pair.boot("a")
+    pair.boot("b")
+    pair.run(5.0)
+    assert not pair.up["a"]
+    assert pair.alive["a"].counts["refused[reason=member]"] == 1
+    assert "the configuration: cache-node on h" in pair.alive["a"].refusals["b"]
+
+
+def test_a_peer_says_what_its_role_may_and_nothing_else():
+    pair = settled()
+    session = pair.alive["a"]
+    for message in (BlocksAnnounced(), ChangeRole(role="decode"), LeaseRenewed(lease_id=1)):
+        for lossy in (False, True):
+            pair.alive["b"].send(pair.now, "a", message, lossy=lossy)
+    pair.flush("b")
+    pair.run(0.5)
+    assert session.counts["dropped[reason=not_of_its_role]"] == 6
+    assert not any(isinstance(event, Received) for event in pair.log["a"])
+    pair.say("b")
+    pair.assert_settled()
 
 
 def test_garbage_is_dropped_and_counted():
@@ -344,7 +497,7 @@ def test_garbage_is_dropped_and_counted():
     session = pair.alive["a"]
     assert session.receive(pair.now, b"\xc1garbage") == []
     assert session.counts["dropped[reason=malformed]"] == 1
-    pair.alive["b"].send(pair.now, "a", LeaseRenewed(lease_id=5))
+    pair.alive["b"].send(pair.now, "a", ReleaseLease(lease_id=5))
     pair.alive["b"].flush(pair.now)
     _, frame = pair.alive["b"].outgoing.pop()
     assert session.receive(pair.now, envelope_of(frame, bodies=(b"nonsense",))) == []
@@ -366,7 +519,7 @@ def test_nothing_is_heard_before_the_hello():
     pair.boot("a")
     pair.boot("b")
     frame = next(entry[3] for entry in pair.wire if entry[2] == "a" and entry[3])
-    body = encode(LeaseRenewed(lease_id=5))
+    body = encode(ReleaseLease(lease_id=5))
     assert pair.alive["a"].receive(0.0, envelope_of(frame, bodies=(body,))) == []
     assert pair.alive["a"].counts["dropped[reason=no_hello]"] == 1
     assert pair.alive["a"].receive(0.0, envelope_of(frame, sequence=0, bodies=(body,))) == []
@@ -375,16 +528,16 @@ def test_nothing_is_heard_before_the_hello():
 def test_a_lossy_message_is_never_repeated():
     pair = settled()
     pair.cut = {("a", "b")}
-    pair.alive["a"].send(pair.now, "b", LeaseRenewed(lease_id=9), lossy=True)
+    pair.alive["a"].send(pair.now, "b", ReleaseLease(lease_id=9), lossy=True)
     pair.flush("a")
     pair.cut.clear()
     pair.run(2.0)
     assert not any(isinstance(event, Received) for event in pair.log["b"])
     pair.said[9] = ("a", pair.intervals["a"], 0)
-    pair.alive["a"].send(pair.now, "b", LeaseRenewed(lease_id=9), lossy=True)
+    pair.alive["a"].send(pair.now, "b", ReleaseLease(lease_id=9), lossy=True)
     pair.flush("a")
     pair.run(1.0)
-    assert pair.log["b"][-1] == Received("a", LeaseRenewed(lease_id=9))
+    assert pair.log["b"][-1] == Received("a", ReleaseLease(lease_id=9))
 
 
 def test_more_messages_than_the_reorder_limit_pass_a_gap():
@@ -425,7 +578,7 @@ def test_settings_that_cannot_work_are_refused(bad):
 def test_what_is_said_to_one_peer_at_once_travels_in_one_frame_and_in_order():
     pair = settled()
     session = pair.alive["a"]
-    messages = [LeaseRenewed(lease_id=number) for number in range(5)]
+    messages = [ReleaseLease(lease_id=number) for number in range(5)]
     for message in messages:
         session.send(pair.now, "b", message)
     session.flush(pair.now)
@@ -439,8 +592,9 @@ def test_what_is_said_to_one_peer_at_once_travels_in_one_frame_and_in_order():
 def test_a_frame_has_its_limits():
     pair = settled()
     session = pair.alive["a"]
-    long = BlocksAnnounced(stored=tuple(bytes([number]) * 16 for number in range(200)) * 80)
-    messages = [LeaseRenewed(lease_id=1), long, long, *(LeaseRenewed(lease_id=number) for number in range(2, 150))]
+    keys = tuple(bytes([number]) * 16 for number in range(200)) * 80
+    long = LeaseBlocks(lease_id=0, keys=keys, sources=(), fetch_s=0.0, ttl_s=0.0)
+    messages = [ReleaseLease(lease_id=1), long, long, *(ReleaseLease(lease_id=number) for number in range(2, 150))]
     for message in messages:
         session.send(pair.now, "b", message)
     session.flush(pair.now)
@@ -456,7 +610,7 @@ def test_what_is_unsent_when_a_conversation_ends_is_not_said_in_the_next():
     session = pair.alive["a"]
     events = []
     while not events:
-        events = session.send(pair.now, "b", LeaseRenewed(lease_id=1))
+        events = session.send(pair.now, "b", ReleaseLease(lease_id=1))
     assert isinstance(events[0], PeerDown)
     session.outgoing.clear()
     session.flush(pair.now)

@@ -1,8 +1,11 @@
 """No message, from whomever and however odd, ends a decode or spoils its state."""
 
+from dataclasses import replace
+
 import pytest
-from actor_harness import LAYOUT, Harness
-from adversary import KEYS, anything, of, pauses, senders
+from actor_harness import LAYOUT as NARROW
+from actor_harness import Harness
+from adversary import KEYS, VOCABULARY, anything, of, pauses, senders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -17,6 +20,7 @@ from mooncake_zmq.core.messages import (
     HandoffFailed,
     LayersReady,
     ReserveDecode,
+    Sampling,
     SlotRef,
     SlotsReserved,
     StopRule,
@@ -26,6 +30,7 @@ from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.checksum import block_checksum
 
+LAYOUT = replace(NARROW, vocab_size=VOCABULARY)
 B = LAYOUT.block_tokens
 LAYERS = LAYOUT.layers
 
@@ -39,7 +44,11 @@ def reservations(draw):
     reuse = KEYS[: draw(st.integers(0, tokens // B))]
     more = {"gateway": "g", "tokens": tokens, "tail": tail, "reuse_keys": reuse, "deadline_s": 60.0}
     if draw(st.booleans()):
-        more |= {"stop": StopRule(max_tokens=draw(st.integers(2, 60))), "first_index": 0, "tbt_slo_s": 0.0}
+        more |= {
+            "stop": StopRule(max_tokens=draw(st.sampled_from((2, 5, 17, 60, 1 << 48)))),
+            "first_index": 0,
+            "tbt_slo_s": 0.0,
+        }
     return structs.replace(message, **more)
 
 
@@ -97,6 +106,10 @@ def test_any_messages_leave_a_decode_sound(steps, max_steps):
         take_step(node, what, which, message)
         for work in node.works.values():
             assert not isinstance(work, PullBlocks) or all(0 < load.tokens <= B for load in work.loads)
+            assert not isinstance(work, DecodeStep) or all(entry.token < VOCABULARY for entry in work.entries)
+        for request in node.actor._requests.values():
+            assert len(request.wanted) <= 16 * LAYERS
+    assert node.longest_sequence <= 16 * B
     for name in ("p0", "p1", "g"):
         node.down(name)
     while node.works:
@@ -152,3 +165,40 @@ def hand_off(node, request):
     )
     node.handle(Received(request.prefill, HandoffBlocks(**name, first_block=first, sources=refs, ready=True)))
     node.handle(Received(request.prefill, complete(request)))
+
+
+RESERVE = ReserveDecode(
+    request_id="r",
+    attempt=1,
+    gateway="g",
+    tokens=2 * B,
+    reuse_keys=(),
+    last_key=KEYS[0],
+    tail=b"",
+    first_index=0,
+    sampling=Sampling(),
+    stop=StopRule(max_tokens=1 << 48),
+    deadline_s=60.0,
+)
+
+
+def test_what_is_handed_off_again_ends_the_request():
+    """Else a prefill could make a decode remember as much as it likes."""
+    node = new_node(1)
+    node.handle(Received("p0", RESERVE))
+    assert node.longest_sequence == 16 * B
+    refs = tuple(SlotRef(node="p0", incarnation=7, slot=slot, generation=1, checksum=0) for slot in range(2))
+    again = HandoffBlocks(request_id="r", attempt=1, first_block=0, sources=refs, ready=True)
+    for _ in range(2):
+        assert not node.take(HandoffFailed)
+        node.handle(Received("p0", again))
+    assert node.one(HandoffFailed, "p0").reason == "blocks handed off twice"
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, (1 << 31) - 1])
+def test_a_token_that_the_model_does_not_have_is_never_fed(token):
+    node = new_node(1)
+    node.handle(Received("p0", RESERVE))
+    request = node.actor._requests["r"]
+    node.handle(Received("p0", structs.replace(complete(request), token=token)))
+    assert node.one(HandoffFailed, "p0").reason == "a token that the model does not have"

@@ -1,8 +1,11 @@
 """No message, from whomever and however odd, ends a prefill or spoils its state."""
 
+from dataclasses import replace
+
 import pytest
-from actor_harness import LAYOUT, Harness
-from adversary import KEYS, anything, of, pauses, senders
+from actor_harness import LAYOUT as NARROW
+from actor_harness import Harness
+from adversary import KEYS, VOCABULARY, WORDS, anything, of, pauses, senders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -22,9 +25,11 @@ from mooncake_zmq.core.messages import (
     StartPrefill,
 )
 from mooncake_zmq.core.work import BlocksCopied, ChunkComputed, ComputeChunk, CopyBlocks, WorkFailed
+from mooncake_zmq.kv.block_hash import unpack_tokens
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.settings import PrefillSettings
 
+LAYOUT = replace(NARROW, vocab_size=VOCABULARY)
 B = LAYOUT.block_tokens
 
 
@@ -33,7 +38,8 @@ def starts(draw):
     """Mostly such as a prefill takes."""
     message = draw(of(StartPrefill))
     tokens = draw(st.integers(1, 6 * B))
-    more = {"tokens": bytes(4 * tokens), "keys": KEYS[: tokens // B], "decode": draw(st.sampled_from(("d0", "d1")))}
+    packed = bytes(4 * tokens - 4) + draw(st.sampled_from((*WORDS[:1] * 7, *WORDS)))
+    more = {"tokens": packed, "keys": KEYS[: tokens // B], "decode": draw(st.sampled_from(("d0", "d1")))}
     return structs.replace(message, **more, deadline_s=60.0, stages=())
 
 
@@ -83,6 +89,7 @@ def test_any_messages_leave_a_prefill_sound(steps):
         take_step(node, what, which, message)
         for work in node.works.values():
             assert not isinstance(work, ComputeChunk) or work.tokens, "a chunk computes something"
+            assert not isinstance(work, ComputeChunk) or set(unpack_tokens(work.tokens)) <= set(range(VOCABULARY))
     for name in ("d0", "d1", "g"):
         node.down(name)
     while node.works:

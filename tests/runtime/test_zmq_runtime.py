@@ -37,6 +37,7 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.messages import Hello, ReleaseLease
 from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.roles import Member
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.work import ProbeProcess, ProcessProbed
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, Timers, ZmqRuntime, check_endpoint
@@ -46,7 +47,7 @@ SETTINGS = SessionSettings(heartbeat_s=0.05, peer_timeout_s=3.0, retransmit_s=0.
 QUIET = SessionSettings(heartbeat_s=100.0, peer_timeout_s=1000.0, retransmit_s=100.0)
 """No tick within a test, to wake a loop that missed something else."""
 ANSWER = 1 << 20
-HELLO = Hello(protocol=1, role="test", host="here", model="m", tokenizer="t", layout="l")
+HELLO = Hello(protocol=1, role="cache-node", host="here", model="m", tokenizer="t", layout="l")
 
 
 @dataclass
@@ -99,7 +100,14 @@ def make(
     **more: Any,
 ) -> ZmqRuntime:
     actor = actor or Echo()
-    session = Session(me=me, incarnation=incarnation, hello=HELLO, peers=peers, settings=settings, now=time.monotonic())
+    session = Session(
+        me=me,
+        incarnation=incarnation,
+        hello=HELLO,
+        peers=dict.fromkeys(peers, Member(("cache-node",), "here")),
+        settings=settings,
+        now=time.monotonic(),
+    )
     return ZmqRuntime(
         Node(actor, session),
         endpoint=endpoint(directory, me),
@@ -168,6 +176,17 @@ def _transmits(runtime: ZmqRuntime, to: str, message: ReleaseLease, lossy: bool)
         return runtime.node.handle(time.monotonic(), Started())
     finally:
         runtime.node.actor = real
+
+
+def test_timers_that_were_cancelled_do_not_pile_up():
+    timers = Timers()
+    timers.set("stays", 5.0, lambda: None)
+    for number in range(10_000):
+        timers.set(number, 1e7, lambda: None)
+        timers.cancel(number)
+    assert len(timers) == 1
+    assert len(timers._heap) < 2000
+    assert timers.next_at() == 5.0
 
 
 def test_peers_greet_and_exchange_messages_in_order(tmp_path: Path) -> None:
@@ -536,7 +555,7 @@ def test_a_tcp_port_in_use_is_one_clear_line() -> None:
     context = zmq.Context()
     holder = context.socket(zmq.ROUTER)
     port = holder.bind_to_random_port("tcp://127.0.0.1")
-    session = Session(me="a", incarnation=1, hello=HELLO, peers=[], settings=SETTINGS, now=0.0)
+    session = Session(me="a", incarnation=1, hello=HELLO, peers={}, settings=SETTINGS, now=0.0)
     with pytest.raises(BadEndpoint, match=f"cannot listen on tcp://127.0.0.1:{port}: the address is in use"):
         ZmqRuntime(Node(Echo(), session), endpoint=f"tcp://127.0.0.1:{port}", peers={})
     holder.close(linger=0)

@@ -1,0 +1,182 @@
+"""The TCP connections of one listening ZeroMQ socket: what they sent and nobody has taken yet, and an end of the worst of them.
+
+A high-water mark counts whole messages, and ZMQ_MAXMSGSIZE bounds one part of a message; of the parts of a message that never
+ends ZeroMQ holds all, and tells of none. So bytes are counted on both sides of it: by the kernel those that came in on a
+connection, by whoever receives those that came out. Connections by `ipc://` are not watched: they are this user's own.
+
+Empty parts take 32 times as much memory as bytes on the wire, but ZeroMQ's time too, which brings no more than 8 MB/s of them:
+so of a message that is not there yet more than `PARTIAL_BYTES` may be here for `PARTIAL_S` alone, in which a network of 1 Gb/s
+brings three of the longest ones. Who is cut wrongly connects anew, and says it again.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+import structlog
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+log = structlog.get_logger()
+
+MAX_UNTAKEN_BYTES = 16 << 20
+"""Of all connections of a socket together; beyond it the one with the most is cut, and its peer connects anew."""
+PARTIAL_BYTES = 512 << 10
+PARTIAL_S = 0.1
+LOOK_S = 0.02
+"""Between two looks, in which a network brings no more than a few times 10 MiB."""
+FRAME_OVERHEAD_BYTES = 48
+"""What a frame takes on the wire beside its content, encrypted ones included, at most."""
+HEARTBEAT_BYTES_PER_S = 64
+"""Likewise what comes without any frame."""
+RECEIVE_BUFFER_BYTES = 256 << 10
+"""The kernel's, for each connection."""
+_BYTES_RECEIVED = struct.Struct("<128xQ")
+"""Of Linux's `struct tcp_info`."""
+
+
+class Connections:
+    """`took` is for the thread that receives; a thread of its own counts and cuts, until closed."""
+
+    def __init__(
+        self, listening: "zmq.Socket[bytes]", counts: dict[str, int], on_crash: Callable[[BaseException], None]
+    ) -> None:
+        """Before `listening` binds. What is cut is added to the owner's `counts`; `on_crash` is called from the thread."""
+        counts.setdefault("connections_cut", 0)
+        self._counts = counts
+        self._listening = listening
+        self._on_crash = on_crash
+        self._received: dict[int, int] = {}
+        """Bytes that have come in, at the last look, by descriptor."""
+        self._untaken: dict[int, float] = {}
+        self._taken: deque[tuple[int, int]] = deque()
+        """(descriptor, bytes) since the last look."""
+        self._partial_since: dict[int, float] = {}
+        self._empty = True
+        """Everything that was whole is taken."""
+        self._monitor: zmq.Socket[bytes] = listening.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
+        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
+        self._thread.start()
+
+    def took(self, descriptor: int, size_bytes: int) -> None:
+        """A frame of this size was received from the connection `descriptor` (ZMQ_SRCFD)."""
+        self._empty = False
+        self._taken.append((descriptor, size_bytes + FRAME_OVERHEAD_BYTES))
+
+    def drained(self) -> None:
+        """Nothing was left to receive."""
+        self._empty = True
+
+    def close(self) -> None:
+        """Before `listening` is closed. May be called twice."""
+        if self._stop >= 0:
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
+            self._listening.disable_monitor()
+            self._monitor.close(linger=0)
+            os.close(self._stop)
+            self._stop = -1
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:
+            log.critical("connections_crashed", exc_info=error)
+            self._on_crash(error)
+
+    def _watch(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._stop, zmq.POLLIN)
+        looked_at = time.monotonic()
+        while self._stop not in dict(poller.poll(int(LOOK_S * 1000) if self._untaken else None)):
+            self._note()
+            now = time.monotonic()
+            if now - looked_at >= LOOK_S:
+                self._look(now, now - looked_at)
+                looked_at = now
+
+    def _note(self) -> None:
+        """Who came and went."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                descriptor = event["value"]
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._received[descriptor], self._untaken[descriptor] = 0, 0.0
+                else:
+                    self._forget(descriptor)
+
+    def _forget(self, descriptor: int) -> None:
+        self._received.pop(descriptor, None)
+        self._untaken.pop(descriptor, None)
+        self._partial_since.pop(descriptor, None)
+
+    def _look(self, now: float, elapsed_s: float) -> None:
+        taken: Counter[int] = Counter()
+        for _ in range(len(self._taken)):
+            descriptor, size_bytes = self._taken.popleft()
+            taken[descriptor] += size_bytes
+        for descriptor in list(self._untaken):
+            received = _received_bytes(descriptor)
+            if received is None:
+                self._forget(descriptor)
+                continue
+            came = received - self._received[descriptor] - taken[descriptor] - HEARTBEAT_BYTES_PER_S * elapsed_s
+            self._received[descriptor] = received
+            self._untaken[descriptor] = max(0.0, self._untaken[descriptor] + came)
+            if not self._empty or self._untaken[descriptor] <= PARTIAL_BYTES:
+                self._partial_since.pop(descriptor, None)
+            elif now - self._partial_since.setdefault(descriptor, now) > PARTIAL_S:
+                self._cut(descriptor)
+        while sum(self._untaken.values()) > MAX_UNTAKEN_BYTES:
+            self._cut(max(self._untaken, key=self._untaken.__getitem__))
+
+    def _cut(self, descriptor: int) -> None:
+        self._counts["connections_cut"] += 1
+        log.warning("connection_cut", untaken_bytes=int(self._untaken[descriptor]), endpoint=_endpoint(self._listening))
+        self._forget(descriptor)
+        cut(self._listening, descriptor)
+
+
+def cut(listening: "zmq.Socket[bytes]", descriptor: int) -> None:
+    """End a connection of a listening socket; whoever is at its other end may connect anew."""
+    try:
+        duplicate = socket.socket(fileno=os.dup(descriptor))
+    except OSError:  # it has ended
+        return
+    with duplicate, contextlib.suppress(OSError):
+        # The number may be another file's by now: that one is ours too, and is to stay.
+        if _place(duplicate) == _endpoint(listening).removeprefix("ipc://").rpartition(":")[2]:
+            duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _place(connection: socket.socket) -> str:
+    """Our side's path or port: a socket may listen on all addresses."""
+    name = connection.getsockname()
+    return str(name if connection.family == socket.AF_UNIX else name[1])
+
+
+def _endpoint(listening: "zmq.Socket[bytes]") -> str:
+    return listening.get_string(zmq.LAST_ENDPOINT)
+
+
+def _received_bytes(descriptor: int) -> int | None:
+    """Since the connection began; None if there is none."""
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+    try:
+        (received,) = _BYTES_RECEIVED.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size))
+    except (OSError, struct.error):
+        return None
+    else:
+        return int(received)
+    finally:
+        connection.detach()

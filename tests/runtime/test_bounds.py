@@ -1,0 +1,101 @@
+"""How much memory one peer or stranger can make a process hold: in processes of their own, as what one allocates stays."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BOUND_BYTES = 64 << 20
+SCRIPTS = Path(__file__).parent
+
+
+def grown(tmp_path: Path, script: str, *arguments: str) -> tuple[int, int]:
+    """What a script, run beside `hostile`, tells: by how many bytes it grew, and how many it was sent."""
+    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n{script}"
+    command = [sys.executable, "-c", code, *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    growth, sent = ran.stdout.split()[-2:]
+    return int(growth), int(sent)
+
+
+RUNTIME = """
+import os, socket, sys, threading, time
+from hostile import LONG, MORE, connect, growth_while_sending, part, rss_bytes
+from test_zmq_runtime import HELLO, SETTINGS, Echo
+from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES
+from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.session import Session
+from mooncake_zmq.runtime.zmq_runtime import MAX_FRAME_BYTES, ZmqRuntime
+
+what, scheme = sys.argv[1:]
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}" if scheme == "tcp" else f"ipc://{os.getcwd()}/me.ipc"
+session = Session(me="a", incarnation=1, hello=HELLO, peers={}, settings=SETTINGS, now=time.monotonic())
+runtime = ZmqRuntime(Node(Echo(), session), endpoint=endpoint, peers={})
+frame = bytes(MAX_FRAME_BYTES)
+"""
+
+QUEUE = (
+    RUNTIME
+    + """
+# The loop does not run: what a process that is busy for as long as it takes has to hold.
+stranger = connect(endpoint, b"DEALER")
+print(*growth_while_sending(stranger, (part(frame) for _ in range(100))))
+os._exit(0)
+"""
+)
+
+ENDLESS = (
+    RUNTIME
+    + """
+serving = threading.Thread(target=runtime.run, daemon=True)
+serving.start()
+stranger = connect(endpoint, b"DEALER")
+size = int(what)
+each = part(frame[:size], MORE) * max(1, (1 << 20) // (size + 2))
+print(*growth_while_sending(stranger, (each for _ in range((400 << 20) // len(each)))))
+assert serving.is_alive()
+os._exit(0)
+"""
+)
+
+
+KV_EVENTS = """
+import os, sys
+from hostile import MORE, connect, growth_while_sending, part
+from mooncake_zmq.runtime.kv_events import KvEventPublisher
+what, scheme = sys.argv[1:]
+endpoint = f"ipc://{os.getcwd()}/kv.ipc" if scheme == "ipc" else "tcp://127.0.0.1:*"
+publisher = KvEventPublisher(endpoint, topic="kv@a", block_tokens=4, on_crash=print)
+stranger = connect(publisher.endpoint, b"SUB")
+if what == "subscribe":
+    told = (b"".join(part(b"\\1" + os.urandom(250)) for _ in range(100)) for _ in range(1000))
+else:
+    told = (part(bytes(255), MORE) * 10_000 for _ in range(100))
+print(*growth_while_sending(stranger, told))
+publisher.close()
+"""
+
+
+@pytest.mark.parametrize(("what", "scheme"), [("subscribe", "tcp"), ("subscribe", "ipc"), ("endless", "tcp")])
+def test_what_a_subscriber_tells_is_bounded(tmp_path: Path, what: str, scheme: str) -> None:
+    growth, sent = grown(tmp_path, KV_EVENTS, what, scheme)
+    assert sent < 20_000_000 if what == "subscribe" else 200_000_000
+    assert growth < BOUND_BYTES
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_a_receive_queue_is_bounded_in_bytes(tmp_path: Path, scheme: str) -> None:
+    growth, sent = grown(tmp_path, QUEUE, "queue", scheme)
+    assert sent > 8 << 20
+    assert growth < BOUND_BYTES
+
+
+@pytest.mark.parametrize("size_bytes", [4 << 20, 1 << 10, 0])
+def test_a_message_without_end_is_cut(tmp_path: Path, size_bytes: int) -> None:
+    growth, sent = grown(tmp_path, ENDLESS, str(size_bytes), "tcp")
+    assert sent < 400 << 20
+    assert growth < BOUND_BYTES
