@@ -162,6 +162,24 @@ def show(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
         click.echo(f"{dotted} = {value!r}  ({source})")
 
 
+@config.command()
+@click.argument("path", metavar="FILE", default=DEFAULT_CONFIG, callback=lambda _context, _parameter, value: _located(value))
+@click.option("--host", metavar="HOST", help="Only of nodes with this host.")
+def units(path: str, host: str | None) -> None:
+    """Print the names of FILE's systemd units, one a line.
+
+    \b
+    Example:
+      systemctl enable --now $(mooncake-zmq config units /etc/mooncake-zmq/cluster.toml --host host-a)
+    """
+    nodes = _load(path, None, ()).config.nodes
+    chosen = [node for node in nodes if host is None or node.host == host]
+    if not chosen:
+        _fail(f"{path}: no node has host {host!r}; hosts are {', '.join(sorted({node.host for node in nodes})) or 'none'}")
+    for node in chosen:
+        click.echo(f"mooncake-{node.role}@{node.name}.service")
+
+
 @main.group()
 def model() -> None:
     """Look at a model before it is run."""
