@@ -139,7 +139,7 @@ class Executor:
         return self._reader.counts
 
     def engine_overdue_s(self) -> float:
-        """How far the engine's oldest work is past the deadline by which it was to end: its thread, or what it waits for, hangs."""
+        """How far the engine's oldest work is past the deadline by which it was to end: well past, its thread hangs."""
         now = time.monotonic()
         with self._lock:
             deadlines = [job.deadline for job in self._jobs.values() if isinstance(job.work, ENGINE_WORKS)]

@@ -100,24 +100,28 @@ def test_a_cluster_serves_drains_and_shows_an_engine_that_hangs(root: Path) -> N
 
         with ask(root, 400) as stream:
             stream.read(5)
-            assert services["decode-a"].stop() == 0
+            services["decode-a"].stop()
+            stuck = services["decode-b"] = Service(root, known["decode-b"])
             assert stream.read() == expected_tokens([1, 2, 3], 400)
+        assert services["decode-a"].ended() == 0
         assert {"STOPPING=1", "STATUS=draining", "EXTEND_TIMEOUT_USEC=70000000"} <= set(services["decode-a"].listen())
 
-        stuck = services["decode-b"] = Service(root, known["decode-b"])
         stuck.await_ready()
         stuck.await_said("WATCHDOG=1")
         eventually(lambda: hears(root, "gateway-0", "decode-b"), what="the gateway hears the decode")
         with ask(root, 5) as stream:
             stream.read(1)  # the prefill's
-            stuck.await_said("STATUS=the engine is ")
-            stuck.await_said("STATUS=the engine is ", times=3)
+            stuck.await_said("STATUS=the engine is ", times=4)
             assert "WATCHDOG=1" not in stuck.said[stuck.said.index(next(w for w in stuck.said if "the engine is" in w)) :]
-            services["prefill-a"].await_said("WATCHDOG=1")
+            services["prefill-a"].await_said("WATCHDOG=1", from_now=True)
         stuck.process.send_signal(signal.SIGABRT)  # what the watchdog does
         assert stuck.process.wait(10) == -signal.SIGABRT
         assert "modelled.py" in stuck.told(), "where the engine hung"
 
-        for node in ("gateway-0", "prefill-a", "cache-a", "conductor-0"):
-            assert services[node].stop() == 0, services[node].told()
+        services["gateway-0"].stop()
+        assert services["gateway-0"].ended() == 0
+        workers = [services[node] for node in ("prefill-a", "cache-a", "conductor-0")]
+        for worker in workers:
+            worker.stop()
+        assert [worker.ended() for worker in workers] == [0, 0, 0]
     assert list((root / "shm").iterdir()) == []

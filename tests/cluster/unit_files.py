@@ -1,4 +1,4 @@
-"""Runs an installed unit as its files say where systemd is not there to: command, environment, directories, limits, its socket."""
+"""Runs an installed unit as its files say where systemd is not there to: command, environment, limits, notify socket."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ from toy_cluster import ROOT, eventually
 UNITS = "usr/local/lib/systemd/system"
 LISTS = ("Environment",)
 PR_SET_NO_NEW_PRIVS, PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN = 38, 65, 1
-HASTE = 30
+HASTE = 60
 """The watchdog's time is divided by this: tests do not wait for half a minute."""
 
 
@@ -72,14 +72,14 @@ class Service:
                 self.said += self._socket.recv(4096).decode().split("\n")
         return self.said
 
-    def await_said(self, word: str, times: int = 1, timeout_s: float = 30.0) -> None:
-        """Wait until it has said something that begins with `word`, from now on."""
-        before = len(self.listen())
+    def await_said(self, word: str, times: int = 1, *, from_now: bool = False) -> None:
+        """Wait until it has said something that begins with `word` so often."""
+        before = len(self.listen()) if from_now else 0
 
         def heard() -> bool:
             return sum(each.startswith(word) for each in self.listen()[before:]) >= times
 
-        eventually(heard, timeout_s, f"{self.unit} says {word}; {self.said[-3:]}")
+        eventually(heard, 30, f"{self.unit} says {word}; {self.said[-3:]}")
 
     def await_ready(self) -> None:
         eventually(
@@ -87,9 +87,12 @@ class Service:
         )
         assert self.process.poll() is None, self.told()
 
-    def stop(self) -> int:
-        """As systemd stops it, and what its process ends with."""
+    def stop(self) -> None:
+        """As systemd stops it."""
         self.process.send_signal(signal.SIGTERM)
+
+    def ended(self) -> int:
+        """What its process ended with."""
         return self.process.wait(30)
 
     def close(self) -> None:

@@ -46,9 +46,18 @@ def test_a_second_install_writes_nothing_and_keeps_what_the_operator_made(instal
 
 def test_the_launcher_runs_the_program_whatever_the_directory_holds(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "mooncake_zmq.py").write_text("raise SystemExit('not the program')")
-    launcher = [installed / "opt/mooncake-zmq/bin/mooncake-zmq", "config", "units", ROOT / "configs/toy.toml", "--host", "host-a"]
+    launcher = [
+        installed / "opt/mooncake-zmq/bin/mooncake-zmq",
+        "config",
+        "units",
+        ROOT / "configs/toy.toml",
+        "--host",
+        "host-a",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    said = subprocess.run(launcher, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60, check=True).stdout
+    said = subprocess.run(
+        launcher, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60, check=True
+    ).stdout
     assert said.splitlines() == [
         "mooncake-cache-node@cache-a.service",
         "mooncake-prefill@prefill-a.service",
