@@ -5,61 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from toy_cluster import Stream, eventually, expected_tokens, free_port, greedy
-from unit_files import ROOT, Service, running
+from unit_files import ROOT, Service, config_text, running
 
-from mooncake_zmq.core.profile import PrefillTime, Profile, StepTime
 from mooncake_zmq.operate import collect_dumps
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(120)]
-
-CONFIG = """
-[cluster]
-name = "units"
-shm_dir = "{root}/shm"
-drain_timeout_s = 10.0
-[model]
-path = "toy"
-max_model_len = 4096
-[cache_node]
-pool_bytes = 4_194_304
-[prefill]
-slab_bytes = 8_388_608
-[gateway]
-http_port = {port}
-[[nodes]]
-name = "conductor-0"
-role = "conductor"
-[[nodes]]
-name = "cache-a"
-role = "cache-node"
-[[nodes]]
-name = "prefill-a"
-role = "prefill"
-[[nodes]]
-name = "decode-a"
-role = "decode"
-[[nodes]]
-name = "decode-b"
-role = "decode"
-backend = "modelled:{root}/stuck.json"
-settings = {{ step_deadline_s = 0.2 }}
-[[nodes]]
-name = "gateway-0"
-role = "gateway"
-"""
-STUCK = Profile(
-    model="toy",
-    fingerprint="f" * 32,
-    threads=1,
-    backend="numpy",
-    machine="one that hangs",
-    prefill=(PrefillTime(8, 0, 0.008), PrefillTime(16, 0, 0.016)),
-    decode=tuple(StepTime(batch, 8 * batch, 1e5 + batch) for batch in (1, 2, 4, 8)),
-)
-"""An engine whose first step takes a day."""
 
 
 @pytest.fixture
@@ -67,8 +19,7 @@ def root(directory: Path) -> Path:
     install = [ROOT / "bin/install", "--root", directory, "--python", sys.executable]
     subprocess.run(install, check=True, capture_output=True)
     (directory / "shm").mkdir()
-    (directory / "etc/mooncake-zmq/cluster.toml").write_text(CONFIG.format(root=directory, port=free_port()))
-    (directory / "stuck.json").write_bytes(msgspec.json.encode(STUCK))
+    (directory / "etc/mooncake-zmq/cluster.toml").write_text(config_text(directory / "shm", directory, free_port()))
     return directory
 
 

@@ -11,13 +11,70 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 from toy_cluster import ROOT, eventually
+
+from mooncake_zmq.core.profile import PrefillTime, Profile, StepTime
 
 UNITS = "usr/local/lib/systemd/system"
 LISTS = ("Environment",)
 PR_SET_NO_NEW_PRIVS, PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN = 38, 65, 1
 HASTE = 60
 """The watchdog's time is divided by this: tests do not wait for half a minute."""
+
+
+CONFIG = """
+[cluster]
+name = "units"
+shm_dir = "{shm}"
+drain_timeout_s = 10.0
+[model]
+path = "toy"
+max_model_len = 4096
+[cache_node]
+pool_bytes = 4_194_304
+[prefill]
+slab_bytes = 8_388_608
+[gateway]
+http_port = {port}
+[[nodes]]
+name = "conductor-0"
+role = "conductor"
+[[nodes]]
+name = "cache-a"
+role = "cache-node"
+[[nodes]]
+name = "prefill-a"
+role = "prefill"
+[[nodes]]
+name = "decode-a"
+role = "decode"
+[[nodes]]
+name = "decode-b"
+role = "decode"
+backend = "modelled:{stuck}"
+settings = {{ step_deadline_s = 0.2 }}
+[[nodes]]
+name = "gateway-0"
+role = "gateway"
+"""
+STUCK = Profile(
+    model="toy",
+    fingerprint="f" * 32,
+    threads=1,
+    backend="numpy",
+    machine="one that hangs",
+    prefill=(PrefillTime(8, 0, 0.008), PrefillTime(16, 0, 0.016)),
+    decode=tuple(StepTime(batch, 8 * batch, 1e5 + batch) for batch in (1, 2, 4, 8)),
+)
+"""An engine whose first step takes a day."""
+
+
+def config_text(shm: Path, root: Path, port: int) -> str:
+    """A cluster for the units below `root`; decode-b is one that hangs."""
+    stuck = root / "etc/mooncake-zmq/stuck.json"
+    stuck.write_bytes(msgspec.json.encode(STUCK))
+    return CONFIG.format(shm=shm, stuck=stuck, port=port)
 
 
 def settings(root: Path, unit: str) -> dict[str, list[str]]:
