@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from toy_cluster import ROOT, eventually
+from toy_cluster import ROOT, eventually, free_port
 
 from mooncake_zmq.core.profile import PrefillTime, Profile, StepTime
 
@@ -43,6 +43,8 @@ role = "conductor"
 [[nodes]]
 name = "cache-a"
 role = "cache-node"
+endpoint = "tcp://127.0.0.1:{control}"
+data_endpoint = "tcp://127.0.0.1:{data}"
 [[nodes]]
 name = "prefill-a"
 role = "prefill"
@@ -74,7 +76,7 @@ def config_text(shm: Path, root: Path, port: int) -> str:
     """A cluster for the units below `root`; decode-b is one that hangs."""
     stuck = root / "etc/mooncake-zmq/stuck.json"
     stuck.write_bytes(msgspec.json.encode(STUCK))
-    return CONFIG.format(shm=shm, stuck=stuck, port=port)
+    return CONFIG.format(shm=shm, stuck=stuck, port=port, control=free_port(), data=free_port())
 
 
 def settings(root: Path, unit: str) -> dict[str, list[str]]:
