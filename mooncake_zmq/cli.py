@@ -170,7 +170,7 @@ def units(path: str, host: str | None) -> None:
 
     \b
     Example:
-      systemctl enable --now $(mooncake-zmq config units /etc/mooncake-zmq/cluster.toml --host host-a)
+      systemctl enable --now mooncake.target $(mooncake-zmq config units /etc/mooncake-zmq/cluster.toml --host host-a)
     """
     nodes = _load(path, None, ()).config.nodes
     chosen = [node for node in nodes if host is None or node.host == host]
