@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ def examine(here: Here) -> Iterator[Finding]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield from pool.map(lambda each: reached(each[0], *each[1]), known)
     askable = [name for name, pid in here.running.items() if _may_signal(pid)]
-    for name, dump in collect_dumps(Path(here.config.cluster.runtime_dir), askable).items():
-        yield from heard(name, dump["session"])
+    dumps = collect_dumps(Path(here.config.cluster.runtime_dir), askable)
+    yield from heard({name: dump["session"] for name, dump in dumps.items()})
 
 
 def reached(name: str, address: str, port: int) -> Finding:
@@ -57,22 +57,25 @@ def _greeting(stream: socket.socket) -> bytes:
     return got.ljust(GREETING_BYTES, b"\0")
 
 
-def heard(name: str, session: dict[str, Any]) -> Iterator[Finding]:
-    """What one node here knows of its peers."""
-    for peer, why in session["refusals"].items():
-        advice = f"give {peer} the same release, model and cluster.toml as {name}, then restart it"
-        yield Finding(AREA, "problem", f"{name} refuses {peer}: {why}", advice)
-    states = session["peers"]
-    silent = [peer for peer, state in states.items() if not state["up"] and peer not in session["refusals"]]
-    others = session["counts"].get("dropped[reason=version]", 0)
-    if others and silent:
-        found = f"{name} was sent {others:,.0f} frames of another protocol than its own, {PROTOCOL_VERSION}"
-        yield Finding(AREA, "problem", found, f"upgrade what does not come up: {', '.join(silent)}")
-    if silent:
-        advice = f"start them, or look there: journalctl -u 'mooncake-*@{silent[0]}'"
-        yield Finding(AREA, "warning", f"{name} does not hear {', '.join(silent)}", advice)
-    elif not session["refusals"]:
-        yield Finding(AREA, "ok", f"{name} hears all {len(states)} of its peers")
+def heard(sessions: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
+    """What running nodes know of their peers, by name of the node."""
+    silent: dict[str, list[str]] = {}
+    for name, session in sessions.items():
+        for peer, why in session["refusals"].items():
+            advice = f"give {peer} the same release, model and cluster.toml as {name}, then restart it"
+            yield Finding(AREA, "problem", f"{name} refuses {peer}: {why}", advice)
+        unheard = [peer for peer, state in session["peers"].items() if not state["up"] and peer not in session["refusals"]]
+        for peer in unheard:
+            silent.setdefault(peer, []).append(name)
+        others = session["counts"].get("dropped[reason=version]", 0)
+        if others and unheard:
+            found = f"{name} was sent {others:,.0f} frames of another protocol than its own, {PROTOCOL_VERSION}"
+            yield Finding(AREA, "problem", found, f"upgrade what does not come up: {', '.join(unheard)}")
+    for peer, names in silent.items():
+        advice = f"start it, or look on its machine: journalctl -u 'mooncake-*@{peer}'"
+        yield Finding(AREA, "warning", f"{peer} is not heard by {', '.join(names)}", advice)
+    if sessions and not silent:
+        yield Finding(AREA, "ok", f"{', '.join(sessions)}: each hears its peers")
 
 
 def _may_signal(pid: int) -> bool:

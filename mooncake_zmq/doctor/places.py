@@ -10,6 +10,7 @@ from pathlib import Path
 from mooncake_zmq.config import NodeSettings
 from mooncake_zmq.doctor.finding import Finding, Here
 from mooncake_zmq.doctor.here import tcp_address
+from mooncake_zmq.roles import PARTS
 
 AREA = "places"
 UNIT_DIRECTORIES = ("/usr/local/lib/systemd/system", "/etc/systemd/system", "/usr/lib/systemd/system")
@@ -56,11 +57,9 @@ def runtime_directory(path: Path, units: bool) -> Finding:
 def addresses(here: Here, node: NodeSettings) -> Iterator[tuple[str, str, int]]:
     """(setting, address, port) of all that a node listens on over TCP."""
     section = here.section(node)
-    named = {
-        "endpoint": here.config.endpoint(node),
-        "data_endpoint": here.config.data_endpoint(node),
-        "store_endpoint": node.store_endpoint,
-    }
+    named = {"endpoint": here.config.endpoint(node), "store_endpoint": node.store_endpoint}
+    if PARTS[node.role].segment_setting:  # who has blocks serves them
+        named["data_endpoint"] = here.config.data_endpoint(node)
     if node.role == "cache-node":
         named["kv_events.endpoint"] = section.kv_events.endpoint
         named["kv_events.replay_endpoint"] = section.kv_events.replay_endpoint

@@ -215,8 +215,8 @@ def test_every_address_that_a_node_listens_on_is_looked_at(tmp_path: Path) -> No
     named = [(what, port) for what, _, port in places.addresses(found, found.nodes[0])]
     assert named == [
         ("endpoint", 1),
-        ("data_endpoint", 2),
         ("store_endpoint", 3),
+        ("data_endpoint", 2),
         ("kv_events.endpoint", 5557),
         ("store_stream_port", 4),
         ("metrics_port", 9100),
@@ -279,9 +279,12 @@ def test_what_running_nodes_refuse_or_do_not_hear_is_told() -> None:
         "peers": {"old": {"up": False}, "silent": {"up": False}, "up": {"up": True}},
         "counts": {},
     }
-    assert levels(peers.heard("me", session)) == ["problem", "warning"]
-    assert levels(peers.heard("me", {**session, "counts": {"dropped[reason=version]": 3}})) == ["problem", "problem", "warning"]
-    assert levels(peers.heard("me", {"refusals": {}, "peers": {"up": {"up": True}}, "counts": {}})) == ["ok"]
+    found = list(peers.heard({"me": session, "also me": session}))
+    assert levels(found) == ["problem", "problem", "warning"]
+    assert found[-1].found == "silent is not heard by me, also me"
+    other = {**session, "counts": {"dropped[reason=version]": 3}}
+    assert levels(peers.heard({"me": other})) == ["problem", "problem", "warning"]
+    assert levels(peers.heard({"me": {"refusals": {}, "peers": {"up": {"up": True}}, "counts": {}}})) == ["ok"]
 
 
 def test_a_node_that_runs_is_known_by_its_lock(tmp_path: Path) -> None:
