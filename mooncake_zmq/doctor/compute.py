@@ -77,7 +77,7 @@ def _gpu(names: list[str]) -> Iterator[Finding]:
     runtime = cupy.cuda.runtime
     free_bytes, total_bytes = runtime.memGetInfo()
     name = runtime.getDeviceProperties(0)["name"].decode()
-    driver = f"driver for CUDA {runtime.driverGetVersion() / 1000:g}, CuPy {cupy.__version__}"
+    driver = f"driver for CUDA {_version(runtime.driverGetVersion())}, CuPy {cupy.__version__}"
     yield Finding(AREA, "ok", f"{who}: {name}, {free_bytes >> 20:,} of {total_bytes >> 20:,} MiB free, {driver}")
     if units_installed():
         yield gpu_units([Path(directory) for directory in UNIT_DIRECTORIES])
@@ -88,3 +88,8 @@ def gpu_units(directories: list[Path]) -> Finding:
     if any((path / "mooncake-prefill@.service.d/50-gpu.conf").exists() for path in directories):
         return Finding(AREA, "ok", "units may use the GPU")
     return Finding(AREA, "problem", "units may not use the GPU", "bin/install --gpu")
+
+
+def _version(number: int) -> str:
+    """12040 is 12.4."""
+    return f"{number // 1000}.{number % 1000 // 10}"

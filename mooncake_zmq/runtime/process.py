@@ -518,7 +518,7 @@ class _Process:
         while not (found := edge.health())[0]:
             if time.monotonic() - told_at >= notify.AGAIN_S:
                 told_at = time.monotonic()
-                notify.status(f"waiting for a {' and a '.join(found[1]['missing'])}")
+                notify.status(f"{found[1]['status']}: missing {', '.join(found[1]['missing']) or 'nothing'}")
                 notify.waiting()
             await asyncio.sleep(READY_POLL_S)
         self._ready()

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,6 +240,21 @@ def test_a_gpu_that_is_wanted_and_not_there_is_told(toy: Here, monkeypatch: pyte
     (found,) = compute.examine(with_gpu)
     assert found.level == "problem"
     assert "--extra gpu-cu12" in found.advice
+
+
+def test_a_gpu_that_is_there_is_told_with_its_driver_and_memory(toy: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(
+        memGetInfo=lambda: (70 << 30, 80 << 30),
+        getDeviceProperties=lambda _: {"name": b"NVIDIA H100"},
+        driverGetVersion=lambda: 12040,
+    )
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime), __version__="14.0")
+    monkeypatch.setattr(compute, "array_namespace", lambda _: cupy)
+    monkeypatch.setattr(compute, "units_installed", lambda: False)
+    with_gpu = replace(toy, nodes=tuple(replace(node, device="cuda") for node in toy.of_role("decode")))
+    (found,) = compute.examine(with_gpu)
+    assert found.level == "ok"
+    assert "NVIDIA H100, 71,680 of 81,920 MiB free, driver for CUDA 12.4, CuPy 14.0" in found.found
 
 
 def test_units_without_the_gpus_devices_are_told(tmp_path: Path) -> None:

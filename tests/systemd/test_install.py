@@ -115,3 +115,11 @@ def test_the_check_finds_a_planted_fault(installed: Path, file: str, old: str, n
     result = checked(installed)
     assert result.returncode == 1
     assert said in result.stderr
+
+
+def test_what_libzmq_aborts_without_is_allowed(installed: Path) -> None:
+    common = (installed / UNITS / "mooncake-.service.d/10-common.conf").read_text().splitlines()
+    families = next(line for line in common if line.startswith("RestrictAddressFamilies="))
+    assert "AF_NETLINK" in families, "zmq_bind lists the network's interfaces"
+    filters = [line for line in common if line.startswith("SystemCallFilter=")]
+    assert filters[-1] == "SystemCallFilter=sched_setscheduler", "its threads set the policy that they have"
