@@ -331,7 +331,7 @@ def doctor(path: str, assignments: tuple[str, ...], host: str | None, as_json: b
     \b
     Examples:
       mooncake-zmq doctor
-      mooncake-zmq doctor --config /etc/mooncake-zmq/cluster.toml
+      runuser -u mooncake -- mooncake-zmq doctor --config /etc/mooncake-zmq/cluster.toml
       mooncake-zmq doctor --config cluster.toml --host host-b --json
     """
     from rich.console import Console

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pwd
 import socket
 import stat
 from collections.abc import Iterator
@@ -49,9 +50,17 @@ def runtime_directory(path: Path, units: bool) -> Finding:
         return Finding(AREA, "problem", f"{path} is no directory", f"rm {path}; somebody else may have put it there")
     if state.st_mode & 0o022:
         return Finding(AREA, "problem", f"{path} can be written by others", f"chmod 700 {path}")
-    if os.geteuid() not in (0, state.st_uid):
-        return Finding(AREA, "problem", f"{path} is another user's", "run this as that user, or as root")
+    if state.st_uid != os.geteuid():
+        advice = f"run this as that user: runuser -u {_user(state.st_uid)} -- mooncake-zmq doctor"
+        return Finding(AREA, "problem", f"{path} is another user's: what runs cannot be seen", advice)
     return Finding(AREA, "ok", f"{path} is private to its user (uid {state.st_uid})")
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def addresses(here: Here, node: NodeSettings) -> Iterator[tuple[str, str, int]]:

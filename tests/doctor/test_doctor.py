@@ -189,6 +189,13 @@ def test_a_runtime_directory_that_others_write_is_told(tmp_path: Path, mode: int
     assert places.runtime_directory(link, False).level == "problem"
 
 
+def test_a_runtime_directory_of_another_user_is_told_with_whom_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    found = places.runtime_directory(tmp_path, False)
+    assert found.level == "problem"
+    assert "runuser -u " in found.advice
+
+
 def test_a_file_whose_directory_is_not_the_units_is_told(tmp_path: Path) -> None:
     assert places.runtime_directory(tmp_path, True).level == "problem"
     assert "/run/mooncake-zmq" in places.runtime_directory(tmp_path, True).advice
