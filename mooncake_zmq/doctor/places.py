@@ -19,8 +19,11 @@ UNITS_RUNTIME_DIR = "/run/mooncake-zmq"
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """The runtime directory, then each address of each node here."""
-    yield runtime_directory(Path(here.config.cluster.runtime_dir), units_installed())
+    """The runtime directory, then each address of each node here: only who may look into the former knows whose a port is."""
+    directory = runtime_directory(Path(here.config.cluster.runtime_dir), units_installed())
+    yield directory
+    if directory.level == "problem":
+        return
     for node in here.nodes:
         for what, address, port in addresses(here, node):
             yield listening(node.name, what, address, port, here.running.get(node.name))

@@ -196,6 +196,14 @@ def test_a_runtime_directory_of_another_user_is_told_with_whom_to_be(tmp_path: P
     assert "runuser -u " in found.advice
 
 
+def test_whose_a_port_is_nobody_says_who_may_not_look(toy: Here) -> None:
+    directory = Path(toy.config.cluster.runtime_dir)
+    assert len(list(places.examine(toy))) > 1
+    directory.mkdir()
+    directory.chmod(0o777)
+    assert levels(places.examine(toy)) == ["problem"]
+
+
 def test_a_file_whose_directory_is_not_the_units_is_told(tmp_path: Path) -> None:
     assert places.runtime_directory(tmp_path, True).level == "problem"
     assert "/run/mooncake-zmq" in places.runtime_directory(tmp_path, True).advice
