@@ -40,7 +40,9 @@ class ConfigError(Exception):
 
 
 def default_runtime_dir() -> str:
-    """Short, private to the user, and gone at reboot: it holds locks, sockets and logs."""
+    """Short, private to the user, and gone at reboot: it holds locks, sockets and logs. A systemd unit says which it is."""
+    if given := os.environ.get("RUNTIME_DIRECTORY"):
+        return given.partition(":")[0]
     base = os.environ.get("XDG_RUNTIME_DIR")
     return f"{base}/mooncake_zmq" if base and Path(base).is_dir() else f"/tmp/mooncake_zmq-{os.getuid()}"
 

@@ -129,7 +129,7 @@ def test_roles_know_only_what_is_below_them(module: Path) -> None:
         ("transfer", (*ROLES, "runtime", "simulation", "bench", "cli", "config", "up", "operate")),
         ("core", (*ROLES, "runtime", "transfer", "engine", "simulation", "bench", "cli", "config", "up", "operate", "roles")),
         ("simulation", ("bench", "cli", "up", "operate", "runtime")),
-        ("runtime", ("simulation", "bench", "cli", "up", "operate", "demo")),
+        ("runtime", ("simulation", "bench", "cli", "up", "operate", "demo", "doctor")),
     ],
 )
 def test_imports_point_one_way(room: str, never: tuple[str, ...]) -> None:

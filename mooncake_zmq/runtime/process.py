@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import math
 import os
 import signal
 import socket
@@ -44,6 +45,7 @@ from mooncake_zmq.gateway.readiness import ClusterView
 from mooncake_zmq.gateway.requests import Requests
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.runtime import log as logs
+from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
@@ -72,6 +74,8 @@ MAX_ASKS = 64
 """Of the operator's, taken at a time; further ones wait for the next signal."""
 ASKED_ROLES: tuple[Role, ...] = ("conductor",)
 READY_POLL_S = 0.1
+CLOSE_S = 60.0
+"""For what follows a drain: an SSD gets what DRAM alone holds, threads and memory are let go of."""
 HTTP_CLOSE_S = 5
 """How long the last HTTP answers may take to be written out once the requests have ended; then connections are cut."""
 FILES_PER_PEER = 8
@@ -99,7 +103,7 @@ def main(loaded: Loaded, name: str, *, role: Role | None = None, begin_as: Calla
         _hold_signals()
         if process.next_role is not None and not process.signals_seen:
             log.info("role_changes", to=process.next_role)
-            _notify(f"STATUS=becoming a {process.next_role}\nWATCHDOG=1")
+            notify.alive(f"becoming a {process.next_role}")
             begin_as(process.next_role)
     except MISTAKES as mistake:
         sys.stderr.write(f"mooncake-zmq: {name}: {mistake}\n")
@@ -128,7 +132,8 @@ class _Process:
         self.incarnation = lock.incarnation
         for swept in sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life)):
             log.warning("stale_segment_removed", path=str(swept))
-        self.model = learn(self.config, self.node)
+        with notify.patience("waiting for the model"):
+            self.model = learn(self.config, self.node)
         self.layout = self.model.layout(self.config.model.block_tokens)
         self.signals_seen = 0
         self.drain_until = 0.0
@@ -138,6 +143,7 @@ class _Process:
         """Counters of the data plane's threads, by part."""
         self._runtime: ZmqRuntime | None = None
         self._store: StoreServer | None = None
+        self._executor: Executor | None = None
         self.cuda = self._open_device() if node.device == "cuda" else None
 
     @property
@@ -164,12 +170,14 @@ class _Process:
 
     def _serve_actor(self) -> None:
         config, node = self.config, self.node
-        segment, segment_ref = self._make_segment()
+        with notify.patience("allocating shared memory"):
+            segment, segment_ref = self._make_segment()
         if node.may_become:
             self._slots(node.in_role(node.may_become))  # better told now than when it is asked to change
         engine = None
         if node.role in ENGINE_ROLES:
-            engine = self._load_engine()
+            with notify.patience("loading the engine"):
+                engine = self._load_engine()
         pool = self.settings if node.role == "cache-node" else None
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
@@ -202,9 +210,10 @@ class _Process:
         self.stack.callback(self.runtime.close)
         if executor is not None:
             self.data_counts["data_reader"] = executor.read_counts
+            self._executor = executor
             self.stack.callback(executor.close)  # before the runtime: its threads wake the runtime's loop
         self._attend()
-        self.runtime.call(_ready)
+        self.runtime.call(self._ready)
         self.runtime.run()
 
     def _load_engine(self) -> Engine:
@@ -421,7 +430,7 @@ class _Process:
             self.runtime.attach(asyncio.get_running_loop(), stopped.set, self._on_crash)
             serving = asyncio.create_task(server.serve(sockets=[]))
             opening = asyncio.create_task(door.open())
-            announcing = asyncio.create_task(_announce(edge))
+            announcing = asyncio.create_task(self._announce(edge))
             await asyncio.wait([serving, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
             announcing.cancel()
             opening.cancel()
@@ -469,7 +478,7 @@ class _Process:
 
         def drain() -> None:
             log.info("draining")
-            _notify("STOPPING=1")
+            notify.stopping("draining", self.config.cluster.drain_timeout_s + CLOSE_S)
             on_drain()
             runtime.drain()
 
@@ -490,9 +499,8 @@ class _Process:
         signal.signal(signal.SIGINT, on_signal)
         signal.signal(signal.SIGUSR1, lambda *_: runtime.call(self._write_dump))
         signal.signal(signal.SIGUSR2, lambda *_: runtime.call(self._take_asks))
-        watchdog_us = int(os.environ.get("WATCHDOG_USEC", "0"))
-        if watchdog_us:
-            runtime.every(watchdog_us / 2e6, lambda: _notify("WATCHDOG=1"))
+        if watchdog_s := notify.watchdog_s():
+            runtime.every(watchdog_s / 2, lambda: self._show_life(watchdog_s))
         if self.node.metrics_port:
             try:
                 self.stack.callback(serve_metrics(self.node.metrics_port, self._snapshot))
@@ -501,6 +509,38 @@ class _Process:
         log.info("started", incarnation=self.incarnation, endpoint=runtime.endpoint, pid=os.getpid())
         if self.crash is not None:
             runtime.stop()
+
+    def _show_life(self, patience_s: float) -> None:
+        """The loop's own word that it turns, and none while the engine's thread is stuck: the service manager then ends us."""
+        overdue_s = self._executor.engine_overdue_s() if self._executor else 0.0
+        if overdue_s > patience_s:
+            log.error("engine_stuck", overdue_s=round(overdue_s, 1))
+            notify.status(f"the engine is {overdue_s:.0f} s past the deadline of its work")
+            return
+        notify.alive(self._status())
+
+    def _status(self) -> str:
+        session = self.runtime.node.session
+        return f"{'draining' if self.signals_seen else 'serving'}; hears {len(session.up_peers)} of {len(self._peers())} peers"
+
+    def _ready(self) -> None:
+        gc.collect()
+        gc.freeze()  # what is there from the start stays to the end: the collector need not look at it again and again
+        log.info("ready")
+        notify.ready("serving")
+
+    async def _announce(self, edge: Edge) -> None:
+        """Tell systemd once /ready would be 200, and until then what is missing."""
+        told_at = -math.inf
+        while not (found := edge.health())[0]:
+            if time.monotonic() - told_at >= notify.AGAIN_S:
+                told_at = time.monotonic()
+                notify.status(f"{found[1]['status']}: missing {', '.join(found[1]['missing']) or 'nothing'}")
+                notify.waiting()
+            await asyncio.sleep(READY_POLL_S)
+        if not_heard := edge.backing.cluster().missing:
+            log.warning("ready_without", nodes=list(not_heard))
+        self._ready()
 
     def _on_crash(self, error: BaseException) -> None:
         """From any thread, and at any time: a data server already runs while there is no loop yet; `_attend` then stops it."""
@@ -592,31 +632,6 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _announce(edge: Edge) -> None:
-    """Tell systemd once /ready would be 200."""
-    while not edge.health()[0]:
-        await asyncio.sleep(READY_POLL_S)
-    if not_heard := edge.backing.cluster().missing:
-        log.warning("ready_without", nodes=list(not_heard))
-    _ready()
-
-
-def _ready() -> None:
-    gc.collect()
-    gc.freeze()  # what is there from the start stays to the end: the collector need not look at it again and again
-    log.info("ready")
-    _notify("READY=1")
-
-
-def _notify(state: str) -> None:
-    """sd_notify(3)."""
-    where = os.environ.get("NOTIFY_SOCKET")
-    if not where:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier, contextlib.suppress(OSError):
-        notifier.sendto(state.encode(), "\0" + where[1:] if where.startswith("@") else where)
-
-
 def _warm_up(engine: Engine) -> None:
     """A short prefill and a step, so that no request waits while a GPU's kernels are compiled and its libraries are opened."""
     import numpy as np
@@ -634,7 +649,8 @@ def _recovery(directory: Path, what: str) -> Callable[[int, int], None]:
 
     def progress(done: int, total: int) -> None:
         log.info("ssd_recovery", directory=str(directory), what=what, done=done, of=total)
-        _notify(f"STATUS=recovering {done} of {total} {what} from {directory}\nEXTEND_TIMEOUT_USEC=30000000")
+        notify.status(f"recovering {done} of {total} {what} from {directory}")
+        notify.waiting()
 
     return progress
 
