@@ -532,10 +532,11 @@ class _Process:
     async def _announce(self, edge: Edge) -> None:
         """Tell systemd once /ready would be 200, and until then what is missing."""
         told_at = -math.inf
-        while not (found := edge.health())[0]:
+        while not (health := edge.health())[0]:
+            detail = health[1]
             if time.monotonic() - told_at >= notify.AGAIN_S:
                 told_at = time.monotonic()
-                notify.status(f"{found[1]['status']}: missing {', '.join(found[1]['missing']) or 'nothing'}")
+                notify.status(f"{detail['status']}: missing {', '.join(detail['missing'] or detail['not_heard']) or 'nothing'}")
                 notify.waiting()
             await asyncio.sleep(READY_POLL_S)
         if not_heard := edge.backing.cluster().missing:
