@@ -18,7 +18,7 @@ from toy_cluster import ROOT, Stream, eventually, expected_tokens, greedy, until
 from mooncake_zmq.config import load
 from mooncake_zmq.operate import collect_dumps
 
-pytestmark = [pytest.mark.xdist_group("two hosts"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 TAG = uuid.uuid4().hex[:6]
 BRIDGE = f"mzb{TAG}"
