@@ -16,12 +16,12 @@ import pytest
 import zmq
 from conftest import SLAB_BYTES, WORK_GAUGES, Memory, idle, wait_for
 
-from mooncake_zmq.cache_node.objects import Code
-from mooncake_zmq.runtime import store_streams
 from mooncake_zmq.store import protocol
-from mooncake_zmq.store.client import StoreClient
+from mooncake_zmq.store.client.client import StoreClient
+from mooncake_zmq.store.client.peer import ClientSettings
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.store.peer import ClientSettings
+from mooncake_zmq.store.rules.objects import Code
+from mooncake_zmq.store.server import streams as store_streams
 from mooncake_zmq.store.stream import (
     EAGER_BYTES,
     Attach,
@@ -565,7 +565,7 @@ def damaging_proxy(to_port):
 CLIENT = """
 import sys
 from mooncake_zmq.store import protocol, MooncakeDistributedStore
-from mooncake_zmq.store.client import StoreClient
+from mooncake_zmq.store.client.client import StoreClient
 endpoint, what = sys.argv[1:]
 if what == "hold":
     client = StoreClient([endpoint])

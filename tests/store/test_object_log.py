@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake_zmq.cache_node.cold_end import ColdEnd
-from mooncake_zmq.cache_node.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.cache_node.objects import Code, Objects, ObjectSettings, Pin
-from mooncake_zmq.kv.object_record import ObjectRecord
+from mooncake_zmq.store.rules.cold_end import ColdEnd
+from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
+from mooncake_zmq.store.rules.object_record import ObjectRecord
+from mooncake_zmq.store.rules.objects import Code, Objects, ObjectSettings, Pin
 
 SLAB = 1 << 16
 ME = b"me"

@@ -13,13 +13,13 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mooncake_zmq.cache_node.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.cache_node.objects import Code, Objects, ObjectSettings, Pin
-from mooncake_zmq.runtime.store_memory import StoreMemory
-from mooncake_zmq.runtime.store_ssd import PROMOTER, StoreSsd
 from mooncake_zmq.store.memory import checksum_of
+from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
+from mooncake_zmq.store.rules.objects import Code, Objects, ObjectSettings, Pin
 from mooncake_zmq.store.segment import ObjectSegment
-from mooncake_zmq.transfer.object_disk import ObjectDisk
+from mooncake_zmq.store.server.memory import StoreMemory
+from mooncake_zmq.store.server.object_disk import ObjectDisk
+from mooncake_zmq.store.server.ssd import PROMOTER, StoreSsd
 
 SLAB = 1 << 17
 SSD_BYTES = 8 * (SLAB + (1 << 16))

@@ -10,13 +10,13 @@ import time
 import pytest
 from conftest import wait_for
 
-from mooncake_zmq.cache_node.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.cache_node.objects import Code, Objects, ObjectSettings, Pin
-from mooncake_zmq.runtime.store_memory import StoreMemory
-from mooncake_zmq.runtime.store_ssd import StoreSsd, StoreStopped
 from mooncake_zmq.store.memory import checksum_of
+from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
+from mooncake_zmq.store.rules.objects import Code, Objects, ObjectSettings, Pin
 from mooncake_zmq.store.segment import ObjectSegment
-from mooncake_zmq.transfer.object_disk import ObjectDisk
+from mooncake_zmq.store.server.memory import StoreMemory
+from mooncake_zmq.store.server.object_disk import ObjectDisk
+from mooncake_zmq.store.server.ssd import StoreSsd, StoreStopped
 
 ME = b"me"
 SLAB = 1 << 17

@@ -16,8 +16,8 @@ import pytest
 from conftest import SLAB_BYTES, Memory, idle, wait_for
 
 from mooncake_zmq.store import MooncakeDistributedStore, ReplicateConfig
-from mooncake_zmq.transfer.object_disk import ObjectDisk
-from mooncake_zmq.transfer.object_index import ObjectIndex
+from mooncake_zmq.store.server.object_disk import ObjectDisk
+from mooncake_zmq.store.server.object_index import ObjectIndex
 
 SIZES = [1, 63, 4096, 65_535, 65_536, 70_001, 1 << 20, SLAB_BYTES]
 _incarnations = itertools.count(1)
@@ -328,10 +328,10 @@ SERVER = """
 import sys, time
 sys.path.insert(0, {here!r})
 from conftest import SLAB_BYTES
-from mooncake_zmq.cache_node.object_log import ObjectSsdSettings
-from mooncake_zmq.cache_node.objects import ObjectSettings
-from mooncake_zmq.runtime.store_server import StoreServer
-from mooncake_zmq.transfer.object_disk import ObjectDisk
+from mooncake_zmq.store.rules.object_log import ObjectSsdSettings
+from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.store.server.object_disk import ObjectDisk
 home = sys.argv[1]
 ssd = ObjectSsdSettings(directory=home + "/ssd", bytes=96 << 20, ahead=1.0)
 settings = ObjectSettings(object_bytes=4 * SLAB_BYTES, slab_bytes=SLAB_BYTES, max_objects=4096, ssd=ssd)

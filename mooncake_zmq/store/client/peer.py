@@ -14,7 +14,7 @@ import structlog
 import zmq
 
 from mooncake_zmq.store import protocol
-from mooncake_zmq.store.link import SLICE_MS, Configure, Forgotten, Link, Links, Unreached
+from mooncake_zmq.store.client.link import SLICE_MS, Configure, Forgotten, Link, Links, Unreached
 from mooncake_zmq.store.memory import keep_freed_memory
 from mooncake_zmq.store.protocol import MAX_KEYS
 from mooncake_zmq.store.segment import Life, ObjectSegment, boot_id

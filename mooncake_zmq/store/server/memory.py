@@ -2,7 +2,7 @@
 
 import threading
 
-from mooncake_zmq.cache_node.objects import Objects
+from mooncake_zmq.store.rules.objects import Objects
 from mooncake_zmq.store.segment import ObjectSegment
 
 

@@ -21,12 +21,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.cache_node.cold_end import ColdEnd
-from mooncake_zmq.cache_node.linked_rows import LinkedRows
-from mooncake_zmq.cache_node.object_log import MIN_SEGMENTS, SEGMENT_BYTES, ObjectLog, ObjectSsdSettings
-from mooncake_zmq.cache_node.slab import PARTS, SlabAllocator
 from mooncake_zmq.kv.layout import PAGE_BYTES
-from mooncake_zmq.kv.object_record import ObjectRecord
+from mooncake_zmq.store.rules.cold_end import ColdEnd
+from mooncake_zmq.store.rules.linked_rows import LinkedRows
+from mooncake_zmq.store.rules.object_log import MIN_SEGMENTS, SEGMENT_BYTES, ObjectLog, ObjectSsdSettings
+from mooncake_zmq.store.rules.object_record import ObjectRecord
+from mooncake_zmq.store.rules.slab import PARTS, SlabAllocator
 
 MAX_KEY_BYTES = 1024
 SCAN_EVERY = 8

@@ -15,11 +15,11 @@ from typing import Protocol
 
 import structlog
 
-from mooncake_zmq.cache_node.objects import Code, Found, Grant, Objects, Pin
-from mooncake_zmq.runtime.store_memory import StoreMemory
-from mooncake_zmq.runtime.store_ssd import StoreSsd, StoreStopped
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.protocol import Stranger
+from mooncake_zmq.store.rules.objects import Code, Found, Grant, Objects, Pin
+from mooncake_zmq.store.server.memory import StoreMemory
+from mooncake_zmq.store.server.ssd import StoreSsd, StoreStopped
 from mooncake_zmq.store.stream import (
     EAGER_BYTES,
     MAX_ATTACH_BYTES,

@@ -1,7 +1,7 @@
 """The store half of a cache-node: values of any size for store clients.
 
 Requests come to one ROUTER, on a thread of its own. Clients of this host copy by themselves in the segment that shows the
-pure `Objects`; the bytes of others pass by on streams (`store_streams`). With an SSD tier (`store_ssd`) this thread still does
+pure `Objects`; the bytes of others pass by on streams (`streams`). With an SSD tier (`ssd`) this thread still does
 no I/O: what must wait for the disk is answered when its writer has come to it.
 """
 
@@ -20,16 +20,16 @@ from pathlib import Path
 import structlog
 import zmq
 
-from mooncake_zmq.cache_node.object_log import ObjectLog
-from mooncake_zmq.cache_node.objects import Code, Found, Objects, ObjectSettings, Pin
-from mooncake_zmq.runtime.store_memory import StoreMemory
-from mooncake_zmq.runtime.store_ssd import StoreSsd
-from mooncake_zmq.runtime.store_streams import StoreStreams
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.protocol import encode
+from mooncake_zmq.store.rules.object_log import ObjectLog
+from mooncake_zmq.store.rules.objects import Code, Found, Objects, ObjectSettings, Pin
 from mooncake_zmq.store.segment import ObjectSegment, boot_id, is_lived, life_path
+from mooncake_zmq.store.server.memory import StoreMemory
+from mooncake_zmq.store.server.object_disk import ObjectDisk
+from mooncake_zmq.store.server.ssd import StoreSsd
+from mooncake_zmq.store.server.streams import StoreStreams
 from mooncake_zmq.store.stream import Attach
-from mooncake_zmq.transfer.object_disk import ObjectDisk
 
 log = structlog.get_logger()
 
@@ -174,7 +174,7 @@ class StoreServer:
             objects.check()
 
     def attach(self, attach: Attach) -> bool:
-        """See `store_streams.Clients`."""
+        """See `streams.Clients`."""
         with self._memory:
             client = self._clients.get(attach.client)
             if client is None or not hmac.compare_digest(client.token, attach.token):
@@ -184,11 +184,11 @@ class StoreServer:
             return True
 
     def new_id(self) -> int:
-        """See `store_streams.Clients`."""
+        """See `streams.Clients`."""
         return -next(self._stream_ids)
 
     def detach(self, client: bytes) -> None:
-        """See `store_streams.Clients`."""
+        """See `streams.Clients`."""
         with self._memory:
             self._clients[client].streams -= 1
             self._clients[client].heard_at = time.monotonic()

@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 import structlog
 
-from mooncake_zmq.cache_node.object_log import ObjectLog, Place
-from mooncake_zmq.cache_node.objects import Code, Objects, Pin, Unsaved
 from mooncake_zmq.kv.layout import PAGE_BYTES, div_ceil
-from mooncake_zmq.kv.object_record import LARGE_BYTES, ObjectRecord, record_bytes, round_up
-from mooncake_zmq.runtime.store_memory import StoreMemory
 from mooncake_zmq.store.memory import checksum_of
+from mooncake_zmq.store.rules.object_log import ObjectLog, Place
+from mooncake_zmq.store.rules.object_record import LARGE_BYTES, ObjectRecord, record_bytes, round_up
+from mooncake_zmq.store.rules.objects import Code, Objects, Pin, Unsaved
+from mooncake_zmq.store.server.memory import StoreMemory
+from mooncake_zmq.store.server.object_disk import BATCH_RECORDS, DiskBusy, ObjectDisk
 from mooncake_zmq.transfer.disk_directory import DiskFault
-from mooncake_zmq.transfer.object_disk import BATCH_RECORDS, DiskBusy, ObjectDisk
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
-from mooncake_zmq.kv.object_record import ObjectRecord, place, round_up
+from mooncake_zmq.store.rules.object_record import ObjectRecord, place, round_up
 
 SEGMENT_BYTES = 256 << 20
 MIN_SEGMENTS = 8
