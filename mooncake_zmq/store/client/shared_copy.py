@@ -14,7 +14,7 @@ from mooncake_zmq.store.client.peer import Call
 from mooncake_zmq.store.memory import Checksum, gather, scatter
 from mooncake_zmq.store.rules.objects import Code
 from mooncake_zmq.store.segment import ObjectSegment
-from mooncake_zmq.store.stream import Promote, decode_ended, promoted_bytes
+from mooncake_zmq.store.stream_messages import Promote, decode_ended, promoted_bytes
 
 log = structlog.get_logger()
 

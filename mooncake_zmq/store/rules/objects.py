@@ -6,8 +6,8 @@ show before any answer leaves. An object's row in the columns is its entry; entr
 A put reserves cells, its writer fills them, a commit makes them readable. A writer that runs past its time may still write:
 its cells stay in quarantine until it answers or is buried.
 
-With a log, `ObjectLog`, values live in two tiers. A key has one value: what both tiers have of it is the same, and before it
-gets another one, or none, the owner must have taken its copy off the log.
+With a log, `ObjectLog`, values live in two tiers. A key has one value: what both tiers have of it is the same; see `changes.py`
+for how it gets another one, or none.
 """
 
 import itertools
@@ -157,7 +157,9 @@ class Unsaved(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Put:
+class Put:
+    """Cells that a client may write until it commits, or its time is over."""
+
     client: bytes
     expires_at: float
     keys: tuple[str, ...]
@@ -178,7 +180,7 @@ class _Client:
     """What one client holds."""
 
     leases: dict[int, _Lease] = field(default_factory=dict)
-    puts: dict[int, _Put] = field(default_factory=dict)
+    puts: dict[int, Put] = field(default_factory=dict)
     reserved_bytes: int = 0
 
 
@@ -219,6 +221,8 @@ class Objects:
         self._blocked: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
         self._soft: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
         self._unit_used_at: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
+        self.expires_at = math.inf
+        """Nothing that is held ends before."""
         self._clock = 0
         """Counts uses: the order of the LRU lists across classes."""
         self._clients: dict[bytes, _Client] = {}
@@ -232,6 +236,11 @@ class Objects:
     @property
     def max_object_bytes(self) -> int:
         return self.slabs.slab_bytes
+
+    def cell_bytes(self, size: int) -> int:
+        """What a value of this size takes."""
+        size_class = self.slabs.class_of(size)
+        return self.slabs.slab_bytes if size_class is None else self.slabs.sizes[size_class]
 
     @property
     def table_entries(self) -> int:
@@ -259,11 +268,12 @@ class Objects:
         if len(holder.puts) >= self.settings.max_puts_per_client:
             self.counts["no_room"] += len(keys)
             return [Grant(Code.NO_ROOM)] * len(keys)
-        put = _Put(client, now + min(ttl_s, self.settings.max_ttl_s), tuple(keys), pins, [], 0)
+        put = Put(client, now + min(ttl_s, self.settings.max_ttl_s), tuple(keys), pins, [], 0)
         for key, size in zip(keys, sizes, strict=True):
             put.grants.append(self._reserve(holder, put, key, size))
         if any(grant.code is Code.OK for grant in put.grants):
             holder.puts[put_id] = put
+            self.expires_at = min(self.expires_at, put.expires_at)
         return put.grants
 
     def commit(
@@ -290,15 +300,11 @@ class Objects:
                 self._free(grant.entry)
         return codes
 
-    def replaces(self, now: float, client: bytes, put_id: int, indexes: Iterable[int]) -> list[str]:
-        """Keys that a commit of these would give another value than they may have on disk."""
+    def put_of(self, now: float, client: bytes, put_id: int) -> "Put | None":
+        """A put that may still be committed."""
         holder = self._clients.get(client)
         put = holder.puts.get(put_id) if holder else None
-        if put is None or self.log is None or put.quarantined or now > put.expires_at:
-            return []
-        written = [put.keys[index] for index in indexes if index < len(put.keys) and put.grants[index].code is Code.OK]
-        hides = put.pins & Pin.UPSERT or self.log.readable is not self.log.by_key
-        return written if hides else [key for key in written if key in self.log.writing]
+        return None if put is None or put.quarantined or now > put.expires_at else put
 
     def supersede(self, client: bytes, keys: Iterable[str]) -> None:
         """Puts of this client with these keys under way end as if their time were over: it begins them anew."""
@@ -364,7 +370,9 @@ class Objects:
             entries.append(entry)
             found.append(self._found(entry))
         if entries:
-            holder.leases[lease_id] = _Lease(now + min(ttl_s, self.settings.max_ttl_s), entries)
+            expires_at = now + min(ttl_s, self.settings.max_ttl_s)
+            holder.leases[lease_id] = _Lease(expires_at, entries)
+            self.expires_at = min(self.expires_at, expires_at)
             self.counts["leased"] += len(entries)
         return found
 
@@ -428,11 +436,6 @@ class Objects:
 
     # --- disk
 
-    def copies_on_disk(self, keys: Sequence[str]) -> list[str]:
-        """Those of `keys` of which a copy is on disk, or on its way there."""
-        log = self.log
-        return [] if log is None else [key for key in keys if key in log.by_key or key in log.writing]
-
     def unsaved(self, limit_bytes: int, limit: int, *, draining: bool = False) -> list[Unsaved]:
         """What is to be written next, if anything is; it is held until `end_writing`."""
         log, cold = self._tiers
@@ -451,6 +454,11 @@ class Objects:
             batch.append(Unsaved(key, entry, found.generation, found.offset, found.size, found.checksum, self._pin[entry]))
         log.writing = frozenset(value.key for value in batch)
         return batch
+
+    @property
+    def cold_bytes(self) -> int:
+        """How far the cold end is known to be saved: it takes several looks to find out."""
+        return self._tiers[1].cold_bytes
 
     @property
     def unsaved_bytes(self) -> int:
@@ -490,14 +498,25 @@ class Objects:
     # --- time and death
 
     def expire(self, now: float) -> set[bytes]:
-        """End what ran past its time; returns the clients that hold something, whose lives the caller should look at."""
+        """End what ran past its time; returns the clients that hold something still."""
         for holder in self._clients.values():
             for lease_id in [lease_id for lease_id, lease in holder.leases.items() if lease.expires_at < now]:
                 self._end_lease(holder.leases.pop(lease_id))
                 self.counts["leases_expired"] += 1
             for put_id in [put_id for put_id, put in holder.puts.items() if put.expires_at < now and not put.quarantined]:
                 self._expire_put(holder, put_id)
+        self.expires_at = self.next_expiry()
+        return self.holders()
+
+    def holders(self) -> set[bytes]:
+        """Clients that hold something, whose lives the owner should look at."""
         return {client for client, holder in self._clients.items() if holder.leases or holder.puts}
+
+    def next_expiry(self) -> float:
+        """When the next lease or put is over; infinite if there is none."""
+        held = [lease.expires_at for holder in self._clients.values() for lease in holder.leases.values()]
+        held += [put.expires_at for holder in self._clients.values() for put in holder.puts.values() if not put.quarantined]
+        return min(held, default=math.inf)
 
     def bury(self, client: bytes) -> None:
         """The client is known dead, or never wrote here itself: everything it held is over."""
@@ -578,7 +597,7 @@ class Objects:
 
     # --- inside
 
-    def _reserve(self, holder: _Client, put: _Put, key: str, size: int) -> Grant:
+    def _reserve(self, holder: _Client, put: Put, key: str, size: int) -> Grant:
         size_class = self.slabs.class_of(size) if size > 0 else None
         if size_class is None or not is_key(key):
             return Grant(Code.INVALID)
@@ -715,7 +734,7 @@ class Objects:
                 if self._writing.get(key) == grant.entry:
                     del self._writing[key]
 
-    def _drop_put(self, put: _Put) -> None:
+    def _drop_put(self, put: Put) -> None:
         for key, grant in zip(put.keys, put.grants, strict=True):
             if grant.code is Code.OK:
                 if self._writing.get(key) == grant.entry:
