@@ -24,6 +24,7 @@ from mooncake_zmq.prefill import job, stages
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.run import SeedResult, failing_line, run_seed, run_seeds
+from mooncake_zmq.store import events as store_events
 
 LAST_LINES = 60
 RAREST = 3
@@ -43,6 +44,7 @@ def possible() -> dict[str, set[str]]:
         "transitions": {f"{what} {a.value} -> {b.value}" for what, table in TABLES for a, b in _moves(table)},
         "messages": {message.__name__ for message in get_args(Message) if message is not Hello},
         "works": {work.__name__ for work in get_args(Work)},
+        "store works": {work.__name__ for work in get_args(store_events.Work)},
     }
 
 

@@ -17,6 +17,8 @@ from mooncake_zmq.simulation.faults import FaultKind, draw_faults
 from mooncake_zmq.simulation.hardware import Hardware
 from mooncake_zmq.simulation.planted import PLANTED, planting
 from mooncake_zmq.simulation.simulator import Simulator
+from mooncake_zmq.simulation.store_clients import clients_of
+from mooncake_zmq.simulation.stores import Stores
 from mooncake_zmq.simulation.traces import Workload, generate
 
 SAFETY_S = 9.0
@@ -86,6 +88,8 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], tr
         simulator.log = result.log
     gateways = [spec.name for spec in specs if spec.role == "gateway"]
     clients = Clients(simulator, gateways, limit_s=settings.gateway.deadline_s + LONGEST_STOP_S)
+    stores = simulator.stores = Stores(simulator, result.seed)
+    stores.clients = clients_of(stores)
     outcomes: Counter[str] = Counter()
     try:
         asked = clients.add(work.chats)
@@ -93,8 +97,9 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], tr
             simulator.schedule(fault)
         simulator.run_until(SAFETY_S)
         simulator.heal()
+        stores.heal()
         probed = clients.add(probes.chats)
-        _live(simulator, checkers, clients)
+        _live(simulator, checkers, clients, stores)
         outcomes = asked + probed
         if probed["finished"] != more.requests:
             raise Violation("I4", f"requests to the healed cluster did not all succeed: {dict(probed)}")
@@ -114,18 +119,22 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], tr
         "works": dict(checkers.works),
         "outcomes": dict(outcomes),
         "counts": dict(checkers.counts),
+        "store works": dict(stores.checker.works),
+        "stores": dict(stores.checker.covered),
     }
 
 
-def _live(simulator: Simulator, checkers: Checkers, clients: Clients) -> None:
+def _live(simulator: Simulator, checkers: Checkers, clients: Clients, stores: Stores) -> None:
     """Faults are over: wait until everything has ended and the index is true, or the bound has passed."""
     bound = simulator.now + LIVENESS_S
     while True:
         simulator.run_until(simulator.now + 0.25)
         waiting = clients.waiting
-        problem = Violation("I4", f"no end of {waiting[0]}") if waiting else checkers.busy() or checkers.stale_index()
+        problem = Violation("I4", f"no end of {waiting[0]}") if waiting else None
+        problem = problem or checkers.busy() or checkers.stale_index() or stores.busy()
         if problem is None:
-            return checkers.at_rest()
+            checkers.at_rest()
+            return stores.at_rest()
         if simulator.now >= bound:
             raise problem
 

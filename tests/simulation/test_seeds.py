@@ -31,6 +31,7 @@ def test_seeds_hold_and_cover() -> None:
     never = {kind: names - total[kind].keys() for kind, names in possible().items()}
     assert not never["faults"]
     assert not never["works"]
+    assert not never["store works"]
     assert not never["messages"]
     assert len(never["transitions"]) <= 3, never["transitions"]
     assert total["outcomes"]["finished after resume"] > SEEDS
@@ -44,6 +45,12 @@ def test_seeds_hold_and_cover() -> None:
     assert counts["demotion_failures"] > 0
     assert counts["disk_faults[operation=write]"] > 0
     assert counts["replicas_arrived"] > 0
+    stores = total["stores"]
+    assert (
+        min(stores[name] for name in ("put", "sent on a stream", "read in shared memory", "promoted", "demoted")) > 10 * SEEDS
+    )
+    assert min(stores[name] for name in ("quarantined", "leases_expired", "clients_died", "corrupt", "corrupt_writes")) > 0
+    assert min(stores[name] for name in ("ssd_moved", "ssd_may_come_back", "ForgetValues failed", "WriteValues failed")) > 0
     for source in ("own", "local", "remote"):
         assert total["outcomes"][f"finished with {source} blocks"] > SEEDS
 
