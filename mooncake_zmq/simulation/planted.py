@@ -349,6 +349,8 @@ def _stale_hidden() -> list[tuple[Any, str, Any]]:
     ]
 
 
+STORES = "store_"
+"""What the names of the bugs in stores begin with."""
 K = FaultKind
 PLANTED: dict[str, Planted] = {
     "evict_leased": Planted("evict ignoring leases", ("I2", "I1"), (K.SLOW, K.SLOW), _evict_leased),
@@ -373,5 +375,5 @@ PLANTED: dict[str, Planted] = {
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
     "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
     "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),
-    **{f"store_{name}": Planted(*bug) for name, bug in planted_stores.PLANTED.items()},
+    **{f"{STORES}{name}": Planted(*bug) for name, bug in planted_stores.PLANTED.items()},
 }

@@ -19,10 +19,11 @@ from mooncake_zmq.store.tiers import Tiers
 
 @dataclass(slots=True)
 class _Get:
-    """`next`: the first key not answered yet. Of those being answered: `leased`, and `told`, the size of what is not sent."""
+    """`caps`: none if all sizes are welcome. `next`: the first key not answered yet. Of those being answered: what is
+    `leased`, and the sizes that are `told`."""
 
     keys: Sequence[str]
-    caps: Sequence[float]
+    caps: Sequence[int]
     ttl_s: float
     next: int = 0
     leases: list[int] = field(default_factory=list)
@@ -95,7 +96,7 @@ class Streaming:
                 if caps and len(caps) != len(keys):
                     self._refuse(number, "as many caps as keys")
                     return
-                stream.doing = _Get(keys, caps or [math.inf] * len(keys), ttl_s)
+                stream.doing = _Get(keys, caps, ttl_s)
                 self._get(number, stream)
             case Put():
                 self._put(number, stream, request)
@@ -132,7 +133,7 @@ class Streaming:
         start = get.next - len(get.leased)
         came = self._lease(stream.client, get, [get.keys[start + index] for index in get.missing])
         for index, found in zip(get.missing, came, strict=True):
-            get.leased[index], get.told[index] = found, 0
+            get.leased[index], get.told[index] = found, found.size if found is not None else 0
         self._send(number, get)
 
     def checksums_made(self, number: int, checksums: Sequence[int]) -> None:
@@ -146,11 +147,14 @@ class Streaming:
                 stream.doing = None
                 self._turn.effects.append(Hear(number))
             case _Get() as get:
-                for index, checksum in zip(_unchecked(get), checksums, strict=True):
-                    one = get.leased[index]
-                    there = one is not None and self._objects.set_checksum(one, checksum)
-                    get.leased[index] = one._replace(checksum=checksum) if one is not None and there else None
-                    get.told[index] = 0
+                made = iter(checksums)
+                for index, one in enumerate(_fitting(get)):
+                    if one is not None and not one.checksum:
+                        checksum = next(made)
+                        if self._objects.set_checksum(one, checksum):
+                            get.leased[index] = one._replace(checksum=checksum)
+                        else:
+                            get.leased[index], get.told[index] = None, 0
                 self._send(number, get)
 
     def came(self, number: int, told: Sequence[int], made: Sequence[int]) -> None:
@@ -191,16 +195,16 @@ class Streaming:
             stream.doing = None
             self._turn.effects.append(Hear(number))
             return
-        objects = self._objects
-        keys, caps = (get.keys[get.next :], get.caps[get.next :]) if get.next else (get.keys, get.caps)
-        if objects.log is not None:
-            keys = keys[: _reach(objects, keys, caps)]
+        objects, tiers = self._objects, self._tiers
+        keys = get.keys[get.next :] if get.next else get.keys
+        if tiers is not None:
+            keys = keys[: _reach(objects, keys, get.caps[get.next :])]
         get.leased = self._lease(stream.client, get, keys)
         get.told = [one.size if one else objects.size_on_disk(key) or 0 for key, one in zip(keys, get.leased, strict=True)]
         get.next += len(keys)
-        get.missing = [index for index, one in enumerate(get.leased) if not one and 0 < get.told[index] <= caps[index]]
-        if get.missing and self._tiers is not None:
-            self._tiers.promote([keys[index] for index in get.missing], number)
+        get.missing = _missing(get) if tiers is not None else []
+        if tiers is not None and get.missing:
+            tiers.promote([keys[index] for index in get.missing], number)
         else:
             self._send(number, get)
 
@@ -211,16 +215,13 @@ class Streaming:
 
     def _send(self, number: int, get: _Get) -> None:
         """What leaves the host carries a checksum: its writer's, or one made now."""
-        unchecked = _unchecked(get)
+        sent = [one for one in _fitting(get) if one is not None]
+        unchecked = [one for one in sent if not one.checksum]
         if unchecked:
-            found = [found for index in unchecked if (found := get.leased[index]) is not None]
-            self._turn.effects.append(MakeChecksums(number, found))
+            self._turn.effects.append(MakeChecksums(number, unchecked))
             return
-        caps = get.caps[get.next - len(get.leased) :]
-        sent = [one if one is not None and one.size <= cap else None for one, cap in zip(get.leased, caps, strict=False)]
-        sizes = [told if one is None else one.size for one, told in zip(sent, get.told, strict=True)]
-        checksums = [0 if one is None else one.checksum for one in sent]
-        self._turn.effects.append(SendValues(number, sizes, checksums, [one for one in sent if one is not None]))
+        checksums = [0 if one is None else one.checksum for one in _fitting(get)]
+        self._turn.effects.append(SendValues(number, get.told, checksums, sent))
 
     def _put(self, number: int, stream: _Stream, put: Put) -> None:
         sizes, checksums = put.sizes, put.checksums
@@ -269,24 +270,29 @@ class Streaming:
             self._objects.release(client, lease_id)
 
 
-def _unchecked(get: _Get) -> list[int]:
-    """Which of what is leased is to be sent and has no checksum yet."""
+def _fitting(get: _Get) -> list[Found | None]:
+    """Of what is leased, what its client has room for."""
+    if not get.caps:
+        return get.leased
     caps = get.caps[get.next - len(get.leased) :]
-    return [
-        index
-        for index, (one, cap) in enumerate(zip(get.leased, caps, strict=False))
-        if one is not None and not one.checksum and one.size <= cap
-    ]
+    return [one if one is not None and one.size <= cap else None for one, cap in zip(get.leased, caps, strict=False)]
 
 
-def _reach(objects: Objects, keys: Sequence[str], caps: Sequence[float]) -> int:
+def _missing(get: _Get) -> list[int]:
+    """Which of the keys being answered are on disk only, and fit."""
+    caps = get.caps[get.next - len(get.leased) : get.next] or itertools.repeat(math.inf)
+    rows = enumerate(zip(get.leased, get.told, caps, strict=False))
+    return [index for index, (one, size, cap) in rows if one is None and 0 < size <= cap]
+
+
+def _reach(objects: Objects, keys: Sequence[str], caps: Sequence[int]) -> int:
     """How many keys can be answered at once: all, or where some are on disk only, as many as may take up memory together."""
     if all(map(objects.by_key.__contains__, keys)):
         return len(keys)
     limit_bytes = promoted_bytes(objects.settings.object_bytes)
     total = 0
     reads = False
-    for index, (key, cap) in enumerate(zip(keys, caps, strict=True)):
+    for index, (key, cap) in enumerate(zip(keys, caps or itertools.repeat(math.inf), strict=False)):
         size = objects.size_of(key) or 0
         total += size if size <= cap else 0
         reads = reads or (key not in objects.by_key and 0 < size <= cap)

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.simulation.faults import MIN_FAULTS, MIN_KINDS, FaultKind
-from mooncake_zmq.simulation.planted import PLANTED
+from mooncake_zmq.simulation.planted import PLANTED, STORES
 from mooncake_zmq.simulation.report import possible, simtest, totals
 from mooncake_zmq.simulation.run import SeedResult, as_line, run_seed, run_seeds
 
@@ -88,7 +88,8 @@ def test_a_planted_bug_is_caught(name: str) -> None:
         if result.failure is not None:
             failures.append(result.failure)
             if result.invariant in planted.invariants:
-                assert run_seed(seed, stress=planted.stress).failure is None
+                stores = name.startswith(STORES)
+                assert run_seed(seed, stress=planted.stress, stores=stores).failure is None
                 return
     pytest.fail(f"{planted.what}: no checker of {planted.invariants} failed, but {failures}")
 
@@ -99,6 +100,12 @@ def test_a_failing_seed_says_how_to_see_it_again() -> None:
     assert "seed=0 commit=" in outcome.output
     assert "simtest --seed 0 --planted commit_unverified" in outcome.output
     assert "I1" in outcome.output
+
+
+def test_stores_alone_hold_in_other_seeds() -> None:
+    results = run_seeds(5000, SEEDS, os.cpu_count() or 1, lambda _: None, stores=True)
+    assert [(result.seed, result.failure) for result in results if result.failure] == []
+    assert totals(results)["stores"]["ForgetValues failed"] > 0
 
 
 def test_passing_seeds_print_coverage() -> None:
