@@ -41,6 +41,8 @@ SLICE_S = 1.0
 STALL_S = 10.0
 """A client that neither takes nor sends a byte for so long, amid a request, is given up."""
 ATTACH_S = 5.0
+ENDING_S = 0.02
+"""With all at work, how long a further stream waits for one that has just sent its answer, and so has a client that goes on."""
 ACCEPT_AGAIN_S = 0.1
 """Pause after an accept that failed, as for want of file descriptors."""
 
@@ -113,13 +115,14 @@ class StoreStreams:
                 connection.close()
 
     def _begin(self, connection: socket.socket) -> None:
-        with self._lock:
-            others = list(self._open.values())
-        if len(others) >= MAX_STREAMS:
-            oldest = min(others, key=lambda served: served.waits_since)
-            if oldest.waits_since == math.inf:
+        if len(self._open) >= MAX_STREAMS:
+            waiting = self._waits_longest()
+            if waiting is None:
+                time.sleep(ENDING_S)
+                waiting = self._waits_longest()
+            if waiting is None:
                 raise RuntimeError(f"{MAX_STREAMS} streams are at work")
-            oldest.stream.shut()
+            waiting.stream.shut()
         served = _Served(next(self._numbers), self._turns, connection, self._count, lambda: self._stopping)
         thread = threading.Thread(target=self._serve, args=(served,), name="store-stream", daemon=True)
         with self._lock:
@@ -131,6 +134,12 @@ class StoreStreams:
                 del self._open[thread]
             raise
         self._count("streams")
+
+    def _waits_longest(self) -> "_Served | None":
+        """For a request."""
+        with self._lock:
+            oldest = min(self._open.values(), key=lambda served: served.waits_since, default=None)
+        return None if oldest is None or oldest.waits_since == math.inf else oldest
 
     def _serve(self, served: "_Served") -> None:
         try:
