@@ -98,6 +98,16 @@ def promotion_of_what_was() -> Replacements:
     return [(Tiers, "_on_value_read", on_value_read), (Objects, "_commit", on_disk)]
 
 
+def removed_while_read() -> Replacements:
+    """A file of the disk goes though something is being read from it."""
+
+    def remove(self: Tiers, work: Any) -> None:
+        self._removal = None
+        self._begin(work)
+
+    return [(Tiers, "_remove", remove)]
+
+
 def leases_last() -> Replacements:
     """What is not released is never let go."""
 
@@ -130,7 +140,9 @@ def given_up_is_committed() -> Replacements:
         put = self.put_of(now, client, put_id)
         if put is None or client == PROMOTER:
             return commit(self, now, client, put_id, *written)
-        granted = [index for index, grant in enumerate(put.grants) if grant.code is Code.OK]
+        on_disk = self.log.by_key if self.log is not None else {}
+        rows = enumerate(zip(put.keys, put.grants, strict=True))
+        granted = [index for index, (key, grant) in rows if grant.code is Code.OK and key not in on_disk]
         return commit(self, now, client, put_id, granted, [0] * len(granted))
 
     return [(Objects, "commit", all_of_it)]
@@ -143,9 +155,10 @@ PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[
     "late_writer": ("quarantine of values ignored", ("I2",), (), no_quarantine),
     "disk_unverified": ("values from disk not verified", ("I1",), (K.BIT_FLIP, K.BIT_FLIP), disk_unverified),
     "commit_unverified": ("damaged values committed", ("I1",), (K.COPY_TEAR, K.COPY_TEAR), commit_unverified),
-    "promoted_anyway": ("promoted though replaced", ("I1",), (K.DISK_SLOW, K.DISK_SLOW, K.DISK_SLOW), promotion_of_what_was),
+    "promoted_anyway": ("promoted though replaced", ("I1",), (), promotion_of_what_was),
+    "removed_while_read": ("a segment removed under a read", ("I2",), (), removed_while_read),
     "leases_last": ("leases of values never end", ("I2",), (K.DROP,), leases_last),
     "sent_unleased": ("let go before it is sent", ("I2",), (K.SLOW, K.SLOW), sent_after_its_lease),
-    "given_up": ("given up and committed", ("I1", "I4"), (), given_up_is_committed),
+    "given_up": ("given up and committed", ("I1",), (), given_up_is_committed),
 }
 """What it is, which invariants' checkers notice, the faults that bring it out, and what to replace."""

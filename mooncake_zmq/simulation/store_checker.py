@@ -78,8 +78,8 @@ class _Books:
     answered: dict[int, int] = field(default_factory=dict)
     """Of each stream: keys of its get that are answered."""
     sending: dict[int, _Lease] = field(default_factory=dict)
-    waiting: dict[tuple[bytes, int], Any] = field(default_factory=dict)
-    """Requests without an answer yet."""
+    waiting: dict[tuple[bytes, int], tuple[float, Any]] = field(default_factory=dict)
+    """Requests without an answer yet, and when they came."""
 
 
 class StoreChecker:
@@ -182,7 +182,7 @@ class StoreChecker:
                 for put_id in puts:
                     books.puts.pop((connection[1:17], put_id), None)
             case Asked(connection, request) if not isinstance(request, protocol.ReportCorrupt | protocol.Release):
-                books.waiting[connection[1:17], request.id] = request
+                books.waiting[connection[1:17], request.id] = now, request
             case ClientDied(client):
                 books.leases = {key: lease for key, lease in books.leases.items() if key[0] != client}
                 books.puts = {key: put for key, put in books.puts.items() if key[0] != client}
@@ -203,7 +203,7 @@ class StoreChecker:
     def _replied(self, store: "StoreLife", books: _Books, client: bytes, reply: protocol.Reply) -> None:
         if isinstance(reply, protocol.Welcome | protocol.Stranger):
             return
-        request = books.waiting.pop((client, reply.id), None)
+        asked_at, request = books.waiting.pop((client, reply.id), (0.0, None))
         match request, reply:
             case protocol.Lease(), protocol.Leased():
                 self._leased(store, books, client, request, reply)
@@ -222,7 +222,8 @@ class StoreChecker:
                     self._becomes(books, key, None)
             case protocol.RemoveAll(), protocol.Numbers():
                 for key in books.values:
-                    self._becomes(books, key, None)
+                    if books.since[key][-1][0] < asked_at:  # what it became since may or may not go
+                        self._becomes(books, key, None)
             case protocol.Exist(keys=keys), protocol.Codes(codes=found):
                 for key, there in zip(keys, found, strict=False):
                     if there and self._known(books, key) is None and not books.may_return.get(key):

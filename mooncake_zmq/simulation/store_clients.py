@@ -24,12 +24,13 @@ HOT, HOT_SHARE = KEYS[0], 0.4
 """A key that everybody wants, so that calls meet at it."""
 TIMEOUT_S = 2.5
 TTL_S = 1.2
-PAUSE_S = 0.15
+PAUSE_S = 0.1
+CLEARS = 0.1
 STOPS, DEATHS = 0.04, 0.02
 """Chances that a client stops amid a copy, and that it dies after a call."""
 PROBES = 40
 """Tries to put a value and have it back, once all is healed."""
-CLIENTS = (True, True, False)
+CLIENTS = (True, True, False, False)
 """Of each store: do they share its memory?"""
 
 
@@ -205,7 +206,7 @@ class StoreClient:
                 yield from self._ask(protocol.SizesOf(self._id(), keys))
             case "remove":
                 yield from self._ask(protocol.Remove(self._id(), keys[:1]))
-            case "clear" if self._random.random() < 0.1:
+            case "clear" if self._random.random() < CLEARS:
                 yield from self._ask(protocol.RemoveAll(self._id()))
 
     def _probe(self) -> Call:
@@ -419,7 +420,7 @@ class StoreClient:
 
 
 def clients_of(stores: Stores) -> list[StoreClient]:
-    """Two clients on each store's host, and one elsewhere."""
+    """Two clients on each store's host, and two elsewhere."""
     simulator = stores.simulator
     clients: list[StoreClient] = []
     for name in stores.living:

@@ -31,6 +31,8 @@ from mooncake_zmq.store.rules.object_record import ObjectRecord, header, header_
 
 WORK_S = 2e-3
 BYTES_PER_S = 2e7
+HELD_UP, HELD_UP_SHARE = 30.0, 0.3
+"""By how much a read may be slower, and how often it is: others go on meanwhile."""
 
 
 @dataclass(slots=True)
@@ -54,7 +56,9 @@ class StoreDisk:
                 size = 2 * sum(record.size for _, record, _ in moved)
             case _:
                 size = 0
-        return (WORK_S + size / BYTES_PER_S) * self.like.slowness * self.random.uniform(0.5, 1.5)
+        held_up = isinstance(work, ReadValues) and self.random.random() < HELD_UP_SHARE
+        stretched = HELD_UP if held_up else 1.0
+        return (WORK_S + size / BYTES_PER_S) * self.like.slowness * stretched * self.random.uniform(0.5, 1.5)
 
     def lose_power(self) -> None:
         """Of what was not synced, some is there, some is not, and some is torn."""

@@ -26,6 +26,7 @@ from mooncake_zmq.store.events import (
     Probe,
     ReadValues,
     ReceiveValues,
+    RemoveSegments,
     Reply,
     Say,
     SendValues,
@@ -280,6 +281,10 @@ class StoreLife:
         writers = [each for each in self.works.values() if not isinstance(each.work, ReadValues)]
         if writers and not isinstance(start.work, ReadValues):
             raise Violation("I2", f"{self.name} has {start.work} done while {writers[0].work} is under way")
+        if isinstance(start.work, RemoveSegments) and not start.work.instead:
+            works = [each.work for each in self.works.values() if isinstance(each.work, ReadValues)]
+            if any(value.record.segment in start.work.segments for work in works for value in work.values):
+                raise Violation("I2", f"{self.name} removes segments {start.work.segments} under a read")
         self.works[start.work_id] = start
         delay_s = self.disk.seconds(start.work)
         checksums: tuple[int, ...] = ()

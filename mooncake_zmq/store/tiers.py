@@ -108,6 +108,8 @@ class Tiers:
         self._put_ids = itertools.count(1)
         # The disk's writer: the work under way, and what it is about.
         self._writing: tuple[int, Work] | None = None
+        self._removal: RemoveSegments | None = None
+        """What is begun once nothing reads there any more; instead of a work."""
         self._batch: list[Unsaved] = []
         self._room: _Room | None = None
         self._forgetting: list[tuple[str, ObjectRecord]] = []
@@ -139,7 +141,7 @@ class Tiers:
 
     def look(self) -> None:
         """Begin what is to be done on disk, if nothing is under way."""
-        if self._writing is not None:
+        if self._writing is not None or self._removal is not None:
             return
         if len(self._changes):
             self._forgetting = self._changes.in_the_way()
@@ -197,7 +199,8 @@ class Tiers:
                 waits[stream] = waits.get(stream, 0) + 1
         assert waits == self._waits
         assert len(self._reading) <= self.readers
-        assert self._writing is not None or not (self._batch or self._room or self._forgetting)
+        assert self._writing is None or self._removal is None
+        assert self._writing or self._removal or not (self._batch or self._room or self._forgetting)
 
     # --- readers
 
@@ -262,6 +265,8 @@ class Tiers:
             # Nothing is served from disk, or written to it, in this life. Copies there still go when their keys do.
             self.writable = False
             self._log.fail()
+        if self._removal is not None:
+            self._remove(self._removal)
         self._read_next()
 
     def _on_value_read(self, read: _Read, outcome: str) -> None:
@@ -305,6 +310,16 @@ class Tiers:
             self.ready.append(stream)
 
     # --- the writer
+
+    def _remove(self, work: RemoveSegments) -> None:
+        """Begin it, unless a value is being read there: that would look like a damaged one. No new read is begun there, as
+        nothing stands there any more."""
+        read = {each.record.segment for reads in self._reading.values() for each in reads}
+        if read.isdisjoint(work.segments):
+            self._removal = None
+            self._begin(work)
+        else:
+            self._removal = work
 
     def _begin(self, work: Work) -> None:
         assert self._writing is None
@@ -425,7 +440,7 @@ class Tiers:
         step = next(room.steps, None)
         if step is None:
             self._close(room.victim)
-            self._begin(RemoveSegments((room.victim,)))
+            self._remove(RemoveSegments((room.victim,)))
             return
         moved, room.going = [], []
         gone: list[int] = []
