@@ -25,11 +25,11 @@ class _Get:
     keys: Sequence[str]
     caps: Sequence[int]
     ttl_s: float
+    leases: list[int]
+    leased: list[Found | None]
+    told: list[int]
     next: int = 0
-    leases: list[int] = field(default_factory=list)
-    leased: list[Found | None] = field(default_factory=list)
-    told: list[int] = field(default_factory=list)
-    missing: list[int] = field(default_factory=list)
+    missing: Sequence[int] = ()
     """Which of them are on disk only, and wanted."""
 
 
@@ -96,7 +96,7 @@ class Streaming:
                 if caps and len(caps) != len(keys):
                     self._refuse(number, "as many caps as keys")
                     return
-                stream.doing = _Get(keys, caps, ttl_s)
+                stream.doing = _Get(keys, caps, ttl_s, [], [], [])
                 self._get(number, stream)
             case Put():
                 self._put(number, stream, request)
@@ -202,7 +202,7 @@ class Streaming:
         get.leased = self._lease(stream.client, get, keys)
         get.told = [one.size if one else objects.size_on_disk(key) or 0 for key, one in zip(keys, get.leased, strict=True)]
         get.next += len(keys)
-        get.missing = _missing(get) if tiers is not None else []
+        get.missing = _missing(get) if tiers is not None else ()
         if tiers is not None and get.missing:
             tiers.promote([keys[index] for index in get.missing], number)
         else:
@@ -215,13 +215,13 @@ class Streaming:
 
     def _send(self, number: int, get: _Get) -> None:
         """What leaves the host carries a checksum: its writer's, or one made now."""
-        sent = [one for one in _fitting(get) if one is not None]
-        unchecked = [one for one in sent if not one.checksum]
-        if unchecked:
+        fitting = _fitting(get)
+        checksums = [0 if one is None else one.checksum for one in fitting]
+        sent = [one for one in fitting if one is not None]
+        if 0 in checksums and (unchecked := [one for one in sent if not one.checksum]):
             self._turn.effects.append(MakeChecksums(number, unchecked))
-            return
-        checksums = [0 if one is None else one.checksum for one in _fitting(get)]
-        self._turn.effects.append(SendValues(number, get.told, checksums, sent))
+        else:
+            self._turn.effects.append(SendValues(number, get.told, checksums, sent))
 
     def _put(self, number: int, stream: _Stream, put: Put) -> None:
         sizes, checksums = put.sizes, put.checksums

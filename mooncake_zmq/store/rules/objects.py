@@ -62,6 +62,10 @@ class Pin(IntFlag):
     """Not a client's: the value comes from the log."""
 
 
+_SOFT, _HARD = int(Pin.SOFT), int(Pin.HARD)
+"""As plain numbers: an operation on flags takes as long as the rest of what it decides."""
+
+
 class State(IntEnum):
     """Life of an entry."""
 
@@ -569,7 +573,7 @@ class Objects:
             assert (state is State.FREE) == (entry not in cells), "a cell for each entry in use"
             readable = key is not None and self.by_key.get(key) == entry
             assert state is State.COMMITTED or not readable
-            evictable = readable and leases[entry] == 0 and not self._pin[entry] & Pin.HARD
+            evictable = readable and leases[entry] == 0 and not self._pin[entry] & _HARD
             assert (entry in self._lru) == evictable
             assert state is not State.COMMITTED or readable or leases[entry], "an orphan lives as long as its readers"
             if state is not State.FREE:
@@ -577,7 +581,7 @@ class Objects:
                 assert offset == self._offset[entry]
                 assert 0 < self._size[entry] <= cell_bytes
                 blocked[self.slabs.unit_of(offset)] += (not evictable) + (entry in self._held)
-                soft[self.slabs.unit_of(offset)] += bool(self._pin[entry] & Pin.SOFT)
+                soft[self.slabs.unit_of(offset)] += bool(self._pin[entry] & _SOFT)
         assert (blocked == self._blocked).all()
         assert (soft == self._soft).all()
         assert len(self.by_key) == sum(1 for key, entry in self.by_key.items() if self._key[entry] == key)
@@ -719,7 +723,7 @@ class Objects:
         if self._cold is not None:
             self._cold.add(entry, saved=promoted)
         self._use(entry)
-        if not self._pin[entry] & Pin.HARD:
+        if not self._pin[entry] & _HARD:
             self._shelve(entry)
         return Code.OK
 
@@ -748,7 +752,7 @@ class Objects:
             if self._leases[entry] == 0:
                 if self._key[entry] is None:
                     self._free(entry)
-                elif not self._pin[entry] & Pin.HARD:
+                elif not self._pin[entry] & _HARD:
                     self._use(entry)
                     self._shelve(entry)
 
@@ -784,7 +788,7 @@ class Objects:
         self._fence(entry, self.generation[entry] + (1 if self.generation[entry] % 2 else 2))
         unit = self.slabs.unit_of(self._offset[entry])
         self._blocked[unit] -= 1
-        if self._pin[entry] & Pin.SOFT:
+        if self._pin[entry] & _SOFT:
             self._soft[unit] -= 1
         self.slabs.give(self._offset[entry])
         self._free_entries.append(entry)
@@ -825,7 +829,7 @@ class Objects:
     def _shelve(self, entry: int) -> None:
         """Evictable from now on, after everything else of its class."""
         self._use(entry)
-        self._lru.append(2 * self._class[entry] + bool(self._pin[entry] & Pin.SOFT), entry)
+        self._lru.append(2 * self._class[entry] + bool(self._pin[entry] & _SOFT), entry)
         self._blocked[self.slabs.unit_of(self._offset[entry])] -= 1
 
     def _unshelve(self, entry: int) -> None:

@@ -203,8 +203,9 @@ class _Served:
     def _do(self, effect: ToStream | None) -> bool:
         """Is there more to do? Raises StreamError."""
         match effect:
-            case SendValues(_, sizes, checksums, found):
-                self.stream.send(Values(sizes, checksums), [self._turns.view(one.offset, one.size) for one in found])
+            case SendValues():
+                views = [self._turns.view(one.offset, one.size) for one in effect.found]
+                self.stream.send(Values(effect.sizes, effect.checksums), views)
                 self._turns.take(ValuesSent(self.number))
             case Hear():
                 self._hear()
