@@ -21,6 +21,8 @@ PURE = (
     "gateway/requests",
     "gateway/settings",
     "cache_node/",
+    "store/rules/",
+    *("store/events", "store/node", "store/protocol", "store/stream_messages", "store/streaming", "store/tiers"),
 )
 IMPURE_STANDARD = {
     *("time", "random", "os", "socket", "threading", "asyncio", "subprocess", "multiprocessing", "select", "signal"),
@@ -34,12 +36,14 @@ ROLE_NEIGHBOURS = {
     # A pool's client half and its actor share a protocol, and so a room; prefill and decode use the former.
     "prefill": ("cache_node.client",),
     "decode": ("cache_node.client",),
+    # The other half of a cache-node, whose settings stand in the same section.
+    "cache_node": ("store.rules",),
 }
 EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "metrics", "openai", "pages", "__init__")}
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
-ZMQ = ("runtime/", "transfer/network", "store/")
+ZMQ = ("runtime/", "transfer/network", "store/client/", "store/server/")
 
 
 def imports(module: Path) -> Iterator[tuple[str, int]]:
@@ -128,6 +132,7 @@ def test_roles_know_only_what_is_below_them(module: Path) -> None:
         ("engine", (*ROLES, "runtime", "transfer", "simulation", "bench", "cli", "config", "up", "operate")),
         ("transfer", (*ROLES, "runtime", "simulation", "bench", "cli", "config", "up", "operate")),
         ("core", (*ROLES, "runtime", "transfer", "engine", "simulation", "bench", "cli", "config", "up", "operate", "roles")),
+        ("store", (*ROLES, "runtime", "engine", "simulation", "bench", "cli", "config", "up")),
         ("simulation", ("bench", "cli", "up", "operate", "runtime")),
         ("runtime", ("simulation", "bench", "cli", "up", "operate", "demo", "doctor")),
     ],
@@ -148,8 +153,8 @@ def test_every_module_says_what_it_is(module: Path) -> None:
 
 def test_everything_is_caught_in_one_place_only() -> None:
     """`except Exception` (or wider) elsewhere hides bugs; these have their reason beside them."""
-    threads = {"runtime/connections", "runtime/executor", "runtime/kv_events", "runtime/store_server", "runtime/store_streams"}
-    threads |= {"runtime/store_ssd", "transfer/network"}
+    threads = {"runtime/connections", "runtime/executor", "runtime/kv_events", "store/server/server", "store/server/streams"}
+    threads |= {"store/server/disk_works", "store/server/turns", "transfer/network"}
     allowed = threads | {"runtime/process", "engine/backend", "engine/tokenizer"}
     for module in MODULES:
         tree = ast.parse((PACKAGE / module).with_suffix(".py").read_text(encoding="utf-8"))

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.core.messages import MAX_BLOCKS
 from mooncake_zmq.kv.eviction import POLICIES
+from mooncake_zmq.store.rules.objects import ObjectSettings
 
 RETRY_S = 1.0
 """The first pause before a disk that is full or fails is tried again."""

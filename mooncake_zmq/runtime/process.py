@@ -28,7 +28,6 @@ import uvicorn
 import zmq
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of
 from mooncake_zmq.core import asks
@@ -51,13 +50,14 @@ from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
-from mooncake_zmq.runtime.store_server import StoreServer
 from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
+from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.server.object_disk import ObjectDisk
+from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.disk_directory import DiskError
 from mooncake_zmq.transfer.network import DataServer
-from mooncake_zmq.transfer.object_disk import ObjectDisk
 from mooncake_zmq.transfer.own_files import make_own_directory, read_own, replace_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep

@@ -72,6 +72,7 @@ class Fault:
 MIN_FAULTS, MAX_FAULTS, MIN_KINDS = 8, 14, 4
 
 
+_OF_BLOCKS = (FaultKind.ROLE, FaultKind.STOP_ASKER, FaultKind.STOP_WRITER, FaultKind.COPY_FAIL, FaultKind.GARBAGE)
 LONG_STOP_S = 3.2
 """Above the simulated cluster's `lease_ttl_s`."""
 SHORT_DRAIN_S = 0.02
@@ -80,11 +81,21 @@ STRESS_FAULTS = 4
 """More faults of each kind to be stressed."""
 
 
+STORE_FAULTS = tuple(kind for kind in FaultKind if kind not in _OF_BLOCKS)
+"""What can happen to stores where there is nothing else."""
+
+
 def draw_faults(
-    random: Random, *, processes: Sequence[str], segments: Sequence[str], window_s: float, stress: Sequence[FaultKind] = ()
+    random: Random,
+    *,
+    processes: Sequence[str],
+    segments: Sequence[str],
+    window_s: float,
+    stress: Sequence[FaultKind] = (),
+    kinds: Sequence[FaultKind] = tuple(FaultKind),
 ) -> tuple[Fault, ...]:
     """At least 8 faults of at least 4 kinds, at random times within the window. `segments`: processes that hold blocks."""
-    kinds = list(FaultKind)
+    kinds = list(kinds)
     chosen = random.sample(kinds, MIN_KINDS)
     chosen += random.choices(kinds, k=random.randint(MIN_FAULTS, MAX_FAULTS) - MIN_KINDS)
     chosen += list(stress) * STRESS_FAULTS

@@ -38,7 +38,7 @@ from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.stages import Stages
-from mooncake_zmq.simulation import hardware
+from mooncake_zmq.simulation import hardware, planted_stores
 from mooncake_zmq.simulation.faults import FaultKind
 
 
@@ -368,6 +368,8 @@ def _disk_stays_off() -> list[tuple[Any, str, Any]]:
     return [(disk_tier.DiskTier, "retry", ignore)]
 
 
+STORES = "store_"
+"""What the names of the bugs in stores begin with."""
 K = FaultKind
 PLANTED: dict[str, Planted] = {
     "evict_leased": Planted("evict ignoring leases", ("I2", "I1"), (K.SLOW, K.SLOW), _evict_leased),
@@ -394,4 +396,5 @@ PLANTED: dict[str, Planted] = {
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
     "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
     "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),
+    **{f"{STORES}{name}": Planted(*bug) for name, bug in planted_stores.PLANTED.items()},
 }

@@ -24,6 +24,7 @@ from mooncake_zmq.prefill import job, stages
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.run import SeedResult, failing_line, run_seed, run_seeds
+from mooncake_zmq.store import events as store_events
 
 LAST_LINES = 60
 RAREST = 3
@@ -43,6 +44,7 @@ def possible() -> dict[str, set[str]]:
         "transitions": {f"{what} {a.value} -> {b.value}" for what, table in TABLES for a, b in _moves(table)},
         "messages": {message.__name__ for message in get_args(Message) if message is not Hello},
         "works": {work.__name__ for work in get_args(Work)},
+        "store works": {work.__name__ for work in get_args(store_events.Work)},
     }
 
 
@@ -82,8 +84,8 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def _replay(seed: int, planted: str | None, output: Path | None, console: Console) -> SeedResult:
-    result = run_seed(seed, planted=planted, trace=True)
+def _replay(seed: int, planted: str | None, output: Path | None, console: Console, stores: bool | None) -> SeedResult:
+    result = run_seed(seed, planted=planted, trace=True, stores=stores)
     if output is not None:
         output.write_text("\n".join(result.log) + "\n", encoding="utf-8")
     elif result.failure is not None:
@@ -100,9 +102,17 @@ def _replay(seed: int, planted: str | None, output: Path | None, console: Consol
 @click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="With --seed: write every event there.")
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes; one for each core by default.")
 @click.option("--planted", type=click.Choice(sorted(PLANTED)), default=None, help="Plant a bug; a checker must then fail.")
+@click.option("--stores", is_flag=True, default=None, help="Nothing but the stores, in a fraction of the time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the coverage as one JSON object instead of a table.")
 def simtest(
-    seeds: int, first: int, seed: int | None, trace: Path | None, jobs: int, planted: str | None, as_json: bool
+    seeds: int,
+    first: int,
+    seed: int | None,
+    trace: Path | None,
+    jobs: int,
+    planted: str | None,
+    stores: bool | None,
+    as_json: bool,
 ) -> None:
     """Run the cluster under virtual time and seeded faults; every invariant is checked in every run.
 
@@ -112,15 +122,16 @@ def simtest(
       mooncake-zmq simtest --seed 1234
       mooncake-zmq simtest --seed 1234 --trace /tmp/1234.txt
       mooncake-zmq simtest --seeds 5 --planted late_writer
+      mooncake-zmq simtest --seeds 1000 --stores
     """
     errors = Console(stderr=True)
     if seed is not None:
-        results = [_replay(seed, planted, trace, errors)]
+        results = [_replay(seed, planted, trace, errors, stores)]
     else:
         columns = (TextColumn("simtest"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=errors, transient=True) as progress:
             task = progress.add_task("", total=seeds)
-            results = run_seeds(first, seeds, jobs, lambda _: progress.advance(task), planted=planted)
+            results = run_seeds(first, seeds, jobs, lambda _: progress.advance(task), planted=planted, stores=stores)
     failed = [result for result in results if result.failure is not None]
     total = totals(results)
     if as_json:
@@ -129,8 +140,8 @@ def simtest(
         Console().print(coverage_table(total))
     for result in failed:
         click.echo(failing_line(result, _commit()))
-        bug = f" --planted {planted}" if planted else ""
-        click.echo(f"  again: mooncake-zmq simtest --seed {result.seed}{bug}")
+        how = (f" --planted {planted}" if planted else "") + (" --stores" if stores else "")
+        click.echo(f"  again: mooncake-zmq simtest --seed {result.seed}{how}")
     cpu_s = sum(result.cpu_s for result in results) / len(results)
     virtual_s = sum(result.virtual_s for result in results) / len(results)
     click.echo(

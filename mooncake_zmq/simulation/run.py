@@ -13,10 +13,12 @@ from random import Random
 from mooncake_zmq.simulation.checkers import Checkers, Violation
 from mooncake_zmq.simulation.clients import Clients
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes
-from mooncake_zmq.simulation.faults import FaultKind, draw_faults
+from mooncake_zmq.simulation.faults import STORE_FAULTS, FaultKind, draw_faults
 from mooncake_zmq.simulation.hardware import Hardware
-from mooncake_zmq.simulation.planted import PLANTED, planting
+from mooncake_zmq.simulation.planted import PLANTED, STORES, planting
 from mooncake_zmq.simulation.simulator import Simulator
+from mooncake_zmq.simulation.store_clients import clients_of
+from mooncake_zmq.simulation.stores import Stores
 from mooncake_zmq.simulation.traces import Workload, generate
 
 SAFETY_S = 9.0
@@ -47,29 +49,40 @@ class SeedResult:
 
 
 def run_seed(
-    seed: int, *, planted: str | None = None, stress: Sequence[FaultKind] | None = None, trace: bool = False
+    seed: int,
+    *,
+    planted: str | None = None,
+    stress: Sequence[FaultKind] | None = None,
+    trace: bool = False,
+    stores: bool | None = None,
 ) -> SeedResult:
-    """Run one seed to its end or first violation. `stress`: kinds of additional faults, by default the planted bug's."""
+    """Run one seed to its end or first violation. `stress`: kinds of additional faults, by default the planted bug's.
+    `stores`: with nothing but the stores, which takes a fraction of the time; by default if the bug is one of theirs."""
     result = SeedResult(seed)
     began = time.process_time()
     if stress is None:
         stress = PLANTED[planted].stress if planted else ()
+    if stores is None:
+        stores = planted is not None and planted.startswith(STORES)
     with planting(planted):
-        _run(result, Workload(), stress, trace)
+        _run(result, Workload(), stress, trace=trace, stores_only=stores)
     result.cpu_s = time.process_time() - began
     return result
 
 
-def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], trace: bool) -> None:
+def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *, trace: bool, stores_only: bool) -> None:
     random = Random(result.seed)
     settings = ClusterSettings.of_seed(result.seed)
     specs = processes(settings)
+    if stores_only:
+        specs = [replace(spec, peers=()) for spec in specs if spec.role == "cache-node"]
     work = generate(random, workload, settings.layout)
     more = replace(workload, requests=4, max_turns=2, window_s=1.0, cancel_share=0.0, starts_at=SAFETY_S + SETTLE_S)
     probes = generate(random, more, settings.layout, work.blocks)
     names = list(dict.fromkeys(spec.name for spec in specs))
     segments = list(dict.fromkeys(spec.name for spec in specs if spec.slots))
-    faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress)
+    kinds = STORE_FAULTS if stores_only else tuple(FaultKind)
+    faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress, kinds=kinds)
     result.faults = [str(fault) for fault in faults]
     roots = tuple(workload.roots(settings.layout).values())
     max_lease_s = settings.cache_node.max_lease_s
@@ -86,17 +99,20 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], tr
         simulator.log = result.log
     gateways = [spec.name for spec in specs if spec.role == "gateway"]
     clients = Clients(simulator, gateways, limit_s=settings.gateway.deadline_s + LONGEST_STOP_S)
+    stores = simulator.stores = Stores(simulator, result.seed)
+    stores.clients = clients_of(stores)
     outcomes: Counter[str] = Counter()
     try:
-        asked = clients.add(work.chats)
+        asked = clients.add([] if stores_only else work.chats)
         for fault in faults:
             simulator.schedule(fault)
         simulator.run_until(SAFETY_S)
         simulator.heal()
-        probed = clients.add(probes.chats)
-        _live(simulator, checkers, clients)
+        stores.heal()
+        probed = clients.add([] if stores_only else probes.chats)
+        _live(simulator, checkers, clients, stores)
         outcomes = asked + probed
-        if probed["finished"] != more.requests:
+        if not stores_only and probed["finished"] != more.requests:
             raise Violation("I4", f"requests to the healed cluster did not all succeed: {dict(probed)}")
     except Violation as violation:
         result.failure, result.invariant = str(violation), violation.invariant
@@ -114,18 +130,22 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], tr
         "works": dict(checkers.works),
         "outcomes": dict(outcomes),
         "counts": dict(checkers.counts),
+        "store works": dict(stores.checker.works),
+        "stores": dict(stores.checker.covered),
     }
 
 
-def _live(simulator: Simulator, checkers: Checkers, clients: Clients) -> None:
+def _live(simulator: Simulator, checkers: Checkers, clients: Clients, stores: Stores) -> None:
     """Faults are over: wait until everything has ended and the index is true, or the bound has passed."""
     bound = simulator.now + LIVENESS_S
     while True:
         simulator.run_until(simulator.now + 0.25)
         waiting = clients.waiting
-        problem = Violation("I4", f"no end of {waiting[0]}") if waiting else checkers.busy() or checkers.stale_index()
+        problem = Violation("I4", f"no end of {waiting[0]}") if waiting else None
+        problem = problem or checkers.busy() or checkers.stale_index() or stores.busy()
         if problem is None:
-            return checkers.at_rest()
+            checkers.at_rest()
+            return stores.at_rest()
         if simulator.now >= bound:
             raise problem
 
@@ -136,11 +156,17 @@ def failing_line(result: SeedResult, commit: str) -> str:
 
 
 def run_seeds(
-    first: int, count: int, jobs: int, progress: Callable[[SeedResult], None], *, planted: str | None = None
+    first: int,
+    count: int,
+    jobs: int,
+    progress: Callable[[SeedResult], None],
+    *,
+    planted: str | None = None,
+    stores: bool | None = None,
 ) -> list[SeedResult]:
     """Run seeds in `jobs` worker processes; `progress` hears of each result as it comes."""
     lanes = [range(first + lane, first + count, jobs) for lane in range(min(jobs, count))]
-    workers = [_spawn(seeds, planted) for seeds in lanes]
+    workers = [_spawn(seeds, planted, stores) for seeds in lanes]
     results: list[SeedResult] = []
     # Lanes take equal turns, so reading them round robin keeps all pipes short.
     pending = {index: iter(seeds) for index, seeds in enumerate(lanes)}
@@ -164,10 +190,12 @@ def run_seeds(
     return results
 
 
-def _spawn(seeds: Iterable[int], planted: str | None) -> subprocess.Popen[str]:
+def _spawn(seeds: Iterable[int], planted: str | None, stores: bool | None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "mooncake_zmq.simulation", *map(str, seeds)]
     if planted:
         command += ["--planted", planted]
+    if stores:
+        command += ["--stores"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

@@ -33,6 +33,7 @@ from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.faults import Fault, FaultKind
 from mooncake_zmq.simulation.hardware import Hardware, Machine, Segment
 from mooncake_zmq.simulation.links import Sessions, Wires
+from mooncake_zmq.simulation.stores import Stores
 from mooncake_zmq.simulation.traces import MODEL
 from mooncake_zmq.simulation.world import LINGER_S, Life, Observe, Process, ProcessSpec, World
 
@@ -80,6 +81,8 @@ class Simulator(World[Machine]):
         self._slow: dict[str, float] = {}
         self._late: set[tuple[str, int]] = set()
         """Lives whose drain has run out of time: they leave whatever they still have."""
+        self.stores: Stores | None = None
+        """Beside the cache-nodes, if there are any."""
         checkers.attach(self)
         for process in self.processes.values():
             self.restart(process.name)
@@ -131,12 +134,22 @@ class Simulator(World[Machine]):
             may_become=process.spec.may_become,
         )
 
+    def restart(self, name: str, role: str = "") -> None:
+        """Begin a process's next life, unless it lives."""
+        process = self.processes[name]
+        if process.life is None:
+            super().restart(name, role)
+            if self.stores is not None:
+                self.stores.began(process)
+
     def crash(self, name: str) -> None:
         """End a life at once."""
         process = self.processes[name]
         if process.life is None:
             return
         self._note(b"crash", process)
+        if self.stores is not None:
+            self.stores.died(name)
         incarnation = process.life.incarnation
         self.watcher.died(name, incarnation)
         super().crash(name)
@@ -187,6 +200,10 @@ class Simulator(World[Machine]):
         self.watcher.observed(process.spec, process.life.incarnation, process.life.actor, event, effects)
         if any(isinstance(effect, Send) and isinstance(effect.message, LeaseBlocks | ReserveSlots) for effect in effects):
             self._spring(FaultKind.STOP_ASKER, process.name)
+
+    def note(self, what: bytes, name: str) -> None:
+        """Something happened at a process: part of the digest."""
+        self._note(what, self.processes[name])
 
     def _note(self, what: bytes, process: Process[Any]) -> None:
         self._digest.update(struct.pack("<d", self.now))
@@ -256,6 +273,8 @@ class Simulator(World[Machine]):
             case FaultKind.DRAIN, (name,):
                 process = self.processes[name]
                 self.in_life(process, self.now, self.handle, process, DrainWanted())
+                if self.stores is not None:
+                    self.stores.drains(name)
             case FaultKind.ROLE, (name,):
                 self._ask_for_role(name)
             case FaultKind.BIT_FLIP, (name,):
@@ -382,6 +401,8 @@ class Simulator(World[Machine]):
     def _flip_bits(self, name: str, blocks: int) -> None:
         if name in self.disks:
             self.disks[name].flip(self.random, 4 * blocks)
+        if self.stores is not None:
+            self.stores.flip(name, blocks)
         life = self.processes[name].life
         if life is None or life.machine.segment is None:
             return

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.simulation.faults import MIN_FAULTS, MIN_KINDS, FaultKind
-from mooncake_zmq.simulation.planted import PLANTED
+from mooncake_zmq.simulation.planted import PLANTED, STORES
 from mooncake_zmq.simulation.report import possible, simtest, totals
 from mooncake_zmq.simulation.run import SeedResult, as_line, run_seed, run_seeds
 
@@ -32,6 +32,7 @@ def test_seeds_hold_and_cover() -> None:
     never = {kind: names - total[kind].keys() for kind, names in possible().items()}
     assert not never["faults"]
     assert not never["works"]
+    assert not never["store works"]
     assert not never["messages"]
     assert len(never["transitions"]) <= 3, never["transitions"]
     assert total["outcomes"]["finished after resume"] > SEEDS
@@ -46,6 +47,12 @@ def test_seeds_hold_and_cover() -> None:
     assert counts["disk_faults[operation=write]"] > 0
     assert counts["disk_retries"] > 0
     assert counts["replicas_arrived"] > 0
+    stores = total["stores"]
+    assert (
+        min(stores[name] for name in ("put", "sent on a stream", "read in shared memory", "promoted", "demoted")) > 10 * SEEDS
+    )
+    assert min(stores[name] for name in ("quarantined", "leases_expired", "clients_died", "corrupt", "corrupt_writes")) > 0
+    assert min(stores[name] for name in ("ssd_moved", "ssd_may_come_back", "ForgetValues failed", "WriteValues failed")) > 0
     for source in ("own", "local", "remote"):
         assert total["outcomes"][f"finished with {source} blocks"] > SEEDS
 
@@ -92,7 +99,8 @@ def test_a_planted_bug_is_caught(name: str) -> None:
         if result.failure is not None:
             failures.append(result.failure)
             if result.invariant in planted.invariants:
-                assert run_seed(seed, stress=planted.stress).failure is None
+                stores = name.startswith(STORES)
+                assert run_seed(seed, stress=planted.stress, stores=stores).failure is None
                 return
     pytest.fail(f"{planted.what}: no checker of {planted.invariants} failed, but {failures}")
 
@@ -103,6 +111,12 @@ def test_a_failing_seed_says_how_to_see_it_again() -> None:
     assert "seed=0 commit=" in outcome.output
     assert "simtest --seed 0 --planted commit_unverified" in outcome.output
     assert "I1" in outcome.output
+
+
+def test_stores_alone_hold_in_other_seeds() -> None:
+    results = run_seeds(5000, SEEDS, os.cpu_count() or 1, lambda _: None, stores=True)
+    assert [(result.seed, result.failure) for result in results if result.failure] == []
+    assert totals(results)["stores"]["ForgetValues failed"] > 0
 
 
 def test_passing_seeds_print_coverage() -> None:

@@ -7,11 +7,11 @@ from time import monotonic, sleep
 
 import pytest
 
-from mooncake_zmq.cache_node.object_log import ObjectSsdSettings
-from mooncake_zmq.cache_node.objects import ObjectSettings
-from mooncake_zmq.runtime.store_server import StoreServer
 from mooncake_zmq.store import MooncakeDistributedStore
-from mooncake_zmq.transfer.object_disk import ObjectDisk
+from mooncake_zmq.store.rules.object_log import ObjectSsdSettings
+from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.server.object_disk import ObjectDisk
+from mooncake_zmq.store.server.server import StoreServer
 
 SLAB_BYTES = 4 << 20
 SSD_BYTES = 96 << 20

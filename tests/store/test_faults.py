@@ -16,13 +16,15 @@ import pytest
 import zmq
 from conftest import SLAB_BYTES, WORK_GAUGES, Memory, idle, wait_for
 
-from mooncake_zmq.cache_node.objects import Code
-from mooncake_zmq.runtime import store_streams
 from mooncake_zmq.store import protocol
-from mooncake_zmq.store.client import StoreClient
+from mooncake_zmq.store.client.client import StoreClient
+from mooncake_zmq.store.client.peer import ClientSettings
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.store.peer import ClientSettings
-from mooncake_zmq.store.stream import (
+from mooncake_zmq.store.rules.objects import Code
+from mooncake_zmq.store.server import streams as store_streams
+from mooncake_zmq.store.stream import Stream, StreamError
+from mooncake_zmq.store.stream import connect as connect_stream
+from mooncake_zmq.store.stream_messages import (
     EAGER_BYTES,
     Attach,
     Checksums,
@@ -30,13 +32,10 @@ from mooncake_zmq.store.stream import (
     Get,
     Put,
     Recheck,
-    Stream,
-    StreamError,
     decode_attached,
     decode_ended,
     decode_values,
 )
-from mooncake_zmq.store.stream import connect as connect_stream
 
 
 @pytest.fixture
@@ -361,10 +360,10 @@ def test_a_client_with_a_stream_is_not_forgotten_and_without_it_is(server, raw):
     peer = raw(False)
     with streaming(peer) as stream:
         assert begin_put(stream) == [0]
-        server._tick(monotonic() + 1000)
+        server._timers.fire(monotonic() + 1000)
         assert (server.gauges()["clients"], server.gauges()["puts"]) == (1, 1)
     wait_for(lambda: not server._streams._open, "the stream's end")
-    server._tick(monotonic() + 1000)
+    server._timers.fire(monotonic() + 1000)
     assert server.gauges()["clients"] == 0
 
 
@@ -452,9 +451,9 @@ def test_a_value_whose_place_went_while_its_checksum_was_made_is_a_miss(server, 
 def test_a_report_that_does_not_leave_costs_nothing_that_came(server, connect, monkeypatch):
     store = connect(server, share_memory=False)
     assert store.put_batch(["good", "bad"], [b"g" * 9999, b"b" * 9999]) == 0
-    with server._memory as objects:
-        found = objects.find("bad")
-    server._memory.view(found.offset, found.size)[7] ^= 1
+    with server._turns as node:
+        found = node.objects.find("bad")
+    server._turns.view(found.offset, found.size)[7] ^= 1
     send = Stream.send
 
     def no_report(self, message, views=()):
@@ -505,9 +504,9 @@ def test_a_flipped_bit_in_the_segment_is_a_counted_miss_and_is_found_by_nobody_a
     for shared in (True, False):
         store = connect(server, share_memory=shared)
         store.put("k", value)
-        with server._memory as objects:
-            found = objects.find("k")
-        server._memory.view(found.offset, found.size)[77_777] ^= 4
+        with server._turns as node:
+            found = node.objects.find("k")
+        server._turns.view(found.offset, found.size)[77_777] ^= 4
         assert store.get("k") == b""
         assert store._client._peers[0].counts["corrupt"] == 1
         wait_for(lambda: server.counts["corrupt"] == (1 if shared else 2), "the report")  # noqa: B023
@@ -565,7 +564,7 @@ def damaging_proxy(to_port):
 CLIENT = """
 import sys
 from mooncake_zmq.store import protocol, MooncakeDistributedStore
-from mooncake_zmq.store.client import StoreClient
+from mooncake_zmq.store.client.client import StoreClient
 endpoint, what = sys.argv[1:]
 if what == "hold":
     client = StoreClient([endpoint])
@@ -657,8 +656,8 @@ def test_a_forked_child_cannot_use_the_store_of_its_parent(server, connect):
 
 
 def checksum_at(server, key):
-    with server._memory as objects:
-        return objects.find(key).checksum
+    with server._turns as node:
+        return node.objects.find(key).checksum
 
 
 def test_values_without_a_checksum_get_one_when_they_leave_the_host(server, connect):

@@ -5,8 +5,8 @@ from conftest import SLAB_BYTES, Memory
 from msgspec import structs
 
 from mooncake_zmq.store import protocol
-from mooncake_zmq.store.client import UNREACHED
-from mooncake_zmq.store.link import Link
+from mooncake_zmq.store.client.client import UNREACHED
+from mooncake_zmq.store.client.link import Link
 
 SIZE = 300_000
 FAR = (4 * SLAB_BYTES - SIZE + 1, 1 << 40, 1 << 48)

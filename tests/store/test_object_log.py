@@ -7,10 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake_zmq.cache_node.cold_end import ColdEnd
-from mooncake_zmq.cache_node.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.cache_node.objects import Code, Objects, ObjectSettings, Pin
-from mooncake_zmq.kv.object_record import ObjectRecord
+from mooncake_zmq.store.rules.changes import copies_on_disk, replaced
+from mooncake_zmq.store.rules.cold_end import ColdEnd
+from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
+from mooncake_zmq.store.rules.object_record import ObjectRecord
+from mooncake_zmq.store.rules.objects import Code, Objects, ObjectSettings, Pin
 
 SLAB = 1 << 16
 ME = b"me"
@@ -355,13 +356,13 @@ def test_what_a_put_would_replace_on_disk_is_told():
         put_id = next(_ids)
         objects.reserve(0.0, ME, put_id, [key], [10], pins=pins, ttl_s=10)
         try:
-            return objects.replaces(0.0, ME, put_id, [0]), objects.replaces(11.0, ME, put_id, [0])
+            return replaced(objects, 0.0, ME, put_id, [0]), replaced(objects, 11.0, ME, put_id, [0])
         finally:
             objects.commit(0.0, ME, put_id, [], [])
 
     assert replaces("a", Pin.UPSERT) == (["a"], [])
     assert replaces("new", Pin.NONE) == ([], [])
-    assert objects.copies_on_disk(["a", "new"]) == ["a"]
+    assert copies_on_disk(objects, ["a", "new"]) == ["a"]
     objects.log.fail()
     assert replaces("a", Pin.NONE) == (["a"], []), "it cannot be read, but would be after a restart"
-    assert objects.replaces(0.0, ME, 1, [0]) == []
+    assert replaced(objects, 0.0, ME, 1, [0]) == []

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake_zmq.cache_node.objects import Code, Objects, ObjectSettings, Pin
+from mooncake_zmq.store.rules.objects import Code, Objects, ObjectSettings, Pin
 
 SLAB = 1 << 16
 ME, OTHER = b"me", b"other"

@@ -37,7 +37,7 @@ def test_an_installed_shim_is_our_store_until_it_is_uninstalled(tmp_path):
     assert in_python(code, tmp_path)[0] == 1
     shim.install(tmp_path)
     shim.install(tmp_path)
-    assert in_python(code, tmp_path) == (0, "mooncake_zmq.store.api")
+    assert in_python(code, tmp_path) == (0, "mooncake_zmq.store.client.api")
     assert shim.uninstall(tmp_path)
     assert not shim.uninstall(tmp_path)
     assert in_python(code, tmp_path)[0] == 1

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake_zmq.cache_node.slab import MIN_CELL_BYTES, PARTS, SlabAllocator, class_sizes
+from mooncake_zmq.store.rules.slab import MIN_CELL_BYTES, PARTS, SlabAllocator, class_sizes
 
 SLAB = 1 << 16
 SIZES = st.one_of(st.integers(1, 600), st.integers(1, SLAB))

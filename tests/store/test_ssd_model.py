@@ -4,7 +4,6 @@ import itertools
 import random
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,18 @@ import structlog
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tiers_harness import CONNECTION, Tiers
 
-from mooncake_zmq.cache_node.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.cache_node.objects import Code, Objects, ObjectSettings, Pin
-from mooncake_zmq.runtime.store_memory import StoreMemory
-from mooncake_zmq.runtime.store_ssd import PROMOTER, StoreSsd
+from mooncake_zmq.store import protocol
+from mooncake_zmq.store.events import Asked
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.store.segment import ObjectSegment
-from mooncake_zmq.transfer.object_disk import ObjectDisk
+from mooncake_zmq.store.rules.changes import copies_on_disk
+from mooncake_zmq.store.rules.objects import Code, Pin
+from mooncake_zmq.store.server.object_disk import ObjectDisk
+from mooncake_zmq.store.tiers import PROMOTER
 
 SLAB = 1 << 17
 SSD_BYTES = 8 * (SLAB + (1 << 16))
-ME = b"me"
 KEYS = [f"key{number}" for number in range(12)]
 SIZES = [1, 70, 5000, 65_535, 65_536, 70_000, SLAB]
 
@@ -97,78 +96,48 @@ class FailingDisk(ObjectDisk):
                     file.write(random.Random(offset).randbytes(size))
 
 
-class Stepped(StoreSsd):
-    """Without a writer's thread: steps are ours."""
-
-    def _run(self):
-        pass
-
-
 class TiersMachine(RuleBasedStateMachine):
     """`allowed`: what each key may be read as, None standing for a miss, which it always may be."""
 
     def __init__(self):
         super().__init__()
         self.home = Path(tempfile.mkdtemp(dir="/dev/shm"))  # where a sync costs nothing
-        self.lives = itertools.count(1)
         self.ids = itertools.count(1)
         self.allowed = {key: set() for key in KEYS}
         self.start()
 
     def start(self):
-        self.disk = FailingDisk.open(self.home / "ssd", SLAB)
-        ssd = ObjectSsdSettings(directory="x", bytes=SSD_BYTES, ahead=1.0, threads=1, max_objects=24)
-        log = ObjectLog(ssd)
-        log.restore(self.disk.lengths, self.disk.recovered.items())
-        self.objects = Objects(
-            ObjectSettings(object_bytes=3 * SLAB, slab_bytes=SLAB, max_objects=12, max_client_share=1.0, ssd=ssd), log
-        )
-        self.segment = ObjectSegment.create(
-            self.home, "c", "n", next(self.lives), entries=self.objects.table_entries, memory_bytes=3 * SLAB
-        )
-        self.memory = StoreMemory(self.objects, self.segment)
-        self.ssd = Stepped(self.memory, self.disk, log, self.crashed)
-
-    def crashed(self, error):
-        raise error
+        both = Tiers(self.home, slab=SLAB, ssd_bytes=SSD_BYTES, max_objects=24, in_memory=12, disk=FailingDisk)
+        both.settle()
+        self.tiers, self.disk, self.objects = both, both.disk, both.objects
 
     def stop(self):
         self.disk.left = 1 << 60
-        self.ssd.close(0.0)
-        self.segment.close()
+        self.tiers.close()
 
     def fail_power(self):
         self.disk.lose_unsynced()
         self.stop()
         self.start()
 
-    def now(self):
-        return time.monotonic()
+    # --- as a client does it
 
-    # --- as the server does it
-
-    def end(self, keys, work):
-        """What replaces or removes: now, or when the writer has come to it."""
-        with self.memory as objects:
-            if not objects.copies_on_disk(keys):
-                return work(objects, frozenset())
-            results = []
-            assert self.ssd.park(lambda _: keys, work, results.append)
-            if objects.log.writing:  # the writer comes to it later
-                return None
-        self.ssd._erase()
-        return results[0]
+    def answer(self, reply):
+        """What replaces or removes: answered now, or when the disk has come to it."""
+        if reply is None and not self.objects.log.writing:  # else the disk comes to it later
+            self.tiers.settle()
+            reply = self.tiers.replies.pop()
+        return reply and reply.numbers
 
     def read(self, key):
         for _ in range(2):
-            with self.memory as objects:
-                (found,) = objects.lease(self.now(), ME, lease := next(self.ids), [key], 30)
-                if found:
-                    value = bytes(self.memory.view(found.offset, found.size))
-                    objects.release(ME, lease)
-                    assert checksum_of(value) == found.checksum
-                    return value
-            self.ssd.promote([key])
+            leased = self.tiers.lease(key)
+            if leased.entries[0]:
+                value = bytes(self.tiers.view(leased.offsets[0], leased.sizes[0]))
+                self.tiers.release(leased)
+                assert checksum_of(value) == leased.checksums[0]
+                return value
+            self.tiers.promote(key)
         return None
 
     @rule(
@@ -176,26 +145,21 @@ class TiersMachine(RuleBasedStateMachine):
     )
     def put(self, key, size, pins, data):
         value = random.Random(repr((key, size, data))).randbytes(size)
-        put_id = next(self.ids)
-        with self.memory as objects:
-            was_here = bool(objects.exist([key])[0])
-            (grant,) = objects.reserve(self.now(), ME, put_id, [key], [size], pins=Pin(pins), ttl_s=30)
-            if grant.code is not Code.OK:
-                assert (grant.code is Code.EXISTS and was_here) or grant.code is Code.NO_ROOM
-                return
-            self.memory.view(grant.offset, size)[:] = value
-            keys = objects.replaces(self.now(), ME, put_id, [0])
+        was_here = bool(self.objects.exist([key])[0])
+        request, reserved = self.tiers.reserve([key], [value], Pin(pins))
+        (code,) = reserved.codes
+        if code != Code.OK:
+            assert (code == Code.EXISTS and was_here) or code == Code.NO_ROOM
+            return
         self.allowed[key] = {*self.allowed[key], value}  # until the answer, the one or the other
-        codes = self.end(keys, lambda objects, _: objects.commit(self.now(), ME, put_id, [0], [checksum_of(value)]))
-        if codes == [Code.OK]:
+        if self.answer(self.tiers.commit(request, [value])) == [Code.OK]:
             self.allowed[key] = {value}
             assert self.read(key) == value
 
     @rule(key=st.sampled_from(KEYS))
     def remove(self, key):
         there = bool(self.objects.exist([key])[0])
-        removed = self.end([key], lambda objects, erased: objects.remove(key) or key in erased)
-        assert removed == there
+        assert self.answer(self.tiers.remove(key)) == [Code.OK if there else Code.NOT_FOUND]
         self.allowed[key] = set()
 
     @rule(key=st.sampled_from(KEYS))
@@ -209,14 +173,14 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule()
     def demote(self):
-        self.ssd._demote()
+        self.tiers.demote()
 
     @rule(count=st.integers(1, 30), small=st.sampled_from(SIZES[:5]), large=st.sampled_from(SIZES[-3:]))
     def churn(self, count, small, large):
         """So much is written that old segments go, and some of what is in them was read."""
         for number in range(count):
             self.put(KEYS[number % len(KEYS)], large if number % 3 else small, 4, number)
-            self.ssd._demote()
+            self.tiers.demote()
             log = self.objects.log
             for key in [key for key in log.by_key if key not in self.objects.by_key][-1:]:
                 self.get(key)
@@ -225,16 +189,17 @@ class TiersMachine(RuleBasedStateMachine):
     def cells_are_taken_while_they_are_written(self, pins):
         def amid():
             for key in KEYS:
-                if not self.objects.copies_on_disk([key]):
+                if not copies_on_disk(self.objects, [key]):
                     self.put(key, SLAB, pins, 77)
 
         for key in KEYS[:4]:
             self.remove(key)
         self.put(KEYS[4], SLAB, 4, 78)
         self.disk.amid = amid
-        self.ssd._demote()
+        self.tiers.demote()
         self.disk.amid = lambda: None
-        self.ssd._erase()
+        self.tiers.settle()
+        self.tiers.replies.clear()
 
     @rule(key=st.sampled_from(KEYS))
     def a_reader_reports_a_value_while_it_is_written(self, key):
@@ -242,15 +207,16 @@ class TiersMachine(RuleBasedStateMachine):
         entry = self.objects.by_key.get(key)
 
         def amid():
-            with self.memory as objects:
-                objects.report_corrupt(entry, objects.generation[entry])
+            generation = self.objects.generation[entry]
+            self.tiers.take(Asked(CONNECTION, protocol.ReportCorrupt([entry], [generation])))
             self.put(key, 200, 0, 80)
 
         if entry is not None:
             self.disk.amid_sync = amid
-            self.ssd._demote()
+            self.tiers.demote()
             self.disk.amid_sync = lambda: None
-            self.ssd._erase()
+            self.tiers.settle()
+            self.tiers.replies.clear()
 
     @rule(steps=st.integers(0, 200), small=st.sampled_from(SIZES[:5]))
     def power_fails_while_values_are_written(self, steps, small):
@@ -281,7 +247,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule()
     def restart_gracefully(self):
-        while self.ssd._demote():
+        while self.tiers.demote():
             pass
         held = {key for key in KEYS if self.objects.exist([key])[0]}
         unsaved = self.objects.unsaved_bytes
@@ -292,16 +258,16 @@ class TiersMachine(RuleBasedStateMachine):
 
     @invariant()
     def all_is_well(self):
-        with self.memory as objects:
-            objects.check()
-            listed, cursor = [], 0
-            while True:
-                page, cursor = objects.keys(cursor, 3)
-                listed += page
-                if not cursor:
-                    break
-            assert sorted(listed) == [key for key in sorted(KEYS) if objects.exist([key])[0]]
-            assert PROMOTER not in objects._clients or not objects._clients[PROMOTER].puts
+        objects = self.objects
+        self.tiers.node.check()
+        listed, cursor = [], 0
+        while True:
+            page, cursor = objects.keys(cursor, 3)
+            listed += page
+            if not cursor:
+                break
+        assert sorted(listed) == [key for key in sorted(KEYS) if objects.exist([key])[0]]
+        assert PROMOTER not in objects._clients or not objects._clients[PROMOTER].puts
         files = {path.name for path in (self.home / "ssd").glob("segment-*")}
         assert files == {f"segment-{number:08d}" for number in objects.log._segments}
         assert sum((self.home / "ssd" / name).stat().st_size for name in files) <= SSD_BYTES

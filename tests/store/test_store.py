@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from conftest import SLAB_BYTES, Memory, idle, wait_for
 
-from mooncake_zmq.store import MooncakeDistributedStore, ReplicateConfig, api
+from mooncake_zmq.store import MooncakeDistributedStore, ReplicateConfig
+from mooncake_zmq.store.client import api
 from mooncake_zmq.store.protocol import PIECE_BYTES
 
 SIZES = [1, 63, 4096, 70_000, PIECE_BYTES, PIECE_BYTES + 1, SLAB_BYTES]

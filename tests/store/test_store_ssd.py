@@ -16,8 +16,8 @@ import pytest
 from conftest import SLAB_BYTES, Memory, idle, wait_for
 
 from mooncake_zmq.store import MooncakeDistributedStore, ReplicateConfig
-from mooncake_zmq.transfer.object_disk import ObjectDisk
-from mooncake_zmq.transfer.object_index import ObjectIndex
+from mooncake_zmq.store.server.object_disk import ObjectDisk
+from mooncake_zmq.store.server.object_index import ObjectIndex
 
 SIZES = [1, 63, 4096, 65_535, 65_536, 70_001, 1 << 20, SLAB_BYTES]
 _incarnations = itertools.count(1)
@@ -304,8 +304,8 @@ def test_a_value_damaged_in_memory_is_not_written(make, connect):
     server = make(ssd={"ahead": 0.0})
     store = connect(server)
     assert store.put_batch(["a", "b"], [value("a", 70_000), value("b", 70_000)]) == 0
-    with server._memory as objects:
-        server._memory.view(objects.find("a").offset, 1)[0] ^= 1
+    with server._turns as node:
+        server._turns.view(node.objects.find("a").offset, 1)[0] ^= 1
     drain(server)
     assert server.counts["corrupt"] == 1
     assert server.counts["demoted"] == 1
@@ -328,10 +328,10 @@ SERVER = """
 import sys, time
 sys.path.insert(0, {here!r})
 from conftest import SLAB_BYTES
-from mooncake_zmq.cache_node.object_log import ObjectSsdSettings
-from mooncake_zmq.cache_node.objects import ObjectSettings
-from mooncake_zmq.runtime.store_server import StoreServer
-from mooncake_zmq.transfer.object_disk import ObjectDisk
+from mooncake_zmq.store.rules.object_log import ObjectSsdSettings
+from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.store.server.object_disk import ObjectDisk
 home = sys.argv[1]
 ssd = ObjectSsdSettings(directory=home + "/ssd", bytes=96 << 20, ahead=1.0)
 settings = ObjectSettings(object_bytes=4 * SLAB_BYTES, slab_bytes=SLAB_BYTES, max_objects=4096, ssd=ssd)

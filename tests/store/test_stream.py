@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from mooncake_zmq.store import stream as stream_module
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.protocol import MAX_FRAME_BYTES, PIECE_BYTES
-from mooncake_zmq.store.stream import Ended, Stream, StreamError, StreamGarbage, connect, decode_ended, decode_values, listen
+from mooncake_zmq.store.stream import Stream, StreamError, StreamGarbage, connect, listen
+from mooncake_zmq.store.stream_messages import Ended, decode_ended, decode_values
 
 PATIENCE_S = 20.0
 

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 import structlog
 
-from mooncake_zmq.cache_node.objects import Code
-from mooncake_zmq.store.batch import Batch, Value, Wanted
-from mooncake_zmq.store.link import Unreached
+from mooncake_zmq.store.client.batch import Batch, Value, Wanted
+from mooncake_zmq.store.client.link import Unreached
+from mooncake_zmq.store.client.peer import Call
 from mooncake_zmq.store.memory import checksum_of, cut, read_view, write_view
-from mooncake_zmq.store.peer import Call
-from mooncake_zmq.store.stream import EAGER_BYTES, Checksums, Get, Put, Recheck, StreamError, decode_ended, decode_values
+from mooncake_zmq.store.rules.objects import Code
+from mooncake_zmq.store.stream import StreamError
+from mooncake_zmq.store.stream_messages import EAGER_BYTES, Checksums, Get, Put, Recheck, decode_ended, decode_values
 
 log = structlog.get_logger()
 

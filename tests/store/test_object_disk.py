@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.kv.object_record import ObjectRecord, header, place, record_bytes, round_up, why_missed
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.transfer import object_disk
+from mooncake_zmq.store.rules.object_record import ObjectRecord, header, place, record_bytes, round_up, why_missed
+from mooncake_zmq.store.server import object_disk
+from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.transfer.disk_directory import DiskError, DiskFault
-from mooncake_zmq.transfer.object_disk import ObjectDisk
 
 SEGMENT_BYTES = 1 << 20
 LARGEST = 1 << 19
@@ -247,7 +247,7 @@ def test_an_index_that_cannot_be_used_is_set_aside_and_the_tier_starts_empty(dis
 
 
 def test_two_processes_cannot_use_one_directory(disk, home):
-    code = "import sys; from mooncake_zmq.transfer.object_disk import ObjectDisk; ObjectDisk.open(sys.argv[1], 1)"
+    code = "import sys; from mooncake_zmq.store.server.object_disk import ObjectDisk; ObjectDisk.open(sys.argv[1], 1)"
     run = subprocess.run([sys.executable, "-c", code, str(home)], capture_output=True, text=True, check=False)
     assert f"is used by pid {os.getpid()}" in run.stderr
     with pytest.raises(DiskError, match="is used by pid"):

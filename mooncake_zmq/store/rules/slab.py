@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.kv.object_record import LARGE_BYTES
+from mooncake_zmq.store.rules.object_record import LARGE_BYTES
 
 MIN_CELL_BYTES = 64
 CLASS_STEP = 1.125

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import structlog
 
-from mooncake_zmq.cache_node.objects import Code
 from mooncake_zmq.store import protocol
-from mooncake_zmq.store.batch import Batch, Wanted, chunks, commit
-from mooncake_zmq.store.link import Unreached
+from mooncake_zmq.store.client.batch import Batch, Wanted, chunks, commit
+from mooncake_zmq.store.client.link import Unreached
+from mooncake_zmq.store.client.peer import Call
 from mooncake_zmq.store.memory import Checksum, gather, scatter
-from mooncake_zmq.store.peer import Call
+from mooncake_zmq.store.rules.objects import Code
 from mooncake_zmq.store.segment import ObjectSegment
-from mooncake_zmq.store.stream import Promote, decode_ended, promoted_bytes
+from mooncake_zmq.store.stream_messages import Promote, decode_ended, promoted_bytes
 
 log = structlog.get_logger()
 

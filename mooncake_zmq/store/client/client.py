@@ -12,12 +12,13 @@ from functools import partial
 import structlog
 import zmq
 
-from mooncake_zmq.cache_node.objects import Code, Pin, is_key
-from mooncake_zmq.store import protocol, shared_copy, streamed_copy
-from mooncake_zmq.store.batch import Batch, Place, Value, Wanted, chunks
-from mooncake_zmq.store.link import Configure, ReplyT, Unreached
-from mooncake_zmq.store.peer import Call, ClientSettings, Peer
+from mooncake_zmq.store import protocol
+from mooncake_zmq.store.client import shared_copy, streamed_copy
+from mooncake_zmq.store.client.batch import Batch, Place, Value, Wanted, chunks
+from mooncake_zmq.store.client.link import Configure, ReplyT, Unreached
+from mooncake_zmq.store.client.peer import Call, ClientSettings, Peer
 from mooncake_zmq.store.protocol import MAX_KEYS, REMOVED_AT_ONCE
+from mooncake_zmq.store.rules.objects import Code, Pin, is_key
 
 log = structlog.get_logger()
 

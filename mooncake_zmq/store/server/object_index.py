@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from mooncake_zmq.kv.object_record import VERSION, ObjectRecord
+from mooncake_zmq.store.rules.object_record import VERSION, ObjectRecord
 from mooncake_zmq.transfer.disk_index import IndexUnusable, damage_told, in_order, opened, signed
 
 APPLICATION_ID = 0x4D4F4F4E

@@ -2,7 +2,7 @@
 
     directory/tier.lock         held by the one process that uses the directory
               index.sqlite      see object_index.py
-              segment-00000001  records one after another, see kv/object_record.py
+              segment-00000001  records one after another, see rules/object_record.py
 
 A read is good only if header and bytes are those of the value asked for. So nothing has to be undone after a crash: what was
 written without a row is never looked at, and a row without its bytes is a miss that is counted and whose row goes.
@@ -22,7 +22,7 @@ import structlog
 import xxhash
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
-from mooncake_zmq.kv.object_record import (
+from mooncake_zmq.store.rules.object_record import (
     LARGE_BYTES,
     ObjectRecord,
     header,
@@ -31,6 +31,7 @@ from mooncake_zmq.kv.object_record import (
     round_up,
     why_missed,
 )
+from mooncake_zmq.store.server.object_index import ObjectIndex
 from mooncake_zmq.transfer.disk_directory import (
     DiskError,
     Outcomes,
@@ -41,7 +42,6 @@ from mooncake_zmq.transfer.disk_directory import (
     take,
 )
 from mooncake_zmq.transfer.disk_index import IndexFault, IndexUnusable, set_aside
-from mooncake_zmq.transfer.object_index import ObjectIndex
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
 BATCH_RECORDS = 128

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
-from mooncake_zmq.kv.object_record import ObjectRecord, place, round_up
+from mooncake_zmq.store.rules.object_record import ObjectRecord, place, round_up
 
 SEGMENT_BYTES = 256 << 20
 MIN_SEGMENTS = 8
 """Smaller tiers get smaller segments: what goes at a time is an eighth at most."""
+_NOWHERE = 1 << 62
 ROWS_AT_ONCE = 4096
 """Rows of a segment that goes, dropped in one step: others wait for it."""
 
@@ -218,6 +219,8 @@ class ObjectLog:
     def close_segment(self, segment: int) -> None:
         """Nothing stands there any more."""
         assert self._segments[segment].live == 0
+        if segment == next(reversed(self._segments)):
+            self._end = _NOWHERE  # what is the newest then is full for all we know
         del self._segments[segment]
 
     def fail(self) -> None:

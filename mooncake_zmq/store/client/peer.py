@@ -14,11 +14,12 @@ import structlog
 import zmq
 
 from mooncake_zmq.store import protocol
-from mooncake_zmq.store.link import SLICE_MS, Configure, Forgotten, Link, Links, Unreached
+from mooncake_zmq.store.client.link import SLICE_MS, Configure, Forgotten, Link, Links, Unreached
 from mooncake_zmq.store.memory import keep_freed_memory
 from mooncake_zmq.store.protocol import MAX_KEYS
 from mooncake_zmq.store.segment import Life, ObjectSegment, boot_id
-from mooncake_zmq.store.stream import Attach, Stream, StreamError, connect, decode_attached
+from mooncake_zmq.store.stream import Stream, StreamError, connect
+from mooncake_zmq.store.stream_messages import Attach, decode_attached
 from mooncake_zmq.transfer.shared_memory import SharedMemoryError
 
 log = structlog.get_logger()

@@ -8,7 +8,7 @@ What is cold can be evicted without a loss. Every step costs the same however ma
 
 from array import array
 
-from mooncake_zmq.cache_node.linked_rows import LinkedRows
+from mooncake_zmq.store.rules.linked_rows import LinkedRows
 
 _HEAD = 0
 """The sentinel of the one list; rows that hold no value are below the first entry, so it is none's."""

@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 
 import structlog
 
-from mooncake_zmq.cache_node.objects import Code, Pin
-from mooncake_zmq.store.batch import Value
-from mooncake_zmq.store.client import UNREACHED, StoreClient
+from mooncake_zmq.store.client.batch import Value
+from mooncake_zmq.store.client.client import UNREACHED, StoreClient
+from mooncake_zmq.store.client.peer import ClientSettings
+from mooncake_zmq.store.client.replicas import Descriptor, MemoryDescriptor, ReplicaDescriptor, ReplicateConfig
 from mooncake_zmq.store.memory import Buffer, Span, address_of, new_bytes
-from mooncake_zmq.store.peer import ClientSettings
-from mooncake_zmq.store.replicas import Descriptor, MemoryDescriptor, ReplicaDescriptor, ReplicateConfig
+from mooncake_zmq.store.rules.objects import Code, Pin
 
 log = structlog.get_logger()
 

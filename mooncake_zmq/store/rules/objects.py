@@ -6,8 +6,8 @@ show before any answer leaves. An object's row in the columns is its entry; entr
 A put reserves cells, its writer fills them, a commit makes them readable. A writer that runs past its time may still write:
 its cells stay in quarantine until it answers or is buried.
 
-With a log, `ObjectLog`, values live in two tiers. A key has one value: what both tiers have of it is the same, and before it
-gets another one, or none, the owner must have taken its copy off the log.
+With a log, `ObjectLog`, values live in two tiers. A key has one value: what both tiers have of it is the same; see `changes.py`
+for how it gets another one, or none.
 """
 
 import itertools
@@ -21,12 +21,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.cache_node.cold_end import ColdEnd
-from mooncake_zmq.cache_node.linked_rows import LinkedRows
-from mooncake_zmq.cache_node.object_log import MIN_SEGMENTS, SEGMENT_BYTES, ObjectLog, ObjectSsdSettings
-from mooncake_zmq.cache_node.slab import PARTS, SlabAllocator
 from mooncake_zmq.kv.layout import PAGE_BYTES
-from mooncake_zmq.kv.object_record import ObjectRecord
+from mooncake_zmq.store.rules.cold_end import ColdEnd
+from mooncake_zmq.store.rules.linked_rows import LinkedRows
+from mooncake_zmq.store.rules.object_log import MIN_SEGMENTS, SEGMENT_BYTES, ObjectLog, ObjectSsdSettings
+from mooncake_zmq.store.rules.object_record import ObjectRecord
+from mooncake_zmq.store.rules.slab import PARTS, SlabAllocator
 
 MAX_KEY_BYTES = 1024
 SCAN_EVERY = 8
@@ -60,6 +60,10 @@ class Pin(IntFlag):
     UPSERT = 4
     PROMOTION = 8
     """Not a client's: the value comes from the log."""
+
+
+_SOFT, _HARD = int(Pin.SOFT), int(Pin.HARD)
+"""As plain numbers: an operation on flags takes as long as the rest of what it decides."""
 
 
 class State(IntEnum):
@@ -157,7 +161,9 @@ class Unsaved(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Put:
+class Put:
+    """Cells that a client may write until it commits, or its time is over."""
+
     client: bytes
     expires_at: float
     keys: tuple[str, ...]
@@ -178,7 +184,7 @@ class _Client:
     """What one client holds."""
 
     leases: dict[int, _Lease] = field(default_factory=dict)
-    puts: dict[int, _Put] = field(default_factory=dict)
+    puts: dict[int, Put] = field(default_factory=dict)
     reserved_bytes: int = 0
 
 
@@ -219,6 +225,8 @@ class Objects:
         self._blocked: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
         self._soft: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
         self._unit_used_at: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
+        self.expires_at = math.inf
+        """Nothing that is held ends before."""
         self._clock = 0
         """Counts uses: the order of the LRU lists across classes."""
         self._clients: dict[bytes, _Client] = {}
@@ -232,6 +240,11 @@ class Objects:
     @property
     def max_object_bytes(self) -> int:
         return self.slabs.slab_bytes
+
+    def cell_bytes(self, size: int) -> int:
+        """What a value of this size takes."""
+        size_class = self.slabs.class_of(size)
+        return self.slabs.slab_bytes if size_class is None else self.slabs.sizes[size_class]
 
     @property
     def table_entries(self) -> int:
@@ -259,11 +272,12 @@ class Objects:
         if len(holder.puts) >= self.settings.max_puts_per_client:
             self.counts["no_room"] += len(keys)
             return [Grant(Code.NO_ROOM)] * len(keys)
-        put = _Put(client, now + min(ttl_s, self.settings.max_ttl_s), tuple(keys), pins, [], 0)
+        put = Put(client, now + min(ttl_s, self.settings.max_ttl_s), tuple(keys), pins, [], 0)
         for key, size in zip(keys, sizes, strict=True):
             put.grants.append(self._reserve(holder, put, key, size))
         if any(grant.code is Code.OK for grant in put.grants):
             holder.puts[put_id] = put
+            self.expires_at = min(self.expires_at, put.expires_at)
         return put.grants
 
     def commit(
@@ -290,15 +304,11 @@ class Objects:
                 self._free(grant.entry)
         return codes
 
-    def replaces(self, now: float, client: bytes, put_id: int, indexes: Iterable[int]) -> list[str]:
-        """Keys that a commit of these would give another value than they may have on disk."""
+    def put_of(self, now: float, client: bytes, put_id: int) -> "Put | None":
+        """A put that may still be committed."""
         holder = self._clients.get(client)
         put = holder.puts.get(put_id) if holder else None
-        if put is None or self.log is None or put.quarantined or now > put.expires_at:
-            return []
-        written = [put.keys[index] for index in indexes if index < len(put.keys) and put.grants[index].code is Code.OK]
-        hides = put.pins & Pin.UPSERT or self.log.readable is not self.log.by_key
-        return written if hides else [key for key in written if key in self.log.writing]
+        return None if put is None or put.quarantined or now > put.expires_at else put
 
     def supersede(self, client: bytes, keys: Iterable[str]) -> None:
         """Puts of this client with these keys under way end as if their time were over: it begins them anew."""
@@ -364,7 +374,9 @@ class Objects:
             entries.append(entry)
             found.append(self._found(entry))
         if entries:
-            holder.leases[lease_id] = _Lease(now + min(ttl_s, self.settings.max_ttl_s), entries)
+            expires_at = now + min(ttl_s, self.settings.max_ttl_s)
+            holder.leases[lease_id] = _Lease(expires_at, entries)
+            self.expires_at = min(self.expires_at, expires_at)
             self.counts["leased"] += len(entries)
         return found
 
@@ -428,11 +440,6 @@ class Objects:
 
     # --- disk
 
-    def copies_on_disk(self, keys: Sequence[str]) -> list[str]:
-        """Those of `keys` of which a copy is on disk, or on its way there."""
-        log = self.log
-        return [] if log is None else [key for key in keys if key in log.by_key or key in log.writing]
-
     def unsaved(self, limit_bytes: int, limit: int, *, draining: bool = False) -> list[Unsaved]:
         """What is to be written next, if anything is; it is held until `end_writing`."""
         log, cold = self._tiers
@@ -451,6 +458,11 @@ class Objects:
             batch.append(Unsaved(key, entry, found.generation, found.offset, found.size, found.checksum, self._pin[entry]))
         log.writing = frozenset(value.key for value in batch)
         return batch
+
+    @property
+    def cold_bytes(self) -> int:
+        """How far the cold end is known to be saved: it takes several looks to find out."""
+        return self._tiers[1].cold_bytes
 
     @property
     def unsaved_bytes(self) -> int:
@@ -490,14 +502,25 @@ class Objects:
     # --- time and death
 
     def expire(self, now: float) -> set[bytes]:
-        """End what ran past its time; returns the clients that hold something, whose lives the caller should look at."""
+        """End what ran past its time; returns the clients that hold something still."""
         for holder in self._clients.values():
             for lease_id in [lease_id for lease_id, lease in holder.leases.items() if lease.expires_at < now]:
                 self._end_lease(holder.leases.pop(lease_id))
                 self.counts["leases_expired"] += 1
             for put_id in [put_id for put_id, put in holder.puts.items() if put.expires_at < now and not put.quarantined]:
                 self._expire_put(holder, put_id)
+        self.expires_at = self.next_expiry()
+        return self.holders()
+
+    def holders(self) -> set[bytes]:
+        """Clients that hold something, whose lives the owner should look at."""
         return {client for client, holder in self._clients.items() if holder.leases or holder.puts}
+
+    def next_expiry(self) -> float:
+        """When the next lease or put is over; infinite if there is none."""
+        held = [lease.expires_at for holder in self._clients.values() for lease in holder.leases.values()]
+        held += [put.expires_at for holder in self._clients.values() for put in holder.puts.values() if not put.quarantined]
+        return min(held, default=math.inf)
 
     def bury(self, client: bytes) -> None:
         """The client is known dead, or never wrote here itself: everything it held is over."""
@@ -550,7 +573,7 @@ class Objects:
             assert (state is State.FREE) == (entry not in cells), "a cell for each entry in use"
             readable = key is not None and self.by_key.get(key) == entry
             assert state is State.COMMITTED or not readable
-            evictable = readable and leases[entry] == 0 and not self._pin[entry] & Pin.HARD
+            evictable = readable and leases[entry] == 0 and not self._pin[entry] & _HARD
             assert (entry in self._lru) == evictable
             assert state is not State.COMMITTED or readable or leases[entry], "an orphan lives as long as its readers"
             if state is not State.FREE:
@@ -558,7 +581,7 @@ class Objects:
                 assert offset == self._offset[entry]
                 assert 0 < self._size[entry] <= cell_bytes
                 blocked[self.slabs.unit_of(offset)] += (not evictable) + (entry in self._held)
-                soft[self.slabs.unit_of(offset)] += bool(self._pin[entry] & Pin.SOFT)
+                soft[self.slabs.unit_of(offset)] += bool(self._pin[entry] & _SOFT)
         assert (blocked == self._blocked).all()
         assert (soft == self._soft).all()
         assert len(self.by_key) == sum(1 for key, entry in self.by_key.items() if self._key[entry] == key)
@@ -578,7 +601,7 @@ class Objects:
 
     # --- inside
 
-    def _reserve(self, holder: _Client, put: _Put, key: str, size: int) -> Grant:
+    def _reserve(self, holder: _Client, put: Put, key: str, size: int) -> Grant:
         size_class = self.slabs.class_of(size) if size > 0 else None
         if size_class is None or not is_key(key):
             return Grant(Code.INVALID)
@@ -700,7 +723,7 @@ class Objects:
         if self._cold is not None:
             self._cold.add(entry, saved=promoted)
         self._use(entry)
-        if not self._pin[entry] & Pin.HARD:
+        if not self._pin[entry] & _HARD:
             self._shelve(entry)
         return Code.OK
 
@@ -715,7 +738,7 @@ class Objects:
                 if self._writing.get(key) == grant.entry:
                     del self._writing[key]
 
-    def _drop_put(self, put: _Put) -> None:
+    def _drop_put(self, put: Put) -> None:
         for key, grant in zip(put.keys, put.grants, strict=True):
             if grant.code is Code.OK:
                 if self._writing.get(key) == grant.entry:
@@ -729,7 +752,7 @@ class Objects:
             if self._leases[entry] == 0:
                 if self._key[entry] is None:
                     self._free(entry)
-                elif not self._pin[entry] & Pin.HARD:
+                elif not self._pin[entry] & _HARD:
                     self._use(entry)
                     self._shelve(entry)
 
@@ -765,7 +788,7 @@ class Objects:
         self._fence(entry, self.generation[entry] + (1 if self.generation[entry] % 2 else 2))
         unit = self.slabs.unit_of(self._offset[entry])
         self._blocked[unit] -= 1
-        if self._pin[entry] & Pin.SOFT:
+        if self._pin[entry] & _SOFT:
             self._soft[unit] -= 1
         self.slabs.give(self._offset[entry])
         self._free_entries.append(entry)
@@ -806,7 +829,7 @@ class Objects:
     def _shelve(self, entry: int) -> None:
         """Evictable from now on, after everything else of its class."""
         self._use(entry)
-        self._lru.append(2 * self._class[entry] + bool(self._pin[entry] & Pin.SOFT), entry)
+        self._lru.append(2 * self._class[entry] + bool(self._pin[entry] & _SOFT), entry)
         self._blocked[self.slabs.unit_of(self._offset[entry])] -= 1
 
     def _unshelve(self, entry: int) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mooncake_zmq.cache_node.objects import Pin
+from mooncake_zmq.store.rules.objects import Pin
 
 
 class SoftPinAction(Enum):

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mooncake_zmq.cache_node.objects import Code, Pin
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.client.peer import Call
 from mooncake_zmq.store.memory import Span
-from mooncake_zmq.store.peer import Call
 from mooncake_zmq.store.protocol import MAX_KEYS
+from mooncake_zmq.store.rules.objects import Code, Pin
 
 Value = Sequence[Span]
 """Where a value's bytes lie, one part after another."""

@@ -1,0 +1,164 @@
+"""Bugs planted in the stores: what to replace for each. Simulation only; see `planted.py`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mooncake_zmq.simulation import store_disk
+from mooncake_zmq.simulation.faults import FaultKind
+from mooncake_zmq.store.events import GOOD
+from mooncake_zmq.store.node import StoreNode
+from mooncake_zmq.store.rules.changes import Change, Changes, copies_on_disk
+from mooncake_zmq.store.rules.objects import Code, Objects
+from mooncake_zmq.store.streaming import Streaming
+from mooncake_zmq.store.tiers import PROMOTER, Tiers
+
+Replacements = list[tuple[Any, str, Any]]
+
+
+def _silent(self: Any) -> None:
+    """In place of the actor's own check."""
+
+
+def forgotten_in_memory_only() -> Replacements:
+    """A key gets another value, or none, before the disk has forgotten the old one."""
+
+    def begin(self: Changes, change: Change) -> bool:
+        log = self._objects.log
+        if log is not None:
+            self._objects.drop_from_disk(key for key in copies_on_disk(self._objects, change.keys()) if key not in log.writing)
+            log.writing = log.writing.difference(change.keys())
+        change.make(set())
+        return True
+
+    add = Objects.end_writing
+
+    def end_writing(self: Objects, saved: Sequence[Any]) -> None:
+        add(self, [(value, record) for value, record in saved if self._stands(value)])
+
+    return [(Changes, "begin", begin), (Objects, "end_writing", end_writing)]
+
+
+def lease_pins_nothing() -> Replacements:
+    """What is leased may be evicted, and its cell be another value's."""
+    lease = Objects.lease
+
+    def unpinned(self: Objects, now: float, client: bytes, lease_id: int, keys: Sequence[str], ttl_s: float) -> Any:
+        found = lease(self, now, client, lease_id, keys, ttl_s)
+        self.release(client, lease_id)
+        return found
+
+    return [(Objects, "lease", unpinned), (StoreNode, "check", _silent), (Streaming, "check", _silent)]
+
+
+def no_quarantine() -> Replacements:
+    """The cells of a put past its time are anybody's, though its writer may still write."""
+
+    def expire(self: Objects, holder: Any, put_id: int) -> None:
+        put = holder.puts.pop(put_id)
+        holder.reserved_bytes -= put.reserved_bytes
+        self._drop_put(put)
+
+    return [(Objects, "_expire_put", expire)]
+
+
+def disk_unverified() -> Replacements:
+    """What comes from disk is taken for what its row says."""
+
+    def always(*_: object) -> bool:
+        return True
+
+    return [(store_disk, "value_stands", always)]
+
+
+def commit_unverified() -> Replacements:
+    """Of a put that came on a stream all is committed, damaged values too."""
+
+    def came(self: Streaming, number: int, told: Sequence[int], made: Sequence[int]) -> None:
+        right(self, number, told, list(told))
+
+    right = Streaming.came
+    return [(Streaming, "came", came)]
+
+
+def promotion_of_what_was() -> Replacements:
+    """A value that was replaced or removed while it was read from disk comes back."""
+
+    def on_value_read(self: Tiers, read: Any, outcome: str) -> None:
+        written = [0] if outcome == GOOD else []
+        self._objects.commit(self._turn.now, PROMOTER, read.put_id, written, [read.record.checksum] * len(written))
+        self._end(read.key)
+
+    def on_disk(self: Objects, entry: int, key: str, checksum: int, pins: Any) -> Code:
+        code = commit(self, entry, key, checksum, pins)
+        if code is Code.OK and self.log is not None and self._cold is not None and key not in self.log.by_key:
+            self._cold.lapse(entry)
+        return code
+
+    commit = Objects._commit
+    return [(Tiers, "_on_value_read", on_value_read), (Objects, "_commit", on_disk)]
+
+
+def removed_while_read() -> Replacements:
+    """A file of the disk goes though something is being read from it."""
+
+    def remove(self: Tiers, work: Any) -> None:
+        self._removal = None
+        self._begin(work)
+
+    return [(Tiers, "_remove", remove)]
+
+
+def leases_last() -> Replacements:
+    """What is not released is never let go."""
+
+    def expire(self: Objects, now: float) -> set[bytes]:
+        for holder in self._clients.values():
+            for put_id in [put_id for put_id, put in holder.puts.items() if put.expires_at < now and not put.quarantined]:
+                self._expire_put(holder, put_id)
+        self.expires_at = now + 1.0
+        return self.holders()
+
+    return [(Objects, "expire", expire), (StoreNode, "check", _silent)]
+
+
+def sent_after_its_lease() -> Replacements:
+    """A stream's values are let go before they are sent."""
+    send = Streaming._send
+
+    def hasty(self: Streaming, number: int, get: Any) -> None:
+        send(self, number, get)
+        self._release(self._open[number].client, get.leases)
+
+    return [(Streaming, "_send", hasty), (StoreNode, "check", _silent)]
+
+
+def given_up_is_committed() -> Replacements:
+    """A put that its writer gave up, wholly or in part, can be read."""
+    commit = Objects.commit
+
+    def all_of_it(self: Objects, now: float, client: bytes, put_id: int, *written: Sequence[int]) -> Any:
+        put = self.put_of(now, client, put_id)
+        if put is None or client == PROMOTER:
+            return commit(self, now, client, put_id, *written)
+        on_disk = self.log.by_key if self.log is not None else {}
+        rows = enumerate(zip(put.keys, put.grants, strict=True))
+        granted = [index for index, (key, grant) in rows if grant.code is Code.OK and key not in on_disk]
+        return commit(self, now, client, put_id, granted, [0] * len(granted))
+
+    return [(Objects, "commit", all_of_it)]
+
+
+K = FaultKind
+PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[], Replacements]]] = {
+    "old_value": ("replaced before the disk forgot", ("I1",), (K.CRASH, K.CRASH), forgotten_in_memory_only),
+    "lease_unpinned": ("leased values evicted", ("I1", "I2"), (), lease_pins_nothing),
+    "late_writer": ("quarantine of values ignored", ("I2",), (), no_quarantine),
+    "disk_unverified": ("values from disk not verified", ("I1",), (K.BIT_FLIP, K.BIT_FLIP), disk_unverified),
+    "commit_unverified": ("damaged values committed", ("I1",), (K.COPY_TEAR, K.COPY_TEAR), commit_unverified),
+    "promoted_anyway": ("promoted though replaced", ("I1",), (), promotion_of_what_was),
+    "removed_while_read": ("a segment removed under a read", ("I2",), (), removed_while_read),
+    "leases_last": ("leases of values never end", ("I2",), (K.DROP,), leases_last),
+    "sent_unleased": ("let go before it is sent", ("I2",), (K.SLOW, K.SLOW), sent_after_its_lease),
+    "given_up": ("given up and committed", ("I1",), (), given_up_is_committed),
+}
+"""What it is, which invariants' checkers notice, the faults that bring it out, and what to replace."""

@@ -1,0 +1,352 @@
+"""I1, I2 and I4 for values: what a store's clients are told and read, held against books of our own. Nothing trusts the actor.
+
+A key has one value at a time. It changes in the turn in which the store answers the put or the removal, and with nothing else:
+not with a crash, not with what the disk brings back. Whoever reads a key finds that value, or nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mooncake_zmq.core.actor import Fence, TimerFired
+from mooncake_zmq.simulation.checkers import EPSILON_S, Violation
+from mooncake_zmq.store import protocol, stream_messages
+from mooncake_zmq.store.events import (
+    Asked,
+    ClientDied,
+    DiskFailed,
+    Effect,
+    Event,
+    Hear,
+    ReceiveValues,
+    RemoveSegments,
+    Reply,
+    Result,
+    Say,
+    SendValues,
+    StreamAsked,
+    StreamEnded,
+    ValuesSent,
+    Work,
+)
+from mooncake_zmq.store.memory import checksum_of
+from mooncake_zmq.store.node import EXPIRE
+
+if TYPE_CHECKING:
+    from mooncake_zmq.simulation.store_disk import StoreDisk
+    from mooncake_zmq.simulation.stores import Pipe, StoreLife
+
+__all__ = ["StoreChecker", "Violation"]
+
+Value = bytes | None
+LATE_S = 0.01
+"""A timer is no later than this, if nothing has stopped its process."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    """`cells`: entry -> (generation, offset, size, the value that it must be)."""
+
+    client: bytes
+    expires_at: float
+    cells: dict[int, tuple[int, int, int, bytes]]
+
+
+@dataclass(slots=True)
+class _Put:
+    """Cells granted, by the index of their key: (offset, size)."""
+
+    client: bytes
+    keys: Sequence[str]
+    cells: dict[int, tuple[int, int]]
+
+
+@dataclass(slots=True)
+class _Books:
+    """What one store, through all its lives, has answered; what follows `values` is of its present life."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    since: dict[str, list[tuple[float, Value]]] = field(default_factory=dict)
+    """Every value that a key has had, and from when on."""
+    may_return: dict[str, set[bytes]] = field(default_factory=dict)
+    """Values that the disk could not be made to forget, as the store has told its operator."""
+    leases: dict[tuple[bytes, int], _Lease] = field(default_factory=dict)
+    puts: dict[tuple[bytes, int], _Put] = field(default_factory=dict)
+    asked: dict[int, tuple[float, Any]] = field(default_factory=dict)
+    """Of each stream: its request, and when it came."""
+    answered: dict[int, int] = field(default_factory=dict)
+    """Of each stream: keys of its get that are answered."""
+    sending: dict[int, _Lease] = field(default_factory=dict)
+    waiting: dict[tuple[bytes, int], tuple[float, Any]] = field(default_factory=dict)
+    """Requests without an answer yet, and when they came."""
+
+
+class StoreChecker:
+    """`clock`: the world's time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.covered: Counter[str] = Counter()
+        self.works: Counter[str] = Counter()
+        self._clock = clock
+        self._books: dict[str, _Books] = {}
+        self._intents: dict[tuple[bytes, int], dict[int, bytes]] = {}
+        """(client, put) -> the value that each index shall have."""
+        self._streamed: dict[tuple[str, int, int], list[bytes]] = {}
+
+    # --- told by clients
+
+    def intends(self, client: bytes, put_id: int, values: dict[int, bytes]) -> None:
+        """A client has written these, and will commit them."""
+        self._intents[client, put_id] = values
+
+    def intends_stream(self, pipe: "Pipe") -> None:
+        """A client puts what it says on this stream."""
+        self._streamed[pipe.store.name, pipe.store.incarnation, pipe.number] = pipe.client.putting
+
+    def writes(self, store: "StoreLife", entry: int, generation: int) -> None:
+        """I2: a client of the host writes into a cell that it was granted, maybe late."""
+        if store.lives and store.generations[entry] != generation:
+            where = f"{store.name} entry {entry}"
+            raise Violation("I2", f"{where} is written as {generation}, which stands at {store.generations[entry]}")
+
+    def read_leased(self, store: "StoreLife", client: bytes, lease_id: int, entry: int, value: bytes) -> None:
+        """I1: what a client of the host read, and found good."""
+        lease = self._of(store).leases.get((client, lease_id))
+        if store.lives and lease is not None and entry in lease.cells and lease.cells[entry][3] != value:
+            raise Violation("I1", f"{store.name}: entry {entry} was read as other bytes than leased")
+        self.covered["read in shared memory"] += 1
+
+    def read_streamed(self, pipe: "Pipe", key: str, value: bytes, asked_at: float) -> None:
+        """I1: what a client got on a stream, and found good."""
+        if not pipe.store.flipped:
+            self._was_value(pipe.store, self._of(pipe.store), key, value, asked_at)
+
+    # --- told by the world
+
+    def store_died(self, store: "StoreLife") -> None:
+        """What it granted is void; the values that its keys have are not."""
+        books = self._of(store)
+        self._books[store.name] = _Books(books.values, books.since, books.may_return)
+
+    def disk_did(self, name: str, disk: "StoreDisk", work: Work, result: Result) -> None:
+        """A work has ended."""
+        self.works[type(work).__name__] += 1
+        if isinstance(result, DiskFailed):
+            self.covered[f"{type(work).__name__} failed"] += 1
+            if isinstance(work, RemoveSegments) and work.instead:
+                books = self._books.setdefault(name, _Books())
+                for key in {key for key, record in disk.rows.values() if record.segment in work.segments}:
+                    books.may_return.setdefault(key, set()).update(value for _, value in books.since.get(key, ()) if value)
+
+    def observed(self, store: "StoreLife", event: Event, effects: Sequence[Effect]) -> None:
+        """A turn of the actor."""
+        books = self._of(store)
+        self._heard(store, books, event)
+        for effect in effects:
+            match effect:
+                case Fence(changes):
+                    self._fenced(store, books, changes)
+                case Reply(connection, reply):
+                    self._replied(store, books, connection[1:17], reply)
+                case SendValues():
+                    self._sends(store, books, effect)
+                case ReceiveValues():
+                    self._receives(store, books, effect)
+                case Say(stream, stream_messages.Ended(codes)):
+                    self._said(store, books, stream, codes)
+                case Hear(stream):
+                    books.asked.pop(stream, None)
+        if isinstance(event, TimerFired) and event.key == EXPIRE:
+            self._expired(store, books)
+
+    def at_rest(self, store: "StoreLife") -> None:
+        """I1 once nothing goes on: what memory serves is what its key has."""
+        objects = store.node.objects
+        for key, entry in objects.by_key.items():
+            found = objects._found(entry)
+            if (entry, found.generation) not in store.flipped:
+                self._is_value(store, key, bytes(store.memory[found.offset : found.offset + found.size]), "at rest")
+
+    # --- inside
+
+    def _of(self, store: "StoreLife") -> _Books:
+        return self._books.setdefault(store.name, _Books())
+
+    def _heard(self, store: "StoreLife", books: _Books, event: Event) -> None:
+        now = self._clock()
+        match event:
+            case Asked(connection, protocol.Release(leases, puts)):
+                for lease_id in leases:
+                    books.leases.pop((connection[1:17], lease_id), None)
+                for put_id in puts:
+                    books.puts.pop((connection[1:17], put_id), None)
+            case Asked(connection, request) if not isinstance(request, protocol.ReportCorrupt | protocol.Release):
+                books.waiting[connection[1:17], request.id] = now, request
+            case ClientDied(client):
+                books.leases = {key: lease for key, lease in books.leases.items() if key[0] != client}
+                books.puts = {key: put for key, put in books.puts.items() if key[0] != client}
+            case StreamAsked(stream, request):
+                books.asked[stream] = now, request
+                books.answered[stream] = 0
+                if isinstance(request, stream_messages.Promote):
+                    client = store.pipes[stream].client.name
+                    for lease_id in request.leases:
+                        books.leases.pop((client, lease_id), None)
+            case ValuesSent(stream):
+                books.sending.pop(stream, None)
+            case StreamEnded(stream):
+                books.sending.pop(stream, None)
+                books.puts.pop((b"", stream), None)
+                books.asked.pop(stream, None)
+
+    def _replied(self, store: "StoreLife", books: _Books, client: bytes, reply: protocol.Reply) -> None:
+        if isinstance(reply, protocol.Welcome | protocol.Stranger):
+            return
+        asked_at, request = books.waiting.pop((client, reply.id), (0.0, None))
+        match request, reply:
+            case protocol.Lease(), protocol.Leased():
+                self._leased(store, books, client, request, reply)
+            case protocol.Reserve(keys=keys, sizes=sizes), protocol.Reserved(codes=codes, offsets=offsets):
+                cells = {i: (offsets[i], sizes[i]) for i, code in enumerate(codes) if code == 0}
+                self._grant(store, books, (client, request.id), _Put(client, keys, cells))
+            case protocol.Commit(put_id=put_id, indexes=indexes), protocol.Numbers(numbers=codes):
+                put = books.puts.pop((client, put_id), None)
+                values = self._intents.get((client, put_id), {})
+                for index, code in enumerate(codes if put is not None else ()):
+                    if code == 0 and index in indexes:
+                        assert put is not None
+                        self._becomes(books, put.keys[index], values[index])
+            case protocol.Remove(keys=keys), protocol.Numbers():
+                for key in keys:
+                    self._becomes(books, key, None)
+            case protocol.RemoveAll(), protocol.Numbers():
+                for key in books.values:
+                    if books.since[key][-1][0] < asked_at:  # what it became since may or may not go
+                        self._becomes(books, key, None)
+            case protocol.Exist(keys=keys), protocol.Codes(codes=found):
+                for key, there in zip(keys, found, strict=False):
+                    if there and self._known(books, key) is None and not books.may_return.get(key):
+                        raise Violation("I1", f"{store.name} has {key}, which has no value")
+            case protocol.SizesOf(keys=keys), protocol.Numbers(numbers=sizes):
+                for key, size in zip(keys, sizes, strict=True):
+                    value = self._known(books, key)
+                    if size > 0 and not books.may_return.get(key) and (value is None or len(value) != size):
+                        raise Violation("I1", f"{store.name} tells {size} bytes of {key}, which has other ones")
+
+    def _leased(
+        self, store: "StoreLife", books: _Books, client: bytes, request: protocol.Lease, reply: protocol.Leased
+    ) -> None:
+        cells: dict[int, tuple[int, int, int, bytes]] = {}
+        rows = zip(request.keys, reply.entries, reply.generations, reply.offsets, reply.sizes, reply.checksums, strict=True)
+        for key, entry, generation, offset, size, checksum in rows:
+            if entry:
+                value = self._stands(store, key, entry, generation, offset, size, checksum)
+                cells[entry] = generation, offset, size, value
+        if cells:
+            expires_at = self._clock() + min(request.ttl_s, store.node.objects.settings.max_ttl_s)
+            books.leases[client, request.id] = _Lease(client, expires_at, cells)
+
+    def _stands(
+        self, store: "StoreLife", key: str, entry: int, generation: int, offset: int, size: int, checksum: int
+    ) -> bytes:
+        """I1: a value that is served is in its cell, and its key's."""
+        standing = bytes(store.memory[offset : offset + size])
+        if generation % 2:
+            raise Violation("I1", f"{store.name}: {key} is served before its commit")
+        if (entry, generation) in store.flipped:
+            return standing
+        if checksum not in (0, checksum_of(standing)):
+            raise Violation("I1", f"{store.name}: {key} is served with a checksum that is not its bytes'")
+        return self._is_value(store, key, standing, "served")
+
+    def _is_value(self, store: "StoreLife", key: str, standing: bytes, how: str) -> bytes:
+        books = self._of(store)
+        if standing != books.values.get(key) and standing not in books.may_return.get(key, ()):
+            had = [value for _, value in books.since.get(key, ())]
+            what = "an older value" if standing in had else "bytes that nobody put there"
+            raise Violation("I1", f"{store.name}: {key} is {how} as {what}")
+        return standing
+
+    def _grant(self, store: "StoreLife", books: _Books, name: tuple[bytes, int], put: _Put) -> None:
+        """I2: what a writer is given is nobody else's."""
+        if name in books.puts:  # asked again
+            return
+        now = self._clock()
+        for offset, size in put.cells.values():
+            for other in books.puts.values():
+                if any(offset < at + length and at < offset + size for at, length in other.cells.values()):
+                    raise Violation("I2", f"{store.name}: {offset}+{size} is granted while another writer has it")
+            for lease in [*books.leases.values(), *books.sending.values()]:
+                if lease.expires_at > now + EPSILON_S:
+                    for _, at, length, _ in lease.cells.values():
+                        if offset < at + length and at < offset + size:
+                            raise Violation("I2", f"{store.name}: {offset}+{size} is granted while it is leased")
+        if put.cells:
+            books.puts[name] = put
+
+    def _fenced(self, store: "StoreLife", books: _Books, changes: Sequence[tuple[int, int]]) -> None:
+        """I2: no cell changes hands while it is leased; I1: generations only grow."""
+        now = self._clock()
+        for entry, generation in changes:
+            if generation <= store.generations[entry]:
+                raise Violation("I1", f"{store.name} entry {entry}: generation goes back to {generation}")
+            for lease in [*books.leases.values(), *books.sending.values()]:
+                cell = lease.cells.get(entry)
+                if cell is not None and cell[0] == store.generations[entry] and lease.expires_at > now + EPSILON_S:
+                    raise Violation("I2", f"{store.name} entry {entry} is taken away while it is leased")
+
+    def _expired(self, store: "StoreLife", books: _Books) -> None:
+        """I2: a lease ends when its time is over. A get on a stream may have two that are told to nobody."""
+        now = self._clock()
+        books.leases = {name: lease for name, lease in books.leases.items() if lease.expires_at > now - LATE_S}
+        gets = sum(isinstance(request, stream_messages.Get) for _, request in books.asked.values())
+        held = store.node.gauges()["leases"]
+        if held > len(books.leases) + 2 * gets:
+            raise Violation("I2", f"{store.name} has {held:.0f} leases, but only {len(books.leases)} were granted that last")
+
+    def _sends(self, store: "StoreLife", books: _Books, effect: SendValues) -> None:
+        asked_at, get = books.asked[effect.stream]
+        keys = get.keys[books.answered[effect.stream] :][: len(effect.sizes)]
+        books.answered[effect.stream] += len(keys)
+        sent = [key for key, checksum in zip(keys, effect.checksums, strict=True) if checksum]
+        cells: dict[int, tuple[int, int, int, bytes]] = {}
+        for key, found in zip(sent, effect.found, strict=True):
+            standing = bytes(store.memory[found.offset : found.offset + found.size])
+            if store.generations[found.entry] == found.generation and (found.entry, found.generation) not in store.flipped:
+                self._was_value(store, books, key, standing, asked_at)
+                cells[found.entry] = found.generation, found.offset, found.size, standing
+        expires_at = asked_at + min(get.ttl_s, store.node.objects.settings.max_ttl_s)
+        books.sending[effect.stream] = _Lease(b"", expires_at, cells)
+
+    def _was_value(self, store: "StoreLife", books: _Books, key: str, standing: bytes, since: float) -> None:
+        """I1: the key had this value at some time since then."""
+        history = books.since.get(key, [])
+        recent = [value for at, value in history if at >= since]
+        before = [value for at, value in history if at < since][-1:]
+        if standing not in [*before, *recent] and standing not in books.may_return.get(key, ()):
+            raise Violation("I1", f"{store.name}: {key} is sent as bytes that it did not have since it was asked for")
+        self.covered["sent on a stream"] += 1
+
+    def _receives(self, store: "StoreLife", books: _Books, effect: ReceiveValues) -> None:
+        _, put = books.asked[effect.stream]
+        cells = {i: (at, size) for i, (at, size) in enumerate(zip(effect.offsets, effect.sizes, strict=True)) if at >= 0}
+        books.puts.pop((b"", effect.stream), None)
+        self._grant(store, books, (b"", effect.stream), _Put(b"", put.keys, cells))
+
+    def _said(self, store: "StoreLife", books: _Books, stream: int, codes: Sequence[int]) -> None:
+        _, put = books.asked.pop(stream)
+        books.puts.pop((b"", stream), None)
+        if isinstance(put, stream_messages.Put):
+            values = self._streamed[store.name, store.incarnation, stream]
+            for key, value, code in zip(put.keys, values, codes, strict=True):
+                if code == 0:
+                    self._becomes(books, key, value)
+
+    def _becomes(self, books: _Books, key: str, value: Value) -> None:
+        self.covered["put" if value is not None else "removed"] += 1
+        books.values[key] = value
+        books.since.setdefault(key, []).append((self._clock(), value))
+
+    def _known(self, books: _Books, key: str) -> Value:
+        return books.values.get(key)

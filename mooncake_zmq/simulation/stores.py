@@ -1,0 +1,473 @@
+"""The stores beside the cache-nodes of a simulated cluster: their live actor, memory, disk and streams, under the world's time.
+
+Their faults are those of their process: it crashes, stops and drains, its disk fills up, fails, is slow, flips bits and loses
+what was not synced. All that is drawn here comes from a random generator of its own, so that the blocks' world does not change.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Started, TimerFired
+from mooncake_zmq.simulation.store_checker import StoreChecker, Violation
+from mooncake_zmq.simulation.store_disk import StoreDisk
+from mooncake_zmq.store.events import (
+    Asked,
+    ChecksumsMade,
+    ClientDied,
+    Dismiss,
+    Effect,
+    Event,
+    Greeted,
+    Hear,
+    MakeChecksums,
+    Probe,
+    ReadValues,
+    ReceiveValues,
+    RemoveSegments,
+    Reply,
+    Say,
+    SendValues,
+    Start,
+    StreamAsked,
+    StreamBegan,
+    StreamEnded,
+    ToStream,
+    ValuesCame,
+    ValuesSent,
+    WorkDone,
+    WriteValues,
+)
+from mooncake_zmq.store.memory import checksum_of
+from mooncake_zmq.store.node import StoreFacts, StoreNode
+from mooncake_zmq.store.protocol import Hello, Request, Stranger
+from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
+from mooncake_zmq.store.rules.objects import Found, ObjectSettings
+from mooncake_zmq.store.stream_messages import Attach, Ended, Put, Values
+from mooncake_zmq.store.stream_messages import Request as StreamRequest
+
+if TYPE_CHECKING:
+    from mooncake_zmq.simulation.simulator import Simulator
+    from mooncake_zmq.simulation.store_clients import StoreClient
+    from mooncake_zmq.simulation.world import Process
+
+SLAB_BYTES = 1 << 16
+SETTINGS = ObjectSettings(
+    object_bytes=4 * SLAB_BYTES,
+    slab_bytes=SLAB_BYTES,
+    max_objects=40,
+    max_ttl_s=1.6,
+    max_client_share=0.6,
+    ssd=ObjectSsdSettings(directory="simulated", bytes=1 << 20, ahead=0.8, threads=2, max_objects=80),
+)
+PROBE_S = 0.4
+HOP_S = 5e-4
+COPY_S = 1e-3
+BYTES_PER_S = 2e7
+CHECK_EVERY = 8
+"""Turns from one look at an actor's own invariants to the next."""
+
+
+@dataclass(slots=True)
+class Pipe:
+    """A stream: what its client has sent and nobody took yet, and what its server is at."""
+
+    number: int
+    client: "StoreClient"
+    client_life: int
+    store: "StoreLife"
+    sent: deque[tuple[StreamRequest, list[bytes]]] = field(default_factory=deque)
+    hears: bool = False
+    eager: list[bytes] = field(default_factory=list)
+    receiving: ReceiveValues | None = None
+    """Whose bytes are to come."""
+    known: bool = False
+    """Has the actor heard of it?"""
+    cut: bool = False
+    """The client is gone; whoever serves it will find out."""
+    over: bool = False
+    answers: deque[tuple[Any, list[bytes]]] = field(default_factory=deque)
+    """What the client has not taken yet."""
+
+
+class StoreLife:
+    """One life of a store: everything here is lost when it ends, but for its disk."""
+
+    def __init__(self, stores: "Stores", process: "Process[Any]", disk: StoreDisk) -> None:
+        self.name = process.name
+        self.incarnation = process.lives
+        self.disk = disk
+        self.memory = bytearray(SETTINGS.object_bytes)
+        self.flipped: set[tuple[int, int]] = set()
+        """(entry, generation) of cells in which a bit has flipped."""
+        log = ObjectLog(SETTINGS.ssd)
+        log.restore(*disk.recovered())
+        facts = StoreFacts(name=self.name, cluster="sim", incarnation=self.incarnation, probe_s=PROBE_S)
+        self.node = StoreNode(SETTINGS, facts, log)
+        self.generations = [0] * self.node.objects.table_entries
+        self.pipes: dict[int, Pipe] = {}
+        self.works: dict[int, Start] = {}
+        self.turns = 0
+        self._stores = stores
+        self._process = process
+        self._timers: dict[Any, int] = {}
+        self._numbers = 0
+        self._acts: dict[type[Any], Callable[[Any], None]] = {
+            Fence: self._fence,
+            Reply: lambda effect: self._stores.reply(self, effect),
+            Probe: lambda effect: self.later(HOP_S, self._probe, effect.clients),
+            Start: self._start,
+            SetTimer: self._set_timer,
+            Drained: lambda effect: None,
+            **dict.fromkeys((Say, Hear, SendValues, MakeChecksums, ReceiveValues, Dismiss), self._to_stream),
+        }
+
+    @property
+    def lives(self) -> bool:
+        return self._stores.living.get(self.name) is self
+
+    def later(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        """In this life, and not while its process is stopped."""
+        world = self._stores.simulator
+        world.in_life(self._process, world.now + delay_s, action, *arguments)
+
+    def copy_s(self, size: int) -> float:
+        """How long whoever serves a stream copies so many bytes."""
+        slowness = self._stores.simulator.slowness(self._process.spec.host)
+        return (COPY_S + size / BYTES_PER_S) * slowness * self._stores.random.uniform(0.5, 1.5)
+
+    def take(self, event: Event) -> None:
+        """A turn of the actor."""
+        now = self._stores.simulator.now
+        effects = self.node.handle(now, event)
+        self.turns += 1
+        self._stores.saw(self, event, effects)
+        if self.turns % CHECK_EVERY == 0:
+            self.node.check()
+        for effect in effects:
+            self._acts[type(effect)](effect)
+
+    # --- streams
+
+    def attach(self, client: "StoreClient", attach: Attach) -> Pipe:
+        """A new stream of a client."""
+        self._numbers += 1
+        pipe = Pipe(self._numbers, client, client.life, self)
+        self.pipes[pipe.number] = pipe
+        self.later(HOP_S, self._attached, pipe, attach)
+        return pipe
+
+    def hear(self, pipe: Pipe) -> None:
+        """Something may have come on a stream, or its client be gone."""
+        if pipe.over:
+            return
+        if pipe.cut and (pipe.hears or pipe.receiving is not None):
+            self._end(pipe)
+        elif pipe.hears and pipe.sent:
+            request, pipe.eager = pipe.sent.popleft()
+            pipe.hears = False
+            self.take(StreamAsked(pipe.number, request))
+
+    def receive(self, pipe: Pipe, values: Sequence[bytes], told: Sequence[int]) -> None:
+        """The bytes that a stream's server waits for."""
+        asked, pipe.receiving = pipe.receiving, None
+        if asked is None or pipe.over:
+            return
+        damaged = [self._stores.damaged(value) for value in values]
+        delay_s = self.copy_s(sum(map(len, values)))
+        self.later(delay_s / 2, self._write, pipe, asked, damaged, True)
+        self.later(delay_s, self._came, pipe, asked, damaged, list(told))
+
+    def _attached(self, pipe: Pipe, attach: Attach) -> None:
+        if not pipe.cut:
+            pipe.known = True
+            self.take(StreamBegan(pipe.number, attach))
+
+    def _to_stream(self, effect: ToStream) -> None:
+        self.later(0.0, self._serve, self.pipes[effect.stream], effect)
+
+    def _serve(self, pipe: Pipe, effect: ToStream) -> None:
+        if pipe.cut:
+            return self._end(pipe)
+        match effect:
+            case Say(_, message):
+                pipe.hears = True
+                self._stores.answer(pipe, message, [])
+                self.hear(pipe)
+            case Hear():
+                pipe.hears = True
+                self.hear(pipe)
+            case SendValues(_, sizes, checksums, found):
+                delay_s = self.copy_s(sum(one.size for one in found))
+                halves: list[bytes] = []
+                self.later(delay_s / 2, lambda: halves.extend(self._read(one)[: one.size // 2] for one in found))
+                self.later(delay_s, self._sent, pipe, Values(sizes, checksums), found, halves)
+            case MakeChecksums(_, found):
+                delay_s = self.copy_s(sum(one.size for one in found))
+                self.later(delay_s, self._made, pipe, found)
+            case ReceiveValues(_, _, _, codes, told, within_s):
+                pipe.receiving = effect
+                if told is not None:
+                    self.receive(pipe, pipe.eager, told)
+                else:
+                    self._stores.answer(pipe, Ended(codes or []), [])
+                    self.later(within_s, self._too_slow, pipe, effect)
+            case Dismiss(_, _, stranger):
+                if stranger:
+                    self._stores.answer(pipe, Stranger(0), [])
+                self._end(pipe)
+        return None
+
+    def _sent(self, pipe: Pipe, values: Values, found: Sequence[Found], halves: Sequence[bytes]) -> None:
+        payload = [half + self._read(one)[one.size // 2 :] for one, half in zip(found, halves, strict=True)]
+        self._stores.answer(pipe, values, [self._stores.damaged(value) for value in payload])
+        self.take(ValuesSent(pipe.number))
+
+    def _made(self, pipe: Pipe, found: Sequence[Found]) -> None:
+        self.take(ChecksumsMade(pipe.number, [checksum_of(self._read(one)) for one in found]))
+
+    def _write(self, pipe: Pipe, asked: ReceiveValues, values: Sequence[bytes], half: bool) -> None:
+        for value, offset in zip(values, asked.offsets, strict=True):
+            if offset >= 0:
+                stop = len(value) // 2 if half else len(value)
+                self.memory[offset : offset + stop] = value[:stop]
+
+    def _came(self, pipe: Pipe, asked: ReceiveValues, values: Sequence[bytes], told: list[int]) -> None:
+        if pipe.cut:
+            return self._end(pipe)
+        self._write(pipe, asked, values, False)
+        self.take(ValuesCame(pipe.number, told, [checksum_of(value) for value in values]))
+        return None
+
+    def _too_slow(self, pipe: Pipe, asked: ReceiveValues) -> None:
+        if pipe.receiving is asked:
+            self._end(pipe)
+
+    def _end(self, pipe: Pipe) -> None:
+        if not pipe.over:
+            pipe.over, pipe.receiving = True, None
+            del self.pipes[pipe.number]
+            self._stores.answer(pipe, None, [])
+            if pipe.known:
+                self.take(StreamEnded(pipe.number))
+
+    def _read(self, one: Found) -> bytes:
+        return bytes(self.memory[one.offset : one.offset + one.size])
+
+    # --- the rest
+
+    def _fence(self, effect: Fence) -> None:
+        for entry, generation in effect.generations:
+            self.generations[entry] = generation
+
+    def _probe(self, clients: Sequence[bytes]) -> None:
+        for name in clients:
+            if not self._stores.is_lived(name):
+                self.take(ClientDied(name, closed=False))
+
+    def _set_timer(self, effect: SetTimer) -> None:
+        self._numbers += 1
+        self._timers[effect.key] = self._numbers
+        self.later(effect.delay_s, self._fire, effect.key, self._numbers)
+
+    def _fire(self, key: Any, number: int) -> None:
+        if self._timers.get(key) == number:
+            del self._timers[key]
+            self.take(TimerFired(key))
+
+    def _start(self, start: Start) -> None:
+        writers = [each for each in self.works.values() if not isinstance(each.work, ReadValues)]
+        if writers and not isinstance(start.work, ReadValues):
+            raise Violation("I2", f"{self.name} has {start.work} done while {writers[0].work} is under way")
+        if isinstance(start.work, RemoveSegments) and not start.work.instead:
+            works = [each.work for each in self.works.values() if isinstance(each.work, ReadValues)]
+            if any(value.record.segment in start.work.segments for work in works for value in work.values):
+                raise Violation("I2", f"{self.name} removes segments {start.work.segments} under a read")
+        self.works[start.work_id] = start
+        delay_s = self.disk.seconds(start.work)
+        checksums: tuple[int, ...] = ()
+        if isinstance(start.work, WriteValues):
+            views = [self.memory[value.offset : value.offset + value.record.size] for value in start.work.values]
+            checksums = tuple(map(checksum_of, views))
+        self.later(delay_s / 2, lambda: self.disk.half(start.work, self.memory))
+        self.later(delay_s, self._finish, start, checksums)
+
+    def _finish(self, start: Start, checksums: tuple[int, ...]) -> None:
+        del self.works[start.work_id]
+        result = self.disk.finish(start.work, self.memory, checksums)
+        self._stores.checker.disk_did(self.name, self.disk, start.work, result)
+        self.take(WorkDone(start.work_id, result))
+
+
+class Stores:
+    """All of them, and their clients."""
+
+    def __init__(self, simulator: "Simulator", seed: int) -> None:
+        self.simulator = simulator
+        self.random = Random(f"stores of seed {seed}")  # noqa: S311 (not for secrets)
+        self.checker = StoreChecker(lambda: simulator.now)
+        self.living: dict[str, StoreLife] = {}
+        self.clients: list[StoreClient] = []
+        self._disks = {
+            name: StoreDisk(disk, Random(f"store disk {name} of seed {seed}")) for name, disk in simulator.disks.items()
+        }
+        for name in self._disks:
+            self.began(simulator.processes[name])
+
+    # --- lives
+
+    def began(self, process: "Process[Any]") -> None:
+        """A life of a process begins, beside which there may be a store."""
+        disk = self._disks.get(process.name)
+        if disk is not None:
+            store = StoreLife(self, process, disk)
+            self.living[process.name] = store
+            store.later(0.0, store.take, Started())
+
+    def died(self, name: str) -> None:
+        """A life is over."""
+        store = self.living.pop(name, None)
+        if store is not None:
+            self.checker.store_died(store)
+            self.checker.covered.update(store.node.counts)
+            self._disks[name].lose_power()
+            for pipe in store.pipes.values():
+                pipe.over = True
+                self.answer(pipe, None, [])
+
+    def drains(self, name: str) -> None:
+        """The operator wants the process gone."""
+        store = self.living.get(name)
+        if store is not None:
+            store.later(0.0, store.take, DrainWanted())
+
+    def flip(self, name: str, count: int) -> None:
+        """Bits flip on disk and in memory."""
+        store = self.living.get(name)
+        if store is not None:
+            self._disks[name].flip(count)
+            entries = list(store.node.objects.by_key.values())
+            for entry in self.random.sample(entries, min(count, len(entries))):
+                found = store.node.objects._found(entry)
+                store.memory[found.offset + self.random.randrange(found.size)] ^= 1 << self.random.randrange(8)
+                store.flipped.add((entry, found.generation))
+
+    def is_lived(self, name: bytes) -> bool:
+        """Does this client still hold the lock of its life? A stopped one does."""
+        return any(client.name == name for client in self.clients)
+
+    def saw(self, store: StoreLife, event: Event, effects: list[Effect]) -> None:
+        """A turn was taken."""
+        simulator = self.simulator
+        simulator.note(type(event).__name__.encode(), store.name)
+        if simulator.log is not None:
+            simulator.log.append(f"{simulator.now:9.4f} store {store.name:<12} {_short(event)}")
+            simulator.log.extend(f"{'':9} {'':<12}   -> {_short(effect)}" for effect in effects)
+        self.checker.observed(store, event, effects)
+
+    # --- what goes between clients and stores
+
+    def send(self, client: "StoreClient", store: str, request: Request) -> None:
+        """A request, which may be lost or, while nothing else is asked, come twice."""
+        wires = self.simulator.wires
+        if not self._is_cut(client, store) and self.random.random() >= wires.drop:
+            delay_s = HOP_S * self.random.uniform(0.5, 1.5) + wires.delay_s * self.random.random() ** 4
+            times = 2 if self.random.random() < wires.duplicate else 1
+            self.simulator.at(self.simulator.now + delay_s, self._arrive, client, client.connection, store, request, times)
+
+    def _arrive(self, client: "StoreClient", connection: bytes, name: str, request: Request, times: int) -> None:
+        store = self.living.get(name)
+        if store is None:
+            return
+        for _ in range(times):
+            if isinstance(request, Hello):
+                lives = request.shared and client.connection == connection
+                path = store.name if client.shared else ""
+                greeted = Greeted(connection, request, path, lives, self.random.randbytes(16), "sim")
+                store.later(0.0, store.take, greeted)
+            else:
+                store.later(0.0, store.take, Asked(connection, request))
+
+    def reply(self, store: StoreLife, reply: Reply) -> None:
+        """An answer on its way to its client."""
+        client = next((each for each in self.clients if each.connection == reply.connection), None)
+        wires = self.simulator.wires
+        if client is not None and not self._is_cut(client, store.name) and self.random.random() >= wires.drop:
+            self.simulator.at(
+                self.simulator.now + HOP_S * self.random.uniform(0.5, 1.5), client.heard, client.life, store, reply.reply
+            )
+
+    def answer(self, pipe: Pipe, message: Any, payload: list[bytes]) -> None:
+        """Something for a stream's client; None: it is over."""
+        self.simulator.at(self.simulator.now + HOP_S, pipe.client.streamed, pipe, message, payload)
+
+    def stream(self, pipe: Pipe, request: StreamRequest, payload: list[bytes]) -> None:
+        """A client's request on a stream, with the bytes that it sends unasked."""
+        if self._is_cut(pipe.client, pipe.store.name):
+            return self.hang_up(pipe)
+        if isinstance(request, Put):
+            self.checker.intends_stream(pipe)
+        self.simulator.at(self.simulator.now + HOP_S, self._streamed, pipe, request, payload)
+        return None
+
+    def _streamed(self, pipe: Pipe, request: StreamRequest, payload: list[bytes]) -> None:
+        pipe.sent.append((request, payload))
+        if pipe.store.lives:
+            pipe.store.later(0.0, pipe.store.hear, pipe)
+
+    def upload(self, pipe: Pipe, values: list[bytes], checksums: list[int]) -> None:
+        """The bytes that a store has asked for."""
+        if pipe.store.lives:
+            pipe.store.later(HOP_S, pipe.store.receive, pipe, values, checksums)
+
+    def hang_up(self, pipe: Pipe) -> None:
+        """A stream breaks: its server finds out when it next looks, its client at once."""
+        pipe.cut = True
+        if pipe.store.lives:
+            pipe.store.later(HOP_S, pipe.store.hear, pipe)
+        self.answer(pipe, None, [])
+
+    def damaged(self, value: bytes) -> bytes:
+        """Bytes as they arrive."""
+        if not value or self.random.random() >= self.simulator.copy_tear:
+            return value
+        at = self.random.randrange(len(value))
+        return value[:at] + bytes([value[at] ^ 0x10]) + value[at + 1 :]
+
+    def _is_cut(self, client: "StoreClient", store: str) -> bool:
+        cut = self.simulator.wires.cut
+        return bool(not client.shared and (cut[client.beside, store] or cut[store, client.beside]))
+
+    # --- the end
+
+    def heal(self) -> None:
+        """No client dies or stops any more; each shows once that its store works, and ends."""
+        for client in self.clients:
+            client.healed()
+
+    def busy(self) -> Violation | None:
+        """What is not over yet; None when all is quiet."""
+        for client in self.clients:
+            if not client.over:
+                return Violation("I4", f"store client {client.number} has not ended: {client.doing}")
+        for name, store in self.living.items():
+            levels = store.node.gauges()
+            work = ("leases", "puts", "writing_objects", "quarantined_objects", "reserved_bytes")
+            above = {gauge: levels[gauge] for gauge in (*work, "ssd_promoting", "ssd_erasing", "ssd_demoting") if levels[gauge]}
+            if above:
+                return Violation("I4", f"the store of {name} has {above}")
+        return None
+
+    def at_rest(self) -> None:
+        """Once nothing goes on any more."""
+        for store in self.living.values():
+            store.node.check()
+            self.checker.at_rest(store)
+            self.checker.covered.update(store.node.counts)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else text[:300] + "..."

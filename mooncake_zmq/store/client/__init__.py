@@ -1,0 +1,1 @@
+"""A store as other processes see it, over shared memory or streams."""

@@ -1,0 +1,272 @@
+"""The store half of a cache-node, carried out: a ROUTER for requests, and whatever else the actor in `node.py` needs.
+
+Clients of this host copy by themselves in the segment that shows the actor's generations; the bytes of others pass by on
+streams (`streams`). With an SSD tier, `disk_works` does its I/O.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import structlog
+import zmq
+
+from mooncake_zmq.core.actor import Drained, DrainWanted, Started
+from mooncake_zmq.store import protocol
+from mooncake_zmq.store.events import (
+    Asked,
+    ClientDied,
+    Greeted,
+    Probe,
+    Reply,
+)
+from mooncake_zmq.store.node import StoreFacts, StoreNode
+from mooncake_zmq.store.protocol import encode
+from mooncake_zmq.store.rules.object_log import ObjectLog
+from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.segment import ObjectSegment, boot_id, is_lived, life_path
+from mooncake_zmq.store.server.disk_works import DiskWorks
+from mooncake_zmq.store.server.object_disk import ObjectDisk
+from mooncake_zmq.store.server.streams import StoreStreams
+from mooncake_zmq.store.server.turns import Timers, Turns
+
+log = structlog.get_logger()
+
+Configure = Callable[["zmq.Socket[bytes]"], None]
+
+ROUTING_ID_BYTES = 21
+"""b"c", 16 bytes that name the client, 4 that number its connection."""
+MAX_QUEUED_REQUESTS = 32
+"""Of one connection; further ones wait at its side."""
+MAX_QUEUED_REPLIES = 256
+"""Of one connection; further ones are dropped, as a client that waits for each answer never has so many."""
+WAKE = "inproc://wake"
+"""Where the server's thread can be woken by an empty message."""
+WAIT_MS = 1_000
+"""How long the server's thread waits at most before it looks whether it is to stop: only where it cannot be woken."""
+HURRY_S = 0.05
+"""How often a drain looks whether it is hurried."""
+HEARTBEAT_MS = 2_000
+HEARTBEAT_TIMEOUT_MS = 10_000
+
+
+def plain(socket: "zmq.Socket[bytes]") -> None:
+    """No security: for trusted networks."""
+
+
+class StoreServer:
+    """Serves from construction until `close`. Raises SharedMemoryError, zmq.ZMQError or OSError where it cannot."""
+
+    def __init__(
+        self,
+        *,
+        settings: ObjectSettings,
+        directory: str | Path,
+        cluster: str,
+        node: str,
+        incarnation: int,
+        endpoint: str,
+        on_crash: Callable[[BaseException], None],
+        stream_port: int = 0,
+        probe_s: float = 1.0,
+        configure: Configure = plain,
+        disk: ObjectDisk | None = None,
+    ) -> None:
+        """`stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port. `disk`: closed with the server."""
+        self._cluster, self._directory = cluster, Path(directory)
+        self._on_crash = on_crash
+        self._boot_id = boot_id()
+        self._counts = dict.fromkeys(("garbage", "dropped"), 0)
+        self._stopping = self._closed = False
+        self._drained = threading.Event()
+        self._replies: deque[Reply] = deque()
+        """On their way to the server's thread: at most one of each connection, and of what waited for the disk."""
+        objects_log = _recovered(settings, disk) if disk else None
+        facts = StoreFacts(name=node, cluster=cluster, incarnation=incarnation, probe_s=probe_s)
+        self._node = StoreNode(settings, facts, objects_log)
+        segment = ObjectSegment.create(
+            directory,
+            cluster,
+            node,
+            incarnation,
+            entries=self._node.objects.table_entries,
+            memory_bytes=settings.object_bytes,
+        )
+        self._turns = Turns(self._node, segment)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = protocol.MAX_FRAME_BYTES
+        self._socket.heartbeat_ivl = HEARTBEAT_MS
+        self._socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
+        self._socket.tcp_keepalive = 1
+        self._socket.router_mandatory = True
+        self._socket.router_handover = True  # a connection's name holds 128 random bits: nobody takes it by accident
+        self._socket.rcvtimeo = WAIT_MS
+        self._socket.sndhwm = MAX_QUEUED_REPLIES
+        self._socket.rcvhwm = MAX_QUEUED_REQUESTS
+        self._works: DiskWorks | None = None
+        self._timers = Timers(self._turns, on_crash)
+        self._waker: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        """Used within turns. Its name is not one of a connection, nor to be guessed."""
+        self._waker.linger = 0
+        self._waker.routing_id = self._waker_name = b"w" + os.urandom(16)
+        try:
+            self._socket.bind(WAKE)
+            self._waker.connect(WAKE)
+            configure(self._socket)
+            self._socket.bind(endpoint)
+            self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+            """Where it listens, a wildcard port resolved."""
+            if disk is not None:
+                self._works = DiskWorks(self._turns, disk, self._node.readers, on_crash)
+            self._turns.carry_out({Reply: self._reply, Probe: self._probe, Drained: lambda _: self._drained.set()})
+            self._turns.take(Started())
+            self._streams = StoreStreams(self._turns, self.endpoint, stream_port, on_crash)
+        except BaseException:
+            self._let_go()
+            raise
+        self._thread = threading.Thread(target=self._run, name="store-server", daemon=True)
+        self._thread.start()
+
+    def close(self, drain_until: float = 0.0, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Stop serving and remove the segment; before, write to disk what memory alone holds. May be called twice.
+
+        Writing ends at `drain_until` (monotonic clock) at the latest, or when `is_hurried`.
+        """
+        if not self._closed:
+            self._closed = self._stopping = True
+            with self._context.socket(zmq.DEALER) as waker:
+                waker.connect(WAKE)
+                waker.send(b"")
+                self._thread.join()
+            self._streams.close()
+            if self._works is not None:
+                self._drain(drain_until, is_hurried)
+            self._look_at(self._node.shared_clients())
+            self._let_go()
+
+    def _drain(self, until: float, is_hurried: Callable[[], bool]) -> None:
+        if time.monotonic() < until:
+            self._turns.take(DrainWanted())
+            while not self._drained.wait(HURRY_S) and time.monotonic() < until and not is_hurried():
+                pass
+        gauges = self.gauges()
+        if gauges["ssd_unsaved_bytes"]:
+            unsaved, writable = gauges["ssd_unsaved_bytes"], bool(gauges["ssd_writable"])
+            log.warning("store_drain_incomplete", unsaved_bytes=unsaved, writable=writable)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Counters, for metrics; safe from any thread."""
+        with self._turns as node:
+            counts = node.counts
+        disk = self._works.counts if self._works is not None else {}
+        counts["dropped"] += self._counts["dropped"]
+        return {**counts, "garbage": self._counts["garbage"], **self._streams.counts, **disk}
+
+    def gauges(self) -> dict[str, float]:
+        """Safe from any thread. All but the pool's own are zero when no client is there."""
+        with self._turns as node:
+            return node.gauges()
+
+    def check(self) -> None:
+        """Assert the pool's invariants; slow, for tests."""
+        with self._turns as node:
+            node.check()
+
+    def _let_go(self) -> None:
+        self._timers.close()
+        if self._works is not None:
+            self._works.close()
+        self._waker.close()
+        self._socket.close()
+        self._context.term()
+        self._turns.segment.close()
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                # Waiting in the receive itself: a poller costs a small request a tenth of its time.
+                with contextlib.suppress(zmq.Again):
+                    self._receive(self._socket.recv())
+                while self._replies:
+                    self._send(self._replies.popleft())
+        except Exception as error:
+            log.critical("store_server_crashed", exc_info=error)
+            self._on_crash(error)
+
+    def _more(self) -> int:
+        """Does the message go on?"""
+        return int(self._socket.getsockopt(zmq.RCVMORE))
+
+    def _receive(self, peer: bytes) -> None:
+        try:
+            request = protocol.decode_request(self._socket.recv()) if self._more() else None
+        except protocol.NotAMessage:
+            request = None
+        while self._more():  # frames that no message of ours has
+            self._socket.recv(copy=False)
+        if request is not None and len(peer) == ROUTING_ID_BYTES:
+            self._turns.take(self._greeted(peer, request) if isinstance(request, protocol.Hello) else Asked(peer, request))
+        elif not self._stopping and peer != self._waker_name:
+            self._counts["garbage"] += 1
+
+    def _greeted(self, peer: bytes, hello: protocol.Hello) -> Greeted:
+        same_host = hello.boot_id == self._boot_id != ""
+        path = str(self._turns.segment.path) if same_host else ""
+        lives = hello.shared and same_host and is_lived(self._life_of(peer[1:17]))
+        return Greeted(peer, hello, path, lives, os.urandom(16), self._streams.endpoint)
+
+    def _send(self, reply: Reply) -> None:
+        try:
+            self._socket.send_multipart([reply.connection, encode(reply.reply)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self._counts["dropped"] += 1
+
+    # --- within turns
+
+    def _reply(self, reply: Reply) -> None:
+        self._replies.append(reply)
+        if threading.current_thread() is not self._thread:
+            with contextlib.suppress(zmq.Again):  # with so many on their way, it is awake
+                self._waker.send(b"", zmq.NOBLOCK)
+
+    def _probe(self, probe: Probe) -> None:
+        """Looks at files, on the timers' thread once its turn is over."""
+        self._timers.then(partial(self._look_at, probe.clients))
+
+    def _look_at(self, clients: Sequence[bytes]) -> None:
+        for name in clients:
+            self._died(name)
+
+    def _died(self, name: bytes) -> None:
+        """If this client of our host does not live, nothing is left of it on the file system, and the actor is told."""
+        path = self._life_of(name)
+        if is_lived(path):
+            return
+        closed = not path.exists()  # it has removed it itself
+        if not closed:
+            path.unlink(missing_ok=True)
+            log.info("store_client_died", client=name.hex())
+        self._turns.take(ClientDied(name, closed))
+
+    def _life_of(self, name: bytes) -> Path:
+        return life_path(self._directory, self._cluster, name)
+
+
+def _recovered(settings: ObjectSettings, disk: ObjectDisk) -> ObjectLog:
+    """The log of what is on disk."""
+    objects_log = ObjectLog(settings.ssd)
+    objects_log.restore(disk.lengths, disk.recovered.items())
+    disk.recovered = {}
+    return objects_log
