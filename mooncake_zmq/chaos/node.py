@@ -67,8 +67,9 @@ def _follow_disk(dials: Dials) -> None:
 
 def _take_time(token_s: float) -> None:
     from mooncake_zmq.engine import weights
+    from mooncake_zmq.engine.toy import ToyEngine
 
-    _replace(weights, "ToyEngine", functools.partial(weights.ToyEngine, delay_s_per_token=token_s))
+    _replace(weights, "ToyEngine", functools.partial(ToyEngine, delay_s_per_token=token_s))
 
 
 def _trust_all_bytes() -> None:

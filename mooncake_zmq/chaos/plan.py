@@ -40,7 +40,7 @@ class Kind(Enum):
     FLIP_MEMORY = "flip_memory"
     """One byte changes in each of `amount` committed blocks of the target, in shared memory."""
     CLOCK = "clock"
-    """The wall clock of the target's host is `amount` seconds off."""
+    """The wall clock of the target's host is `amount` seconds off; the target begins a life then, and another afterwards."""
     FORGE = "forge"
     """`amount` frames from strangers reach the target's control socket, valid ones among them."""
 
@@ -51,7 +51,10 @@ class Kind(Enum):
 
 
 _OUTAGES = frozenset(
-    {Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.ROLLING, Kind.TAKEOVER, Kind.POOLS, Kind.EVERYTHING, Kind.PARTITION, Kind.ONE_WAY}
+    (
+        *(Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.ROLLING, Kind.TAKEOVER, Kind.POOLS, Kind.EVERYTHING, Kind.CLOCK),
+        *(Kind.PARTITION, Kind.ONE_WAY),
+    )
 )
 
 
@@ -147,6 +150,6 @@ def _draw(random: Random, kind: Kind, at_s: float, nodes: Mapping[str, Role], *,
         case Kind.FLIP_MEMORY:
             return fault([random.choice(of("cache-node", "prefill"))], amount=random.randint(5, 200))
         case Kind.CLOCK:
-            return fault([random.choice(pools)], random.uniform(2.0, 8.0), random.choice(CLOCK_JUMPS_S))
+            return fault([anyone], random.uniform(2.0, 5.0), random.choice(CLOCK_JUMPS_S))
         case Kind.FORGE:
             return fault([anyone], amount=random.randint(50, 500))
