@@ -181,7 +181,7 @@ class Clients:
         kept = (self.score.pauses, self.score.pauses_amid_several)
         if stop - start <= min(worst[-1].seconds if len(worst) == WORST_KEPT else 0.0 for worst in kept):
             return
-        amid = [str(entry.fault).strip() for entry in self._history.outages(start, stop)]
+        amid = [str(entry.fault) for entry in self._history.outages(start, stop)]
         worst = kept[len(amid) > 1]
         worst.append(Pause(stop - start, stop, tuple(amid)))
         worst.sort(reverse=True)

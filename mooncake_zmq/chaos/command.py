@@ -37,8 +37,8 @@ def chaos(
     """Start a real cluster, break it in every way that a seed draws, and compare every token that clients get.
 
     Each host is a network namespace of its own where that is permitted (root, or user namespaces), so that links can be cut;
-    else all run on loopback, and partitions are left out. Nothing outlives the command. The exit code is 1 if anything was wrong,
-    lost or duplicated, left open, leaked, or told of an error; the logs are then kept.
+    else all run on loopback, and partitions are left out. Nothing outlives the command. The exit code is 1 if anything was
+    wrong, lost or duplicated, left open, leaked, or told of an error; the logs are then kept.
 
     \b
     Examples:
@@ -65,7 +65,7 @@ def chaos(
         raise click.UsageError(str(error)) from None
     if plan_only:
         for fault in draw_plan(seed, 60 * minutes, {node.name: node.role for node in loaded.config.nodes}):
-            click.echo(str(fault))
+            click.echo(f"{fault.at_s:6.1f} s  {fault}")
         return
     began = time.monotonic()
     errors = Console(stderr=True, highlight=False)

@@ -73,10 +73,10 @@ class Fault:
     def __str__(self) -> str:
         lasting = f" for {self.duration_s:.1f} s" if self.duration_s else ""
         amount = f" x{self.amount:g}" if self.amount else ""
-        return f"{self.at_s:6.1f} s  {self.kind.value:<12} {', '.join(self.targets)}{lasting}{amount}{_BESIDE * self.beside}"
+        return f"{self.kind.value} {', '.join(self.targets)}{lasting}{amount}{_BESIDE * self.beside}"
 
 
-_BESIDE = "  (beside the one before)"
+_BESIDE = " (beside the one before)"
 
 SETTLE_S = 3.0
 """Reckoned for a cluster to be whole again after an outage."""

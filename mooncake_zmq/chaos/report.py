@@ -63,7 +63,7 @@ def print_report(outcome: Outcome, wanted: Wanted, console: Console) -> None:
     if outcome.problems:
         for entry in outcome.done:
             ended = f"{entry.ended_at - outcome.began_at:6.1f} s" if entry.ended_at < float("inf") else "never"
-            console.out(f"  {entry.began_at - outcome.began_at:6.1f} s to {ended}  {str(entry.fault).strip()}  {entry.what}")
+            console.out(f"  {entry.began_at - outcome.began_at:6.1f} s to {ended}  {entry.fault}  {entry.what}")
         for problem in outcome.problems:
             console.print(f"[red]{escape(problem)}[/]", soft_wrap=True)
         console.out(

@@ -116,7 +116,7 @@ class Run:
             raise NotStarted(f"not whole after {START_TIMEOUT_S:.0f} s; see {outcome.directory}/logs")
         await clients.probe()
         await self._until_none(lambda: self._unrest(cluster), "before anything was done")
-        outcome.before = cluster.footprints()
+        outcome.before = outcome.after
 
     async def _break(self, cluster: Cluster, clients: Clients, history: History) -> None:
         wanted, outcome = self._wanted, self.outcome
@@ -149,7 +149,7 @@ class Run:
                 if self._over.is_set():
                     self.outcome.not_reached += 1
                     continue
-                self._say(str(fault).strip())
+                self._say(str(fault))
                 task = group.create_task(saboteur.commit(fault))
                 if fault.kind.is_outage:
                     outages.add(task)
@@ -184,12 +184,12 @@ class Run:
         for host in cluster.hosts:
             lives = {name: dump["incarnation"] for name, dump in dumps.items() if cluster.host(name) == host}
             problems += strangers_in_memory(cluster.segments(host), lives)
-        self.outcome.after = cluster.footprints()
-        problems += grown(self.outcome.before, self.outcome.after)
 
     async def _unrest(self, cluster: Cluster) -> list[str]:
+        """Also what a process holds: connections to lives that are over are closed after a while."""
         dumps = await cluster.dumps()
-        return unheard(dumps, list(cluster.children)) + busy(dumps)
+        self.outcome.after = cluster.footprints()
+        return [*unheard(dumps, list(cluster.children)), *busy(dumps), *grown(self.outcome.before, self.outcome.after)]
 
     async def _until_none(self, remaining: Callable[[], Awaitable[list[str]]], when: str) -> None:
         deadline = time.monotonic() + QUIET_TIMEOUT_S
