@@ -1,7 +1,9 @@
 """What must hold, as plain judgements of what was seen. They look at nothing themselves: tests plant each fault."""
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -109,6 +111,16 @@ def bad_lines(lines: Sequence[str], *, disks_failed: bool) -> list[str]:
     """Lines of a log that tell of a broken rule: of the levels error and critical, or no record at all, such as a traceback."""
     allowed = {each.event for each in ALLOWED} if disks_failed else set()
     return [line for line in lines if line.strip() and _is_bad(line, allowed)]
+
+
+def warned(lines: Sequence[str]) -> Counter[str]:
+    """How often each warning was told."""
+    found: Counter[str] = Counter()
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            found[record["event"]] += record["level"] == "warning"
+    return +found
 
 
 def _is_bad(line: str, allowed: Collection[str]) -> bool:

@@ -46,6 +46,8 @@ class Score:
     resumed: int = 0
     """Answers that took more than one attempt of the gateway."""
     refused: int = 0
+    away: int = 0
+    """Calls of a gateway that was not there, or ended before it said anything; made again elsewhere."""
     cut: int = 0
     """Streams that ended with their gateway, and were asked for again elsewhere."""
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -202,7 +204,8 @@ class Clients:
         where = f"{stream.gateway}, {len(stream.tokens)} of {len(expected)} tokens"
         if verdict in (Verdict.RIGHT, Verdict.SHORT):
             if self._history.disturbed(stream.gateway, stream.asked_at, time.monotonic()):
-                score.cut += 1
+                score.cut += bool(stream.tokens)
+                score.away += not stream.tokens
                 return False
             score.verdicts["cut for no reason"] += 1
             score.complain(f"{where}: a stream {how}, and nothing had been done to its gateway")

@@ -51,7 +51,10 @@ def chaos(
     from mooncake_zmq.chaos.network import enter
 
     if not plan_only:
-        enter(sys.argv[sys.argv.index("chaos") + 1 :])
+        switches = [name for name, on in (("--keep", keep), ("--json", as_json)) if on]
+        planting = ["--planted", planted] if planted else []
+        numbers = ["--minutes", str(minutes), "--seed", str(seed), "--clients", str(clients)]
+        enter([*numbers, "--config", path, *planting, *switches])
     limit_blas()
     from mooncake_zmq.chaos.plan import draw_plan
     from mooncake_zmq.chaos.report import as_json as report_as_json

@@ -12,6 +12,9 @@ from rich.table import Table
 from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.chaos.run import Outcome, Wanted
 
+EVENTS = 12
+"""Kinds of warnings that the table names."""
+
 
 def _rows(outcome: Outcome) -> Iterator[tuple[str, str, bool]]:
     """(what, how much, whether it may be so)."""
@@ -24,6 +27,7 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, str, bool]]:
     yield "prompt tokens from the cache", f"{score.cached_tokens:,} of {score.prompt_tokens:,} ({share:.0%})", True
     yield "answers resumed by their gateway", f"{score.resumed:,}", True
     yield "streams cut by their gateway's end", f"{score.cut:,}", True
+    yield "calls of a gateway that was away", f"{score.away:,}", True
     yield "refused (429, 503), asked again", f"{score.refused:,}", True
     for what in ("wrong", "lost", "duplicated"):
         yield f"{what} tokens", str(score.verdicts[what]), not score.verdicts[what]
@@ -55,6 +59,7 @@ def print_report(outcome: Outcome, wanted: Wanted, console: Console) -> None:
         table.add_row(what, f"[{'default' if good else 'red'}]{escape(amount)}[/]")
     counts = Counter(entry.fault.kind for entry in outcome.done)
     table.add_row("done", ", ".join(f"{kind.value} {counts[kind]}" for kind in Kind if counts[kind]))
+    table.add_row("warnings in logs", ", ".join(f"{event} {count}" for event, count in outcome.warnings.most_common(EVENTS)))
     if outcome.not_reached:
         table.add_row("not reached in time", str(outcome.not_reached))
     for kind, why in outcome.impossible.items():
@@ -89,6 +94,7 @@ def as_json(outcome: Outcome, wanted: Wanted) -> dict[str, Any]:
         "resumed": score.resumed,
         "refused": score.refused,
         "cut": score.cut,
+        "away": score.away,
         "verdicts": dict(score.verdicts),
         "worst_first_token_s": round(score.worst_first_token_s, 3),
         "pauses": [dataclasses.asdict(pause) | {"ended_at": pause.ended_at - outcome.began_at} for pause in score.pauses],
@@ -107,6 +113,7 @@ def as_json(outcome: Outcome, wanted: Wanted) -> dict[str, Any]:
             for entry in outcome.done
         ],
         "not_reached": outcome.not_reached,
+        "warnings": dict(outcome.warnings),
         "impossible": {kind.value: why for kind, why in outcome.impossible.items()},
         "processes": {
             name: {

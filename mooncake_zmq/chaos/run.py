@@ -4,11 +4,12 @@ import asyncio
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mooncake_zmq.chaos.checks import Footprint, bad_lines, busy, grown, strangers_in_memory, unheard
+from mooncake_zmq.chaos.checks import Footprint, bad_lines, busy, grown, strangers_in_memory, unheard, warned
 from mooncake_zmq.chaos.clients import Clients, Score
 from mooncake_zmq.chaos.cluster import START_TIMEOUT_S, Cluster, Peak, addresses
 from mooncake_zmq.chaos.faults import Saboteur
@@ -55,6 +56,8 @@ class Outcome:
     before: dict[str, Footprint] = field(default_factory=dict)
     after: dict[str, Footprint] = field(default_factory=dict)
     peaks: dict[str, Peak] = field(default_factory=dict)
+    warnings: Counter[str] = field(default_factory=Counter)
+    """What nodes warned of in their logs, by event."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -130,7 +133,6 @@ class Run:
             group.create_task(clients.run())
             telling = group.create_task(self._tell(clients))
             await self._commit(plan, saboteur)
-            await self._over.wait()
             clients.stopping = True
             self._say(f"no more faults; {clients.open} answers still to come")
             telling.cancel()
@@ -138,21 +140,35 @@ class Run:
         outcome.problems += saboteur.problems
 
     async def _commit(self, plan: Sequence[Fault], saboteur: Saboteur) -> None:
-        """Each fault at its time, or once the outages before it are over."""
-        outages: set[asyncio.Task[Done]] = set()
+        """What is no outage at its time; outages at theirs, or once those before are over; until the time is up."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._in_turn([fault for fault in plan if fault.kind.is_outage], saboteur))
             for fault in plan:
                 await self._until(self.outcome.began_at + fault.at_s)
-                if fault.kind.is_outage and not fault.beside and outages:
-                    await asyncio.wait(outages)
-                    outages.clear()
-                if self._over.is_set():
-                    self.outcome.not_reached += 1
-                    continue
-                self._say(str(fault))
-                task = group.create_task(saboteur.commit(fault))
-                if fault.kind.is_outage:
-                    outages.add(task)
+                if not fault.kind.is_outage:
+                    group.create_task(self._begin_fault(fault, saboteur))
+            await self._over.wait()
+
+    async def _in_turn(self, outages: Sequence[Fault], saboteur: Saboteur) -> None:
+        """All later ones are put off by as much as one had to wait."""
+        running: set[asyncio.Task[None]] = set()
+        late_s = 0.0
+        async with asyncio.TaskGroup() as group:
+            for fault in outages:
+                due = self.outcome.began_at + fault.at_s + late_s
+                await self._until(due)
+                if not fault.beside and running:
+                    await asyncio.wait(running)
+                    running.clear()
+                late_s += max(0.0, time.monotonic() - due)
+                running.add(group.create_task(self._begin_fault(fault, saboteur)))
+
+    async def _begin_fault(self, fault: Fault, saboteur: Saboteur) -> None:
+        if self._over.is_set():
+            self.outcome.not_reached += 1
+            return
+        self._say(str(fault))
+        await saboteur.commit(fault)
 
     async def _until(self, at: float) -> None:
         try:
@@ -204,6 +220,7 @@ class Run:
         disks_failed = any(entry.fault.kind in (Kind.DISK_FULL, Kind.DISK_FAIL) for entry in outcome.done)
         outcome.problems += cluster.unexpected + cluster.leftovers()
         for name, lines in cluster.lines():
+            outcome.warnings += warned(lines)
             bad = bad_lines(lines, disks_failed=disks_failed)
             outcome.problems += [f"{name} logged: {line[:500]}" for line in bad[:LINES_KEPT]]
         outcome.problems += [f"{what}: {count}" for what, count in outcome.score.verdicts.items()] + outcome.score.problems
