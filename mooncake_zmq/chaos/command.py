@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.engine.cpu import limit_blas
 
 DEFAULT_CONFIG = "configs/chaos.toml"
@@ -28,11 +29,22 @@ PLANTED = ("trust_all_bytes",)
     "--config", "path", default=DEFAULT_CONFIG, show_default=True, metavar="FILE", help="A deployment of the toy model."
 )
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would be broken, and when; start nothing.")
+@click.option(
+    "--fault", "faults", multiple=True, type=click.Choice([kind.value for kind in Kind]), help="Only this kind; repeat."
+)
 @click.option("--planted", type=click.Choice(PLANTED), default=None, help="Plant a bug; the clients must find it.")
 @click.option("--keep", is_flag=True, help="Keep the directory with the logs of a clean run as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def chaos(
-    minutes: float, seed: int, clients: int, path: str, plan_only: bool, planted: str | None, keep: bool, as_json: bool
+    minutes: float,
+    seed: int,
+    clients: int,
+    path: str,
+    plan_only: bool,
+    faults: tuple[str, ...],
+    planted: str | None,
+    keep: bool,
+    as_json: bool,
 ) -> None:
     """Start a real cluster, break it in every way that a seed draws, and compare every token that clients get.
 
@@ -46,7 +58,8 @@ def chaos(
       mooncake-zmq chaos --minutes 10 --seed 7
       mooncake-zmq chaos --plan --seed 7            only what would be done
       mooncake-zmq chaos --json > chaos.json
-      mooncake-zmq chaos --planted trust_all_bytes  a bug that must be found
+      mooncake-zmq chaos --fault kill --fault stop  only these kinds
+      mooncake-zmq chaos --fault flip_memory --planted trust_all_bytes
     """
     from mooncake_zmq.chaos.network import enter
 
@@ -54,7 +67,8 @@ def chaos(
         switches = [name for name, on in (("--keep", keep), ("--json", as_json)) if on]
         planting = ["--planted", planted] if planted else []
         numbers = ["--minutes", str(minutes), "--seed", str(seed), "--clients", str(clients)]
-        enter([*numbers, "--config", path, *planting, *switches])
+        kinds = [part for kind in faults for part in ("--fault", kind)]
+        enter([*numbers, "--config", path, *kinds, *planting, *switches])
     limit_blas()
     from mooncake_zmq.chaos.plan import draw_plan
     from mooncake_zmq.chaos.report import as_json as report_as_json
@@ -66,8 +80,9 @@ def chaos(
         loaded = load(_located(path), {})
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
+    wanted_kinds = [Kind(kind) for kind in faults] or list(Kind)
     if plan_only:
-        for fault in draw_plan(seed, 60 * minutes, {node.name: node.role for node in loaded.config.nodes}):
+        for fault in draw_plan(seed, 60 * minutes, {node.name: node.role for node in loaded.config.nodes}, wanted_kinds):
             click.echo(f"{fault.at_s:6.1f} s  {fault}")
         return
     began = time.monotonic()
@@ -76,7 +91,9 @@ def chaos(
     def say(text: str) -> None:
         errors.print(f"[dim]{time.monotonic() - began:6.1f} s[/] {text}", markup=True, soft_wrap=True)
 
-    wanted = Wanted(loaded=loaded, seed=seed, duration_s=60 * minutes, clients=clients, planted=planted or "")
+    wanted = Wanted(
+        loaded=loaded, seed=seed, duration_s=60 * minutes, clients=clients, kinds=wanted_kinds, planted=planted or ""
+    )
     run = Run(wanted, say)
     try:
         outcome = asyncio.run(run.run())

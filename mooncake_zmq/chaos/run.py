@@ -36,6 +36,7 @@ class Wanted:
     seed: int
     duration_s: float
     clients: int = 8
+    kinds: Sequence[Kind] = tuple(Kind)
     planted: str = ""
     """A bug to plant; empty: none."""
 
@@ -123,7 +124,7 @@ class Run:
 
     async def _break(self, cluster: Cluster, clients: Clients, history: History) -> None:
         wanted, outcome = self._wanted, self.outcome
-        kinds = [kind for kind in Kind if kind not in outcome.impossible]
+        kinds = [kind for kind in wanted.kinds if kind not in outcome.impossible]
         plan = draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), kinds)
         saboteur = Saboteur(cluster, history, wanted.seed)
         outcome.began_at = time.monotonic()

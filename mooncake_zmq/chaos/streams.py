@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,7 +41,7 @@ class Failed(Exception):
 
 
 class Api(Protocol):
-    """A way to ask."""
+    """A way to ask. No connection is used twice: one left over from a gateway's former life would be a failure of ours."""
 
     name: str
 
@@ -68,9 +69,6 @@ def _body(prompt: list[int], max_tokens: int) -> dict[str, Any]:
 
 _OWN = {"ignore_eos": True, "return_token_ids": True}
 """What OpenAI's API does not have."""
-_TIMEOUT = httpx.Timeout(SILENCE_S, connect=CONNECT_TIMEOUT_S)
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-"""No connection is used twice: one left over from a gateway's former life would be a failure of ours."""
 
 
 class HttpApi:
@@ -79,7 +77,10 @@ class HttpApi:
     name = "httpx"
 
     def __init__(self) -> None:
-        self._client = httpx.AsyncClient(timeout=_TIMEOUT, limits=_LIMITS)
+        timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_TIMEOUT_S)
+        self._client = httpx.AsyncClient(
+            timeout=timeout, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        )
 
     async def stream(self, url: str, prompt: list[int], max_tokens: int) -> AsyncIterator[Piece]:
         try:
@@ -108,8 +109,14 @@ class OpenAiApi:
     def __init__(self) -> None:
         openai: Any = importlib.import_module("openai")
         self._openai = openai
-        http = httpx.AsyncClient(timeout=_TIMEOUT, limits=_LIMITS)
-        self._client = openai.AsyncOpenAI(api_key="none", base_url="http://none", max_retries=0, http_client=http)
+        # The transport is httpx or a successor, as the version wants it.
+        self._transport: Any = sys.modules[openai.DefaultAsyncHttpxClient.__base__.__module__.partition(".")[0]]
+        timeout = self._transport.Timeout(SILENCE_S, connect=CONNECT_TIMEOUT_S)
+        limits = self._transport.Limits(max_connections=None, max_keepalive_connections=0)
+        http = openai.DefaultAsyncHttpxClient(timeout=timeout, limits=limits)
+        self._client = openai.AsyncOpenAI(
+            api_key="none", base_url="http://none", max_retries=0, timeout=timeout, http_client=http
+        )
 
     async def stream(self, url: str, prompt: list[int], max_tokens: int) -> AsyncIterator[Piece]:
         openai = self._openai
@@ -126,7 +133,7 @@ class OpenAiApi:
             raise Broken(f"{type(error).__name__}: {error}") from None
         except openai.APIError as error:
             raise Failed(str(error)) from None
-        except httpx.HTTPError as error:
+        except self._transport.HTTPError as error:
             raise Broken(f"{type(error).__name__}: {error}") from None
 
     async def close(self) -> None:
