@@ -21,6 +21,9 @@ QUESTION_TOKENS = (5, 60)
 PATIENCE_S = 150.0
 """A request that was not answered by then, over whatever gateways and however often it was refused, is lost."""
 REFUSED_PAUSE_S = 0.3
+WARM_ANSWERS = 2
+"""Of each client, before anything is broken."""
+POLL_S = 0.1
 WORST_KEPT = 5
 DETAILS_KEPT = 20
 
@@ -115,6 +118,15 @@ class Clients:
         async with asyncio.TaskGroup() as group:
             for number in range(self._count):
                 group.create_task(self._talk(Random(f"client {self._seed} {number}"), lambda: not self.stopping))
+
+    async def warm_up(self) -> None:
+        """So many answers that whatever is opened at its first use is open."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.run())
+            while self.score.answered < WARM_ANSWERS * self._count and not self.score.verdicts:
+                await asyncio.sleep(POLL_S)
+            self.stopping = True
+        self.stopping = False
 
     async def probe(self) -> None:
         """A short question to each gateway alone: all of them must serve."""

@@ -118,7 +118,7 @@ class Run:
         )
         if not await cluster.until_whole(START_TIMEOUT_S):
             raise NotStarted(f"not whole after {START_TIMEOUT_S:.0f} s; see {outcome.directory}/logs")
-        await clients.probe()
+        await clients.warm_up()
         await self._until_none(lambda: self._unrest(cluster), "before anything was done")
         outcome.before = outcome.after
 
@@ -218,10 +218,10 @@ class Run:
 
     def _look_back(self, cluster: Cluster) -> None:
         outcome = self.outcome
-        disks_failed = any(entry.fault.kind in (Kind.DISK_FULL, Kind.DISK_FAIL) for entry in outcome.done)
+        kinds = {entry.fault.kind for entry in outcome.done}
         outcome.problems += cluster.unexpected + cluster.leftovers()
         for name, lines in cluster.lines():
             outcome.warnings += warned(lines)
-            bad = bad_lines(lines, disks_failed=disks_failed)
+            bad = bad_lines(lines, kinds)
             outcome.problems += [f"{name} logged: {line[:500]}" for line in bad[:LINES_KEPT]]
         outcome.problems += [f"{what}: {count}" for what, count in outcome.score.verdicts.items()] + outcome.score.problems

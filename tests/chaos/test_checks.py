@@ -16,6 +16,7 @@ from mooncake_zmq.chaos.checks import (
     strangers_in_memory,
     unheard,
 )
+from mooncake_zmq.chaos.plan import Kind
 
 EXPECTED = [(37 * position * position + 11) % 512 for position in range(60)]
 
@@ -74,5 +75,5 @@ def test_errors_and_tracebacks_in_logs_are_found_and_a_disk_s_fault_only_where_n
         for event, level in (("ready", "info"), ("disk_fault", "error"), ("crashed", "critical"))
     )
     lines = [good, "", "Traceback (most recent call last):", fault, crash]
-    assert bad_lines(lines, disks_failed=True) == ["Traceback (most recent call last):", crash]
-    assert bad_lines(lines, disks_failed=False) == ["Traceback (most recent call last):", fault, crash]
+    assert bad_lines(lines, [Kind.KILL, Kind.DISK_FULL]) == ["Traceback (most recent call last):", crash]
+    assert bad_lines(lines, [Kind.KILL, Kind.FLIP_MEMORY]) == ["Traceback (most recent call last):", fault, crash]
