@@ -171,6 +171,15 @@ class Cluster:
         self.children[name].start_at = time.monotonic() + away_s
         self.signal(name, signal.SIGKILL)
 
+    def forget(self, host: str) -> None:
+        """Empty what a reboot empties, before any of the host's killed nodes starts again."""
+        for name in self.of_host(host):
+            if (process := self.children[name].process) is not None:
+                process.wait()
+        for directory in (self.run_dir(host), self.shm_dir(host)):
+            for path in directory.iterdir():
+                path.unlink()
+
     async def drain(self, name: str) -> None:
         """SIGTERM, then wait until a new life runs."""
         child = self.children[name]

@@ -97,6 +97,8 @@ def chaos(
     run = Run(wanted, say)
     try:
         outcome = asyncio.run(run.run())
+    except asyncio.CancelledError:
+        sys.exit(130)
     except NotStarted as error:
         click.echo(f"mooncake-zmq chaos: {error}", err=True)
         sys.exit(1)

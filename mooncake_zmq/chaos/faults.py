@@ -4,6 +4,7 @@ import asyncio
 import errno
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -16,7 +17,7 @@ from mooncake_zmq.chaos.plan import Fault, Kind
 
 BALLAST = "ballast"
 BALLAST_PIECE_BYTES = 1 << 20
-WHOLE_TIMEOUT_S = 60.0
+WHOLE_TIMEOUT_S = 120.0
 """Within this after an outage the cluster must be whole again."""
 _POLL_S = 0.05
 
@@ -32,18 +33,32 @@ class Saboteur:
 
     async def commit(self, fault: Fault) -> Done:
         """Carry out a fault; returns once it is over and, after an outage, the cluster whole again."""
-        entry = self._history.begin(fault, time.monotonic())
+        entry = self._history.begin(fault, self._disturbed(fault), time.monotonic())
         await self._carry_out(fault, entry)
         if fault.kind.is_outage and not await self._cluster.until_whole(WHOLE_TIMEOUT_S) and not self._cluster.stopping:
             self.problems.append(f"the cluster was not whole {WHOLE_TIMEOUT_S:.0f} s after: {fault}")
         entry.ended_at = time.monotonic()
         return entry
 
+    def _disturbed(self, fault: Fault) -> tuple[str, ...]:
+        match fault.kind:
+            case Kind.PARTITION | Kind.ONE_WAY:
+                return ()  # the targets only say which hosts: their nodes go on
+            case Kind.REBOOT:
+                return tuple(self._cluster.of_host(self._cluster.host(fault.targets[0])))
+        return fault.targets
+
     async def _carry_out(self, fault: Fault, entry: Done) -> None:
         cluster, host = self._cluster, self._cluster.host(fault.targets[0])
         match fault.kind:
             case Kind.KILL | Kind.POOLS | Kind.EVERYTHING:
                 await self._kill(fault.targets, fault.duration_s)
+            case Kind.FLAP:
+                for _ in range(int(fault.amount)):
+                    await self._kill(fault.targets, 0.0)
+                    await asyncio.sleep(fault.duration_s)
+            case Kind.REBOOT:
+                await self._kill(entry.disturbed, fault.duration_s, lambda: cluster.forget(host))
             case Kind.STOP | Kind.TAKEOVER:
                 await self._stop(fault)
             case Kind.DRAIN | Kind.ROLLING:
@@ -74,11 +89,12 @@ class Saboteur:
             case Kind.FORGE:
                 entry.what = f"{await self._forge(fault)} frames sent"
 
-    async def _kill(self, names: tuple[str, ...], away_s: float) -> None:
-        """Returns once the next lives run."""
+    async def _kill(self, names: tuple[str, ...], away_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Returns once the next lives run. `meanwhile`: what is done before they begin."""
         before = {name: self._cluster.children[name].lives for name in names}
         for name in names:
             self._cluster.kill(name, away_s)
+        meanwhile()
         while any(self._cluster.children[name].lives == lives for name, lives in before.items()):
             if self._cluster.stopping:
                 return

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mooncake_zmq.chaos.plan import Fault, Kind
+from mooncake_zmq.chaos.plan import Fault
 
 
 @dataclass(slots=True)
@@ -11,6 +11,8 @@ class Done:
     """One fault as it was carried out, by a monotonic clock. It ends when what it took away is whole again."""
 
     fault: Fault
+    disturbed: tuple[str, ...]
+    """Nodes that were killed, stopped or drained by it."""
     began_at: float
     ended_at: float = float("inf")
     what: str = ""
@@ -26,20 +28,16 @@ class History:
     def __init__(self) -> None:
         self.done: list[Done] = []
 
-    def begin(self, fault: Fault, now: float) -> Done:
+    def begin(self, fault: Fault, disturbed: tuple[str, ...], now: float) -> Done:
         """Note that a fault begins; whoever carries it out sets its end."""
-        entry = Done(fault, now)
+        entry = Done(fault, disturbed, now)
         self.done.append(entry)
         return entry
 
     def disturbed(self, node: str, start: float, stop: float) -> bool:
         """Was `node` itself killed, stopped or drained at any time in between?"""
-        return any(node in entry.fault.targets for entry in self.outages(start, stop) if entry.fault.kind not in _LINKS)
+        return any(node in entry.disturbed for entry in self.outages(start, stop))
 
     def outages(self, start: float, stop: float) -> Iterable[Done]:
         """Those that took something away in between."""
         return [entry for entry in self.done if entry.fault.kind.is_outage and entry.overlaps(start, stop)]
-
-
-_LINKS = (Kind.PARTITION, Kind.ONE_WAY)
-"""Their targets only say which hosts; the nodes themselves go on."""

@@ -13,6 +13,8 @@ class Kind(Enum):
 
     KILL = "kill"
     """SIGKILL; its supervisor starts it again after `duration_s`."""
+    FLAP = "flap"
+    """SIGKILL `amount` times, each soon after the start before."""
     STOP = "stop"
     """SIGSTOP for `duration_s`, mostly longer than peers wait, sometimes longer than a lease."""
     DRAIN = "drain"
@@ -21,6 +23,8 @@ class Kind(Enum):
     """The targets are drained and started again, one after the other."""
     TAKEOVER = "takeover"
     """The conductor in use is stopped: the other one must decide."""
+    REBOOT = "reboot"
+    """Every node of a host is killed at once, and its runtime directory and shared memory are empty when they start again."""
     POOLS = "pools"
     """SIGKILL to every cache-node at once."""
     EVERYTHING = "everything"
@@ -52,8 +56,8 @@ class Kind(Enum):
 
 _OUTAGES = frozenset(
     (
-        *(Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.ROLLING, Kind.TAKEOVER, Kind.POOLS, Kind.EVERYTHING, Kind.CLOCK),
-        *(Kind.PARTITION, Kind.ONE_WAY),
+        *(Kind.KILL, Kind.FLAP, Kind.STOP, Kind.DRAIN, Kind.ROLLING, Kind.TAKEOVER, Kind.CLOCK),
+        *(Kind.REBOOT, Kind.POOLS, Kind.EVERYTHING, Kind.PARTITION, Kind.ONE_WAY),
     )
 )
 
@@ -86,6 +90,8 @@ LONG_S = 180.0
 """A run this long has time to restart every node in turn."""
 CLOCK_JUMPS_S = (86_400.0, -86_400.0, 3_600.0, -90.0, 7.5)
 RESTART_S = (0.2, 3.0)
+FLAP_S = (0.1, 1.5)
+"""A life of a node that flaps: some end before they have greeted anybody."""
 STOP_S = ((0.3, 2.0), (3.5, 6.0), (10.0, 14.0))
 """Shorter than peers wait; longer; longer than most leases."""
 
@@ -127,6 +133,8 @@ def _draw(random: Random, kind: Kind, at_s: float, nodes: Mapping[str, Role], *,
     match kind:
         case Kind.KILL:
             return fault([anyone], random.uniform(*RESTART_S))
+        case Kind.FLAP:
+            return fault([anyone], random.uniform(*FLAP_S), random.randint(3, 6))
         case Kind.STOP:
             return fault([anyone], random.uniform(*random.choice(STOP_S)))
         case Kind.DRAIN:
@@ -135,6 +143,8 @@ def _draw(random: Random, kind: Kind, at_s: float, nodes: Mapping[str, Role], *,
             return fault(list(nodes) if long else random.choice((of("prefill"), of("decode"), pools)))
         case Kind.TAKEOVER:
             return fault(of("conductor")[:1], random.uniform(*STOP_S[1]))
+        case Kind.REBOOT:
+            return fault([random.choice(pools)], random.uniform(*RESTART_S))
         case Kind.POOLS:
             return fault(pools, random.uniform(*RESTART_S))
         case Kind.EVERYTHING:

@@ -97,8 +97,7 @@ class Run:
         outcome.api, outcome.peaks, outcome.done = api.name, cluster.peaks, history.done
         clients = Clients(api, cluster.urls(), history, seed=wanted.seed, count=wanted.clients)
         outcome.score = clients.score
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._over.set)
+        self._mind_signals()
         supervising = asyncio.create_task(cluster.supervise())
         try:
             await self._begin(cluster, clients)
@@ -110,6 +109,19 @@ class Run:
             await supervising
             await api.close()
         self._look_back(cluster)
+
+    def _mind_signals(self) -> None:
+        """The first one ends the faults, and what was seen is judged; the next one ends it all."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def told() -> None:
+            if self._over.is_set():
+                task.cancel()
+            self._over.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, told)
 
     async def _begin(self, cluster: Cluster, clients: Clients) -> None:
         outcome = self.outcome
