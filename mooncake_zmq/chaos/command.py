@@ -30,7 +30,12 @@ PLANTED = ("trust_all_bytes",)
 )
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would be broken, and when; start nothing.")
 @click.option(
-    "--fault", "faults", multiple=True, type=click.Choice([kind.value for kind in Kind]), help="Only this kind; repeat."
+    "--fault",
+    "faults",
+    multiple=True,
+    type=click.Choice([kind.value for kind in Kind]),
+    metavar="KIND",
+    help=f"Only this kind; may be given again. There are {', '.join(kind.value for kind in Kind)}.",
 )
 @click.option("--planted", type=click.Choice(PLANTED), default=None, help="Plant a bug; the clients must find it.")
 @click.option("--keep", is_flag=True, help="Keep the directory with the logs of a clean run as well.")

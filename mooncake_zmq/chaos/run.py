@@ -136,8 +136,8 @@ class Run:
 
     async def _break(self, cluster: Cluster, clients: Clients, history: History) -> None:
         wanted, outcome = self._wanted, self.outcome
-        kinds = [kind for kind in wanted.kinds if kind not in outcome.impossible]
-        plan = draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), kinds)
+        drawn = draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), wanted.kinds)
+        plan = [fault for fault in drawn if fault.kind not in outcome.impossible]
         saboteur = Saboteur(cluster, history, wanted.seed)
         outcome.began_at = time.monotonic()
         asyncio.get_running_loop().call_later(wanted.duration_s, self._over.set)
