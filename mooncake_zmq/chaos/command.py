@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from mooncake_zmq.chaos.plan import Kind
+from mooncake_zmq.chaos.plan import USUAL, Kind
 from mooncake_zmq.engine.cpu import limit_blas
 
 DEFAULT_CONFIG = "configs/chaos.toml"
@@ -38,6 +38,7 @@ PLANTED = ("trust_all_bytes",)
     help=f"Only this kind; may be given again. There are {', '.join(kind.value for kind in Kind)}.",
 )
 @click.option("--planted", type=click.Choice(PLANTED), default=None, help="Plant a bug; the clients must find it.")
+@click.option("--loopback", is_flag=True, help="Make no namespaces, as where none are permitted.")
 @click.option("--keep", is_flag=True, help="Keep the directory with the logs of a clean run as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def chaos(
@@ -48,6 +49,7 @@ def chaos(
     plan_only: bool,
     faults: tuple[str, ...],
     planted: str | None,
+    loopback: bool,
     keep: bool,
     as_json: bool,
 ) -> None:
@@ -68,7 +70,7 @@ def chaos(
     """
     from mooncake_zmq.chaos.network import enter
 
-    if not plan_only:
+    if not (plan_only or loopback):
         switches = [name for name, on in (("--keep", keep), ("--json", as_json)) if on]
         planting = ["--planted", planted] if planted else []
         numbers = ["--minutes", str(minutes), "--seed", str(seed), "--clients", str(clients)]
@@ -85,7 +87,7 @@ def chaos(
         loaded = load(_located(path), {})
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    wanted_kinds = [Kind(kind) for kind in faults] or list(Kind)
+    wanted_kinds = [Kind(kind) for kind in faults] or list(USUAL)
     if plan_only:
         for fault in draw_plan(seed, 60 * minutes, {node.name: node.role for node in loaded.config.nodes}, wanted_kinds):
             click.echo(f"{fault.at_s:6.1f} s  {fault}")

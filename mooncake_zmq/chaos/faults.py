@@ -44,7 +44,7 @@ class Saboteur:
         match fault.kind:
             case Kind.PARTITION | Kind.ONE_WAY:
                 return ()  # the targets only say which hosts: their nodes go on
-            case Kind.REBOOT:
+            case Kind.REBOOT | Kind.LOST_CLOCK:
                 return tuple(self._cluster.of_host(self._cluster.host(fault.targets[0])))
         return fault.targets
 
@@ -59,6 +59,11 @@ class Saboteur:
                     await asyncio.sleep(fault.duration_s)
             case Kind.REBOOT:
                 await self._kill(entry.disturbed, fault.duration_s, lambda: cluster.forget(host))
+            case Kind.LOST_CLOCK:
+                for clock_s in (fault.amount, 0.0):
+                    cluster.dials(host).turn(clock_s=clock_s)
+                    await self._kill(entry.disturbed, fault.duration_s, lambda: cluster.forget(host))
+                    await cluster.until_whole(WHOLE_TIMEOUT_S)
             case Kind.STOP | Kind.TAKEOVER:
                 await self._stop(fault)
             case Kind.DRAIN | Kind.ROLLING:

@@ -67,7 +67,7 @@ def open_network(hosts: dict[str, str]) -> Network:
 class Loopback:
     """All hosts on this machine's loopback, each with an address of its own; nothing can be cut."""
 
-    name = "loopback: network namespaces are not permitted here"
+    name = "loopback, where no link can be cut"
 
     def __init__(self, hosts: dict[str, str]) -> None:
         why = "needs network namespaces"

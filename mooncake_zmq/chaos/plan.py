@@ -25,6 +25,9 @@ class Kind(Enum):
     """The conductor in use is stopped: the other one must decide."""
     REBOOT = "reboot"
     """Every node of a host is killed at once, and its runtime directory and shared memory are empty when they start again."""
+    LOST_CLOCK = "lost_clock"
+    """A host reboots with its clock `amount` seconds ahead, and again with the right time: nothing on it remembers the life
+    between, whose incarnation was greater."""
     POOLS = "pools"
     """SIGKILL to every cache-node at once."""
     EVERYTHING = "everything"
@@ -57,9 +60,13 @@ class Kind(Enum):
 _OUTAGES = frozenset(
     (
         *(Kind.KILL, Kind.FLAP, Kind.STOP, Kind.DRAIN, Kind.ROLLING, Kind.TAKEOVER, Kind.CLOCK),
-        *(Kind.REBOOT, Kind.POOLS, Kind.EVERYTHING, Kind.PARTITION, Kind.ONE_WAY),
+        *(Kind.REBOOT, Kind.LOST_CLOCK, Kind.POOLS, Kind.EVERYTHING, Kind.PARTITION, Kind.ONE_WAY),
     )
 )
+
+
+USUAL = tuple(kind for kind in Kind if kind is not Kind.LOST_CLOCK)
+"""What is drawn unless kinds are named. Peers refuse a node after LOST_CLOCK until its clock has caught up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,7 @@ STOP_S = ((0.3, 2.0), (3.5, 6.0), (10.0, 14.0))
 """Shorter than peers wait; longer; longer than most leases."""
 
 
-def draw_plan(seed: int, duration_s: float, nodes: Mapping[str, Role], kinds: Collection[Kind] = tuple(Kind)) -> list[Fault]:
+def draw_plan(seed: int, duration_s: float, nodes: Mapping[str, Role], kinds: Collection[Kind] = USUAL) -> list[Fault]:
     """The faults of a run: every kind once, in an order of the seed's, before any comes again. `nodes`: their roles by name,
     in the deployment's order."""
     random = Random(f"chaos {seed}")
@@ -145,6 +152,8 @@ def _draw(random: Random, kind: Kind, at_s: float, nodes: Mapping[str, Role], *,
             return fault(of("conductor")[:1], random.uniform(*STOP_S[1]))
         case Kind.REBOOT:
             return fault([random.choice(pools)], random.uniform(*RESTART_S))
+        case Kind.LOST_CLOCK:
+            return fault([random.choice(pools)], random.uniform(*RESTART_S), random.choice((60.0, 3_600.0, 86_400.0)))
         case Kind.POOLS:
             return fault(pools, random.uniform(*RESTART_S))
         case Kind.EVERYTHING:
