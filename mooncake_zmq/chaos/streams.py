@@ -88,9 +88,9 @@ class HttpApi:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
                     raise _told(response.status_code, text)
-                async for line in response.aiter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        chunk = json.loads(line.removeprefix("data: "))
+                async for line in _lines(response.aiter_bytes()):
+                    if line.startswith(b"data: ") and line != b"data: [DONE]":
+                        chunk = json.loads(line.removeprefix(b"data: "))
                         if "error" in chunk:
                             raise Failed(str(chunk["error"]))
                         yield _piece(chunk)
@@ -138,6 +138,15 @@ class OpenAiApi:
 
     async def close(self) -> None:
         await self._client.close()
+
+
+async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Whole lines alone. httpx's own also end at U+0085 and U+2028, which may stand in a text."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _told(status: int, text: str) -> Refused | Failed:
