@@ -104,6 +104,7 @@ class Namespaces:
     def __init__(self, hosts: dict[str, str]) -> None:
         self._addresses = hosts
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._mounted: list[Path] = []
         network = next(iter(hosts.values())).rpartition(".")[0]
         _ip("link", "set", "lo", "up")
         _ip("link", "add", "bridge", "type", "bridge")
@@ -140,7 +141,10 @@ class Namespaces:
             capture_output=True,
             check=False,
         )
-        return done.returncode == 0
+        if done.returncode:
+            return False
+        self._mounted.append(directory)
+        return True
 
     def cut(self, sender: str, receiver: str, *, cut: bool) -> None:
         place = [self._addresses[receiver], "dev", "eth0"]
@@ -157,6 +161,8 @@ class Namespaces:
             self._on(host, "tc", "qdisc", "del", "dev", "eth0", "root")
 
     def close(self) -> None:
+        while self._mounted:
+            _run("umount", str(self._mounted.pop()))
         for holder in self._holders.values():
             holder.kill()
             holder.wait()
