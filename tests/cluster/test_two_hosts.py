@@ -15,6 +15,7 @@ import httpx
 import pytest
 from toy_cluster import ROOT, Stream, eventually, expected_tokens, greedy, until_none
 
+from mooncake_zmq.chaos.checks import unheard
 from mooncake_zmq.config import load
 from mooncake_zmq.operate import collect_dumps
 
@@ -108,13 +109,7 @@ class TwoHosts:
         return dumps
 
     def missing(self) -> list[str]:
-        dumps = self.dumps()
-        return [name for name in NODES if name not in dumps] + [
-            f"{name} does not hear {peer}"
-            for name, dump in dumps.items()
-            for peer, state in dump["session"]["peers"].items()
-            if not state["up"]
-        ]
+        return unheard(self.dumps(), NODES)
 
     def busy(self) -> dict[str, float]:
         gauges = {f"{node}.{name}": value for node, dump in self.dumps().items() for name, value in dump["gauges"].items()}

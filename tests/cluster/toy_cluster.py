@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
-from mooncake_zmq.engine.toy import ToyEngine
+from mooncake_zmq.chaos.checks import unheard
+from mooncake_zmq.chaos.clients import Truth
 from mooncake_zmq.operate import collect_dumps
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,15 +38,7 @@ def free_port() -> int:
 
 def expected_tokens(prompt: list[int], count: int) -> list[int]:
     """What an undisturbed greedy run gives: the engine alone, no cluster."""
-    engine = ToyEngine()
-    sequence = engine.new_sequence(len(prompt) + count)
-    logits = engine.prefill(sequence, np.asarray(prompt, np.int32))
-    tokens = []
-    for _ in range(count):
-        assert logits is not None
-        tokens.append(int(np.argmax(logits[-1])))
-        logits = engine.prefill(sequence, np.asarray(tokens[-1:], np.int32))
-    return tokens
+    return Truth().tokens(prompt, count)
 
 
 def until_none(remaining: Callable[[], Any], timeout_s: float) -> None:
@@ -147,14 +139,7 @@ class ToyCluster:
 
     def missing(self) -> list[str]:
         """Nodes that do not answer, and peers that are not in conversation."""
-        dumps = self.dumps()
-        silent = [name for name in NODES if name not in dumps]
-        return silent + [
-            f"{name} does not hear {peer}"
-            for name, dump in dumps.items()
-            for peer, state in dump["session"]["peers"].items()
-            if not state["up"]
-        ]
+        return unheard(self.dumps(), NODES)
 
     def busy_gauges(self) -> dict[str, float]:
         return {

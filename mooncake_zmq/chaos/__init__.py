@@ -1,0 +1,1 @@
+"""Real processes that are broken on purpose, while clients compare every token."""

@@ -1,0 +1,141 @@
+"""What must hold, as plain judgements of what was seen. They look at nothing themselves: tests plant each fault."""
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from mooncake_zmq.chaos.plan import Kind
+
+
+class Verdict(Enum):
+    """What is to be said of the tokens that a client got."""
+
+    RIGHT = "right"
+    """All of them, or as many as came before the connection broke."""
+    SHORT = "short"
+    """Right so far, and the end is missing."""
+    WRONG = "wrong"
+    LOST = "lost"
+    """The next ones came in place of one."""
+    DUPLICATED = "duplicated"
+    """One came twice, or more came than were asked for."""
+
+
+_CERTAIN = 3
+"""Tokens in a row that must fit for a shift: of 512 ids one fits by chance now and then."""
+
+
+def judge(tokens: Sequence[int], expected: Sequence[int]) -> Verdict:
+    """Compare an answer with what an undisturbed run gives."""
+    agree = next((at for at, (one, other) in enumerate(zip(tokens, expected, strict=False)) if one != other), None)
+    if agree is None:
+        if len(tokens) > len(expected):
+            return Verdict.DUPLICATED
+        return Verdict.RIGHT if len(tokens) == len(expected) else Verdict.SHORT
+    rest = list(tokens[agree : agree + _CERTAIN])
+    if _occurs(rest, expected[agree + 1 :]):
+        return Verdict.LOST
+    return Verdict.DUPLICATED if _occurs(rest, expected[: agree + _CERTAIN - 1]) else Verdict.WRONG
+
+
+def _occurs(part: list[int], whole: Sequence[int]) -> bool:
+    return any(list(whole[at : at + len(part)]) == part for at in range(len(whole) - len(part) + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a process holds."""
+
+    descriptors: int
+    rss_bytes: int
+
+
+MORE_DESCRIPTORS = 24
+"""Links to other hosts' data and mapped segments are opened at their first use, some fifteen in all; what leaks one with each
+request or fault passes this soon."""
+MORE_RSS_BYTES = 48 << 20
+"""Python's heap after thousands of requests, and what peers' segments have been touched."""
+
+
+def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> Iterator[str]:
+    """Processes that hold more than they did when the cluster was fresh and idle."""
+    for name, now in after.items():
+        then = before.get(name)
+        if then is None:
+            continue
+        if now.descriptors > then.descriptors + MORE_DESCRIPTORS:
+            yield f"{name} has {now.descriptors} descriptors open, and had {then.descriptors} before"
+        if now.rss_bytes > then.rss_bytes + MORE_RSS_BYTES:
+            yield f"{name} has {now.rss_bytes >> 20} MiB resident, and had {then.rss_bytes >> 20} before"
+
+
+def unheard(dumps: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Nodes that do not answer, and peers that are not in conversation."""
+    return [f"{name} does not answer" for name in names if name not in dumps] + [
+        f"{name} does not hear {peer}"
+        for name, dump in dumps.items()
+        for peer, state in dump["session"]["peers"].items()
+        if not state["up"]
+    ]
+
+
+def busy(dumps: Mapping[str, Any]) -> list[str]:
+    """Gauges that an idle cluster has at zero: requests, leases, slots being written, works."""
+    return [
+        f"{node} has {name} {value:g}"
+        for node, dump in dumps.items()
+        for name, value in dump["gauges"].items()
+        if value and not name.startswith(("capacity_", "cached_"))
+    ]
+
+
+def strangers_in_memory(names: Collection[str], lives: Mapping[str, int]) -> list[str]:
+    """Segments that belong to no life that runs. `names`: of files in a host's shared memory; `lives`: incarnations by node."""
+    alive = {f"={node}={life}" for node, life in lives.items()}
+    return [f"{name} is nobody's segment" for name in names if not any(name.endswith(life) for life in alive)]
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """A line of the level error that is right after faults of some kinds, and only then."""
+
+    event: str
+    kinds: tuple[Kind, ...]
+    because: str
+
+
+ALLOWED = (
+    Allowed("disk_fault", (Kind.DISK_FULL, Kind.DISK_FAIL), "an SSD was made full or failing, and its tier tells what failed"),
+    Allowed(
+        "block_corrupt_in_memory", (Kind.FLIP_MEMORY,), "a block in DRAM was damaged, and its pool tells that it dropped it"
+    ),
+)
+
+
+def bad_lines(lines: Sequence[str], kinds: Collection[Kind]) -> list[str]:
+    """Lines of a log that tell of a broken rule: of the levels error and critical, or no record at all, such as a traceback.
+    `kinds`: of the faults there were."""
+    allowed = {each.event for each in ALLOWED if not set(kinds).isdisjoint(each.kinds)}
+    return [line for line in lines if line.strip() and _is_bad(line, allowed)]
+
+
+def warned(lines: Sequence[str]) -> Counter[str]:
+    """How often each warning was told."""
+    found: Counter[str] = Counter()
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            found[record["event"]] += record["level"] == "warning"
+    return +found
+
+
+def _is_bad(line: str, allowed: Collection[str]) -> bool:
+    try:
+        record = json.loads(line)
+        return record["level"] in ("error", "critical") and record["event"] not in allowed
+    except (ValueError, KeyError, TypeError):
+        return True

@@ -1,0 +1,235 @@
+"""Clients that hold conversations, some about the same documents, and compare every token with what the engine alone gives."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from mooncake_zmq.chaos.checks import Verdict, judge
+from mooncake_zmq.chaos.history import History
+from mooncake_zmq.chaos.streams import Api, Broken, Failed, Refused
+from mooncake_zmq.engine.toy import EOS_ID, TOY_SPEC, ToyEngine
+
+DOCUMENTS, DOCUMENT_TOKENS = 10, 1600
+TURNS = (1, 4)
+ANSWER_TOKENS = (40, 250)
+QUESTION_TOKENS = (5, 60)
+PATIENCE_S = 150.0
+"""A request that was not answered by then, over whatever gateways and however often it was refused, is lost."""
+REFUSED_PAUSE_S = 0.3
+WARM_ANSWERS = 2
+"""Of each client, before anything is broken."""
+POLL_S = 0.1
+WORST_KEPT = 5
+DETAILS_KEPT = 20
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Pause:
+    """Silence between two tokens of a stream whose gateway was left alone."""
+
+    seconds: float
+    ended_at: float
+    amid: tuple[str, ...] = ()
+    """The outages at that time."""
+
+
+@dataclass(slots=True)
+class Score:
+    """What all clients together saw."""
+
+    answered: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    resumed: int = 0
+    """Answers that took more than one attempt of the gateway."""
+    refused: int = 0
+    away: int = 0
+    """Calls of a gateway that was not there, or ended before it said anything; made again elsewhere."""
+    cut: int = 0
+    """Streams that ended with their gateway, and were asked for again elsewhere."""
+    verdicts: Counter[str] = field(default_factory=Counter)
+    """Of streams whose tokens were not right, by what was wrong."""
+    problems: list[str] = field(default_factory=list)
+    pauses: list[Pause] = field(default_factory=list)
+    """The longest ones with at most one outage at a time."""
+    pauses_amid_several: list[Pause] = field(default_factory=list)
+    worst_first_token_s: float = 0.0
+
+    def complain(self, what: str) -> None:
+        """Note what must not happen; the first ones in full."""
+        if len(self.problems) < DETAILS_KEPT:
+            self.problems.append(what)
+
+
+class Truth:
+    """What an undisturbed greedy run gives: the engine alone, no cluster."""
+
+    def __init__(self) -> None:
+        self._engine = ToyEngine()
+
+    def tokens(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The next `count` tokens after `prompt`."""
+        sequence = self._engine.new_sequence(len(prompt) + count)
+        logits = self._engine.prefill(sequence, np.asarray(prompt, np.int32))
+        tokens: list[int] = []
+        while len(tokens) < count:
+            assert logits is not None
+            tokens.append(int(np.argmax(logits[-1])))
+            logits = self._engine.prefill(sequence, np.asarray(tokens[-1:], np.int32))
+        return tokens
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One answer on its way from one gateway."""
+
+    gateway: str
+    asked_at: float
+    tokens: list[int] = field(default_factory=list)
+    heard_at: float = 0.0
+    finished: bool = False
+
+
+class Clients:
+    """So many clients at once, until told to stop; each then ends the request that it has."""
+
+    def __init__(self, api: Api, urls: Mapping[str, str], history: History, *, seed: int, count: int) -> None:
+        """`urls`: of the gateways, by name."""
+        self.score = Score()
+        self.stopping = False
+        self.open = 0
+        self._api = api
+        self._urls = dict(urls)
+        self._history = history
+        self._seed = seed
+        self._count = count
+        random = Random(f"documents {seed}")
+        self._documents = [_words(random, DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
+        self._truth = Truth()
+
+    async def run(self) -> None:
+        """Until `stopping` and every answer has ended."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._count):
+                group.create_task(self._talk(Random(f"client {self._seed} {number}"), lambda: not self.stopping))
+
+    async def warm_up(self) -> None:
+        """So many answers that whatever is opened at its first use is open."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.run())
+            while self.score.answered < WARM_ANSWERS * self._count and not self.score.verdicts:
+                await asyncio.sleep(POLL_S)
+            self.stopping = True
+        self.stopping = False
+
+    async def probe(self) -> None:
+        """A short question to each gateway alone: all of them must serve."""
+        for name in self._urls:
+            random = Random(f"probe {name}")
+            await self._ask(random, _words(random, 100), 20, [name])
+
+    async def _talk(self, random: Random, wanted: Callable[[], bool]) -> None:
+        while wanted():
+            prompt = random.choice(self._documents)[: random.randint(200, DOCUMENT_TOKENS)]
+            for _ in range(random.randint(*TURNS)):
+                prompt = prompt + _words(random, random.randint(*QUESTION_TOKENS))
+                count = random.randint(*ANSWER_TOKENS)
+                names = random.sample(sorted(self._urls), len(self._urls))
+                if not wanted() or len(prompt) + count > TOY_SPEC.max_positions:
+                    break
+                prompt = prompt + await self._ask(random, prompt, count, names)
+
+    async def _ask(self, random: Random, prompt: list[int], count: int, names: Sequence[str]) -> list[int]:
+        """Ask, and again where a gateway died under the answer; returns the expected tokens."""
+        expected = await asyncio.to_thread(self._truth.tokens, prompt, count)
+        self.open += 1
+        give_up_at = time.monotonic() + PATIENCE_S
+        tries = 0
+        while not await self._try(names[tries % len(names)], prompt, expected):
+            tries += 1
+            if time.monotonic() > give_up_at:
+                self.score.complain(f"a request of {len(prompt)} tokens got no answer in {PATIENCE_S:.0f} s")
+                self.score.verdicts["unanswered"] += 1
+                break
+            await asyncio.sleep(REFUSED_PAUSE_S * (0.5 + random.random()))
+        self.open -= 1
+        return expected
+
+    async def _try(self, name: str, prompt: list[int], expected: list[int]) -> bool:
+        """One call of one gateway. True: there is nothing more to ask for."""
+        score, stream = self.score, _Stream(name, time.monotonic())
+        try:
+            async for piece in self._api.stream(self._urls[name], prompt, len(expected)):
+                self._hear(stream, piece.tokens)
+                stream.finished = stream.finished or piece.finished
+                if piece.usage:
+                    self._account(piece.usage, piece.served or {})
+        except Refused:
+            score.refused += 1
+            return False
+        except Broken as broken:
+            return self._end(stream, expected, f"broke off: {broken}")
+        except Failed as failed:
+            return self._end(stream, expected, f"was told of an error: {failed}")
+        return self._end(stream, expected, "ended early")
+
+    def _hear(self, stream: _Stream, tokens: tuple[int, ...]) -> None:
+        if not tokens:
+            return
+        now = time.monotonic()
+        if not stream.tokens:
+            self.score.worst_first_token_s = max(self.score.worst_first_token_s, now - stream.asked_at)
+        elif not self._history.disturbed(stream.gateway, stream.heard_at, now):
+            self._note_pause(stream.heard_at, now)
+        stream.heard_at = now
+        stream.tokens += tokens
+        self.score.tokens += len(tokens)
+
+    def _note_pause(self, start: float, stop: float) -> None:
+        kept = (self.score.pauses, self.score.pauses_amid_several)
+        if stop - start <= min(worst[-1].seconds if len(worst) == WORST_KEPT else 0.0 for worst in kept):
+            return
+        amid = [str(entry.fault) for entry in self._history.outages(start, stop)]
+        worst = kept[len(amid) > 1]
+        worst.append(Pause(stop - start, stop, tuple(amid)))
+        worst.sort(reverse=True)
+        del worst[WORST_KEPT:]
+
+    def _account(self, usage: dict[str, object], served: dict[str, object]) -> None:
+        score = self.score
+        score.prompt_tokens += _number(usage.get("prompt_tokens"))
+        score.cached_tokens += sum(_number(served.get(f"cached_{where}")) for where in ("own", "local", "remote"))
+        score.resumed += _number(served.get("attempts")) > 1
+
+    def _end(self, stream: _Stream, expected: list[int], how: str) -> bool:
+        """Judge what came. A stream that is short must have had a gateway that was disturbed; it is then asked for again."""
+        score, verdict = self.score, judge(stream.tokens, expected)
+        if verdict is Verdict.RIGHT and stream.finished:
+            score.answered += 1
+            return True
+        where = f"{stream.gateway}, {len(stream.tokens)} of {len(expected)} tokens"
+        if verdict in (Verdict.RIGHT, Verdict.SHORT):
+            if self._history.disturbed(stream.gateway, stream.asked_at, time.monotonic()):
+                score.cut += bool(stream.tokens)
+                score.away += not stream.tokens
+                return False
+            score.verdicts["cut for no reason"] += 1
+            score.complain(f"{where}: a stream {how}, and nothing had been done to its gateway")
+            return False
+        score.verdicts[verdict.value] += 1
+        score.complain(f"{where}: {verdict.value}: got {stream.tokens!r}, expected {expected!r}"[:4000])
+        return True
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _words(random: Random, count: int) -> list[int]:
+    return [random.randrange(EOS_ID) for _ in range(count)]

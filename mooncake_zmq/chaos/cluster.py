@@ -1,0 +1,330 @@
+"""The processes of a run: starts them on their hosts, starts again what ends as systemd would, and looks at what they hold."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from mooncake_zmq.chaos.checks import Footprint
+from mooncake_zmq.chaos.network import Network
+from mooncake_zmq.chaos.node import DIALS_VARIABLE, PLANTED_VARIABLE, TOKEN_VARIABLE, Dials
+from mooncake_zmq.config import Config, Loaded, NodeSettings, load
+from mooncake_zmq.core.roles import Role
+from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.transfer.process_lock import holder
+
+SHM_BYTES, SSD_BYTES = 64 << 20, 48 << 20
+"""Of the file systems that stand for a host's shared memory and SSD."""
+POLL_S = 0.05
+RESTART_S = 0.5
+"""As systemd's RestartSec: a node that ended by itself begins again after this."""
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 40.0
+TOKEN_S = 0.005
+HEALTH_TIMEOUT_S = 2.0
+
+
+@dataclass(slots=True)
+class Child:
+    """One node and its current process."""
+
+    node: NodeSettings
+    process: subprocess.Popen[bytes] | None = None
+    start_at: float = 0.0
+    """Not to be started before (monotonic)."""
+    expected: bool = False
+    """Was its end brought about by us?"""
+    lives: int = 0
+
+
+@dataclass(slots=True)
+class Peak:
+    """The most that one node held at any time."""
+
+    descriptors: int = 0
+    rss_bytes: int = 0
+
+
+class Cluster:
+    """All nodes of a deployment, each on its host, in directories of the run's own. Used from one asyncio loop."""
+
+    def __init__(self, loaded: Loaded, directory: Path, network: Network, *, planted: str = "") -> None:
+        self.directory = directory
+        self.network = network
+        self.config = _moved(loaded, directory, network)
+        self.children = {node.name: Child(node) for node in self.config.nodes}
+        self.unexpected: list[str] = []
+        """Processes that ended although nobody had told them to."""
+        self.stopping = False
+        self.peaks: dict[str, Peak] = {name: Peak() for name in self.children}
+        self.own_file_systems = self._make_hosts()
+        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", TOKEN_VARIABLE: str(TOKEN_S), PLANTED_VARIABLE: planted}
+        (directory / "logs").mkdir()
+
+    # --- where things are
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(dict.fromkeys(node.host for node in self.config.nodes))
+
+    def host(self, name: str) -> str:
+        return self.children[name].node.host
+
+    def roles(self) -> dict[str, Role]:
+        """The role of each node."""
+        return {name: child.node.role for name, child in self.children.items()}
+
+    def of_host(self, host: str) -> list[str]:
+        return [name for name in self.children if self.host(name) == host]
+
+    def run_dir(self, host: str) -> Path:
+        return self.directory / host / "run"
+
+    def shm_dir(self, host: str) -> Path:
+        return self.directory / host / "shm"
+
+    def ssd_dir(self, host: str) -> Path:
+        return self.directory / host / "ssd"
+
+    def log(self, name: str) -> Path:
+        return self.directory / "logs" / f"{name}.log"
+
+    def dials(self, host: str) -> Dials:
+        return Dials(self.directory / host / "dials")
+
+    def urls(self) -> dict[str, str]:
+        """Of the gateways."""
+        found = {}
+        for node in self.config.of_role("gateway"):
+            address, _ = self.control(node.name)
+            found[node.name] = f"http://{address}:{self.config.gateway.http_port}"
+        return found
+
+    def control(self, name: str) -> tuple[str, int]:
+        """Address and port of a node's control socket."""
+        address, _, port = self.children[name].node.endpoint.removeprefix("tcp://").partition(":")
+        return address, int(port)
+
+    # --- start and stop
+
+    def start(self, name: str) -> None:
+        child = self.children[name]
+        host = child.node.host
+        command = [*self.network.command(host), sys.executable, "-m", "mooncake_zmq.chaos.node", child.node.role]
+        command += ["--config", str(self.directory / "chaos.toml"), "--node", name]
+        for key, where in (
+            ("cluster.runtime_dir", self.run_dir(host)),
+            ("cluster.shm_dir", self.shm_dir(host)),
+            ("cache_node.ssd.directory", self.ssd_dir(host)),
+        ):
+            command += ["--set", f"{key}={where}"]
+        environment = {**self._environment, DIALS_VARIABLE: str(self.directory / host / "dials")}
+        with self.log(name).open("ab") as log:
+            child.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, process_group=0
+            )
+        child.expected = False
+        child.lives += 1
+
+    async def supervise(self) -> None:
+        """Start what is to run and does not, until `stopping`."""
+        sampled_at = 0.0
+        while not self.stopping:
+            now = time.monotonic()
+            for name, child in self.children.items():
+                if child.process is not None and (code := child.process.poll()) is not None:
+                    self._ended(name, child, code, now)
+                if child.process is None and now >= child.start_at:
+                    self.start(name)
+            if now > sampled_at + 1.0:
+                sampled_at = now
+                self._sample()
+            await asyncio.sleep(POLL_S)
+
+    def _ended(self, name: str, child: Child, code: int, now: float) -> None:
+        child.process = None
+        if not child.expected or code > 0:
+            self.unexpected.append(f"{name} ended with code {code} in its life {child.lives}; see {self.log(name)}")
+        child.start_at = max(child.start_at, now + RESTART_S * (not child.expected))
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a node a signal, if it runs."""
+        child = self.children[name]
+        if child.process is None or child.process.poll() is not None:
+            return
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            child.expected = True
+        child.process.send_signal(number)
+
+    def kill(self, name: str, away_s: float) -> None:
+        """SIGKILL, and a start no sooner than `away_s` from now."""
+        self.children[name].start_at = time.monotonic() + away_s
+        self.signal(name, signal.SIGKILL)
+
+    def forget(self, host: str) -> None:
+        """Empty what a reboot empties, before any of the host's killed nodes starts again."""
+        for name in self.of_host(host):
+            if (process := self.children[name].process) is not None:
+                process.wait()
+        for directory in (self.run_dir(host), self.shm_dir(host)):
+            for path in directory.iterdir():
+                path.unlink()
+
+    async def drain(self, name: str) -> None:
+        """SIGTERM, then wait until a new life runs."""
+        child = self.children[name]
+        before, deadline = child.lives, time.monotonic() + STOP_TIMEOUT_S
+        self.signal(name, signal.SIGTERM)
+        while child.lives == before and not self.stopping:
+            if time.monotonic() > deadline:
+                self.unexpected.append(f"{name} had not ended {STOP_TIMEOUT_S:.0f} s after SIGTERM")
+                self.kill(name, 0.0)
+                deadline = float("inf")
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self) -> list[str]:
+        """End all in good order, gateways first; returns what was wrong with that."""
+        self.stopping = True
+        wrong: list[str] = []
+        gateways = [name for name, child in self.children.items() if child.node.role == "gateway"]
+        for group in (gateways, [name for name in self.children if name not in gateways]):
+            for name in group:
+                self.signal(name, signal.SIGCONT)
+                self.signal(name, signal.SIGTERM)
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            for name in group:
+                wrong += await self._await_end(name, deadline)
+        return wrong
+
+    async def _await_end(self, name: str, deadline: float) -> list[str]:
+        process = self.children[name].process
+        if process is None:
+            return [f"{name} did not run when everything was stopped"]
+        while (code := process.poll()) is None and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        self.children[name].process = None
+        if code is None:
+            process.kill()
+            process.wait()
+            return [f"{name} did not end within {STOP_TIMEOUT_S:.0f} s"]
+        return [f"{name} ended with code {code} when it was stopped"] if code else []
+
+    def destroy(self) -> None:
+        """End whatever still runs, at once."""
+        self.stopping = True
+        for child in self.children.values():
+            if child.process is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.process.pid, signal.SIGKILL)
+                child.process.wait()
+                child.process = None
+
+    # --- what is there
+
+    async def dumps(self, names: list[str] | None = None) -> dict[str, Any]:
+        """The states of the nodes that answer."""
+        found: dict[str, Any] = {}
+        for host in self.hosts:
+            wanted = [name for name in self.of_host(host) if names is None or name in names]
+            found |= await asyncio.to_thread(collect_dumps, self.run_dir(host), wanted)
+        return found
+
+    async def is_whole(self) -> bool:
+        """Does every gateway see every conductor, prefill and decode?"""
+        wanted = {node.name for node in self.config.of_role("conductor", "prefill", "decode")}
+        running = all(holder(self.run_dir(child.node.host), name) for name, child in self.children.items())
+        return running and all([wanted <= await _seen(url) for url in self.urls().values()])
+
+    async def until_whole(self, timeout_s: float) -> bool:
+        """Wait for that; False if it did not come about."""
+        deadline = time.monotonic() + timeout_s
+        while not await self.is_whole():
+            if time.monotonic() > deadline or self.stopping:
+                return False
+            await asyncio.sleep(4 * POLL_S)
+        return True
+
+    def footprints(self) -> dict[str, Footprint]:
+        """What each process holds now."""
+        found = {}
+        for name, child in self.children.items():
+            if child.process is not None:
+                with suppress(OSError, ValueError):
+                    found[name] = _footprint(child.process.pid)
+        return found
+
+    def segments(self, host: str) -> list[str]:
+        """Names of the files in a host's shared memory."""
+        return sorted(path.name for path in self.shm_dir(host).iterdir())
+
+    def leftovers(self) -> list[str]:
+        """What must be gone after all have ended: sockets and segments. Locks remember the last life, and stay."""
+        files = [path for host in self.hosts for path in (*self.run_dir(host).iterdir(), *self.shm_dir(host).iterdir())]
+        return [f"{path} was left behind" for path in files if path.suffix not in (".lock", ".json")]
+
+    def lines(self) -> Iterator[tuple[str, list[str]]]:
+        """The logs, by node."""
+        for name in self.children:
+            with suppress(FileNotFoundError):
+                yield name, self.log(name).read_text(encoding="utf-8", errors="replace").splitlines()
+
+    def _sample(self) -> None:
+        for name, footprint in self.footprints().items():
+            peak = self.peaks[name]
+            peak.descriptors = max(peak.descriptors, footprint.descriptors)
+            peak.rss_bytes = max(peak.rss_bytes, footprint.rss_bytes)
+
+    def _make_hosts(self) -> bool:
+        """Directories for each host; True: shared memory and SSD are file systems of their own, so that they can be full."""
+        own = True
+        for host in self.hosts:
+            for path, size in ((self.run_dir(host), 0), (self.shm_dir(host), SHM_BYTES), (self.ssd_dir(host), SSD_BYTES)):
+                path.mkdir(mode=0o700, parents=True)
+                if size:
+                    own = self.network.mount(path, size) and own
+            self.dials(host)
+        return own
+
+
+def _moved(loaded: Loaded, directory: Path, network: Network) -> Config:
+    """The deployment as it runs here: its text with other addresses, in the run's directory."""
+    text = Path(loaded.path).read_text(encoding="utf-8")
+    for address in addresses(loaded.config).values():
+        text = re.sub(rf"\b{re.escape(address)}\b", network.address(address), text)
+    path = directory / "chaos.toml"
+    path.write_text(text, encoding="utf-8")
+    return load(str(path), {}).config
+
+
+def addresses(config: Config) -> dict[str, str]:
+    """The address of each host, by name: that of its first node."""
+    found: dict[str, str] = {}
+    for node in config.nodes:
+        found.setdefault(node.host, node.endpoint.removeprefix("tcp://").partition(":")[0])
+    return found
+
+
+async def _seen(url: str) -> set[str]:
+    """The peers of a gateway; none while it does not answer or is not ready."""
+    try:
+        async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as client:
+            answer = await client.get(f"{url}/health")
+            peers = answer.json()["peers"] if answer.status_code == 200 else {}
+    except (httpx.HTTPError, ValueError, KeyError):
+        return set()
+    return {name for names in peers.values() for name in names}
+
+
+def _footprint(pid: int) -> Footprint:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return Footprint(len(os.listdir(f"/proc/{pid}/fd")), pages * os.sysconf("SC_PAGE_SIZE"))

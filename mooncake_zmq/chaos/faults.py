@@ -1,0 +1,161 @@
+"""Carries out one fault on a running cluster, and undoes it."""
+
+import asyncio
+import errno
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+from mooncake_zmq.chaos import forged
+from mooncake_zmq.chaos.cluster import Cluster
+from mooncake_zmq.chaos.damage import flip_blocks, flip_files, toy_layout
+from mooncake_zmq.chaos.history import Done, History
+from mooncake_zmq.chaos.plan import Fault, Kind
+
+BALLAST = "ballast"
+BALLAST_PIECE_BYTES = 1 << 20
+WHOLE_TIMEOUT_S = 120.0
+"""Within this after an outage the cluster must be whole again."""
+_POLL_S = 0.05
+
+
+class Saboteur:
+    """One cluster's. What it did, and what came of it, stands in the history."""
+
+    def __init__(self, cluster: Cluster, history: History, seed: int) -> None:
+        self.problems: list[str] = []
+        self._cluster = cluster
+        self._history = history
+        self._random = Random(f"sabotage {seed}")
+
+    async def commit(self, fault: Fault) -> Done:
+        """Carry out a fault; returns once it is over and, after an outage, the cluster whole again."""
+        entry = self._history.begin(fault, self._disturbed(fault), time.monotonic())
+        await self._carry_out(fault, entry)
+        if fault.kind.is_outage and not await self._cluster.until_whole(WHOLE_TIMEOUT_S) and not self._cluster.stopping:
+            self.problems.append(f"the cluster was not whole {WHOLE_TIMEOUT_S:.0f} s after: {fault}")
+        entry.ended_at = time.monotonic()
+        return entry
+
+    def _disturbed(self, fault: Fault) -> tuple[str, ...]:
+        match fault.kind:
+            case Kind.PARTITION | Kind.ONE_WAY:
+                return ()  # the targets only say which hosts: their nodes go on
+            case Kind.REBOOT | Kind.LOST_CLOCK:
+                return tuple(self._cluster.of_host(self._cluster.host(fault.targets[0])))
+        return fault.targets
+
+    async def _carry_out(self, fault: Fault, entry: Done) -> None:
+        cluster, host = self._cluster, self._cluster.host(fault.targets[0])
+        match fault.kind:
+            case Kind.KILL | Kind.POOLS | Kind.EVERYTHING:
+                await self._kill(fault.targets, fault.duration_s)
+            case Kind.FLAP:
+                for _ in range(int(fault.amount)):
+                    await self._kill(fault.targets, 0.0)
+                    await asyncio.sleep(fault.duration_s)
+            case Kind.REBOOT:
+                await self._kill(entry.disturbed, fault.duration_s, lambda: cluster.forget(host))
+            case Kind.LOST_CLOCK:
+                for clock_s in (fault.amount, 0.0):
+                    cluster.dials(host).turn(clock_s=clock_s)
+                    await self._kill(entry.disturbed, fault.duration_s, lambda: cluster.forget(host))
+                    await cluster.until_whole(WHOLE_TIMEOUT_S)
+            case Kind.STOP | Kind.TAKEOVER:
+                await self._stop(fault)
+            case Kind.DRAIN | Kind.ROLLING:
+                for name in fault.targets:
+                    await cluster.drain(name)
+                    await cluster.until_whole(WHOLE_TIMEOUT_S)
+            case Kind.PARTITION | Kind.ONE_WAY:
+                await self._cut(fault)
+            case Kind.DELAY:
+                cluster.network.delay(host, fault.amount)
+                await asyncio.sleep(fault.duration_s)
+                cluster.network.delay(host, 0)
+            case Kind.DISK_FULL:
+                await self._fill(fault, host)
+            case Kind.DISK_FAIL:
+                await self._turn(fault, host, disk_errno=errno.EIO)
+            case Kind.CLOCK:
+                for clock_s in (fault.amount, 0.0):
+                    cluster.dials(host).turn(clock_s=clock_s)
+                    await self._kill(fault.targets, 0.0)
+                    await asyncio.sleep(fault.duration_s if clock_s else 0)
+            case Kind.FLIP_DISK:
+                directory = cluster.ssd_dir(host) / fault.targets[0]
+                flipped = await asyncio.to_thread(flip_files, directory, int(fault.amount), self._random)
+                entry.what = f"{flipped} bytes flipped"
+            case Kind.FLIP_MEMORY:
+                entry.what = f"{self._flip_memory(fault)} blocks damaged"
+            case Kind.FORGE:
+                entry.what = f"{await self._forge(fault)} frames sent"
+
+    async def _kill(self, names: tuple[str, ...], away_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Returns once the next lives run. `meanwhile`: what is done before they begin."""
+        before = {name: self._cluster.children[name].lives for name in names}
+        for name in names:
+            self._cluster.kill(name, away_s)
+        meanwhile()
+        while any(self._cluster.children[name].lives == lives for name, lives in before.items()):
+            if self._cluster.stopping:
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def _stop(self, fault: Fault) -> None:
+        for name in fault.targets:
+            self._cluster.signal(name, signal.SIGSTOP)
+        await asyncio.sleep(fault.duration_s)
+        for name in fault.targets:
+            self._cluster.signal(name, signal.SIGCONT)
+
+    async def _cut(self, fault: Fault) -> None:
+        hosts = [self._cluster.host(name) for name in fault.targets]
+        ways = [(hosts[0], hosts[1])] + [(hosts[1], hosts[0])] * (fault.kind is Kind.PARTITION)
+        for sender, receiver in ways:
+            self._cluster.network.cut(sender, receiver, cut=True)
+        await asyncio.sleep(fault.duration_s)
+        for sender, receiver in ways:
+            self._cluster.network.cut(sender, receiver, cut=False)
+
+    async def _fill(self, fault: Fault, host: str) -> None:
+        if not self._cluster.own_file_systems:
+            await self._turn(fault, host, disk_errno=errno.ENOSPC)
+            return
+        ballast = self._cluster.ssd_dir(host) / BALLAST
+        await asyncio.to_thread(_fill, ballast)
+        await asyncio.sleep(fault.duration_s)
+        ballast.unlink()
+
+    async def _turn(self, fault: Fault, host: str, *, disk_errno: int) -> None:
+        self._cluster.dials(host).turn(disk_errno=disk_errno)
+        await asyncio.sleep(fault.duration_s)
+        self._cluster.dials(host).turn(disk_errno=0)
+
+    def _flip_memory(self, fault: Fault) -> int:
+        name = fault.targets[0]
+        directory, flipped = self._cluster.shm_dir(self._cluster.host(name)), 0
+        layout = toy_layout(self._cluster.config.model.block_tokens)
+        for segment in self._cluster.segments(self._cluster.host(name)):
+            if f"={name}=" in segment:
+                life = int(segment.rpartition("=")[2])
+                flipped += flip_blocks(directory / segment, life, layout, int(fault.amount), self._random)
+        return flipped
+
+    async def _forge(self, fault: Fault) -> int:
+        name = fault.targets[0]
+        address, port = self._cluster.control(name)
+        frames = list(forged.frames(self._random, list(self._cluster.children), int(fault.amount)))
+        return await asyncio.to_thread(forged.send, address, port, frames, self._random)
+
+
+def _fill(path: Path) -> None:
+    """Until not one byte more fits."""
+    piece = bytes(BALLAST_PIECE_BYTES)
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            if file.write(piece) < len(piece):
+                piece = bytes(1)

@@ -1,0 +1,105 @@
+"""One node of a chaos run: the product's own command line, on a host whose wall clock and disk a run can turn.
+
+`python -m mooncake_zmq.chaos.node ROLE ...` is `python -m mooncake_zmq ROLE ...`, except that (1) time.time() is off by what
+the host's dials say, (2) vectored reads and writes of files, as SSD tiers do them, fail with the errno that stands there, and
+(3) a decode's toy engine takes its time for a token. Nothing else is different, and no product code knows of it.
+"""
+
+import functools
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DIALS_VARIABLE = "MOONCAKE_ZMQ_CHAOS_DIALS"
+TOKEN_VARIABLE = "MOONCAKE_ZMQ_CHAOS_TOKEN_S"
+PLANTED_VARIABLE = "MOONCAKE_ZMQ_CHAOS_PLANTED"
+_DIALS = struct.Struct("<dq")
+
+
+class Dials:
+    """What is wrong with one host, in a file that its processes map: seconds its wall clock is off, errno of its disk."""
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, _DIALS.size)
+            self._memory = mmap.mmap(fd, _DIALS.size)
+        finally:
+            os.close(fd)
+
+    @property
+    def clock_s(self) -> float:
+        return float(_DIALS.unpack_from(self._memory)[0])
+
+    @property
+    def disk_errno(self) -> int:
+        return int(_DIALS.unpack_from(self._memory)[1])
+
+    def turn(self, *, clock_s: float | None = None, disk_errno: int | None = None) -> None:
+        """Change one or both, for all processes of the host at once."""
+        clock = self.clock_s if clock_s is None else clock_s
+        _DIALS.pack_into(self._memory, 0, clock, self.disk_errno if disk_errno is None else disk_errno)
+
+
+def _follow_clock(dials: Dials) -> None:
+    seconds, nanoseconds = time.time, time.time_ns
+    _replace(time, "time", lambda: seconds() + dials.clock_s)
+    _replace(time, "time_ns", lambda: nanoseconds() + int(dials.clock_s * 1e9))
+
+
+def _follow_disk(dials: Dials) -> None:
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*arguments: Any) -> Any:
+            if number := dials.disk_errno:
+                raise OSError(number, os.strerror(number))
+            return call(*arguments)
+
+        return checked
+
+    for name in ("preadv", "pwritev", "fdatasync"):
+        _replace(os, name, failing(getattr(os, name)))
+
+
+def _take_time(token_s: float) -> None:
+    from mooncake_zmq.engine import weights
+    from mooncake_zmq.engine.toy import ToyEngine
+
+    _replace(weights, "ToyEngine", functools.partial(ToyEngine, delay_s_per_token=token_s))
+
+
+def _trust_all_bytes() -> None:
+    """The planted bug: checksums are made and never compared."""
+    from mooncake_zmq.kv import reading
+
+    _replace(reading, "part_stands", lambda _found, _told: True)
+    _replace(reading, "payload_stands", lambda _parts, _checksum: True)
+
+
+def _replace(module: Any, name: str, value: Any) -> None:
+    setattr(module, name, value)
+
+
+def main() -> None:
+    """Run the node."""
+    from mooncake_zmq.engine.cpu import limit_blas
+
+    limit_blas()  # before anything below loads NumPy
+    dials = Dials(Path(os.environ[DIALS_VARIABLE]))
+    _follow_clock(dials)
+    _follow_disk(dials)
+    if sys.argv[1] == "decode":
+        _take_time(float(os.environ.get(TOKEN_VARIABLE, "0")))
+    if os.environ.get(PLANTED_VARIABLE) == "trust_all_bytes":
+        _trust_all_bytes()
+    from mooncake_zmq.cli import main as command_line
+
+    command_line()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""One run: a cluster, its clients, the faults of its plan, and what holds once they are over."""
+
+import asyncio
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mooncake_zmq.chaos.checks import Footprint, bad_lines, busy, grown, strangers_in_memory, unheard, warned
+from mooncake_zmq.chaos.clients import Clients, Score
+from mooncake_zmq.chaos.cluster import START_TIMEOUT_S, Cluster, Peak, addresses
+from mooncake_zmq.chaos.faults import Saboteur
+from mooncake_zmq.chaos.history import Done, History
+from mooncake_zmq.chaos.network import open_network
+from mooncake_zmq.chaos.plan import USUAL, Fault, Kind, draw_plan
+from mooncake_zmq.chaos.streams import open_api
+from mooncake_zmq.config import Loaded
+
+QUIET_TIMEOUT_S = 120.0
+"""Until every lease has run out: the longest one lasts a minute."""
+TOLD_EVERY_S = 10.0
+POLL_S = 0.2
+LINES_KEPT = 20
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a run is to be."""
+
+    loaded: Loaded
+    seed: int
+    duration_s: float
+    clients: int = 8
+    kinds: Sequence[Kind] = USUAL
+    planted: str = ""
+    """A bug to plant; empty: none."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run showed. Clean: no problems."""
+
+    directory: Path
+    network: str = ""
+    api: str = ""
+    took_s: float = 0.0
+    began_at: float = 0.0
+    score: Score = field(default_factory=Score)
+    done: list[Done] = field(default_factory=list)
+    not_reached: int = 0
+    impossible: dict[Kind, str] = field(default_factory=dict)
+    before: dict[str, Footprint] = field(default_factory=dict)
+    after: dict[str, Footprint] = field(default_factory=dict)
+    peaks: dict[str, Peak] = field(default_factory=dict)
+    warnings: Counter[str] = field(default_factory=Counter)
+    """What nodes warned of in their logs, by event."""
+    problems: list[str] = field(default_factory=list)
+
+
+class NotStarted(Exception):
+    """The cluster did not come up."""
+
+
+class Run:
+    """Drives one run from start to verdict."""
+
+    def __init__(self, wanted: Wanted, say: Say) -> None:
+        self._wanted = wanted
+        self._say = say
+        self._over = asyncio.Event()
+        """The time is up, or the operator wants no more."""
+        self.outcome = Outcome(Path(tempfile.mkdtemp(prefix="mz-chaos-")))
+
+    async def run(self) -> Outcome:
+        """The whole of it; whatever happens, no process stays."""
+        wanted, outcome = self._wanted, self.outcome
+        network = open_network(addresses(wanted.loaded.config))
+        outcome.network, outcome.impossible = network.name, network.impossible
+        try:
+            cluster = Cluster(wanted.loaded, outcome.directory, network, planted=wanted.planted)
+            try:
+                await self._with(cluster)
+            finally:
+                cluster.destroy()
+        finally:
+            network.close()
+        return outcome
+
+    async def _with(self, cluster: Cluster) -> None:
+        wanted, outcome = self._wanted, self.outcome
+        history, api = History(), open_api()
+        outcome.api, outcome.peaks, outcome.done = api.name, cluster.peaks, history.done
+        clients = Clients(api, cluster.urls(), history, seed=wanted.seed, count=wanted.clients)
+        outcome.score = clients.score
+        self._mind_signals()
+        supervising = asyncio.create_task(cluster.supervise())
+        try:
+            await self._begin(cluster, clients)
+            await self._break(cluster, clients, history)
+            await self._settle(cluster, clients)
+            outcome.problems += await cluster.stop()
+        finally:
+            cluster.stopping = True
+            await supervising
+            await api.close()
+        self._look_back(cluster)
+
+    def _mind_signals(self) -> None:
+        """The first one ends the faults, and what was seen is judged; the next one ends it all."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def told() -> None:
+            if self._over.is_set():
+                task.cancel()
+            self._over.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, told)
+
+    async def _begin(self, cluster: Cluster, clients: Clients) -> None:
+        outcome = self.outcome
+        self._say(
+            f"{len(cluster.children)} processes on {len(cluster.hosts)} hosts; {outcome.network}; logs in {outcome.directory}"
+        )
+        if not await cluster.until_whole(START_TIMEOUT_S):
+            raise NotStarted(f"not whole after {START_TIMEOUT_S:.0f} s; see {outcome.directory}/logs")
+        await clients.warm_up()
+        await self._until_none(lambda: self._unrest(cluster), "before anything was done")
+        outcome.before = outcome.after
+
+    async def _break(self, cluster: Cluster, clients: Clients, history: History) -> None:
+        wanted, outcome = self._wanted, self.outcome
+        drawn = draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), wanted.kinds)
+        plan = [fault for fault in drawn if fault.kind not in outcome.impossible]
+        saboteur = Saboteur(cluster, history, wanted.seed)
+        outcome.began_at = time.monotonic()
+        asyncio.get_running_loop().call_later(wanted.duration_s, self._over.set)
+        self._say(f"{wanted.clients} clients by {outcome.api}, {len(plan)} faults within {wanted.duration_s:.0f} s")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(clients.run())
+            telling = group.create_task(self._tell(clients))
+            await self._commit(plan, saboteur)
+            clients.stopping = True
+            self._say(f"no more faults; {clients.open} answers still to come")
+            telling.cancel()
+        outcome.took_s = time.monotonic() - outcome.began_at
+        outcome.problems += saboteur.problems
+
+    async def _commit(self, plan: Sequence[Fault], saboteur: Saboteur) -> None:
+        """What is no outage at its time; outages at theirs, or once those before are over; until the time is up."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._in_turn([fault for fault in plan if fault.kind.is_outage], saboteur))
+            for fault in plan:
+                await self._until(self.outcome.began_at + fault.at_s)
+                if not fault.kind.is_outage:
+                    group.create_task(self._begin_fault(fault, saboteur))
+            await self._over.wait()
+
+    async def _in_turn(self, outages: Sequence[Fault], saboteur: Saboteur) -> None:
+        """All later ones are put off by as much as one had to wait."""
+        running: set[asyncio.Task[None]] = set()
+        late_s = 0.0
+        async with asyncio.TaskGroup() as group:
+            for fault in outages:
+                due = self.outcome.began_at + fault.at_s + late_s
+                await self._until(due)
+                if not fault.beside and running:
+                    await asyncio.wait(running)
+                    running.clear()
+                late_s += max(0.0, time.monotonic() - due)
+                running.add(group.create_task(self._begin_fault(fault, saboteur)))
+
+    async def _begin_fault(self, fault: Fault, saboteur: Saboteur) -> None:
+        if self._over.is_set():
+            self.outcome.not_reached += 1
+            return
+        self._say(str(fault))
+        await saboteur.commit(fault)
+
+    async def _until(self, at: float) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, at - time.monotonic())):
+                await self._over.wait()
+        except TimeoutError:
+            return
+
+    async def _tell(self, clients: Clients) -> None:
+        while True:
+            await asyncio.sleep(TOLD_EVERY_S)
+            score = clients.score
+            worst = max((pause.seconds for pause in (*score.pauses, *score.pauses_amid_several)), default=0.0)
+            self._say(
+                f"{score.answered} answers, {score.tokens:,} tokens, {score.resumed} resumed, {score.cut} cut, "
+                f"{score.refused} refused, wrong {sum(score.verdicts.values())}, longest pause {worst:.1f} s"
+            )
+
+    # --- what holds afterwards
+
+    async def _settle(self, cluster: Cluster, clients: Clients) -> None:
+        """With nothing going on any more, nothing may be held any more; and everybody serves."""
+        problems = self.outcome.problems
+        if not await cluster.until_whole(QUIET_TIMEOUT_S):
+            problems.append("the cluster is not whole after all faults ended")
+        await clients.probe()
+        await self._until_none(lambda: self._unrest(cluster), "after all faults ended")
+        dumps = await cluster.dumps()
+        for host in cluster.hosts:
+            lives = {name: dump["incarnation"] for name, dump in dumps.items() if cluster.host(name) == host}
+            problems += strangers_in_memory(cluster.segments(host), lives)
+
+    async def _unrest(self, cluster: Cluster) -> list[str]:
+        """Also what a process holds: connections to lives that are over are closed after a while."""
+        dumps = await cluster.dumps()
+        self.outcome.after = cluster.footprints()
+        return [*unheard(dumps, list(cluster.children)), *busy(dumps), *grown(self.outcome.before, self.outcome.after)]
+
+    async def _until_none(self, remaining: Callable[[], Awaitable[list[str]]], when: str) -> None:
+        deadline = time.monotonic() + QUIET_TIMEOUT_S
+        while left := await remaining():
+            if time.monotonic() > deadline:
+                self.outcome.problems += [f"{each}, {when}" for each in left[:LINES_KEPT]]
+                return
+            await asyncio.sleep(POLL_S)
+
+    def _look_back(self, cluster: Cluster) -> None:
+        outcome = self.outcome
+        kinds = {entry.fault.kind for entry in outcome.done}
+        outcome.problems += cluster.unexpected + cluster.leftovers()
+        for name, lines in cluster.lines():
+            outcome.warnings += warned(lines)
+            bad = bad_lines(lines, kinds)
+            outcome.problems += [f"{name} logged: {line[:500]}" for line in bad[:LINES_KEPT]]
+        outcome.problems += [f"{what}: {count}" for what, count in outcome.score.verdicts.items()] + outcome.score.problems

@@ -1,0 +1,79 @@
+"""Each checker of a chaos run, on what is right and on a planted fault that it must find."""
+
+import json
+
+import pytest
+
+from mooncake_zmq.chaos.checks import (
+    MORE_DESCRIPTORS,
+    MORE_RSS_BYTES,
+    Footprint,
+    Verdict,
+    bad_lines,
+    busy,
+    grown,
+    judge,
+    strangers_in_memory,
+    unheard,
+)
+from mooncake_zmq.chaos.plan import Kind
+
+EXPECTED = [(37 * position * position + 11) % 512 for position in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "verdict"),
+    [
+        (EXPECTED, Verdict.RIGHT),
+        (EXPECTED[:20], Verdict.SHORT),
+        ([], Verdict.SHORT),
+        ([*EXPECTED[:30], EXPECTED[30] ^ 1, *EXPECTED[31:]], Verdict.WRONG),
+        ([*EXPECTED[:-1], EXPECTED[-1] ^ 1], Verdict.WRONG),
+        ([*EXPECTED[:30], *EXPECTED[31:]], Verdict.LOST),
+        ([*EXPECTED[:30], *EXPECTED[45:]], Verdict.LOST),
+        ([*EXPECTED[:30], EXPECTED[29], *EXPECTED[30:]], Verdict.DUPLICATED),
+        ([*EXPECTED[:30], *EXPECTED[10:]], Verdict.DUPLICATED),
+        ([*EXPECTED, 5], Verdict.DUPLICATED),
+    ],
+)
+def test_an_answer_is_judged_by_every_token(tokens: list[int], verdict: Verdict) -> None:
+    assert judge(tokens, EXPECTED) is verdict
+
+
+def test_what_a_process_leaks_is_seen() -> None:
+    before = {"decode-a": Footprint(40, 100 << 20)}
+    assert list(grown(before, {"decode-a": Footprint(40 + MORE_DESCRIPTORS, (100 << 20) + MORE_RSS_BYTES)})) == []
+    assert len(list(grown(before, {"decode-a": Footprint(41 + MORE_DESCRIPTORS, (101 << 20) + MORE_RSS_BYTES)}))) == 2
+
+
+def dump(*, up: bool = True, **gauges: float) -> dict[str, object]:
+    return {"session": {"peers": {"cache-a": {"up": up}}}, "gauges": gauges}
+
+
+def test_a_node_that_is_gone_or_deaf_is_named() -> None:
+    assert unheard({"decode-a": dump()}, ["decode-a"]) == []
+    assert unheard({"decode-a": dump(up=False)}, ["decode-a", "decode-b"]) == [
+        "decode-b does not answer",
+        "decode-a does not hear cache-a",
+    ]
+
+
+def test_a_lease_that_was_never_returned_is_named() -> None:
+    assert busy({"cache-a": dump(leases=0, cached_blocks=7, capacity_blocks=9)}) == []
+    assert busy({"cache-a": dump(leases=1)}) == ["cache-a has leases 1"]
+
+
+def test_a_dead_life_s_segment_is_named() -> None:
+    lives = {"cache-a": 17}
+    assert strangers_in_memory(["mooncake=chaos=cache-a=17"], lives) == []
+    assert len(strangers_in_memory(["mooncake=chaos=cache-a=16", "mooncake=chaos=cache-b=17"], lives)) == 2
+
+
+def test_errors_and_tracebacks_in_logs_are_found_and_a_disk_s_fault_only_where_none_was_made() -> None:
+    good, fault, crash = (
+        json.dumps({"event": event, "level": level})
+        for event, level in (("ready", "info"), ("disk_fault", "error"), ("crashed", "critical"))
+    )
+    lines = [good, "", "Traceback (most recent call last):", fault, crash]
+    assert bad_lines(lines, [Kind.KILL, Kind.DISK_FULL]) == ["Traceback (most recent call last):", crash]
+    assert bad_lines(lines, [Kind.KILL, Kind.FLIP_MEMORY]) == ["Traceback (most recent call last):", fault, crash]
