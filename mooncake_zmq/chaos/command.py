@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from mooncake_zmq.chaos.plan import USUAL, Kind
+from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.engine.cpu import limit_blas
 
 DEFAULT_CONFIG = "configs/chaos.toml"
@@ -87,7 +87,7 @@ def chaos(
         loaded = load(_located(path), {})
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    wanted_kinds = [Kind(kind) for kind in faults] or list(USUAL)
+    wanted_kinds = [Kind(kind) for kind in faults] or list(Kind)
     if plan_only:
         for fault in draw_plan(seed, 60 * minutes, {node.name: node.role for node in loaded.config.nodes}, wanted_kinds):
             click.echo(f"{fault.at_s:6.1f} s  {fault}")

@@ -65,10 +65,6 @@ _OUTAGES = frozenset(
 )
 
 
-USUAL = tuple(kind for kind in Kind if kind is not Kind.LOST_CLOCK)
-"""What is drawn unless kinds are named. Peers refuse a node after LOST_CLOCK until its clock has caught up."""
-
-
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault: `targets` are names of nodes. It begins `at_s` after the start, or later: see `beside`."""
@@ -103,7 +99,7 @@ STOP_S = ((0.3, 2.0), (3.5, 6.0), (10.0, 14.0))
 """Shorter than peers wait; longer; longer than most leases."""
 
 
-def draw_plan(seed: int, duration_s: float, nodes: Mapping[str, Role], kinds: Collection[Kind] = USUAL) -> list[Fault]:
+def draw_plan(seed: int, duration_s: float, nodes: Mapping[str, Role], kinds: Collection[Kind] = tuple(Kind)) -> list[Fault]:
     """The faults of a run: every kind once, in an order of the seed's, before any comes again. `nodes`: their roles by name,
     in the deployment's order."""
     random = Random(f"chaos {seed}")

@@ -15,7 +15,7 @@ from mooncake_zmq.chaos.cluster import START_TIMEOUT_S, Cluster, Peak, addresses
 from mooncake_zmq.chaos.faults import Saboteur
 from mooncake_zmq.chaos.history import Done, History
 from mooncake_zmq.chaos.network import open_network
-from mooncake_zmq.chaos.plan import USUAL, Fault, Kind, draw_plan
+from mooncake_zmq.chaos.plan import Fault, Kind, draw_plan
 from mooncake_zmq.chaos.streams import open_api
 from mooncake_zmq.config import Loaded
 
@@ -36,7 +36,7 @@ class Wanted:
     seed: int
     duration_s: float
     clients: int = 8
-    kinds: Sequence[Kind] = USUAL
+    kinds: Sequence[Kind] = tuple(Kind)
     planted: str = ""
     """A bug to plant; empty: none."""
 

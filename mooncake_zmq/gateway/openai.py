@@ -639,7 +639,12 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 def server_sent(event: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+    line = msgspec.json.encode(event)
+    for raw, escaped in LINE_ENDS:
+        line = line.replace(raw, escaped)
+    return b"data: " + line + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
+LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+"""JSON lets them stand in a string, and clients that cut text into lines take them for ends."""

@@ -1,6 +1,7 @@
 """A directory in which one process keeps a tier: its lock, what its file system allows, names that last, how loading goes."""
 
 import contextlib
+import errno
 import mmap
 import os
 import threading
@@ -103,6 +104,8 @@ def allows_direct(directory: Path) -> bool:
         finally:
             os.close(fd)
     except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            return True  # a disk that is full or fails: what it is asked for next says so, and is tried again
         log.warning("disk_not_direct", directory=str(directory), reason=f"O_DIRECT: {error.strerror}")
         return False
     finally:

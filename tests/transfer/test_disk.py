@@ -740,3 +740,12 @@ def test_any_writes_damage_and_reopens_agree_with_a_dict(steps):
         assert share_stands(disk, [block for block, _ in standing]) == [whole for _, whole in standing]
         assert [stands(disk, block) for block, _ in standing] == [whole for _, whole in standing]
         disk.close()
+
+
+@pytest.mark.parametrize(("reason", "direct"), [(errno.EINVAL, False), (errno.ENOSPC, True), (errno.EIO, True)])
+def test_a_disk_that_is_full_at_the_start_is_direct_all_the_same(tmp_path, monkeypatch, reason, direct):
+    def refuse(*_arguments):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(disk_directory.os, "pwrite", refuse)
+    assert disk_directory.allows_direct(tmp_path) is direct

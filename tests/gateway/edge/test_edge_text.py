@@ -1,10 +1,13 @@
 """Text as it grows: stop strings and characters across tokens."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
+from mooncake_zmq.gateway import openai
 from mooncake_zmq.gateway.openai import StopScanner, stop_tables
 
 
@@ -117,3 +120,11 @@ def test_an_end_of_sequence_that_has_text_is_not_shown():
     actor = ScriptedActor(lambda _request, _number: one_by_one([*tokens("hi!"), finished()]))
     actor.edge.model.tokenizer.eos_ids = (ord("!"),)
     assert actor.complete().json()["choices"][0]["text"] == "hi"
+
+
+def test_an_event_is_one_line_for_every_client():
+    """Of those that cut text into lines, some take more than newlines for ends."""
+    text = "a\u2028b\u2029c\x85d"
+    sent = openai.server_sent({"text": text}).decode()
+    assert sent.splitlines()[:1] == [sent.removesuffix("\n\n")]
+    assert json.loads(sent.removeprefix("data: ")) == {"text": text}
