@@ -56,7 +56,8 @@ class ClusterSettings:
     shm_dir: str = "/dev/shm"
     """Where segments of KV blocks are made: a tmpfs."""
     drain_timeout_s: float = 30.0
-    """A process that was asked to stop ends after this even if requests still run; systemd waits 90 s."""
+    """A process that was asked to stop ends after this even if requests still run; prefills and decodes then hand theirs over,
+    which takes a second at most. systemd waits 90 s."""
     log_format: LogFormat = "json"
     log_level: str = "info"
 

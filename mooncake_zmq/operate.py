@@ -17,6 +17,7 @@ from typing import Any
 from mooncake_zmq.config import ConfigError, Loaded
 from mooncake_zmq.core.asks import Answer, Ask, encode
 from mooncake_zmq.runtime.process import PortInUse, listen, make_private
+from mooncake_zmq.transfer.own_files import read_own, replace_own
 from mooncake_zmq.transfer.process_lock import holder
 
 DUMP_TIMEOUT_S, DUMP_AGAIN_S = 5.0, 0.5
@@ -41,8 +42,8 @@ def collect_dumps(runtime_dir: Path, names: Sequence[str]) -> dict[str, Any]:
         while waiting and time.monotonic() < again_at:
             for name, path in list(waiting.items()):
                 if _identity(path) not in (None, before[name]):
-                    with suppress(FileNotFoundError):  # an `up` that ends sweeps it away
-                        dumps[name] = json.loads(path.read_text(encoding="utf-8"))
+                    with suppress(OSError):  # an `up` that ends sweeps it away
+                        dumps[name] = json.loads(read_own(path))
                         del waiting[name]
             time.sleep(POLL_S)
     return dumps
@@ -50,8 +51,8 @@ def collect_dumps(runtime_dir: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        state = path.stat()
-    except FileNotFoundError:
+        state = path.lstat()
+    except OSError:  # there is none, or the directory is another user's
         return None
     return state.st_ino, state.st_mtime_ns
 
@@ -72,9 +73,10 @@ def ask(runtime_dir: Path, name: str, wish: Ask) -> Answer:
         raise ConfigError(f"{name} does not run on this machine: ask where it does")
     ask_id = secrets.token_hex(8)
     question, answer = (runtime_dir / f"{name}.{what}.{ask_id}.json" for what in ("ask", "answer"))
-    temporary = question.with_suffix(".tmp")
-    temporary.write_bytes(encode(wish))
-    temporary.rename(question)
+    try:
+        replace_own(question, encode(wish))
+    except OSError as error:
+        raise ConfigError(f"cannot ask in {runtime_dir}: {error.strerror}") from error
     deadline = time.monotonic() + ASK_TIMEOUT_S
     try:
         while time.monotonic() < deadline:
@@ -83,7 +85,7 @@ def ask(runtime_dir: Path, name: str, wish: Ask) -> Answer:
             again_at = time.monotonic() + DUMP_AGAIN_S
             while time.monotonic() < again_at:
                 with suppress(FileNotFoundError):
-                    told: Answer = json.loads(answer.read_text(encoding="utf-8"))
+                    told: Answer = json.loads(read_own(answer))
                     return told
                 time.sleep(POLL_S)
     finally:

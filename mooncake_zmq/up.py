@@ -28,6 +28,7 @@ from mooncake_zmq.runtime.process import (
     listen,
     make_private,
 )
+from mooncake_zmq.transfer.own_files import make_own_directory, open_own, own_files
 from mooncake_zmq.transfer.process_lock import ProcessLock, holder, is_alive
 from mooncake_zmq.transfer.shared_memory import FILE_PREFIX, sweep
 
@@ -197,7 +198,7 @@ class Up:
 
     def _start(self) -> None:
         logs = self.runtime_dir / "logs"
-        logs.mkdir(mode=0o700, exist_ok=True)
+        make_own_directory(logs)
         for warning in warnings(self.loaded):
             self.say(f"[yellow]note:[/] {warning}")
         for node in self.config.nodes:
@@ -225,7 +226,7 @@ class Up:
     def _spawn(self, child: _Child) -> None:
         environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "mooncake_zmq", child.node.role, *self._arguments, "--node", child.node.name]
-        with child.log.open("ab") as output:
+        with open(open_own(child.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             # A group of its own: Ctrl-C is for us, who then drain the children in order.
             child.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, process_group=0
@@ -360,7 +361,7 @@ class Up:
         """What this cluster keeps in RAM: its processes' share of private and file memory, and its segments."""
         processes = [child.process for child in self._children.values()]
         pids = [process.pid for process in processes if process is not None]
-        segments = Path(self.config.cluster.shm_dir).glob(f"{FILE_PREFIX}={self.config.cluster.name}=*")
+        segments = own_files(self.config.cluster.shm_dir, f"{FILE_PREFIX}={self.config.cluster.name}=")
         return sum(map(_private_and_file_bytes, (*pids, os.getpid()))) + sum(map(_allocated_bytes, segments))
 
 

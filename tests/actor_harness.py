@@ -9,6 +9,7 @@ from mooncake_zmq.core.actor import (
     CancelWork,
     CloseSequence,
     Drained,
+    DrainTimedOut,
     DrainWanted,
     Fence,
     FromClient,
@@ -141,6 +142,9 @@ class Harness:
 
     def drain(self):
         self.handle(DrainWanted())
+
+    def run_out_of_drain(self):
+        self.handle(DrainTimedOut())
 
     def advance(self, seconds):
         end = self.now + seconds

@@ -13,6 +13,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+from cuda_kernels import Cublas, Module
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEFAULT = 1, 2, 4
 
@@ -56,6 +57,7 @@ class Runtime:
         self.lock_limit = 1 << 62
         self.free_bytes = 1 << 30
         """For arrays."""
+        self.reads_registered = 1
         self.pageable_bytes = 0
         """Copied from or to host memory that was not pinned."""
         self.of_thread = threading.local()
@@ -80,6 +82,13 @@ class Runtime:
 
     def getDeviceProperties(self, device):  # noqa: N802
         return {"uuid": self.devices[device].uuid.partition(b"\0")[0], "name": b"stand-in"}
+
+    def deviceGetAttribute(self, attribute, device):  # noqa: N802
+        assert (attribute, device) == (91, 0)
+        return self.reads_registered
+
+    def runtimeGetVersion(self):  # noqa: N802
+        return 13000
 
     def memGetInfo(self):  # noqa: N802
         used = sum(memory.nbytes for memory, _ in self.gpu.allocations.values())
@@ -162,14 +171,34 @@ class Runtime:
         host = source if kind == HOST_TO_DEVICE else target if kind == DEVICE_TO_HOST else None
         if host is not None and not any(at <= host and host + size <= at + n for at, n in self.registered.items()):
             self.pageable_bytes += size
-        held = [weakref.ref(owner) for owner in owners if owner is not None]
+        checks = [
+            self.held(*place)
+            for place, owner in zip(((target, size), (source, size)), owners, strict=True)
+            if owner is not None
+        ]
 
         def copy():
-            if any(reference() is None for reference in held):
-                raise Broken("device memory went before a copy from or to it had ended")
+            for check in checks:
+                check()
             ctypes.memmove(target, source, size)
 
         self.queue(stream, copy)
+
+    def held(self, address, size):
+        """To be called when device memory is used, after it was asked for."""
+        reference = weakref.ref(self.owner(address, size))
+
+        def check():
+            if reference() is None:
+                raise Broken("device memory went before a copy from or to it had ended")
+
+        return check
+
+    def require_reach(self, address, size):
+        """Of a kernel: device memory, or pinned host memory."""
+        is_pinned = any(at <= address and address + size <= at + n for at, n in self.registered.items())
+        if not is_pinned and self.owner(address, size) is None:
+            raise Broken("a kernel uses host memory that is not pinned")
 
     def queue(self, stream, work):
         if self.default_stream_is_busy:
@@ -204,6 +233,7 @@ PROCESSES: list[Runtime] = []
 class FakeCupy:
     """The module `cupy`, as one process sees it."""
 
+    __version__ = "14"
     float32, complex64, int32, int64 = np.float32, np.complex64, np.int32, np.int64
 
     def __init__(self, gpu, others=(), *, kind=Runtime):
@@ -231,9 +261,18 @@ class FakeCupy:
             def __exit__(self, *_):
                 xp.current.stack.pop()
 
-        self.cuda = types.SimpleNamespace(runtime=runtime, Stream=Stream, get_current_stream=lambda: self.stream() or default)
+        self.cuda = types.SimpleNamespace(
+            runtime=runtime,
+            Stream=Stream,
+            get_current_stream=lambda: self.stream() or default,
+            cublas=Cublas(self),
+            device=types.SimpleNamespace(get_cublas_handle=lambda: 1),
+        )
         for name in ("sqrt", "exp", "tanh", "cos", "sin", "multiply", "matmul", "einsum"):
             setattr(self, name, self._function(getattr(np, name)))
+
+    def RawModule(self, *, code, options):  # noqa: N802
+        return Module(self, code, options)
 
     def stream(self):
         stack = getattr(self.current, "stack", ())
@@ -317,6 +356,10 @@ class DeviceArray:
     @property
     def data(self):
         return types.SimpleNamespace(ptr=self._array.ctypes.data)
+
+    @property
+    def T(self):  # noqa: N802
+        return DeviceArray(self._xp, self._array.T)
 
     def get(self):
         assert self._xp.stream() is None

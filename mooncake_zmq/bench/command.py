@@ -11,6 +11,7 @@ from mooncake_zmq.kv.eviction import POLICIES
 
 PARTS = ("cold", "warm", "decode")
 ENGINE_PARTS = ("prefill", "decode")
+GPU_PARTS = ("blocks", "engine")
 POOL_PARTS = ("local", "remote", "exist", "lease", "ssd", "index")
 
 EXAMPLES = """\b
@@ -22,6 +23,7 @@ Examples:
   mooncake-zmq bench engine --vllm-python ~/vllm-venv/bin/python --json > engine.json
   mooncake-zmq bench pool --only local --only remote
   mooncake-zmq bench pool --mooncake-python ~/mooncake-venv/bin/python --json > pool.json
+  mooncake-zmq bench gpu --json > gpu.json
   mooncake-zmq bench overload --multiple 3
   mooncake-zmq bench eviction --trace conversation_trace.jsonl --plot hits.png
   mooncake-zmq bench schedule --trace conversation_trace.jsonl --json
@@ -107,6 +109,25 @@ def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_js
 
     report = bench_serve(config, rounds=rounds, threads=threads, parts=parts or PARTS, progress=tell)
     report.show(as_json=as_json, plot=plot)
+
+
+@bench.command()
+@click.option("--model", default="dummy:1b", show_default=True, metavar="MODEL", help="As in the setting model.path.")
+@cache_dir_option
+@rounds_option(5)
+@click.option("--only", "parts", multiple=True, type=click.Choice(GPU_PARTS), help="Rows of this kind alone; may be repeated.")
+@json_option
+@plot_option("the ratios")
+def gpu(model: str, cache_dir: str, rounds: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
+    """KV blocks between GPU, DRAM and a neighbour process, and the engine, beside what the GPU can do.
+
+    Needs a GPU and CuPy (extras gpu-cu12, gpu-cu13), 12 GB of its memory and of disk for the default model. Two minutes.
+    """
+    limit_blas()
+    from mooncake_zmq.bench.gpu import GpuBench, bench_gpu
+
+    wanted = GpuBench(model=model, cache_dir=cache_dir, rounds=rounds)
+    bench_gpu(wanted, parts=parts or GPU_PARTS, progress=tell).show(as_json=as_json, plot=plot)
 
 
 @bench.command()

@@ -12,12 +12,13 @@ from typing import Any
 from mooncake_zmq.cache_node.announcer import Announcer, announcements
 from mooncake_zmq.cache_node.chains import Chains
 from mooncake_zmq.cache_node.contents import UNKNOWN, Contents, in_chains
-from mooncake_zmq.cache_node.disk_tier import DiskContents, DiskTier
+from mooncake_zmq.cache_node.disk_tier import RETRY, DiskContents, DiskTier
 from mooncake_zmq.cache_node.gathering import DISK, Gatherer, Gathering
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
 from mooncake_zmq.core.actor import (
     CancelTimer,
     Drained,
+    DrainTimedOut,
     DrainWanted,
     Effect,
     Event,
@@ -171,7 +172,7 @@ class CacheNode:
             case WorkDone(work_id, BlocksCopied() | WorkFailed() as copied) if self._gatherer.copies(work_id):
                 return self._gatherer.on_copied(now, work_id, copied)
             case WorkDone(work_id, DiskWritten() | WorkFailed() as written) if self.disk.writes(work_id):
-                self.disk.on_written(work_id, written)
+                self.disk.on_written(now, work_id, written)
                 return []
             case WorkDone(work_id, ProcessProbed() | WorkFailed() as probed) if work_id in self._probes:
                 return self._on_probed(work_id, probed)
@@ -184,6 +185,9 @@ class CacheNode:
                 return []
             case TimerFired(key) if key == REPORT:
                 return self._report(now)
+            case TimerFired(key) if key == RETRY:
+                self.disk.retry(now)
+                return []
             case PeerUp() as up:
                 return self._on_peer_up(up)
             case PeerDown(peer, _):
@@ -194,7 +198,7 @@ class CacheNode:
                     self._gatherer.drop(holder)
                 self.disk.begin_drain()
                 return []
-            case Started() | TimerFired() | WorkProgress() | WorkDone():
+            case Started() | DrainTimedOut() | TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
                 raise TypeError(event)
@@ -254,6 +258,7 @@ class CacheNode:
             "writing_blocks": self.slots.count(SlotState.WRITING),
             "quarantined_blocks": self.slots.count(SlotState.QUARANTINED),
             "demoting_blocks": self.disk.demoting,
+            **{f"disk_degraded[what={what}]": degraded for what, degraded in self.disk.degraded.items()},
             "fetches": self._gatherer.fetches,
         }
 

@@ -2,6 +2,8 @@
 
 Demotion is write-behind: the coldest share of DRAM is kept on disk as well, so that evicting it later costs nothing and a
 put never waits for a write. Both tiers use the same slots and eviction policy; a disk slot is pinned while it is read.
+
+A disk that takes no more writes is read on; one that cannot be read has lost all. Either is tried again after a pause.
 """
 
 from collections import deque
@@ -9,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mooncake_zmq.cache_node.contents import UNKNOWN, Content, Contents
-from mooncake_zmq.cache_node.settings import SsdSettings
-from mooncake_zmq.core.actor import Effect, Start
+from mooncake_zmq.cache_node.settings import RETRY_S, SsdSettings
+from mooncake_zmq.core.actor import Effect, SetTimer, Start
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import DiskBlock, DiskWritten, WorkFailed, WriteToDisk
@@ -18,6 +20,8 @@ from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import TOKEN_BYTES
 from mooncake_zmq.kv.slots import Slots, SlotState
 
+RETRY = ("disk_retry",)
+"""The timer that lets a disk which has failed be tried again."""
 BATCHES = 2
 """Under way at once: one's bytes move while the rows of the other are committed."""
 MAX_SCAN = 4096
@@ -58,7 +62,12 @@ class DiskTier:
         self.slots = Slots(contents.slots, policy)
         self.readable = self.writable = contents.slots > 0
         self.fault = ""
-        """Why the tier is off, or only read any more."""
+        """Why the tier is off, or was when it was last written; empty once a write was good again."""
+        self._pause_s = RETRY_S
+        """Before the next try, should the disk fail now."""
+        self._tried_at = float("-inf")
+        self._retry_s = 0.0
+        """The timer to be armed; 0: none."""
         self.stored: list[tuple[Key, Content]] = []
         """Blocks newly on disk, for whoever announces them; the owner clears the list."""
         self._settings = settings
@@ -88,6 +97,12 @@ class DiskTier:
         return self.slots.capacity - self.slots.count(SlotState.RETIRED) if self.writable else 0
 
     @property
+    def degraded(self) -> dict[str, float]:
+        """1 for what the tier should do and does not, by name."""
+        there = self.slots.capacity > 0
+        return {"reads": float(there and not self.readable), "writes": float(there and not self.writable)}
+
+    @property
     def demoting(self) -> int:
         """Blocks on their way to disk."""
         return sum(len(batch) for batch in self._writing.values())
@@ -111,8 +126,10 @@ class DiskTier:
         self._look()
 
     def demote(self) -> list[Effect]:
-        """Write the coldest DRAM blocks that are not on disk yet, a batch at a time, and beside it one that is full."""
-        effects: list[Effect] = []
+        """Write the coldest DRAM blocks that are not on disk yet, a batch at a time, and beside it one that is full. Of a disk
+        that has just failed: arm the timer of the next try."""
+        effects: list[Effect] = [SetTimer(RETRY, self._retry_s)] if self._retry_s else []
+        self._retry_s = 0.0
         while self.writable and len(self._writing) < BATCHES:
             if not self._todo and not self._draining and self.unsaved > 0 and self._clean <= self._window() * 3 // 4:
                 self._look()
@@ -159,7 +176,7 @@ class DiskTier:
         """Is this work one of ours?"""
         return work_id in self._writing
 
-    def on_written(self, work_id: int, result: DiskWritten | WorkFailed) -> None:
+    def on_written(self, now: float, work_id: int, result: DiskWritten | WorkFailed) -> None:
         """A batch is over."""
         demotions = self._writing.pop(work_id)
         if isinstance(result, WorkFailed):
@@ -180,8 +197,9 @@ class DiskTier:
         self._counts.add("demotion_failures", len(demotions) - sum(result.written))
         if result.fault and self.writable:
             self.writable = False
-            self.fault = result.fault
-            self._counts.add("disk_faults[operation=write]")
+            self._try_later(now, result.fault, "write")
+        elif self.writable and any(result.written):
+            self.fault = ""
 
     def _note(self, block: DiskBlock) -> None:
         """A block stands on disk now."""
@@ -200,16 +218,32 @@ class DiskTier:
             else:
                 self.slots.retire(block.slot)
 
-    def fail(self, reason: str) -> None:
-        """The disk cannot be read any more: nothing is served from it, or written to it, in this life."""
+    def fail(self, now: float, reason: str) -> None:
+        """The disk cannot be read: what is on it is forgotten, in this life."""
         if self.readable:
-            self._counts.add("disk_faults[operation=read]")
             self.readable = self.writable = False
-            self.fault = reason
+            self._try_later(now, reason, "read")
             for key in self.slots.committed_keys():
                 slot = self.slots.committed(key)
                 assert slot is not None
                 self.slots.forget(slot)
+
+    def _try_later(self, now: float, fault: str, operation: str) -> None:
+        """Pauses grow until the disk has worked for as long as the longest one."""
+        self._counts.add(f"disk_faults[operation={operation}]")
+        self.fault = fault
+        if now - self._tried_at > self._settings.retry_max_s:
+            self._pause_s = RETRY_S
+        self._retry_s = self._pause_s
+        self._pause_s = min(2 * self._pause_s, self._settings.retry_max_s)
+
+    def retry(self, now: float) -> None:
+        """A pause is over: whether the disk works again, the next batches find out."""
+        self._counts.add("disk_retries")
+        self._tried_at = now
+        self.readable = self.writable = True
+        self._todo.clear()
+        self._look()
 
     def left(self, dram: Sequence[Key], disk: Sequence[Key]) -> None:
         """Blocks that went from either tier. Those that DRAM evicted were used more lately than what lies on disk untouched:

@@ -377,7 +377,7 @@ class Gatherer:
         self._stored(list(came))
         if isinstance(result, BlocksCopied) and result.fault:
             # After that: what came is on disk too until then, and only by this in DRAM alone.
-            self._disk.fail(result.fault)
+            self._disk.fail(now, result.fault)
         effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
         return effects + self._close(fetch_id) + self.advance_waiting(now, fetch.keys)
 

@@ -6,6 +6,9 @@ from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.core.messages import MAX_BLOCKS
 from mooncake_zmq.kv.eviction import POLICIES
 
+RETRY_S = 1.0
+"""The first pause before a disk that is full or fails is tried again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdSettings:
@@ -24,6 +27,8 @@ class SsdSettings:
     """Blocks written at a time. Each batch costs two syncs, which small blocks do not outweigh in small ones."""
     write_s: float = 60.0
     """A batch that takes longer has failed."""
+    retry_max_s: float = 60.0
+    """A disk that is full or fails is tried again after a second, then after twice as long each time, up to this."""
 
     def __post_init__(self) -> None:
         if self.bytes <= 0:
@@ -36,6 +41,8 @@ class SsdSettings:
             raise ValueError(f"ssd.batch_blocks must be in 1..{MAX_BLOCKS}")
         if self.write_s <= 0:
             raise ValueError("ssd.write_s must be positive")
+        if self.retry_max_s < RETRY_S:
+            raise ValueError(f"ssd.retry_max_s must be at least {RETRY_S:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

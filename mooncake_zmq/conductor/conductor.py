@@ -27,6 +27,7 @@ from mooncake_zmq.core.actor import (
     Answered,
     Asked,
     Drained,
+    DrainTimedOut,
     DrainWanted,
     Effect,
     Event,
@@ -171,7 +172,7 @@ class Conductor:
                 return [*effects, Answered(ask_id, answer)]
             case DrainWanted():
                 return [Drained()]
-            case Started():
+            case Started() | DrainTimedOut():
                 return []
             case _:
                 raise TypeError(event)

@@ -63,6 +63,10 @@ class DrainWanted(Struct, frozen=True):
     """The operator wants this process gone: accept nothing new, finish the rest."""
 
 
+class DrainTimedOut(Struct, frozen=True):
+    """The time that a drain may take is over: hand over what is left, now. The process ends as soon as that is heard."""
+
+
 class FromClient(Struct, frozen=True):
     """Gateway only: something from the client's connection at the HTTP edge; the types are in `gateway.requests`."""
 
@@ -77,7 +81,19 @@ class Asked(Struct, frozen=True):
     ask: Ask
 
 
-Event = PeerUp | PeerDown | Received | TimerFired | WorkProgress | WorkDone | Started | DrainWanted | FromClient | Asked
+Event = (
+    PeerUp
+    | PeerDown
+    | Received
+    | TimerFired
+    | WorkProgress
+    | WorkDone
+    | Started
+    | DrainWanted
+    | DrainTimedOut
+    | FromClient
+    | Asked
+)
 
 
 class Send(Struct, frozen=True):

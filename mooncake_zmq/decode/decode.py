@@ -16,6 +16,7 @@ from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
     CloseSequence,
+    DrainTimedOut,
     DrainWanted,
     Effect,
     Event,
@@ -171,6 +172,9 @@ class Decode:
             case DrainWanted():
                 self._leaving.drain()
                 return self._report(now)
+            case DrainTimedOut():
+                self._leaving.drain()
+                return self._hand_over(now)
             case TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
@@ -692,6 +696,12 @@ class Decode:
             return []
         self.counts.add("requests_cancelled")
         return self._tell_prefill(request, "cancelled") + self._close(now, request)
+
+    def _hand_over(self, now: float) -> list[Effect]:
+        """Whoever is left here goes on elsewhere at once, as one for whom there is no room: nothing broke."""
+        left = list(self._requests.values())
+        self.counts.add("requests_handed_over", len(left))
+        return [effect for request in left for effect in self._fail(now, request, "decode is leaving", full=True)]
 
     def _fail(self, now: float, request: Request, reason: str, *, full: bool = False, avoid: str = "") -> list[Effect]:
         self.counts.add("requests_failed")

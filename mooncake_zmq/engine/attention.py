@@ -11,7 +11,7 @@ from mooncake_zmq.engine.spec import ModelSpec
 
 MIXED_TOKENS = 16  # whose scores meet the values in one product; measured 8 to 32: equal
 SCORES_ITEMS = 64 * 1024  # of one product: heads are taken together while they are shorter, for fewer calls
-DEVICE_TILE_TOKENS = 256  # on a GPU large products are fast and launches dear: 5 to 10 us each (estimates)
+DEVICE_TILE_TOKENS = 256  # on a GPU large products are fast and launches dear: 10 to 30 us each
 DEVICE_SCORES_ITEMS = 64 << 20  # 256 MiB of scratch: on a GPU, all heads of a tile over 8k tokens and more
 SMALLEST_TOTAL, LARGEST_TOTAL = 1e-26, 1e30  # of a row of exponentials, for softmax without a shift: exp(-60), exp(69)
 
@@ -82,10 +82,8 @@ class Attention:
     def one(self, sequence: SequenceKV, index: int, queries: Any, visible: int) -> Any:
         """One token, queries [kv_head, group, head_dim], over its sequence's first `visible` tokens.
 
-        On a GPU the weights meet all values in one product. Sketch, not measured: CuPy's matmul copies operands that are not
-        contiguous, and one layer's tiles and values up to `visible` are not, as a sequence has room for more. So a step reads
-        the KV of each sequence, writes it and reads it again, about three times the traffic that it needs, in some ten
-        launches a layer and sequence. The next step there is a kernel of our own, or a layout whose visible part is contiguous.
+        On a GPU the weights meet all values in one product; it is for the few rows of a prefill whose logits are asked, as
+        decode has kernels of its own there (`device`).
         """
         xp, (heads, group, dim) = self._xp, queries.shape
         tiles = -(-visible // KEY_TILE)

@@ -10,7 +10,7 @@ append-only, every (layer, token) cell is written once, and each thread touches 
 (the engine's `before_layer` and `after_layer` are where they agree). Nothing is moved or resized.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -19,6 +19,9 @@ import numpy as np
 from mooncake_zmq.engine.backend import allocate_zeros
 
 KEY_TILE = 64  # tokens in one transposed tile of keys
+
+Part = tuple[int, int, int, Any]
+"""(layer, start, tokens, one layer's part of a block, [k/v, block_tokens, kv_head, head_dim], of which `tokens` count)."""
 
 
 class SequenceKV:
@@ -29,6 +32,9 @@ class SequenceKV:
     """
 
     __slots__ = ("_releases", "capacity", "keys", "length", "values")
+
+    parts_at_once = 1
+    """Of `write_parts` and `read_parts`, at most. Here the caller has each in the CPU's cache still when it hashes it."""
 
     def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity_tokens: int, xp: ModuleType = np) -> None:
         if capacity_tokens < 1:
@@ -48,6 +54,17 @@ class SequenceKV:
         On a device it may be under way until `settle`, and `part` is to stay as it is until then.
         """
         self.store(layer, start, part[0], part[1])
+
+    def write_parts(self, parts: Sequence[Part]) -> None:
+        """`write_part` for the first `tokens` of each."""
+        for layer, start, tokens, part in parts:
+            self.write_part(layer, start, part[:, :tokens])
+
+    def read_parts(self, parts: Sequence[Part]) -> None:
+        """Copy tokens start..start + tokens of a layer into the beginning of each; of the rest nothing is said. Those in host
+        memory are there on return."""
+        for layer, start, tokens, part in parts:
+            self.read_part(layer, start, start + tokens, part[:, :tokens])
 
     def settle(self) -> None:
         """Return once every `write_part` of this thread has ended."""

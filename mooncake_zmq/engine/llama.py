@@ -7,7 +7,7 @@ as its many short steps are bound by the interpreter's lock.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class Llama:
     def __init__(
         self,
         spec: ModelSpec,
-        tensors: dict[str, NDArray[np.float32]],
+        tensors: Mapping[str, Any],
         *,
         device: Device = "cpu",
         threads: int = 1,
@@ -43,12 +43,13 @@ class Llama:
         self.spec = spec
         self._xp = xp
         self._tensors: dict[str, Any] = {name: xp.asarray(tensor) for name, tensor in tensors.items()}
-        self._layers = [_Layer(self._tensors, layer) for layer in range(spec.layers)]
+        self._layers = [Layer(self._tensors, layer) for layer in range(spec.layers)]
         self._group = spec.heads // spec.kv_heads
         self._query_width = spec.heads * spec.head_dim
         self._kv_width = spec.kv_heads * spec.head_dim
         self._team = Team(threads)
-        self._product = functools.partial(shared_linear, self._team)
+        self._linear: Product = linear
+        self._product: Product = functools.partial(shared_linear, self._team)
         self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(xp, spec))
         self._seats = [_Seat(xp, spec, self._rowwise) for _ in range(threads)]
         release_staging(xp)  # weights that do not fit show here
@@ -122,7 +123,7 @@ class Llama:
             work.hidden[:rows] = self._enter(entering[first:end])
             for index in layers:
                 layer = self._layers[index]
-                self._project(linear, work, layer, rows)
+                self._project(self._linear, work, layer, rows)
                 queries, keys, values = self._rotate(work, rope, rows)
                 if before_layer and rank == 0:  # the others hear of rank 0 before they read
                     before_layer(index)
@@ -136,7 +137,7 @@ class Llama:
                     after_layer(index)
                 if index < last and rows:
                     seat.attention.many(sequence, index, queries, start + first, rows, work.attended)
-                    self._finish_layer(linear, work, layer, rows)
+                    self._finish_layer(self._linear, work, layer, rows)
             if leaving is not None:
                 leaving[first:end] = to_host(work.hidden[:rows])
             # The last layer's output is needed only where logits are asked: 1/30 of the work of SmolLM2-135M.
@@ -167,7 +168,7 @@ class Llama:
         """Finish the last layer for the tokens at `positions` and return their logits. `rests`: which of them each thread
         computed, their hidden states [n, hidden] and queries [kv_head, n, group, head_dim]."""
         last, attention = self.spec.layers - 1, self._seats[0].attention
-        few = _Activations(self._xp, self.spec, len(positions))
+        few = Activations(self._xp, self.spec, len(positions))
         for rows, hidden, queries in rests:
             few.hidden[self._xp.asarray(rows)] = hidden
             for at, row in enumerate(rows.tolist()):
@@ -206,7 +207,13 @@ class Llama:
 
     def _embed(self, tokens: NDArray[np.int32]) -> Any:
         ids = self._xp.asarray(tokens)
-        return column(self._tensors["head"], ids) if self.spec.tied else self._tensors["embed"][ids]
+        return self._column(self._tensors["head"], ids) if self.spec.tied else self._tensors["embed"][ids]
+
+    def _column(self, matrix: Any, index: Any) -> Any:
+        return column(matrix, index)
+
+    def _width(self, matrix: Any) -> int:
+        return len(matrix) * PANEL_COLUMNS
 
     def _rope_tables(self, positions: NDArray[np.int64]) -> tuple[Any, Any]:
         """exp(i * angle), [n, 1, head_dim / 2], for queries (which it also scales) and keys.
@@ -218,7 +225,7 @@ class Llama:
         keys = (xp.cos(angles) + 1j * xp.sin(angles)).astype(xp.complex64)
         return keys * np.float32(1.0 / math.sqrt(self.spec.head_dim)), keys
 
-    def _project(self, product: Product, work: "_Activations", layer: "_Layer", count: int) -> None:
+    def _project(self, product: Product, work: "Activations", layer: "Layer", count: int) -> None:
         self._normalize(work.hidden, layer.attn_norm, work.normed, count)
         product(self._xp, work.normed, layer.qkv, work.qkv, count)
         if layer.qkv_bias is not None:
@@ -233,7 +240,7 @@ class Llama:
         heads *= (np.float32(1.0) / self._xp.sqrt(mean_square + np.float32(self.spec.norm_eps)))[:, :, None]
         heads *= weight
 
-    def _rotate(self, work: "_Activations", rope: tuple[Any, Any], count: int) -> tuple[Any, Any, Any]:
+    def _rotate(self, work: "Activations", rope: tuple[Any, Any], count: int) -> tuple[Any, Any, Any]:
         """(queries [kv_head, n, group, head_dim], keys, values [n, kv_head, head_dim]), rotated; queries also scaled.
 
         `weights` stores the rows of Q and K as rotation pairs side by side, so that a rotation is a complex product.
@@ -250,7 +257,7 @@ class Llama:
         values = qkv[:, key_end : key_end + self._kv_width].reshape(count, spec.kv_heads, spec.head_dim)
         return queries.view(xp.float32), keys.view(xp.float32), values
 
-    def _finish_layer(self, product: Product, work: "_Activations", layer: "_Layer", count: int) -> None:
+    def _finish_layer(self, product: Product, work: "Activations", layer: "Layer", count: int) -> None:
         """Output projection and feed-forward, each added to the hidden state."""
         xp, ffn, hidden = self._xp, self.spec.ffn, self.spec.hidden
         product(xp, work.attended, layer.out, work.delta, count)
@@ -262,10 +269,10 @@ class Llama:
         product(xp, work.active, layer.down, work.delta, count)
         work.hidden[:count] += work.delta[:count, :hidden]
 
-    def _logits(self, product: Product, work: "_Activations", count: int) -> NDArray[np.float32]:
+    def _logits(self, product: Product, work: "Activations", count: int) -> NDArray[np.float32]:
         head = self._tensors["head"]
         self._normalize(work.hidden, self._tensors["final_norm"], work.normed, count)
-        out = self._xp.empty((len(work.normed), len(head) * PANEL_COLUMNS), dtype=self._xp.float32)
+        out = self._xp.empty((len(work.normed), self._width(head)), dtype=self._xp.float32)
         product(self._xp, work.normed, head, out, count)
         logits: NDArray[np.float32] = to_host(out[:count, : self.spec.vocab_size])
         return logits
@@ -274,7 +281,7 @@ class Llama:
         self._rowwise.normalize(x[:count], weight, self.spec.norm_eps, out[:count])
 
 
-class _Layer:
+class Layer:
     """One layer's tensors under their names. `qkv_bias` and `qk_norm` are None in families that have none."""
 
     attn_norm: Any
@@ -298,16 +305,16 @@ class _Seat:
         self.attention = Attention(xp, spec, rowwise)
         self._xp = xp
         self._spec = spec
-        self._kept = _Activations(xp, spec, 1)
+        self._kept = Activations(xp, spec, 1)
 
-    def activations(self, count: int) -> "_Activations":
+    def activations(self, count: int) -> "Activations":
         """Room for `count` rows; it holds what the last step left."""
         if self._kept.rows < count:
-            self._kept = _Activations(self._xp, self._spec, count)
+            self._kept = Activations(self._xp, self._spec, count)
         return self._kept
 
 
-class _Activations:
+class Activations:
     """The activations of one step, reused by all its layers. Products also read, and mean nothing by, rows that fill chunks."""
 
     def __init__(self, xp: Any, spec: ModelSpec, count: int) -> None:

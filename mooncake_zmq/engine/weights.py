@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.engine import compact
 from mooncake_zmq.engine.cpu import Backend, Device
+from mooncake_zmq.engine.device import DeviceLlama
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import NewSequence
 from mooncake_zmq.engine.llama import Llama
@@ -57,7 +58,9 @@ def load_engine(
 def open_model(path: Path, *, device: Device = "cpu", threads: int = 1, sequences: NewSequence | None = None) -> Llama:
     """Map a prepared model. Takes milliseconds; pages come in as they are read and are shared by all processes."""
     spec, tensors = _map_tensors(path)
-    return Llama(spec, tensors, device=device, threads=threads, sequences=sequences)
+    if device == "cuda":
+        return DeviceLlama(spec, tensors, sequences=sequences)
+    return Llama(spec, tensors, threads=threads, sequences=sequences)
 
 
 def open_compiled(path: Path, *, threads: int = 1) -> "CompiledLlama":

@@ -10,6 +10,7 @@ from typing import Any
 from mooncake_zmq.core.actor import (
     CancelTimer,
     Drained,
+    DrainTimedOut,
     DrainWanted,
     Effect,
     Event,
@@ -265,7 +266,7 @@ class Requests:
             case Received(_, message):
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
-            case Started() | TimerFired() | WorkProgress() | WorkDone():
+            case Started() | DrainTimedOut() | TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
                 raise TypeError(event)

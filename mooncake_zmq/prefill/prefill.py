@@ -14,6 +14,7 @@ from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
     CloseSequence,
+    DrainTimedOut,
     DrainWanted,
     Effect,
     Event,
@@ -189,6 +190,9 @@ class Prefill:
             case DrainWanted():
                 self._leaving.drain()
                 return self._report(now)
+            case DrainTimedOut():
+                self._leaving.drain()
+                return self._hand_over(now)
             case TimerFired() | WorkDone():
                 return []
             case _:
@@ -805,6 +809,12 @@ class Prefill:
         if tell_decode and job.state is not JobState.QUEUED:
             effects.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return effects + self._end(now, job)
+
+    def _hand_over(self, now: float) -> list[Effect]:
+        """Whoever is left here goes on elsewhere at once, as one for whom there is no room: nothing broke."""
+        reason, jobs = "prefill is leaving", list(self._jobs.values())
+        self.counts.add("jobs_handed_over", len(jobs))
+        return [e for job in jobs for e in self._fail(now, job, reason, full=True)] + self._stages.hand_over(reason)
 
     def _drop(self, now: float, job: Job, reason: str) -> list[Effect]:
         """End a job its gateway no longer wants. The decode is told: what the gateway told it may have come before our

@@ -405,9 +405,13 @@ class Stages:
                 effects += self._begin(stage)
         return effects
 
-    def _fail(self, stage: Stage, reason: str, *, unreached: bool = False) -> list[Effect]:
+    def hand_over(self, reason: str) -> list[Effect]:
+        """End all that are left, as ones for which there is no room."""
+        return [e for stage in list(self._stages.values()) for e in self._fail(stage, reason, full=True)]
+
+    def _fail(self, stage: Stage, reason: str, *, full: bool = False, unreached: bool = False) -> list[Effect]:
         self._counts.add("stages_failed")
-        return [self._failed(stage.leader, stage.request, reason, unreached=unreached), *self._end(stage)]
+        return [self._failed(stage.leader, stage.request, reason, full=full, unreached=unreached), *self._end(stage)]
 
     def _end(self, stage: Stage) -> list[Effect]:
         """Let go of everything; of what a chunk in flight still writes, once it is done."""

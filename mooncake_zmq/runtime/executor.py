@@ -59,10 +59,10 @@ from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer.block_copy import (
     copy_block,
     granted,
-    load_layers,
+    load_blocks,
     read_blocks,
     store_block,
-    store_part,
+    store_parts,
     write_blocks,
 )
 from mooncake_zmq.transfer.cuda import Cuda
@@ -330,15 +330,21 @@ class Executor:
         until: float = math.inf,
     ) -> None:
         """Load in the given order. What comes too late has failed."""
-        for layers, load in order:
-            segment = self._directory.segment((load.source.node, load.source.incarnation))
-            loaded: list[int] | ReadFailure = ReadFailure.UNREACHED
-            if segment and not job.is_late() and time.monotonic() < until and load.block not in record.failed:
-                loaded = load_layers(segment, load, layers, sequence, verify_committed=self._verify_local)
-            if isinstance(loaded, ReadFailure):
-                record.fail(load.block, loaded)
-            else:
-                record.arrived(load.block, layers, loaded)
+        for together in _batches(order, sequence.parts_at_once):
+            is_late = job.is_late() or time.monotonic() >= until
+            loads = []
+            for layers, load in together:
+                segment = self._directory.segment((load.source.node, load.source.incarnation))
+                if segment and not is_late and load.block not in record.failed:
+                    loads.append((segment, load, layers))
+                else:
+                    record.fail(load.block, ReadFailure.UNREACHED)
+            outcomes = load_blocks(loads, sequence, verify_committed=self._verify_local)
+            for (_, load, layers), loaded in zip(loads, outcomes, strict=True):
+                if isinstance(loaded, ReadFailure):
+                    record.fail(load.block, loaded)
+                else:
+                    record.arrived(load.block, layers, loaded)
             if job.stopped:
                 return
 
@@ -461,12 +467,14 @@ class Executor:
         block_tokens = self._layout.block_tokens
         stop = work.start + token_count
         assert len(work.outputs) <= self._layout.blocks_for(token_count)
+        assert self._segment
+        parts = []
         for index, grant in enumerate(work.outputs):
-            assert self._segment
             if not granted(self._segment, grant):
                 raise _Stopped(f"output slot {grant.slot} is no longer granted")
             first = work.start + index * block_tokens
-            store_part(sequence, layer, first, min(first + block_tokens, stop), self._segment, grant.slot)
+            parts.append((grant.slot, layer, first, min(block_tokens, stop - first)))
+        store_parts(sequence, self._segment, parts)
 
     def _output_checksums(self, work: ComputeChunk) -> tuple[int, ...]:
         segment = self._segment
@@ -903,6 +911,20 @@ def _taken(shares: deque[list[int]]) -> Iterator[list[int]]:
             yield shares.popleft()
         except IndexError:
             return
+
+
+def _batches(order: "Iterable[_LayersOfBlock]", parts_at_once: int) -> "Iterator[list[_LayersOfBlock]]":
+    """In the same order, so many together as make `parts_at_once`, the last of them whole."""
+    together: list[_LayersOfBlock] = []
+    parts = 0
+    for layers, load in order:
+        together.append((layers, load))
+        parts += len(layers)
+        if parts >= parts_at_once:
+            yield together
+            together, parts = [], 0
+    if together:
+        yield together
 
 
 def _by_layer(layers: int, loads: Sequence[BlockLoad]) -> "list[_LayersOfBlock]":

@@ -53,6 +53,7 @@ from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.disk_directory import DiskError
 from mooncake_zmq.transfer.network import DataServer
 from mooncake_zmq.transfer.object_disk import ObjectDisk
+from mooncake_zmq.transfer.own_files import make_own_directory, read_own, replace_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
 
@@ -63,6 +64,8 @@ PARENT_VARIABLE = "MOONCAKE_ZMQ_PARENT"
 BAD_INPUT = 2
 PR_SET_PDEATHSIG = 1
 HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+PRIVATE_UMASK = 0o077
+"""Sockets are made by ZeroMQ and files by SQLite and others, with what this leaves: a role makes nothing for other users."""
 MAX_ASKS = 64
 """Of the operator's, taken at a time; further ones wait for the next signal."""
 ASKED_ROLES: tuple[Role, ...] = ("conductor",)
@@ -114,6 +117,7 @@ class _Process:
         self.runtime_dir = Path(cluster.runtime_dir)
         _mind_early_signals()
         _follow_parent()
+        os.umask(PRIVATE_UMASK)
         make_private(self.runtime_dir)
         lock = ProcessLock.acquire(self.runtime_dir, node.name)
         stack.callback(lock.release)
@@ -467,7 +471,7 @@ class _Process:
 
         def give_up() -> None:
             log.warning("drain_timed_out")
-            runtime.stop()
+            runtime.hand_over()
 
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
@@ -504,11 +508,9 @@ class _Process:
 
     def _write_dump(self) -> None:
         path = self.runtime_dir / f"{self.node.name}.dump.json"
-        temporary = path.with_suffix(".tmp")
         dump = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
         try:
-            temporary.write_text(json.dumps(dump, default=_printable, indent=1), encoding="utf-8")
-            temporary.rename(path)
+            replace_own(path, json.dumps(dump, default=_printable, indent=1).encode())
         except OSError as error:  # a full disk is no reason to end
             log.warning("dump_failed", path=str(path), reason=error.strerror)
         else:
@@ -519,10 +521,13 @@ class _Process:
         for path in sorted(self.runtime_dir.glob(f"{self.node.name}.ask.*.json"))[:MAX_ASKS]:
             ask_id = path.name.removeprefix(f"{self.node.name}.ask.").removesuffix(".json")
             try:
-                content = path.read_bytes()
+                content = read_own(path)
                 path.unlink()
                 ask = asks.decode(content)
             except FileNotFoundError:  # whoever asked gave up
+                continue
+            except OSError as error:
+                log.warning("ask_unreadable", path=str(path), reason=error.strerror)
                 continue
             except asks.AskError as error:
                 self._write_answer(Answered(ask_id, {"error": str(error)}))
@@ -535,10 +540,8 @@ class _Process:
 
     def _write_answer(self, answered: Answered) -> None:
         path = self.runtime_dir / f"{self.node.name}.answer.{answered.ask_id}.json"
-        temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps(answered.answer), encoding="utf-8")
-            temporary.rename(path)
+            replace_own(path, json.dumps(answered.answer).encode())
         except OSError as error:
             log.warning("answer_failed", path=str(path), reason=error.strerror)
 
@@ -642,14 +645,9 @@ def listen(host: str, port: int) -> socket.socket:
 def make_private(runtime_dir: Path) -> None:
     """Our sockets and locks must be nobody else's: the directory is ours alone, or we do not use it."""
     try:
-        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = runtime_dir.stat()
+        make_own_directory(runtime_dir)
     except OSError as error:
         raise ConfigError(f"cluster.runtime_dir {runtime_dir}: {error.strerror}") from error
-    if state.st_uid != os.getuid():
-        raise ConfigError(f"cluster.runtime_dir {runtime_dir} belongs to another user")
-    if state.st_mode & 0o022:
-        raise ConfigError(f"cluster.runtime_dir {runtime_dir} can be written by others: chmod go-w it")
 
 
 def _mind_early_signals() -> None:

@@ -32,6 +32,7 @@ from mooncake_zmq.core.actor import (
     CancelWork,
     CloseSequence,
     Drained,
+    DrainTimedOut,
     DrainWanted,
     Effect,
     Event,
@@ -67,7 +68,7 @@ FRAMES_PER_TURN = 512
 """Frames taken before timers and finished works get their turn again."""
 POLLIN = int(zmq.POLLIN)
 LINGER_S = 1.0
-"""How long a drained process waits for its last messages to be acknowledged."""
+"""How long a process that leaves waits for its last messages to be acknowledged."""
 
 
 class BadEndpoint(ValueError):
@@ -227,6 +228,11 @@ class ZmqRuntime:
     def drain(self) -> None:
         """Ask the actor to finish; the runtime stops once it has."""
         self._feed(DrainWanted())
+
+    def hand_over(self) -> None:
+        """The time for a drain is over: the actor hands over what is left, and the runtime stops once that is heard."""
+        self._feed(DrainTimedOut())
+        self._drained_at = self._drained_at or time.monotonic()
 
     def stop(self) -> None:
         """Stop at once."""

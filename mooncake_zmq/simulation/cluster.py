@@ -66,7 +66,7 @@ class ClusterSettings:
         fetch_lease_s=3.0,
         fetch_batch_blocks=4,
         probe_s=0.5,
-        ssd=SsdSettings(bytes=40 * SLOT_BYTES, ahead=0.5, batch_blocks=6, write_s=3.0),
+        ssd=SsdSettings(bytes=40 * SLOT_BYTES, ahead=0.5, batch_blocks=6, write_s=3.0, retry_max_s=2.0),
         kv_events=KvEventsSettings(endpoint="the checkers"),
     )
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))

@@ -32,7 +32,8 @@ class FaultKind(Enum):
     STOP_WRITER = "stop_writer"
     """SIGSTOP in the middle of the process's next copy into a pool, for longer than it may write there."""
     DRAIN = "drain"
-    """The operator drains the process; once it has exited, or after `duration_s`, a new life begins."""
+    """The operator drains the process, which may take `duration_s`; then it hands over what it has left, exits, and a new life
+    begins."""
     ROLE = "role"
     """The operator asks for the target to change its role, and again after `duration_s`, to what it then may become."""
     SLOW = "slow"
@@ -44,9 +45,9 @@ class FaultKind(Enum):
     BIT_FLIP = "bit_flip"
     """One bit of each of `amount` blocks held by the target changes, in DRAM and on disk."""
     DISK_FULL = "disk_full"
-    """The target's SSD takes no more writes."""
+    """The target's SSD takes no more writes for a while."""
     DISK_FAIL = "disk_fail"
-    """The target's SSD fails reads and writes."""
+    """The target's SSD fails reads and writes for a while."""
     DISK_SLOW = "disk_slow"
     """The target's SSD takes `amount` times as long for each block."""
     GARBAGE = "garbage"
@@ -73,6 +74,8 @@ MIN_FAULTS, MAX_FAULTS, MIN_KINDS = 8, 14, 4
 
 LONG_STOP_S = 3.2
 """Above the simulated cluster's `lease_ttl_s`."""
+SHORT_DRAIN_S = 0.02
+"""Too short for what runs to end."""
 STRESS_FAULTS = 4
 """More faults of each kind to be stressed."""
 
@@ -104,8 +107,10 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             return Fault(kind, at_s, duration_s, (one, two))
         case FaultKind.IMPOSTOR:
             return Fault(kind, at_s, 0.0, (one, two))
-        case FaultKind.CLOCK | FaultKind.CRASH | FaultKind.PAUSE | FaultKind.DRAIN:
+        case FaultKind.CLOCK | FaultKind.CRASH | FaultKind.PAUSE:
             return Fault(kind, at_s, duration_s, (one,))
+        case FaultKind.DRAIN:
+            return Fault(kind, at_s, random.choice((SHORT_DRAIN_S, duration_s)), (one,))
         case FaultKind.ROLE:
             changeable = random.choice([name for name in processes if name.startswith(("prefill", "decode"))])
             return Fault(kind, at_s, duration_s, (changeable,))

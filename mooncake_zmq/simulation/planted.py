@@ -359,6 +359,15 @@ def _stale_hidden() -> list[tuple[Any, str, Any]]:
     ]
 
 
+def _disk_stays_off() -> list[tuple[Any, str, Any]]:
+    """An SSD that was full or failed is never tried again."""
+
+    def ignore(self: disk_tier.DiskTier, now: float) -> None:
+        pass
+
+    return [(disk_tier.DiskTier, "retry", ignore)]
+
+
 K = FaultKind
 PLANTED: dict[str, Planted] = {
     "evict_leased": Planted("evict ignoring leases", ("I2", "I1"), (K.SLOW, K.SLOW), _evict_leased),
@@ -376,6 +385,7 @@ PLANTED: dict[str, Planted] = {
     "announce_early": Planted("announced before it is held", ("I5",), (), _announce_early),
     "contents_stale": Planted("events tell what a slot held before", ("I5",), (), _contents_stale),
     "contents_lost": Planted("events of fetched blocks tell nothing", ("I5",), (), _contents_lost),
+    "disk_stays_off": Planted("a disk that was full stays off", ("I4",), (K.DISK_FULL, K.DISK_FAIL), _disk_stays_off),
     "lease_leak": Planted("lease leak", ("I2", "I4"), (), _lease_leak),
     "closed_under_copy": Planted("sequence closed under a copy", ("I2",), (), _closed_under_copy),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.core.actor import Actor, Asked, DrainWanted, Effect, Event, Send
+from mooncake_zmq.core.actor import Actor, Asked, DrainTimedOut, DrainWanted, Effect, Event, Send
 from mooncake_zmq.core.asks import SetRole
 from mooncake_zmq.core.messages import (
     PROTOCOL_VERSION,
@@ -34,13 +34,15 @@ from mooncake_zmq.simulation.faults import Fault, FaultKind
 from mooncake_zmq.simulation.hardware import Hardware, Machine, Segment
 from mooncake_zmq.simulation.links import Sessions, Wires
 from mooncake_zmq.simulation.traces import MODEL
-from mooncake_zmq.simulation.world import Life, Observe, Process, ProcessSpec, World
+from mooncake_zmq.simulation.world import LINGER_S, Life, Observe, Process, ProcessSpec, World
 
 __all__ = ["ProcessSpec", "Simulator"]
 
 CLOCK_AHEAD = 1 << 32
 CATCH_UP_S = 0.0006
 """Longest time that a process takes for each thing that came while it was stopped."""
+LEAVES_WITHIN_S = LINGER_S + 0.2
+"""A process whose drain has run out of time is gone so soon."""
 DISK_FAULTS = {FaultKind.DISK_FULL: "full", FaultKind.DISK_FAIL: "failing"}
 
 
@@ -76,6 +78,8 @@ class Simulator(World[Machine]):
         self._active: list[Fault] = []
         self._traps: dict[tuple[FaultKind, str], Fault] = {}
         self._slow: dict[str, float] = {}
+        self._late: set[tuple[str, int]] = set()
+        """Lives whose drain has run out of time: they leave whatever they still have."""
         checkers.attach(self)
         for process in self.processes.values():
             self.restart(process.name)
@@ -217,7 +221,7 @@ class Simulator(World[Machine]):
         """End all faults: links work, the stopped go on, the dead and the draining begin a new life."""
         for fault in self._active:
             if fault.kind is FaultKind.DRAIN:
-                self.crash(*fault.targets)
+                self._drain_timed_out(self.processes[fault.targets[0]])
         self._active.clear()
         self._traps.clear()
         self.wires.cut.clear()
@@ -285,8 +289,7 @@ class Simulator(World[Machine]):
             case FaultKind.PAUSE | FaultKind.STOP_ASKER | FaultKind.STOP_WRITER, (name,):
                 self.resume(name)
             case FaultKind.DRAIN, (name,):
-                self.crash(name)
-                self.restart(name)
+                self._drain_timed_out(self.processes[name])
             case FaultKind.ROLE, (name,):
                 self._ask_for_role(name)
             case FaultKind.DISK_FULL | FaultKind.DISK_FAIL, (name,):
@@ -325,8 +328,25 @@ class Simulator(World[Machine]):
             wish = SetRole(name, BECOMES[spec.role])
             self.in_life(process, self.now, self.handle, process, Asked("role", wish))
 
+    def _drain_timed_out(self, process: Process[Machine]) -> None:
+        """It hands over what it has left and leaves; a new life begins."""
+        lives = process.lives
+        self.in_life(process, self.now, self._hand_over, process)
+        self.at(self.now + LEAVES_WITHIN_S, self._begin_anew, process, lives)
+
+    def _hand_over(self, process: Process[Machine]) -> None:
+        self._late.add((process.name, process.lives))
+        self.handle(process, DrainTimedOut())
+        self._leave(process, self.now + LINGER_S)
+
+    def _begin_anew(self, process: Process[Machine], lives: int) -> None:
+        if process.lives == lives:  # else somebody has started it meanwhile
+            self.crash(process.name)  # one that is stopped, and has not heard
+            self.restart(process.name)
+
     def _leave(self, process: Process[Machine], latest: float) -> None:
-        self.watcher.leaves(process)
+        if (process.name, process.lives) not in self._late:
+            self.watcher.leaves(process)
         super()._leave(process, latest)
 
     def _apply_levels(self) -> None:

@@ -10,51 +10,83 @@ the copies have ended. What that means where one side or both are GPU memory sta
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, DiskBlock, SlotGrant
-from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.kv_cache import Part, SequenceKV
 from mooncake_zmq.kv import reading
-from mooncake_zmq.kv.checksum import block_checksum, part_checksum, part_checksums
+from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.shared_memory import HOST, Segment
 
 
-def load_layers(
-    segment: Segment, load: BlockLoad, layers: range, sequence: SequenceKV, *, verify_committed: bool = True
-) -> list[int] | ReadFailure:
-    """Copy layers of a block into a sequence: their parts' checksums, if all verified.
+def load_blocks(
+    loads: Sequence[tuple[Segment, BlockLoad, range]], sequence: SequenceKV, *, verify_committed: bool = True
+) -> list[list[int] | ReadFailure]:
+    """Copy layers of blocks into a sequence: of each its parts' checksums, if all verified.
 
     Without `verify_committed` the bytes of a committed block, or of any in GPU memory, are taken for what they were when they
     were written.
     """
-    verify = verify_committed or (load.source.checksum == 0 and segment.device == HOST)
-    expected = _expected(segment, load.source, layers)
-    if isinstance(expected, ReadFailure):
-        return expected
-    if not verify and 0 in expected:  # not written yet
-        return _mismatch(segment, load.source)
-    start = load.block * segment.layout.block_tokens
+    outcomes = [_told(segment, load, layers, verify_committed) for segment, load, layers in loads]
+    parts = [
+        (index, layer, checksum)
+        for index, (outcome, (_, _, layers)) in enumerate(zip(outcomes, loads, strict=True))
+        if not isinstance(outcome, ReadFailure)
+        for layer, checksum in zip(layers, outcome, strict=True)
+    ]
     try:
-        for layer, checksum in zip(layers, expected, strict=True):
-            part = segment.part_view(load.source.slot, layer)
-            sequence.write_part(layer, start, part[:, : load.tokens])
-            if verify and not reading.part_stands(segment.checksum(part), checksum):
-                return _mismatch(segment, load.source)
+        for first in range(0, len(parts), sequence.parts_at_once):
+            together = parts[first : first + sequence.parts_at_once]
+            sequence.write_parts([_placed(*loads[index][:2], layer) for index, layer, _ in together])
+            for index in _torn([part for part in together if _verified(*loads[part[0]][:2], verify_committed)], loads):
+                outcomes[index] = _mismatch(loads[index][0], loads[index][1].source)
     finally:
         sequence.settle()  # before anybody reads or frees either side, whatever came of it
-    return expected if _fits(segment, load.source) else ReadFailure.UNREACHED
+    return [
+        outcome if isinstance(outcome, ReadFailure) or _fits(segment, load.source) else ReadFailure.UNREACHED
+        for outcome, (segment, load, _) in zip(outcomes, loads, strict=True)
+    ]
+
+
+def _told(segment: Segment, load: BlockLoad, layers: range, verify_committed: bool) -> list[int] | ReadFailure:
+    """What the parts' checksums must be. Those that are not to be verified must at least have been written."""
+    expected = _expected(segment, load.source, layers)
+    if isinstance(expected, list) and 0 in expected and not _verified(segment, load, verify_committed):
+        return _mismatch(segment, load.source)
+    return expected
+
+
+def _verified(segment: Segment, load: BlockLoad, verify_committed: bool) -> bool:
+    return verify_committed or (load.source.checksum == 0 and segment.device == HOST)
+
+
+def _placed(segment: Segment, load: BlockLoad, layer: int) -> Part:
+    start = load.block * segment.layout.block_tokens
+    return layer, start, load.tokens, segment.part_view(load.source.slot, layer)
+
+
+def _torn(parts: Sequence[tuple[int, int, int]], loads: Sequence[tuple[Segment, BlockLoad, range]]) -> list[int]:
+    """The loads some of whose (load, layer, checksum)s are not what now stands in their slots."""
+    torn = []
+    for index, group in groupby(parts, key=lambda part: part[0]):
+        (segment, load, _), layers = loads[index], list(group)
+        found = segment.checksums([(load.source.slot, layer) for _, layer, _ in layers])
+        if not all(map(reading.part_stands, found, [checksum for _, _, checksum in layers])):
+            torn.append(index)
+    return torn
 
 
 def copy_block(
     segment: Segment, source: SlotRef, target: Segment, grant: SlotGrant, *, verify_committed: bool = True
 ) -> int | ReadFailure:
-    """Copy a whole block from slot to slot: the checksum of what now stands in the target. See `load_layers`."""
+    """Copy a whole block from slot to slot: the checksum of what now stands in the target. See `load_blocks`."""
     verify = verify_committed or source.checksum == 0
     layers = range(segment.layout.layers)
     expected = _expected(segment, source, layers)
@@ -62,11 +94,9 @@ def copy_block(
         return expected
     if not granted(target, grant):
         return ReadFailure.UNREACHED
-    for layer, checksum in zip(layers, expected, strict=True):
-        part = target.part_view(grant.slot, layer)
-        segment.copy_part(source.slot, layer, part)
-        if verify and not reading.part_stands(part_checksum(part.data), checksum):
-            return _mismatch(segment, source) if granted(target, grant) else ReadFailure.UNREACHED
+    out: NDArray[np.uint8] = np.frombuffer(target.layers_view(grant.slot, 0, layers.stop), np.uint8)
+    if not _copied(segment, source.slot, layers, out, expected if verify else None):
+        return _mismatch(segment, source) if granted(target, grant) else ReadFailure.UNREACHED
     if not _fits(segment, source):
         return ReadFailure.UNREACHED
     target.parts(grant.slot)[:] = expected
@@ -79,12 +109,24 @@ def read_parts(segment: Segment, source: SlotRef, layers: range, out: NDArray[np
     expected = _expected(segment, source, layers)
     if isinstance(expected, ReadFailure):
         return expected
-    shape, dtype = segment.layout.part_shape, segment.layout.dtype
-    for layer, part, checksum in zip(layers, out.reshape(len(layers), -1), expected, strict=True):
-        segment.copy_part(source.slot, layer, part.view(dtype).reshape(shape))
-        if part_checksum(part.data) != checksum:
-            return _mismatch(segment, source)
+    if not _copied(segment, source.slot, layers, out, expected):
+        return _mismatch(segment, source)
     return None if _fits(segment, source) else ReadFailure.UNREACHED
+
+
+def _copied(segment: Segment, slot: int, layers: range, out: NDArray[np.uint8], expected: list[int] | None) -> bool:
+    """Copy the bytes of some layers' parts; False once what arrived is not what is `expected`, if anything is."""
+    part_bytes = segment.layout.part_bytes
+    for first in range(layers.start, layers.stop, segment.layers_at_once):
+        stop = min(first + segment.layers_at_once, layers.stop)
+        start, end = first - layers.start, stop - layers.start
+        arrived = out[start * part_bytes : end * part_bytes]
+        segment.copy_layers(slot, first, stop, arrived)
+        if expected is not None:
+            found = part_checksums(arrived.data, part_bytes)
+            if not all(map(reading.part_stands, found, expected[start:end])):
+                return False
+    return True
 
 
 def read_blocks(disk: Disk, copies: Sequence[tuple[DiskBlock, Segment, SlotGrant]]) -> list[int | ReadFailure]:
@@ -118,21 +160,25 @@ def write_blocks(segment: Segment, disk: Disk, blocks: Sequence[tuple[SlotRef, D
     return outcomes
 
 
-def store_part(sequence: SequenceKV, layer: int, start: int, stop: int, target: Segment, slot: int) -> int:
-    """Copy tokens `start..stop` of one layer into a slot's part, the rest of which becomes zero; returns its checksum."""
-    part = target.part_room(slot, layer)
-    sequence.read_part(layer, start, stop, part[:, : stop - start])
-    return target.seal_part(slot, layer, part, stop - start)
+def store_parts(sequence: SequenceKV, target: Segment, parts: Sequence[tuple[int, int, int, int]]) -> list[int]:
+    """Copy a layer's tokens into the slot of each (slot, layer, start, tokens), the rest of which becomes zero: checksums."""
+    checksums = []
+    for first in range(0, len(parts), sequence.parts_at_once):
+        together = parts[first : first + sequence.parts_at_once]
+        rooms = [(layer, start, tokens, target.part_view(slot, layer)) for slot, layer, start, tokens in together]
+        sequence.read_parts(rooms)
+        checksums += target.seal_parts([(slot, layer, tokens) for slot, layer, _, tokens in together])
+    return checksums
 
 
 def store_block(sequence: SequenceKV, block: int, target: Segment, grant: SlotGrant) -> int | None:
     """Copy a complete block of a sequence into a slot: its checksum, or None if the grant is void."""
-    start = block * target.layout.block_tokens
-    stop = start + target.layout.block_tokens
-    for layer in range(target.layout.layers):
+    tokens = target.layout.block_tokens
+    parts = [(grant.slot, layer, block * tokens, tokens) for layer in range(target.layout.layers)]
+    for first in range(0, len(parts), sequence.parts_at_once):
         if not granted(target, grant):
             return None
-        store_part(sequence, layer, start, stop, target, grant.slot)
+        store_parts(sequence, target, parts[first : first + sequence.parts_at_once])
     return _committable(target, grant)
 
 

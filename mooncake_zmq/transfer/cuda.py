@@ -1,30 +1,31 @@
 """KV in GPU memory: pinned host memory, copies on streams, and slots in one allocation that neighbours open by IPC handle.
 
-Written without a GPU, against a stand-in for CuPy that keeps CUDA's rules; not yet run on one.
+Between a sequence and slots, whichever memory these lie in, parts go by kernels of our own (parts.cu), hundreds in a launch: a
+kernel reads and writes its GPU's memory, a neighbour's by its handle, and pinned host memory, all by address. What is not
+pinned goes by way of staging memory that is. Measured on an H100 (`bench gpu`): one part a call moved 1 to 2 GB/s, as the host
+needs its time for each; so the seams here take many.
 
 What is verified, and where. A part's checksum is made of its bytes in host memory, which every part of a device slab visits
 once: in pinned staging, right after it was written to its slot and before its neighbours hear of it. From then on it is
 compared on every way a part can go:
-- host slot to GPU: the source's bytes are hashed while the DMA reads them, as `verify_local` says; a source that changes
+- host slot to GPU: the source's bytes are hashed while the kernel reads them, as `verify_local` says; a source that changes
   between the two is told by its generation, looked at once the copy has ended (`block_copy`);
 - device slab to DRAM slot (a pool's put) and to another host's frame: the bytes that arrived are hashed there;
-- device slab to another sequence of this host, on one GPU or between two: with `verify_local` the copy is hashed too, by way of
-  pinned staging; without, generations guard it, and the checksums that were told fold to the block's.
+- device slab to a sequence of this host, on one GPU or between two: with `verify_local` the source's bytes are hashed as well,
+  by way of pinned staging; without, generations guard it, and the checksums that were told fold to the block's.
 So a lost, torn or foreign block is a miss on each of them, and never a wrong answer.
 
 Streams. Each thread copies on a stream of its own that waits for no other; the engine computes on the default stream. They
 agree through the host alone: an engine has waited for its stream before it says that KV is stored, and a copy is announced
 after `settle`. So neither side ever reads what the other still writes, without a single event.
-
-Sketch, all of it estimates: a part of 262 kB (8 heads of 128, 32 tokens) takes 10 us over PCIe 4 at 25 GB/s, if its host memory
-is pinned, about three times that if it is not; its hash takes 13 us and runs beside a load's DMA. Sealing a part costs the
-writer 20 to 30 us, some 5 % of what a 7B model computes for it, and the GPU is idle meanwhile: sealing a whole layer's parts
-with one wait is the first thing to try on a GPU.
 """
 
 import ctypes
+import functools
+import math
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ import structlog
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.backend import array_namespace
-from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.kv_cache import KEY_TILE, Part, SequenceKV
 from mooncake_zmq.kv.checksum import part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer.shared_memory import HOST, UUID_BYTES, Segment, SharedMemoryError
@@ -46,6 +47,17 @@ STAGING_BYTES = 4 << 20
 """Pinned memory of each thread that copies: what is larger waits for the stream in between. A part must fit in, so the largest
 part is the least size."""
 
+PARTS_AT_ONCE = 256
+"""Of one launch: some 30 MiB of a 1B model's, which take half a millisecond over PCIe 5, a launch's time forty times over."""
+THREADS, PIECE_ELEMENTS = 256, 2048
+"""A block of threads copies so many elements of a part's half."""
+REGISTERED_AS_IS = 91
+"""CUDA's number of the attribute that a kernel may use the host's address of registered memory."""
+SOURCE = Path(__file__).with_name("parts.cu")
+PART_FIELDS = 5
+PartRow = tuple[int, int, int, int, int]
+"""A row of parts.cu's `parts`."""
+
 ALLOCATION_BYTES = 2 << 20
 """What is shared is whole pages of the GPU's, lest a neighbour sees what else lies in its last one."""
 HANDLE_BYTES = 64
@@ -53,11 +65,14 @@ HANDLE_BYTES = 64
 
 @dataclass(slots=True)
 class _Lane:
-    """What one thread copies with. The first `used` bytes of `staging` are in use until its stream is synchronized."""
+    """What one thread copies with. The first `used` bytes of `staging` and `rows` of `table`, both pinned, are in use until its
+    stream is synchronized."""
 
     stream: Any
     staging: NDArray[np.uint8]
+    table: NDArray[np.int64]
     used: int = 0
+    rows: int = 0
 
 
 class Cuda:
@@ -76,7 +91,11 @@ class Cuda:
         """Address ranges of pinned host memory; replaced as a whole, so that readers need no lock."""
         self._allocated: list[int] = []
         self._uuids = [self._uuid(device) for device in range(self._runtime.getDeviceCount())]
-        self.uuid = self._uuids[self._runtime.getDevice()]
+        device = self._runtime.getDevice()
+        self.uuid = self._uuids[device]
+        self.block_tokens = layout.block_tokens
+        self._kernels = _Kernels(cupy, layout)
+        self._reads_registered = bool(self._runtime.deviceGetAttribute(REGISTERED_AS_IS, device))
 
     @classmethod
     def open(cls, layout: BlockLayout) -> Self:
@@ -101,49 +120,122 @@ class Cuda:
         """Return once all that this thread asked for is done."""
         lane = self._lane()
         lane.stream.synchronize()
-        lane.used = 0
+        lane.used = lane.rows = 0
 
-    def to_device(self, host: NDArray[Any]) -> Any:
-        """A device array with what `host` holds; both are to stay as they are until `settle`."""
-        lane = self._lane()
-        with lane.stream:
-            device = self.xp.empty(host.shape, dtype=host.dtype)
-        at = device.data.ptr
-        for run in _runs(host):
-            source = run
-            if not self.is_pinned(run):
-                source = self._stage(lane, run.nbytes)
-                source[:] = _bytes(run)
-            self._copy(at, source.ctypes.data, run.nbytes, self._runtime.memcpyHostToDevice)
-            at += run.nbytes
-        return device
+    def write_parts(self, keys: Any, values: Any, parts: Sequence[Part]) -> None:
+        """Parts in host memory, which are to stay as they are until `settle`, or in GPU memory, into a sequence."""
+        rows: list[PartRow] = []
+        for layer, start, tokens, part in parts:
+            halves = self._halves_within_reach(part)
+            if halves is None:
+                size_bytes = part[:, :tokens].nbytes
+                if not self._has_room(size_bytes):
+                    self._launch(self._kernels.scatter, keys, values, rows)  # before the wait for what it reads
+                    rows = []
+                staged = self._staged(part[:, :tokens])
+                halves = _halves(staged)
+            rows.append((*halves, layer, start, tokens))
+        self._launch(self._kernels.scatter, keys, values, rows)
+
+    def read_parts(self, keys: Any, values: Any, parts: Sequence[Part], room_tokens: int) -> None:
+        """Tokens of a sequence into parts of `room_tokens`, the rest of which becomes zero. In host memory they are there on
+        return, in GPU memory in their order on the stream."""
+        rows: list[PartRow] = []
+        staged: list[tuple[NDArray[Any], NDArray[Any]]] = []
+
+        def flush() -> None:
+            self._launch(self._kernels.gather, keys, values, rows, room_tokens)
+            if any(not isinstance(part, DevicePart) for _, _, _, part in parts):
+                self.settle()
+            for out, arrived in staged:
+                out[...] = arrived
+            rows.clear()
+            staged.clear()
+
+        for layer, start, tokens, part in parts:
+            halves = self._halves_within_reach(part)
+            if halves is None:
+                if not self._has_room(part.nbytes):
+                    flush()
+                staged.append((part, self._room_like(part)))
+                halves = _halves(staged[-1][1])
+            rows.append((*halves, layer, start, tokens))
+        flush()
+
+    def to_device(self, address: int, host: NDArray[Any]) -> None:
+        """Copy contiguous host memory, which is to stay as it is until `settle`."""
+        for first, piece in self._pieces(host):
+            source = piece if self.is_pinned(piece) else self._staged(piece)
+            self._copy(address + first, source.ctypes.data, piece.nbytes, self._runtime.memcpyHostToDevice)
 
     def to_host(self, address: int, out: NDArray[Any]) -> None:
-        """Copy device memory into `out`: it is there on return."""
+        """Copy device memory into contiguous `out`: it is there on return."""
+        for first, piece in self._pieces(out):
+            is_direct = self.is_pinned(piece)
+            arrived = piece if is_direct else self._room_like(piece)
+            self._copy(arrived.ctypes.data, address + first, piece.nbytes, self._runtime.memcpyDeviceToHost)
+            if not is_direct:
+                self.settle()
+                piece[:] = arrived
+        self.settle()
+
+    def checksums(self, addresses: Sequence[int], size_bytes: int) -> list[int]:
+        """Of parts of device memory, by way of the host's."""
+        checksums: list[int] = []
+        at_once = self._staging_bytes // size_bytes
+        for first in range(0, len(addresses), at_once):
+            self.settle()
+            copies = [self._fetched(address, size_bytes) for address in addresses[first : first + at_once]]
+            self.settle()
+            checksums += [part_checksum(copy.data) for copy in copies]
+        return checksums
+
+    def _fetched(self, address: int, size_bytes: int) -> NDArray[np.uint8]:
+        """Device memory in staging, where it will be once the stream has ended."""
+        room = self._stage(self._lane(), size_bytes)
+        self._copy(room.ctypes.data, address, size_bytes, self._runtime.memcpyDeviceToHost)
+        return room
+
+    def _launch(self, kernel: Any, keys: Any, values: Any, rows: Sequence[PartRow], *more: int) -> None:
+        if not rows:
+            return
         lane = self._lane()
-        for run in _runs(out):
-            if self.is_pinned(run):
-                self._copy(run.ctypes.data, address, run.nbytes, self._runtime.memcpyDeviceToHost)
-            else:
-                for first in range(0, run.nbytes, self._staging_bytes):
-                    piece = _bytes(run)[first : first + self._staging_bytes]
-                    staged = self._stage(lane, piece.nbytes)
-                    self._copy(staged.ctypes.data, address + first, piece.nbytes, self._runtime.memcpyDeviceToHost)
-                    self.settle()
-                    piece[:] = staged
-            address += run.nbytes
-        self.settle()
+        if lane.rows + len(rows) > len(lane.table):
+            self.settle()
+        table = lane.table[lane.rows : lane.rows + len(rows)]
+        table[...] = rows
+        lane.rows += len(rows)
+        sizes = map(np.int64, (keys.shape[2], values.shape[2], *more))
+        with lane.stream:
+            kernel((self._kernels.pieces, len(rows)), (THREADS,), (np.int64(table.ctypes.data), keys, values, *sizes))
 
-    def within(self, target: int, source: int, size_bytes: int) -> None:
-        """From GPU memory to GPU memory, a neighbour's GPU included."""
-        self._copy(target, source, size_bytes, self._runtime.memcpyDefault)
+    def _pieces(self, host: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """Its bytes: all of them if they are pinned, else as staging takes them."""
+        whole: NDArray[np.uint8] = host.reshape(-1).view(np.uint8)
+        step = whole.nbytes if self.is_pinned(whole) else self._staging_bytes
+        return ((first, whole[first : first + step]) for first in range(0, whole.nbytes, step))
 
-    def checksum(self, address: int, size_bytes: int) -> int:
-        """Of at most a part of device memory, by way of the host's."""
-        staged = self._stage(self._lane(), size_bytes)
-        self._copy(staged.ctypes.data, address, size_bytes, self._runtime.memcpyDeviceToHost)
-        self.settle()
-        return part_checksum(staged.data)
+    def _halves_within_reach(self, part: "NDArray[Any] | DevicePart") -> tuple[int, int] | None:
+        """Where a part's keys and values begin, if a kernel can use these addresses."""
+        if isinstance(part, DevicePart):
+            return part.halves
+        keys, values = _halves(part)
+        stop = values + part.shape[1] * part.strides[1]
+        return (keys, values) if self._reads_registered and self._is_pinned(keys, stop) else None
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """In staging memory, without waiting."""
+        lane = self._lane()
+        return lane.used + size_bytes <= len(lane.staging)
+
+    def _staged(self, host: NDArray[Any]) -> NDArray[Any]:
+        staged = self._room_like(host)
+        staged[...] = host
+        return staged
+
+    def _room_like(self, host: NDArray[Any]) -> NDArray[Any]:
+        room: NDArray[Any] = self._stage(self._lane(), host.nbytes).view(host.dtype).reshape(host.shape)
+        return room
 
     def _copy(self, target: int, source: int, size_bytes: int, kind: int) -> None:
         self._runtime.memcpyAsync(target, source, size_bytes, kind, self._lane().stream.ptr)
@@ -161,7 +253,9 @@ class Cuda:
     def _lane(self) -> _Lane:
         lane: _Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
-            lane = self._lanes.lane = _Lane(self.xp.cuda.Stream(non_blocking=True), self.pinned(self._staging_bytes))
+            rows = 4 * PARTS_AT_ONCE
+            table = self.pinned(8 * rows * PART_FIELDS).view(np.int64).reshape(rows, PART_FIELDS)
+            lane = self._lanes.lane = _Lane(self.xp.cuda.Stream(non_blocking=True), self.pinned(self._staging_bytes), table)
         return lane
 
     # --- host memory
@@ -193,8 +287,15 @@ class Cuda:
 
     def is_pinned(self, memory: NDArray[Any]) -> bool:
         """Whether contiguous host memory is pinned as a whole."""
-        start, stop = memory.ctypes.data, memory.ctypes.data + memory.nbytes
-        return any(first <= start and stop <= last for first, last in self._pinned)
+        start = memory.ctypes.data
+        return self._is_pinned(start, start + memory.nbytes)
+
+    def _is_pinned(self, start: int, stop: int) -> bool:
+        # Asked for every part, and twice as fast as a generator.
+        for first, last in self._pinned:  # noqa: SIM110
+            if first <= start and stop <= last:
+                return True
+        return False
 
     def _unpin(self, address: int, size_bytes: int) -> None:
         with self._lock:
@@ -258,6 +359,8 @@ class DeviceSegment(Segment):
     The owner's memory goes with its process, not before: a neighbour may have it open, and keeps it then until it closes.
     """
 
+    layers_at_once = 1 << 16
+
     _cuda: Cuda
     _address: int
     handle: bytes
@@ -300,39 +403,23 @@ class DeviceSegment(Segment):
         """Give an owner's memory back before its process ends, where no neighbour has it open."""
         self._cuda.free(self._address)
 
-    def part_view(self, slot: int, layer: int) -> Any:
-        """A copy of the part in this process's own GPU memory, on the calling thread's stream."""
-        return self._taken(self._part_at(slot, layer))
-
-    def copy_part(self, slot: int, layer: int, out: NDArray[Any]) -> None:
-        self._cuda.to_host(self._part_at(slot, layer), out)
+    def part_view(self, slot: int, layer: int) -> "DevicePart":
+        return DevicePart(self._part_at(slot, layer), self.layout.part_bytes)
 
     def copy_layers(self, slot: int, first_layer: int, stop_layer: int, out: NDArray[np.uint8]) -> None:
-        """Copy a range of layers' parts, which are contiguous, into host memory."""
         assert out.nbytes == (stop_layer - first_layer) * self.layout.part_bytes
         self._cuda.to_host(self._part_at(slot, first_layer), out)
 
-    def checksum(self, part: Any) -> int:
-        return self._cuda.checksum(part.data.ptr, part.nbytes)
+    def checksums(self, parts: Sequence[tuple[int, int]]) -> list[int]:
+        return self._cuda.checksums([self._part_at(slot, layer) for slot, layer in parts], self.layout.part_bytes)
 
-    def part_room(self, slot: int, layer: int) -> Any:
-        with self._cuda.stream():
-            return self._cuda.xp.empty(self.layout.part_shape, dtype=self.layout.dtype)
-
-    def seal_part(self, slot: int, layer: int, part: Any, tokens: int) -> int:
-        """As in host memory; what is hashed is read back from the slot."""
-        address = self._part_at(slot, layer)
-        with self._cuda.stream():
-            part[:, tokens:] = 0
-        self._cuda.within(address, part.data.ptr, self.layout.part_bytes)
-        checksum = self._cuda.checksum(address, self.layout.part_bytes)
-        self.parts(slot)[layer] = checksum
-        return checksum
+    def seal_parts(self, parts: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Of what a sequence's `read_parts` left: its rest is zero. What is hashed is read back from the slots."""
+        return self._sealed(parts)
 
     def write_part(self, slot: int, layer: int, part: NDArray[Any]) -> int:
-        room = self._cuda.to_device(part)
-        self._cuda.settle()
-        return self.seal_part(slot, layer, room, self.layout.block_tokens)
+        self._cuda.to_device(self._part_at(slot, layer), np.ascontiguousarray(part))
+        return self._sealed([(slot, layer, self.layout.block_tokens)])[0]
 
     def layers_view(self, slot: int, first_layer: int, stop_layer: int) -> memoryview:
         raise AssertionError("slots in GPU memory have no view in host memory: see copy_layers")
@@ -341,15 +428,22 @@ class DeviceSegment(Segment):
         """Pinned memory for `copy_layers`, for as long as the process uses its GPU."""
         return self._cuda.pinned(size_bytes)
 
-    def _taken(self, address: int) -> Any:
-        with self._cuda.stream():
-            part = self._cuda.xp.empty(self.layout.part_shape, dtype=self.layout.dtype)
-        self._cuda.within(part.data.ptr, address, self.layout.part_bytes)
-        return part
-
     def _part_at(self, slot: int, layer: int) -> int:
         assert slot < self.slots
         return self._address + slot * self.layout.slot_bytes + layer * self.layout.part_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePart:
+    """A part in a slot of GPU memory, the own or a neighbour's."""
+
+    address: int
+    size_bytes: int
+
+    @property
+    def halves(self) -> tuple[int, int]:
+        """Where its keys and its values begin."""
+        return self.address, self.address + self.size_bytes // 2
 
 
 class DeviceSequence(SequenceKV):
@@ -357,36 +451,51 @@ class DeviceSequence(SequenceKV):
 
     __slots__ = ("_cuda",)
 
+    parts_at_once = PARTS_AT_ONCE
+
     def __init__(self, cuda: Cuda, *, layers: int, kv_heads: int, head_dim: int, capacity_tokens: int) -> None:
         self._cuda = cuda
         with cuda.stream():  # a sequence is opened by the thread of the event loop, which is not to wait for the engine
             super().__init__(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity_tokens=capacity_tokens, xp=cuda.xp)
 
-    def write_part(self, layer: int, start: int, part: Any) -> None:
-        part = self._cuda.to_device(part) if isinstance(part, np.ndarray) else part
-        with self._cuda.stream():
-            super().write_part(layer, start, part)
+    def write_parts(self, parts: Sequence[Part]) -> None:
+        self._cuda.write_parts(self.keys, self.values, parts)
+
+    def read_parts(self, parts: Sequence[Part]) -> None:
+        """Those in GPU memory are there in their order on the stream; the rests of all are zero."""
+        self._cuda.read_parts(self.keys, self.values, parts, self._cuda.block_tokens)
+
+    def write_part(self, layer: int, start: int, part: NDArray[Any]) -> None:
+        self._check_range(start, start + part.shape[1])
+        self.write_parts([(layer, start, part.shape[1], part)])
+
+    def read_part(self, layer: int, start: int, stop: int, out: NDArray[Any]) -> None:
+        self._check_range(start, stop)
+        self._cuda.read_parts(self.keys, self.values, [(layer, start, stop - start, out)], stop - start)
 
     def settle(self) -> None:
         self._cuda.settle()
 
-    def read_part(self, layer: int, start: int, stop: int, out: Any) -> None:
-        """Into host memory it is there on return; into GPU memory, in its order on the stream."""
-        with self._cuda.stream():
-            if not isinstance(out, np.ndarray):
-                super().read_part(layer, start, stop, out)
-                return
-            dense = self._cuda.xp.empty(out.shape, dtype=out.dtype)
-            super().read_part(layer, start, stop, dense)
-        self._cuda.to_host(dense.data.ptr, out)
+
+def _halves(part: NDArray[Any]) -> tuple[int, int]:
+    """Addresses of a part's keys and values, each contiguous: without making an array of each, which takes the host longer than
+    the GPU takes for the bytes."""
+    assert part.strides[1:] == _dense(part.shape[1:], part.itemsize)
+    keys: int = part.__array_interface__["data"][0]
+    return keys, keys + part.strides[0]
 
 
-def _runs(part: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """Contiguous pieces of a part: it, or, of a partial block's, keys and values."""
-    runs = (part,) if part.flags.c_contiguous else tuple(part)
-    assert all(run.flags.c_contiguous for run in runs)
-    return runs
+@functools.cache
+def _dense(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Strides of a contiguous array."""
+    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def _bytes(run: NDArray[Any]) -> NDArray[np.uint8]:
-    return run.reshape(-1).view(np.uint8)
+class _Kernels:
+    """parts.cu's functions, compiled for a layout."""
+
+    def __init__(self, xp: Any, layout: BlockLayout) -> None:
+        sizes = {"HEADS": layout.kv_heads, "DIM": layout.head_dim, "KEY_TILE": KEY_TILE}
+        module = xp.RawModule(code=SOURCE.read_text(), options=tuple(f"-D{name}={size}" for name, size in sizes.items()))
+        self.scatter, self.gather = module.get_function("scatter"), module.get_function("gather")
+        self.pieces = -(-layout.part_bytes // (2 * layout.itemsize) // PIECE_ELEMENTS)

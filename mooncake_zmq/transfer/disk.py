@@ -52,6 +52,7 @@ from mooncake_zmq.transfer.disk_directory import (
     take,
 )
 from mooncake_zmq.transfer.disk_index import VERSION, DiskIndex, IndexFault, IndexUnusable, set_aside
+from mooncake_zmq.transfer.own_files import open_own
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
 MAGIC = b"MOONDISK"
@@ -284,8 +285,8 @@ class _SegmentFiles:
         with self._lock:
             fd = self._open.get(segment)
             if fd is None:
-                flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0) | (os.O_CREAT if create else 0)
-                fd = self._open[segment] = os.open(_segment_path(self._directory, segment), flags, 0o600)
+                flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0) | (os.O_CREAT if create else 0)
+                fd = self._open[segment] = open_own(_segment_path(self._directory, segment), flags)
                 if create:
                     sync_directory(self._directory)
             return fd

@@ -12,6 +12,7 @@ import structlog
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.transfer.disk_index import IndexFault
+from mooncake_zmq.transfer.own_files import make_own_directory, open_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, holder
 
 LOG_INTERVAL_S = 1.0
@@ -38,6 +39,8 @@ class Outcomes:
         """`fault_event`: what the log calls a fault of this tier."""
         self.counts = dict.fromkeys((*names, "faults"), 0)
         self._fault_event = fault_event
+        self._faulty: set[str] = set()
+        """Operations of which the last one failed."""
         self._lock = threading.Lock()
 
     def count(self, name: str, by: int = 1) -> None:
@@ -51,8 +54,12 @@ class Outcomes:
             yield
         except (OSError, IndexFault) as error:
             self.count("faults")
+            self._faulty.add(operation)
             log.error(self._fault_event, operation=operation, error=str(error))
             raise DiskFault(f"{operation}: {error}") from error
+        if operation in self._faulty:
+            self._faulty.discard(operation)
+            log.info(f"{self._fault_event}_over", operation=operation)
 
 
 class Reporter:
@@ -72,9 +79,9 @@ class Reporter:
 
 
 def take(directory: Path) -> ProcessLock:
-    """Make the directory and lock it for this process. Raises DiskError."""
+    """Make the directory, ours alone, and lock it for this process. Raises DiskError."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_own_directory(directory)
     except OSError as error:
         raise DiskError(f"cannot use {directory}: {error.strerror}") from error
     try:
@@ -89,7 +96,7 @@ def allows_direct(directory: Path) -> bool:
     path = directory / "probe"
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         try:
             os.pwrite(fd, page, 0)
             os.preadv(fd, [page], 0)

@@ -22,6 +22,7 @@ from typing import Any
 
 from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv.block_hash import KEY_BYTES
+from mooncake_zmq.transfer.own_files import open_own
 
 VERSION = 2
 """Of the rows, and of the slots' headers."""
@@ -127,7 +128,7 @@ def _stored_shape(db: sqlite3.Connection, path: Path, fingerprint: str, segment_
 def opened(path: Path) -> Iterator[sqlite3.Connection]:
     """The database at a path, empty if there was none; it stays open unless the block raises. Raises `IndexUnusable`,
     `IndexFault` or OSError."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's own choice lets others read it
+    os.close(open_own(path, os.O_RDWR | os.O_CREAT))  # SQLite's own choice lets others read it
     db = sqlite3.connect(path, check_same_thread=False)
     try:
         with damage_told(path):

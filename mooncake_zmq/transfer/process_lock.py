@@ -5,6 +5,8 @@ import os
 import time
 from pathlib import Path
 
+from mooncake_zmq.transfer.own_files import open_own
+
 TRIES = 20
 TRY_INTERVAL_S = 0.01
 """A probe holds the lock for microseconds; only a live process holds it for longer than TRIES * TRY_INTERVAL_S."""
@@ -31,10 +33,9 @@ class ProcessLock:
         """Begin a new life: its incarnation is greater than that of every life before it, even if the clock went back."""
         path = _path(runtime_dir, node)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            fd = open_own(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise ProcessLockError(f"cannot use {path}: {error.strerror}; set another cluster.runtime_dir") from error
+            raise ProcessLockError(f"cannot use {path}: {error.strerror}; remove it, or name another directory") from error
         try:
             if not _try_exclusive(fd):
                 pid, _ = _stored(fd)
@@ -58,11 +59,14 @@ class ProcessLock:
 
 
 def is_alive(runtime_dir: str | Path, node: str, incarnation: int) -> bool:
-    """Does the life `incarnation` of `node` still hold its lock? When a new life is just starting, errs towards True."""
+    """Does the life `incarnation` of `node` still hold its lock? Errs towards True: when a new life is just starting, or when
+    it cannot be seen. What is no name for a node has no life."""
     try:
-        fd = os.open(_path(runtime_dir, node), os.O_RDONLY)
-    except FileNotFoundError:
+        fd = open_own(_path(runtime_dir, node), os.O_RDONLY)
+    except (FileNotFoundError, ProcessLockError):
         return False
+    except OSError:
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -77,8 +81,8 @@ def is_alive(runtime_dir: str | Path, node: str, incarnation: int) -> bool:
 def holder(runtime_dir: str | Path, node: str) -> int | None:
     """The pid of the process that holds the lock of `node`, 0 while it is just taking it; None when nobody does."""
     try:
-        fd = os.open(_path(runtime_dir, node), os.O_RDONLY)
-    except FileNotFoundError:
+        fd = open_own(_path(runtime_dir, node), os.O_RDONLY)
+    except OSError:  # there is none, or it is another user's: its number is nobody we may signal
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -111,6 +115,6 @@ def _stored(fd: int) -> tuple[int, int]:
     """(pid, incarnation) in the file; zeros when it is new or damaged."""
     try:
         pid, incarnation = os.pread(fd, 128, 0).split()
-        return int(pid), int(incarnation)
+        return max(0, int(pid)), int(incarnation)  # to signal a negative one would mean a whole group
     except ValueError:
         return 0, 0

@@ -16,8 +16,9 @@ import contextlib
 import fcntl
 import mmap
 import os
+import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.kv.checksum import part_checksum
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
+from mooncake_zmq.transfer.own_files import open_own, own_files
 
 MAGIC = b"MOONKV\r\n"
 VERSION = 2
@@ -70,6 +72,9 @@ class Segment:
     Safe to read from several threads. An attached segment needs no `close`: it is unmapped when nothing refers to it any
     more, so that a reader in another thread never sees its memory vanish.
     """
+
+    layers_at_once = 1
+    """Of `copy_layers`, at most: so each part is in the CPU's cache still when it is hashed."""
 
     def __init__(
         self,
@@ -114,13 +119,9 @@ class Segment:
         device: bytes = HOST,
     ) -> Self:
         """Make the file with all its memory, or fail with a reason. `setting`: what an operator lowers to need less."""
-        path = Path(directory) / _file_name(cluster, node, incarnation)
         offsets = _Offsets.of(layout, slots, device)
         _check_space(Path(directory), offsets.total, f"{slots} slots of {layout.slot_bytes} bytes for {node}; lower {setting}")
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise SharedMemoryError(f"cannot create {path}: {error.strerror}") from error
+        path, fd = _create_file(Path(directory), _file_name(cluster, node, incarnation))
         try:
             # Held as long as we live: a sweep from elsewhere, under whatever runtime directory, leaves the file alone.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,14 +147,14 @@ class Segment:
         """Map a neighbour's segment, after checking that it is that life's, of our layout, and where we look for its slots."""
         path = Path(path)
         try:
-            fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+            fd = open_own(path, os.O_RDWR if writable else os.O_RDONLY)
         except OSError as error:
             raise SharedMemoryError(f"cannot attach {path}: {error.strerror}") from error
         try:
             slots = _check_header(path, os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, layout, incarnation, device)
             mapping = _map(fd, _Offsets.of(layout, slots, device).total, writable=writable)
-        except OSError as error:
-            raise SharedMemoryError(f"cannot attach {path}: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # the latter: cut shorter meanwhile
+            raise SharedMemoryError(f"cannot attach {path}: {error}") from error
         finally:
             os.close(fd)
         return cls(mapping, path, layout, slots, incarnation, -1, device)
@@ -173,33 +174,34 @@ class Segment:
         return row
 
     def part_view(self, slot: int, layer: int) -> Any:
-        """One layer's part, of `layout.part_shape`; a view."""
+        """One layer's part, of `layout.part_shape`, where it stands: what a sequence's `write_parts` and `read_parts` take."""
         return self._parts[slot, layer]
 
-    def copy_part(self, slot: int, layer: int, out: NDArray[Any]) -> None:
-        """Copy one layer's part into host memory."""
-        out[...] = self._parts[slot, layer]
+    def copy_layers(self, slot: int, first_layer: int, stop_layer: int, out: NDArray[np.uint8]) -> None:
+        """Copy a range of layers' parts, which are contiguous, into host memory."""
+        part_bytes = self.layout.part_bytes
+        out[...] = self._bytes[slot, first_layer * part_bytes : stop_layer * part_bytes]
 
-    def checksum(self, part: Any) -> int:
-        """Of what `part_view` or `part_room` gave, as it is now."""
-        return part_checksum(part.data)
+    def checksums(self, parts: Sequence[tuple[int, int]]) -> list[int]:
+        """Of (slot, layer)s, as they are now."""
+        return [part_checksum(self._parts[slot, layer].data) for slot, layer in parts]
 
-    def part_room(self, slot: int, layer: int) -> Any:
-        """An array of `layout.part_shape` to write a part into and give to `seal_part`."""
-        return self.part_view(slot, layer)
-
-    def seal_part(self, slot: int, layer: int, part: Any, tokens: int) -> int:
-        """Make the first `tokens` of what was written into `part_room`, and zeros, the slot's part: its checksum."""
-        part[:, tokens:] = 0
-        checksum = self.checksum(part)
-        self._checksums[slot, layer] = checksum
-        return checksum
+    def seal_parts(self, parts: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Make the first `tokens` of what stands in each (slot, layer, tokens), and zeros, the slot's part: the checksums."""
+        for slot, layer, tokens in parts:
+            self._parts[slot, layer][:, tokens:] = 0
+        return self._sealed(parts)
 
     def write_part(self, slot: int, layer: int, part: NDArray[Any]) -> int:
         """Copy one layer's part from host memory: its checksum."""
-        room = self.part_room(slot, layer)
-        room[...] = part
-        return self.seal_part(slot, layer, room, self.layout.block_tokens)
+        self._parts[slot, layer] = part
+        return self._sealed([(slot, layer, self.layout.block_tokens)])[0]
+
+    def _sealed(self, parts: Sequence[tuple[int, int, int]]) -> list[int]:
+        checksums = self.checksums([(slot, layer) for slot, layer, _ in parts])
+        for (slot, layer, _), checksum in zip(parts, checksums, strict=True):
+            self._checksums[slot, layer] = checksum
+        return checksums
 
     def slots_memory(self) -> NDArray[np.uint8]:
         """All slots' bytes; a view."""
@@ -225,16 +227,30 @@ class Segment:
 
 
 def sweep(directory: str | Path, cluster: str, is_alive: Callable[[str, int], bool]) -> list[Path]:
-    """Remove this cluster's segments whose life is over: `is_alive(node, incarnation)` is false and nobody owns the file."""
+    """Remove this cluster's segments whose life is over: `is_alive(node, incarnation)` is false and nobody owns the file. What
+    other users put beside them is left alone."""
     removed = []
-    for path in sorted(Path(directory).glob(f"{FILE_PREFIX}=*")):
+    for path in sorted(own_files(directory, f"{FILE_PREFIX}=")):
         named = _parse_name(path.name)
         if named is None or named[0] != cluster or is_alive(named[1], named[2]):
             continue
         if not _owned(path):
-            path.unlink(missing_ok=True)
-            removed.append(path)
+            with contextlib.suppress(OSError):  # another sweep was first, or nothing can be removed there
+                path.unlink()
+                removed.append(path)
     return removed
+
+
+def _create_file(directory: Path, name: str) -> tuple[Path, int]:
+    """A new file for us alone; where somebody has taken the name, under one that nobody can foresee."""
+    for path in (directory / name, directory / f"{name}={secrets.token_hex(8)}"):
+        try:
+            return path, open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileExistsError as error:
+            taken = error
+        except OSError as error:
+            raise SharedMemoryError(f"cannot create {path}: {error.strerror}") from error
+    raise SharedMemoryError(f"cannot create {path}: {taken.strerror}") from taken
 
 
 def _file_name(cluster: str, node: str, incarnation: int) -> str:
@@ -243,9 +259,9 @@ def _file_name(cluster: str, node: str, incarnation: int) -> str:
 
 
 def _parse_name(name: str) -> tuple[str, str, int] | None:
-    """(cluster, node, incarnation), or None for a file that is not ours."""
+    """(cluster, node, incarnation), or None for a file that is none of ours."""
     parts = name.split("=")
-    if len(parts) != 4 or not parts[3].isascii() or not parts[3].isdigit():
+    if len(parts) not in (4, 5) or not parts[3].isascii() or not parts[3].isdigit():
         return None
     return unquote(parts[1]), unquote(parts[2]), int(parts[3])
 
@@ -253,9 +269,9 @@ def _parse_name(name: str) -> tuple[str, str, int] | None:
 def _owned(path: Path) -> bool:
     """Does a living creator hold the file's lock?"""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = open_own(path, os.O_RDONLY)
     except OSError:
-        return True  # gone already, or another user's: not ours to remove
+        return True  # gone already, or out of descriptors: not now
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -801,6 +801,86 @@ def test_a_full_disk_is_read_but_not_written_any_more():
     assert len(pool.one(BlocksLeased, "p0").slots) == 1
 
 
+def degraded(pool):
+    gauges = pool.actor.gauges(pool.now)
+    return [what for what in ("reads", "writes") if gauges[f"disk_degraded[what={what}]"]]
+
+
+def test_a_disk_that_was_full_is_written_again_once_there_is_room():
+    pool = disk_pool(recovered=(9,))
+    pool.store(1, 2)
+    pool.written(fail=(0, 1), fault="no space left")
+    assert degraded(pool) == ["writes"]
+    pool.store(3)
+    pool.lease(9)
+    pool.copied()
+    assert len(pool.one(BlocksLeased, "p0").slots) == 1, "it is read meanwhile"
+    pool.advance(1.5)
+    assert degraded(pool) == []
+    assert set(pool.written()) >= {1, 2}, "what was not written then is, and what came meanwhile"
+    while pool.works:
+        pool.written()
+    assert {1, 2, 3} <= pool.on_disk()
+    assert pool.actor.dump(pool.now)["disk"]["fault"] == ""
+    pool.advance(1000)
+    assert pool.actor.counts["disk_retries"] == 1
+
+
+def test_a_disk_that_stays_full_is_tried_less_and_less():
+    pool = disk_pool()
+    pool.store(1, 2)
+    tried = []
+    for _ in range(9):
+        pool.written(fail=(0, 1), fault="no space left")
+        assert degraded(pool) == ["writes"]
+        began = pool.now
+        while not pool.works:
+            pool.advance(0.5)
+        tried.append(pool.now - began)
+    assert tried == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_a_disk_that_worked_for_long_is_tried_again_soon():
+    pool = disk_pool()
+    pool.store(1, 2)
+    for _ in range(4):
+        pool.written(fail=(0, 1), fault="no space left")
+        pool.advance(60)
+    pool.written()
+    pool.advance(61)
+    pool.store(3, 4)
+    pool.written(fail=(0, 1), fault="no space left")
+    assert not pool.works
+    pool.advance(1)
+    assert pool.works
+
+
+def test_two_batches_that_fail_together_are_one_failure():
+    pool = disk_pool()
+    pool.store(*range(1, 9))
+    assert len(pool.batches()) == 2
+    pool.written(fail=(0, 1, 2), fault="no space left")
+    pool.written(fail=(0, 1, 2), fault="no space left")
+    assert pool.actor.counts["disk_faults[operation=write]"] == 1
+    pool.advance(1)
+    assert pool.works
+
+
+def test_a_disk_that_failed_is_used_again_from_empty():
+    pool = disk_pool(recovered=(9, 10))
+    pool.store(1)
+    pool.written()
+    pool.lease(9)
+    pool.copied(fail=(0,), fault="input/output error")
+    assert degraded(pool) == ["reads", "writes"]
+    assert pool.on_disk() == set()
+    pool.advance(1)
+    assert degraded(pool) == []
+    assert pool.written() == (1,)
+    assert pool.on_disk() == {1}
+    assert pool.index["k"] == {keys(1)[0]: Medium.CPU}
+
+
 def test_a_failing_disk_is_left_alone_and_the_node_goes_on():
     pool = disk_pool(recovered=(9, 10))
     pool.lease(9)

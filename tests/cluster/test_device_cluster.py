@@ -1,4 +1,7 @@
-"""A cluster whose prefill and one decode compute on a stand-in's GPU gives the same tokens as the bare engine on the CPU."""
+"""A cluster whose prefill and one decode compute on a GPU gives the same tokens as the bare engine on the CPU.
+
+The GPU is a stand-in's, shared by the processes; with REQUIRE_GPU=1 it is the machine's own.
+"""
 
 import json
 import os
@@ -80,9 +83,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cluster(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceCluster]:
-    stand_in = str(Path(__file__).parent / "stand_in_gpu")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([stand_in, os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("STAND_IN_GPU", str(tmp_path))
+    if os.environ.get("REQUIRE_GPU") != "1":
+        stand_in = str(Path(__file__).parent / "stand_in_gpu")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([stand_in, os.environ.get("PYTHONPATH", "")]))
+        monkeypatch.setenv("STAND_IN_GPU", str(tmp_path))
     ports = {"prefill_port": free_port(), "decode_port": free_port()}
     config = tmp_path / "device.toml"
     config.write_text(CONFIG.format(model=MODEL, cache=cache, **ports))

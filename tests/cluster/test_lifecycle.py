@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from toy_cluster import NODES, ROOT, ToyCluster, eventually
+from toy_cluster import NODES, ROOT, ToyCluster, eventually, expected_tokens
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(120)]
 
@@ -165,6 +165,29 @@ def test_a_drain_lets_running_requests_finish(directory: Path) -> None:
             assert len(stream.read()) == 2000
             assert stream.done
         assert cluster.process.wait(20) == 0
+        assert cluster.leftovers() == []
+    finally:
+        if cluster.process and cluster.process.poll() is None:
+            cluster.process.kill()
+
+
+def test_a_decode_whose_drain_ran_out_of_time_hands_its_requests_over(directory: Path) -> None:
+    """And is not found out by its silence."""
+    cluster = ToyCluster(directory, settings=("cluster.drain_timeout_s=0.05",))
+    prompt, tokens = [1, 2, 3], 3000
+    try:
+        cluster.start()
+        with cluster.stream(prompt=prompt, max_tokens=tokens) as stream:
+            stream.read(50)
+            running = {name: dump["gauges"].get("requests_running") for name, dump in cluster.dumps().items()}
+            (serving,) = [name for name in ("decode-a", "decode-b") if running[name]]
+            cluster.signal(serving, signal.SIGTERM)
+            assert stream.read() == expected_tokens(prompt, tokens)
+            assert (stream.errors, stream.done, stream.served["attempts"]) == ([], True, 2)
+        counts = cluster.dumps()["gateway-0"]["counts"]
+        assert counts["attempts_failed[by=decode]"] == 1
+        assert "attempts_lost[state=decoding]" not in counts
+        cluster.stop()
         assert cluster.leftovers() == []
     finally:
         if cluster.process and cluster.process.poll() is None:

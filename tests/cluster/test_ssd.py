@@ -1,5 +1,7 @@
-"""The SSD tier through real processes: what a killed cache-node had written is served again, and a changed byte is a miss."""
+"""The SSD tier through real processes: what a killed cache-node had written is served again, a changed byte is a miss, and a
+disk that was full is written once there is room."""
 
+import resource
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -82,3 +84,24 @@ def test_a_changed_byte_on_disk_is_a_miss_and_the_answer_is_right(cluster: ToyCl
     again = ask(cluster)
     assert again["cached_own"] + again["cached_local"] + again["cached_remote"] == 0
     assert cluster.dumps()[node]["counts"]["corrupt_blocks[tier=disk]"] >= 1
+
+
+def let_files_grow_to(cluster: ToyCluster, size: int | None) -> None:
+    """What a cache-node sees of a full disk; None: of one with room."""
+    for node in ("cache-a", "cache-b"):
+        pid = cluster.pid(node)
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
+
+
+def test_a_disk_that_was_full_is_written_again_without_a_restart(cluster: ToyCluster) -> None:
+    pids = [cluster.pid(node) for node in ("cache-a", "cache-b")]
+    let_files_grow_to(cluster, 1 << 20)  # logs and the index have room, segments have not
+    node = ask(cluster)["prefill"].replace("prefill", "cache")
+    eventually(lambda: cluster.dumps()[node]["counts"].get("disk_faults[operation=write]", 0) >= 2, 20, "it was tried again")
+    assert cluster.dumps()[node]["gauges"]["cached_disk_blocks"] == 0
+    ask(cluster)
+    let_files_grow_to(cluster, None)
+    eventually(lambda: cluster.dumps()[node]["gauges"]["cached_disk_blocks"] >= REUSABLE // 32, 30, "all is on disk")
+    until_none(cluster.busy_gauges, 20)
+    assert [cluster.pid(node) for node in ("cache-a", "cache-b")] == pids

@@ -260,6 +260,27 @@ def test_a_draining_decode_denies_new_requests_and_finishes_the_old(node):
     assert node.drained
 
 
+def test_a_drain_that_ran_out_of_time_hands_everything_over_at_once(node):
+    node.run("r0")
+    node.run("r1")
+    node.reserve("r2")
+    node.blocks("r2")
+    node.reserve("r3")
+    node.drain()
+    node.sent.clear()
+    node.run_out_of_drain()
+    failed = {message.request_id: message for message in node.take(AttemptFailed, "g")}
+    assert sorted(failed) == ["r0", "r1", "r2", "r3"]
+    assert all(message.full and not message.avoid for message in failed.values()), "nothing broke"
+    assert sorted(message.request_id for message in node.take(HandoffFailed, "p0")) == ["r2", "r3"]
+    node.settle()
+    assert node.drained, "nothing is left but what was in flight"
+    assert node.take(TokensDecoded) == [], "what a step still made belongs to nobody"
+    assert node.busy() == {}
+    node.reserve("r4")
+    assert node.one(DecodeDenied).full
+
+
 # --- handoff
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from cuda_stand_in import FakeCupy, Gpu
 
-from mooncake_zmq.engine import attention, llama, panels
+from mooncake_zmq.engine import attention, device, llama, panels
+from mooncake_zmq.engine.device import DeviceLlama
 from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.spec import FAMILIES
@@ -44,9 +45,10 @@ def engines(family, cuda, monkeypatch):
     """The same model on the CPU and on the device."""
     spec, tensors = family
     on_cpu = Llama(spec, tensors)
-    monkeypatch.setattr(llama, "array_namespace", lambda device: cuda.xp if device == "cuda" else np)
+    for module in (device, llama):
+        monkeypatch.setattr(module, "array_namespace", lambda device: cuda.xp if device == "cuda" else np)
     shape_of = lambda **shape: DeviceSequence(cuda, **shape)  # noqa: E731
-    return on_cpu, Llama(spec, tensors, device="cuda", sequences=shape_of)
+    return on_cpu, DeviceLlama(spec, tensors, sequences=shape_of)
 
 
 def test_prefill_and_decode_give_numpys_logits(engines, cuda):
@@ -85,6 +87,39 @@ def test_a_chunk_takes_as_many_launches_however_long_it_and_its_prefix_are(engin
     assert len(set(launches[1::2])) == 1
 
 
+def test_a_step_takes_as_many_launches_however_many_sequences_it_has(engines, cuda):
+    _, engine = engines
+    sequences = [engine.new_sequence(100) for _ in range(9)]
+    for length, sequence in enumerate(sequences, 1):
+        engine.prefill(sequence, TOKENS[:length], logits_at=None)
+    engine.decode(sequences, TOKENS[:9])  # makes its scratch and activations
+    launches = []
+    for count in (1, 4, 9):
+        before = cuda.xp.launches
+        engine.decode(sequences[:count], TOKENS[:count])
+        launches.append(cuda.xp.launches - before)
+    assert len(set(launches)) == 1
+
+
+def test_a_step_of_short_and_long_sequences_is_numpys(engines):
+    """Whose splits are many, one and none."""
+    logits = []
+    for engine in engines:
+        sequences = [engine.new_sequence(700) for _ in range(4)]
+        for sequence, length in zip(sequences, (600, 1, 63, 64), strict=True):
+            for start in range(0, length, 300):
+                engine.prefill(sequence, TOKENS[: min(300, length - start)], logits_at=None)
+        logits.append(np.concatenate([engine.decode(sequences, TOKENS[at : at + 4]) for at in range(3)]))
+    np.testing.assert_allclose(logits[1], logits[0], atol=2e-4)
+
+
+def test_heads_too_wide_for_the_kernels_are_told(family, monkeypatch):
+    spec, tensors = family
+    monkeypatch.setattr(device, "array_namespace", lambda _device: FakeCupy(Gpu()))
+    with pytest.raises(ValueError, match="at most 256 dimensions"):
+        DeviceLlama(replace(spec, head_dim=288), tensors)
+
+
 def test_weights_leave_no_pinned_memory_behind(engines, cuda):
     assert cuda.xp.staging_bytes == 0
 
@@ -96,7 +131,7 @@ def test_a_step_that_fails_has_ended_on_the_device(engines, cuda, step):
     sequence = engine.new_sequence(100)
     engine.prefill(sequence, TOKENS[:10])
     engine._layers[-1].down = None
-    with pytest.raises(TypeError):
+    with pytest.raises(AttributeError):
         engine.prefill(sequence, TOKENS[:10]) if step == "prefill" else engine.decode([sequence], TOKENS[:1])
     assert not cuda.xp.runtime.default_stream_is_busy
 

@@ -1,13 +1,11 @@
 """What only a GPU can show. Run them with `pytest tests/gpu -s`; without CuPy and a GPU they are skipped, and the reason told;
-with REQUIRE_GPU=1 they fail.
-
-Written without a GPU, run against the stand-in alone (`STAND_IN_GPU=DIRECTORY PYTHONPATH=tests/cluster/stand_in_gpu`), not yet
-on one.
+with REQUIRE_GPU=1 they fail, and tests/cluster/test_device_cluster.py runs on the GPU too.
 """
 
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum  # noqa: F401
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.transfer.block_copy import copy_block, load_layers, store_block
+from mooncake_zmq.transfer.block_copy import copy_block, load_blocks, store_block
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.shared_memory import Segment
 
@@ -68,6 +66,10 @@ def slab(cuda, tmp_path):
     made.free()
 
 
+def load_one(segment, load, sequence, **options):
+    return load_blocks([(segment, load, range(4))], sequence, **options)[0]
+
+
 def parts_of(sequence, block):
     out = np.empty((4, *LAYOUT.part_shape), np.float32)
     for layer in range(4):
@@ -75,8 +77,13 @@ def parts_of(sequence, block):
     return out
 
 
-def test_logits_are_numpys(cuda, tmp_path):
-    path = prepare("dummy:tiny", tmp_path)
+GROUPED = '{"layers": 3, "hidden": 96, "heads": 12, "kv_heads": 2, "head_dim": 24, "ffn": 200, "tied": true}'
+QWEN3 = '{"family": "qwen3", "heads": 4, "kv_heads": 4, "head_dim": 128}'
+
+
+@pytest.mark.parametrize("shape", ["tiny", GROUPED, QWEN3])
+def test_logits_are_numpys(cuda, tmp_path, shape):
+    path = prepare(f"dummy:{shape}", tmp_path)
 
     def new_sequence(**shape):
         return DeviceSequence(cuda, **shape)
@@ -92,9 +99,28 @@ def test_logits_are_numpys(cuda, tmp_path):
     np.testing.assert_allclose(logits[1], logits[0], atol=1e-3)
 
 
-def test_a_block_goes_through_sequence_slab_and_pool_and_stays_what_it_was(cuda, slab, tmp_path):
-    (tmp_path / "pool").mkdir()
-    owner = Segment.create(tmp_path / "pool", "test", "c", LAYOUT, 2, 1)
+def test_a_step_of_short_and_long_sequences_is_numpys(cuda, tmp_path):
+    """Whose splits are many, one and none."""
+    path = prepare("dummy:tiny", tmp_path)
+    prompt = np.random.default_rng(5).integers(0, 500, 3000).astype(np.int32)
+    logits = []
+    for engine in (weights.open_model(path), weights.open_model(path, device="cuda")):
+        sequences = [engine.new_sequence(3100) for _ in range(5)]
+        for sequence, length in zip(sequences, (3000, 1, 63, 64, 700), strict=True):
+            engine.prefill(sequence, prompt[:length], logits_at=None)
+        logits.append(np.concatenate([engine.decode(sequences, TOKENS[at : at + 5]) for at in range(3)]))
+    np.testing.assert_allclose(logits[1], logits[0], atol=1e-3)
+
+
+@pytest.fixture
+def shared_memory():
+    """A file of a disk cannot be pinned."""
+    with tempfile.TemporaryDirectory(prefix="mooncake-test-", dir="/dev/shm") as path:
+        yield Path(path)
+
+
+def test_a_block_goes_through_sequence_slab_and_pool_and_stays_what_it_was(cuda, slab, shared_memory):
+    owner = Segment.create(shared_memory, "test", "c", LAYOUT, 2, 1)
     pool = Segment.attach(owner.path, LAYOUT, 1, writable=True)
     cuda.pin(pool)
     assert cuda.counts["pin_failures"] == 0, "allow more locked memory: ulimit -l unlimited"
@@ -104,7 +130,7 @@ def test_a_block_goes_through_sequence_slab_and_pool_and_stays_what_it_was(cuda,
     ref = SlotRef(node="c", incarnation=1, slot=0, generation=0, checksum=slab.refs[1].checksum)
     for segment, source in ((slab, slab.refs[1]), (pool, ref)):
         sequence = DeviceSequence(cuda, **SHAPE, capacity_tokens=64)
-        assert load_layers(segment, BlockLoad(1, source, 0, 4, 32), range(4), sequence) == slab.parts(1).tolist()
+        assert load_one(segment, BlockLoad(1, source, 0, 4, 32), sequence) == slab.parts(1).tolist()
         assert np.array_equal(parts_of(sequence, 1), slab.blocks[1])
     del pool, segment
     assert cuda.counts["unpinned_bytes"] == cuda.counts["pinned_bytes"]
@@ -121,7 +147,7 @@ slab = t.DeviceSegment.open(cuda, path, t.LAYOUT, 7, device, handle)
 for verify in (True, False):
     sequence = t.DeviceSequence(cuda, **t.SHAPE, capacity_tokens=64)
     ref = t.SlotRef(node="p", incarnation=7, slot=1, generation=2, checksum=checksum)
-    parts = t.load_layers(slab, t.BlockLoad(0, ref, 0, 4, 32), range(4), sequence, verify_committed=verify)
+    parts = t.load_one(slab, t.BlockLoad(0, ref, 0, 4, 32), sequence, verify_committed=verify)
     assert parts == slab.parts(1).tolist(), parts
     assert t.block_checksum([t.part_checksum(part.data) for part in t.parts_of(sequence, 0)]) == checksum
 del slab

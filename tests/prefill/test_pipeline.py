@@ -446,6 +446,19 @@ def test_a_draining_stage_takes_no_part_and_ends_what_it_has():
     assert line.first.one(AttemptFailed, "g").full
 
 
+def test_a_stage_whose_drain_ran_out_of_time_says_so_to_the_first_one():
+    line = Line(("p1",))
+    line.start()
+    line.run(6)
+    node = line.nodes["p1"]
+    node.drain()
+    node.run_out_of_drain()
+    line.run()
+    failed = line.first.one(AttemptFailed, "g")
+    assert (failed.full, failed.avoid) == (True, "p1")
+    assert node.drained
+
+
 @pytest.mark.parametrize(
     ("stages", "reason"),
     [

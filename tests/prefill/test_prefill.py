@@ -388,6 +388,24 @@ def test_a_draining_prefill_refuses_new_jobs_and_finishes_the_old(node):
     assert node.drained
 
 
+def test_a_drain_that_ran_out_of_time_hands_everything_over_at_once(node):
+    node.ready("r0")
+    node.finish()
+    node.put_all()
+    node.ready("r1", prompt(8, base=50))
+    node.start("r2", prompt(8, base=90))
+    node.drain()
+    node.sent.clear()
+    node.run_out_of_drain()
+    failed = {message.request_id: message for message in node.take(AttemptFailed, "g")}
+    assert sorted(failed) == ["r0", "r1", "r2"], "computed to its end, computing, and not begun"
+    assert all(message.full and not message.avoid for message in failed.values()), "nothing broke"
+    assert {"r0", "r1"} <= {message.request_id for message in node.take(HandoffFailed, "d")}
+    node.computed()
+    assert node.drained
+    assert node.busy() == {}
+
+
 def test_the_load_tells_what_waits(node):
     node.ready("r0", prompt(20))
     node.advance(0.3)

@@ -80,3 +80,43 @@ def test_cupys_kernels_are_kept_beside_the_model_or_where_the_operator_says(tmp_
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60, env=environment)
     assert ended.returncode == 2
     assert ended.stderr.strip().endswith(f"kernels in {chosen or tmp_path / 'cupy'}")
+
+
+def run_until_crash(runtime_dir: Path, shm_dir: Path) -> "subprocess.CompletedProcess[str]":
+    """Start a cache-node that gets as far as its data server, where a planted bug ends it."""
+    code = CRASHES_EARLY.replace('"cluster.shm_dir": sys.argv[2]', '"cluster.shm_dir": sys.argv[3]')
+    arguments = [sys.executable, "-c", code, str(TOY), str(runtime_dir), str(shm_dir)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=30)
+
+
+def test_what_others_put_beside_the_segments_stops_no_start(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="mz-") as directory:
+        os.mkfifo(tmp_path / "mooncake=local=x=1")
+        for name in ("mooncake=local==1", "mooncake=toy=%2E%2E%2Fx=1"):
+            (tmp_path / name).mkdir()
+        ended = run_until_crash(Path(directory), tmp_path)
+        assert ended.returncode == 1, ended.stderr
+        assert "an early bug" in ended.stderr, "it came that far"
+        assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_runtime_directory_that_leads_elsewhere_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "theirs")
+    ended = run_until_crash(tmp_path / "run", tmp_path)
+    assert ended.returncode == 2, ended.stderr
+    (told,) = ended.stderr.splitlines()
+    assert "run: it is a symbolic link: name the directory itself" in told
+    assert not list((tmp_path / "theirs").iterdir())
+
+
+SHOWS_SOCKET = CRASHES_EARLY.replace(
+    "    on_crash(", "    import os\n    print(oct(os.stat(sys.argv[2] + '/cache-a.data.ipc').st_mode))\n    on_crash("
+)
+
+
+def test_sockets_are_for_us_alone_whatever_the_umask() -> None:
+    with tempfile.TemporaryDirectory(prefix="mz-") as directory:
+        arguments = [sys.executable, "-c", SHOWS_SOCKET, str(TOY), directory]
+        ended = subprocess.run(arguments, capture_output=True, text=True, timeout=30, umask=0)
+        assert ended.stdout == "0o140700\n", ended.stderr

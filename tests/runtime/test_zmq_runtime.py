@@ -20,6 +20,7 @@ from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
     Drained,
+    DrainTimedOut,
     DrainWanted,
     Effect,
     Event,
@@ -436,6 +437,25 @@ def test_the_asyncio_driver_tells_of_a_bug_in_its_own_turn(tmp_path: Path) -> No
         runtime.close()
 
     asyncio.run(serve())
+
+
+class Leaves(Echo):
+    """Has something to say when its drain is out of time, and is never done."""
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        last = ReleaseLease(lease_id=ANSWER)
+        return super().handle(now, event) + ([Send("b", last)] if isinstance(event, DrainTimedOut) else [])
+
+
+def test_a_drain_that_ran_out_of_time_ends_the_runtime_once_its_last_words_are_heard(tmp_path: Path) -> None:
+    leaver, hearer = Leaves(busy=True), Echo()
+    leaving = make(tmp_path, "a", ["b"], actor=leaver)
+    with running(leaving), running(make(tmp_path, "b", ["a"], actor=hearer)):
+        eventually(lambda: leaver.of(PeerUp) and hearer.of(PeerUp))
+        leaving.call(leaving.drain)
+        leaving.call(leaving.hand_over)
+        eventually(lambda: leaving.stopped)
+        eventually(lambda: hearer.leases() == [ANSWER])
 
 
 def test_an_actor_that_says_again_that_it_is_drained_does_not_put_off_the_end(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from click.testing import CliRunner
@@ -43,9 +44,19 @@ def test_seeds_hold_and_cover() -> None:
     assert counts["evicted_blocks[tier=disk]"] > 0
     assert counts["demotion_failures"] > 0
     assert counts["disk_faults[operation=write]"] > 0
+    assert counts["disk_retries"] > 0
     assert counts["replicas_arrived"] > 0
     for source in ("own", "local", "remote"):
         assert total["outcomes"][f"finished with {source} blocks"] > SEEDS
+
+
+def test_what_runs_when_a_drain_is_out_of_time_goes_on_elsewhere() -> None:
+    handed_over = Counter[str]()
+    for seed in (2, 3):
+        result = run_seed(seed, stress=[FaultKind.DRAIN] * 3)
+        assert result.failure is None
+        handed_over.update({name: count for name, count in result.coverage["counts"].items() if name.endswith("handed_over")})
+    assert handed_over.keys() == {"jobs_handed_over", "requests_handed_over"}
 
 
 def test_a_seed_draws_enough_faults() -> None:

@@ -2,16 +2,17 @@
 
 import numpy as np
 import pytest
+from one_block import load_layers, store_part
 from segment_bytes import slot_bytes
 
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, SlotGrant
 from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.kv import checksum
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.simulation.planted import planting
-from mooncake_zmq.transfer import block_copy
-from mooncake_zmq.transfer.block_copy import copy_block, load_layers, store_block, store_part
+from mooncake_zmq.transfer.block_copy import copy_block, store_block
 
 
 @pytest.fixture
@@ -98,11 +99,13 @@ def test_flipped_data_or_checksum_does_not_verify(make_segment, fill, layout, se
 class EvictingSequence:
     """Lets the source be taken away in the middle of its copy."""
 
+    parts_at_once = 1
+
     def __init__(self, segment, at_layer, generation):
         self.segment, self.at_layer, self.generation = segment, at_layer, generation
 
-    def write_part(self, layer, start, part):
-        if layer == self.at_layer:
+    def write_parts(self, parts):
+        if parts[0][0] == self.at_layer:
             self.segment.set_generation(0, self.generation)
 
     def settle(self):
@@ -130,7 +133,7 @@ def test_eviction_during_a_slot_copy_is_noticed_and_no_corrupt_source(make_segme
             segment.set_generation(0, 4)
         return part_checksum(part) ^ (torn and len(hashed) > at_layer)
 
-    monkeypatch.setattr(block_copy, "part_checksum", hash_and_evict)
+    monkeypatch.setattr(checksum, "part_checksum", hash_and_evict)
     assert copy_block(segment, ref, target, SlotGrant("b", 1, 0, 0)) is ReadFailure.UNREACHED
 
 
@@ -149,10 +152,13 @@ def test_copy_keeps_the_checksum_and_needs_the_grant(make_segment, fill, layout)
 
 
 class RevokingSequence:
+    parts_at_once = 1
+
     def __init__(self, target, at_layer):
         self.target, self.at_layer = target, at_layer
 
-    def read_part(self, layer, start, stop, out):
+    def read_parts(self, parts):
+        ((layer, _, _, out),) = parts
         out[...] = 1
         if layer == self.at_layer:
             self.target.set_generation(0, 9)

@@ -1,5 +1,6 @@
 """The SSD tier: what is read is what was written under that key, or a miss that is counted; whatever happened between."""
 
+import contextlib
 import errno
 import mmap
 import os
@@ -541,6 +542,26 @@ def test_a_full_disk_is_a_fault_and_what_stands_is_still_read(small_mount):
     assert blocks
     assert disk.counts["faults"] == 1
     assert all(stands(disk, block) for block in blocks)
+    disk.close()
+
+
+def test_a_disk_that_was_full_is_written_again_as_soon_as_there_is_room(small_mount):
+    """The same open tier: what failed before, in its files or in its index, is made good."""
+    disk = open_disk(small_mount, slots=8)
+    ballast = small_mount / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(DiskFault, match="No space left|disk is full"):
+        put(disk, 0, 0)
+    ballast.unlink()
+    with structlog.testing.capture_logs() as logs:
+        blocks = [put(disk, slot, slot) for slot in range(8)]
+    assert [entry["event"] for entry in logs] == ["disk_fault_over"]
+    assert all(stands(disk, block) for block in blocks)
+    disk.close()
+    disk = open_disk(small_mount, slots=8)
+    assert sorted(block.slot for block in disk.recovered) == list(range(8))
     disk.close()
 
 

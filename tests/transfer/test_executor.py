@@ -33,7 +33,7 @@ from mooncake_zmq.engine.toy import ToyEngine
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.runtime import executor as executor_module
 from mooncake_zmq.runtime.executor import Executor
-from mooncake_zmq.transfer.block_copy import load_layers
+from mooncake_zmq.transfer.block_copy import load_blocks
 from mooncake_zmq.transfer.network import DataServer
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
@@ -236,15 +236,15 @@ def test_loading_a_layer_overlaps_with_computing_the_one_before(make_rig, monkey
     rig.executor.open_sequence(1, 32)
     computed_at_load = {}
 
-    def load_late(segment, load, layers, sequence, **options):
+    def load_late(loads, sequence, **options):
         """Layer l is loaded only once layer l - 1 is computed: no progress unless the two overlap."""
-        (layer,) = layers
+        (((_, _, (layer,))),) = loads
         if layer:
             rig.wait_for(lambda event: event == WorkProgress(1, LayersComputed(layer)))
         computed_at_load[layer] = len(rig.events)
-        return load_layers(segment, load, layers, sequence, **options)
+        return load_blocks(loads, sequence, **options)
 
-    monkeypatch.setattr(executor_module, "load_layers", load_late)
+    monkeypatch.setattr(executor_module, "load_blocks", load_late)
     work = rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY)
     assert rig.result(work).token == token
     assert computed_at_load == {0: 0, 1: 1, 2: 2}, "and none is computed before it is loaded"
@@ -448,9 +448,9 @@ def test_a_cancelled_chunk_frees_the_compute_thread_while_its_load_still_runs(ma
     def load_slowly(*args, **options):
         loading.set()
         assert go.wait(TIMEOUT_S)
-        return load_layers(*args, **options)
+        return load_blocks(*args, **options)
 
-    monkeypatch.setattr(executor_module, "load_layers", load_slowly)
+    monkeypatch.setattr(executor_module, "load_blocks", load_slowly)
     work = rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY)
     assert loading.wait(TIMEOUT_S)
     other = rig.compute(2, 0, PROMPT, sampling=GREEDY)
@@ -503,9 +503,9 @@ def test_a_prefix_that_is_late_fails_its_blocks_and_accuses_none(make_rig, monke
 
     def load_slowly(*args, **options):
         time.sleep(0.3)
-        return load_layers(*args, **options)
+        return load_blocks(*args, **options)
 
-    monkeypatch.setattr(executor_module, "load_layers", load_slowly)
+    monkeypatch.setattr(executor_module, "load_blocks", load_slowly)
     chunk = rig.result(rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY, prefix_s=0.2))
     assert isinstance(chunk, ChunkComputed)
     assert chunk.failed

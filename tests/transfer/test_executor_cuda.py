@@ -193,10 +193,10 @@ def test_a_sequence_without_memory_fails_its_works_and_no_others(make_rig):
     assert (first, rig.decode(1, first)) == (token, more)
 
 
-def test_memory_that_runs_out_in_a_chunk_fails_the_chunk(make_rig):
+def test_memory_that_runs_out_in_a_chunk_fails_the_chunk(make_rig, monkeypatch):
     rig = make_rig("a", "gpu")
     rig.executor.open_sequence(1, 32)
-    rig.cuda.xp.runtime.free_bytes = 10
+    monkeypatch.setattr(rig.executor._engine, "prefill", lambda *_arguments, **_options: rig.cuda.xp.empty(2 << 30))
     failed = rig.result(rig.compute(1, 0, PROMPT[:4], outputs=rig.grants(9)))
     assert isinstance(failed, WorkFailed)
     assert "out of memory" in failed.reason

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from one_block import load_layers
 
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, SlotGrant
@@ -11,7 +12,7 @@ from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.transfer.block_copy import load_layers, store_block
+from mooncake_zmq.transfer.block_copy import store_block
 from mooncake_zmq.transfer.shared_memory import Segment
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "smollm2.npz"

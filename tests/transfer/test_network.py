@@ -486,8 +486,7 @@ def slab(tmp_path):
     for slot in range(4):
         segment.set_generation(slot, 1)
         for layer in range(2):
-            part = cuda.to_device(random.standard_normal(LARGE.part_shape, dtype=np.float32))
-            segment.seal_part(slot, layer, part, LARGE.block_tokens)
+            segment.write_part(slot, layer, random.standard_normal(LARGE.part_shape, dtype=np.float32))
         segment.set_generation(slot, 2)
         checksum = block_checksum(segment.parts(slot).tolist())
         segment.refs.append(SlotRef(node="a", incarnation=1, slot=slot, generation=2, checksum=checksum))
@@ -516,18 +515,17 @@ def slab_reader(slab_server, crashes):
 def test_blocks_in_gpu_memory_arrive_by_way_of_a_bounded_staging(slab_server, slab_reader, slab):
     reads = [read(slab.refs[index % 4], range(index % 2, 2)) for index in range(40)]
     fetch(slab_reader, reads)
-    expected = np.empty(LARGE.part_shape, np.float32)
+    expected = np.empty(LARGE.part_bytes, np.uint8)
     for one in reads:
         assert one.sink.verified
         for layer in one.layers:
-            slab.copy_part(one.source.slot, layer, expected)
+            slab.copy_layers(one.source.slot, layer, layer + 1, expected)
             assert one.sink.parts[layer] == (expected.tobytes(), int(slab.parts(one.source.slot)[layer]))
     assert slab_server.counts["dropped"] == 0
 
 
 def test_a_flipped_bit_in_gpu_memory_is_caught(slab_server, slab_reader, slab):
-    wrong = slab._cuda.to_device(np.zeros(1, np.uint8))
-    slab._cuda.within(slab._part_at(1, 1) + 77, wrong.data.ptr, 1)
+    slab._cuda.to_device(slab._part_at(1, 1) + 77, np.zeros(1, np.uint8))
     slab._cuda.settle()
     reads = [read(ref, range(2)) for ref in slab.refs]
     fetch(slab_reader, reads)

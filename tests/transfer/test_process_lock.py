@@ -92,5 +92,5 @@ def test_names_that_would_leave_the_directory_are_refused(tmp_path):
 
 def test_a_lock_file_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "node.lock").mkdir()
-    with pytest.raises(ProcessLockError, match="cannot use .*node.lock.*another cluster.runtime_dir"):
+    with pytest.raises(ProcessLockError, match="cannot use .*node.lock: Is a directory; remove it, or name another"):
         ProcessLock.acquire(tmp_path, "node")

@@ -48,6 +48,20 @@ DUMMY_SHAPES = {
         rope_theta=100000.0,
         tied=True,
     ),
+    "1b": replace(
+        _TINY,
+        name="dummy-1b",
+        layers=16,
+        hidden=2048,
+        heads=32,
+        kv_heads=8,
+        head_dim=64,
+        ffn=8192,
+        vocab_size=128256,
+        max_positions=16384,
+        rope_theta=500000.0,
+        tied=True,
+    ),
 }
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "max_positions")
 
