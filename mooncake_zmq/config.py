@@ -5,7 +5,6 @@ errors.
 """
 
 import os
-import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -19,6 +18,7 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
+from mooncake_zmq.core.keys import NAME_PATTERN
 from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_TOKENS
 from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, ROLES, Role
@@ -30,10 +30,9 @@ from mooncake_zmq.gateway.edge import EdgeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
-from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, check_endpoint
+from mooncake_zmq.transfer.sockets import BadEndpoint, Bulk, check_endpoint
 
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
-NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
 class ConfigError(Exception):
@@ -195,6 +194,20 @@ class NodeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecuritySettings:
+    """Who may talk over TCP. `ipc://` sockets lie in `cluster.runtime_dir`, which is this user's alone, and need no keys."""
+
+    keys: str = ""
+    """Directory of `mooncake-zmq keys make`: `public_keys` and each node's NAME.secret. Empty: systemd's credentials of these
+    names, if the unit has them. With keys every TCP socket is encrypted and lets in whom they name, on loopback too."""
+    allow_plain_tcp: bool = False
+    """Without keys, TCP beyond loopback is refused, unless this says that nobody else is on the network."""
+    bulk: Bulk = "curve"
+    """Blocks between hosts. "plain": neither encrypted nor asked for a key, several times as fast; whoever reaches
+    `data_endpoint` reads every block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
     """A gateway's three parts: where it serves HTTP, the edge's limits, its requests."""
 
@@ -216,6 +229,7 @@ class Config:
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     session: SessionSettings = field(default_factory=SessionSettings)
+    security: SecuritySettings = field(default_factory=SecuritySettings)
     costs: Costs = field(default_factory=Costs)
     conductor: ConductorSettings = field(default_factory=ConductorSettings)
     prefill: PrefillSettings = field(default_factory=PrefillSettings)

@@ -38,7 +38,7 @@ EDGE = {"gateway/app", "gateway/edge", "gateway/metrics", "gateway/openai", "gat
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
-ZMQ = ("runtime/", "transfer/network", "store/")
+ZMQ = ("runtime/", "transfer/network", "transfer/sockets", "transfer/key_files", "store/")
 
 
 def imports(module: Path) -> Iterator[tuple[str, int]]:
@@ -148,7 +148,7 @@ def test_every_module_says_what_it_is(module: Path) -> None:
 def test_everything_is_caught_in_one_place_only() -> None:
     """`except Exception` (or wider) elsewhere hides bugs; these have their reason beside them."""
     threads = {"runtime/executor", "runtime/kv_events", "runtime/store_server", "runtime/store_streams"}
-    threads |= {"runtime/store_ssd", "transfer/network"}
+    threads |= {"runtime/store_ssd", "transfer/network", "transfer/sockets"}
     allowed = threads | {"runtime/process", "engine/backend", "engine/tokenizer"}
     for module in MODULES:
         tree = ast.parse((PACKAGE / module).with_suffix(".py").read_text(encoding="utf-8"))

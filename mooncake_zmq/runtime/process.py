@@ -33,6 +33,7 @@ from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of
 from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Member, Role, may_talk
@@ -47,7 +48,8 @@ from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.store_server import StoreServer
-from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
+from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
+from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.disk_directory import DiskError
@@ -56,6 +58,7 @@ from mooncake_zmq.transfer.object_disk import ObjectDisk
 from mooncake_zmq.transfer.own_files import make_own_directory, read_own, replace_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
+from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 
 log = structlog.get_logger()
 
@@ -78,7 +81,7 @@ class PortInUse(Exception):
     """Somebody else listens where this process wants to."""
 
 
-MISTAKES = (ConfigError, ModelError, ProcessLockError, SharedMemoryError, BadEndpoint, DiskError, PortInUse)
+MISTAKES = (ConfigError, ModelError, ProcessLockError, SharedMemoryError, BadEndpoint, KeysError, DiskError, PortInUse)
 """What the operator can put right: told in one line."""
 
 
@@ -134,6 +137,7 @@ class _Process:
         """Counters of the data plane's threads, by part."""
         self._runtime: ZmqRuntime | None = None
         self._store: StoreServer | None = None
+        self.sockets = self._open_sockets()
         self.cuda = self._open_device() if node.device == "cuda" else None
 
     @property
@@ -186,6 +190,7 @@ class _Process:
                 disk=disk,
                 verify_local=self.settings.pool.verify_local if engine else True,
                 cuda=self.cuda,
+                sockets=self.sockets,
             )
         self._runtime = ZmqRuntime(
             Node(self._actor(disk), self._session(segment_ref)),
@@ -194,6 +199,7 @@ class _Process:
             executor=executor,
             publish=publisher.publish if publisher else None,
             answer=self._write_answer,
+            sockets=self.sockets,
         )
         self.stack.callback(self.runtime.close)
         if executor is not None:
@@ -202,6 +208,20 @@ class _Process:
         self._attend()
         self.runtime.call(_ready)
         self.runtime.run()
+
+    def _open_sockets(self) -> Sockets:
+        security = self.config.security
+        directory = key_files.directory_of(security.keys)
+        sockets = Sockets(
+            key_files.load(directory, self.node.name) if directory else None,
+            allow_plain_tcp=security.allow_plain_tcp,
+            bulk=security.bulk,
+            io_threads=1 if self.node.role in ("gateway", "conductor") else 0,
+            on_crash=self._on_crash,
+        ).borrow()
+        self.stack.callback(sockets.give_back)
+        self.data_counts["connections"] = sockets.counts
+        return sockets
 
     def _load_engine(self) -> Engine:
         from mooncake_zmq.engine.modelled import ModelledEngine
@@ -238,7 +258,7 @@ class _Process:
         self.stack.callback(segment.close)
         wanted = self.config.data_endpoint(self.node)
         try:
-            server = DataServer(segment, wanted, on_crash=self._on_crash)
+            server = DataServer(segment, wanted, on_crash=self._on_crash, sockets=self.sockets)
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on {wanted}: {error}") from error
         self.stack.callback(server.close)
@@ -307,6 +327,7 @@ class _Process:
                 stream_port=node.store_stream_port,
                 on_crash=self._on_crash,
                 disk=disk,
+                sockets=self.sockets,
             )
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on store_endpoint {node.store_endpoint}: {error}") from error
@@ -325,6 +346,7 @@ class _Process:
             format=events.format,
             block_tokens=self.layout.block_tokens,
             on_crash=self._on_crash,
+            sockets=self.sockets,
         )
         self.stack.callback(publisher.close)
         self.data_counts["kv_events"] = publisher.counts
@@ -379,6 +401,7 @@ class _Process:
             endpoint=self.config.endpoint(self.node),
             peers=self._peers(),
             deliver=lambda effect: edge.deliver(effect),
+            sockets=self.sockets,
         )
         edge = Edge(
             name=self.node.name,

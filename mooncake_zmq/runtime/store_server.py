@@ -30,10 +30,9 @@ from mooncake_zmq.store.protocol import encode
 from mooncake_zmq.store.segment import ObjectSegment, boot_id, is_lived, life_path
 from mooncake_zmq.store.stream import Attach
 from mooncake_zmq.transfer.object_disk import ObjectDisk
+from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 
 log = structlog.get_logger()
-
-Configure = Callable[["zmq.Socket[bytes]"], None]
 
 NOTHING = Found(0, 0, 0, 0, 0)
 ROUTING_ID_BYTES = 21
@@ -49,12 +48,7 @@ MAX_QUEUED_REPLIES = 256
 """Of one connection; further ones are dropped, as a client that waits for each answer never has so many."""
 WAKE = "inproc://wake"
 """Where the server's thread can be woken by an empty message."""
-HEARTBEAT_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 10_000
-
-
-def plain(socket: "zmq.Socket[bytes]") -> None:
-    """No security: for trusted networks."""
+LIMITS = Limits(max_message_bytes=protocol.MAX_FRAME_BYTES, send_hwm=MAX_QUEUED_REPLIES, receive_hwm=MAX_QUEUED_REQUESTS)
 
 
 @dataclass(slots=True)
@@ -68,7 +62,7 @@ class _Client:
 
 
 class StoreServer:
-    """Serves from construction until `close`. Raises SharedMemoryError, zmq.ZMQError or OSError where it cannot."""
+    """Serves from construction until `close`. Raises SharedMemoryError, BadEndpoint, ZMQError or OSError where it cannot."""
 
     def __init__(
         self,
@@ -82,10 +76,11 @@ class StoreServer:
         on_crash: Callable[[BaseException], None],
         stream_port: int = 0,
         probe_s: float = 1.0,
-        configure: Configure = plain,
+        sockets: Sockets | None = None,
         disk: ObjectDisk | None = None,
     ) -> None:
-        """`stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port. `disk`: closed with the server."""
+        """`stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port. `disk`: closed with the server.
+        `sockets`: the process's; else one's own."""
         self._settings = settings
         self._cluster, self._node, self._incarnation = cluster, node, incarnation
         self._on_crash = on_crash
@@ -103,27 +98,23 @@ class StoreServer:
             directory, cluster, node, incarnation, entries=objects.table_entries, memory_bytes=settings.object_bytes
         )
         self._memory = StoreMemory(objects, segment)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.maxmsgsize = protocol.MAX_FRAME_BYTES
-        self._socket.heartbeat_ivl = HEARTBEAT_MS
-        self._socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
-        self._socket.tcp_keepalive = 1
+        self._sockets = (sockets or Sockets(io_threads=1)).borrow()
+        try:
+            self._socket = self._sockets.listening(zmq.ROUTER, endpoint, "store", LIMITS)
+        except BadEndpoint:
+            self._sockets.give_back()
+            segment.close()
+            raise
         self._socket.router_mandatory = True
         self._socket.router_handover = True  # a connection's name holds 128 random bits: nobody takes it by accident
         self._socket.rcvtimeo = max(1, int(probe_s * 1000))
-        self._socket.sndhwm = MAX_QUEUED_REPLIES
-        self._socket.rcvhwm = MAX_QUEUED_REQUESTS
         self._ssd: StoreSsd | None = None
-        self._waker: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._waker = self._sockets.inner(zmq.DEALER)
         """Of the disk's writer, until that has ended. Its name is not one of a connection, nor to be guessed."""
-        self._waker.linger = 0
         self._waker.routing_id = self._waker_name = b"w" + os.urandom(16)
         try:
             self._socket.bind(WAKE)
             self._waker.connect(WAKE)
-            configure(self._socket)
             self._socket.bind(endpoint)
             self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
             """Where it listens, a wildcard port resolved."""
@@ -143,7 +134,7 @@ class StoreServer:
         """
         if not self._closed:
             self._closed = self._stopping = True
-            with self._context.socket(zmq.DEALER) as waker:
+            with self._sockets.inner(zmq.DEALER) as waker:
                 waker.connect(WAKE)
                 waker.send(b"")
                 self._thread.join()
@@ -198,7 +189,7 @@ class StoreServer:
             self._ssd.close(0.0)
         self._waker.close()
         self._socket.close()
-        self._context.term()
+        self._sockets.give_back()
         self._memory.segment.close()
 
     # --- the thread
