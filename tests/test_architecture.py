@@ -147,7 +147,7 @@ def test_every_module_says_what_it_is(module: Path) -> None:
 
 def test_everything_is_caught_in_one_place_only() -> None:
     """`except Exception` (or wider) elsewhere hides bugs; these have their reason beside them."""
-    threads = {"runtime/executor", "runtime/kv_events", "runtime/store_server", "runtime/store_streams"}
+    threads = {"runtime/connections", "runtime/executor", "runtime/kv_events", "runtime/store_server", "runtime/store_streams"}
     threads |= {"runtime/store_ssd", "transfer/network", "transfer/sockets"}
     allowed = threads | {"runtime/process", "engine/backend", "engine/tokenizer"}
     for module in MODULES:

@@ -43,9 +43,12 @@ _BYTES_RECEIVED = struct.Struct("<128xQ")
 class Connections:
     """`took` is for the thread that receives; a thread of its own counts and cuts, until closed."""
 
-    def __init__(self, listening: "zmq.Socket[bytes]", on_crash: Callable[[BaseException], None]) -> None:
-        """Before `listening` binds. `on_crash` is called from the thread."""
-        self.counts = {"connections_cut": 0}
+    def __init__(
+        self, listening: "zmq.Socket[bytes]", counts: dict[str, int], on_crash: Callable[[BaseException], None]
+    ) -> None:
+        """Before `listening` binds. What is cut is added to the owner's `counts`; `on_crash` is called from the thread."""
+        counts.setdefault("connections_cut", 0)
+        self._counts = counts
         self._listening = listening
         self._on_crash = on_crash
         self._received: dict[int, int] = {}
@@ -138,7 +141,7 @@ class Connections:
             self._cut(max(self._untaken, key=self._untaken.__getitem__))
 
     def _cut(self, descriptor: int) -> None:
-        self.counts["connections_cut"] += 1
+        self._counts["connections_cut"] += 1
         log.warning("connection_cut", untaken_bytes=int(self._untaken[descriptor]), endpoint=_endpoint(self._listening))
         self._forget(descriptor)
         cut(self._listening, descriptor)

@@ -167,7 +167,7 @@ class KvEventPublisher:
             socket.rcvhwm = 1
         if endpoint.startswith("tcp://"):
             socket.rcvbuf = RECEIVE_BUFFER_BYTES
-            self._connections.append(Connections(socket, self._on_crash))
+            self._connections.append(Connections(socket, self.counts, self._on_crash))
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:

@@ -74,6 +74,8 @@ ANOTHER_KEY_S = 2.0
 FRAMES_PER_TURN = 512
 """Frames taken before timers and finished works get their turn again."""
 POLLIN = int(zmq.POLLIN)
+MIN_STALE = 1024
+"""Timers cancelled or replaced that are not worth a sweep."""
 LINGER_S = 1.0
 """How long a process that leaves waits for its last messages to be acknowledged."""
 
@@ -102,6 +104,9 @@ class Timers:
         self._order += 1
         self._live[key] = (self._order, callback)
         heapq.heappush(self._heap, (at, self._order, key))
+        if len(self._heap) > 2 * len(self._live) + MIN_STALE:  # or far deadlines of what is long over would pile up
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
 
     def cancel(self, key: Hashable) -> None:
         self._live.pop(key, None)
@@ -508,7 +513,7 @@ class ZmqRuntime:
     def _bind(self) -> None:
         if self.endpoint.startswith("tcp://"):
             self._router.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
-            self._connections = Connections(self._router, lambda error: self.call(partial(_raise, error)))
+            self._connections = Connections(self._router, self.counts, lambda error: self.call(partial(_raise, error)))
         try:
             self._router.bind(self.endpoint)
         except zmq.ZMQError as error:

@@ -179,6 +179,17 @@ def _transmits(runtime: ZmqRuntime, to: str, message: ReleaseLease, lossy: bool)
         runtime.node.actor = real
 
 
+def test_timers_that_were_cancelled_do_not_pile_up():
+    timers = Timers()
+    timers.set("stays", 5.0, lambda: None)
+    for number in range(10_000):
+        timers.set(number, 1e7, lambda: None)
+        timers.cancel(number)
+    assert len(timers) == 1
+    assert len(timers._heap) < 2000
+    assert timers.next_at() == 5.0
+
+
 def test_peers_greet_and_exchange_messages_in_order(tmp_path: Path) -> None:
     a, b = Echo(), Echo()
     with running(make(tmp_path, "a", ["b"], actor=a)) as left, running(make(tmp_path, "b", ["a"], actor=b)):

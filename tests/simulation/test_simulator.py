@@ -15,15 +15,15 @@ from mooncake_zmq.core.actor import (
     TimerFired,
     WorkDone,
 )
-from mooncake_zmq.core.messages import RequestEnded
+from mooncake_zmq.core.messages import EndStage
 from mooncake_zmq.core.work import ProbeProcess, ProcessProbed
 from mooncake_zmq.simulation.faults import Fault, FaultKind
 
 PLACES = {"one": "a", "two": "a", "far": "b"}
 
 
-def ended(number: int) -> RequestEnded:
-    return RequestEnded(request_id="r", attempt=number)
+def ended(number: int) -> EndStage:
+    return EndStage(request_id="r", attempt=number)
 
 
 def attempts(world: World, name: str) -> list[int]:
@@ -134,7 +134,7 @@ def test_garbage_is_dropped_and_counted() -> None:
     heard = len(world.puppet("one").heard)
     world.simulator.schedule(Fault(FaultKind.GARBAGE, world.simulator.now, 0.0, ("one",), 200))
     world.pass_time(0.001)
-    assert set(world.simulator.garbage) == {"noise", "truncated", "stranger", "version", "old_life"}
+    assert set(world.simulator.garbage) == {"noise", "truncated", "stranger", "version", "old_life", "impostor"}
     assert len(world.puppet("one").heard) == heard
 
 
