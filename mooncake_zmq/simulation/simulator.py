@@ -348,7 +348,7 @@ class Simulator(World[Machine]):
             ack=0,
         )
         members = [each for each in self.processes if each not in (name, process.name)]
-        self._must_drop(process, encode(frame), "betraying member's", self.random.choice(members))
+        self._must_drop(process, encode(frame), "traitor's", self.random.choice(members))
 
     def _ask_for_role(self, name: str) -> None:
         """The operator asks a conductor that lives, if there is one."""
