@@ -164,7 +164,8 @@ class KvEventPublisher:
         else:
             socket.xpub_verbose = True  # of each subscriber, not of the first one alone
             # ZeroMQ takes subscriptions for as long as any are there, and we would never get to look at them.
-            socket.rcvhwm = 1
+            # With 1, libzmq 4.3.5 never reads on from a connection that was let in by its key.
+            socket.rcvhwm = 2
         if endpoint.startswith("tcp://"):
             socket.rcvbuf = RECEIVE_BUFFER_BYTES
             self._connections.append(Connections(socket, self.counts, self._on_crash))
