@@ -171,7 +171,10 @@ def _endpoint(listening: "zmq.Socket[bytes]") -> str:
 
 def _received_bytes(descriptor: int) -> int | None:
     """Since the connection began; None if there is none."""
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+    try:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+    except OSError:  # closed since
+        return None
     try:
         (received,) = _BYTES_RECEIVED.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size))
     except (OSError, struct.error):

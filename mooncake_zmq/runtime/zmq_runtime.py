@@ -69,7 +69,7 @@ LIMITS = Limits(
     heartbeat_timeout_ms=6_000,
     reconnect_max_ms=1_000,
 )
-ANOTHER_KEY_S = 2.0
+ANOTHER_KEY_S = 1.0
 """How long a peer is tried by one of its keys before it is by another."""
 FRAMES_PER_TURN = 512
 """Frames taken before timers and finished works get their turn again."""

@@ -1,4 +1,5 @@
-"""Two hosts made of network namespaces: nothing shared but a TCP network, which can be cut. Skipped where not permitted."""
+"""Two hosts made of network namespaces: nothing shared but a TCP network, which can be cut, and keys. Skipped where not
+permitted."""
 
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from toy_cluster import Stream, eventually, expected_tokens, greedy, until_none
 
 from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.transfer import key_files
 
 pytestmark = [pytest.mark.xdist_group("two hosts"), pytest.mark.timeout(180)]
 
@@ -66,11 +68,13 @@ class TwoHosts:
         self.url = f"http://{NETWORK}.{HOSTS['a']}:8000"
         self.config = directory / "two.toml"
         self.config.write_text(self._toml())
+        key_files.make(directory / "keys", [(name, ("node",)) for name in NODES])
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def _toml(self) -> str:
         text = f'[model]\npath = "toy"\nmax_model_len = 4096\n[cluster]\nname = "two-{TAG}"\n'
-        text += f'[gateway]\nhttp_host = "{NETWORK}.{HOSTS["a"]}"\n[prefill]\nown_reuse = false\nslab_bytes = 8388608\n'
+        text += f'[gateway]\nhttp_host = "{NETWORK}.{HOSTS["a"]}"\n[security]\nkeys = "{self.directory}/keys"\n'
+        text += "[prefill]\nown_reuse = false\nslab_bytes = 8388608\n"
         text += "[cache_node]\npool_bytes = 16777216\n"
         for port, (name, (role, host)) in enumerate(NODES.items(), 7000):
             address = f"tcp://{NETWORK}.{HOSTS[host]}"

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets, is_loopback
 PATIENCE_S = 20.0
 OVER = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 OVER |= zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+SOON = replace(SETTINGS, peer_timeout_s=1.0)
 FAR = "tcp://10.11.12.13:7000"
 
 
@@ -83,7 +84,7 @@ class Served:
 
 def session(me: str, peers: dict[str, str]) -> Session:
     members = dict.fromkeys(peers, Member(("cache-node",), "here"))
-    return Session(me=me, incarnation=1, hello=HELLO, peers=members, settings=SETTINGS, now=time.monotonic())
+    return Session(me=me, incarnation=1, hello=HELLO, peers=members, settings=SOON, now=time.monotonic())
 
 
 def runtime(me: str, endpoint: str, peers: dict[str, str], sockets: Sockets, actor: Echo | None = None) -> ZmqRuntime:
