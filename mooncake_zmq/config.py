@@ -30,7 +30,8 @@ from mooncake_zmq.gateway.edge import EdgeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
-from mooncake_zmq.transfer.sockets import BadEndpoint, Bulk, check_endpoint
+from mooncake_zmq.transfer.key_files import directory_of
+from mooncake_zmq.transfer.sockets import BadEndpoint, Bulk, check_endpoint, is_loopback
 
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
 
@@ -199,7 +200,9 @@ class SecuritySettings:
 
     keys: str = ""
     """Directory of `mooncake-zmq keys make`: `public_keys` and each node's NAME.secret. Empty: systemd's credentials of these
-    names, if the unit has them. With keys every TCP socket is encrypted and lets in whom they name, on loopback too."""
+    names, if the unit has them. With keys every ZeroMQ socket over TCP is encrypted and lets in whom they name, loopback's too.
+    Not so the streams of stores between hosts: a client is let on one by a token that it is told under its key, but the token
+    and the values then go in clear."""
     allow_plain_tcp: bool = False
     """Without keys, TCP beyond loopback is refused, unless this says that nobody else is on the network."""
     bulk: Bulk = "curve"
@@ -557,6 +560,7 @@ def warnings(loaded: Loaded) -> Iterator[str]:
             "they will wait for each other when all are busy"
         )
     yield from _profile_warnings(loaded)
+    yield from _plain_warnings(loaded)
     pools = {node.host for node in config.of_role("cache-node")}
     for node in config.of_role(*ENGINE_ROLES):
         if node.host not in pools:
@@ -567,6 +571,18 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for node in config.of_role("decode"):
         if loaded.section(node).capacity_tokens < config.model.max_model_len:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
+
+
+def _plain_warnings(loaded: Loaded) -> Iterator[str]:
+    """What of the deployment others on its networks can read, or will not start so that they cannot."""
+    config, security = loaded.config, loaded.config.security
+    keyed = directory_of(security.keys) is not None
+    for node in config.nodes:
+        far = [each for each in (node.endpoint, node.data_endpoint) if each.startswith("tcp://") and not is_loopback(each)]
+        if far and not keyed and not security.allow_plain_tcp:
+            yield f"{node.name}: no keys, so it will not start: {far[0]} is beyond this machine (security.keys)"
+        if node.store_endpoint.startswith("tcp://") and not is_loopback(node.store_endpoint):
+            yield f"{node.name}: values of its store go in clear to clients on other hosts, keys or not"
 
 
 def _profile_warnings(loaded: Loaded) -> Iterator[str]:
