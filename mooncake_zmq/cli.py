@@ -163,6 +163,24 @@ def show(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
         click.echo(f"{dotted} = {value!r}  ({source})")
 
 
+@config.command()
+@click.argument("path", metavar="FILE", default=DEFAULT_CONFIG, callback=lambda _context, _parameter, value: _located(value))
+@click.option("--host", metavar="HOST", help="Only of nodes with this host.")
+def units(path: str, host: str | None) -> None:
+    """Print the names of FILE's systemd units, one a line.
+
+    \b
+    Example:
+      systemctl enable --now mooncake.target $(mooncake-zmq config units /etc/mooncake-zmq/cluster.toml --host host-a)
+    """
+    nodes = _load(path, None, ()).config.nodes
+    chosen = [node for node in nodes if host is None or node.host == host]
+    if not chosen:
+        _fail(f"{path}: no node has host {host!r}; hosts are {', '.join(sorted({node.host for node in nodes})) or 'none'}")
+    for node in chosen:
+        click.echo(f"mooncake-{node.role}@{node.name}.service")
+
+
 @main.group()
 def model() -> None:
     """Look at a model before it is run."""
@@ -303,15 +321,31 @@ def role(node: str, role: Role, path: str, assignments: tuple[str, ...], conduct
 @main.command()
 @config_option
 @set_option
-def doctor(path: str, assignments: tuple[str, ...]) -> None:
-    """Check what this machine has: Python, packages, shared memory, cores, ports."""
-    from mooncake_zmq.operate import examine
+@click.option("--host", metavar="HOST", help="The host of FILE that this machine is; else those whose addresses it has.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(path: str, assignments: tuple[str, ...], host: str | None, as_json: bool) -> None:
+    """Say what this machine's nodes will find here, and what to change: limits, memory, disks, clock, ports, GPU, peers.
 
-    healthy = True
-    for good, what in examine(_load(path, None, assignments)):
-        click.secho(f"{'ok  ' if good else 'FAIL'}  {what}", fg=None if good else "red")
-        healthy = healthy and good
-    sys.exit(0 if healthy else 1)
+    It changes nothing, and may run beside running nodes. The exit status is 0 if all is well, 1 after a warning, 2 after a
+    problem: a node does not run with one.
+
+    \b
+    Examples:
+      mooncake-zmq doctor
+      runuser -u mooncake -- mooncake-zmq doctor --config /etc/mooncake-zmq/cluster.toml
+      mooncake-zmq doctor --config cluster.toml --host host-b --json
+    """
+    from rich.console import Console
+
+    limit_blas()
+    from mooncake_zmq.doctor import examination
+
+    findings = list(examination.examine(_load(path, None, assignments), host))
+    if as_json:
+        click.echo(examination.as_json(findings))
+    else:
+        examination.print_findings(findings, Console())
+    sys.exit(examination.exit_code(findings))
 
 
 @main.command(name="compile")

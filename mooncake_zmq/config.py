@@ -26,8 +26,7 @@ from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.cpu import Backend, Device
-from mooncake_zmq.gateway.edge import EdgeSettings
-from mooncake_zmq.gateway.settings import RequestsSettings
+from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
 from mooncake_zmq.transfer.key_files import directory_of
@@ -41,7 +40,9 @@ class ConfigError(Exception):
 
 
 def default_runtime_dir() -> str:
-    """Short, private to the user, and gone at reboot: it holds locks, sockets and logs."""
+    """Short, private to the user, and gone at reboot: it holds locks, sockets and logs. A systemd unit says which it is."""
+    if given := os.environ.get("RUNTIME_DIRECTORY"):
+        return given.partition(":")[0]
     base = os.environ.get("XDG_RUNTIME_DIR")
     return f"{base}/mooncake_zmq" if base and Path(base).is_dir() else f"/tmp/mooncake_zmq-{os.getuid()}"
 
@@ -212,10 +213,11 @@ class SecuritySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """A gateway's three parts: where it serves HTTP, the edge's limits, its requests."""
+    """A gateway's parts: where it serves HTTP, the limits of connections and of calls, its requests."""
 
     http_host: str = "127.0.0.1"
     http_port: int = 8000
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     requests: RequestsSettings = field(default_factory=RequestsSettings)
     """`conductors` empty: those of this file, in its order."""

@@ -17,6 +17,7 @@ PURE = (
     "prefill/",
     "decode/",
     "gateway/gaps",
+    "gateway/readiness",
     "gateway/requests",
     "gateway/settings",
     "cache_node/",
@@ -34,7 +35,7 @@ ROLE_NEIGHBOURS = {
     "prefill": ("cache_node.client",),
     "decode": ("cache_node.client",),
 }
-EDGE = {"gateway/app", "gateway/edge", "gateway/metrics", "gateway/openai", "gateway/pages", "gateway/__init__"}
+EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "metrics", "openai", "pages", "__init__")}
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
@@ -128,7 +129,7 @@ def test_roles_know_only_what_is_below_them(module: Path) -> None:
         ("transfer", (*ROLES, "runtime", "simulation", "bench", "cli", "config", "up", "operate")),
         ("core", (*ROLES, "runtime", "transfer", "engine", "simulation", "bench", "cli", "config", "up", "operate", "roles")),
         ("simulation", ("bench", "cli", "up", "operate", "runtime")),
-        ("runtime", ("simulation", "bench", "cli", "up", "operate", "demo")),
+        ("runtime", ("simulation", "bench", "cli", "up", "operate", "demo", "doctor")),
     ],
 )
 def test_imports_point_one_way(room: str, never: tuple[str, ...]) -> None:

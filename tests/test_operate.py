@@ -1,6 +1,5 @@
-"""Collecting dumps and examining the machine."""
+"""Collecting dumps."""
 
-import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mooncake_zmq import operate
-from mooncake_zmq.operate import collect_dumps, missing_packages
+from mooncake_zmq.operate import collect_dumps
 
 NODE = """
 import os, signal, sys
@@ -56,15 +55,3 @@ def test_an_old_dump_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(operate, "DUMP_AGAIN_S", 0.03)
     (tmp_path / "node.dump.json").write_text("{}")
     assert collect_dumps(tmp_path, ["node"]) == {}
-
-
-def test_packages_are_those_the_project_declares(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(missing_packages()) == []
-    declared = ["click>=8.1", "no-such-package>=1", 'no-such-extra>=2; extra == "dev"']
-    monkeypatch.setattr(importlib.metadata, "requires", lambda _name: declared)
-    assert list(missing_packages()) == ["no-such-package"]
-
-
-def test_a_project_that_is_not_installed_is_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operate, "DISTRIBUTION", "no-such-project")
-    assert list(missing_packages()) == ["no-such-project"]

@@ -36,6 +36,7 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.messages import (
     MAX_TOKENS,
+    BlocksAnnounced,
     BlocksLeased,
     CacheLoad,
     ChangeReplica,
@@ -473,19 +474,20 @@ class CacheNode:
         if put.quarantined:
             self.counts.add("late_commits")
         stored: list[int] = []
+        slots: list[int] = []
         size = self._contents.token_bytes
         for index, (_, slot) in put.slots.items():
-            checksum = checksums.get(index)
-            if checksum is None:
-                self.slots.free(slot)
-            else:
-                self.slots.commit(slot, checksum)
+            if index in checksums:
                 parent = put.keys[index - 1] if index else put.parent
                 self._contents.put(slot, parent, put.tokens[index * size : (index + 1) * size])
                 stored.append(index)
+                slots.append(slot)
+            else:
+                self.slots.free(slot)
         if not stored:
             return []
-        self._chains.touch(put.parent, [put.slots[index][1] for index in stored])
+        self.slots.commit_all(slots, [checksums[index] for index in stored])
+        self._chains.touch(put.parent, slots)
         self._tell_stored(put, stored)
         return self._gatherer.advance_waiting(now, [put.keys[index] for index in stored])
 
@@ -582,6 +584,7 @@ class CacheNode:
             dram = self.slots.committed_keys()
             disk = [key for key in self.disk.slots.committed_keys() if self.slots.committed(key) is None]
             everything = announcements(dram, on_disk=disk if self.disk.readable else ())
+            everything.append(BlocksAnnounced(complete=True))
             effects += [Send(newcomer, message) for newcomer in self._newcomers for message in everything]
             self._newcomers.clear()
         return effects

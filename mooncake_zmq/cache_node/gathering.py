@@ -351,11 +351,12 @@ class Gatherer:
         # All at once and from the root on, so that children go before parents.
         self._disk.slots.unpin([source.slot for _, _, source in copies if isinstance(source, DiskBlock)])
         came: dict[Key, Content] = {}
+        whole: list[tuple[int, int]] = []
         corrupt: list[SlotRef] = []
         tier = "disk" if fetch.source == DISK else "node"
         for index, ((key, slot, source), checksum) in enumerate(zip(copies, checksums, strict=True)):
             if checksum is not None and checksum == source.checksum:
-                self._dram.commit(slot, checksum)
+                whole.append((slot, checksum))
                 came[key] = self._disk.content(source.slot) if isinstance(source, DiskBlock) else fetch.told.get(key, UNKNOWN)
                 continue
             self._dram.free(slot)
@@ -370,6 +371,7 @@ class Gatherer:
         self._counts.add(f"fetch_failures[source={tier}]", len(copies) - len(came))
         self._counts.add("fetched_blocks_corrupt", len(corrupt))
         if came:
+            self._dram.commit_all([slot for slot, _ in whole], [checksum for _, checksum in whole])
             self._measure(now, fetch, len(came))
         if gathering is not None:
             gathering.came_from.update(dict.fromkeys(came, fetch.source))
@@ -402,12 +404,12 @@ class Gatherer:
 
     def sources(self, now: float) -> list[SourceRate]:
         """What there is to tell of each source: what a block took lately, and how many are asked for and not here."""
-        pending: Counter[str] = Counter()
+        pending: dict[str, int] = {}
         for fetch in self._fetches.values():
-            pending[fetch.source] += len(fetch.keys)
+            pending[fetch.source] = pending.get(fetch.source, 0) + len(fetch.keys)
         fresh = {source: rate.block_s for source, rate in self._rates.items() if now - rate.measured_at < RATE_LASTS_S}
         names = dict.fromkeys([*pending, *fresh])
-        return [SourceRate(source=name, block_s=fresh.get(name, 0.0), pending_blocks=pending[name]) for name in names]
+        return [SourceRate(source=name, block_s=fresh.get(name, 0.0), pending_blocks=pending.get(name, 0)) for name in names]
 
     def _close(self, fetch_id: int) -> list[Effect]:
         """A batch is done with: give the source its lease back."""

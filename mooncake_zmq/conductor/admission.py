@@ -1,73 +1,74 @@
-"""Early rejection: a request predicted to miss its SLO is refused before any KV is allocated. PURE functions.
+"""Early rejection: a request predicted to miss its SLO is refused before any KV is allocated. PURE.
 
 Waiting makes a queue shorter, and nothing else: a request that would miss its SLO even alone is refused only for what waiting
 would improve. One whose client holds tokens is never refused for its SLO.
 """
 
 import math
+from typing import Final
 
-from mooncake_zmq.conductor.choices import DecodeChoice, PrefillChoice
+from mooncake_zmq.conductor.choices import NO_LIMIT, DecodeChoice, Limits, PrefillChoice
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.messages import Schedule
 
-MIN_RETRY_S = 1.0
+MIN_RETRY_S: Final = 1.0
 """Retry-After is in whole seconds."""
-MAX_RETRY_S = 60.0
+MAX_RETRY_S: Final = 60.0
 """Predictions do not reach further."""
-NO_NODE_RETRY_S = 5.0
+NO_NODE_RETRY_S: Final = 5.0
 """A node that restarts is back within seconds."""
 
 
-def bound_s(own: float | None, deployment: float) -> float:
-    """The SLO that holds for a request; inf: none. `own`: its own, None to take the deployment's; 0 is none."""
-    slo_s = deployment if own is None else own
-    return slo_s if slo_s > 0 else math.inf
+class Admission:
+    """The rule of the settings."""
 
+    def __init__(self, settings: ConductorSettings) -> None:
+        self._refuses = settings.admission != "none"
+        self._looks_at_decodes = settings.admission not in ("none", "baseline")
+        self._ttft_slo_s = settings.ttft_slo_s
+        self._tbt_slo_s = settings.tbt_slo_s
+        self._patience = settings.patience
 
-def late_prefill(settings: ConductorSettings, schedule: Schedule, prefill: PrefillChoice, ttft_s: float) -> float | None:
-    """When to try again, if the first token would come too late; None to admit."""
-    if settings.admission == "none" or schedule.begun:
-        return None
-    left_s = bound_s(schedule.ttft_slo_s, settings.ttft_slo_s) - schedule.waited_s
-    if ttft_s <= left_s:
-        return None
-    waits_s = ttft_s - prefill.work_s
-    if prefill.work_s < left_s:
-        return bounded(min(ttft_s - left_s, waits_s))
-    excess_s = waits_s - settings.patience * prefill.work_s
-    return bounded(excess_s) if excess_s > 0 else None
+    def limits(self, schedule: Schedule) -> Limits:
+        """The request's own SLOs, else the deployment's; 0 is none."""
+        if not self._refuses or schedule.begun:
+            return Limits(may_refuse=False, ttft_s=NO_LIMIT, tbt_s=NO_LIMIT, waited_s=0.0)
+        ttft_s, tbt_s = schedule.ttft_slo_s, schedule.tbt_slo_s
+        return Limits(
+            may_refuse=True,
+            ttft_s=_bound_s(self._ttft_slo_s if ttft_s is None else ttft_s),
+            tbt_s=_bound_s(self._tbt_slo_s if tbt_s is None else tbt_s),
+            waited_s=schedule.waited_s,
+        )
 
+    def late_prefill_s(self, limits: Limits, prefill: PrefillChoice, ttft_s: float) -> float:
+        """After how long to try again, if the first token would come too late; 0 to admit."""
+        left_s = limits.ttft_s - limits.waited_s
+        if ttft_s <= left_s:
+            return 0.0
+        waits_s = ttft_s - prefill.work_s
+        if prefill.work_s < left_s:
+            return bounded(min(ttft_s - left_s, waits_s))
+        excess_s = waits_s - self._patience * prefill.work_s
+        return bounded(excess_s) if excess_s > 0 else 0.0
 
-def slow_decode(settings: ConductorSettings, schedule: Schedule, decode: DecodeChoice, expected_tokens: float) -> float | None:
-    """When to try again, if the later tokens would come too slowly; None to admit."""
-    if settings.admission in ("none", "baseline") or schedule.begun:
-        return None
-    slo_s = bound_s(schedule.tbt_slo_s, settings.tbt_slo_s)
-    if decode.tbt_s <= slo_s:
-        return None
-    crowd_s = decode.tbt_s - decode.alone_s
-    excess_s = crowd_s - settings.patience * decode.alone_s if decode.alone_s >= slo_s else decode.tbt_s - slo_s
-    if excess_s <= 0 or crowd_s <= 0:
-        return None
-    leavers = math.ceil(decode.batch * min(1.0, excess_s / crowd_s))
-    return bounded(leavers * expected_tokens * decode.alone_s / max(1.0, decode.batch))
-
-
-def promised_tbt_s(settings: ConductorSettings, schedule: Schedule) -> float:
-    """What the decode holds its step against when the prefill is done; 0: it does not."""
-    if settings.admission == "none" or schedule.begun:
-        return 0.0
-    slo_s = bound_s(schedule.tbt_slo_s, settings.tbt_slo_s)
-    return slo_s if math.isfinite(slo_s) else 0.0
-
-
-def deadline(settings: ConductorSettings, schedule: Schedule, now: float) -> float:
-    """When the first token is due by the request's SLO; inf: it has none, or its client holds tokens already."""
-    if settings.admission == "none" or schedule.begun:
-        return math.inf
-    return now + bound_s(schedule.ttft_slo_s, settings.ttft_slo_s) - schedule.waited_s
+    def slow_decode_s(self, limits: Limits, decode: DecodeChoice, expected_tokens: float) -> float:
+        """After how long to try again, if the later tokens would come too slowly; 0 to admit."""
+        slo_s = limits.tbt_s
+        if not self._looks_at_decodes or decode.tbt_s <= slo_s:
+            return 0.0
+        crowd_s = decode.tbt_s - decode.alone_s
+        excess_s = crowd_s - self._patience * decode.alone_s if decode.alone_s >= slo_s else decode.tbt_s - slo_s
+        if excess_s <= 0 or crowd_s <= 0:
+            return 0.0
+        leavers = math.ceil(decode.batch * min(1.0, excess_s / crowd_s))
+        return bounded(leavers * expected_tokens * decode.alone_s / max(1.0, decode.batch))
 
 
 def bounded(delay_s: float) -> float:
     """A usable Retry-After."""
     return min(MAX_RETRY_S, max(MIN_RETRY_S, delay_s))
+
+
+def _bound_s(slo_s: float) -> float:
+    return slo_s if slo_s > 0 else NO_LIMIT

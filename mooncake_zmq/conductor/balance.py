@@ -128,7 +128,7 @@ class Balance:
         self._quiet_until = -math.inf
         self._asked_at = -math.inf
         self._armed = False
-        self._typical = (0.0, 0.0)
+        self._typical: tuple[float, float] = (0.0, 0.0)
         """Seconds of prefill and tokens of KV of a request."""
         self._mean: list[float] = []
         """Smoothed: wait for a first token and busy engines; gap between tokens and KV in use. Empty: nobody looks."""

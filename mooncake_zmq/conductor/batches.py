@@ -5,7 +5,8 @@ even if as many have left its batch as may have. Who is chosen is who would be i
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Final
 
 from mooncake_zmq.conductor.choices import DecodeChoice
 from mooncake_zmq.conductor.decodes import DecodeNode, Decodes
@@ -13,13 +14,15 @@ from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
 
-STALE_S = 1.0
+STALE_S: Final = 1.0
 """What was reported longer ago says little of a batch now: such decodes are all looked at."""
 
-ROUNDING = 1 + 1e-9
+ROUNDING: Final = 1 + 1e-9
 """A bound and the gap that it stands for are not the same sum."""
-MOST_TIES = 2
+MOST_TIES: Final = 2
 """Of two the one with more KV to spare: that keeps decodes about even, and more of them hardly evener."""
+NO_ROOM: Final = math.inf
+"""The gap with a decode that cannot take the request."""
 
 
 class Joining:
@@ -72,7 +75,7 @@ class Batches:
         stretch = gaps.stretch(expected)
         grown_s = node.scale * self._context_s * gaps.growth_tokens(batch + 1, expected)
         gap_s, alone_s = self._look_at(joining, node), node.scale * joining.alone_s
-        return DecodeChoice(node, stretch * (gap_s + grown_s), batch, stretch * alone_s)
+        return DecodeChoice(node, tbt_s=stretch * (gap_s + grown_s), batch=batch, alone_s=stretch * alone_s)
 
     def weigh(self, joining: Joining) -> None:
         """Before `gap_s`: what the request adds to any step."""
@@ -103,7 +106,11 @@ class Batches:
         """Requests that it will find there."""
         at, stay_s = joining.at, joining.stay_tokens * node.step_s
         staying = max(0.0, 1.0 - (at - node.reported_at) / stay_s)
-        return node.there * staying + sum([at - stay_s < booking.due <= at for booking in node.coming])
+        come = 0
+        for booking in node.coming:
+            if at - stay_s < booking.due <= at:
+                come += 1
+        return node.there * staying + come
 
     # --- leaves
 
@@ -121,7 +128,7 @@ class Batches:
             roomy = node.free >= joining.need_tokens and node.places >= 1
             if not roomy and joining.wait_s > 0:
                 roomy = node.will_have_room(joining.need_tokens, joining.wait_s, joining.stay_tokens)
-            joining.looked_at[node] = gap_s = self.gap_s(joining, node) if roomy else math.inf
+            joining.looked_at[node] = gap_s = self.gap_s(joining, node) if roomy else NO_ROOM
         return gap_s
 
     def _look_at_stale(self, now: float, joining: Joining) -> None:
@@ -139,7 +146,7 @@ class Batches:
     def _least(self, joining: Joining, host: str, exclude: Collection[str]) -> DecodeNode | None:
         entries = self._decodes.lightest.entries
         least, place = self._search(joining, exclude)
-        if least == math.inf:
+        if least == NO_ROOM:
             return None
         limit = least * self._tie
         at_home = self._at_home(joining, host, exclude, limit)
@@ -151,20 +158,19 @@ class Batches:
             place += 1
             if node not in joining.looked_at and self._look_at(joining, node) <= limit and node.name not in exclude:
                 ties.append(node)
-        return ties[0] if len(ties) == 1 else min(ties, key=_roomiest)
+        return _roomiest(ties)
 
     def _search(self, joining: Joining, exclude: Collection[str]) -> tuple[float, int]:
         """The smallest gap, and how many of the lightest had to be gone through for it."""
-        least, place = math.inf, 0
+        least, place = NO_ROOM, 0
         for node, gap_s in joining.looked_at.items():
             if gap_s < least and node.name not in exclude:
                 least = gap_s
-        bound_s, look_at = self._bound_s, self._look_at
         for step_s, name, node in self._decodes.lightest.entries:
-            if bound_s(joining, step_s) * ROUNDING >= least:
+            if self._bound_s(joining, step_s) * ROUNDING >= least:
                 break
             place += 1
-            gap_s = look_at(joining, node)
+            gap_s = self._look_at(joining, node)
             if gap_s < least and name not in exclude:
                 least = gap_s
         return least, place
@@ -179,11 +185,15 @@ class Batches:
         for node in self._decodes.by_host.get(host, ()):
             if not node.draining and node.name not in exclude and self._look_at(joining, node) <= limit:
                 tied.append(node)
-        return min(tied, key=_roomiest) if tied else None
+        return _roomiest(tied) if tied else None
 
     def _ties(self, joining: Joining, exclude: Collection[str], limit: float) -> list[DecodeNode]:
         return [node for node, gap_s in joining.looked_at.items() if gap_s <= limit and node.name not in exclude]
 
 
-def _roomiest(node: DecodeNode) -> tuple[int, str]:
-    return -node.free, node.name
+def _roomiest(nodes: Sequence[DecodeNode]) -> DecodeNode:
+    best = nodes[0]
+    for node in nodes:
+        if node.free > best.free or (node.free == best.free and node.name < best.name):
+            best = node
+    return best

@@ -3,37 +3,10 @@
 import hashlib
 import math
 
-from msgspec import Struct
+from mooncake_zmq.conductor.booking import Booking, BookingKey
 
-from mooncake_zmq.core.messages import Placed
-
-BookingKey = tuple[str, str]
-"""Gateway and request id."""
 COUNTER_BITS = 28
 """A quarter of a billion placements before a number comes again; the 20 bits above tell conductors and their lives apart."""
-
-
-class Booking(Struct, eq=False, gc=False):
-    """One placement: the answer given, kept to answer a repeated `Schedule` alike, and what it was predicted from."""
-
-    key: BookingKey
-    at: float
-    placed: Placed
-    due: float
-    """When its prefill should be over; the prefill's reports move it."""
-    deadline: float
-    """When it should have its first token at the latest, by its SLO; inf without one."""
-    need_tokens: int
-    """KV that the decode must have for it."""
-    load_s: float
-    """What it adds to each step of its decode, as the cost model has it, with the KV it holds on average."""
-    expected_tokens: float
-    tbt_s: float
-    """As it was predicted, before any bias."""
-    coming: bool = False
-    """It is on its way to its decode, whose reports do not count it as there yet."""
-    reserved: bool = False
-    """The decode named it: it holds KV there."""
 
 
 class Bookings:
@@ -89,9 +62,10 @@ class Bookings:
 
     def is_due(self, now: float, ttl_s: float) -> bool:
         """Whether the oldest is as old as this."""
-        if now - self._since >= ttl_s:
-            oldest = self.oldest
-            self._since = oldest.at if oldest is not None else math.inf
+        if now - self._since < ttl_s:
+            return False
+        oldest = self.oldest
+        self._since = oldest.at if oldest is not None else math.inf
         return now - self._since >= ttl_s
 
     def all(self) -> list[Booking]:

@@ -1,25 +1,55 @@
-"""What was chosen for a request, before it is booked."""
+"""What was chosen for a request, within which limits, before it is booked. PURE."""
 
-from msgspec import Struct
+import math
+from typing import Final
 
 from mooncake_zmq.conductor.decodes import DecodeNode
 from mooncake_zmq.conductor.prefills import PrefillNode
 
+NO_LIMIT: Final = math.inf
 
-class PrefillChoice(Struct, frozen=True, gc=False):
+
+class Limits:
+    """What holds for one request: when its first token is due after it was first asked for, of which it has `waited_s`, and how
+    far apart the later ones may be; inf: at any time. `may_refuse`: whether it may be refused for anybody's SLO."""
+
+    __slots__ = ("may_refuse", "tbt_s", "ttft_s", "waited_s")
+
+    def __init__(self, *, may_refuse: bool, ttft_s: float, tbt_s: float, waited_s: float) -> None:
+        self.may_refuse = may_refuse
+        self.ttft_s = ttft_s
+        self.tbt_s = tbt_s
+        self.waited_s = waited_s
+
+    @property
+    def promised_tbt_s(self) -> float:
+        """What the decode holds its step against when the prefill is done; 0: it does not."""
+        return self.tbt_s if self.tbt_s < NO_LIMIT else 0.0
+
+    def deadline(self, now: float) -> float:
+        """When the first token is due; inf: at any time."""
+        return now + self.ttft_s - self.waited_s
+
+
+class PrefillChoice:
     """`work_s`: fetch, load and compute. `sources`: the bits of the cache-nodes to fetch from
     what the host misses of `reuse_blocks`, none to fetch nothing; `fetch_s`: of `work_s`, what moves between hosts."""
 
-    node: PrefillNode
-    reuse_blocks: int
-    sources: tuple[int, ...]
-    queue_s: float
-    work_s: float
-    fetch_s: float
-    stages: tuple[PrefillNode, ...] = ()
-    """Those that compute the later layers, see `pipeline`."""
-    share_s: float = 0.0
-    """What each of them and `node` compute, if there are any."""
+    __slots__ = ("fetch_s", "node", "queue_s", "reuse_blocks", "share_s", "sources", "stages", "work_s")
+
+    def __init__(
+        self, node: PrefillNode, *, reuse_blocks: int, sources: tuple[int, ...], queue_s: float, work_s: float, fetch_s: float
+    ) -> None:
+        self.node = node
+        self.reuse_blocks = reuse_blocks
+        self.sources = sources
+        self.queue_s = queue_s
+        self.work_s = work_s
+        self.fetch_s = fetch_s
+        self.stages: tuple[PrefillNode, ...] = ()
+        """Those that compute the later layers, see `pipeline`."""
+        self.share_s = 0.0
+        """What each of them and `node` compute, if there are any."""
 
     @property
     def ttft_s(self) -> float:
@@ -27,22 +57,38 @@ class PrefillChoice(Struct, frozen=True, gc=False):
         return self.queue_s + self.work_s
 
 
-class DecodeChoice(Struct, frozen=True, gc=False):
+class DecodeChoice:
     """One decode when the request would join it: its `batch` then without the request, and its predicted TBT with it, see
     `core.gaps`. `alone_s`: the same if nobody else were there."""
 
-    node: DecodeNode
-    tbt_s: float
-    batch: float
-    alone_s: float
+    __slots__ = ("alone_s", "batch", "node", "tbt_s")
+
+    def __init__(self, node: DecodeNode, *, tbt_s: float, batch: float, alone_s: float) -> None:
+        self.node = node
+        self.tbt_s = tbt_s
+        self.batch = batch
+        self.alone_s = alone_s
 
 
-class Decision(Struct, frozen=True, gc=False):
+class Decision:
     """Where a request goes. `ttft_s`: predicted time to its first token; `expected`: tokens it is taken to produce;
     `need_tokens`: KV that the decode must have for it."""
 
-    prefill: PrefillChoice
-    decode: DecodeChoice
-    ttft_s: float
-    expected: float
-    need_tokens: int
+    __slots__ = ("decode", "expected", "limits", "need_tokens", "prefill", "ttft_s")
+
+    def __init__(
+        self,
+        prefill: PrefillChoice,
+        decode: DecodeChoice,
+        limits: Limits,
+        *,
+        ttft_s: float,
+        expected: float,
+        need_tokens: int,
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.limits = limits
+        self.ttft_s = ttft_s
+        self.expected = expected
+        self.need_tokens = need_tokens

@@ -6,10 +6,11 @@ what it placed until reports show it, so that many requests between two reports 
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from mooncake_zmq.conductor.balance import BALANCE, Balance
-from mooncake_zmq.conductor.bookings import BookingKey, Bookings
+from mooncake_zmq.conductor.booking import BookingKey
+from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.corrections import Accuracy, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.membership import Member, Membership
@@ -20,6 +21,7 @@ from mooncake_zmq.conductor.prefills import Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.conductor.replication import Replication
+from mooncake_zmq.conductor.roll_call import ROLL_CALL, RollCall
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.conductor.transfers import Transfers
@@ -81,7 +83,10 @@ class Conductor:
         self.incarnation = incarnation
         self.counts = Tally()
         self._settings = settings
+        self._booking_ttl_s = settings.booking_ttl_s
+        self._replica_interval_s = settings.replica_interval_s
         self._members = Membership()
+        self._roll_call = RollCall(settings.members, self._members)
         self._index = PrefixIndex(max_keys=settings.max_keys)
         self._replication = Replication(settings, self._index, self.counts)
         self._recent = RecentChains(settings.replica_max_blocks)
@@ -163,6 +168,8 @@ class Conductor:
                 return self._on_replicas(now)
             case TimerFired(key) if key == SWEEP:
                 return self._on_sweep()
+            case TimerFired(key) if key == ROLL_CALL:
+                return self._roll_call.tell()
             case TimerFired(key) if key == BALANCE:
                 return self._balance.on_timer(now)
             case Asked(ask_id, SetCopies(key, copies)):
@@ -237,7 +244,7 @@ class Conductor:
                 self._hosts[member.name] = member.host
                 self._sources.join(self._index.join(member.name), member.name, member.host)
         self._round = None  # it may name who was there before
-        return effects + self._balance.joined(now, member)
+        return effects + self._roll_call.changed() + self._balance.joined(now, member)
 
     def _forget(self, now: float, peer: str) -> list[Effect]:
         """Nothing said by or placed on this peer counts any more; a cache-node announces its whole set when it is back."""
@@ -263,7 +270,7 @@ class Conductor:
                 self._replication.forget(peer)
                 del self._hosts[peer]
         self._round = None  # it may name who is gone
-        return self._arm_sweep()
+        return self._roll_call.left(peer) + self._arm_sweep()
 
     # --- what they tell
 
@@ -306,7 +313,7 @@ class Conductor:
         if blocks.on_disk:
             self._index.on_disk(sender, blocks.on_disk)
         self.counts.add("keys_evicted", self._index.evicted - before)
-        return []
+        return self._roll_call.announced(sender) if blocks.complete else []
 
     def _on_sweep(self) -> list[Effect]:
         self._sweep_armed = False
@@ -323,11 +330,13 @@ class Conductor:
 
     def _on_schedule(self, now: float, gateway: str, schedule: Schedule) -> list[Effect]:
         key = (gateway, schedule.request_id)
+        attempt = schedule.attempt
         effects = self._balance.asked(now)
-        effects += self._on_expiry(now) if self._bookings.is_due(now, self._settings.booking_ttl_s) else []
+        if self._bookings.is_due(now, self._booking_ttl_s):
+            effects += self._on_expiry(now)
         booking = self._bookings.get(key)
-        if booking is not None and booking.placed.attempt >= schedule.attempt:
-            if booking.placed.attempt > schedule.attempt:
+        if booking is not None and booking.placed.attempt >= attempt:
+            if booking.placed.attempt > attempt:
                 self.counts.add("stale_schedules")
                 return effects
             self.counts.add("repeated_schedules")
@@ -335,14 +344,14 @@ class Conductor:
         if booking is not None:
             self._unbook(now, key)
         plan = self._placement.planner.plan(now, schedule)
-        if plan.best and schedule.attempt == 1:
+        if plan.best and attempt == 1:
             self._recent.add(schedule.keys, plan.best)
-        if self._settings.replica_interval_s and schedule.attempt == 1:
+        if self._replica_interval_s and attempt == 1:
             effects += self._count_demand(now, schedule.keys[: plan.best])
         answer = self._place(now, key, schedule, plan)
-        if self._bookings and not self._expiry_armed:
+        if not self._expiry_armed and self._bookings:
             self._expiry_armed = True
-            effects.append(SetTimer(EXPIRY, self._settings.booking_ttl_s))
+            effects.append(SetTimer(EXPIRY, self._booking_ttl_s))
         effects.append(Send(gateway, answer))
         return effects
 
@@ -354,12 +363,14 @@ class Conductor:
         if self._bookings.is_full and (oldest := self._bookings.oldest) is not None:
             self.counts.add("bookings_dropped")
             self._unbook(now, oldest.key)
-        booking = self._placement.commit(now, key, schedule, decided)
+        booking = self._placement.commit(now, key, schedule, plan, decided)
         self._bookings.add(booking)
-        self._balance.placed(decided.prefill.work_s, schedule.tokens)
+        prefill = decided.prefill
+        self._balance.placed(prefill.work_s, plan.tokens)
         self.counts.add("placed")
-        self.counts.add("pipelines_placed", bool(booking.placed.stages))
-        self.counts.add(_PLANS[bool(booking.placed.sources), booking.placed.reuse_blocks > 0])
+        if prefill.stages:
+            self.counts.add("pipelines_placed")
+        self.counts.add(_FETCHED if prefill.sources else _LOCAL if prefill.reuse_blocks else _NOTHING)
         return booking.placed
 
     def _on_ended(self, now: float, gateway: str, ended: RequestEnded) -> list[Effect]:
@@ -423,7 +434,7 @@ class Conductor:
 
     def _on_expiry(self, now: float) -> list[Effect]:
         """Drop what is too old, and come back when the next one is."""
-        while self._bookings.is_due(now, self._settings.booking_ttl_s) and (oldest := self._bookings.oldest) is not None:
+        while self._bookings.is_due(now, self._booking_ttl_s) and (oldest := self._bookings.oldest) is not None:
             self.counts.add("bookings_expired")
             self._unbook(now, oldest.key)
         oldest = self._bookings.oldest
@@ -452,9 +463,7 @@ class Conductor:
                 assert booking.placed.decode == decode.name
 
 
-_PLANS = {
-    (fetches, reuses): f"plans[prefix={'fetched' if fetches else 'local' if reuses else 'none'}]"
-    for fetches in (False, True)
-    for reuses in (False, True)
-}
+_FETCHED: Final = "plans[prefix=fetched]"
+_LOCAL: Final = "plans[prefix=local]"
+_NOTHING: Final = "plans[prefix=none]"
 _REJECTED = {reason: f"rejected[reason={reason.value}]" for reason in RejectReason}

@@ -8,7 +8,7 @@ full waits for a place, and that wait stands in its gap between the first two to
 
 from bisect import insort
 
-from mooncake_zmq.conductor.bookings import Booking
+from mooncake_zmq.conductor.booking import Booking
 from mooncake_zmq.conductor.corrections import Accuracy, Correction
 from mooncake_zmq.conductor.ranking import Ranking
 from mooncake_zmq.conductor.settings import ConductorSettings

@@ -2,14 +2,14 @@
 PURE."""
 
 from bisect import bisect_right
+from typing import Final
 
-from msgspec.structs import replace
-
-from mooncake_zmq.conductor import admission
+from mooncake_zmq.conductor.admission import MAX_RETRY_S, NO_NODE_RETRY_S, Admission, bounded
 from mooncake_zmq.conductor.arrivals import Arrivals
 from mooncake_zmq.conductor.batches import Batches, Joining
-from mooncake_zmq.conductor.bookings import Booking, BookingKey, Bookings
-from mooncake_zmq.conductor.choices import Decision, PrefillChoice
+from mooncake_zmq.conductor.booking import Booking, BookingKey
+from mooncake_zmq.conductor.bookings import Bookings
+from mooncake_zmq.conductor.choices import Decision, Limits, PrefillChoice
 from mooncake_zmq.conductor.corrections import Bias, Lateness, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
@@ -23,9 +23,9 @@ from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import Placed, Rejected, RejectReason, Schedule
 
-MAX_PREDICTION_S = 1e7
+MAX_PREDICTION_S: Final = 1e7
 """The most a message may say."""
-TRIES = 3
+TRIES: Final = 3
 """Prefills tried for a request that would push others past their bounds."""
 
 
@@ -51,6 +51,10 @@ class Placement:
         bookings: Bookings,
     ) -> None:
         self._settings = settings
+        self._pipelines = settings.pipeline_stages > 1
+        self._at_once = settings.admission in ("baseline", "early")
+        """Whether a decode is judged by what it is like now."""
+        self._admission = Admission(settings)
         self._costs = costs
         self._block_tokens = block_tokens
         self._prefills = prefills
@@ -78,22 +82,23 @@ class Placement:
 
     def decide(self, now: float, schedule: Schedule, plan: Plan) -> Decision | Refused:
         """Where it goes, or the refusal."""
-        prefill = self._choose_prefill(now, schedule, plan)
+        limits = self._admission.limits(schedule)
+        prefill = self._choose_prefill(now, schedule, plan, limits)
         if isinstance(prefill, tuple):
             return prefill
-        if self._settings.pipeline_stages > 1:
+        if self._pipelines:
             prefill = self._in_pipeline(schedule, plan, prefill)
-        ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, schedule.priority)
+        ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, plan.priority)
         spare = self.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
-        late_s = admission.late_prefill(self._settings, schedule, prefill, ttft_s * spare)
-        if late_s is not None:
+        late_s = self._admission.late_prefill_s(limits, prefill, ttft_s * spare)
+        if late_s:
             return RejectReason.TTFT, late_s
         expected = self._outputs.expected(schedule.max_tokens)
-        need_tokens = self.need_tokens(schedule, expected)
+        need_tokens = self._need_tokens(plan.tokens, expected)
         joining = Joining(
-            now if self._settings.admission in ("baseline", "early") else now + ttft_s,
+            now if self._at_once else now + ttft_s,
             wait_s=prefill.queue_s,
-            own_tokens=schedule.tokens,
+            own_tokens=plan.tokens,
             need_tokens=need_tokens,
             expected_tokens=expected,
             stay_tokens=max(1.0, self._outputs.typical),
@@ -101,12 +106,12 @@ class Placement:
         decode = self.batches.choose(now, joining, prefill.node.host, schedule.exclude)
         if decode is None:
             return self._no_decode(joining.stay_tokens)
-        slow_s = admission.slow_decode(self._settings, schedule, decode, expected)
-        if slow_s is not None:
+        slow_s = self._admission.slow_decode_s(limits, decode, expected)
+        if slow_s:
             return RejectReason.TBT, slow_s
-        return Decision(prefill, decode, ttft_s, expected, need_tokens)
+        return Decision(prefill, decode, limits, ttft_s=ttft_s, expected=expected, need_tokens=need_tokens)
 
-    def commit(self, now: float, key: BookingKey, schedule: Schedule, decision: Decision) -> Booking:
+    def commit(self, now: float, key: BookingKey, schedule: Schedule, plan: Plan, decision: Decision) -> Booking:
         """Book what was decided: queue, batch, link and turn know of it at once."""
         prefill, decode, ttft_s, expected = decision.prefill, decision.decode, decision.ttft_s, decision.expected
         number = self._bookings.next_number()
@@ -120,7 +125,7 @@ class Placement:
             ttft_s=min(ttft_s, MAX_PREDICTION_S),
             tbt_s=min(decode.tbt_s * self.bias.factor, MAX_PREDICTION_S),
             booking=number,
-            tbt_slo_s=admission.promised_tbt_s(self._settings, schedule),
+            tbt_slo_s=decision.limits.promised_tbt_s,
             stages=tuple([node.name for node in prefill.stages]) if prefill.stages else (),
         )
         booking = Booking(
@@ -128,16 +133,17 @@ class Placement:
             at=now,
             placed=placed,
             due=now + ttft_s,
-            deadline=admission.deadline(self._settings, schedule, now),
+            deadline=decision.limits.deadline(now),
             need_tokens=decision.need_tokens,
-            load_s=self._request_s + self._context_s * (schedule.tokens + expected / 2),
+            load_s=self._request_s + self._context_s * (plan.tokens + expected / 2),
             expected_tokens=expected,
             tbt_s=decode.tbt_s,
         )
         self._outputs.placed(expected)
         work_s = prefill.share_s if prefill.stages else prefill.work_s
-        for node in (prefill.node, *prefill.stages):
-            self._prefills.book(now, node, (node.rank(now, work_s, schedule.priority), work_s, number))
+        self._prefills.book(now, prefill.node, work_s, plan.priority, number)
+        for node in prefill.stages:
+            self._prefills.book(now, node, work_s, plan.priority, number)
         self._decodes.book(decode.node, booking)
         if prefill.sources:
             self._transfers.book(now, prefill.sources[0], prefill.node.home, prefill.fetch_s)
@@ -147,33 +153,32 @@ class Placement:
         self._prefills.chosen(prefill.node)
         return booking
 
-    def need_tokens(self, schedule: Schedule, expected: float) -> int:
-        """KV a decode must have free: whole blocks for prompt and one token, on which it insists, and the expected output."""
-        insisted = (schedule.tokens // self._block_tokens + 1) * self._block_tokens
-        return max(insisted, schedule.tokens + int(expected))
-
     # --- leaves
 
-    def _choose_prefill(self, now: float, schedule: Schedule, plan: Plan) -> PrefillChoice | Refused:
+    def _need_tokens(self, tokens: int, expected: float) -> int:
+        """KV a decode must have free: whole blocks for prompt and one token, on which it insists, and the expected output."""
+        return max((tokens // self._block_tokens + 1) * self._block_tokens, tokens + int(expected))
+
+    def _choose_prefill(self, now: float, schedule: Schedule, plan: Plan, limits: Limits) -> PrefillChoice | Refused:
         barred = schedule.exclude
         pushed_s = 0.0
         for _ in range(TRIES):
             choice = self._router.choose(now, schedule, plan, barred)
             if choice is None:
                 break
-            if not self._pushes_others(now, schedule, choice):
+            if not self._pushes_others(now, plan, limits, choice):
                 return choice
             barred = (*barred, choice.node.name)
             pushed_s = choice.queue_s + choice.work_s
         if pushed_s:
-            return RejectReason.TTFT, admission.bounded(pushed_s)
+            return RejectReason.TTFT, bounded(pushed_s)
         last_resort = self._router.choose(now, schedule, plan, ()) if schedule.exclude else None
         if last_resort is not None:
             return last_resort
         if any(not node.draining for node in self._prefills.nodes):
-            shortest_s = min(self._prefills.shortest_queue_s(now), admission.MAX_RETRY_S)
-            return RejectReason.NO_ROOM, admission.bounded(shortest_s / 2)
-        return RejectReason.NO_PREFILL, admission.NO_NODE_RETRY_S
+            shortest_s = min(self._prefills.shortest_queue_s(now), MAX_RETRY_S)
+            return RejectReason.NO_ROOM, bounded(shortest_s / 2)
+        return RejectReason.NO_PREFILL, NO_NODE_RETRY_S
 
     def _in_pipeline(self, schedule: Schedule, plan: Plan, choice: PrefillChoice) -> PrefillChoice:
         """With others that compute a long prompt together with it, if that is sooner."""
@@ -195,15 +200,16 @@ class Placement:
         )
         if pipeline is None:
             return choice
-        stages = tuple([self._prefills.by_name[name] for name in pipeline.stages])
-        return replace(choice, queue_s=pipeline.queue_s, work_s=pipeline.work_s, stages=stages, share_s=pipeline.share_s)
+        choice.queue_s, choice.work_s, choice.share_s = pipeline.queue_s, pipeline.work_s, pipeline.share_s
+        choice.stages = tuple([self._prefills.by_name[name] for name in pipeline.stages])
+        return choice
 
-    def _pushes_others(self, now: float, schedule: Schedule, choice: PrefillChoice) -> bool:
+    def _pushes_others(self, now: float, plan: Plan, limits: Limits, choice: PrefillChoice) -> bool:
         """Whether it would go before a job that was promised a time and would then miss it."""
         node = choice.node
-        if not (node.overtake or schedule.priority) or self._settings.admission == "none" or schedule.begun:
+        if not (node.overtake or plan.priority) or not limits.may_refuse:
             return False
-        after = bisect_right(node.ranks, node.rank(now, choice.work_s, schedule.priority))
+        after = bisect_right(node.ranks, node.rank(now, choice.work_s, plan.priority))
         if after == len(node.ends):
             return False
         for end, number in zip(node.ends[after:], node.numbers[after:], strict=True):
@@ -228,8 +234,8 @@ class Placement:
         """None has room: until the first request leaves one; without any decode, until one may be back."""
         leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for node in self._decodes.nodes if not node.draining]
         if not leave_s:
-            return RejectReason.NO_DECODE, admission.NO_NODE_RETRY_S
-        return RejectReason.NO_ROOM, admission.bounded(min(leave_s))
+            return RejectReason.NO_DECODE, NO_NODE_RETRY_S
+        return RejectReason.NO_ROOM, bounded(min(leave_s))
 
 
 def rejected(schedule: Schedule, refused: Refused) -> Rejected:

@@ -6,6 +6,8 @@ missing is weighed against computing it.
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Final
 
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex, Run, bits_of
@@ -15,10 +17,12 @@ from mooncake_zmq.conductor.transfers import Rates, Transfers
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import Schedule
 
-LOOKED_AT = 8
+LOOKED_AT: Final = 8
 """Prefills that hold a run of the prompt are looked at first, while they are as few; larger crowds go by in order."""
-RARE = 16, 32
+RARE: Final = 16
+MOST_RARE: Final = 32
 """And while they are one of so many, up to so many: in the orders they would be long in coming."""
+NO_TIME: Final = math.inf
 
 Group = tuple[int, int, float, int]
 """Mask of cache-nodes; the blocks they hold; seconds to compute the rest, not corrected; tokens in those blocks."""
@@ -50,8 +54,9 @@ class Plan:
     work_s: float = 0.0
     fetch_s: float = 0.0
 
-    def __init__(self, now: float, priority: int, runs: list[Run], whole_s: float) -> None:
+    def __init__(self, now: float, tokens: int, priority: int, runs: list[Run], whole_s: float) -> None:
         self.now = now
+        self.tokens = tokens
         self.priority = priority
         self.runs = runs
         """Shortest first."""
@@ -60,7 +65,7 @@ class Plan:
         self.groups: list[Group] = []
         """Longest first."""
         self.rates: Rates | None = None
-        self.disk: list[int] = []
+        self.disk: Sequence[int] = ()
         """By block, who has it on SSD alone."""
         self.times: dict[PrefillNode, float] = {}
         self.weighed: PrefillNode | None = None
@@ -95,15 +100,19 @@ class Planner:
     def plan(self, now: float, schedule: Schedule) -> Plan:
         """What can be said of the prompt for all prefills at once."""
         tokens = schedule.tokens
-        limit = reusable_blocks(tokens=tokens, keys=len(schedule.keys), block_tokens=self._block_tokens)
-        keys = schedule.keys if limit == len(schedule.keys) else schedule.keys[:limit]
+        keys = schedule.keys
+        limit = reusable_blocks(tokens=tokens, keys=len(keys), block_tokens=self._block_tokens)
+        if limit < len(keys):
+            keys = keys[:limit]
         runs = self._index.runs(keys)
         whole_s = (self._a + self._b * tokens) * tokens
-        plan = Plan(now, schedule.priority, runs, whole_s)
+        plan = Plan(now, tokens, schedule.priority, runs, whole_s)
         if runs:
             plan.best = runs[-1][0]
-            self._index.touch(keys[: plan.best])
-            plan.disk = self._index.on_disk_alone(keys[: plan.best])
+            if plan.best < len(keys):
+                keys = keys[: plan.best]
+            self._index.touch(keys)
+            plan.disk = self._index.on_disk_alone(keys)
             self._group(plan)
         return plan
 
@@ -139,7 +148,7 @@ class Planner:
     def bound_s(self, plan: Plan, place: int) -> float:
         """No prefill that is at `place` or later in both orders, and was not looked at, has its first token sooner."""
         if place >= len(self.orders[0]):
-            return math.inf
+            return NO_TIME
         lead_s = self.orders[1][place][0] - plan.now
         work_s = self.least_work_s(plan, place)
         return work_s + lead_s if lead_s > 0 and plan.priority >= 0 else work_s
@@ -153,7 +162,7 @@ class Planner:
     def least_cold_s(self, plan: Plan) -> float:
         """No prefill that holds nothing of the prompt has less to do for it."""
         if not self.orders[0]:
-            return math.inf
+            return NO_TIME
         factor = self.orders[0][0][0]
         work_s = factor * plan.whole_s
         if plan.rates is None:
@@ -171,7 +180,7 @@ class Planner:
         _, _, plan.best_s, plan.best_prefix = plan.groups[0]
         if self._fetches:
             self._name_source(plan)
-        left = max(LOOKED_AT, min(len(self.orders[0]) // RARE[0], RARE[1]))
+        left = max(LOOKED_AT, min(len(self.orders[0]) // RARE, MOST_RARE))
         rest, plan.rest_s = 0, plan.whole_s
         for mask, blocks, unit_s, _ in plan.groups:
             left -= mask.bit_count()
@@ -195,7 +204,7 @@ class Planner:
     def _fetched_s(self, plan: Plan, node: PrefillNode, local: int, work_s: float) -> float:
         """The work if it is quicker so. Beyond Algorithm 1: where even the estimate says that computing is, nothing is
         fetched."""
-        if self._threshold and (local if self._threshold == math.inf else local * self._threshold > plan.best):
+        if self._threshold and (local if self._threshold == NO_TIME else local * self._threshold > plan.best):
             return work_s
         assert plan.rates is not None
         home = node.home

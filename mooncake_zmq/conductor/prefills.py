@@ -10,6 +10,7 @@ to be done for the nodes that nothing happened to.
 
 import math
 from bisect import bisect_right, insort
+from typing import Final
 
 from mooncake_zmq.conductor.corrections import Accuracy, Correction
 from mooncake_zmq.conductor.ranking import Ranking
@@ -19,10 +20,10 @@ from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad
 
 Job = tuple[float, float, int]
 """Rank, as a time; seconds of work left; number of the booking, 0 if it is not known."""
-NO_LIMIT = 1 << 40
-EVERYONE = 1
+NO_LIMIT: Final = 1 << 40
+EVERYONE: Final = 1
 """The mark that every prefill has."""
-GRAINS = 64
+GRAINS: Final = 64
 """Factors are ranked in steps of one of so many parts, rounded down: fading corrections need not move at each report."""
 
 
@@ -103,8 +104,8 @@ class PrefillNode:
 
     def settle(self, now: float) -> None:
         """Take off the queue what is done."""
-        done = bisect_right(self.ends, now)
-        if done:
+        if self.ends and self.ends[0] <= now:
+            done = bisect_right(self.ends, now)
             del self.ranks[:done], self.ends[:done], self.numbers[:done]
 
     def behind_s(self, now: float, rank: float) -> float:
@@ -195,9 +196,9 @@ class Prefills:
         self._retell(now, node)
         return dues
 
-    def book(self, now: float, node: PrefillNode, job: Job) -> None:
+    def book(self, now: float, node: PrefillNode, work_s: float, priority: int, number: int) -> None:
         """A job was sent there."""
-        rank, work_s, number = job
+        rank = node.rank(now, work_s, priority)
         node.settle(now)
         ends, place = node.ends, bisect_right(node.ranks, rank)
         node.ranks.insert(place, rank)
@@ -284,8 +285,7 @@ class Prefills:
             self.least_load_s = min([each.load_token_s for each in self.nodes])
 
     def _retell(self, now: float, node: PrefillNode) -> None:
-        ripe = bisect_right(node.ranks, now)
-        node.floor_at = node.ends[ripe - 1] if ripe else 0.0
+        node.floor_at = node.ends[bisect_right(node.ranks, now) - 1] if node.ranks and node.ranks[0] <= now else 0.0
         self._open_or_close(node)
         if not node.closed:
             self.freest.set(node, node.floor_at)

@@ -168,12 +168,12 @@ class PrefixIndex:
         found.append((count, alive))
         return found
 
-    def on_disk_alone(self, keys: Sequence[Key]) -> list[int]:
+    def on_disk_alone(self, keys: Sequence[Key]) -> Sequence[int]:
         """For each of `keys` the mask of the nodes that have it on SSD alone; nothing if nobody has any there."""
         if not self._tiered:
-            return []
+            return ()
         masks = [self._disk[key[0]].get(key, 0) & self._live for key in keys]
-        return masks if any(masks) else []
+        return masks if any(masks) else ()
 
     def match(self, keys: Sequence[Key]) -> dict[str, int]:
         """Length of the leading run of `keys` each node holds, in name order; nodes without the first key are left out."""

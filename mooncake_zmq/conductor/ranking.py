@@ -1,6 +1,5 @@
 """Nodes in the order of one figure that changes now and then, so that a search meets the most promising first. PURE."""
 
-from bisect import bisect_left, insort
 from typing import Generic, Protocol, TypeVar
 
 
@@ -28,17 +27,30 @@ class Ranking(Generic[N]):
         if known is not None:
             if known[0] == figure:
                 return
-            del self.entries[bisect_left(self.entries, known)]
+            del self.entries[self._place(known[0], name)]
         self._by_name[name] = entry = (figure, name, node)
-        insort(self.entries, entry)
+        self.entries.insert(self._place(figure, name), entry)
 
     def remove(self, node: N) -> None:
         """The node is not to be found any more."""
         known = self._by_name.pop(node.name, None)
         if known is not None:
-            del self.entries[bisect_left(self.entries, known)]
+            del self.entries[self._place(known[0], node.name)]
 
     def check(self) -> None:
         """Assert the invariants."""
         assert self.entries == sorted(self._by_name.values(), key=lambda entry: entry[:2])
         assert all(entry[1] == entry[2].name == name for name, entry in self._by_name.items())
+
+    def _place(self, figure: float, name: str) -> int:
+        """Where it is, or belongs. `bisect` would compare whole entries, which takes longer than anything else here."""
+        entries = self.entries
+        low, high = 0, len(entries)
+        while low < high:
+            middle = (low + high) >> 1
+            known = entries[middle]
+            if known[0] < figure or (known[0] == figure and known[1] < name):
+                low = middle + 1
+            else:
+                high = middle
+        return low

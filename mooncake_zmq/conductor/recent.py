@@ -1,13 +1,12 @@
 """The chains that requests found held lately, so that an operator can ask for copies of one by its last key. PURE."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.kv.block_hash import Key
 
-MOST_RECENT = 256
+MOST_RECENT: Final = 256
 """Chains remembered; past it the one not asked for longest is forgotten."""
 
 
@@ -17,7 +16,8 @@ class RecentChains:
     def __init__(self, max_blocks: int) -> None:
         """`max_blocks`: of a longer run its beginning is remembered."""
         self._max_blocks = max_blocks
-        self._chains: OrderedDict[Key, tuple[Key, ...]] = OrderedDict()
+        self._chains: dict[Key, tuple[Key, ...]] = {}
+        """The one not asked for longest first."""
 
     def __len__(self) -> int:
         return len(self._chains)
@@ -26,12 +26,12 @@ class RecentChains:
         """A request found its first `blocks` blocks held, at least one."""
         blocks = min(blocks, self._max_blocks)
         last = keys[blocks - 1]
-        if last in self._chains:
-            self._chains.move_to_end(last)
-            return
-        self._chains[last] = tuple(keys[:blocks])
-        if len(self._chains) > MOST_RECENT:
-            self._chains.popitem(last=False)
+        chain = self._chains.get(last)
+        if chain is not None:
+            del self._chains[last]  # to stand last again
+        elif len(self._chains) == MOST_RECENT:
+            del self._chains[next(iter(self._chains))]
+        self._chains[last] = tuple(keys[:blocks]) if chain is None else chain
 
     def get(self, key: Key) -> tuple[Key, ...] | None:
         """The chain that ends with `key`."""

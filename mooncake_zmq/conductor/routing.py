@@ -10,6 +10,7 @@ are free, until no prefill that has not come by can be better. What wins is what
 
 import math
 from collections.abc import Collection
+from typing import Final
 
 import xxhash
 
@@ -20,8 +21,9 @@ from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.core.messages import Schedule
 
-ROUNDING = 1 + 1e-9
+ROUNDING: Final = 1 + 1e-9
 """A bound and the time that it stands for are not the same sum."""
+NO_TIME: Final = math.inf
 
 
 class Router:
@@ -55,14 +57,14 @@ class Router:
     def _least_ttft(self, plan: Plan, barred: Collection[str]) -> PrefillNode | None:
         """The prefills that may be tied with the best come by in two ways, side by side: as the promising ones, and in turn.
         Whichever ends first has found the one whose turn it is."""
-        times, ttft_s = plan.times, self._planner.ttft_s
+        times = plan.times
         least, place, bound_s = self._search(plan, barred)
-        if least == math.inf:
+        if least == NO_TIME:
             return None
         limit = least * self._tie
         if bound_s <= limit:
             crowd = self._crowd(plan, limit)
-            too_late = plan.now + limit - self._planner.least_work_s(plan) if plan.priority >= 0 else math.inf
+            too_late = plan.now + limit - self._planner.least_work_s(plan) if plan.priority >= 0 else NO_TIME
             for node in self._prefills.turns:
                 if (node.floor_at > too_late or not node.marks & crowd) and node not in times:
                     continue
@@ -70,7 +72,7 @@ class Router:
                     continue
                 time_s = times.get(node)
                 if time_s is None:
-                    time_s = times[node] = ttft_s(plan, node)
+                    time_s = times[node] = self._planner.ttft_s(plan, node)
                 if time_s <= limit:
                     return node
                 self._look_at(plan, place, crowd, barred)
@@ -83,9 +85,10 @@ class Router:
     def _search(self, plan: Plan, barred: Collection[str]) -> tuple[float, int, float]:
         """The smallest time, how far the orders had to be gone through for it, and the bound of those that follow."""
         least, place, bound_s = self._least(plan, barred), 0, self._planner.bound_s(plan, 0)
-        for marks in (EVERYONE, plan.crowd):
-            if marks and bound_s * ROUNDING < least:
-                least = min(least, self._first_free(plan, marks, barred))
+        if bound_s * ROUNDING < least:
+            least = min(least, self._first_free(plan, EVERYONE, barred))
+        if plan.crowd and bound_s * ROUNDING < least:
+            least = min(least, self._first_free(plan, plan.crowd, barred))
         if bound_s * ROUNDING < least:
             crowd = self._crowd(plan, least * self._tie)
             while bound_s * ROUNDING < least:
@@ -95,13 +98,15 @@ class Router:
         return least, place, bound_s
 
     def _least(self, plan: Plan, barred: Collection[str]) -> float:
-        if not barred:
-            return min(plan.times.values(), default=math.inf)
-        return min([time_s for node, time_s in plan.times.items() if node.name not in barred], default=math.inf)
+        least = NO_TIME
+        for node, time_s in plan.times.items():
+            if time_s < least and node.name not in barred:
+                least = time_s
+        return least
 
     def _look_at(self, plan: Plan, place: int, crowd: int, barred: Collection[str]) -> float:
         """The smaller time of the two at this place in the orders, if they are of the crowd."""
-        times, least = plan.times, math.inf
+        times, least = plan.times, NO_TIME
         for order in self._planner.orders:
             node = order[place][2]
             if node.marks & crowd and node not in times:
@@ -118,7 +123,7 @@ class Router:
                 if time_s is None:
                     time_s = plan.times[node] = self._planner.ttft_s(plan, node)
                 return time_s
-        return math.inf
+        return NO_TIME
 
     def _crowd(self, plan: Plan, limit: float) -> int:
         """The marks of the prefills that may be within the limit: all, or those that hold something of the prompt."""

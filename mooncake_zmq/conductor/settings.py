@@ -40,6 +40,9 @@ NOT_NEGATIVE = (
 class ConductorSettings:
     """Times in seconds. What things cost stands in `core.costs`."""
 
+    members: tuple[str, ...] = ()
+    """Nodes whose coming gateways wait for before they say that they are ready. Empty: the prefills, decodes and cache-nodes of
+    the file."""
     ttft_slo_s: float = 30.0
     """Longest predicted time to the first token that is still admitted; 0 or inf admits all. The paper's bound end to end."""
     tbt_slo_s: float = 1.0

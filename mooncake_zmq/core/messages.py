@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""
@@ -37,6 +37,8 @@ Slo = Annotated[float, Meta(ge=0, le=1e7)] | None
 """A bound in seconds; None: the deployment's own; 0: none."""
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
 """A larger number waits longer, as in vLLM."""
+MAX_NODES = 4096
+"""Nodes that one message may name."""
 MAX_TOKENS = 1 << 19
 Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 """Token ids as little-endian int32 bytes."""
@@ -225,6 +227,14 @@ class RequestEnded(_Message, frozen=True):
     outcome: Outcome | None = None
 
 
+class NodesHeard(_Message, frozen=True):
+    """Conductor -> gateways, when a conversation begins and soon after each change: the cache-nodes that it hears, and those of
+    the nodes named in its config that it does not hear yet, or whose blocks it was not told yet."""
+
+    cache_nodes: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
+    missing: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
+
+
 # --- nodes -> conductor
 
 
@@ -303,6 +313,8 @@ class BlocksAnnounced(_Message, frozen=True):
     stored: Keys = ()
     removed: Keys = ()
     on_disk: Keys = ()
+    complete: bool = False
+    """The whole set has been sent: the last message of those that follow a PeerUp."""
 
 
 # --- gateway <-> prefill
@@ -729,6 +741,7 @@ Message = (
     | StageDone
     | StageFailed
     | EndStage
+    | NodesHeard
 )
 
 

@@ -28,6 +28,7 @@ from mooncake_zmq.core.messages import (
     LayersReady,
     LeaseBlocks,
     LeaseRenewed,
+    NodesHeard,
     Placed,
     PrefillLoad,
     ReclaimSlots,
@@ -78,7 +79,7 @@ _FROM_POOL: Kinds = frozenset((BlocksLeased, LeaseRenewed, SlotsReserved, Reclai
 
 SAYS: Mapping[tuple[str, str], Kinds] = {
     ("gateway", "conductor"): frozenset((Schedule, RequestEnded)),
-    ("conductor", "gateway"): frozenset((Placed, Rejected)),
+    ("conductor", "gateway"): frozenset((NodesHeard, Placed, Rejected)),
     ("prefill", "conductor"): frozenset((PrefillLoad,)),
     ("decode", "conductor"): frozenset((DecodeLoad,)),
     ("cache-node", "conductor"): frozenset((CacheLoad, BlocksAnnounced)),

@@ -13,6 +13,7 @@ Each direction of a conversation is an *epoch* of its sender. Rules, for an enve
   one was never P's). So nobody cuts P off by a number, and P cuts itself off for the peer timeout at most.
 - P's incarnation other, and heard, or its epoch newer than known: P began anew; our side of the old conversation ends.
 - `floor` above our epoch: P gave up on our epoch; we begin a new one at `floor`.
+- Epochs that leap by more than `MAX_LEAP`: nobody's who counts them; dropped, counted.
 - `to_incarnation` neither 0 nor ours: meant for our former life; dropped, counted.
 - P began anew while we were up, yet demands no new epoch of ours (its greeting to our former life reached us late): we
   give up too, or it would take what we said before as said after.
@@ -21,7 +22,8 @@ the configuration says of it. From then on it may say what `roles.SAYS` lets its
 
 An old life O is not heard after a newer one N, unless its frame was under way for longer than the peer timeout: O had ended
 when N began, so at the frame's arrival N, to be found silent, must have been so for that long, and the frame is older than
-what was heard of N. One that was under way for longer (a host cut off while its kernel still held O's last bytes, and N dead
+what was heard of N. (Where the clock went back in between, O's number is the larger one, and the bound is two heartbeats.) One
+that was under way for longer (a host cut off while its kernel still held O's last bytes, and N dead
 too meanwhile) begins a conversation with nobody, whole from its Hello on or not at all, which ends by the peer timeout.
 
 Where connections need keys, a frame counts only if its sender is the one whose key it came with: who has a node's key speaks

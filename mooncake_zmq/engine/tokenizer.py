@@ -47,6 +47,10 @@ class Vocabulary(Protocol):
 
     @property
     def size(self) -> int: ...
+    @property
+    def longest_token(self) -> int:
+        """Characters of a text that one id stands for at most."""
+
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -59,6 +63,7 @@ class Tokenizer:
         self._conversation = conversation
         self._template = _compile(conversation.template) if conversation.template else None
         self.vocab_size = vocabulary.size
+        self.longest_token = vocabulary.longest_token
         self.eos_ids = conversation.eos_ids
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -117,6 +122,8 @@ class TokenStream:
         emitted = self._vocabulary.decode(self._ids[: self._read])
         text = self._vocabulary.decode(self._ids)
         if len(text) <= len(emitted) or (text.endswith(REPLACEMENT) and not whole):
+            if whole:  # special tokens, say: to keep them would make each further one cost more
+                del self._ids[self._read :]
             return ""
         del self._ids[: self._read]
         self._read = len(self._ids)
@@ -129,9 +136,12 @@ class BpeVocabulary:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.longest_token: int = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # A batch, even of one: it lets go of the interpreter while it works, and `encode` does not.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -144,6 +154,7 @@ class ByteVocabulary:
 
     SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
     END_ID = 256
+    longest_token = max(map(len, SPECIAL))
 
     def __init__(self, size: int = 512) -> None:
         assert size >= 256 + len(self.SPECIAL)

@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-import functools
+import math
 import secrets
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,9 +22,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
-from mooncake_zmq.gateway.edge import Call, Edge, EdgeSettings, Full, HungUp
+from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading
 from mooncake_zmq.gateway.openai import (
     DONE,
+    QUOTED_CHARS,
     SEEDS,
     ChatBody,
     CompletionBody,
@@ -31,32 +33,42 @@ from mooncake_zmq.gateway.openai import (
     Reply,
     RequestError,
     prepare,
+    quoted,
     server_sent,
+    unknown_model,
 )
 from mooncake_zmq.gateway.pages import front_page
 from mooncake_zmq.gateway.requests import ClientOutput, Failed, TokenOut
+from mooncake_zmq.gateway.settings import EdgeSettings
 
 CLIENT_CLOSED_REQUEST = 499
 """Status in log and metrics when the client hung up; nobody receives it."""
 CLIENT_ID_CHARS = 256
 """A longer x-request-id is not echoed."""
+SWITCH_S = 0.0005
+"""After which a thread that prepares a prompt gives way: the loop asks for its turn at every call of the system, so that
+Python's 5 ms would add up."""
+METHOD_CHARS = 16
+"""Of a method, in error and log."""
+SCRAPE_EVERY_S = 0.1
+"""A page of metrics is made at most this often, however many ask: it takes milliseconds, in which no stream goes on."""
 
 _log = structlog.get_logger("gateway")
 
 
 def create_app(edge: Edge) -> Starlette:
     """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`."""
-    pool = ThreadPoolExecutor(edge.settings.tokenize_threads, thread_name_prefix="tokenize")
+    threads = _Threads(edge.settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
-        pool.shutdown(wait=False, cancel_futures=True)
+        threads.close()
 
     app = Starlette(
         routes=[
-            Route("/v1/completions", _Generation(edge, CompletionBody, pool), methods=["POST"]),
-            Route("/v1/chat/completions", _Generation(edge, ChatBody, pool), methods=["POST"]),
+            Route("/v1/completions", _Generation(edge, CompletionBody, threads), methods=["POST"]),
+            Route("/v1/chat/completions", _Generation(edge, ChatBody, threads), methods=["POST"]),
             *_plain_routes(edge),
         ],
         middleware=[Middleware(_Envelope, edge=edge)],
@@ -87,7 +99,7 @@ def _plain_routes(edge: Edge) -> list[Route]:
     async def model(request: Request) -> Response:
         wanted = request.path_params["model"]
         if wanted != edge.model.id:
-            raise RequestError(404, f"no model {wanted!r} here: it is {edge.model.id!r}", code="model_not_found", param="model")
+            raise unknown_model(wanted, edge.model)
         return _json(card())
 
     async def health(_request: Request) -> Response:
@@ -100,8 +112,13 @@ def _plain_routes(edge: Edge) -> list[Route]:
     async def version(_request: Request) -> Response:
         return _json({"version": __version__})
 
+    made_at, page = -math.inf, b""
+
     async def metrics(_request: Request) -> Response:
-        return Response(edge.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        nonlocal made_at, page
+        if edge.clock() - made_at >= SCRAPE_EVERY_S:
+            made_at, page = edge.clock(), edge.metrics.exposition()
+        return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def front(request: Request) -> Response:
         return HTMLResponse(front_page(str(request.base_url), edge.model.id, edge.model.max_model_len))
@@ -119,31 +136,54 @@ def _plain_routes(edge: Edge) -> list[Route]:
     ]
 
 
+class _Threads:
+    """Where bodies are made into requests: never on the loop, which every stream waits for. Short ones wait for no long one."""
+
+    def __init__(self, settings: EdgeSettings) -> None:
+        sys.setswitchinterval(SWITCH_S)
+        self._short_bytes = settings.short_body_bytes
+        self._short = ThreadPoolExecutor(1, thread_name_prefix="prepare")
+        self._long = ThreadPoolExecutor(settings.tokenize_threads, thread_name_prefix="prepare-long")
+
+    async def run(self, size_bytes: int, work: Callable[[], Prepared]) -> Prepared:
+        """`work`, for a body of that size; what it raises."""
+        pool = self._short if size_bytes <= self._short_bytes else self._long
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
 class _Generation:
     """POST /v1/completions or /v1/chat/completions, as an ASGI application."""
 
-    def __init__(self, edge: Edge, kind: type[CompletionBody] | type[ChatBody], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, edge: Edge, kind: type[CompletionBody] | type[ChatBody], threads: _Threads) -> None:
         self._edge = edge
         self._kind = kind
-        self._pool = pool
+        self._threads = threads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._edge.call() as call:
-                raw = await _read_body(Request(scope, receive), self._edge.settings)
-                watcher = asyncio.create_task(_watch(receive, call))
-                try:
-                    await self._answer(call, raw, scope, send)
-                finally:
-                    watcher.cancel()
+            with contextlib.ExitStack() as stack:
+                with self._edge.reading() as reading:
+                    raw = await _read_body(Request(scope, receive), reading, self._edge.settings)
+                    call = stack.enter_context(self._edge.call())
+                    watcher = asyncio.create_task(_watch(receive, call))
+                    stack.callback(watcher.cancel)
+                    prepared = await self._prepare(call, raw)
+                    del raw
+                await self._answer(call, prepared, scope, send)
+        except _Stuck:
+            await _hang_up(scope, receive)
         except (HungUp, ClientDisconnect):
             scope["state"]["status"] = CLIENT_CLOSED_REQUEST
         except Full as full:
             retry_after_s = self._edge.settings.full_retry_after_s
             raise RequestError(503, str(full), code="overloaded", retry_after_s=retry_after_s) from None
 
-    async def _answer(self, call: Call, raw: bytes, scope: Scope, send: Send) -> None:
-        prepared = await self._prepare(raw)
+    async def _answer(self, call: Call, prepared: Prepared, scope: Scope, send: Send) -> None:
         call.submit(prepared.requests)
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
@@ -160,12 +200,29 @@ class _Generation:
                 "finish_reasons": [choice.finish_reason for choice in prepared.choices],
             }
 
-    async def _prepare(self, raw: bytes) -> Prepared:
+    async def _prepare(self, call: Call, raw: bytearray) -> Prepared:
         settings, model = self._edge.settings, self._edge.model
-        work = functools.partial(prepare, raw, self._kind, model, settings, lambda: secrets.randbelow(SEEDS))
-        if len(raw) <= settings.inline_body_bytes:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+        def work() -> Prepared:
+            if call.gone:  # while this waited for a thread
+                raise HungUp
+            return prepare(raw, self._kind, model, settings, lambda: secrets.randbelow(SEEDS))
+
+        return await self._threads.run(len(raw), work)
+
+
+class _Stuck(Exception):
+    """A client takes nothing any more, but its connection is open."""
+
+
+async def _hang_up(scope: Scope, receive: Receive) -> None:
+    """Cut the connection: nobody takes what is in its buffer. Its server must know before we return without having ended."""
+    scope["state"]["status"] = CLIENT_CLOSED_REQUEST
+    abort = scope["state"].get("abort")
+    if abort is not None:
+        abort()
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
 
 class _Stream:
@@ -210,7 +267,7 @@ class _Stream:
             async with asyncio.timeout(self._send_timeout_s):
                 await self._send(message)
         except TimeoutError:
-            raise HungUp from None
+            raise _Stuck from None
 
 
 def _accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -> None:
@@ -228,7 +285,7 @@ def _accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -
             call.stop(index)
 
 
-async def _read_body(request: Request, settings: EdgeSettings) -> bytes:
+async def _read_body(request: Request, reading: Reading, settings: EdgeSettings) -> bytearray:
     limit = settings.max_body_bytes
     too_large = RequestError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     length = request.headers.get("content-length", "0")
@@ -238,13 +295,14 @@ async def _read_body(request: Request, settings: EdgeSettings) -> bytes:
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
+                if len(body) + len(chunk) > limit:
                     raise too_large
+                reading.add(len(chunk))
+                body += chunk
     except TimeoutError:
         text = f"the body did not arrive within {settings.body_timeout_s:g} s"
         raise RequestError(408, text, code="body_timeout") from None
-    return bytes(body)
+    return body
 
 
 async def _watch(receive: Receive, call: Call) -> None:
@@ -285,8 +343,8 @@ class _Envelope:
             log = _log.info if scope["path"].startswith("/v1/") else _log.debug
             log(
                 "http",
-                method=scope["method"],
-                path=scope["path"],
+                method=scope["method"][:METHOD_CHARS],
+                path=scope["path"][:QUOTED_CHARS],
                 status=state["status"],
                 duration_s=round(self._edge.clock() - began_at, 6),
                 id=own_id,
@@ -310,7 +368,7 @@ async def _request_error(_request: Request, error: Exception) -> Response:
 async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    text = f"{request.method} {request.url.path}: {error.detail}"
+    text = f"{request.method[:METHOD_CHARS]} {quoted(request.url.path)}: {error.detail}"
     return _json(RequestError(error.status_code, text, code=code).body(), error.status_code, dict(error.headers or {}))
 
 

@@ -1,7 +1,7 @@
 """The edge between HTTP calls and the gateway's actor: limits, request ids, mailboxes. It never waits for a peer.
 
-Everything here runs on one asyncio loop, the loop to which the runtime is attached: no locks. An HTTP call holds its
-slots and its requests in a `Call`; leaving the call, in whatever way, cancels what has not ended.
+Everything here runs on one asyncio loop, the loop to which the runtime is attached: no locks. An HTTP call whose body is here
+holds its slots and its requests in a `Call`; leaving the call, in whatever way, cancels what has not ended.
 """
 
 import asyncio
@@ -15,44 +15,12 @@ from typing import Any, Protocol
 from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
+from mooncake_zmq.gateway.readiness import NEEDED, ClusterView
 from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, StopFound, TokenOut
+from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeSettings:
-    """Limits of the HTTP edge, all checked before a prompt is tokenized."""
-
-    max_body_bytes: int = 8 << 20
-    """Bytes of one HTTP body. The longest prompt a message carries, 512 Ki token ids, is about 4 MiB of JSON."""
-    body_timeout_s: float = 30.0
-    """Seconds a client may take to send its body: a stalled one must not keep its slot."""
-    max_open_requests: int = 256
-    """Requests (choices, not HTTP calls) open at once; one more is answered 503. As many as the actor takes by default."""
-    max_choices: int = 64
-    """Choices (prompts times n) of one HTTP call: one call must not take every slot."""
-    full_retry_after_s: float = 1.0
-    """Retry-After of a 503 for want of a slot: about the time in which a busy gateway ends some request."""
-    max_buffered_outputs: int = 8192
-    """Tokens waiting for one HTTP call's reader; one more and the client is cut off as too slow. About 1 MiB."""
-    send_timeout_s: float = 60.0
-    """Seconds one write to a client that reads nothing may take before it counts as gone."""
-    inline_body_bytes: int = 32 << 10
-    """A longer body is parsed and tokenized in a thread: tens of milliseconds would otherwise stop every stream."""
-    tokenize_threads: int = 2
-    """Threads for long bodies: one long prompt does not hold up another, and the engines keep their cores."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_open_requests", "max_choices", "max_buffered_outputs", "tokenize_threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
-        for name in ("body_timeout_s", "full_retry_after_s", "send_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive")
-        if self.inline_body_bytes < 0:
-            raise ValueError("inline_body_bytes must not be negative")
-        if self.max_choices > self.max_open_requests:
-            raise ValueError("max_choices must not exceed max_open_requests, or such a call could never be served")
+OUTPUTS_AT_ONCE = 256
 
 
 class TextStream(Protocol):
@@ -66,6 +34,8 @@ class Tokenizer(Protocol):
     """What the edge needs of a tokenizer; `engine.tokenizer.Tokenizer` is one. `encode` and `chat` run in threads too."""
 
     eos_ids: tuple[int, ...]
+    longest_token: int
+    """Characters of a text that one id stands for at most."""
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -89,6 +59,11 @@ class ServedModel:
     layout_fingerprint: str
     tokenizer: Tokenizer
 
+    @property
+    def max_chars(self) -> int:
+        """A longer text has more tokens than fit, whatever it says."""
+        return self.max_model_len * self.tokenizer.longest_token
+
     def hash_prompt(self, tokens: bytes, salt: str) -> tuple[bytes, tuple[bytes, ...]]:
         """Namespace and keys of the complete blocks of `tokens` (int32 bytes)."""
         root = namespace(model=self.model_fingerprint, layout=self.layout_fingerprint, salt=salt)
@@ -107,6 +82,9 @@ class Backing(Protocol):
     def refusals(self) -> Mapping[str, str]:
         """Why a peer was refused, by name: `Session.refusals`."""
 
+    def cluster(self) -> ClusterView:
+        """What the conductor told of the cluster: `Requests.cluster`."""
+
     def counts(self) -> Mapping[str, float]:
         """Monotonic counters of actor, session and runtime, named as `Actor.counts` says."""
 
@@ -115,7 +93,7 @@ class Backing(Protocol):
 
 
 class Full(Exception):
-    """No slot is free, or the gateway drains: HTTP 503 with Retry-After."""
+    """No slot is free, there is no memory for a body, or the gateway drains: HTTP 503 with Retry-After."""
 
 
 class HungUp(Exception):
@@ -155,6 +133,8 @@ class Edge:
                 **self.backing.gauges(),
                 "edge_open_requests": self.open_requests,
                 "edge_slots_taken": self.slots_taken,
+                "edge_bodies": self.bodies,
+                "edge_reading_bytes": self.reading_bytes,
             },
         )
         self.clock = clock
@@ -165,9 +145,18 @@ class Edge:
         self._numbers = count(1)
         self._open: dict[str, _Open] = {}
         self._slots_taken = 0
+        self.bodies = 0
+        """Calls whose body is coming in, or is not a request yet."""
+        self.reading_bytes = 0
+        """What the long ones among these hold: zero when idle."""
+
+    def reading(self) -> "Reading":
+        """A new HTTP call whose body is to be read; raises Full if it could not be served now."""
+        self._check_room(1)
+        return Reading(self)
 
     def call(self) -> "Call":
-        """Take a slot for a new HTTP call; raises Full."""
+        """Take a slot for an HTTP call that is whole; raises Full."""
         return Call(self)
 
     def deliver(self, effect: ToClient) -> None:
@@ -203,17 +192,20 @@ class Edge:
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether the cluster can serve, as far as this gateway knows, and what is missing."""
-        up: dict[str, list[str]] = {"conductor": [], "prefill": [], "decode": []}
+        up: dict[str, list[str]] = {role: [] for role in NEEDED}
         for name, hello in self.backing.peers().items():
             if hello.role in up:
                 up[hello.role].append(name)
         missing = [role for role, names in up.items() if not names]
-        ok = not missing and not self.draining
+        cluster = self.backing.cluster()
+        status = "draining" if self.draining else "unavailable" if missing else "ok" if cluster.ready else "starting"
+        ok = status == "ok"
         detail = {
-            "status": "ok" if ok else "draining" if self.draining else "unavailable",
+            "status": status,
             "missing": missing,
+            "not_heard": list(cluster.missing),
             "model": self.model.id,
-            "peers": {role: sorted(names) for role, names in up.items()},
+            "peers": {role: sorted(names) for role, names in {**up, "cache-node": list(cluster.cache_nodes)}.items()},
             "refused": dict(self.backing.refusals()),
             "open_requests": self.open_requests,
         }
@@ -228,13 +220,16 @@ class Edge:
 
     def take_slots(self, wanted: int) -> None:
         """Raises Full."""
+        self._check_room(wanted)
+        self._slots_taken += wanted
+
+    def _check_room(self, wanted: int) -> None:
         if self.draining:
             self.count("edge_rejected[reason=draining]")
             raise Full("the gateway is draining: try another one")
         if self._slots_taken + wanted > self.settings.max_open_requests:
             self.count("edge_rejected[reason=full]")
             raise Full(f"the gateway serves {self._slots_taken} requests and has no room for {wanted} more")
-        self._slots_taken += wanted
 
     def give_slots(self, slots: int) -> None:
         self._slots_taken -= slots
@@ -255,6 +250,34 @@ class Edge:
         """A stop string was found: the actor cancels the rest and still gives its account."""
         if request_id in self._open:
             self.backing.inject(FromClient(request_id, StopFound()))
+
+
+class Reading:
+    """One body while it comes in and is made into requests: its share of `max_reading_bytes`."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._bytes = 0
+        self._held_bytes = 0
+        edge.bodies += 1
+
+    def __enter__(self) -> "Reading":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._edge.bodies -= 1
+        self._edge.reading_bytes -= self._held_bytes
+
+    def add(self, count_bytes: int) -> None:
+        """So many bytes more have come; raises Full. Short bodies are not counted: connections are."""
+        edge = self._edge
+        self._bytes += count_bytes
+        held = self._bytes if self._bytes > edge.settings.short_body_bytes else 0
+        if edge.reading_bytes + held - self._held_bytes > edge.settings.max_reading_bytes:
+            edge.count("edge_rejected[reason=bodies]")
+            raise Full(f"the gateway is reading {edge.bodies} bodies and has no room for this one")
+        edge.reading_bytes += held - self._held_bytes
+        self._held_bytes = held
 
 
 class Call:
@@ -301,14 +324,22 @@ class Call:
         self._wake.set()
 
     async def take(self) -> list[tuple[int, ClientOutput]]:
-        """Everything that has come, at least one; raises HungUp when the client is gone."""
+        """What has come, at least one and in order; raises HungUp when the client is gone. Of a reader that lagged no more at
+        once than keeps the loop for a few milliseconds."""
+        if self._outputs:
+            await asyncio.sleep(0)
         while not self._outputs and not self._gone:
             self._wake.clear()
             await self._wake.wait()
         if self._gone:
             raise HungUp
-        outputs, self._outputs = self._outputs, []
+        outputs, self._outputs = self._outputs[:OUTPUTS_AT_ONCE], self._outputs[OUTPUTS_AT_ONCE:]
         return outputs
+
+    @property
+    def gone(self) -> bool:
+        """Has the client hung up? Any thread may ask."""
+        return self._gone
 
     def hang_up(self) -> None:
         """The client is gone."""

@@ -1,5 +1,6 @@
 """The OpenAI surface: JSON to validated requests, outputs to JSON. Pure: no socket, clock or randomness of its own."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -10,13 +11,16 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mooncake_zmq.core.messages import Priority, Sampling, Slo, StopRule
-from mooncake_zmq.gateway.edge import EdgeSettings, ServedModel
+from mooncake_zmq.gateway.edge import ServedModel
 from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import pack_tokens
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use the whole context."""
 SEEDS = 1 << 63
+QUOTED_CHARS = 200
+"""Of what a client sent, in an error: it may be megabytes."""
 
 
 class RequestError(Exception):
@@ -55,17 +59,61 @@ class RequestError(Exception):
         }
 
 
+def quoted(said: str) -> str:
+    """What a client said, for an error or the log."""
+    return repr(said) if len(said) <= QUOTED_CHARS else f"{said[:QUOTED_CHARS]!r}..."
+
+
+def unknown_model(wanted: str, model: ServedModel) -> RequestError:
+    """There is but one."""
+    return RequestError(404, f"no model {quoted(wanted)} here: it is {model.id!r}", code="model_not_found", param="model")
+
+
 def _invalid(param: str | None, message: str, code: str = "invalid_value") -> RequestError:
     return RequestError(400, message, param=param, code=code)
+
+
+def _too_long(param: str, model: ServedModel, however: str) -> RequestError:
+    """In OpenAI's words: clients look for them."""
+    text = f"This model's maximum context length is {model.max_model_len} tokens. However, {however}."
+    return _invalid(param, text, "context_length_exceeded")
+
+
+def _check_fits(prompt_tokens: int, param: str, model: ServedModel) -> None:
+    if prompt_tokens >= model.max_model_len:
+        raise _too_long(param, model, f"your prompt has {prompt_tokens} tokens, which leave no room for an answer")
+
+
+def _check_count(count: int, most: int, what: str) -> None:
+    """Of things in the prompt."""
+    if count > most:
+        raise _invalid("prompt", f"{count} {what} are more than {most}")
+
+
+def _of_a_library(error: Exception) -> str:
+    """A library's words, which may quote what the client sent at any length."""
+    text = str(error)
+    return text if len(text) <= QUOTED_CHARS else f"{text[:QUOTED_CHARS]}..."
 
 
 # --- what clients send; unknown fields are ignored, null means absent
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Filled = Annotated[str, Meta(min_length=1)]
+STOPS, STOP_CHARS = 16, 1024
+Filled = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS)]
 TokenCount = Annotated[int, Meta(ge=1, le=1 << 48)]
 ChatTurn = dict[str, Any]
 Prompt = str | list[int] | list[ChatTurn]
+
+_stops = msgspec.json.Decoder(Filled | Annotated[list[Filled], Meta(max_length=STOPS)] | None)
+STOPS_BYTES = 2 * STOPS * STOP_CHARS * len(r"\ud83d\ude42")
+"""As JSON, in whatever way it is written; more is not even read."""
+_text = msgspec.json.Decoder(str)
+_texts = msgspec.json.Decoder(list[str])
+_ids = msgspec.json.Decoder(list[TokenId])
+_lists_of_ids = msgspec.json.Decoder(list[list[TokenId]])
+_OPENING = re.compile(rb"\s*(?:\[\s*)?(.)", re.DOTALL)
+"""What a prompt begins with, behind the bracket of a list."""
 
 
 class StreamOptions(Struct, frozen=True):
@@ -88,7 +136,7 @@ class Body(Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     seed: Annotated[int, Meta(ge=-SEEDS, le=SEEDS - 1)] | None = None
-    stop: Filled | Annotated[list[Filled], Meta(max_length=16)] | None = None
+    stop: msgspec.Raw = msgspec.Raw(b"null")
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
     n: Annotated[int, Meta(ge=1, le=8)] | None = None
@@ -102,9 +150,14 @@ class Body(Struct, frozen=True, kw_only=True):
     def choices_per_prompt(self) -> int:
         return self.n or 1
 
-    @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        """The stop strings. Raises RequestError."""
+        given = bytes(self.stop)
+        if len(given) > STOPS_BYTES:
+            raise _invalid("stop", f"at most {STOPS} stop strings of {STOP_CHARS} characters")
+        with _json_errors("stop"):
+            found = _stops.decode(given)
+        return [found] if isinstance(found, str) else found or []
 
     @property
     def include_usage(self) -> bool:
@@ -126,14 +179,12 @@ class Body(Struct, frozen=True, kw_only=True):
     def stop_rule(self, prompt_tokens: int, default_tokens: int, model: ServedModel, param: str) -> StopRule:
         """Fit the output into the model's context: a wish that does not fit is an error, a default is clipped."""
         room = model.max_model_len - prompt_tokens
-        if room < 1:
-            text = f"the prompt has {prompt_tokens} tokens; prompt and output together may have {model.max_model_len}"
-            raise _invalid(param, text, "context_length_exceeded")
+        _check_fits(prompt_tokens, param, model)
         wish = self.max_completion_tokens or self.max_tokens
         if wish is not None and wish > room:
-            text = f"{prompt_tokens} prompt tokens and {wish} output tokens exceed the context of {model.max_model_len} tokens"
             name = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
-            raise _invalid(name, text, "context_length_exceeded")
+            both = f"{prompt_tokens + wish} tokens ({prompt_tokens} in the prompt, {wish} in the answer)"
+            raise _too_long(name, model, f"you asked for {both}")
         max_tokens = wish or min(default_tokens, room)
         min_tokens = self.min_tokens or 0
         if min_tokens > max_tokens:
@@ -143,35 +194,50 @@ class Body(Struct, frozen=True, kw_only=True):
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
-    """POST /v1/completions."""
+    """POST /v1/completions. The prompt is a text, token ids, or a list of prompts of one of these kinds; it is looked at before
+    it is read, as millions of lists take the interpreter a second."""
 
-    prompt: str | list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]]
+    prompt: msgspec.Raw
     echo: bool | None = None
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self, model: ServedModel, max_prompts: int) -> list[Prompt]:
         """One prompt, or a list of them; a list of ids is one prompt."""
-        given = self.prompt
-        if isinstance(given, str):
-            texts_or_ids: list[Prompt] = [given]
-        elif all(isinstance(item, int) for item in given):
-            texts_or_ids = [[item for item in given if isinstance(item, int)]]
-        elif all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
-            texts_or_ids = [item for item in given if not isinstance(item, int)]
-        else:
-            raise _invalid("prompt", "the prompts of one list must be all texts, all token ids or all lists of token ids")
-        if not all(texts_or_ids):
+        given = bytes(self.prompt)
+        opening = _OPENING.match(given)
+        first = opening[1] if opening else b""
+        with _json_errors("prompt"):
+            if given[:1] == b'"':
+                prompts: list[Prompt] = [_text.decode(given)]
+            elif first == b'"':
+                # Quotation marks that are no part of a text, or fewer: of two for each text.
+                _check_count((given.count(b'"') - given.count(b'\\"')) // 2, max_prompts, "prompts")
+                prompts = [*_texts.decode(given)]
+            elif first == b"[":
+                _check_count(given.count(b"[") - 1, max_prompts, "prompts")
+                _check_count(given.count(b","), max_prompts * model.max_model_len, "token ids")
+                prompts = [*_lists_of_ids.decode(given)]
+            elif first == b"]":
+                prompts = []
+            else:
+                _check_fits(given.count(b",") + 1, "prompt", model)
+                prompts = [_ids.decode(given)]
+        if not prompts or not all(prompts):
             raise _invalid("prompt", "the prompt is empty")
-        return texts_or_ids
+        return prompts
+
+    def without_prompt(self) -> "CompletionBody":
+        """What is left to know once it is tokenized: the text is not kept as long as the answer takes."""
+        return msgspec.structs.replace(self, prompt=msgspec.Raw())
 
 
-class TextPart(Struct, frozen=True):
+class TextPart(Struct, frozen=True, gc=False):
     """A part of a message; only text is supported."""
 
     type: str
     text: str | None = None
 
 
-class ChatMessage(Struct, frozen=True):
+class ChatMessage(Struct, frozen=True, gc=False):
     """One turn of a conversation."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -183,7 +249,8 @@ class ChatMessage(Struct, frozen=True):
             return {"role": self.role, "content": self.content or ""}
         for part in self.content:
             if part.type != "text" or part.text is None:
-                raise _invalid("messages", f"content parts of type {part.type!r} are not supported: only 'text' with a text")
+                kind = f"content parts of type {quoted(part.type)}"
+                raise _invalid("messages", f"{kind} are not supported: only 'text' with a text")
         return {"role": self.role, "content": "\n".join(part.text or "" for part in self.content)}
 
 
@@ -192,20 +259,33 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self, model: ServedModel, max_prompts: int) -> list[Prompt]:
         """The conversation is one prompt."""
+        if len(self.messages) > model.max_model_len:
+            raise _too_long("messages", model, f"there are {len(self.messages)} messages")
         return [[message.turn() for message in self.messages]]
 
+    def without_prompt(self) -> "ChatBody":
+        """See `CompletionBody`."""
+        return msgspec.structs.replace(self, messages=[])
 
-def _parse(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+
+@contextlib.contextmanager
+def _json_errors(param: str | None = None) -> Iterator[None]:
+    """What msgspec finds wrong, as the client's mistake; `param` where its own words do not tell."""
     try:
-        return msgspec.json.decode(raw, type=kind)
+        yield
     except msgspec.ValidationError as error:
         # "... - at `$.stop[0]`" or "Object missing required field `prompt`"
         found = re.search(r"`\$\.(\w+)|required field `(\w+)`$", str(error))
-        raise _invalid(found and (found[1] or found[2]), str(error)) from None
+        raise _invalid(param or (found and (found[1] or found[2])), _of_a_library(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _invalid(None, f"the body is not JSON: {error}", "invalid_json") from None
+        raise _invalid(None, f"the body is not JSON: {_of_a_library(error)}", "invalid_json") from None
+
+
+def _parse(raw: bytes | bytearray, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+    with _json_errors():
+        return msgspec.json.decode(raw, type=kind)
 
 
 # --- one HTTP body to requests
@@ -221,30 +301,37 @@ class Prepared:
 
 
 def prepare(
-    raw: bytes,
+    raw: bytes | bytearray,
     kind: type[CompletionBody] | type[ChatBody],
     model: ServedModel,
     settings: EdgeSettings,
     draw_seed: Callable[[], int],
 ) -> Prepared:
-    """Parse, check, tokenize and hash. Raises RequestError. Long bodies come here in a thread."""
+    """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone tells."""
     body = _parse(raw, kind)
     if body.model is not None and body.model != model.id:
-        raise RequestError(404, f"no model {body.model!r} here: it is {model.id!r}", code="model_not_found", param="model")
-    prompts = body.prompts()
+        raise unknown_model(body.model, model)
+    prompts = body.prompts(model, settings.max_choices)
     n = body.choices_per_prompt
     if len(prompts) * n > settings.max_choices:
         raise _invalid("n" if n > 1 else "prompt", f"{len(prompts)} prompts of {n} choices exceed {settings.max_choices}")
     chat = isinstance(body, ChatBody)
     param = "messages" if chat else "prompt"
+    for prompt in prompts:
+        _check_size(prompt, model, param)
     seed = draw_seed() if body.seed is None else body.seed
-    prepared = Prepared(body, [], [])
+    stops = stop_tables(body.stops())
+    echo_chars = settings.max_echo_chars
+    prepared = Prepared(body.without_prompt(), [], [])
     for prompt in prompts:
         ids = _tokenize(prompt, model, param)
         stop = body.stop_rule(len(ids), model.max_model_len if chat else DEFAULT_COMPLETION_TOKENS, model, param)
         tokens = pack_tokens(ids)
         root, keys = model.hash_prompt(tokens, body.cache_salt or "")
         echo = _echo(body, prompt, model)
+        echo_chars -= n * len(echo)
+        if echo_chars < 0:
+            raise _invalid("echo", f"an answer repeats at most {settings.max_echo_chars} characters of its prompts")
         for nth in range(n):
             index = len(prepared.choices)
             sampling = body.sampling((seed + nth) % SEEDS)
@@ -259,8 +346,23 @@ def prepare(
                 priority=body.priority or 0,
             )
             prepared.requests.append(request)
-            prepared.choices.append(Choice(index, ids, model, stops=body.stops, min_tokens=stop.min_tokens, echo=echo))
+            prepared.choices.append(Choice(index, ids, model, stops=stops, min_tokens=stop.min_tokens, echo=echo))
     return prepared
+
+
+def _check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
+    """What is too long whatever it says is not tokenized."""
+    if isinstance(prompt, str):
+        _check_chars(len(prompt), param, model)
+    elif isinstance(prompt[0], int):
+        _check_fits(len(prompt), param, model)
+    else:
+        _check_chars(sum(len(item["content"]) for item in prompt if isinstance(item, dict)), param, model)
+
+
+def _check_chars(chars: int, param: str, model: ServedModel) -> None:
+    if chars > model.max_chars:
+        raise _too_long(param, model, f"your prompt has {chars} characters, which are more tokens than that")
 
 
 def _tokenize(prompt: Prompt, model: ServedModel, param: str) -> list[int]:
@@ -272,7 +374,7 @@ def _tokenize(prompt: Prompt, model: ServedModel, param: str) -> list[int]:
         try:
             ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)])
         except ValueError as error:
-            raise _invalid(param, str(error)) from None
+            raise _invalid(param, _of_a_library(error)) from None
     if not ids:
         raise _invalid(param, "the prompt has no tokens")
     if max(ids) >= model.vocab_size:  # a text's too: a tokenizer may know more ids than the model, whose engine would fail
@@ -289,11 +391,19 @@ def _echo(body: CompletionBody | ChatBody, prompt: Prompt, model: ServedModel) -
 # --- an answer as it grows
 
 
+StopTable = tuple[str, list[int]]
+
+
+def stop_tables(stops: Sequence[str]) -> list[StopTable]:
+    """Each stop string with its borders: made once for all choices of a call."""
+    return [(stop, _borders(stop)) for stop in stops]
+
+
 class StopScanner:
     """Finds the first stop string to be completed, holding back text that may be the start of one (Knuth-Morris-Pratt)."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [(stop, _borders(stop)) for stop in stops]
+    def __init__(self, stops: Sequence[StopTable]) -> None:
+        self._stops = stops
         self._matched = [0] * len(stops)
         self._held = ""
 
@@ -353,7 +463,7 @@ class Choice:
     """One answer: detokenizes, cuts at stop strings, ends once."""
 
     def __init__(
-        self, index: int, prompt_ids: list[int], model: ServedModel, *, stops: Sequence[str], min_tokens: int, echo: str
+        self, index: int, prompt_ids: list[int], model: ServedModel, *, stops: Sequence[StopTable], min_tokens: int, echo: str
     ) -> None:
         self.index = index
         self.prompt_ids = prompt_ids

@@ -4,7 +4,7 @@ A request lives here from arrival to its one end. Whatever goes wrong elsewhere 
 the prompt and the tokens so far, so the client sees a pause, never an error or a repeated token.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mooncake_zmq.core.actor import (
@@ -32,6 +32,7 @@ from mooncake_zmq.core.messages import (
     CancelRequest,
     FirstToken,
     Hello,
+    NodesHeard,
     Outcome,
     Placed,
     Rejected,
@@ -45,6 +46,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.shell import Lifecycle, Named, Tally
 from mooncake_zmq.gateway.gaps import Gaps
+from mooncake_zmq.gateway.readiness import WAIT, ClusterView, Readiness
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
@@ -221,7 +223,13 @@ class Requests:
         self._layout = layout
         self._peers: dict[str, Hello] = {}
         self._requests: dict[str, _Request] = {}
+        self._readiness = Readiness(settings.conductors, settings.ready_wait_s)
         self._draining = False
+
+    @property
+    def cluster(self) -> ClusterView:
+        """For /health."""
+        return self._readiness.view(self._peers)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -245,11 +253,15 @@ class Requests:
                 return self._on_tokens(now, sender, message)
             case Received(sender, AttemptFailed() as message):
                 return self._on_failed(now, sender, message)
+            case Received(sender, NodesHeard() as message):
+                return self._readiness.heard(sender, message, self._peers)
             case PeerUp() as up:
-                self._peers[up.peer] = up.hello
-                return self._on_conductor_up(now) if up.hello.role == "conductor" else []
+                return self._on_peer_up(now, up)
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
+            case TimerFired(key) if key == WAIT:
+                self.counts.add("ready_waits_over", self._readiness.waited())
+                return []
             case TimerFired(("attempt", str(request_id))):
                 return self._begin_attempt(now, self._requests.get(request_id))
             case TimerFired(("placement", str(request_id))):
@@ -263,6 +275,9 @@ class Requests:
             case DrainWanted():
                 self._draining = True
                 return []
+            case DrainTimedOut():
+                self._draining = True
+                return self._hand_over()
             case Received(_, message):
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
@@ -290,6 +305,7 @@ class Requests:
         return {
             "gauges": self.gauges(now),
             "draining": self._draining,
+            "cluster": asdict(self.cluster),
             "predictions": {of: self._prediction(of) for of in ("ttft", "tbt")},
             "peers": {name: hello.role for name, hello in self._peers.items()},
             "requests": [
@@ -450,9 +466,13 @@ class Requests:
         missing = f"{request.missing.replace('_', ' ')} is there to serve the request"
         return self._fail(request, Failed(status=503, code=request.missing, message=missing, retry_after_s=2.0))
 
-    def _on_conductor_up(self, now: float) -> list[Effect]:
-        """Requests that found none alive go on; one that pauses between attempts may as well begin now."""
-        effects: list[Effect] = []
+    def _on_peer_up(self, now: float, up: PeerUp) -> list[Effect]:
+        """With a conductor, requests that found none alive go on; one that pauses between attempts may as well begin now."""
+        self._peers[up.peer] = up.hello
+        self._readiness.forget(up.peer)
+        effects = self._readiness.changed(self._peers)
+        if up.hello.role != "conductor":
+            return effects
         for request in list(self._requests.values()):
             effects += self._begin_attempt(now, request)
         return effects
@@ -582,6 +602,7 @@ class Requests:
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
+        self._readiness.forget(peer)
         effects: list[Effect] = []
         for request in list(self._requests.values()):
             placing = request.state is RequestState.PLACING and request.conductor == peer
@@ -661,6 +682,13 @@ class Requests:
     def _fail(self, request: _Request, failed: Failed) -> list[Effect]:
         self.counts.add(f"requests_failed[code={failed.code}]")
         return [ToClient(request.request_id, failed), *self._let_go(request), *self._end(request)]
+
+    def _hand_over(self) -> list[Effect]:
+        """Nobody else has these clients' connections: they are told, and may ask another gateway."""
+        left = list(self._requests.values())
+        why = Failed(status=503, code="gateway_stopped", message="the gateway stops before the answer ends", retry_after_s=1.0)
+        self.counts.add("requests_handed_over", len(left))
+        return [effect for request in left for effect in self._fail(request, why)]
 
     def _end(self, request: _Request) -> list[Effect]:
         self._move(request, RequestEvent.END)

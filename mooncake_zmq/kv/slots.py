@@ -177,11 +177,22 @@ class Slots:
 
     def commit(self, slot: int, checksum: int) -> None:
         """The bytes stand: readable from now on, never changed while the generation stands."""
-        self._move(slot, SlotEvent.COMMIT)
-        self._set_generation(slot, self.generation[slot] + 1)
-        self.checksum[slot] = checksum
-        if self.pins[slot] == 0:
-            self._release((slot,), (0,))
+        self.commit_all((slot,), (checksum,))
+
+    def commit_all(self, slots: Sequence[int], checksums: Sequence[int]) -> None:
+        """As `commit` of each, of one at least: the blocks of a put come together."""
+        states, generations, pins, fences = self._state, self.generation, self.pins, self.fences
+        unpinned: list[int] = []
+        moves = MOVES[SlotEvent.COMMIT]
+        for slot, checksum in zip(slots, checksums, strict=True):
+            states[slot] = moves[states[slot]][0]
+            generations[slot] += 1
+            fences.append((slot, generations[slot]))
+            self.checksum[slot] = checksum
+            if not pins[slot]:
+                unpinned.append(slot)
+        self._count(WRITING, *moves[WRITING], len(slots))
+        self._release(unpinned, [0] * len(unpinned))
 
     def name(self, slot: int, key: Key) -> bool:
         """Give an anonymous slot its key; False if another slot has it already."""
@@ -334,9 +345,12 @@ class Slots:
         before = self._state[slot]
         after, name = MOVES[event][before]
         self._state[slot] = after
-        self._counts[before] -= 1
-        self._counts[after] += 1
-        self.transitions[name] = self.transitions.get(name, 0) + 1
+        self._count(before, after, name, 1)
+
+    def _count(self, before: int, after: int, name: str, moved: int) -> None:
+        self._counts[before] -= moved
+        self._counts[after] += moved
+        self.transitions[name] = self.transitions.get(name, 0) + moved
 
     def _set_generation(self, slot: int, generation: int) -> None:
         self.generation[slot] = generation

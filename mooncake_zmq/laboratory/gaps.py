@@ -13,4 +13,6 @@ def longest_tenth_s(gaps: NDArray[np.float64]) -> float:
     count = longest_gaps(len(gaps))
     if count == 1:
         return float(gaps.max())
-    return float(np.partition(gaps, len(gaps) - count)[-count:].mean())
+    ordered = gaps.copy()
+    ordered.partition(len(gaps) - count)
+    return float(ordered[-count:].mean())

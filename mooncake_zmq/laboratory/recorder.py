@@ -63,9 +63,9 @@ class StepRows:
         at = np.array(rows, np.int64) - self.first
         steps = np.frombuffer(self._steps, np.int64)[at]
         steps[-1] = last_steps
-        stops = np.cumsum(steps)
-        made = np.arange(1, stops[-1] + 1) - np.repeat(stops - steps, steps)
-        begin, first, growth = np.repeat(np.frombuffer(self._runs, np.float64).reshape(-1, 3)[at], steps, axis=0).T
+        stops = steps.cumsum()
+        made = np.arange(1, stops[-1] + 1) - (stops - steps).repeat(steps)
+        begin, first, growth = np.frombuffer(self._runs, np.float64).reshape(-1, 3)[at.repeat(steps)].T
         times: NDArray[np.float64] = begin + made * first + growth * (made * (made - 1) / 2)
         return times
 

@@ -731,12 +731,12 @@ class Prefill:
         )
         effects: list[Effect] = [Send(job.gateway, first), Send(request.decode, done), CloseSequence(job.sequence)]
         job.sequence = None
-        whole = [] if job.group else zip(job.new_slots, job.checksums, strict=True)
-        for index, (slot, checksum) in enumerate(whole):
-            if base + index < len(request.keys):
-                if self.slots.key_of(slot) is None:
-                    self.slots.name(slot, request.keys[base + index])
-                self.slots.commit(slot, checksum)
+        whole = [] if job.group else list(zip(job.new_slots, request.keys[base:], strict=False))
+        for slot, key in whole:
+            if self.slots.key_of(slot) is None:
+                self.slots.name(slot, key)
+        if whole:
+            self.slots.commit_all([slot for slot, _ in whole], job.checksums[: len(whole)])
         return effects + self._offer_to_pool(now, job) + self._reports.hurry(now)
 
     def _offer_to_pool(self, now: float, job: Job) -> list[Effect]:

@@ -79,6 +79,8 @@ log = structlog.get_logger()
 
 Emit = Callable[[WorkProgress | WorkDone], None]
 
+ENGINE_WORKS = (ComputeChunk, ComputeStage, DecodeStep)
+
 
 class Executor:
     """Methods are for the runtime's thread; `emit` and `on_crash` are called from the executor's own threads as well."""
@@ -136,6 +138,13 @@ class Executor:
     def read_counts(self) -> dict[str, int]:
         """Counters of the reads from other hosts."""
         return self._reader.counts
+
+    def engine_overdue_s(self) -> float:
+        """How far the engine's oldest work is past the deadline by which it was to end: well past, its thread hangs."""
+        now = time.monotonic()
+        with self._lock:
+            deadlines = [job.deadline for job in self._jobs.values() if isinstance(job.work, ENGINE_WORKS)]
+        return max(0.0, now - min(deadlines, default=now))
 
     # --- peers, sequences, generations
 

@@ -14,6 +14,7 @@ from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.runtime import notify
 
 log = structlog.get_logger()
 
@@ -73,6 +74,7 @@ def prepared(config: Config, backend: Backend = "numpy") -> Model:
 
     def progress(what: str, share: float) -> None:
         log.debug("model", what=what, share=share)
+        notify.status(f"{what}, {share:.0%}")
 
     path = prepare(config.model.path, config.model.cache_dir, progress, backend=backend)
     for former in remove_former(path):

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import math
 import os
 import signal
 import socket
@@ -41,8 +42,11 @@ from mooncake_zmq.core.session import Session
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.gateway.edge import Edge, ServedModel
+from mooncake_zmq.gateway.readiness import ClusterView
+from mooncake_zmq.gateway.requests import Requests
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.runtime import log as logs
+from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
@@ -73,8 +77,12 @@ MAX_ASKS = 64
 """Of the operator's, taken at a time; further ones wait for the next signal."""
 ASKED_ROLES: tuple[Role, ...] = ("conductor",)
 READY_POLL_S = 0.1
+CLOSE_S = 60.0
+"""For what follows a drain: an SSD gets what DRAM alone holds, threads and memory are let go of."""
 HTTP_CLOSE_S = 5
-"""How long the last HTTP answers may take to be written out once the requests have ended."""
+"""How long the last HTTP answers may take to be written out once the requests have ended; then connections are cut."""
+FILES_PER_PEER = 8
+"""Descriptors that a gateway's conversation with a peer may take, while either side connects anew too."""
 
 
 class PortInUse(Exception):
@@ -98,7 +106,7 @@ def main(loaded: Loaded, name: str, *, role: Role | None = None, begin_as: Calla
         _hold_signals()
         if process.next_role is not None and not process.signals_seen:
             log.info("role_changes", to=process.next_role)
-            _notify(f"STATUS=becoming a {process.next_role}\nWATCHDOG=1")
+            notify.alive(f"becoming a {process.next_role}")
             begin_as(process.next_role)
     except MISTAKES as mistake:
         sys.stderr.write(f"mooncake-zmq: {name}: {mistake}\n")
@@ -127,7 +135,8 @@ class _Process:
         self.incarnation = lock.incarnation
         for swept in sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life)):
             log.warning("stale_segment_removed", path=str(swept))
-        self.model = learn(self.config, self.node)
+        with notify.patience("waiting for the model"):
+            self.model = learn(self.config, self.node)
         self.layout = self.model.layout(self.config.model.block_tokens)
         self.signals_seen = 0
         self.drain_until = 0.0
@@ -137,6 +146,7 @@ class _Process:
         """Counters of the data plane's threads, by part."""
         self._runtime: ZmqRuntime | None = None
         self._store: StoreServer | None = None
+        self._executor: Executor | None = None
         self.sockets = self._open_sockets()
         self.cuda = self._open_device() if node.device == "cuda" else None
 
@@ -164,12 +174,14 @@ class _Process:
 
     def _serve_actor(self) -> None:
         config, node = self.config, self.node
-        segment, segment_ref = self._make_segment()
+        with notify.patience("allocating shared memory"):
+            segment, segment_ref = self._make_segment()
         if node.may_become:
             self._slots(node.in_role(node.may_become))  # better told now than when it is asked to change
         engine = None
         if node.role in ENGINE_ROLES:
-            engine = self._load_engine()
+            with notify.patience("loading the engine"):
+                engine = self._load_engine()
         pool = self.settings if node.role == "cache-node" else None
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
@@ -204,9 +216,10 @@ class _Process:
         self.stack.callback(self.runtime.close)
         if executor is not None:
             self.data_counts["data_reader"] = executor.read_counts
+            self._executor = executor
             self.stack.callback(executor.close)  # before the runtime: its threads wake the runtime's loop
         self._attend()
-        self.runtime.call(_ready)
+        self.runtime.call(self._ready)
         self.runtime.run()
 
     def _open_sockets(self) -> Sockets:
@@ -385,6 +398,9 @@ class _Process:
                 requests = settings.requests
                 conductors = requests.conductors or tuple(node.name for node in self.config.of_role("conductor"))
                 return replace(requests, conductors=conductors)
+            case "conductor" if not settings.members:
+                nodes = self.config.of_role("prefill", "decode", "cache-node")
+                return replace(settings, members=tuple(node.name for node in nodes))
         return settings
 
     # --- the gateway
@@ -392,12 +408,15 @@ class _Process:
     async def _serve_gateway(self) -> None:
         from mooncake_zmq.engine.tokenizer import open_tokenizer
         from mooncake_zmq.gateway.app import create_app
+        from mooncake_zmq.gateway.door import Door, server_config
 
         listener = listen(self.settings.http_host, self.settings.http_port)
         self.stack.callback(listener.close)
         tokenizer = open_tokenizer(self.model.path)
+        requests = self._actor()
+        assert isinstance(requests, Requests)
         self._runtime = ZmqRuntime(
-            Node(self._actor(), self._session(None)),
+            Node(requests, self._session(None)),
             endpoint=self.config.endpoint(self.node),
             peers=self._peers(),
             deliver=lambda effect: edge.deliver(effect),
@@ -416,28 +435,31 @@ class _Process:
                 tokenizer=tokenizer,
             ),
             settings=self.settings.edge,
-            backing=_Backing(self.runtime),
+            backing=_Backing(self.runtime, requests),
         )
-        server = _Server(
-            uvicorn.Config(
-                create_app(edge),
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=HTTP_CLOSE_S,
-            )
+        server = _Server(server_config(create_app(edge), self.settings.connections))
+        door = Door(
+            server,
+            listener,
+            self.settings.connections,
+            send_timeout_s=self.settings.edge.send_timeout_s,
+            reserved_files=64 + FILES_PER_PEER * len(self._peers()),
+            count=edge.count,
         )
+        self.stack.callback(door.close)
         stopped = asyncio.Event()
         try:
             self._attend(on_drain=edge.drain)
             self.runtime.attach(asyncio.get_running_loop(), stopped.set, self._on_crash)
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
-            announcing = asyncio.create_task(_announce(edge))
+            serving = asyncio.create_task(server.serve(sockets=[]))
+            opening = asyncio.create_task(door.open())
+            announcing = asyncio.create_task(self._announce(edge))
             await asyncio.wait([serving, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
             announcing.cancel()
+            opening.cancel()
+            door.close()
             server.should_exit = True
-            if self.signals_seen > 1:
-                server.force_exit = True
+            asyncio.get_running_loop().call_later(0 if self.signals_seen > 1 else HTTP_CLOSE_S, door.abort)
             await serving
         finally:
             self.runtime.close()
@@ -479,7 +501,7 @@ class _Process:
 
         def drain() -> None:
             log.info("draining")
-            _notify("STOPPING=1")
+            notify.stopping("draining", self.config.cluster.drain_timeout_s + CLOSE_S)
             on_drain()
             runtime.drain()
 
@@ -500,9 +522,8 @@ class _Process:
         signal.signal(signal.SIGINT, on_signal)
         signal.signal(signal.SIGUSR1, lambda *_: runtime.call(self._write_dump))
         signal.signal(signal.SIGUSR2, lambda *_: runtime.call(self._take_asks))
-        watchdog_us = int(os.environ.get("WATCHDOG_USEC", "0"))
-        if watchdog_us:
-            runtime.every(watchdog_us / 2e6, lambda: _notify("WATCHDOG=1"))
+        if watchdog_s := notify.watchdog_s():
+            runtime.every(watchdog_s / 2, lambda: self._show_life(watchdog_s))
         if self.node.metrics_port:
             try:
                 self.stack.callback(serve_metrics(self.node.metrics_port, self._snapshot))
@@ -511,6 +532,39 @@ class _Process:
         log.info("started", incarnation=self.incarnation, endpoint=runtime.endpoint, pid=os.getpid())
         if self.crash is not None:
             runtime.stop()
+
+    def _show_life(self, patience_s: float) -> None:
+        """The loop's own word that it turns, and none while the engine's thread is stuck: the service manager then ends us."""
+        overdue_s = self._executor.engine_overdue_s() if self._executor else 0.0
+        if overdue_s > patience_s:
+            log.error("engine_stuck", overdue_s=round(overdue_s, 1))
+            notify.status(f"the engine is {overdue_s:.0f} s past the deadline of its work")
+            return
+        notify.alive(self._status())
+
+    def _status(self) -> str:
+        session = self.runtime.node.session
+        return f"{'draining' if self.signals_seen else 'serving'}; hears {len(session.up_peers)} of {len(self._peers())} peers"
+
+    def _ready(self) -> None:
+        gc.collect()
+        gc.freeze()  # what is there from the start stays to the end: the collector need not look at it again and again
+        log.info("ready")
+        notify.ready("serving")
+
+    async def _announce(self, edge: Edge) -> None:
+        """Tell systemd once /ready would be 200, and until then what is missing."""
+        told_at = -math.inf
+        while not (health := edge.health())[0]:
+            detail = health[1]
+            if time.monotonic() - told_at >= notify.AGAIN_S:
+                told_at = time.monotonic()
+                notify.status(f"{detail['status']}: missing {', '.join(detail['missing'] or detail['not_heard']) or 'nothing'}")
+                notify.waiting()
+            await asyncio.sleep(READY_POLL_S)
+        if not_heard := edge.backing.cluster().missing:
+            log.warning("ready_without", nodes=list(not_heard))
+        self._ready()
 
     def _on_crash(self, error: BaseException) -> None:
         """From any thread, and at any time: a data server already runs while there is no loop yet; `_attend` then stops it."""
@@ -572,8 +626,8 @@ class _Process:
 class _Backing:
     """What the HTTP edge asks of this process; see `gateway.edge.Backing`."""
 
-    def __init__(self, runtime: ZmqRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: ZmqRuntime, requests: Requests) -> None:
+        self._runtime, self._requests = runtime, requests
 
     def inject(self, event: FromClient) -> None:
         self._runtime.handle(event)
@@ -584,6 +638,9 @@ class _Backing:
     def refusals(self) -> Mapping[str, str]:
         return self._runtime.node.session.refusals
 
+    def cluster(self) -> ClusterView:
+        return self._requests.cluster
+
     def counts(self) -> Mapping[str, float]:
         return _counts(self._runtime)
 
@@ -592,34 +649,11 @@ class _Backing:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: this process has its own, which drain first."""
+    """uvicorn without its signal handlers: this process has its own, which drain first. A `Door` lets its clients in."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-async def _announce(edge: Edge) -> None:
-    """Tell systemd once /ready would be 200."""
-    while not edge.health()[0]:
-        await asyncio.sleep(READY_POLL_S)
-    _ready()
-
-
-def _ready() -> None:
-    gc.collect()
-    gc.freeze()  # what is there from the start stays to the end: the collector need not look at it again and again
-    log.info("ready")
-    _notify("READY=1")
-
-
-def _notify(state: str) -> None:
-    """sd_notify(3)."""
-    where = os.environ.get("NOTIFY_SOCKET")
-    if not where:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier, contextlib.suppress(OSError):
-        notifier.sendto(state.encode(), "\0" + where[1:] if where.startswith("@") else where)
 
 
 def _warm_up(engine: Engine) -> None:
@@ -639,7 +673,8 @@ def _recovery(directory: Path, what: str) -> Callable[[int, int], None]:
 
     def progress(done: int, total: int) -> None:
         log.info("ssd_recovery", directory=str(directory), what=what, done=done, of=total)
-        _notify(f"STATUS=recovering {done} of {total} {what} from {directory}\nEXTEND_TIMEOUT_USEC=30000000")
+        notify.status(f"recovering {done} of {total} {what} from {directory}")
+        notify.waiting()
 
     return progress
 

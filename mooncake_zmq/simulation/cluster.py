@@ -24,6 +24,7 @@ BLOCK_TOKENS = 8
 SLOT_BYTES = sim_layout(BLOCK_TOKENS).slot_bytes
 HOSTS = ("a", "b", "c")
 CONDUCTORS = ("conductor-1", "conductor-2")
+MEMBERS = tuple(f"{role}-{host}" for role in ("prefill", "decode", "cache-node") for host in HOSTS)
 CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
 """Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
@@ -38,6 +39,7 @@ class ClusterSettings:
         conductors=CONDUCTORS, deadline_s=30.0, placement_wait_s=4.0, stall_s=4.0, max_attempts=40, backoff_max_s=0.5
     )
     conductor: ConductorSettings = ConductorSettings(
+        members=MEMBERS,
         ttft_slo_s=6.0,
         expected_output_tokens=8,
         booking_ttl_s=5.0,

@@ -211,7 +211,7 @@ class Direct:
             if type(effect) is Send:
                 life.sent_at = world.now
                 to = world.processes[effect.to]
-                world.at(world.now + self._delay_s, self._deliver, to, to.lives, process, process.lives, effect.message)
+                world.post(world.now + self._delay_s, self._deliver, to, to.lives, process, process.lives, effect.message)
             else:
                 world.carry_out(process, life, effect)
 

@@ -162,6 +162,8 @@ class World(Generic[M]):
         self._watch = watch
         self._anew_s = anew_s
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._mail: deque[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = deque()
+        """The same of messages that all take equally long: they come in the order in which they were sent, without a heap."""
         self._order = 0
         self._stale = 0
         """Timers in the heap that were replaced or cancelled."""
@@ -188,6 +190,11 @@ class World(Generic[M]):
         self._order += 1
         heappush(self._heap, (time, self._order, action, arguments))
 
+    def post(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        """As `at`, for what never comes before anything that was posted earlier."""
+        self._order += 1
+        self._mail.append((time, self._order, action, arguments))
+
     def in_life(self, process: Process[M], time: float, action: Callable[..., None], *arguments: Any) -> None:
         """Do something at a time in a process's present life only, and not while it is stopped."""
         self._order += 1
@@ -195,9 +202,16 @@ class World(Generic[M]):
 
     def run_until(self, time: float) -> None:
         """Let time pass."""
-        heap = self._heap
-        while heap and heap[0][0] <= time:
-            self.now, _, action, arguments = heappop(heap)
+        heap, mail = self._heap, self._mail
+        while heap or mail:
+            if mail and (not heap or mail[0] < heap[0]):
+                if mail[0][0] > time:
+                    break
+                self.now, _, action, arguments = mail.popleft()
+            else:
+                if heap[0][0] > time:
+                    break
+                self.now, _, action, arguments = heappop(heap)
             self.events += 1
             action(*arguments)
         self.now = time

@@ -649,6 +649,27 @@ def test_conductors_hear_the_whole_set_at_first_and_changes_later(pool):
     assert len(pool.index["k"]) == CAPACITY
 
 
+@pytest.mark.parametrize("held", [0, 3])
+def test_a_conductor_is_told_when_it_has_heard_the_whole_set(held):
+    said = []
+
+    class Listening(Pool):
+        def take(self, kind, to=None):
+            taken = super().take(kind, to)
+            said.extend(taken if to == "k2" else ())
+            return taken
+
+    pool = Listening()
+    if held:
+        pool.store(*range(1, held + 1))
+    pool.up("k2")
+    assert [len(message.stored) for message in said if not message.complete] == ([held] if held else [])
+    assert [message.complete for message in said][-1:] == [True]
+    said.clear()
+    pool.store(7)
+    assert [message.complete for message in said] == [False], "what changes later is told as it comes"
+
+
 # --- SSD
 
 

@@ -66,7 +66,7 @@ class DeviceCluster(ToyCluster):
     def complete(self) -> bool:
         detail = self.health()
         wanted = {"conductor": ["conductor-0"], "prefill": ["prefill-a"], "decode": ["decode-a", "decode-b"]}
-        return detail is not None and detail["peers"] == wanted
+        return detail is not None and {role: detail["peers"][role] for role in wanted} == wanted
 
     def dumps(self) -> dict[str, Any]:
         return collect_dumps(self.runtime_dir, NODES)

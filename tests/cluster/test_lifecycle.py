@@ -113,23 +113,6 @@ def reachable(url: str) -> bool:
     return False
 
 
-def test_sd_notify_says_ready_watchdog_and_stopping(directory: Path) -> None:
-    cluster = ToyCluster(directory)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        systemd.bind(str(directory / "notify"))
-        systemd.settimeout(20)
-        environment = {**os.environ, "NOTIFY_SOCKET": str(directory / "notify"), "WATCHDOG_USEC": "200000"}
-        command = [sys.executable, "-m", "mooncake_zmq", "conductor", "--node", "conductor-0", *cluster.arguments]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
-        assert systemd.recv(100) == b"READY=1"
-        assert systemd.recv(100) == b"WATCHDOG=1"
-        process.terminate()
-        while (said := systemd.recv(100)) == b"WATCHDOG=1":
-            pass
-        assert said == b"STOPPING=1"
-        assert process.wait(10) == 0
-
-
 def test_up_killed_outright_takes_its_children_along_and_the_next_one_starts(directory: Path) -> None:
     cluster = ToyCluster(directory)
     try:

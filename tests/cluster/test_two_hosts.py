@@ -14,8 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from toy_cluster import Stream, eventually, expected_tokens, greedy, until_none
+from toy_cluster import ROOT, Stream, eventually, expected_tokens, greedy, until_none
 
+from mooncake_zmq.config import load
 from mooncake_zmq.operate import collect_dumps
 from mooncake_zmq.transfer import key_files
 
@@ -25,12 +26,17 @@ TAG = uuid.uuid4().hex[:6]
 BRIDGE = f"mzb{TAG}"
 NETWORK = "10.211.77"
 HOSTS = {"a": 2, "b": 3}
-NODES = {
-    "conductor-0": ("conductor", "a"),
-    "gateway-0": ("gateway", "a"),
-    **{f"{role}-{host}": (kind, host) for host in HOSTS for role, kind in
-       (("cache", "cache-node"), ("prefill", "prefill"), ("decode", "decode"))},
-}  # fmt: skip
+CONFIG = ROOT / "configs/two-hosts.toml"
+NODES = {node.name: (node.role, node.host[-1]) for node in load(CONFIG, environment={}).config.nodes}
+SETTINGS = {
+    "cluster.name": f"two-{TAG}",
+    "model.path": "toy",
+    "model.max_model_len": 4096,
+    "prefill.own_reuse": "false",
+    "prefill.slab_bytes": 8388608,
+    "cache_node.pool_bytes": 16777216,
+    "cache_node.ssd.directory": "",
+}
 PROMPT = [(11 * position) % 250 for position in range(500)]
 REUSABLE = (len(PROMPT) - 1) // 32 * 32
 
@@ -67,20 +73,12 @@ class TwoHosts:
         self.directory = directory
         self.url = f"http://{NETWORK}.{HOSTS['a']}:8000"
         self.config = directory / "two.toml"
-        self.config.write_text(self._toml())
+        addresses = CONFIG.read_text()
+        for host, number in enumerate(HOSTS.values(), 1):
+            addresses = addresses.replace(f"10.0.0.{host}", f"{NETWORK}.{number}")
+        self.config.write_text(addresses)
         key_files.make(directory / "keys", [(name, ("node",)) for name in NODES])
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def _toml(self) -> str:
-        text = f'[model]\npath = "toy"\nmax_model_len = 4096\n[cluster]\nname = "two-{TAG}"\n'
-        text += f'[gateway]\nhttp_host = "{NETWORK}.{HOSTS["a"]}"\n[security]\nkeys = "{self.directory}/keys"\n'
-        text += "[prefill]\nown_reuse = false\nslab_bytes = 8388608\n"
-        text += "[cache_node]\npool_bytes = 16777216\n"
-        for port, (name, (role, host)) in enumerate(NODES.items(), 7000):
-            address = f"tcp://{NETWORK}.{HOSTS[host]}"
-            text += f'[[nodes]]\nname = "{name}"\nrole = "{role}"\nhost = "host-{host}"\n'
-            text += f'endpoint = "{address}:{port}"\ndata_endpoint = "{address}:{port + 100}"\n'
-        return text
 
     def runtime_dir(self, host: str) -> Path:
         return self.directory / host / "run"
@@ -91,7 +89,13 @@ class TwoHosts:
         shm.mkdir(parents=True, exist_ok=True)
         command = ["ip", "netns", "exec", f"mz{TAG}{host}", sys.executable, "-m", "mooncake_zmq", role]
         command += ["--config", str(self.config), "--node", name]
-        command += ["--set", f"cluster.runtime_dir={self.runtime_dir(host)}", "--set", f"cluster.shm_dir={shm}"]
+        settings = {
+            **SETTINGS,
+            "security.keys": self.directory / "keys",
+            "cluster.runtime_dir": self.runtime_dir(host),
+            "cluster.shm_dir": shm,
+        }
+        command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 

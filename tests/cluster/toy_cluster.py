@@ -139,6 +139,7 @@ class ToyCluster:
             "conductor": ["conductor-0"],
             "prefill": ["prefill-a", "prefill-b"],
             "decode": ["decode-a", "decode-b"],
+            "cache-node": ["cache-a", "cache-b"],
         }
 
     def dumps(self) -> dict[str, Any]:

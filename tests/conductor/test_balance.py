@@ -5,6 +5,7 @@ import math
 import pytest
 from conductor_harness import Cluster
 
+from mooncake_zmq.conductor.admission import Admission
 from mooncake_zmq.conductor.balance import BALANCE, PATIENCE, QUIET, Loads, Lopsided
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Answered, Asked, Send
@@ -179,7 +180,7 @@ def test_a_conductor_that_nobody_asks_does_nothing() -> None:
 
 def test_refused_requests_show_the_need_too() -> None:
     cluster = Changing()
-    cluster.conductor._settings = cluster.conductor._placement._settings = ConductorSettings(ttft_slo_s=1e-3, tbt_slo_s=1.0)
+    cluster.conductor._placement._admission = Admission(ConductorSettings(ttft_slo_s=1e-3, tbt_slo_s=1.0))
     cluster.serve(AFTER_S + 3)
     assert isinstance(cluster.answer, Rejected)
     assert cluster.asked == [("d2", "prefill")]

@@ -72,7 +72,9 @@ class AllDecodes(Batches):
                 tied = [node for gap_s, node in gaps if gap_s <= TIE * least]
                 best = min(tied, key=lambda node: (node.host != host, -node.free, node.name))
                 assert found is not None
-                assert found == self.promise(joining, best)
+                assert found.node is best
+                promised = self.promise(joining, best)
+                assert (found.tbt_s, found.batch, found.alone_s) == (promised.tbt_s, promised.batch, promised.alone_s)
                 break
         else:
             assert found is None

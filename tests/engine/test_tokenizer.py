@@ -1,10 +1,17 @@
 """Round trips, streams that never cut a character, and templates that cannot leave the sandbox."""
 
+import sys
+import threading
+import time
+
 import pytest
+import tokenizers
 
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.gguf_vocabulary import byte_level_bpe
 from mooncake_zmq.engine.tokenizer import (
+    PENDING_TOKENS_MAX,
+    BpeVocabulary,
     ByteVocabulary,
     Conversation,
     TemplateFailed,
@@ -50,6 +57,46 @@ def test_stream_gives_up_on_bytes_that_are_no_text():
     assert sum(map(len, pieces)) > 80
     assert len("".join(pieces) + stream.flush()) == 100
     assert [stream.push(token) for token in b"ok"] == ["o", "k"]
+
+
+def test_tokens_without_text_are_not_kept():
+    """Or each further one would cost more than the one before."""
+    stream = byte_tokenizer().stream()
+    assert stream.push(ord("a")) == "a"
+    invisible = [stream.push(ByteVocabulary.END_ID) for _ in range(1000)]
+    assert set(invisible) == {""}
+    assert len(stream._ids) <= 2 + PENDING_TOKENS_MAX
+    assert [stream.push(token) for token in b"ok"] == ["o", "k"]
+
+
+def test_encoding_lets_other_threads_go_on():
+    """With no forced switches, another thread gets its turns only where the interpreter is let go of."""
+    vocabulary = BpeVocabulary(tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[])))
+    turns, ended = [0], False
+
+    def count():
+        while not ended:
+            turns[0] += 1
+            time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        other = threading.Thread(target=count)
+        other.start()
+        before = turns[0]
+        assert vocabulary.encode("a" * 200_000) == [0] * 200_000
+        after = turns[0]
+    finally:
+        sys.setswitchinterval(interval)
+        ended = True
+        other.join()
+    assert after - before > 10
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_no_token_stands_for_more_characters_than_the_longest(tokenizer, text):
+    assert len(text) <= tokenizer.longest_token * len(tokenizer.encode(text))
 
 
 def test_special_tokens_leave_no_text():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from actor_harness import LAYOUT, Harness
 
-from mooncake_zmq.core.actor import SetTimer
+from mooncake_zmq.core.actor import DrainTimedOut, DrainWanted, SetTimer
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -21,6 +21,7 @@ from mooncake_zmq.core.messages import (
     StopRule,
     TokensDecoded,
 )
+from mooncake_zmq.gateway.readiness import WAIT
 from mooncake_zmq.gateway.requests import (
     EARLY_TOKENS,
     ClientGone,
@@ -54,7 +55,7 @@ class Node(Harness):
     def handle(self, event):
         effects = super().handle(event)
         if not any(self.actor.gauges(self.now).values()):
-            assert self.timers == {}, "no timer outlives its request"
+            assert self.timers.keys() <= {WAIT}, "no timer outlives its request"
         return effects
 
     def ask(self, request_id="r", *, max_tokens=5, eos_ids=(), **wishes):
@@ -708,3 +709,23 @@ def test_any_order_of_events_gives_each_token_once_and_one_end(seed):
     node.advance(101.0)
     assert node.end() is not None
     assert node.busy() == {}
+
+
+def test_a_drain_that_may_take_no_longer_tells_every_client_and_cancels_at_every_hop():
+    node = Node()
+    for request_id in ("r", "other"):
+        node.ask(request_id)
+        node.place(request_id=request_id)
+    node.first()
+    node.handle(DrainWanted())
+    assert not node.drained
+    node.clients.clear()
+    node.sent.clear()
+    node.handle(DrainTimedOut())
+    ends = dict(node.clients)
+    assert {request_id: (end.status, end.code) for request_id, end in ends.items()} == dict.fromkeys(
+        ("r", "other"), (503, "gateway_stopped")
+    )
+    assert sorted(to for to, message in node.sent if isinstance(message, CancelRequest)) == ["d0", "d0", "p0", "p0"]
+    assert sorted(to for to, message in node.sent if isinstance(message, RequestEnded)) == ["k0", "k0"]
+    assert node.drained

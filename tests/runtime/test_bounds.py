@@ -83,7 +83,6 @@ publisher.close()
 @pytest.mark.parametrize(("what", "scheme"), [("subscribe", "tcp"), ("subscribe", "ipc"), ("endless", "tcp")])
 def test_what_a_subscriber_tells_is_bounded(tmp_path: Path, what: str, scheme: str) -> None:
     growth, sent = grown(tmp_path, KV_EVENTS, what, scheme)
-    print(growth, sent)
     assert sent < 20_000_000 if what == "subscribe" else 200_000_000
     assert growth < BOUND_BYTES
 
@@ -91,7 +90,6 @@ def test_what_a_subscriber_tells_is_bounded(tmp_path: Path, what: str, scheme: s
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 def test_a_receive_queue_is_bounded_in_bytes(tmp_path: Path, scheme: str) -> None:
     growth, sent = grown(tmp_path, QUEUE, "queue", scheme)
-    print(growth, sent)
     assert sent > 8 << 20
     assert growth < BOUND_BYTES
 
@@ -99,6 +97,5 @@ def test_a_receive_queue_is_bounded_in_bytes(tmp_path: Path, scheme: str) -> Non
 @pytest.mark.parametrize("size_bytes", [4 << 20, 1 << 10, 0])
 def test_a_message_without_end_is_cut(tmp_path: Path, size_bytes: int) -> None:
     growth, sent = grown(tmp_path, ENDLESS, str(size_bytes), "tcp")
-    print(growth, sent)
     assert sent < 400 << 20
     assert growth < BOUND_BYTES

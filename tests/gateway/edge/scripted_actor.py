@@ -13,8 +13,12 @@ from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.app import create_app
-from mooncake_zmq.gateway.edge import Edge, EdgeSettings, ServedModel
+from mooncake_zmq.gateway.door import Door, server_config
+from mooncake_zmq.gateway.edge import Edge, ServedModel
+from mooncake_zmq.gateway.readiness import ClusterView
 from mooncake_zmq.gateway.requests import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
+from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
+from mooncake_zmq.runtime.process import listen
 
 EOS = 256
 Batches = list[list[ClientOutput]]
@@ -54,11 +58,13 @@ class ScriptedActor:
 
     script: Callable[[ClientRequest, int], Batches] = lambda _request, _number: [[*tokens("ok"), finished()]]
     settings: EdgeSettings = field(default_factory=EdgeSettings)
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     max_model_len: int = 64
     vocab_size: int = 512
     requests: dict[str, ClientRequest] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     up: dict[str, Hello] = field(default_factory=lambda: {role: hello(role) for role in ("conductor", "prefill", "decode")})
+    view: ClusterView = ClusterView(ready=True, cache_nodes=("cache-1", "cache-0"))
     actor_counts: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,6 +105,9 @@ class ScriptedActor:
     def refusals(self) -> dict[str, str]:
         return {"prefill-9": "model differs"}
 
+    def cluster(self) -> ClusterView:
+        return self.view
+
     def counts(self) -> dict[str, float]:
         return self.actor_counts
 
@@ -136,18 +145,24 @@ class ScriptedActor:
         assert self.edge.slots_taken == 0
 
     def serve(self, client: Callable[[int], Awaitable[None]]) -> None:
-        """Run `client(port)` against a real server on a loopback port."""
+        """Run `client(port)` against a real server on a loopback port, behind a door as a gateway's is."""
 
         async def go() -> None:
-            server = uvicorn.Server(uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="error", lifespan="on"))
-            serving = asyncio.create_task(server.serve())
-            while not server.started:
-                await asyncio.sleep(0.005)
+            server = uvicorn.Server(server_config(self.app, self.connections))
+            listener = listen("127.0.0.1", 0)
+            self.door = Door(
+                server, listener, self.connections, send_timeout_s=self.settings.send_timeout_s, count=self.edge.count
+            )
+            serving = asyncio.create_task(server.serve(sockets=[]))
+            await self.door.open()
             try:
-                await client(server.servers[0].sockets[0].getsockname()[1])
+                await client(listener.getsockname()[1])
             finally:
+                self.door.close()
+                listener.close()
                 server.should_exit = True
                 await serving
+            assert not self.door.connections
 
         asyncio.run(go())
         self.check_idle()

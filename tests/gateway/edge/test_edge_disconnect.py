@@ -9,8 +9,9 @@ import pytest
 import structlog
 from scripted_actor import ScriptedActor, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.edge import Call, EdgeSettings
+from mooncake_zmq.gateway.edge import Call
 from mooncake_zmq.gateway.requests import ClientRequest, TokenOut
+from mooncake_zmq.gateway.settings import EdgeSettings
 
 
 async def send_request(port, body, path="/v1/completions"):
@@ -50,16 +51,17 @@ def test_hanging_up_before_the_body_is_whole():
     async def client(port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
-        await actor.until(lambda: actor.edge.slots_taken == 1)
+        await actor.until(lambda: actor.edge.bodies == 1)
+        assert actor.edge.slots_taken == 0
         writer.close()
-        await actor.until(lambda: actor.edge.slots_taken == 0)
+        await actor.until(lambda: actor.edge.bodies == 0)
 
     actor.serve(client)
     assert not actor.requests
 
 
 def test_hanging_up_while_tokenizing(monkeypatch):
-    actor = ScriptedActor(settings=EdgeSettings(inline_body_bytes=0))
+    actor = ScriptedActor()
     started, noticed, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
     hang_up = Call.hang_up
     monkeypatch.setattr(Call, "hang_up", lambda call: (hang_up(call), noticed.set()))

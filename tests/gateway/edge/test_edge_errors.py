@@ -7,8 +7,8 @@ import httpx
 import pytest
 from scripted_actor import ScriptedActor, events, failing, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.edge import EdgeSettings
 from mooncake_zmq.gateway.requests import Failed
+from mooncake_zmq.gateway.settings import EdgeSettings
 
 
 def error_of(response):

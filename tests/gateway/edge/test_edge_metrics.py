@@ -5,10 +5,11 @@ from itertools import count
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_actor import ScriptedActor, failing, finished, hello, one_by_one, tokens
+from scripted_actor import ScriptedActor, failing, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.edge import EdgeSettings
+from mooncake_zmq.gateway.readiness import ClusterView
 from mooncake_zmq.gateway.requests import ClientRequest
+from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import unpack_tokens
 
 
@@ -80,6 +81,7 @@ def test_a_failed_request_adds_no_times():
 def test_the_actors_own_metrics():
     actor = ScriptedActor()
     actor.actor_counts = {"misses[reason=evicted]": 3, "misses[reason=timeout]": 1, "placed": 7, "odd-name[a=b,c=d]": 2}
+    actor.edge.clock = count().__next__
     samples = scrape(actor)
     assert samples[("mooncake_misses_total", ("reason", "evicted"))] == 3
     assert samples[("mooncake_misses_total", ("reason", "timeout"))] == 1
@@ -107,6 +109,17 @@ def test_waiting_and_running_are_levels():
     actor.serve(client)
 
 
+def test_a_page_of_metrics_is_made_once_however_many_ask():
+    actor = ScriptedActor()
+    now = 100.0
+    actor.edge.clock = lambda: now
+    first = actor.call("GET", "/metrics").text
+    actor.edge.count("edge_news")
+    assert actor.call("GET", "/metrics").text == first
+    now += 1.0
+    assert "edge_news" in actor.call("GET", "/metrics").text
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
 def test_health_says_what_is_missing(path):
     actor = ScriptedActor()
@@ -115,17 +128,31 @@ def test_health_says_what_is_missing(path):
     assert response.json() == {
         "status": "ok",
         "missing": [],
+        "not_heard": [],
         "model": "toy",
-        "peers": {"conductor": ["conductor"], "prefill": ["prefill"], "decode": ["decode"]},
+        "peers": {
+            "conductor": ["conductor"],
+            "prefill": ["prefill"],
+            "decode": ["decode"],
+            "cache-node": ["cache-0", "cache-1"],
+        },
         "refused": {"prefill-9": "model differs"},
         "open_requests": 0,
     }
     del actor.up["decode"], actor.up["conductor"]
-    actor.up["cache-0"] = hello("cache-node")
     response = actor.call("GET", path)
     assert response.status_code == 503
     assert response.json()["missing"] == ["conductor", "decode"]
     assert response.json()["status"] == "unavailable"
+
+
+def test_health_is_not_ok_before_the_conductor_has_heard_all():
+    actor = ScriptedActor(view=ClusterView(ready=False, missing=("cache-1",)))
+    response = actor.call("GET", "/health")
+    assert (response.status_code, response.json()["status"]) == (503, "starting")
+    assert response.json()["not_heard"] == ["cache-1"]
+    actor.view = ClusterView(ready=True, missing=("cache-1",))
+    assert actor.call("GET", "/health").status_code == 200
 
 
 def test_draining_is_not_healthy_but_alive():
@@ -183,7 +210,9 @@ def test_one_line_in_the_log():
         {"max_choices": 257},
         {"max_buffered_outputs": 0},
         {"tokenize_threads": 0},
-        {"inline_body_bytes": -1},
+        {"short_body_bytes": -1},
+        {"max_echo_chars": -1},
+        {"max_reading_bytes": 1000},
         {"body_timeout_s": 0.0},
         {"send_timeout_s": float("nan")},
         {"full_retry_after_s": -1.0},

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.openai import StopScanner
+from mooncake_zmq.gateway.openai import StopScanner, stop_tables
 
 
 def text_of(chunks):
@@ -26,7 +26,7 @@ def cut(text, stops):
     st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
 )
 def test_scanner_agrees_with_the_reference(pieces, stops):
-    scanner, out, stopped = StopScanner(stops), "", False
+    scanner, out, stopped = StopScanner(stop_tables(stops)), "", False
     seen = ""
     for piece in pieces:
         seen += piece

@@ -1,0 +1,376 @@
+"""The gateway's HTTP connections: who is let in, for how long one may say nothing, and what happens without descriptors.
+
+It accepts for the HTTP server (uvicorn with h11), which then owns each connection; what is said on one is the edge's matter.
+"""
+
+import asyncio
+import contextlib
+import errno
+import math
+import os
+import resource
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mooncake_zmq.gateway.settings import ConnectionSettings
+
+ACCEPTS_PER_TURN = 32
+"""Connections taken before the streams get their turn again."""
+WATCH_S = 1.0
+"""How often connections are looked at, at least."""
+PAUSE_S = 0.2
+"""Out of descriptors: whoever waits at the door by then is answered 503, and then nobody is let in for this long."""
+LOG_EVERY_S = 60.0
+WRITE_BUFFER_BYTES = 64 << 10
+"""What a connection holds of an answer that its client does not take, one write apart; then the stream waits."""
+PIECES, PIECE_BYTES = 32, 256
+"""A body may come in so many pieces, and one more for each so many bytes: each piece takes the loop as long as a large one, and
+a chunked body of single bytes would keep every stream waiting."""
+PARSE_S = 0.01
+"""Of the loop's time that what comes in may take at once, all connections together; the rest waits for the next turn."""
+READ_BYTES = 64 << 10
+"""What is taken from a connection at once."""
+NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_REFUSED = b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":"too_many_connections"}}'
+REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_REFUSED), _REFUSED)
+)
+TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+log = structlog.get_logger("gateway")
+
+
+class Connection(H11Protocol):
+    """One connection, as uvicorn serves it, with bounds on what its client may do to others."""
+
+    def __init__(self, door: "Door", address: str, **uvicorn_own: Any) -> None:
+        own = {**uvicorn_own, "app_state": {**uvicorn_own["app_state"], "abort": self.abort}}
+        super().__init__(**own)
+        self.address = address
+        self.conn = _Pieces(h11.SERVER, door.settings.max_head_bytes)
+        self._door = door
+        self.quiet_since: float | None = None
+        """Since when no call is open here; None: one is."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # asyncio's own name for it
+        with contextlib.suppress(OSError):  # gone already
+            # The kernel's own: it holds while the last of an answer waits in its buffers, when nobody here does.
+            transport.get_extra_info("socket").setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self._door.send_timeout_s * 1000)
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._door.left(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._door.heard(self, data)
+
+    def take(self, data: bytes) -> None:
+        """Make of it what it says."""
+        waited = not self.calling and not self.begun
+        try:
+            super().data_received(data)
+        except h11.LocalProtocolError:  # nonsense behind a call that is being answered: there is no way to say so
+            self.abort()
+        if waited:  # what came now may be the first of a call: it has its own time
+            self.quiet_since = None
+
+    def abort(self) -> None:
+        """Cut it now; what was not taken is lost."""
+        self.transport.abort()
+
+    @property
+    def calling(self) -> bool:
+        """Is a call open here, its headers being whole?"""
+        return self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
+
+    @property
+    def begun(self) -> bool:
+        """Did something of a call come already?"""
+        return bool(self.conn.trailing_data[0])
+
+
+class _Pieces(h11.Connection):
+    """Counts the pieces in which a body comes."""
+
+    _pieces = _bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._pieces += 1
+            self._bytes += len(event.data)
+            if self._pieces > PIECES + self._bytes / PIECE_BYTES:
+                raise h11.RemoteProtocolError("a body in crumbs")
+        elif isinstance(event, h11.Request):
+            self._pieces = self._bytes = 0
+        return event
+
+
+class Door:
+    """Lets connections in, and cuts those that only take up room."""
+
+    def __init__(
+        self,
+        server: uvicorn.Server,
+        listener: socket.socket,
+        settings: ConnectionSettings,
+        *,
+        send_timeout_s: float,
+        reserved_files: int = 64,
+        count: Callable[[str], None] = lambda name: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`listener` listens already. `reserved_files`: what the rest of the process may still open."""
+        self.settings = settings
+        self.send_timeout_s = send_timeout_s
+        self.connections: set[Connection] = set()
+        self.max_connections = _within_files(settings.max_connections, reserved_files)
+        self._server, self._listener = server, listener
+        self._count, self._clock = count, clock
+        self._by_address: Counter[str] = Counter()
+        self._arriving: set[asyncio.Task[None]] = set()
+        self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._logged_at = -math.inf
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._untaken: deque[tuple[Connection, bytes]] = deque()
+        """Heard, and not looked at yet: at most once for each connection, which is not read meanwhile."""
+        self._in_turn = False
+        self._turn_ends = 0.0
+
+    async def open(self) -> None:
+        """Let in who comes, from the running loop, once the server has started; it has no sockets of its own."""
+        while not self._server.started:
+            await asyncio.sleep(0.005)
+        self._loop = asyncio.get_running_loop()
+        self._resume()
+        self._watch()
+
+    def close(self) -> None:
+        """Let nobody in any more; those inside stay."""
+        self._pause()
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._reserve >= 0:
+            os.close(self._reserve)
+            self._reserve = -1
+        self._loop = None
+
+    def abort(self) -> None:
+        """Cut every connection."""
+        for connection in list(self.connections):
+            connection.abort()
+
+    def left(self, connection: Connection) -> None:
+        """From a connection: it is gone."""
+        if connection in self.connections:
+            self.connections.remove(connection)
+            self._by_address -= Counter((connection.address,))
+
+    # --- who comes
+
+    def _resume(self) -> None:
+        if self._loop is not None:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _pause(self) -> None:
+        if self._loop is not None and self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                incoming, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in NO_RESOURCE:
+                    raise
+                self._out_of_files(error)
+                return
+            self._meet(incoming, network_of(address[0]))
+
+    def _meet(self, incoming: socket.socket, address: str) -> None:
+        incoming.setblocking(False)
+        if not self._make_room(address):
+            self._count("http_connections_refused")
+            self._refuse(incoming)
+            return
+        server, loop = self._server, asyncio.get_running_loop()
+        connection = Connection(
+            self, address, config=server.config, server_state=server.server_state, app_state=server.lifespan.state, _loop=loop
+        )
+        self.connections.add(connection)
+        self._by_address[address] += 1
+        arriving = loop.create_task(self._let_in(connection, incoming))
+        self._arriving.add(arriving)
+        arriving.add_done_callback(self._arriving.discard)
+
+    async def _let_in(self, connection: Connection, incoming: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, incoming)
+        except OSError:  # gone before it was here
+            incoming.close()
+            self.left(connection)
+
+    def _make_room(self, address: str) -> bool:
+        """Whether one more may come in: within the limits, or in place of one that has been waiting for its call."""
+        crowded = self._by_address[address] >= self.settings.max_per_address
+        if not crowded and len(self.connections) < self.max_connections:
+            return True
+        rivals = [each for each in self.connections if not each.calling and (not crowded or each.address == address)]
+        waiting = [(each.quiet_since, each) for each in rivals if each.quiet_since is not None]
+        if not waiting:
+            return False
+        self._count("http_connections_displaced")
+        longest = min(waiting, key=lambda each: each[0])[1]
+        longest.abort()
+        self.left(longest)
+        return True
+
+    def _refuse(self, incoming: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            incoming.send(REFUSAL)
+        incoming.close()
+
+    # --- what is said
+
+    def heard(self, connection: Connection, data: bytes) -> None:
+        """From a connection. All of one turn of the loop share its time for this, so that no crowd makes a stream wait."""
+        if not self._in_turn:
+            self._begin_turn()
+        if self._untaken or self._clock() >= self._turn_ends:
+            connection.transport.pause_reading()
+            self._untaken.append((connection, data))
+        else:
+            connection.take(data)
+
+    def _begin_turn(self) -> None:
+        self._in_turn = True
+        self._turn_ends = self._clock() + PARSE_S
+        asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        """What was left over comes first."""
+        self._in_turn = False
+        if self._untaken:
+            self._begin_turn()
+        while self._untaken and self._clock() < self._turn_ends:
+            connection, data = self._untaken.popleft()
+            if not connection.transport.is_closing():
+                connection.take(data)
+                if not connection.flow.read_paused:
+                    connection.transport.resume_reading()
+
+    # --- no descriptors left
+
+    def _out_of_files(self, error: OSError) -> None:
+        """Answer those who wait, by a descriptor kept for this, then let nobody in for a while: the listener stays readable."""
+        self._count("http_out_of_descriptors")
+        now = self._clock()
+        if now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            log.warning("http_out_of_descriptors", reason=error.strerror, connections=len(self.connections))
+        for _ in range(ACCEPTS_PER_TURN):
+            if not self._turn_away():
+                break
+        self._pause()
+        self._later(PAUSE_S, self._resume)
+
+    def _turn_away(self) -> bool:
+        """One of those who wait; whether there may be more."""
+        if self._reserve >= 0:
+            os.close(self._reserve)
+            self._reserve = -1
+        try:
+            self._refuse(self._listener.accept()[0])
+        except OSError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):  # somebody else was quicker: the next time, then
+                self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        return True
+
+    # --- who stays
+
+    def _watch(self) -> None:
+        """Cut those that have said nothing for too long, or that are closing and not being read."""
+        now = self._clock()
+        for connection in list(self.connections):
+            if connection.calling or connection.transport is None:  # or not even here yet
+                connection.quiet_since = None
+            elif connection.quiet_since is None:
+                connection.quiet_since = now
+            elif now - connection.quiet_since >= self._patience_s(connection):
+                self._cut(connection)
+        self._later(min(WATCH_S, self.settings.head_timeout_s / 4), self._watch)
+
+    def _patience_s(self, connection: Connection) -> float:
+        if connection.transport.is_closing():
+            return self.send_timeout_s
+        return self.settings.head_timeout_s if connection.begun or connection.cycle is None else self.settings.idle_timeout_s
+
+    def _cut(self, connection: Connection) -> None:
+        self._count("http_connections_timed_out")
+        if connection.transport.is_closing():
+            connection.abort()
+            return
+        if connection.begun:
+            connection.transport.write(TOO_SLOW)
+        connection.quiet_since = None
+        connection.transport.close()
+
+    def _later(self, delay_s: float, what: Callable[[], None]) -> None:
+        if self._loop is not None:
+            self._timers[what] = self._loop.call_later(delay_s, what)
+
+
+def server_config(app: ASGIApp, settings: ConnectionSettings) -> uvicorn.Config:
+    """How uvicorn serves `app` behind a door, without sockets or signals of its own."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="error",  # it would tell of each nonsense that a stranger sends
+        access_log=False,
+        lifespan="on",
+        http=Connection,
+        ws="none",
+        timeout_keep_alive=math.ceil(settings.idle_timeout_s),
+    )
+
+
+def network_of(address: str) -> str:
+    """Whom connections count for: an IPv4 address, or the /64 of an IPv6 one, which one customer has whole."""
+    if ":" not in address:
+        return address
+    packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
+    mapped = packed[:12] == bytes(10) + b"\xff\xff"
+    return socket.inet_ntop(socket.AF_INET, packed[12:]) if mapped else packed[:8].hex()
+
+
+def _within_files(wanted: int, reserved: int) -> int:
+    """As many connections as the process may have beside what it has open now and `reserved` files more."""
+    reserved += len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted + reserved:
+        soft = min(wanted + reserved, hard) if hard != resource.RLIM_INFINITY else wanted + reserved
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    allowed = max(1, min(wanted, soft - reserved))
+    if allowed < wanted:
+        log.warning("fewer_http_connections", allowed=allowed, wanted=wanted, rlimit_nofile=soft)
+    return allowed

@@ -1,0 +1,67 @@
+"""Whether this gateway may call itself ready, by what its conductor tells of the cluster. Requests do not ask it. PURE."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mooncake_zmq.core.actor import Effect, SetTimer, TimerKey
+from mooncake_zmq.core.messages import Hello, NodesHeard
+
+WAIT: TimerKey = ("ready",)
+NEEDED = ("conductor", "prefill", "decode")
+"""Roles without which nothing can be served."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """What a gateway's /health says of nodes that it does not speak with. `missing`: not heard by its conductor yet, or their
+    blocks are not."""
+
+    ready: bool
+    cache_nodes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+class Readiness:
+    """Ready, once and for good: the conductor in use has heard every node of its config and all blocks, or `wait_s` have passed
+    since the first moment at which the cluster could serve. A node lost later makes nobody less ready."""
+
+    def __init__(self, conductors: Sequence[str], wait_s: float) -> None:
+        self._conductors = conductors
+        self._wait_s = wait_s
+        self._told: dict[str, NodesHeard] = {}
+        self._ready = False
+        self._waiting = False
+
+    def heard(self, conductor: str, news: NodesHeard, peers: Mapping[str, Hello]) -> list[Effect]:
+        """A conductor says whom it hears."""
+        self._told[conductor] = news
+        return self.changed(peers)
+
+    def forget(self, peer: str) -> None:
+        """The conversation is over: what it said counts no more."""
+        self._told.pop(peer, None)
+
+    def changed(self, peers: Mapping[str, Hello]) -> list[Effect]:
+        """Look again, now that a peer came or something was heard."""
+        if self._ready or not set(NEEDED) <= {hello.role for hello in peers.values()}:
+            return []
+        news = self._told.get(self._conductor(peers))
+        self._ready = news is not None and not news.missing
+        if self._ready or self._waiting:
+            return []
+        self._waiting = True
+        return [SetTimer(WAIT, self._wait_s)]
+
+    def waited(self) -> bool:
+        """The wait is over; whether it was in vain."""
+        in_vain, self._ready = not self._ready, True
+        return in_vain
+
+    def view(self, peers: Mapping[str, Hello]) -> ClusterView:
+        """As it stands."""
+        news = self._told.get(self._conductor(peers))
+        return ClusterView(self._ready) if news is None else ClusterView(self._ready, news.cache_nodes, news.missing)
+
+    def _conductor(self, peers: Mapping[str, Hello]) -> str:
+        """The one in use; empty: none is there."""
+        return next((name for name in self._conductors if name in peers), "")

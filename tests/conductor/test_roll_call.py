@@ -1,0 +1,72 @@
+"""What gateways are told of the config's nodes: who is heard, and whose blocks."""
+
+from conductor_harness import Cluster, keys
+
+from mooncake_zmq.conductor.roll_call import TELL_AFTER_S
+from mooncake_zmq.core.actor import Send
+from mooncake_zmq.core.messages import BlocksAnnounced, NodesHeard
+
+MEMBERS = ("c0", "d0", "p0")
+
+
+class Told(Cluster):
+    """Keeps what the gateways are told."""
+
+    def __init__(self, hosts=0, **settings):
+        self.told = {}
+        super().__init__(hosts, **settings)
+
+    def handle(self, event):
+        effects = super().handle(event)
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, NodesHeard):
+                self.told.setdefault(effect.to, []).append(effect.message)
+        return effects
+
+    def news(self, gateway="g"):
+        self.advance(TELL_AFTER_S)
+        return self.told[gateway][-1]
+
+
+def test_a_gateway_hears_who_is_missing_until_all_are_there_with_their_blocks():
+    cluster = Told(members=MEMBERS)
+    assert cluster.news() == NodesHeard(missing=MEMBERS)
+    cluster.up("p0", "prefill", "h0")
+    cluster.up("d0", "decode", "h0")
+    assert cluster.news().missing == ("c0",)
+    cluster.up("c0", "cache-node", "h0")
+    cluster.announce("c0", keys("a", 3))
+    assert cluster.news() == NodesHeard(cache_nodes=("c0",), missing=("c0",)), "its blocks may be only some"
+    cluster.say("c0", BlocksAnnounced(complete=True))
+    assert cluster.news() == NodesHeard(cache_nodes=("c0",))
+
+
+def test_a_node_that_went_is_missing_until_it_has_told_of_its_blocks_anew():
+    cluster = Told(hosts=1, members=MEMBERS)
+    cluster.say("c0", BlocksAnnounced(complete=True))
+    assert cluster.news().missing == ()
+    cluster.down("c0")
+    assert cluster.news() == NodesHeard(missing=("c0",))
+    cluster.up("c0", "cache-node", "h0", incarnation=2)
+    assert cluster.news().missing == ("c0",)
+    cluster.say("c0", BlocksAnnounced(complete=True))
+    assert cluster.news().missing == ()
+
+
+def test_a_gateway_that_comes_later_is_told_too():
+    cluster = Told(hosts=1, members=MEMBERS)
+    cluster.news()
+    cluster.up("g2", "gateway", "h0")
+    assert cluster.news("g2") == NodesHeard(cache_nodes=("c0",), missing=("c0",))
+
+
+def test_nodes_that_come_together_are_told_of_together():
+    cluster = Told(hosts=8, members=MEMBERS)
+    cluster.advance(1.0)
+    assert len(cluster.told["g"]) == 1
+
+
+def test_without_a_config_nothing_is_told():
+    cluster = Told(hosts=2)
+    cluster.advance(1.0)
+    assert cluster.told == {}

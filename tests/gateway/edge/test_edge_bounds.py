@@ -1,0 +1,241 @@
+"""What one call may cost the others: sizes are looked at before the work, and the work is not the loop's."""
+
+import asyncio
+import json
+import threading
+
+import httpx
+import pytest
+from scripted_actor import ScriptedActor, events, finished, tokens
+
+from mooncake_zmq.gateway import edge as edge_module
+from mooncake_zmq.gateway import openai
+from mooncake_zmq.gateway.openai import QUOTED_CHARS, CompletionBody, prepare
+from mooncake_zmq.gateway.requests import TokenOut
+from mooncake_zmq.gateway.settings import EdgeSettings
+
+
+def refusal(response, param, code="invalid_value"):
+    assert response.status_code == 400, response.text[:500]
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+    return error["message"]
+
+
+# --- stop strings
+
+
+@pytest.mark.parametrize("stop", ["x" * 1025, ["a", "x" * 1025], ["x"] * 17, ["x" * 480_000] * 16, ["x"] * 200_000])
+def test_stop_strings_are_few_and_short(stop):
+    actor = ScriptedActor(settings=EdgeSettings(max_body_bytes=8 << 20))
+    assert len(refusal(actor.complete(stop=stop), "stop")) < 200
+    refusal(actor.chat(stop=stop), "stop")
+    assert not actor.requests
+
+
+@pytest.mark.parametrize("stop", ["\U0001f642" * 1024, ["é" * 1024] * 16])
+def test_the_longest_stop_strings_are_taken_however_they_are_written(stop):
+    raw = json.dumps({"prompt": "a", "stop": stop})
+    assert ScriptedActor().call("POST", "/v1/completions", content=raw.encode()).status_code == 200
+
+
+def test_a_list_of_many_stop_strings_is_not_even_read(monkeypatch):
+    monkeypatch.setattr(openai, "_stops", None)
+    refusal(ScriptedActor().complete(stop=["x"] * 200_000), "stop")
+
+
+def test_tables_of_stop_strings_are_made_once_a_call(monkeypatch):
+    made = []
+    monkeypatch.setattr(openai, "_borders", lambda text, real=openai._borders: made.append(text) or real(text))
+    assert ScriptedActor().complete(prompt=["a", "b", "c"], n=4, stop=["xy", "z"]).status_code == 200
+    assert made == ["xy", "z"]
+
+
+# --- prompts that are too long whatever they say
+
+
+def unused(*_):
+    raise AssertionError("this was to be refused unread")
+
+
+def test_a_text_of_more_characters_than_fit_is_refused_before_it_is_tokenized():
+    actor = ScriptedActor(max_model_len=10)
+    tokenizer = actor.edge.model.tokenizer
+    most = 10 * tokenizer.longest_token
+    tokenizer.encode = tokenizer.chat = unused
+    for response, param in (
+        (actor.complete(prompt="x" * (most + 1)), "prompt"),
+        (actor.complete(prompt=["a", "x" * (most + 1)]), "prompt"),
+        (actor.chat(messages=[{"role": "user", "content": "x" * most}, {"role": "user", "content": "x"}]), "messages"),
+    ):
+        said = refusal(response, param, "context_length_exceeded")
+        assert said.startswith("This model's maximum context length is 10 tokens. However, ")
+        assert str(most + 1) in said
+    with pytest.raises(AssertionError):
+        actor.complete(prompt="x" * most)
+
+
+def test_more_messages_than_tokens_are_refused_before_the_template_sees_them():
+    actor = ScriptedActor(max_model_len=10)
+    actor.edge.model.tokenizer.chat = unused
+    messages = [{"role": "user", "content": ""}] * 11
+    assert "11 messages" in refusal(actor.chat(messages=messages), "messages", "context_length_exceeded")
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_in_openais_words():
+    said = refusal(ScriptedActor(max_model_len=10).complete(prompt="x" * 10), "prompt", "context_length_exceeded")
+    assert said.startswith("This model's maximum context length is 10 tokens. However, ")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "decoder"),
+    [
+        ([[1]] * 65, "_lists_of_ids"),
+        ([[1] * 100] * 64, "_lists_of_ids"),
+        (["a"] * 65, "_texts"),
+        (['"\\'] * 130, "_texts"),
+        ([1] * 64, "_ids"),
+    ],
+)
+def test_prompts_of_too_many_parts_are_not_read(monkeypatch, prompt, decoder):
+    monkeypatch.setattr(openai, decoder, None)
+    actor = ScriptedActor()
+    assert actor.complete(prompt=prompt).status_code == 400
+    assert not actor.requests
+
+
+@pytest.mark.parametrize("prompt", [['say "a", \\', '["', "a,b" * 20], [[1, 2], [3]], ["\\\\"] * 64, [",,,,,,,,"] * 8])
+def test_prompts_full_of_punctuation_are_read(prompt):
+    raw = json.dumps({"prompt": prompt}, indent=1).encode()
+    actor = ScriptedActor()
+    assert actor.call("POST", "/v1/completions", content=raw).status_code == 200
+    assert len(actor.requests) == len(prompt)
+
+
+def test_echo_repeats_only_so_much():
+    actor = ScriptedActor(settings=EdgeSettings(max_echo_chars=20))
+    refusal(actor.complete(prompt=["hello", "world"], n=3, echo=True), "echo")
+    assert actor.complete(prompt=["hello", "world"], n=2, echo=True).status_code == 200
+    assert actor.complete(prompt=["hello", "world"], n=3).status_code == 200
+
+
+def test_what_is_being_answered_keeps_no_text():
+    actor = ScriptedActor()
+    raw = json.dumps({"prompt": "x" * 60, "stream": True}).encode()
+    prepared = prepare(raw, CompletionBody, actor.edge.model, actor.settings, lambda: 1)
+    assert bytes(prepared.body.prompt) == b""
+    assert prepared.body.stream
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda actor, long: actor.complete(model=long),
+        lambda actor, long: actor.call("GET", f"/v1/models/{long}"),
+        lambda actor, long: actor.call("GET", f"/{long}"),
+        lambda actor, long: actor.chat(messages=[{"role": "user", "content": [{"type": long}]}]),
+        lambda actor, long: actor.chat(messages=[{"role": "user", "content": "a"}], **{long: 1}, n=long),
+        lambda actor, long: actor.chat(),
+    ],
+)
+def test_errors_quote_little_of_what_was_sent(call):
+    actor, long = ScriptedActor(), "y" * 5000
+
+    def refuse(_messages):
+        raise ValueError(f"no such role: {long}")
+
+    actor.edge.model.tokenizer.chat = refuse
+    response = call(actor, long)
+    assert response.status_code in (400, 404)
+    assert response.json()["error"]["message"].count("y") <= QUOTED_CHARS + 5
+    assert len(response.content) < 600
+
+
+# --- the loop is for streams
+
+
+@pytest.mark.parametrize(("filler", "lane"), [(0, "prepare_"), (5000, "prepare-long_")])
+def test_bodies_are_made_into_requests_by_other_threads_long_ones_by_their_own(monkeypatch, filler, lane):
+    actor = ScriptedActor(settings=EdgeSettings(short_body_bytes=1000))
+    seen = []
+    tokenizer = actor.edge.model.tokenizer
+    for module, name in ((openai, "_parse"), (tokenizer, "encode"), (tokenizer, "chat"), (openai, "stop_tables")):
+        real = getattr(module, name)
+
+        def spy(*arguments, real=real):
+            seen.append(threading.current_thread().name)
+            return real(*arguments)
+
+        monkeypatch.setattr(module, name, spy)
+    assert actor.complete(unknown="x" * filler, stop="x").status_code == 200
+    assert actor.chat(unknown="x" * filler, stop="x").status_code == 200
+    assert len(seen) == 6
+    assert all(name.startswith(lane) for name in seen)
+
+
+def test_a_long_body_keeps_no_short_one_waiting():
+    actor = ScriptedActor(settings=EdgeSettings(short_body_bytes=1000, tokenize_threads=1))
+    go_on = threading.Event()
+    encode = actor.edge.model.tokenizer.encode
+
+    def slow(text):
+        assert text == "short" or go_on.wait(10)
+        return encode(text)
+
+    actor.edge.model.tokenizer.encode = slow
+
+    async def go():
+        transport = httpx.ASGITransport(app=actor.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            bodies = [{"prompt": "long", "unknown": "x" * 2000}] * 3
+            long = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
+            await actor.until(lambda: actor.edge.slots_taken == 3)
+            assert (await http.post("/v1/completions", json={"prompt": "short"})).status_code == 200
+            go_on.set()
+            assert [(await each).status_code for each in long] == [200] * 3
+
+    asyncio.run(go())
+    actor.check_idle()
+
+
+def test_what_a_client_no_longer_waits_for_is_not_prepared():
+    actor = ScriptedActor(settings=EdgeSettings(short_body_bytes=0, tokenize_threads=1))
+    go_on, encoded = threading.Event(), []
+    encode = actor.edge.model.tokenizer.encode
+
+    def slow(text):
+        encoded.append(text)
+        assert go_on.wait(10)
+        return encode(text)
+
+    actor.edge.model.tokenizer.encode = slow
+
+    async def client(port):
+        writers = []
+        for text in ("a", "b", "c"):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = json.dumps({"prompt": text}).encode()
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            writers.append(writer)
+            await actor.until(lambda: actor.edge.slots_taken == len(writers))
+        for writer in writers:
+            writer.close()
+        await actor.until(lambda: not actor.door.connections)
+        go_on.set()
+        await actor.until(lambda: actor.edge.slots_taken == 0)
+
+    actor.serve(client)
+    assert encoded == ["a"]
+
+
+def test_a_reader_that_lagged_gets_the_rest_in_portions(monkeypatch):
+    monkeypatch.setattr(edge_module, "OUTPUTS_AT_ONCE", 4)
+    outputs = [TokenOut(index, 97) for index in range(10)]
+    actor = ScriptedActor(lambda _request, _number: [[*tokens("a")], [*outputs[1:], finished("length")]])
+    chunks = events(actor.complete(stream=True, max_tokens=10))
+    texts = [choice["text"] for chunk in chunks[:-1] for choice in chunk["choices"]]
+    assert "".join(texts) == "a" * 10
+    assert max(map(len, texts)) == 4
