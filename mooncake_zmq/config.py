@@ -200,8 +200,8 @@ class SecuritySettings:
     """Who may talk over TCP. `ipc://` sockets lie in `cluster.runtime_dir`, which is this user's alone, and need no keys."""
 
     keys: str = ""
-    """Directory of `mooncake-zmq keys make`: `public_keys` and each node's NAME.secret. Empty: systemd's credentials of these
-    names, if the unit has them. With keys every ZeroMQ socket over TCP is encrypted and lets in whom they name, loopback's too.
+    """Directory of `mooncake-zmq keys make`: `public_keys` and the node's NAME.secret, unless the unit's credential `node.key`
+    is that. Empty: none, or the unit's credential `public_keys`. With keys every ZeroMQ socket over TCP is encrypted and lets in whom they name, loopback's too.
     Not so the streams of stores between hosts: a client is let on one by a token that it is told under its key, but the token
     and the values then go in clear."""
     allow_plain_tcp: bool = False

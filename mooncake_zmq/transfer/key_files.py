@@ -1,7 +1,7 @@
 """Keys on disk: DIR/NAME.secret for its owner alone, DIR/public_keys for everybody. Secrets go to sockets and nowhere else.
 
 A process reads its own secret once, and the public keys again whenever their file changes: a rotated key is known without a
-restart. What a credential of systemd tells is taken before what lies in DIR.
+restart. A unit's secret is its credential `node.key`; its `public_keys` may be one too, but then it reads them once as well.
 """
 
 import os
@@ -21,6 +21,7 @@ from mooncake_zmq.transfer.own_files import make_own_directory, replace_own
 log = structlog.get_logger()
 
 PUBLIC_KEYS = "public_keys"
+CREDENTIAL = "node.key"
 CREDENTIALS_VARIABLE = "CREDENTIALS_DIRECTORY"
 MAX_FILE_BYTES = 1 << 20
 WORLD_READABLE = 0o644
@@ -77,7 +78,7 @@ def load(directory: Path, name: str) -> Keys:
     try:
         public = zmq.curve_public(secret).decode()
     except (zmq.ZMQError, ValueError):
-        raise KeysError(f"{_secret_path(directory, name)}: that is no secret key") from None
+        raise KeysError(f"the secret of {name} is no secret key") from None
     if public not in book.of(name):
         raise KeysError(f"{path} does not have the public key of {name}'s secret: copy the file from where keys are made")
     return Keys(name, public, secret, path, book, seen)
@@ -153,10 +154,9 @@ def _read_book(path: Path) -> KeyBook:
 
 def _read_secret(directory: Path, name: str) -> bytes:
     """Raises KeysError."""
-    credentials = os.environ.get(CREDENTIALS_VARIABLE, "")
-    path = _secret_path(Path(credentials), name) if credentials else None
-    given = path is not None and path.exists()
-    path = path if path is not None and given else _secret_path(directory, name)
+    credential = Path(os.environ.get(CREDENTIALS_VARIABLE, "/nowhere")) / CREDENTIAL
+    given = credential.exists()
+    path = credential if given else _secret_path(directory, name)
     try:
         content, state = _read(path)
     except OSError as error:

@@ -281,14 +281,17 @@ def test_a_damaged_book_leaves_what_was_known(directory: Path) -> None:
         assert keys.book == known or content == ""
 
 
-def test_credentials_of_systemd_are_found(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_has_its_secret_as_a_credential(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    public = key_files.load(directory, "a").public
     assert key_files.directory_of("") is None
     credentials = tmp_path / "credentials"
     credentials.mkdir()
-    for name in ("public_keys", "a.secret"):
-        (credentials / name).write_bytes((directory / name).read_bytes())
-        (credentials / name).chmod(0o440)
+    (credentials / "node.key").write_bytes((directory / "a.secret").read_bytes())
+    (credentials / "node.key").chmod(0o440)
+    (directory / "a.secret").unlink()
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(credentials))
-    found = key_files.directory_of("")
-    assert found == credentials
-    assert key_files.load(found, "a").public == key_files.load(directory, "a").public
+    assert key_files.directory_of("") is None
+    assert key_files.load(directory, "a").public == public
+    (credentials / "public_keys").write_bytes((directory / "public_keys").read_bytes())
+    assert key_files.directory_of("") == credentials
+    assert key_files.load(credentials, "a").public == public
