@@ -201,9 +201,9 @@ class SecuritySettings:
 
     keys: str = ""
     """Directory of `mooncake-zmq keys make`: `public_keys` and the node's NAME.secret, unless the unit's credential `node.key`
-    is that. Empty: none, or the unit's credential `public_keys`. With keys every ZeroMQ socket over TCP is encrypted and lets in whom they name, loopback's too.
-    Not so the streams of stores between hosts: a client is let on one by a token that it is told under its key, but the token
-    and the values then go in clear."""
+    is that. Empty: none, or the unit's credential `public_keys`. With keys every ZeroMQ socket over TCP is encrypted and lets
+    in whom they name, loopback's too. Not so the streams of stores between hosts: a client is let on one by a token that it is
+    told under its key, but the token and the values then go in clear."""
     allow_plain_tcp: bool = False
     """Without keys, TCP beyond loopback is refused, unless this says that nobody else is on the network."""
     bulk: Bulk = "curve"
