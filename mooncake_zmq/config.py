@@ -217,6 +217,9 @@ class GatewaySettings:
 
     http_host: str = "127.0.0.1"
     http_port: int = 8000
+    api_keys: str = ""
+    """File of `mooncake-zmq keys api`: who may call, how often, and how much. Read anew when it changes. Empty: the unit's
+    credential `api_keys`; without one everybody may call."""
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     requests: RequestsSettings = field(default_factory=RequestsSettings)

@@ -1,13 +1,17 @@
 """`mooncake-zmq keys`: make, list and rotate the keys of a cluster's nodes and clients."""
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args
 
 import click
 
 from mooncake_zmq.core.keys import KeysError, Kind
+from mooncake_zmq.gateway.tenants import Role, Tenant, TenantsError, digest_of
+from mooncake_zmq.runtime.api_keys import read
 from mooncake_zmq.transfer import key_files
+from mooncake_zmq.transfer.own_files import replace_own
 
 T = TypeVar("T")
 
@@ -29,6 +33,7 @@ def keys() -> None:
       mooncake-zmq keys make --to keys --store vllm-1 --events dashboard
       mooncake-zmq keys list --in keys
       mooncake-zmq keys rotate prefill-a --in keys
+      mooncake-zmq keys api alice --in api_keys --requests 60 --tokens 100000 --share 0.25
     """
 
 
@@ -92,6 +97,33 @@ def drop(name: str, directory: Path) -> None:
     click.echo(f"{name}: {_or_exit(lambda: key_files.drop(directory, name))} dropped; copy public_keys to every host")
 
 
+@keys.command()
+@click.argument("name", metavar="NAME")
+@click.option(
+    "--in", "path", required=True, metavar="FILE", type=click.Path(path_type=Path), help="What gateway.api_keys names."
+)
+@click.option("--requests", type=click.IntRange(0), default=0, help="Calls a minute; 0: any number.")
+@click.option("--tokens", type=click.IntRange(0), default=0, help="Tokens a minute, of prompts and answers; 0: any number.")
+@click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Of the gateway's slots.")
+@click.option("--role", type=click.Choice(get_args(Role)), default="user", help="An admin may see /metrics.")
+@click.option("--replace", is_flag=True, help="Instead of the key and limits that NAME has.")
+def api(name: str, path: Path, requests: int, tokens: int, share: float, role: Role, replace: bool) -> None:
+    """Make an API key of NAME for a gateway's clients, print it once, and write its hash to FILE.
+
+    Gateways that run with `gateway.api_keys = FILE` follow the file; who is deleted from it is out.
+    """
+    secret = f"mz-{secrets.token_urlsafe(32)}"
+    tenant = _or_exit(
+        lambda: Tenant(name=name, digest=digest_of(secret), requests=requests, tokens=tokens, share=share, role=role)
+    )
+    known = _or_exit(lambda: read(path)) if path.exists() else ()
+    if any(each.name == name for each in known) and not replace:
+        _fail(f"{name} has a key in {path}: --replace makes another one in its place")
+    lines = [each.line() for each in known if each.name != name] + [tenant.line()]
+    _or_exit(lambda: replace_own(path, "".join(f"{line}\n" for line in lines).encode()))
+    click.echo(secret)
+
+
 def _nodes(path: str) -> list[str]:
     from mooncake_zmq.config import ConfigError, load
 
@@ -104,7 +136,7 @@ def _nodes(path: str) -> list[str]:
 def _or_exit(action: Callable[[], T]) -> T:
     try:
         return action()
-    except KeysError as error:
+    except (KeysError, TenantsError) as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}")

@@ -20,6 +20,7 @@ PURE = (
     "gateway/readiness",
     "gateway/requests",
     "gateway/settings",
+    "gateway/tenants",
     "cache_node/",
 )
 IMPURE_STANDARD = {
@@ -35,7 +36,7 @@ ROLE_NEIGHBOURS = {
     "prefill": ("cache_node.client",),
     "decode": ("cache_node.client",),
 }
-EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "metrics", "openai", "pages", "__init__")}
+EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "guard", "metrics", "openai", "pages", "__init__")}
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}

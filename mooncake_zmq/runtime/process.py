@@ -47,6 +47,7 @@ from mooncake_zmq.gateway.requests import Requests
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.runtime import log as logs
 from mooncake_zmq.runtime import notify
+from mooncake_zmq.runtime.api_keys import REFRESH_S, ApiKeys, api_keys_of
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
@@ -422,6 +423,10 @@ class _Process:
             deliver=lambda effect: edge.deliver(effect),
             sockets=self.sockets,
         )
+        path = api_keys_of(self.settings.api_keys)
+        api_keys = ApiKeys(path, self.settings.edge.max_open_requests) if path else None
+        if api_keys:
+            self.runtime.every(REFRESH_S, api_keys.refresh)
         edge = Edge(
             name=self.node.name,
             incarnation=self.incarnation,
@@ -436,6 +441,7 @@ class _Process:
             ),
             settings=self.settings.edge,
             backing=_Backing(self.runtime, requests),
+            tenants=api_keys.tenants if api_keys else None,
         )
         server = _Server(server_config(create_app(edge), self.settings.connections))
         door = Door(

@@ -43,7 +43,7 @@ class Keys:
     def refresh(self) -> None:
         """Read the public keys again if their file has changed. One that cannot be read leaves them as they were."""
         try:
-            seen = _identity(self.path)
+            seen = identity_of(self.path)
             if seen != self._seen:
                 self._seen = seen
                 self.book = _read_book(self.path)
@@ -71,7 +71,7 @@ def load(directory: Path, name: str) -> Keys:
         raise KeysError("this machine's libzmq was built without CURVE: install pyzmq's own wheel, which has it")
     path = directory / PUBLIC_KEYS
     try:
-        seen, book = _identity(path), _read_book(path)
+        seen, book = identity_of(path), _read_book(path)
     except (OSError, KeysError) as error:
         raise KeysError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     secret = _read_secret(directory, name)
@@ -143,11 +143,16 @@ def _book_or_none(directory: Path) -> KeyBook:
 
 
 def _read_book(path: Path) -> KeyBook:
+    return keys.parse(read_guarded(path))
+
+
+def read_guarded(path: Path) -> str:
+    """A text that decides who may do what: nobody but us and root can have written it. Raises OSError, KeysError."""
     content, state = _read(path)
     if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KeysError(f"{path}: others can write it: chmod go-w it, and see that nothing foreign is in it")
     try:
-        return keys.parse(content.decode("ascii"))
+        return content.decode("ascii")
     except UnicodeDecodeError:
         raise KeysError("it is no text of keys") from None
 
@@ -182,6 +187,7 @@ def _secret_path(directory: Path, name: str) -> Path:
     return directory / f"{name}.secret"
 
 
-def _identity(path: Path) -> tuple[int, int, int]:
+def identity_of(path: Path) -> tuple[int, int, int]:
+    """Of a file's content, as long as nobody tries to hide a change. Raises OSError."""
     state = path.stat()
     return state.st_ino, state.st_mtime_ns, state.st_size
