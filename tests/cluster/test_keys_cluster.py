@@ -5,8 +5,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+import httpx
 import pytest
-from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, free_port, until_none
+from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, free_port, greedy, until_none
 
 from mooncake_zmq.transfer import key_files
 
@@ -34,22 +35,33 @@ def test_a_cluster_with_keys_gives_the_right_tokens_and_rotates_one_while_it_run
         check=True,
     )
     assert len(made.stdout.splitlines()) == 8 + 1
-    cluster = ToyCluster(directory / "run", config=str(config), settings=(f"security.keys={keys}",))
+    api_keys = directory / "api_keys"
+    command = [sys.executable, "-m", "mooncake_zmq", "keys", "api", "alice", "--in", str(api_keys), "--requests", "1000"]
+    secret = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    settings = (f"security.keys={keys}", f"gateway.api_keys={api_keys}")
+    cluster = ToyCluster(directory / "run", config=str(config), settings=settings)
+
+    def ask(prompt: list[int], key: str = secret) -> httpx.Response:
+        body = greedy(prompt=prompt, max_tokens=8)
+        return httpx.post(f"{cluster.url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+
     try:
         cluster.start()
         until_none(cluster.missing, 30)
         # Each host's decode takes what the other's prefill made: blocks cross the network, which is encrypted too.
         for first in range(3):
             prompt = [first, *PROMPT]
-            with cluster.stream(prompt=prompt, max_tokens=8) as answer:
-                assert answer.read() == expected_tokens(prompt, 8)
+            assert ask(prompt).json()["choices"][0]["token_ids"] == expected_tokens(prompt, 8)
+        assert ask(PROMPT, "guessed").status_code == 401
         key_files.rotate(keys, "decode-a")
         before = cluster.pid("decode-a")
         cluster.signal("decode-a", 9)
         eventually(lambda: cluster.pid("decode-a") != before, 30, "decode-a comes back")
         until_none(cluster.missing, 30)
         assert key_files.drop(keys, "decode-a") == 1
-        assert cluster.complete_text(prompt=PROMPT, max_tokens=8)["choices"][0]["token_ids"] == expected_tokens(PROMPT, 8)
+        assert ask(PROMPT).json()["choices"][0]["token_ids"] == expected_tokens(PROMPT, 8)
+        api_keys.write_text("")
+        eventually(lambda: ask(PROMPT).status_code == 401, 20, "alice is out")
         counts = {name: count for dump in cluster.dumps().values() for name, count in dump["session"]["counts"].items()}
         assert "dropped[reason=not_its_key]" not in counts
         cluster.stop()
