@@ -71,7 +71,7 @@ def test_an_api_key_is_printed_once_and_its_hash_is_kept(tmp_path: Path) -> None
     secret = run("api", "alice", "--in", path, "--requests", 60, "--share", 0.25).output.strip()
     admin = run("api", "root", "--in", path, "--role", "admin").output.strip()
     assert secret not in path.read_text()
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_mode & 0o777 == 0o644
     tenants = Tenants(read(path), 8)
     assert tenants.of(secret) is not None
     assert [(each.name, each.requests, each.share, each.role) for each in read(path)] == [
