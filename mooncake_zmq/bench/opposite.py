@@ -12,9 +12,10 @@ from mooncake_zmq.config import Config
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.roles import Member, Role
+from mooncake_zmq.core.roles import Role
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.talk import Member
 from mooncake_zmq.runtime.model import prepared
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 

@@ -50,8 +50,8 @@ from mooncake_zmq.core.messages import (
     decode_envelope,
     encode,
 )
-from mooncake_zmq.core.roles import SAYS, Kinds, Member
 from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.talk import SAYS, Kinds, Member
 
 SessionEvent = PeerUp | PeerDown | Received
 

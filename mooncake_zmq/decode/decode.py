@@ -469,7 +469,7 @@ class Decode:
         request = self._loading(sender, message.request_id, message.attempt)
         if request is None or request.done is not None:
             return []
-        if message.token >= self._layout.vocab_size:
+        if not self._layout.has_token(message.token):
             return self._fail(now, request, "a token that the model does not have")
         request.done = message
         return self._verify(now, request)

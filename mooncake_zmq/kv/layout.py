@@ -29,8 +29,8 @@ class BlockLayout:
     itemsize: int = 4
     hidden_bytes: int = 0
     """Of one token's hidden state, which stages of a pipeline pass on in slots; 0: this engine is not cut into stages."""
-    vocab_size: int = 1 << 31
-    """Token ids are below this."""
+    vocab_size: int = 0
+    """Token ids are below this; 0: nobody looks at them (a replay's prompts have lengths alone)."""
 
     @property
     def part_shape(self) -> tuple[int, int, int, int]:
@@ -58,10 +58,14 @@ class BlockLayout:
 
     def has_tokens(self, tokens: bytes) -> bool:
         """Are these (int32 bytes) ids of the model's tokens?"""
-        if len(tokens) % 4:
-            return False
+        if len(tokens) % 4 or not self.vocab_size:
+            return len(tokens) % 4 == 0
         # Unsigned, a negative one is larger than any of them.
         return int(np.frombuffer(tokens, "<u4").max(initial=0)) < self.vocab_size
+
+    def has_token(self, token: int) -> bool:
+        """Is this an id of the model's tokens?"""
+        return not self.vocab_size or 0 <= token < self.vocab_size
 
     @property
     def fingerprint(self) -> str:

@@ -17,7 +17,8 @@ from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, SsdSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
-from mooncake_zmq.core.roles import BECOMES, Role, may_talk
+from mooncake_zmq.core.roles import BECOMES, Role
+from mooncake_zmq.core.talk import may_talk
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil

@@ -559,7 +559,7 @@ class Prefill:
         job = self._led(sender, message.request_id, message.attempt)
         if job is None or job.group is None or job.state is JobState.HANDING_OFF:
             return []
-        if not job.group.expects(sender, message) or (message.token or 0) >= self._layout.vocab_size:
+        if not job.group.expects(sender, message) or not self._layout.has_token(message.token or 0):
             return self._fail(now, job, f"{sender} computed something else", avoid=sender)
         effects = job.group.on_done(sender, message)
         if not job.group.finished:

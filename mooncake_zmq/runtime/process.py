@@ -37,8 +37,9 @@ from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Member, Role, may_talk
+from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
 from mooncake_zmq.core.session import Session
+from mooncake_zmq.core.talk import Member, may_talk
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.gateway.edge import Edge, ServedModel

@@ -10,8 +10,9 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.roles import BECOMES, ROLES, Role, may_talk
+from mooncake_zmq.core.roles import BECOMES, ROLES, Role
 from mooncake_zmq.core.session import SessionSettings
+from mooncake_zmq.core.talk import may_talk
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout

@@ -13,8 +13,8 @@ from typing import Any
 from mooncake_zmq.core.actor import Actor, Effect, Event, PeerDown, PeerUp, Received, Send, Started
 from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.node import Node, Outer, Transmit
-from mooncake_zmq.core.roles import Member
 from mooncake_zmq.core.session import Session, SessionSettings
+from mooncake_zmq.core.talk import Member
 from mooncake_zmq.simulation.world import Life, Process, World
 
 HelloOf = Callable[[Process[Any]], Hello]

@@ -11,7 +11,7 @@ from unit_files import ROOT, Service, config_text, running
 
 from mooncake_zmq.operate import collect_dumps
 
-pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from toy_cluster import ToyCluster, eventually, expected_tokens, greedy, until_none
 
-pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 _seed = count(1)
 

@@ -20,7 +20,7 @@ from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.operate import collect_dumps
 
-pytestmark = [pytest.mark.xdist_group("device cluster"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "decode-b", "gateway-0")
 MODEL = "dummy:tiny"

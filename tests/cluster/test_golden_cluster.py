@@ -18,7 +18,7 @@ from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.sampling import near_tie
 
-pytestmark = [pytest.mark.xdist_group("golden cluster"), pytest.mark.timeout(280)]
+pytestmark = pytest.mark.timeout(280)
 
 GOLDEN = ROOT / "tests/golden/smollm2.npz"
 SETTINGS = ("cache_node.pool_bytes=536870912", "prefill.slab_bytes=402653184", "model.max_model_len=4096")

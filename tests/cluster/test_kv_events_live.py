@@ -11,7 +11,7 @@ import pytest
 import zmq
 from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, until_none
 
-pytestmark = [pytest.mark.xdist_group("kv events"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 PROMPT = [(13 * position) % 250 for position in range(200)]
 

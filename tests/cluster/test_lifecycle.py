@@ -12,7 +12,7 @@ import httpx
 import pytest
 from toy_cluster import NODES, ROOT, ToyCluster, eventually, expected_tokens
 
-pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from mooncake_zmq.core.profile import Fitted, PrefillTime, Profile, StepTime, en
 from mooncake_zmq.engine.modelled import ModelledEngine
 from mooncake_zmq.engine.toy import TOY_SPEC
 
-pytestmark = [pytest.mark.xdist_group("overload"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 COSTS = Fitted(prefill_token_s=1e-3, prefill_square_s=0, decode_step_s=0.01, decode_request_s=0, decode_context_s=0).costs
 PROMPT_TOKENS, OUTPUT_TOKENS, CLIENTS = 400, 8, 24

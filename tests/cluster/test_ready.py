@@ -13,7 +13,7 @@ import httpx
 import pytest
 from toy_cluster import NODES, ToyCluster, eventually, expected_tokens, until_none
 
-pytestmark = [pytest.mark.xdist_group("ready"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 PROMPT = [(7 * position) % 250 for position in range(400)]
 REUSABLE = (len(PROMPT) - 1) // 32 * 32

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from toy_cluster import ToyCluster, eventually, expected_tokens, until_none
 
-pytestmark = [pytest.mark.xdist_group("ssd"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 PROMPT = [(7 * position) % 250 for position in range(400)]
 REUSABLE = (len(PROMPT) - 1) // 32 * 32

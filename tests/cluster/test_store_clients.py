@@ -10,7 +10,7 @@ from toy_cluster import ROOT, ToyCluster, eventually, free_port, until_none
 
 from mooncake_zmq.store import MooncakeDistributedStore
 
-pytestmark = [pytest.mark.xdist_group("store"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")

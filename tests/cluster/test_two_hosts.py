@@ -20,7 +20,7 @@ from mooncake_zmq.config import load
 from mooncake_zmq.operate import collect_dumps
 from mooncake_zmq.transfer import key_files
 
-pytestmark = [pytest.mark.xdist_group("two hosts"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 TAG = uuid.uuid4().hex[:6]
 BRIDGE = f"mzb{TAG}"

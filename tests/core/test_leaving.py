@@ -5,8 +5,8 @@ import pytest
 from mooncake_zmq.core.actor import Drained
 from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, ChangeRole, Hello
-from mooncake_zmq.core.roles import may_talk, talks
 from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.talk import may_talk, talks
 
 PEERS = {
     name: Hello(protocol=PROTOCOL_VERSION, role=role, host="h", model="m", tokenizer="t", layout="l")

@@ -22,7 +22,6 @@ from mooncake_zmq.core.messages import (
     decode_envelope,
     encode,
 )
-from mooncake_zmq.core.roles import Member
 from mooncake_zmq.core.session import (
     FRAME_BYTES,
     GAP_BYTES,
@@ -32,6 +31,7 @@ from mooncake_zmq.core.session import (
     Session,
     SessionSettings,
 )
+from mooncake_zmq.core.talk import Member
 
 SETTINGS = SessionSettings()
 HELLO = Hello(protocol=1, role="cache-node", host="h", model="m", tokenizer="t", layout="l")

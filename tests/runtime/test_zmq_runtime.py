@@ -37,8 +37,8 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.messages import Hello, ReleaseLease
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.roles import Member
 from mooncake_zmq.core.session import Session, SessionSettings
+from mooncake_zmq.core.talk import Member
 from mooncake_zmq.core.work import ProbeProcess, ProcessProbed
 from mooncake_zmq.runtime.zmq_runtime import Timers, ZmqRuntime
 from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint

@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 import pytest
 
-from mooncake_zmq.core import roles
+from mooncake_zmq.core import talk
 from mooncake_zmq.core.messages import Message
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.simulation import run
@@ -41,7 +41,7 @@ def test_seeds_miss_a_link_that_only_reads_need(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(run, "draw_faults", lambda *_, **__: ())  # copies fail for many reasons; here for one alone
     with_all = failed_handoff_blocks()
     link = ("decode", "cache-node")
-    monkeypatch.setattr(roles, "_ANYWHERE", tuple(pair for pair in roles._ANYWHERE if set(pair) != set(link)))
-    monkeypatch.setattr(roles, "_ON_ONE_HOST", (*roles._ON_ONE_HOST, link))
+    monkeypatch.setattr(talk, "_ANYWHERE", tuple(pair for pair in talk._ANYWHERE if set(pair) != set(link)))
+    monkeypatch.setattr(talk, "_ON_ONE_HOST", (*talk._ON_ONE_HOST, link))
     assert with_all == 0
     assert failed_handoff_blocks() > 0

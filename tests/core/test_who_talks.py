@@ -4,7 +4,8 @@ from itertools import product
 
 import pytest
 
-from mooncake_zmq.core.roles import ROLES, talks
+from mooncake_zmq.core.roles import ROLES
+from mooncake_zmq.core.talk import talks
 
 
 @pytest.mark.parametrize(("one", "other"), list(product(ROLES, ROLES)))

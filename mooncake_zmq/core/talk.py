@@ -1,0 +1,108 @@
+"""Who says what to whom: one table for the live mesh and the simulated one. PURE.
+
+Whoever has something to say to another keeps a conversation with it, so the table of messages is the table of links too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mooncake_zmq.core.messages import (
+    AttemptFailed,
+    BlocksAnnounced,
+    BlocksLeased,
+    CacheLoad,
+    CancelRequest,
+    ChangeReplica,
+    ChangeRole,
+    CommitSlots,
+    DecodeDenied,
+    DecodeLoad,
+    DecodeReserved,
+    EndStage,
+    FirstToken,
+    HandoffBlocks,
+    HandoffDone,
+    HandoffFailed,
+    HandoffReceived,
+    LayersReady,
+    LeaseBlocks,
+    LeaseRenewed,
+    NodesHeard,
+    Placed,
+    PrefillLoad,
+    ReclaimSlots,
+    Rejected,
+    ReleaseLease,
+    RenewLease,
+    ReportCorrupt,
+    RequestEnded,
+    ReserveDecode,
+    ReserveSlots,
+    Schedule,
+    SlotsReserved,
+    StageChunk,
+    StageDone,
+    StageFailed,
+    StageReady,
+    StartPrefill,
+    StartStage,
+    TokensDecoded,
+)
+from mooncake_zmq.core.roles import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What the configuration says of a node: the role it has, the one it may become, and its host."""
+
+    roles: tuple[str, ...]
+    host: str
+
+
+Kinds = frozenset[type]
+_TO_POOL: Kinds = frozenset((LeaseBlocks, RenewLease, ReleaseLease, ReserveSlots, CommitSlots, ReportCorrupt))
+_FROM_POOL: Kinds = frozenset((BlocksLeased, LeaseRenewed, SlotsReserved, ReclaimSlots))
+
+SAYS: Mapping[tuple[str, str], Kinds] = {
+    ("gateway", "conductor"): frozenset((Schedule, RequestEnded)),
+    ("conductor", "gateway"): frozenset((NodesHeard, Placed, Rejected)),
+    ("prefill", "conductor"): frozenset((PrefillLoad,)),
+    ("decode", "conductor"): frozenset((DecodeLoad,)),
+    ("cache-node", "conductor"): frozenset((CacheLoad, BlocksAnnounced)),
+    ("conductor", "prefill"): frozenset((ChangeRole,)),
+    ("conductor", "decode"): frozenset((ChangeRole,)),
+    ("conductor", "cache-node"): frozenset((ChangeReplica,)),
+    ("gateway", "prefill"): frozenset((StartPrefill, CancelRequest)),
+    ("prefill", "gateway"): frozenset((FirstToken, AttemptFailed)),
+    ("gateway", "decode"): frozenset((CancelRequest,)),
+    ("decode", "gateway"): frozenset((TokensDecoded, AttemptFailed)),
+    ("prefill", "decode"): frozenset((ReserveDecode, HandoffBlocks, LayersReady, HandoffDone, HandoffFailed)),
+    ("decode", "prefill"): frozenset((DecodeReserved, DecodeDenied, HandoffReceived, HandoffFailed, ReportCorrupt)),
+    ("prefill", "prefill"): frozenset((StartStage, StageReady, StageChunk, StageDone, StageFailed, EndStage)),
+    ("prefill", "cache-node"): _TO_POOL,
+    ("cache-node", "prefill"): _FROM_POOL,
+    # Across hosts they say nothing, but a handoff may name blocks in the pool of the prefill's host, and one can read only
+    # where a peer's Hello told one to.
+    ("decode", "cache-node"): _TO_POOL,
+    ("cache-node", "decode"): _FROM_POOL,
+    ("cache-node", "cache-node"): frozenset((LeaseBlocks, ReleaseLease, BlocksLeased, ReportCorrupt)),
+}
+"""By the roles of speaker and listener, all messages that it may say to it; other pairs have nothing to say."""
+
+_ON_ONE_HOST = (("prefill", "cache-node"), ("cache-node", "prefill"))
+_IN_PIPELINES = (("prefill", "prefill"),)
+_ANYWHERE = tuple(pair for pair in SAYS if pair not in _ON_ONE_HOST + _IN_PIPELINES)
+
+
+def talks(role: Role, host: str, other_role: Role, other_host: str, *, pipelines: bool = False) -> bool:
+    """Do two processes of these roles and hosts keep a conversation? Each pair that does costs both a heartbeat, so prefills do
+    among themselves only in a deployment with `pipelines`."""
+    table = _ANYWHERE + _ON_ONE_HOST * (host == other_host) + _IN_PIPELINES * pipelines
+    return (role, other_role) in table or (other_role, role) in table
+
+
+def may_talk(
+    roles: Sequence[Role], host: str, other_roles: Sequence[Role], other_host: str, *, pipelines: bool = False
+) -> bool:
+    """The same of processes that may have any of these roles in turn: a link stands through a change of either's role."""
+    return any(talks(role, host, other, other_host, pipelines=pipelines) for role in roles for other in other_roles)
