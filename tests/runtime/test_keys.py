@@ -14,8 +14,8 @@ from test_zmq_runtime import HELLO, SETTINGS, Echo, running
 from mooncake_zmq.cache_node.objects import ObjectSettings
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.roles import Member
 from mooncake_zmq.core.session import Session
+from mooncake_zmq.core.talk import Member
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.store_server import StoreServer
