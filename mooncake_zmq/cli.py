@@ -127,6 +127,7 @@ _forward("sim", "mooncake_zmq.laboratory.command", "Replay a trace in virtual ti
 _forward("reproduce", "mooncake_zmq.laboratory.reproduce.command", "Print a figure of the papers, ours beside theirs.")
 _forward("bench", "mooncake_zmq.bench.command", "Measure, each value beside its reference.")
 _forward("profile", "mooncake_zmq.bench.command", "Measure the engine, for the conductor's estimates.")
+_forward("keys", "mooncake_zmq.keys", "Make, list and rotate the keys by which nodes and clients know each other.")
 
 
 @main.group()

@@ -5,7 +5,6 @@ errors.
 """
 
 import os
-import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -19,6 +18,7 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
+from mooncake_zmq.core.keys import NAME_PATTERN
 from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_TOKENS
 from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, ROLES, Role
@@ -29,10 +29,10 @@ from mooncake_zmq.engine.cpu import Backend, Device
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
-from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, check_endpoint
+from mooncake_zmq.transfer.key_files import directory_of
+from mooncake_zmq.transfer.sockets import BadEndpoint, Bulk, check_endpoint, is_loopback
 
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
-NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
 class ConfigError(Exception):
@@ -196,11 +196,30 @@ class NodeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecuritySettings:
+    """Who may talk over TCP. `ipc://` sockets lie in `cluster.runtime_dir`, which is this user's alone, and need no keys."""
+
+    keys: str = ""
+    """Directory of `mooncake-zmq keys make`: `public_keys` and the node's NAME.secret, unless the unit's credential `node.key`
+    is that. Empty: none, or the unit's credential `public_keys`. With keys every ZeroMQ socket over TCP is encrypted and lets
+    in whom they name, loopback's too. Not so the streams of stores between hosts: a client is let on one by a token that it is
+    told under its key, but the token and the values then go in clear."""
+    allow_plain_tcp: bool = False
+    """Without keys, TCP beyond loopback is refused, unless this says that nobody else is on the network."""
+    bulk: Bulk = "curve"
+    """Blocks between hosts. "plain": neither encrypted nor asked for a key, several times as fast; whoever reaches
+    `data_endpoint` reads every block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
     """A gateway's parts: where it serves HTTP, the limits of connections and of calls, its requests."""
 
     http_host: str = "127.0.0.1"
     http_port: int = 8000
+    api_keys: str = ""
+    """File of `mooncake-zmq keys api`: who may call, how often, and how much. Read anew when it changes. Empty: the unit's
+    credential `api_keys`; without one everybody may call."""
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     requests: RequestsSettings = field(default_factory=RequestsSettings)
@@ -218,6 +237,7 @@ class Config:
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     session: SessionSettings = field(default_factory=SessionSettings)
+    security: SecuritySettings = field(default_factory=SecuritySettings)
     costs: Costs = field(default_factory=Costs)
     conductor: ConductorSettings = field(default_factory=ConductorSettings)
     prefill: PrefillSettings = field(default_factory=PrefillSettings)
@@ -545,6 +565,7 @@ def warnings(loaded: Loaded) -> Iterator[str]:
             "they will wait for each other when all are busy"
         )
     yield from _profile_warnings(loaded)
+    yield from _plain_warnings(loaded)
     pools = {node.host for node in config.of_role("cache-node")}
     for node in config.of_role(*ENGINE_ROLES):
         if node.host not in pools:
@@ -555,6 +576,18 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for node in config.of_role("decode"):
         if loaded.section(node).capacity_tokens < config.model.max_model_len:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
+
+
+def _plain_warnings(loaded: Loaded) -> Iterator[str]:
+    """What of the deployment others on its networks can read, or will not start so that they cannot."""
+    config, security = loaded.config, loaded.config.security
+    keyed = directory_of(security.keys) is not None
+    for node in config.nodes:
+        far = [each for each in (node.endpoint, node.data_endpoint) if each.startswith("tcp://") and not is_loopback(each)]
+        if far and not keyed and not security.allow_plain_tcp:
+            yield f"{node.name}: no keys, so it will not start: {far[0]} is beyond this machine (security.keys)"
+        if node.store_endpoint.startswith("tcp://") and not is_loopback(node.store_endpoint):
+            yield f"{node.name}: values of its store go in clear to clients on other hosts, keys or not"
 
 
 def _profile_warnings(loaded: Loaded) -> Iterator[str]:

@@ -20,6 +20,7 @@ PURE = (
     "gateway/readiness",
     "gateway/requests",
     "gateway/settings",
+    "gateway/tenants",
     "cache_node/",
     "store/rules/",
     *("store/events", "store/node", "store/protocol", "store/stream_messages", "store/streaming", "store/tiers"),
@@ -39,11 +40,11 @@ ROLE_NEIGHBOURS = {
     # The other half of a cache-node, whose settings stand in the same section.
     "cache_node": ("store.rules",),
 }
-EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "metrics", "openai", "pages", "__init__")}
+EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "guard", "metrics", "openai", "pages", "__init__")}
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
-ZMQ = ("runtime/", "transfer/network", "store/client/", "store/server/")
+ZMQ = ("runtime/", "transfer/network", "transfer/sockets", "transfer/key_files", "store/client/", "store/server/")
 
 
 def imports(module: Path) -> Iterator[tuple[str, int]]:
@@ -154,7 +155,7 @@ def test_every_module_says_what_it_is(module: Path) -> None:
 def test_everything_is_caught_in_one_place_only() -> None:
     """`except Exception` (or wider) elsewhere hides bugs; these have their reason beside them."""
     threads = {"runtime/connections", "runtime/executor", "runtime/kv_events", "store/server/server", "store/server/streams"}
-    threads |= {"store/server/disk_works", "store/server/turns", "transfer/network"}
+    threads |= {"store/server/disk_works", "store/server/turns", "transfer/network", "transfer/sockets"}
     allowed = threads | {"runtime/process", "engine/backend", "engine/tokenizer"}
     for module in MODULES:
         tree = ast.parse((PACKAGE / module).with_suffix(".py").read_text(encoding="utf-8"))

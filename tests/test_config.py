@@ -147,6 +147,13 @@ def test_more_engine_threads_than_cores_is_a_warning(write: Any) -> None:
     assert any("there is no prefill" in text for text in warnings(loaded))
 
 
+def test_addresses_beyond_the_machine_without_keys_are_a_warning(write: Any) -> None:
+    path = write("", NODES + "endpoint = 'tcp://10.1.2.3:7000'\n")
+    assert any("no keys, so it will not start: tcp://10.1.2.3:7000" in text for text in warnings(load(path, {}, {})))
+    for told in ({"security.allow_plain_tcp": "true"}, {"security.keys": "/keys"}):
+        assert not any("no keys" in text for text in warnings(load(path, told, {})))
+
+
 def test_the_summary_counts_the_kv_of_running_prompts(write: Any) -> None:
     text = (
         "[model]\nmax_model_len = 1024\n[prefill]\nmax_active = 3\nshort_lane = 1\nchunk_tokens = 256\nslab_bytes = 1048576\n"

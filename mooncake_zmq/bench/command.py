@@ -12,7 +12,7 @@ from mooncake_zmq.kv.eviction import POLICIES
 PARTS = ("cold", "warm", "decode")
 ENGINE_PARTS = ("prefill", "decode")
 GPU_PARTS = ("blocks", "engine")
-POOL_PARTS = ("local", "remote", "exist", "lease", "ssd", "index")
+POOL_PARTS = ("local", "remote", "exist", "lease", "keys", "ssd", "index")
 
 EXAMPLES = """\b
 Examples:

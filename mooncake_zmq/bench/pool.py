@@ -16,6 +16,7 @@ from typing import Any
 from mooncake_zmq.bench.disk import disk_rows
 from mooncake_zmq.bench.peers import Peer, peer
 from mooncake_zmq.bench.pool_index import index_bytes_per_block
+from mooncake_zmq.bench.pool_keys import cost_of_keys
 from mooncake_zmq.bench.pool_lease import BLOCKS, lease_times_s
 from mooncake_zmq.bench.report import Report, Row
 
@@ -130,6 +131,16 @@ def index_rows(bench: PoolBench, progress: Progress) -> list[Row]:
     return [_cost("index, each block in DRAM and SSD / 256 wanted", "bytes/block", [grown], [WANTED_INDEX_BYTES])]
 
 
+def keys_rows(bench: PoolBench, progress: Progress) -> list[Row]:
+    """Control frames and blocks over TCP with keys, beside the same without; see `bench.pool_keys`."""
+    took = cost_of_keys(bench.rounds, progress)
+    return [
+        _cost("control round trip, keys on / off", "us", took["on", "round trip"], took["off", "round trip"]),
+        _rate("control frames of 256 B, keys on / off", took["on", "frames"], took["off", "frames"], unit="frames/s"),
+        _rate("blocks of 1 MiB from another host, keys on / off", took["on", "blocks"], took["off", "blocks"]),
+    ]
+
+
 def ssd_rows(bench: PoolBench, progress: Progress) -> list[Row]:
     """Demotion and promotion, checksums on, against bare direct I/O; see `bench.disk`."""
     return disk_rows(bench.disk_directory, rounds=bench.rounds, working_set_bytes=bench.working_set_bytes, progress=progress)
@@ -140,6 +151,7 @@ PARTS: dict[str, Callable[[PoolBench, Progress], list[Row]]] = {
     "remote": remote_rows,
     "exist": exist_rows,
     "lease": lease_rows,
+    "keys": keys_rows,
     "ssd": ssd_rows,
     "index": index_rows,
 }

@@ -36,9 +36,9 @@ class Node:
         self.session.start(now)
         return self.handle(now, event)
 
-    def receive(self, now: float, frame: bytes) -> list[Outer]:
-        """A frame arrived."""
-        return self._run(now, self.session.receive(now, frame))
+    def receive(self, now: float, frame: bytes, key_of: str | None = None) -> list[Outer]:
+        """A frame arrived, on a connection by the key of the node `key_of`; None: on one that needs no key."""
+        return self._run(now, self.session.receive(now, frame, key_of))
 
     def tick(self, now: float) -> list[Outer]:
         """`session.tick_s` have passed."""

@@ -26,6 +26,9 @@ what was heard of N. (Where the clock went back in between, O's number is the la
 that was under way for longer (a host cut off while its kernel still held O's last bytes, and N dead
 too meanwhile) begins a conversation with nobody, whole from its Hello on or not at all, which ends by the peer timeout.
 
+Where connections need keys, a frame counts only if its sender is the one whose key it came with: who has a node's key speaks
+as that node, and nobody else does.
+
 What one peer can make us keep is bounded in bytes too: `GAP_BYTES` behind a gap.
 """
 
@@ -190,12 +193,15 @@ class Session:
         self._send_sequenced(now, peer, encode(message))
         return []
 
-    def receive(self, now: float, frame: bytes) -> list[SessionEvent]:
-        """Take one frame off the wire."""
+    def receive(self, now: float, frame: bytes, key_of: str | None = None) -> list[SessionEvent]:
+        """Take one frame off the wire, where the one who sent it has shown the key of `key_of`; None: he needed none."""
         try:
             envelope = decode_envelope(frame)
         except ProtocolError:
             self.counts.add("dropped[reason=malformed]")
+            return []
+        if not _is_by(envelope.sender, key_of):
+            self.counts.add("dropped[reason=not_its_key]")
             return []
         peer = self._peers.get(envelope.sender)
         reason = self._refusal(now, peer, envelope)
@@ -433,3 +439,8 @@ class Session:
             )
         )
         self.outgoing.append((peer.name, frame))
+
+
+def _is_by(sender: str, key_of: str | None) -> bool:
+    """May who has the key of `key_of` speak as `sender`?"""
+    return key_of is None or key_of == sender

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading
+from mooncake_zmq.gateway.guard import Usage, tenant_at
 from mooncake_zmq.gateway.openai import (
     DONE,
     QUOTED_CHARS,
@@ -40,6 +41,7 @@ from mooncake_zmq.gateway.openai import (
 from mooncake_zmq.gateway.pages import front_page
 from mooncake_zmq.gateway.requests import ClientOutput, Failed, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.gateway.tenants import Tenant
 
 CLIENT_CLOSED_REQUEST = 499
 """Status in log and metrics when the client hung up; nobody receives it."""
@@ -165,16 +167,19 @@ class _Generation:
         self._threads = threads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = scope["state"]["tenant"]
         try:
             with contextlib.ExitStack() as stack:
+                usage = stack.enter_context(Usage(self._edge.tenants, tenant, self._edge.clock))
                 with self._edge.reading() as reading:
                     raw = await _read_body(Request(scope, receive), reading, self._edge.settings)
                     call = stack.enter_context(self._edge.call())
                     watcher = asyncio.create_task(_watch(receive, call))
                     stack.callback(watcher.cancel)
-                    prepared = await self._prepare(call, raw)
+                    prepared = await self._prepare(call, raw, tenant)
                     del raw
-                await self._answer(call, prepared, scope, send)
+                usage.take(prepared.requests)
+                await self._answer(call, prepared, usage, scope, send)
         except _Stuck:
             await _hang_up(scope, receive)
         except (HungUp, ClientDisconnect):
@@ -183,7 +188,7 @@ class _Generation:
             retry_after_s = self._edge.settings.full_retry_after_s
             raise RequestError(503, str(full), code="overloaded", retry_after_s=retry_after_s) from None
 
-    async def _answer(self, call: Call, prepared: Prepared, scope: Scope, send: Send) -> None:
+    async def _answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
         call.submit(prepared.requests)
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
@@ -194,19 +199,22 @@ class _Generation:
                     _accept(call, reply, await call.take())
                 await _json(reply.whole())(scope, _nothing, send)
         finally:
-            scope["state"]["facts"] = {
-                "prompt_tokens": sum(len(choice.prompt_ids) for choice in prepared.choices),
-                "completion_tokens": sum(choice.completion_tokens for choice in prepared.choices),
+            prompt_tokens = sum(len(choice.prompt_ids) for choice in prepared.choices)
+            completion_tokens = sum(choice.completion_tokens for choice in prepared.choices)
+            usage.tokens_used = prompt_tokens + completion_tokens
+            scope["state"]["facts"] |= {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": completion_tokens,
                 "finish_reasons": [choice.finish_reason for choice in prepared.choices],
             }
 
-    async def _prepare(self, call: Call, raw: bytearray) -> Prepared:
+    async def _prepare(self, call: Call, raw: bytearray, tenant: Tenant | None) -> Prepared:
         settings, model = self._edge.settings, self._edge.model
 
         def work() -> Prepared:
             if call.gone:  # while this waited for a thread
                 raise HungUp
-            return prepare(raw, self._kind, model, settings, lambda: secrets.randbelow(SEEDS))
+            return prepare(raw, self._kind, model, settings, lambda: secrets.randbelow(SEEDS), tenant)
 
         return await self._threads.run(len(raw), work)
 
@@ -328,7 +336,14 @@ class _Envelope:
         client_id = headers.get(b"x-request-id", b"")
         echoed = client_id if 0 < len(client_id) <= CLIENT_ID_CHARS else own_id.encode()
         # A fresh dict: the server may share its own between all calls.
-        state = scope["state"] = {**scope.get("state", {}), "id": own_id, "echoed": echoed, "status": 500, "facts": {}}
+        state = scope["state"] = {
+            **scope.get("state", {}),
+            "id": own_id,
+            "echoed": echoed,
+            "status": 500,
+            "facts": {},
+            "tenant": None,
+        }
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -337,7 +352,12 @@ class _Envelope:
             await send(message)
 
         try:
+            state["tenant"] = tenant = tenant_at(self._edge.tenants, scope["path"], headers.get(b"authorization", b""))
+            if tenant is not None:
+                state["facts"] = {"tenant": tenant.name}
             await self._app(scope, receive, send_with_id)
+        except RequestError as error:  # who has no key gets no further
+            await _json(error.body(), error.status, error.headers())(scope, receive, send_with_id)
         finally:
             self._edge.count(f"edge_http_responses[status={state['status']}]")
             log = _log.info if scope["path"].startswith("/v1/") else _log.debug

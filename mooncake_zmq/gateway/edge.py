@@ -18,6 +18,7 @@ from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
 from mooncake_zmq.gateway.readiness import NEEDED, ClusterView
 from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, StopFound, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.gateway.tenants import Tenants
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 
 OUTPUTS_AT_ONCE = 256
@@ -121,7 +122,10 @@ class Edge:
         settings: EdgeSettings,
         backing: Backing,
         clock: Callable[[], float] = time.monotonic,
+        tenants: Tenants | None = None,
     ) -> None:
+        """`tenants`: who may call; None: everybody."""
+        self.tenants = tenants
         self.model = model
         self.settings = settings
         self.backing = backing

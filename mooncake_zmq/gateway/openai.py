@@ -14,6 +14,7 @@ from mooncake_zmq.core.messages import Priority, Sampling, Slo, StopRule
 from mooncake_zmq.gateway.edge import ServedModel
 from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.gateway.tenants import Tenant
 from mooncake_zmq.kv.block_hash import pack_tokens
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -51,6 +52,8 @@ class RequestError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Retry-After in whole seconds, never early, and to the millisecond for clients that know it."""
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
         if self.retry_after_s is None:
             return {}
         return {
@@ -306,6 +309,7 @@ def prepare(
     model: ServedModel,
     settings: EdgeSettings,
     draw_seed: Callable[[], int],
+    tenant: Tenant | None = None,
 ) -> Prepared:
     """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone tells."""
     body = _parse(raw, kind)
@@ -321,13 +325,15 @@ def prepare(
         _check_size(prompt, model, param)
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
+    salt = body.cache_salt or ""
+    salt = salt if tenant is None else tenant.salt(salt)
     echo_chars = settings.max_echo_chars
     prepared = Prepared(body.without_prompt(), [], [])
     for prompt in prompts:
         ids = _tokenize(prompt, model, param)
         stop = body.stop_rule(len(ids), model.max_model_len if chat else DEFAULT_COMPLETION_TOKENS, model, param)
         tokens = pack_tokens(ids)
-        root, keys = model.hash_prompt(tokens, body.cache_salt or "")
+        root, keys = model.hash_prompt(tokens, salt)
         echo = _echo(body, prompt, model)
         echo_chars -= n * len(echo)
         if echo_chars < 0:

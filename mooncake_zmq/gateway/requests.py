@@ -483,7 +483,7 @@ class Requests:
         request = self._current(message.request_id, message.attempt)
         if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING:
             return []
-        if message.token >= self._layout.vocab_size:
+        if not self._layout.has_token(message.token):
             return self._on_nonsense(now, request, sender)
         self._move(request, RequestEvent.FIRST_TOKEN)
         if request.cached is None:
@@ -495,7 +495,7 @@ class Requests:
         effects: list[Effect] = []
         for request_id, attempt, first, tokens in message.entries:
             request = self._current(request_id, attempt)
-            if request is not None and request.decode == sender and max(tokens, default=0) >= self._layout.vocab_size:
+            if request is not None and request.decode == sender and not self._layout.has_token(max(tokens, default=0)):
                 effects += self._on_nonsense(now, request, sender)
             elif request is not None and request.decode == sender:
                 effects += self._take_run(now, request, first, tokens)

@@ -4,12 +4,14 @@ A high-water mark counts whole messages, and ZMQ_MAXMSGSIZE bounds one part of a
 ends ZeroMQ holds all, and tells of none. So bytes are counted on both sides of it: by the kernel those that came in on a
 connection, by whoever receives those that came out. Connections by `ipc://` are not watched: they are this user's own.
 
-Empty parts take 32 times as much memory as bytes on the wire, but ZeroMQ's time too, which brings no more than 8 MB/s of them:
-so of a message that is not there yet more than `PARTIAL_BYTES` may be here for `PARTIAL_S` alone, in which a network of 1 Gb/s
-brings three of the longest ones. Who is cut wrongly connects anew, and says it again.
+Of a message that is not there yet more than `PARTIAL_BYTES` may be here for `PARTIAL_S` alone, in which a network of 1 Gb/s
+brings three of the longest ones. Empty parts take 32 times as much memory as bytes on the wire, and ZeroMQ takes up to 30 MB/s
+of them: so the process may not grow by more than `PARTIAL_GROWTH_BYTES` meanwhile, for whatever reason. Who is cut wrongly
+connects anew, and says it again.
 """
 
 import contextlib
+import mmap
 import os
 import socket
 import struct
@@ -28,6 +30,8 @@ MAX_UNTAKEN_BYTES = 16 << 20
 """Of all connections of a socket together; beyond it the one with the most is cut, and its peer connects anew."""
 PARTIAL_BYTES = 512 << 10
 PARTIAL_S = 0.1
+PARTIAL_GROWTH_BYTES = 12 << 20
+"""Three of the longest messages: of an honest one what came is as long as what is held."""
 LOOK_S = 0.02
 """Between two looks, in which a network brings no more than a few times 10 MiB."""
 FRAME_OVERHEAD_BYTES = 48
@@ -56,7 +60,8 @@ class Connections:
         self._untaken: dict[int, float] = {}
         self._taken: deque[tuple[int, int]] = deque()
         """(descriptor, bytes) since the last look."""
-        self._partial_since: dict[int, float] = {}
+        self._partial: dict[int, tuple[float, int]] = {}
+        """Since when too much of a message is here without its end, and how large the process was then, by descriptor."""
         self._empty = True
         """Everything that was whole is taken."""
         self._monitor: zmq.Socket[bytes] = listening.get_monitor_socket(
@@ -118,7 +123,7 @@ class Connections:
     def _forget(self, descriptor: int) -> None:
         self._received.pop(descriptor, None)
         self._untaken.pop(descriptor, None)
-        self._partial_since.pop(descriptor, None)
+        self._partial.pop(descriptor, None)
 
     def _look(self, now: float, elapsed_s: float) -> None:
         taken: Counter[int] = Counter()
@@ -134,8 +139,11 @@ class Connections:
             self._received[descriptor] = received
             self._untaken[descriptor] = max(0.0, self._untaken[descriptor] + came)
             if not self._empty or self._untaken[descriptor] <= PARTIAL_BYTES:
-                self._partial_since.pop(descriptor, None)
-            elif now - self._partial_since.setdefault(descriptor, now) > PARTIAL_S:
+                self._partial.pop(descriptor, None)
+                continue
+            resident_bytes = _resident_bytes()
+            since, before_bytes = self._partial.setdefault(descriptor, (now, resident_bytes))
+            if now - since > PARTIAL_S or resident_bytes - before_bytes > PARTIAL_GROWTH_BYTES:
                 self._cut(descriptor)
         while sum(self._untaken.values()) > MAX_UNTAKEN_BYTES:
             self._cut(max(self._untaken, key=self._untaken.__getitem__))
@@ -159,6 +167,12 @@ def cut(listening: "zmq.Socket[bytes]", descriptor: int) -> None:
             duplicate.shutdown(socket.SHUT_RDWR)
 
 
+def _resident_bytes() -> int:
+    """Of this process's memory."""
+    with open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * mmap.PAGESIZE
+
+
 def _place(connection: socket.socket) -> str:
     """Our side's path or port: a socket may listen on all addresses."""
     name = connection.getsockname()
@@ -171,7 +185,10 @@ def _endpoint(listening: "zmq.Socket[bytes]") -> str:
 
 def _received_bytes(descriptor: int) -> int | None:
     """Since the connection began; None if there is none."""
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+    try:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+    except OSError:  # closed since
+        return None
     try:
         (received,) = _BYTES_RECEIVED.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size))
     except (OSError, struct.error):

@@ -70,9 +70,10 @@ from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.disk_directory import DiskFault
 from mooncake_zmq.transfer.hidden_states import EnteringStates, store_hidden
-from mooncake_zmq.transfer.network import Configure, ReadBatch, RemoteRead, RemoteReader, plain
+from mooncake_zmq.transfer.network import ReadBatch, RemoteRead, RemoteReader
 from mooncake_zmq.transfer.process_lock import is_alive
 from mooncake_zmq.transfer.shared_memory import Segment
+from mooncake_zmq.transfer.sockets import Sockets
 
 log = structlog.get_logger()
 
@@ -98,7 +99,7 @@ class Executor:
         on_crash: Callable[[BaseException], None],
         window_bytes: int = 32 << 20,
         progress_s: float = 0.02,
-        configure: Configure = plain,
+        sockets: Sockets | None = None,
         disk: Disk | None = None,
         verify_local: bool = True,
         cuda: Cuda | None = None,
@@ -125,7 +126,7 @@ class Executor:
         self._closed = False
         self._directory = SegmentDirectory(node, incarnation, host, layout, segment, cuda)
         self._progress_s = progress_s
-        self._reader = RemoteReader(layout, on_crash=crash, window_bytes=window_bytes, configure=configure)
+        self._reader = RemoteReader(layout, on_crash=crash, window_bytes=window_bytes, sockets=sockets)
         self._compute = _Worker("compute", crash)
         self._copy = _Worker("copy", crash)
         self._disk = disk

@@ -25,8 +25,7 @@ import zmq
 
 from mooncake_zmq.kv.events import AllBlocksCleared, EventEncoder, EventFormat, KvEvent
 from mooncake_zmq.runtime.connections import RECEIVE_BUFFER_BYTES, Connections, cut
-from mooncake_zmq.runtime.zmq_runtime import BadEndpoint
-from mooncake_zmq.transfer.network import Configure, plain
+from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 
 log = structlog.get_logger()
 
@@ -45,7 +44,6 @@ REPLAY_STALL_S = 10.0
 """A subscriber that takes nothing for this long is given up."""
 MAX_FOREIGN = 64
 """A subscriber of several publishers tells each of them all its topics."""
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
 
 
 @dataclass(slots=True)
@@ -73,11 +71,11 @@ class KvEventPublisher:
         hwm: int = 100_000,
         max_queue_size: int = 100_000,
         on_crash: Callable[[BaseException], None],
-        configure: Configure = plain,
+        sockets: Sockets | None = None,
     ) -> None:
         """`format`: see `EventFormat`. `buffer_steps`, `buffer_bytes`: what is kept for replay, the newest. `hwm`: batches
         queued for a subscriber before it loses some. `max_queue_size`: batches published and not sent yet. `on_crash` is
-        called from the thread. Raises BadEndpoint."""
+        called from the thread. `sockets`: the process's; else one's own. Raises BadEndpoint."""
         self.counts = {
             "batches": 0,
             "bytes": 0,
@@ -95,7 +93,6 @@ class KvEventPublisher:
         self._buffer_bytes = buffer_bytes
         self._max_queue_size = max_queue_size
         self._on_crash = on_crash
-        self._configure = configure
         self._queue: deque[tuple[int, float, tuple[KvEvent, ...]]] = deque()
         self._next_number = 0
         self._guard = threading.Lock()
@@ -110,13 +107,13 @@ class KvEventPublisher:
         self._connections: list[Connections] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets = (sockets or Sockets(io_threads=1)).borrow()
+        self._open: list[zmq.Socket[bytes]] = []
         try:
             self._pub = self._listen(zmq.XPUB, endpoint, hwm)
             self._router = self._listen(zmq.ROUTER, replay_endpoint, REPLAY_HWM) if replay_endpoint else None
         except BaseException:
-            self._close_connections()
-            self._context.destroy(linger=0)
+            self._close_sockets()
             os.close(self._wake)
             raise
         self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
@@ -145,35 +142,34 @@ class KvEventPublisher:
             self._stopping = True
             os.eventfd_write(self._wake, 1)
             self._thread.join()
-            self._close_connections()
-            self._context.destroy(linger=0)
+            self._close_sockets()
             os.close(self._wake)
             self._wake = -1
 
-    def _close_connections(self) -> None:
+    def _close_sockets(self) -> None:
         for connections in self._connections:
             connections.close()
+        for socket in self._open:
+            socket.close()
+        self._sockets.give_back()
 
     # --- the thread
 
     def _listen(self, kind: int, endpoint: str, hwm: int) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(kind)
-        socket.linger = 0
-        socket.sndhwm = hwm
-        socket.rcvhwm = REQUESTS_PER_TURN
-        socket.maxmsgsize = MAX_REQUEST_BYTES
-        socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+        limits = Limits(max_message_bytes=MAX_REQUEST_BYTES, send_hwm=hwm, receive_hwm=REQUESTS_PER_TURN)
+        socket = self._sockets.listening(kind, endpoint, "events", limits)
+        self._open.append(socket)
         if kind == zmq.ROUTER:
             socket.router_mandatory = True
         else:
             socket.xpub_verbose = True  # of each subscriber, not of the first one alone
             # ZeroMQ takes subscriptions for as long as any are there, and we would never get to look at them.
-            socket.rcvhwm = 1
+            # With 1, libzmq 4.3.5 never reads on from a connection that was let in by its key.
+            socket.rcvhwm = 2
         if endpoint.startswith("tcp://"):
             socket.rcvbuf = RECEIVE_BUFFER_BYTES
             self._connections.append(Connections(socket, self.counts, self._on_crash))
         try:
-            self._configure(socket)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot publish KV events on {endpoint}: {error.strerror}") from error

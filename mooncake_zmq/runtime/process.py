@@ -33,6 +33,7 @@ from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of
 from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
@@ -46,14 +47,16 @@ from mooncake_zmq.gateway.requests import Requests
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.runtime import log as logs
 from mooncake_zmq.runtime import notify
+from mooncake_zmq.runtime.api_keys import REFRESH_S, ApiKeys, api_keys_of
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
-from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, ZmqRuntime
+from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.disk_directory import DiskError
@@ -61,6 +64,7 @@ from mooncake_zmq.transfer.network import DataServer
 from mooncake_zmq.transfer.own_files import make_own_directory, read_own, replace_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
+from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 
 log = structlog.get_logger()
 
@@ -87,7 +91,7 @@ class PortInUse(Exception):
     """Somebody else listens where this process wants to."""
 
 
-MISTAKES = (ConfigError, ModelError, ProcessLockError, SharedMemoryError, BadEndpoint, DiskError, PortInUse)
+MISTAKES = (ConfigError, ModelError, ProcessLockError, SharedMemoryError, BadEndpoint, KeysError, DiskError, PortInUse)
 """What the operator can put right: told in one line."""
 
 
@@ -145,6 +149,7 @@ class _Process:
         self._runtime: ZmqRuntime | None = None
         self._store: StoreServer | None = None
         self._executor: Executor | None = None
+        self.sockets = self._open_sockets()
         self.cuda = self._open_device() if node.device == "cuda" else None
 
     @property
@@ -199,6 +204,7 @@ class _Process:
                 disk=disk,
                 verify_local=self.settings.pool.verify_local if engine else True,
                 cuda=self.cuda,
+                sockets=self.sockets,
             )
         self._runtime = ZmqRuntime(
             Node(self._actor(disk), self._session(segment_ref)),
@@ -207,6 +213,7 @@ class _Process:
             executor=executor,
             publish=publisher.publish if publisher else None,
             answer=self._write_answer,
+            sockets=self.sockets,
         )
         self.stack.callback(self.runtime.close)
         if executor is not None:
@@ -216,6 +223,20 @@ class _Process:
         self._attend()
         self.runtime.call(self._ready)
         self.runtime.run()
+
+    def _open_sockets(self) -> Sockets:
+        security = self.config.security
+        directory = key_files.directory_of(security.keys)
+        sockets = Sockets(
+            key_files.load(directory, self.node.name) if directory else None,
+            allow_plain_tcp=security.allow_plain_tcp,
+            bulk=security.bulk,
+            io_threads=1 if self.node.role in ("gateway", "conductor") else 0,
+            on_crash=self._on_crash,
+        ).borrow()
+        self.stack.callback(sockets.give_back)
+        self.data_counts["connections"] = sockets.counts
+        return sockets
 
     def _load_engine(self) -> Engine:
         from mooncake_zmq.engine.modelled import ModelledEngine
@@ -252,7 +273,7 @@ class _Process:
         self.stack.callback(segment.close)
         wanted = self.config.data_endpoint(self.node)
         try:
-            server = DataServer(segment, wanted, on_crash=self._on_crash)
+            server = DataServer(segment, wanted, on_crash=self._on_crash, sockets=self.sockets)
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on {wanted}: {error}") from error
         self.stack.callback(server.close)
@@ -321,6 +342,7 @@ class _Process:
                 stream_port=node.store_stream_port,
                 on_crash=self._on_crash,
                 disk=disk,
+                sockets=self.sockets,
             )
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on store_endpoint {node.store_endpoint}: {error}") from error
@@ -339,6 +361,7 @@ class _Process:
             format=events.format,
             block_tokens=self.layout.block_tokens,
             on_crash=self._on_crash,
+            sockets=self.sockets,
         )
         self.stack.callback(publisher.close)
         self.data_counts["kv_events"] = publisher.counts
@@ -399,7 +422,12 @@ class _Process:
             endpoint=self.config.endpoint(self.node),
             peers=self._peers(),
             deliver=lambda effect: edge.deliver(effect),
+            sockets=self.sockets,
         )
+        path = api_keys_of(self.settings.api_keys)
+        api_keys = ApiKeys(path, self.settings.edge.max_open_requests) if path else None
+        if api_keys:
+            self.runtime.every(REFRESH_S, api_keys.refresh)
         edge = Edge(
             name=self.node.name,
             incarnation=self.incarnation,
@@ -414,6 +442,7 @@ class _Process:
             ),
             settings=self.settings.edge,
             backing=_Backing(self.runtime, requests),
+            tenants=api_keys.tenants if api_keys else None,
         )
         server = _Server(server_config(create_app(edge), self.settings.connections))
         door = Door(

@@ -15,10 +15,9 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +52,7 @@ from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent
 from mooncake_zmq.runtime.connections import RECEIVE_BUFFER_BYTES, Connections
+from mooncake_zmq.transfer.sockets import USER_ID, BadEndpoint, Limits, Sockets, check_endpoint
 
 log = structlog.get_logger()
 
@@ -62,8 +62,15 @@ MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
 RECEIVE_HWM = 8
 """Frames received from one connection and not taken yet: 32 MiB at most. More of them wait on the other side, where they are
 the sender's; to us a frame that has to be asked for costs less than a microsecond more."""
-RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
-TCP_HEARTBEAT_MS, TCP_HEARTBEAT_TIMEOUT_MS = 2000, 6000
+LIMITS = Limits(
+    max_message_bytes=MAX_FRAME_BYTES,
+    send_hwm=SEND_HWM,
+    receive_hwm=RECEIVE_HWM,
+    heartbeat_timeout_ms=6_000,
+    reconnect_max_ms=1_000,
+)
+ANOTHER_KEY_S = 1.0
+"""How long a peer is tried by one of its keys before it is by another."""
 FRAMES_PER_TURN = 512
 """Frames taken before timers and finished works get their turn again."""
 POLLIN = int(zmq.POLLIN)
@@ -71,10 +78,6 @@ MIN_STALE = 1024
 """Timers cancelled or replaced that are not worth a sweep."""
 LINGER_S = 1.0
 """How long a process that leaves waits for its last messages to be acknowledged."""
-
-
-class BadEndpoint(ValueError):
-    """An endpoint that cannot be bound or connected: the operator's mistake, told in one line."""
 
 
 class WorkExecutor(Protocol):
@@ -155,6 +158,16 @@ class _Introducing:
         return self.actor.dump(now)
 
 
+@dataclass(slots=True)
+class _Dealer:
+    """What speaks to one peer, whom it expects to have `key`. `failing_since`: 0 if the last frame was taken."""
+
+    socket: "zmq.Socket[bytes]"
+    endpoint: str
+    key: str
+    failing_since: float = 0.0
+
+
 class ZmqRuntime:
     """Carries out a node's effects, in their order, and feeds it frames, timers, ticks and finished works."""
 
@@ -168,9 +181,11 @@ class ZmqRuntime:
         deliver: Callable[[ToClient], None] | None = None,
         publish: Callable[[tuple[KvEvent, ...]], None] | None = None,
         answer: Callable[[Answered], None] | None = None,
+        sockets: Sockets | None = None,
     ) -> None:
         """`endpoint`: where to listen. `peers`: endpoint by name. `deliver`: where a gateway's `ToClient` effects go.
-        `publish`: where a cache-node's KV events go; without it, nowhere. `answer`: where answers to the operator go."""
+        `publish`: where a cache-node's KV events go; without it, nowhere. `answer`: where answers to the operator go.
+        `sockets`: shared with the process's other parts; without them, one's own and no keys."""
         self.node = node
         self.counts: dict[str, int] = {}
         self.stopped = False
@@ -193,15 +208,23 @@ class ZmqRuntime:
         self._on_stop: Callable[[], None] | None = None
         self._on_crash: Callable[[BaseException], None] | None = None
         self._closed = False
-        self._context = zmq.Context()
+        self._sockets = (sockets or Sockets(io_threads=1)).borrow()
         self._connections: Connections | None = None
         """Of the ROUTER, where others than this user may connect."""
+        self._dealers: dict[str, _Dealer] = {}
         try:
-            self._router = self._bind(endpoint)
-            self._dealers = {name: self._connect(name, where) for name, where in sorted(peers.items())}
+            self._router = self._listening(endpoint)
         except BadEndpoint:
-            self._close_connections()
-            self._context.destroy(linger=0)
+            self._sockets.give_back()
+            raise
+        self._keyed = self._sockets.keys is not None and endpoint.startswith("tcp://")
+        """Who speaks is told by his key."""
+        try:
+            self._bind()
+            for name, where in sorted(peers.items()):
+                self._dealers[name] = self._connect(name, where)
+        except BadEndpoint:
+            self._close_sockets()
             raise
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -298,10 +321,7 @@ class ZmqRuntime:
             self._loop.remove_reader(self._wake_fd)
             if self._wakeup is not None:
                 self._wakeup.cancel()
-        self._close_connections()
-        for socket in (self._router, *self._dealers.values()):
-            socket.close(linger=0)
-        self._context.term()
+        self._close_sockets()
         os.close(self._wake_fd)
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -374,14 +394,14 @@ class ZmqRuntime:
                 self._router.recv(zmq.DONTWAIT)  # the connection's identity; who speaks, the envelope tells
             except zmq.Again:
                 return self._drained_all()
-            frame = self._take_frame()
+            frame, key_of = self._take_frame()
             self._count("frames_received")
             if self._router.get(zmq.RCVMORE):
                 while self._router.get(zmq.RCVMORE):
                     self._take_frame()
                 self._count("frames_dropped[reason=not_single_part]")
                 continue
-            self._carry_out(self.node.receive(time.monotonic(), frame))
+            self._carry_out(self.node.receive(time.monotonic(), frame, key_of))
         return True
 
     def _drained_all(self) -> bool:
@@ -390,16 +410,17 @@ class ZmqRuntime:
             self._connections.drained()
         return False
 
-    def _take_frame(self) -> bytes:
-        """The next part of the message at hand."""
+    def _take_frame(self) -> tuple[bytes, str | None]:
+        """The next part of the message at hand, and whose key its connection has; None: nobody had to show one."""
         if self._connections is None:
-            return self._router.recv(zmq.DONTWAIT)
+            return self._router.recv(zmq.DONTWAIT), None
         frame = self._router.recv(zmq.DONTWAIT, copy=False)
         self._connections.took(int(frame.get(zmq.SRCFD)), len(frame))
-        return frame.bytes
+        return frame.bytes, str(frame.get(USER_ID)) if self._keyed else None
 
     def _tick(self) -> None:
         self._carry_out(self.node.tick(time.monotonic()))
+        self._try_other_keys(time.monotonic())
         self._tell_of_peers()
 
     def _tell_of_peers(self) -> None:
@@ -458,91 +479,69 @@ class ZmqRuntime:
                 raise TypeError(effect)
 
     def _transmit(self, to: str, frame: bytes) -> None:
+        dealer = self._dealers[to]
         try:
-            self._dealers[to].send(frame, zmq.DONTWAIT)
+            dealer.socket.send(frame, zmq.DONTWAIT)
         except zmq.Again:  # not connected (IMMEDIATE), or a full queue: the session sends it again
             self._count("frames_dropped[reason=not_sendable]")
+            dealer.failing_since = dealer.failing_since or time.monotonic()
         else:
             self._count("frames_sent")
+            dealer.failing_since = 0.0
+
+    def _try_other_keys(self, now: float) -> None:
+        """A peer that was restarted with another key is met by that; one that refused ours may know it by now."""
+        for name, dealer in self._dealers.items():
+            if dealer.key and dealer.failing_since and now - dealer.failing_since > ANOTHER_KEY_S:
+                dealer.failing_since = now
+                with suppress(BadEndpoint):  # its keys were dropped
+                    self._dealers[name] = self._connect(name, dealer.endpoint, not_by=dealer.key)
+                    dealer.socket.close(linger=0)
 
     def _count(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
 
     # --- sockets
 
-    def _bind(self, endpoint: str) -> "zmq.Socket[bytes]":
-        router = self._socket(zmq.ROUTER, endpoint)
-        router.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
+    def _listening(self, endpoint: str) -> "zmq.Socket[bytes]":
+        check_endpoint(endpoint)
+        router = self._sockets.listening(zmq.ROUTER, endpoint, "control", LIMITS)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        if endpoint.startswith("tcp://"):
-            router.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
-            self._connections = Connections(router, self.counts, lambda error: self.call(partial(_raise, error)))
-        try:
-            router.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise BadEndpoint(f"cannot listen on {endpoint}: {_reason(error)}") from error
         return router
 
-    def _close_connections(self) -> None:
-        if self._connections is not None:
-            self._connections.close()
+    def _bind(self) -> None:
+        if self.endpoint.startswith("tcp://"):
+            self._router.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
+            self._connections = Connections(self._router, self.counts, lambda error: self.call(partial(_raise, error)))
+        try:
+            self._router.bind(self.endpoint)
+        except zmq.ZMQError as error:
+            raise BadEndpoint(f"cannot listen on {self.endpoint}: {_reason(error)}") from error
 
-    def _connect(self, name: str, endpoint: str) -> "zmq.Socket[bytes]":
-        dealer = self._socket(zmq.DEALER, endpoint)
-        dealer.setsockopt(zmq.SNDHWM, SEND_HWM)
+    def _connect(self, name: str, endpoint: str, not_by: str = "") -> "_Dealer":
+        check_endpoint(endpoint)
+        dealer, key = self._sockets.connecting(zmq.DEALER, endpoint, "control", LIMITS, server=name, not_by=not_by)
         # Queueing for a peer that is not there only hides its absence from the session and replays the past at it.
         dealer.setsockopt(zmq.IMMEDIATE, 1)
-        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
+            dealer.close()
             raise BadEndpoint(f"cannot connect to {name} at {endpoint}: {_reason(error)}") from error
-        return dealer
+        return _Dealer(dealer, endpoint, key)
 
-    def _socket(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":
-        check_endpoint(endpoint)
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        if endpoint.startswith("tcp://"):
-            # A half-open TCP connection outlives its peer's host; over ipc the kernel tells at once.
-            socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_HEARTBEAT_TIMEOUT_MS)
-        return socket
+    def _close_sockets(self) -> None:
+        if self._connections is not None:
+            self._connections.close()
+        for socket in (self._router, *(dealer.socket for dealer in self._dealers.values())):
+            socket.close(linger=0)
+        self._sockets.give_back()
 
 
 def _raise(error: BaseException) -> None:
     """A worker thread's bug, in the thread that owns the sockets: it ends the process."""
     raise error
-
-
-def check_endpoint(endpoint: str) -> None:
-    """Raise BadEndpoint unless one can both listen on `endpoint` and connect to it, from another machine if it is TCP."""
-    if endpoint.startswith("ipc://"):
-        path = endpoint.removeprefix("ipc://")
-        if not path.startswith("/"):
-            raise BadEndpoint(f"{endpoint}: an ipc endpoint needs an absolute path")
-        if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
-            raise BadEndpoint(f"{endpoint}: the path is longer than {zmq.IPC_PATH_MAX_LEN} bytes; use a shorter runtime_dir")
-    elif endpoint.startswith("tcp://"):
-        address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
-        if not _is_one_address(address) or not is_port:
-            raise BadEndpoint(
-                f"{endpoint}: write tcp://ADDRESS:PORT with an IPv4 address of the node's machine, no name and no wildcard: "
-                "the node listens there and the others connect to it"
-            )
-    else:
-        raise BadEndpoint(f"{endpoint}: an endpoint begins with ipc:// or tcp://")
-
-
-def _is_one_address(text: str) -> bool:
-    try:
-        return not IPv4Address(text).is_unspecified
-    except ValueError:
-        return False
 
 
 def _reason(error: zmq.ZMQError) -> str:

@@ -51,7 +51,8 @@ class _Watched:
 
 
 class Sessions:
-    """Every frame is encoded and decoded by the sessions. `note` hears of each frame that is received."""
+    """Every frame is encoded and decoded by the sessions. `note` hears of each frame that is received. `keyed`: the wire tells
+    by whose key a frame came, as CURVE does."""
 
     def __init__(
         self,
@@ -62,8 +63,10 @@ class Sessions:
         random: Random,
         validate: bool = False,
         note: Callable[[bytes, Process[Any]], None] | None = None,
+        keyed: bool = False,
     ) -> None:
         self.wires = wires
+        self.keyed = keyed
         self._settings = settings
         self._hello = hello
         self._random = random
@@ -136,17 +139,18 @@ class Sessions:
             else:
                 arrival = max(arrival, self._arrivals.get((sender, to), 0.0))
                 self._arrivals[sender, to] = arrival
-            world.at(arrival, self.arrive, process, frame)
+            world.at(arrival, self.arrive, process, frame, sender)
 
-    def arrive(self, process: Process[Any], frame: bytes) -> None:
-        """Frames reach whichever life there is now: envelopes tell for which they are meant."""
+    def arrive(self, process: Process[Any], frame: bytes, speaker: str) -> None:
+        """Frames reach whichever life there is now: envelopes tell for which they are meant. `speaker`: whose key it is."""
         if process.life is not None:
-            self._world.let(process.life, self._receive, (process, frame))
+            self._world.let(process.life, self._receive, (process, frame, speaker))
 
-    def _receive(self, process: Process[Any], frame: bytes) -> None:
+    def _receive(self, process: Process[Any], frame: bytes, speaker: str) -> None:
         if self._note is not None:
             self._note(frame, process)
-        self._carry_out(process, _node(process).receive(self._world.now, frame))
+        key_of = speaker if self.keyed else None
+        self._carry_out(process, _node(process).receive(self._world.now, frame, key_of))
 
 
 def _member(process: Process[Any]) -> Member:

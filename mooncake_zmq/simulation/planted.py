@@ -15,6 +15,7 @@ from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.cache_node.contents import Content, Contents
 from mooncake_zmq.cache_node.gathering import Gatherer
+from mooncake_zmq.core import session
 from mooncake_zmq.core.actor import Drained, Effect, Received, Send
 from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
@@ -318,6 +319,11 @@ def _number_decides() -> list[tuple[Any, str, Any]]:
     return [(Session, "_silence_s", silence_s)]
 
 
+def _keys_not_compared() -> list[tuple[Any, str, Any]]:
+    """Who has any key speaks as whom he likes."""
+    return [(session, "_is_by", lambda sender, key_of: True)]
+
+
 def _put_never_ends() -> list[tuple[Any, str, Any]]:
     """The writer never tells that its copy is done."""
     on_copied = PoolClient.on_copied
@@ -393,6 +399,7 @@ PLANTED: dict[str, Planted] = {
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
     "old_life_heard": Planted("an old life is heard", ("I6",), (K.CRASH, K.GARBAGE), _old_life_heard),
     "number_decides": Planted("the larger incarnation is right", ("I4", "I6"), (K.CLOCK, K.IMPOSTOR), _number_decides),
+    "keys_not_compared": Planted("the sender is not compared with the key", ("I6",), (K.IMPOSTOR,), _keys_not_compared),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
     "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
     "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),

@@ -94,6 +94,7 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
         hardware=Hardware(),
         session=settings.session,
         checkers=checkers,
+        keyed=result.seed % 2 == 1,
     )
     if trace:
         simulator.log = result.log

@@ -59,9 +59,19 @@ class Simulator(World[Machine]):
         hardware: Hardware,
         session: SessionSettings,
         checkers: Checkers,
+        keyed: bool = False,
     ) -> None:
+        """`keyed`: the wire tells by whose key each frame came."""
         self.wires = Wires(hardware.frame_s, hardware.jitter)
-        link = Sessions(settings=session, hello=self._hello, wires=self.wires, random=random, validate=True, note=self._note)
+        link = Sessions(
+            settings=session,
+            hello=self._hello,
+            wires=self.wires,
+            random=random,
+            validate=True,
+            note=self._note,
+            keyed=keyed,
+        )
         self._sessions = link
         super().__init__(specs=specs, link=link, build=self._embody, watch=self._watched)
         self.random = random
@@ -325,6 +335,9 @@ class Simulator(World[Machine]):
         life = process.life
         if life is None or life.paused or name not in process.spec.peers:
             return
+        if self._sessions.keyed:
+            self._betray(process, life.incarnation, name)
+            return
         frame = Envelope(
             version=PROTOCOL_VERSION,
             sender=name,
@@ -336,7 +349,25 @@ class Simulator(World[Machine]):
             ack_epoch=0,
             ack=0,
         )
-        self._sessions.arrive(process, encode(frame))
+        self._sessions.arrive(process, encode(frame), name)
+
+    def _betray(self, process: Process[Machine], incarnation: int, name: str) -> None:
+        """One frame to `process` by another member, who knows all there is to know of `name`, and says that it begins anew."""
+        known: Any = _session(process).dump()["peers"]
+        victim = known[name]
+        frame = Envelope(
+            version=PROTOCOL_VERSION,
+            sender=name,
+            incarnation=victim["incarnation"] or 1,
+            epoch=victim["remote_epoch"] + 1,
+            to_incarnation=incarnation,
+            floor=victim["epoch"] + 1,
+            sequence=0,
+            ack_epoch=0,
+            ack=0,
+        )
+        members = [each for each in self.processes if each not in (name, process.name)]
+        self._must_drop(process, encode(frame), "traitor's", self.random.choice(members))
 
     def _ask_for_role(self, name: str) -> None:
         """The operator asks a conductor that lives, if there is one."""
@@ -419,11 +450,15 @@ class Simulator(World[Machine]):
         if life is None or life.paused:
             return
         kind, frame = self._draw_garbage(process)
+        self._must_drop(process, frame, kind, self.random.choice(list(process.spec.peers)))
+
+    def _must_drop(self, process: Process[Machine], frame: bytes, kind: str, speaker: str) -> None:
         self.garbage[kind] += 1
         session = _session(process)
         before = _dropped(session)
-        assert life.node is not None
-        outers = life.node.receive(self.now, frame)
+        assert process.life is not None
+        assert process.life.node is not None
+        outers = process.life.node.receive(self.now, frame, speaker if self._sessions.keyed else None)
         if outers or _dropped(session) != before + 1:
             raise Violation("I6", f"{process.name} did not drop and count a {kind} frame: {outers}")
 

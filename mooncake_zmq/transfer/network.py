@@ -41,6 +41,7 @@ from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer.cuda import DeviceSegment
 from mooncake_zmq.transfer.directory import Life
 from mooncake_zmq.transfer.shared_memory import Segment
+from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 
 log = structlog.get_logger()
 
@@ -54,15 +55,6 @@ STAGING_BYTES = 64 << 20
 """Pinned memory for blocks that leave a GPU; half of it is what one reader asks for at a time."""
 STAGING_WAIT_S = 1.0
 """How long a buffer is waited for; the requests behind wait too, so it is done but once for each use of a buffer."""
-HEARTBEAT_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 10_000
-
-Configure = Callable[["zmq.Socket[bytes]"], None]
-"""Applies a deployment's security settings to a socket before it binds or connects."""
-
-
-def plain(socket: "zmq.Socket[bytes]") -> None:
-    """No security: for trusted networks."""
 
 
 class ReadRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -109,21 +101,23 @@ class DataServer:
         endpoint: str,
         *,
         on_crash: Callable[[BaseException], None],
-        configure: Configure = plain,
+        sockets: Sockets | None = None,
     ) -> None:
+        """`sockets`: the process's; else one's own. Raises BadEndpoint, zmq.ZMQError."""
         self.counts = {"reads": 0, "bytes": 0, "refused": 0, "garbage": 0, "dropped": 0}
         self._segment = segment
         self._staging = _Staging(segment) if isinstance(segment, DeviceSegment) else None
         self._on_crash = on_crash
-        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        _set_common(self._socket, MAX_REQUEST_BYTES)
-        self._socket.router_mandatory = True
-        self._socket.sndhwm = MAX_QUEUED_REPLIES
-        self._socket.rcvhwm = MAX_QUEUED_REPLIES
+        limits = _limits(MAX_REQUEST_BYTES)
+        self._sockets = (sockets or Sockets(io_threads=1)).borrow()
         try:
-            configure(self._socket)
+            self._socket = self._sockets.listening(zmq.ROUTER, endpoint, "data", limits)
+        except BadEndpoint:
+            self._sockets.give_back()
+            raise
+        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._socket.router_mandatory = True
+        try:
             self._socket.bind(endpoint)
         except BaseException:
             self._release()
@@ -142,7 +136,7 @@ class DataServer:
 
     def _release(self) -> None:
         self._socket.close()
-        self._context.term()
+        self._sockets.give_back()
         os.close(self._stop)
         self._stop = -1
 
@@ -305,16 +299,13 @@ class ReadBatch:
 class _Link:
     """The connection to one life's data server, and what is asked of it."""
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, max_reply_bytes: int, configure: Configure
-    ) -> None:
+    def __init__(self, sockets: Sockets, node: str, endpoint: str, max_reply_bytes: int) -> None:
         self.waiting: deque[RemoteRead] = deque()
         self.outstanding: dict[int, RemoteRead] = {}
         self.outstanding_bytes = 0
-        self.socket = context.socket(zmq.DEALER)
-        _set_common(self.socket, max_reply_bytes)
+        limits = _limits(max_reply_bytes)
+        self.socket, _ = sockets.connecting(zmq.DEALER, endpoint, "data", limits, server=node, thread="reads")
         self.socket.immediate = True
-        self.socket.sndhwm = self.socket.rcvhwm = MAX_QUEUED_REPLIES
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED
             | zmq.EVENT_CONNECT_RETRIED
@@ -323,7 +314,6 @@ class _Link:
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
         try:
-            configure(self.socket)
             self.socket.connect(endpoint)
         except BaseException:
             self.close()
@@ -355,13 +345,13 @@ class RemoteReader:
         *,
         on_crash: Callable[[BaseException], None],
         window_bytes: int = 32 << 20,
-        configure: Configure = plain,
+        sockets: Sockets | None = None,
     ) -> None:
+        """`sockets`: the process's; else one's own."""
         self.counts = {"reads": 0, "bytes": 0, "failed": 0, "lost_links": 0}
         self._layout = layout
         self._window_bytes = window_bytes
         self._on_crash = on_crash
-        self._configure = configure
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -373,7 +363,7 @@ class RemoteReader:
         self._links: dict[Life, _Link] = {}
         self._batches: dict[int, ReadBatch] = {}
         self._next_read_id = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets = (sockets or Sockets(io_threads=1)).borrow()
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="remote-reader", daemon=True)
@@ -441,7 +431,7 @@ class RemoteReader:
             self._end_batch(batch)
         for life in list(self._links):
             self._drop_link(life)
-        self._context.term()
+        self._sockets.give_back()
 
     def _turn(self) -> None:
         ready = dict(self._poller.poll(self._timeout_ms()))
@@ -484,8 +474,8 @@ class RemoteReader:
         link = self._links.get(life)
         if link is None and life in self._endpoints and not self._over:
             try:
-                link = _Link(self._context, self._endpoints[life], self._layout.block_bytes + MAX_HEADER_BYTES, self._configure)
-            except zmq.ZMQError as error:
+                link = _Link(self._sockets, life[0], self._endpoints[life], self._layout.block_bytes + MAX_HEADER_BYTES)
+            except (zmq.ZMQError, BadEndpoint) as error:
                 log.warning("data_endpoint_unusable", node=life[0], endpoint=self._endpoints[life], error=str(error))
                 return None
             self._links[life] = link
@@ -638,10 +628,5 @@ class RemoteReader:
         return None
 
 
-def _set_common(socket: "zmq.Socket[bytes]", max_message_bytes: int) -> None:
-    socket.linger = 0
-    socket.maxmsgsize = max_message_bytes
-    socket.heartbeat_ivl = HEARTBEAT_MS
-    socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
-    socket.tcp_keepalive = 1
-    socket.reconnect_ivl_max = 2_000
+def _limits(max_message_bytes: int) -> Limits:
+    return Limits(max_message_bytes=max_message_bytes, send_hwm=MAX_QUEUED_REPLIES, receive_hwm=MAX_QUEUED_REPLIES)

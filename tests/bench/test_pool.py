@@ -6,7 +6,7 @@ import click
 import pytest
 from actor_harness import leased
 
-from mooncake_zmq.bench import pool
+from mooncake_zmq.bench import pool, pool_keys
 from mooncake_zmq.bench.peers import peer
 from mooncake_zmq.bench.pool import MIB, PoolBench, bench_pool
 from mooncake_zmq.bench.pool_index import index_bytes_per_block
@@ -178,3 +178,11 @@ def test_leases_are_measured_at_a_live_cache_node():
     took_s = lease_times_s(5)
     assert len(took_s) == 5
     assert min(took_s) > 0
+
+
+def test_the_cost_of_keys_is_measured_with_and_without_them(monkeypatch):
+    monkeypatch.setattr(pool_keys, "ROUND_TRIPS", 10)
+    monkeypatch.setattr(pool_keys, "FRAMES", 100)
+    report = bench_pool(PoolBench(rounds=1), parts=("keys",), progress=lambda _: None)
+    assert [row.unit for row in report.rows] == ["us", "frames/s", "GB/s"]
+    assert all(row.value > 0 and row.reference > 0 for row in report.rows)

@@ -1,4 +1,5 @@
-"""Two hosts made of network namespaces: nothing shared but a TCP network, which can be cut. Skipped where not permitted."""
+"""Two hosts made of network namespaces: nothing shared but a TCP network, which can be cut, and keys. Skipped where not
+permitted."""
 
 import os
 import shutil
@@ -18,6 +19,7 @@ from toy_cluster import ROOT, Stream, eventually, expected_tokens, greedy, until
 from mooncake_zmq.chaos.checks import unheard
 from mooncake_zmq.config import load
 from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.transfer import key_files
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -76,6 +78,7 @@ class TwoHosts:
         for host, number in enumerate(HOSTS.values(), 1):
             addresses = addresses.replace(f"10.0.0.{host}", f"{NETWORK}.{number}")
         self.config.write_text(addresses)
+        key_files.make(directory / "keys", [(name, ("node",)) for name in NODES])
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def runtime_dir(self, host: str) -> Path:
@@ -87,7 +90,12 @@ class TwoHosts:
         shm.mkdir(parents=True, exist_ok=True)
         command = ["ip", "netns", "exec", f"mz{TAG}{host}", sys.executable, "-m", "mooncake_zmq", role]
         command += ["--config", str(self.config), "--node", name]
-        settings = {**SETTINGS, "cluster.runtime_dir": self.runtime_dir(host), "cluster.shm_dir": shm}
+        settings = {
+            **SETTINGS,
+            "security.keys": self.directory / "keys",
+            "cluster.runtime_dir": self.runtime_dir(host),
+            "cluster.shm_dir": shm,
+        }
         command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

@@ -616,3 +616,15 @@ def test_what_is_unsent_when_a_conversation_ends_is_not_said_in_the_next():
     session.flush(pair.now)
     bodies = [body for _, frame in session.outgoing for body in decode_envelope(frame).bodies]
     assert [type(decode(body)) for body in bodies] == [Hello]
+
+
+def test_who_has_the_key_of_one_does_not_speak_as_another():
+    greeting = Session(me="a", incarnation=1, hello=HELLO, peers=MEMBERS, settings=SETTINGS, now=0.0)
+    hearing = Session(me="b", incarnation=1, hello=HELLO, peers=MEMBERS, settings=SETTINGS, now=0.0)
+    greeting.start(0.0)
+    greeting.flush(0.0)
+    ((_, frame),) = greeting.outgoing
+    for key_of in ("", "b", "c"):
+        assert hearing.receive(0.0, frame, key_of) == []
+    assert hearing.counts == {"dropped[reason=not_its_key]": 3}
+    assert hearing.receive(0.0, frame, "a") == [PeerUp("a", 1, HELLO)]

@@ -11,7 +11,7 @@ import zmq
 from mooncake_zmq.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, Medium
 from mooncake_zmq.runtime import kv_events
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
-from mooncake_zmq.runtime.zmq_runtime import BadEndpoint
+from mooncake_zmq.transfer.sockets import BadEndpoint
 
 END = b"\xff" * 8
 PATIENCE_S = 30.0

@@ -40,7 +40,8 @@ from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.talk import Member
 from mooncake_zmq.core.work import ProbeProcess, ProcessProbed
-from mooncake_zmq.runtime.zmq_runtime import BadEndpoint, Timers, ZmqRuntime, check_endpoint
+from mooncake_zmq.runtime.zmq_runtime import Timers, ZmqRuntime
+from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint
 
 # A peer is not taken for dead while a busy machine keeps it waiting: what was on its way would be void.
 SETTINGS = SessionSettings(heartbeat_s=0.05, peer_timeout_s=3.0, retransmit_s=0.1)

@@ -6,6 +6,7 @@ it may; -800 bytes were damaged under way; -900 no store answered, or this one w
 """
 
 import bisect
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 import structlog
 
+from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import UNREACHED, StoreClient
 from mooncake_zmq.store.client.peer import ClientSettings
@@ -26,6 +28,9 @@ log = structlog.get_logger()
 INVALID = int(Code.INVALID)
 NOT_FOUND = int(Code.NOT_FOUND)
 MAX_PATTERN_LENGTH = 1024
+KEY_SETTINGS = ("keys", "key_name", "allow_plain_tcp")
+KEY_VARIABLES = "MOONCAKE_ZMQ_STORE_"
+"""Before the name of one of KEY_SETTINGS, for connectors that pass no settings of ours on."""
 IGNORED_SETTINGS = frozenset(
     ("metadata_server", "global_segment_size", "local_buffer_size", "protocol", "rdma_devices", "ipc_socket_path")
     + ("engine", "enable_ssd_offload", "ssd_offload_path", "enable_client_http_server", "client_http_port")
@@ -87,7 +92,8 @@ class MooncakeDistributedStore:
         enable_client_http_server: bool = False,
         client_http_port: int = 9300,
     ) -> int:
-        """Connect. `master_server_addr`: store endpoints, comma-separated, `host:port` or ZeroMQ's `tcp://`, `ipc://`.
+        """Connect. `master_server_addr`: store endpoints, comma-separated, `host:port` or ZeroMQ's `tcp://`, `ipc://`; where
+        keys are needed with the store's name, `NAME@host:port`.
 
         With a dict as the only argument also every setting of `ClientSettings` by name. Answers 0, -600 or -900, the
         reason logged.
@@ -105,7 +111,11 @@ class MooncakeDistributedStore:
             if self._client is not None:
                 log.error("store_setup_failed", reason="already set up")
                 return INVALID
-            client = StoreClient(endpoints, settings)
+            try:
+                client = StoreClient(endpoints, settings)
+            except KeysError as error:
+                log.error("store_setup_failed", reason=str(error))
+                return INVALID
             reason = client.connect()
             if reason is not None:
                 client.close()
@@ -401,6 +411,9 @@ def _read_setup(config: dict[str, Any]) -> tuple[str, list[str], ClientSettings]
             settings[name] = _parse(name, known[name].default, value)
         elif name not in IGNORED_SETTINGS:
             raise ValueError(f"{name} is no setting")
+    for name in KEY_SETTINGS:
+        if name not in settings and (told := os.environ.get(f"{KEY_VARIABLES}{name.upper()}")):
+            settings[name] = _parse(name, known[name].default, told)
     return hostname, endpoints, ClientSettings(**settings)
 
 

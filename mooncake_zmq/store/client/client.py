@@ -8,17 +8,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import structlog
-import zmq
 
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.client import shared_copy, streamed_copy
 from mooncake_zmq.store.client.batch import Batch, Place, Value, Wanted, chunks
-from mooncake_zmq.store.client.link import Configure, ReplyT, Unreached
+from mooncake_zmq.store.client.link import ReplyT, Unreached
 from mooncake_zmq.store.client.peer import Call, ClientSettings, Peer
 from mooncake_zmq.store.protocol import MAX_KEYS, REMOVED_AT_ONCE
 from mooncake_zmq.store.rules.objects import Code, Pin, is_key
+from mooncake_zmq.transfer import key_files
+from mooncake_zmq.transfer.sockets import Sockets
 
 log = structlog.get_logger()
 
@@ -30,17 +32,15 @@ CHUNK_BYTES = 64 << 20
 """Bytes put or leased at a time: bounds what one call keeps others from evicting, and how long."""
 
 
-def plain(socket: "zmq.Socket[bytes]") -> None:
-    """No security: for trusted networks."""
-
-
 class StoreClient:
     """Thread-safe. Methods answer codes and never raise for what a store or network does; see `Code` and UNREACHED."""
 
-    def __init__(self, endpoints: Sequence[str], settings: ClientSettings | None = None, configure: Configure = plain) -> None:
-        self.settings = settings or ClientSettings()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=self.settings.io_threads)
-        self._peers = [Peer(endpoint, self.settings, self._context, configure) for endpoint in endpoints]
+    def __init__(self, endpoints: Sequence[str], settings: ClientSettings | None = None) -> None:
+        """Raises KeysError."""
+        self.settings = settings = settings or ClientSettings()
+        keys = key_files.load(Path(settings.keys), settings.key_name) if settings.keys else None
+        self._sockets = Sockets(keys, allow_plain_tcp=settings.allow_plain_tcp, io_threads=settings.io_threads).borrow()
+        self._peers = [Peer(endpoint, settings, self._sockets) for endpoint in endpoints]
         self._closed = False
 
     def connect(self) -> str | None:
@@ -73,7 +73,7 @@ class StoreClient:
             self._closed = True
             deadline = time.monotonic() + CLOSE_S
             if all([peer.close(deadline) for peer in self._peers]):
-                self._context.term()
+                self._sockets.give_back()
             else:
                 log.warning("store_close_incomplete", reason="a call is still copying")
 

@@ -15,15 +15,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.stream import Stream
+from mooncake_zmq.transfer.sockets import Limits, Sockets
 
 log = structlog.get_logger()
-
-Configure = Callable[["zmq.Socket[bytes]"], None]
 
 SLICE_MS = 200
 """How often a waiting call looks whether the store was closed or its connection lost."""
 MAX_QUEUED = 32
 """Messages of a connection in either direction not yet taken; further ones wait."""
+LIMITS = Limits(max_message_bytes=protocol.MAX_FRAME_BYTES, send_hwm=MAX_QUEUED, receive_hwm=MAX_QUEUED)
 _LOSS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _LOSS |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CONNECT_RETRIED
 ReplyT = TypeVar("ReplyT", bound=protocol.Reply)
@@ -40,30 +40,17 @@ class Forgotten(Exception):
 class Link:
     """One connection for requests and, once a call needs it, a stream for bytes beside it."""
 
-    def __init__(
-        self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        endpoint: str,
-        routing_id: bytes,
-        configure: Configure,
-        is_closed: Callable[[], bool],
-    ) -> None:
+    def __init__(self, sockets: Sockets, endpoint: str, server: str, routing_id: bytes, is_closed: Callable[[], bool]) -> None:
+        """`server`: its name, if it is to have the key of that. Raises BadEndpoint, zmq.ZMQError."""
         self._is_closed = is_closed
         self.stream: Stream | None = None
         """Whoever makes it puts it here, to end with the connection, which is of no use if it failed to attach."""
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.linger = 0
+        self.socket, _ = sockets.connecting(zmq.DEALER, endpoint, "store", LIMITS, server=server)
         self.socket.routing_id = routing_id
-        self.socket.maxmsgsize = protocol.MAX_FRAME_BYTES
-        self.socket.heartbeat_ivl = 2_000
-        self.socket.heartbeat_timeout = 10_000
-        self.socket.tcp_keepalive = 1
         self.socket.immediate = True
-        self.socket.sndhwm = self.socket.rcvhwm = MAX_QUEUED
         self.socket.sndtimeo = self.socket.rcvtimeo = SLICE_MS
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_LOSS)
         try:
-            configure(self.socket)
             self.socket.connect(endpoint)
         except BaseException:
             self.close()

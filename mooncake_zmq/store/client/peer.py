@@ -14,13 +14,14 @@ import structlog
 import zmq
 
 from mooncake_zmq.store import protocol
-from mooncake_zmq.store.client.link import SLICE_MS, Configure, Forgotten, Link, Links, Unreached
+from mooncake_zmq.store.client.link import SLICE_MS, Forgotten, Link, Links, Unreached
 from mooncake_zmq.store.memory import keep_freed_memory
 from mooncake_zmq.store.protocol import MAX_KEYS
 from mooncake_zmq.store.segment import Life, ObjectSegment, boot_id
 from mooncake_zmq.store.stream import Stream, StreamError, connect
 from mooncake_zmq.store.stream_messages import Attach, decode_attached
 from mooncake_zmq.transfer.shared_memory import SharedMemoryError
+from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 
 log = structlog.get_logger()
 
@@ -50,6 +51,12 @@ class ClientSettings:
     """Calls under way at one store at a time; further ones wait."""
     io_threads: int = 1
     """Of ZeroMQ, which carries requests and answers alone."""
+    keys: str = ""
+    """Directory with `public_keys` and our NAME.secret (`mooncake-zmq keys make --store NAME`); empty: none."""
+    key_name: str = ""
+    """NAME."""
+    allow_plain_tcp: bool = False
+    """Without keys, stores on other hosts are not talked to, unless this says that nobody else is on the network."""
     tune_malloc: bool = True
     """Let the process keep freed memory once values come on streams, see `memory.keep_freed_memory`."""
 
@@ -82,14 +89,14 @@ class Call:
 class Peer:
     """One store server. Thread-safe."""
 
-    def __init__(
-        self, endpoint: str, settings: ClientSettings, context: "zmq.Context[zmq.Socket[bytes]]", configure: Configure
-    ) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: str, settings: ClientSettings, sockets: Sockets) -> None:
+        """`endpoint`: where keys are needed with the server's name, `tcp://NAME@HOST:PORT`."""
+        scheme, _, place = endpoint.partition("://")
+        self._server, _, place = place.rpartition("@") if scheme == "tcp" else ("", "", place)
+        self.endpoint = f"{scheme}://{place}"
         self.closed = False
         self.settings = settings
-        self._context = context
-        self._configure = configure
+        self._sockets = sockets
         self._name = os.urandom(16)
         self._numbers = itertools.count(1)
         self._links = Links(self._make_link, settings.max_connections)
@@ -213,8 +220,8 @@ class Peer:
     def _make_link(self) -> Link:
         routing_id = b"c" + self._name + next(self._numbers).to_bytes(4, "big")
         try:
-            return Link(self._context, self.endpoint, routing_id, self._configure, lambda: self.closed)
-        except zmq.ZMQError as error:
+            return Link(self._sockets, self.endpoint, self._server, routing_id, lambda: self.closed)
+        except (zmq.ZMQError, BadEndpoint) as error:
             raise Unreached(f"{self.endpoint}: {error}") from error
 
     def _greet(self, deadline: float) -> Session:

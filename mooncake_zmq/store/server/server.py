@@ -34,10 +34,10 @@ from mooncake_zmq.store.server.disk_works import DiskWorks
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.streams import StoreStreams
 from mooncake_zmq.store.server.turns import Timers, Turns
+from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 
 log = structlog.get_logger()
 
-Configure = Callable[["zmq.Socket[bytes]"], None]
 
 ROUTING_ID_BYTES = 21
 """b"c", 16 bytes that name the client, 4 that number its connection."""
@@ -51,16 +51,11 @@ WAIT_MS = 1_000
 """How long the server's thread waits at most before it looks whether it is to stop: only where it cannot be woken."""
 HURRY_S = 0.05
 """How often a drain looks whether it is hurried."""
-HEARTBEAT_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 10_000
-
-
-def plain(socket: "zmq.Socket[bytes]") -> None:
-    """No security: for trusted networks."""
+LIMITS = Limits(max_message_bytes=protocol.MAX_FRAME_BYTES, send_hwm=MAX_QUEUED_REPLIES, receive_hwm=MAX_QUEUED_REQUESTS)
 
 
 class StoreServer:
-    """Serves from construction until `close`. Raises SharedMemoryError, zmq.ZMQError or OSError where it cannot."""
+    """Serves from construction until `close`. Raises SharedMemoryError, BadEndpoint, ZMQError or OSError where it cannot."""
 
     def __init__(
         self,
@@ -74,10 +69,11 @@ class StoreServer:
         on_crash: Callable[[BaseException], None],
         stream_port: int = 0,
         probe_s: float = 1.0,
-        configure: Configure = plain,
+        sockets: Sockets | None = None,
         disk: ObjectDisk | None = None,
     ) -> None:
-        """`stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port. `disk`: closed with the server."""
+        """`stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port. `disk`: closed with the server.
+        `sockets`: the process's; else one's own."""
         self._cluster, self._directory = cluster, Path(directory)
         self._on_crash = on_crash
         self._boot_id = boot_id()
@@ -98,28 +94,24 @@ class StoreServer:
             memory_bytes=settings.object_bytes,
         )
         self._turns = Turns(self._node, segment)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.maxmsgsize = protocol.MAX_FRAME_BYTES
-        self._socket.heartbeat_ivl = HEARTBEAT_MS
-        self._socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
-        self._socket.tcp_keepalive = 1
+        self._sockets = (sockets or Sockets(io_threads=1)).borrow()
+        try:
+            self._socket = self._sockets.listening(zmq.ROUTER, endpoint, "store", LIMITS)
+        except BadEndpoint:
+            self._sockets.give_back()
+            segment.close()
+            raise
         self._socket.router_mandatory = True
         self._socket.router_handover = True  # a connection's name holds 128 random bits: nobody takes it by accident
         self._socket.rcvtimeo = WAIT_MS
-        self._socket.sndhwm = MAX_QUEUED_REPLIES
-        self._socket.rcvhwm = MAX_QUEUED_REQUESTS
         self._works: DiskWorks | None = None
         self._timers = Timers(self._turns, on_crash)
-        self._waker: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._waker = self._sockets.inner(zmq.DEALER)
         """Used within turns. Its name is not one of a connection, nor to be guessed."""
-        self._waker.linger = 0
         self._waker.routing_id = self._waker_name = b"w" + os.urandom(16)
         try:
             self._socket.bind(WAKE)
             self._waker.connect(WAKE)
-            configure(self._socket)
             self._socket.bind(endpoint)
             self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
             """Where it listens, a wildcard port resolved."""
@@ -141,7 +133,7 @@ class StoreServer:
         """
         if not self._closed:
             self._closed = self._stopping = True
-            with self._context.socket(zmq.DEALER) as waker:
+            with self._sockets.inner(zmq.DEALER) as waker:
                 waker.connect(WAKE)
                 waker.send(b"")
                 self._thread.join()
@@ -186,7 +178,7 @@ class StoreServer:
             self._works.close()
         self._waker.close()
         self._socket.close()
-        self._context.term()
+        self._sockets.give_back()
         self._turns.segment.close()
 
     # --- the thread

@@ -1,0 +1,96 @@
+"""The far side of `bench pool --only keys`: a process that counts and returns control frames, and serves blocks, over TCP.
+
+Its argument is a JSON object with `keys`, a directory or "" for none. It answers one line when it serves, and ends with its
+input.
+"""
+
+import json
+import os
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import zmq
+
+from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.runtime.zmq_runtime import LIMITS
+from mooncake_zmq.transfer import key_files
+from mooncake_zmq.transfer.network import DataServer
+from mooncake_zmq.transfer.shared_memory import Segment
+from mooncake_zmq.transfer.sockets import USER_ID, Sockets
+
+FAR, NEAR = "far", "near"
+"""The names of both sides."""
+LAYOUT = BlockLayout(layers=8, block_tokens=32, kv_heads=4, head_dim=128)
+"""Blocks of 1 MiB."""
+BLOCKS = 128
+WANTED = b"!"
+"""What a frame begins with that is to be returned."""
+ANYWHERE = "tcp://127.0.0.1:*"
+
+
+def open_sockets(keys: str, name: str) -> Sockets:
+    """Those of one side, borrowed."""
+    return Sockets(key_files.load(Path(keys), name) if keys else None).borrow()
+
+
+def main() -> None:
+    """See the module."""
+    order = json.loads(sys.argv[1])
+    with ExitStack() as stack:
+        sockets = open_sockets(order["keys"], FAR)
+        router = sockets.listening(zmq.ROUTER, ANYWHERE, "control", LIMITS)
+        router.bind(ANYWHERE)
+        threading.Thread(target=return_frames, args=(router, bool(order["keys"])), daemon=True).start()
+        directory = stack.enter_context(TemporaryDirectory(dir="/dev/shm"))
+        segment = Segment.create(directory, "bench", FAR, LAYOUT, BLOCKS, 1)
+        stack.callback(segment.close)
+        server = DataServer(segment, ANYWHERE, on_crash=fail, sockets=sockets)
+        stack.callback(server.close)
+        answer = {
+            "control": router.get_string(zmq.LAST_ENDPOINT),
+            "data": server.endpoint,
+            "checksums": [fill(segment, slot).checksum for slot in range(BLOCKS)],
+        }
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+        sys.stdin.read()
+        os._exit(0)  # the thread is in a receive
+
+
+def return_frames(router: "zmq.Socket[bytes]", keyed: bool) -> None:
+    """As a node takes frames: with keys, the name that the connection stands for is looked at for each."""
+    while True:
+        sender = router.recv()
+        frame: Any = router.recv(copy=False)
+        assert not keyed or frame.get(USER_ID) == NEAR
+        if frame.bytes.startswith(WANTED):
+            router.send_multipart((sender, frame.bytes))
+
+
+def fill(segment: Segment, slot: int) -> SlotRef:
+    """A committed block of noise."""
+    noise = np.random.default_rng(slot)
+    segment.set_generation(slot, 1)
+    for layer in range(LAYOUT.layers):
+        part = segment.part_view(slot, layer)
+        part[...] = noise.random(part.shape, dtype=np.float32)
+        segment.parts(slot)[layer] = part_checksum(part.data)
+    segment.set_generation(slot, 2)
+    return SlotRef(FAR, 1, slot, 2, block_checksum(segment.parts(slot).tolist()))
+
+
+def fail(error: BaseException) -> None:
+    """A thread's bug ends the process: nothing that it measured means anything."""
+    sys.stderr.write(f"{error!r}\n")
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

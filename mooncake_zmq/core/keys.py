@@ -1,0 +1,108 @@
+"""Whose public key is whose, and where each key lets its holder in. PURE: files and sockets are `transfer`'s.
+
+A `public_keys` file is text, one key a line: NAME KINDS DATE KEY; empty lines and those that begin with # tell nothing. A name
+may have two keys, the newer one last: while a key is rotated both are good, so that nobody has to wait for anybody.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Plane = Literal["control", "data", "store", "events"]
+"""What a listening socket serves: messages between actors, reads of blocks, store clients, subscribers of KV events."""
+PLANES: tuple[Plane, ...] = get_args(Plane)
+Kind = Literal["node", "store", "events"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LETS_IN: Mapping[Plane, Kind] = {"control": "node", "data": "node", "store": "store", "events": "events"}
+"""The kind that a key must be of, by plane. Which message a node may then say, `roles.SAYS` tells."""
+MAX_KEYS_OF_ONE = 2
+MAX_KEYS = 4096
+NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+"""Of a node, a host, a client."""
+_KEY_PATTERN = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+_DATE_PATTERN = re.compile(r"\d{4}-\d\d-\d\d")
+_HEADER = (
+    "# The public keys of this cluster: NAME KINDS DATE KEY. Copy this file to each of its hosts; nothing here is secret.\n"
+)
+
+
+class KeysError(ValueError):
+    """The operator's mistake about keys, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublicKey:
+    """`key`: 40 characters of Z85. `made`: YYYY-MM-DD, for people alone."""
+
+    name: str
+    kinds: tuple[Kind, ...]
+    made: str
+    key: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Short enough to be compared by eye."""
+        return hashlib.sha256(self.key.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBook:
+    """All public keys of a cluster, in the file's order."""
+
+    keys: tuple[PublicKey, ...] = ()
+    _by_key: dict[str, PublicKey] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_key", {each.key: each for each in self.keys})
+        if len(self.keys) > MAX_KEYS:
+            raise KeysError(f"more than {MAX_KEYS} keys")
+        if len(self._by_key) < len(self.keys):
+            raise KeysError("a key is there twice")
+        for each in self.keys:
+            if len(self.of(each.name)) > MAX_KEYS_OF_ONE:
+                raise KeysError(f"{each.name} has more than {MAX_KEYS_OF_ONE} keys: drop the old ones")
+
+    def of(self, name: str) -> tuple[str, ...]:
+        """The keys of `name`, the newest first."""
+        return tuple(each.key for each in reversed(self.keys) if each.name == name)
+
+    def admitted(self, plane: str, key: str) -> str | None:
+        """The name by which the holder of `key` may speak on a plane; None: he may not."""
+        known = self._by_key.get(key)
+        return known.name if known is not None and LETS_IN.get(plane) in known.kinds else None  # type: ignore[call-overload]
+
+    def with_key(self, added: PublicKey) -> "KeyBook":
+        """With one more. Raises KeysError."""
+        return KeyBook((*self.keys, added))
+
+    def with_newest_only(self, name: str) -> "KeyBook":
+        """Without the former keys of `name`."""
+        newest = self.of(name)[:1]
+        return KeyBook(tuple(each for each in self.keys if each.name != name or each.key in newest))
+
+    def encoded(self) -> str:
+        """As in a file."""
+        lines = (f"{each.name} {','.join(each.kinds)} {each.made} {each.key}\n" for each in self.keys)
+        return _HEADER + "".join(lines)
+
+
+def parse(text: str) -> KeyBook:
+    """Raises KeysError with the line."""
+    return KeyBook(tuple(_entries(text.splitlines())))
+
+
+def _entries(lines: Iterable[str]) -> Iterable[PublicKey]:
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.startswith("#"):
+            words = line.split()
+            if len(words) != len(("NAME", "KINDS", "DATE", "KEY")):
+                raise KeysError(f"line {number}: write NAME KINDS DATE KEY")
+            name, kinds, made, key = words
+            known: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind in kinds.split(","))
+            if not NAME_PATTERN.fullmatch(name) or not _KEY_PATTERN.fullmatch(key) or not _DATE_PATTERN.fullmatch(made):
+                raise KeysError(f"line {number}: that is no name, date or key")
+            if len(known) != len(kinds.split(",")):
+                raise KeysError(f"line {number}: the kinds of keys are {', '.join(KINDS)}")
+            yield PublicKey(name, known, made, key)

@@ -1,0 +1,184 @@
+"""Who may use a gateway, and how much of it: API keys by their hashes, rates by token buckets, shares of the slots. PURE.
+
+A file of keys has one tenant a line: NAME:SHA256[:LIMITS]; empty lines and those that begin with # tell nothing. LIMITS are
+`requests=N` and `tokens=N` a minute, `share=F` of the gateway's slots, and `role=admin`, by commas. Tokens are those of the
+prompt and of the longest answer asked for; what of that was not written comes back.
+"""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from mooncake_zmq.core.keys import NAME_PATTERN
+
+Role = Literal["user", "admin"]
+"""Any may generate; who is admin sees the metrics as well."""
+MAX_TENANTS = 1024
+MINUTE_S = 60.0
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class TenantsError(ValueError):
+    """A line of the file that cannot be followed: the operator's mistake, told in one line."""
+
+
+class Limited(Exception):
+    """More than a tenant may: HTTP 429. `retry_after_s`: when it may again; None: nobody knows, or never so much at once."""
+
+    def __init__(self, message: str, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """One line. Rates are a minute's, 0 for none; `share` is at least one slot."""
+
+    name: str
+    digest: str
+    requests: int = 0
+    tokens: int = 0
+    share: float = 1.0
+    role: Role = "user"
+
+    def __post_init__(self) -> None:
+        if not NAME_PATTERN.fullmatch(self.name) or not _DIGEST.fullmatch(self.digest):
+            raise TenantsError("write NAME:SHA256, the name of a-z, 0-9, '.', '_', '-', the hash of 64 hexadecimal digits")
+        if min(self.requests, self.tokens) < 0 or not 0 < self.share <= 1:
+            raise TenantsError("requests and tokens are at least 0, share is above 0 and at most 1")
+        if self.role not in get_args(Role):
+            raise TenantsError(f"the roles are {', '.join(get_args(Role))}")
+
+    def line(self) -> str:
+        """As in a file."""
+        told = [f"requests={self.requests}"] * bool(self.requests) + [f"tokens={self.tokens}"] * bool(self.tokens)
+        told += [f"share={self.share:g}"] * (self.share != 1) + [f"role={self.role}"] * (self.role != "user")
+        return ":".join((self.name, self.digest, *([",".join(told)] if told else [])))
+
+    def salt(self, wanted: str) -> str:
+        """Of its block keys: tenants neither share prefixes nor learn by time what others have asked."""
+        return f"tenant/{self.name}/{wanted}"
+
+
+def digest_of(secret: str) -> str:
+    """What is kept of a key. Keys are random and long, so that nothing slower is called for."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def parse(text: str) -> tuple[Tenant, ...]:
+    """Raises TenantsError with the line."""
+    found: dict[str, Tenant] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            try:
+                tenant = _tenant(line.strip())
+            except ValueError as error:
+                raise TenantsError(f"line {number}: {error}") from None
+            if found.setdefault(tenant.name, tenant) is not tenant:
+                raise TenantsError(f"line {number}: {tenant.name} is there twice")
+    if len(found) > MAX_TENANTS:
+        raise TenantsError(f"more than {MAX_TENANTS} tenants")
+    return tuple(found.values())
+
+
+def _tenant(line: str) -> Tenant:
+    name, _, rest = line.partition(":")
+    digest, _, limits = rest.partition(":")
+    told = dict(limit.partition("=")[::2] for limit in limits.split(",") if limit)
+    kinds = {"requests": int, "tokens": int, "share": float, "role": str}
+    if unknown := sorted(told.keys() - kinds.keys()):
+        raise TenantsError(f"{unknown[0]} is no limit: there are {', '.join(kinds)}")
+    return Tenant(name=name, digest=digest, **{key: kinds[key](value) for key, value in told.items()})
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """What is left of a minute's amount. It refills evenly, and may be overdrawn once: no call is too large for good."""
+
+    left: float
+    at: float
+
+    def refill(self, now: float, per_minute: int) -> None:
+        self.left = min(per_minute, self.left + (now - self.at) * per_minute / MINUTE_S)
+        self.at = now
+
+    def wait_s(self, per_minute: int, wanted: float) -> float:
+        """Until there is so much; 0: there is."""
+        return max(0.0, (wanted - self.left) * MINUTE_S / per_minute)
+
+
+@dataclass(slots=True)
+class _Use:
+    requests: _Bucket
+    tokens: _Bucket
+    slots: int = 0
+
+
+class Tenants:
+    """All tenants of one gateway and what they use."""
+
+    def __init__(self, known: Sequence[Tenant], slots: int) -> None:
+        """`slots`: the gateway's."""
+        self._slots = slots
+        self._known: Sequence[Tenant] = ()
+        self._uses: dict[str, _Use] = {}
+        self.replace(known)
+
+    def replace(self, known: Sequence[Tenant]) -> None:
+        """Other keys and limits from now on; who stays keeps what is left to him."""
+        self._known = known
+        names = {tenant.name for tenant in known}
+        self._uses = {name: use for name, use in self._uses.items() if name in names or use.slots}
+
+    def of(self, secret: str) -> Tenant | None:
+        """Whose key this is, in a time that does not tell how much of it is right."""
+        digest = digest_of(secret)
+        found = None
+        for tenant in self._known:
+            if hmac.compare_digest(tenant.digest, digest):
+                found = tenant
+        return found
+
+    def begin(self, now: float, tenant: Tenant) -> None:
+        """One more call. Raises Limited."""
+        if tenant.requests:
+            bucket = self._use(now, tenant).requests
+            bucket.refill(now, tenant.requests)
+            if wait_s := bucket.wait_s(tenant.requests, 1):
+                raise Limited(f"{tenant.name} may make {tenant.requests} calls a minute", wait_s)
+            bucket.left -= 1
+
+    def take(self, now: float, tenant: Tenant, slots: int, tokens: int) -> None:
+        """Before a call's requests begin: their slots, and their tokens at most. Raises Limited."""
+        use = self._use(now, tenant)
+        most = max(1, int(self._slots * tenant.share))
+        if use.slots + slots > most:
+            raise Limited(f"{tenant.name} may have {most} requests open, and these would be {use.slots + slots}", None)
+        if tenant.tokens:
+            use.tokens.refill(now, tenant.tokens)
+            if wait_s := use.tokens.wait_s(tenant.tokens, min(tokens, tenant.tokens)):
+                raise Limited(f"{tenant.name} may use {tenant.tokens} tokens a minute", wait_s)
+            use.tokens.left -= tokens
+        use.slots += slots
+
+    def give_back(self, now: float, tenant: Tenant, slots: int, tokens: int) -> None:
+        """At a call's end: its slots, and of its tokens those not used."""
+        use = self._use(now, tenant)
+        use.slots -= slots
+        assert use.slots >= 0
+        if tenant.tokens:
+            use.tokens.refill(now, tenant.tokens)
+            use.tokens.left = min(tenant.tokens, use.tokens.left + tokens)
+
+    @property
+    def slots_taken(self) -> int:
+        """By all tenants: zero when idle."""
+        return sum(use.slots for use in self._uses.values())
+
+    def _use(self, now: float, tenant: Tenant) -> _Use:
+        if tenant.name not in self._uses:
+            self._uses[tenant.name] = _Use(_Bucket(tenant.requests, now), _Bucket(tenant.tokens, now))
+        return self._uses[tenant.name]

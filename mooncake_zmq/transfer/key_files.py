@@ -1,0 +1,193 @@
+"""Keys on disk: DIR/NAME.secret for its owner alone, DIR/public_keys for everybody. Secrets go to sockets and nowhere else.
+
+A process reads its own secret once, and the public keys again whenever their file changes: a rotated key is known without a
+restart. A unit's secret is its credential `node.key`; its `public_keys` may be one too, but then it reads them once as well.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+import zmq
+
+from mooncake_zmq.core import keys
+from mooncake_zmq.core.keys import KeyBook, KeysError, Kind, PublicKey
+from mooncake_zmq.transfer.own_files import make_own_directory, replace_own
+
+log = structlog.get_logger()
+
+PUBLIC_KEYS = "public_keys"
+CREDENTIAL = "node.key"
+CREDENTIALS_VARIABLE = "CREDENTIALS_DIRECTORY"
+MAX_FILE_BYTES = 1 << 20
+WORLD_READABLE = 0o644
+
+
+@dataclass(slots=True)
+class Keys:
+    """What one process has: its own pair, and everybody's public keys as the file tells them now. `refresh` is for one
+    thread; `book` is replaced whole, so others may look at any time."""
+
+    name: str
+    public: str
+    secret: bytes = field(repr=False)
+    path: Path
+    """Of the public keys."""
+    book: KeyBook
+    _seen: tuple[int, int, int]
+
+    def refresh(self) -> None:
+        """Read the public keys again if their file has changed. One that cannot be read leaves them as they were."""
+        try:
+            seen = identity_of(self.path)
+            if seen != self._seen:
+                self._seen = seen
+                self.book = _read_book(self.path)
+                log.info("public_keys_read", path=str(self.path), keys=len(self.book.keys))
+        except (OSError, KeysError) as error:
+            if self._seen != _UNREADABLE:
+                log.warning("public_keys_unreadable", path=str(self.path), reason=str(error))
+            self._seen = _UNREADABLE
+
+
+_UNREADABLE = (0, 0, 0)
+
+
+def directory_of(setting: str) -> Path | None:
+    """Where keys are: `security.keys`, else systemd's credentials if some are ours; None: there are none."""
+    if setting:
+        return Path(setting)
+    credentials = os.environ.get(CREDENTIALS_VARIABLE, "")
+    return Path(credentials) if credentials and (Path(credentials) / PUBLIC_KEYS).is_file() else None
+
+
+def load(directory: Path, name: str) -> Keys:
+    """The keys of one process. Raises KeysError."""
+    if not zmq.has("curve"):
+        raise KeysError("this machine's libzmq was built without CURVE: install pyzmq's own wheel, which has it")
+    path = directory / PUBLIC_KEYS
+    try:
+        seen, book = identity_of(path), _read_book(path)
+    except (OSError, KeysError) as error:
+        raise KeysError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    secret = _read_secret(directory, name)
+    try:
+        public = zmq.curve_public(secret).decode()
+    except (zmq.ZMQError, ValueError):
+        raise KeysError(f"the secret of {name} is no secret key") from None
+    if public not in book.of(name):
+        raise KeysError(f"{path} does not have the public key of {name}'s secret: copy the file from where keys are made")
+    return Keys(name, public, secret, path, book, seen)
+
+
+def make(directory: Path, wanted: Iterable[tuple[str, tuple[Kind, ...]]]) -> list[PublicKey]:
+    """Make a pair for each that has none yet; returns the new ones. Raises KeysError, OSError."""
+    make_own_directory(directory)
+    book, made = _book_or_none(directory), []
+    for name, kinds in wanted:
+        if not keys.NAME_PATTERN.fullmatch(name):
+            raise KeysError(f"{name!r} is no name: write 1 to 63 of a-z, 0-9, '.', '_', '-'")
+        if not book.of(name):
+            book, new = _with_new(directory, book, name, kinds)
+            made.append(new)
+    return made
+
+
+def rotate(directory: Path, name: str) -> PublicKey:
+    """A new pair; the former public key stays good until it is dropped. Raises KeysError, OSError."""
+    book = _read_book(directory / PUBLIC_KEYS)
+    former = next((each for each in book.keys if each.name == name), None)
+    if former is None:
+        raise KeysError(f"{directory} has no key of {name}")
+    if len(book.of(name)) >= keys.MAX_KEYS_OF_ONE:
+        raise KeysError(f"{name} has {keys.MAX_KEYS_OF_ONE} keys: drop the former one once {name} runs with the new one")
+    return _with_new(directory, book, name, former.kinds)[1]
+
+
+def drop(directory: Path, name: str) -> int:
+    """Forget the former keys of `name`; returns how many. Raises KeysError, OSError."""
+    book = _read_book(directory / PUBLIC_KEYS)
+    left = book.with_newest_only(name)
+    _write_book(directory, left)
+    return len(book.keys) - len(left.keys)
+
+
+def read_book(directory: Path) -> KeyBook:
+    """Raises KeysError, OSError."""
+    return _read_book(directory / PUBLIC_KEYS)
+
+
+def _with_new(directory: Path, book: KeyBook, name: str, kinds: tuple[Kind, ...]) -> tuple[KeyBook, PublicKey]:
+    """First the public key, then the secret: a process never has one that nobody may know."""
+    public, secret = zmq.curve_keypair()
+    new = PublicKey(name, kinds, time.strftime("%Y-%m-%d", time.gmtime()), public.decode())
+    book = book.with_key(new)
+    _write_book(directory, book)
+    replace_own(_secret_path(directory, name), secret + b"\n")
+    return book, new
+
+
+def _write_book(directory: Path, book: KeyBook) -> None:
+    path = directory / PUBLIC_KEYS
+    replace_own(path, book.encoded().encode())
+    path.chmod(WORLD_READABLE)
+
+
+def _book_or_none(directory: Path) -> KeyBook:
+    path = directory / PUBLIC_KEYS
+    return _read_book(path) if path.exists() else KeyBook()
+
+
+def _read_book(path: Path) -> KeyBook:
+    return keys.parse(read_guarded(path))
+
+
+def read_guarded(path: Path) -> str:
+    """A text that decides who may do what: nobody but us and root can have written it. Raises OSError, KeysError."""
+    content, state = _read(path)
+    if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise KeysError(f"{path}: others can write it: chmod go-w it, and see that nothing foreign is in it")
+    try:
+        return content.decode("ascii")
+    except UnicodeDecodeError:
+        raise KeysError("it is no text of keys") from None
+
+
+def _read_secret(directory: Path, name: str) -> bytes:
+    """Raises KeysError."""
+    credential = Path(os.environ.get(CREDENTIALS_VARIABLE, "/nowhere")) / CREDENTIAL
+    given = credential.exists()
+    path = credential if given else _secret_path(directory, name)
+    try:
+        content, state = _read(path)
+    except OSError as error:
+        raise KeysError(f"{path}: {error.strerror}; `mooncake-zmq keys make` makes it") from None
+    # systemd lets a service read its credentials by an ACL, which shows as a group's permission; the directory is closed.
+    if not given and state.st_mode & 0o077:
+        raise KeysError(f"{path}: others can read it: chmod 600 it, and rotate the key")
+    return content.strip()
+
+
+def _read(path: Path) -> tuple[bytes, os.stat_result]:
+    """A file of ours or root's. Raises OSError, KeysError."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise KeysError(f"{path}: it is no regular file")
+        if state.st_uid not in (0, os.geteuid()):
+            raise KeysError(f"{path}: it belongs to another user, uid {state.st_uid}")
+        return file.read(MAX_FILE_BYTES), state
+
+
+def _secret_path(directory: Path, name: str) -> Path:
+    return directory / f"{name}.secret"
+
+
+def identity_of(path: Path) -> tuple[int, int, int]:
+    """Of a file's content, as long as nobody tries to hide a change. Raises OSError."""
+    state = path.stat()
+    return state.st_ino, state.st_mtime_ns, state.st_size

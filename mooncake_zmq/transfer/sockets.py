@@ -1,0 +1,274 @@
+"""Makes every ZeroMQ socket of a process, in one context: limits, liveness, and keys where bytes leave the machine.
+
+Without keys TCP is for loopback alone, or for whoever says that he trusts his network. With keys every TCP socket speaks CURVE,
+loopback's too: who connects must have a key that `core.keys` admits there, and must meet the key that he expects. `ipc://`
+sockets lie in a directory that is this user's alone, and need none.
+
+A server asks by ZAP (RFC 27) whom it may let in. One thread answers for all of them, and tells the name of the key as the
+connection's User-Id, which ZeroMQ puts to each message. Who began as one name stays that one for the connection's life.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import IPv4Address, ip_address
+from typing import Literal
+
+import structlog
+import zmq
+from zmq.utils import z85
+
+from mooncake_zmq.core.keys import PLANES, Plane
+from mooncake_zmq.transfer.key_files import Keys
+
+log = structlog.get_logger()
+
+USER_ID = "User-Id"
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+REFRESH_S = 1.0
+"""How often the file of public keys is looked at."""
+TOLD_EVERY_S = 10.0
+"""Refusals are logged so often at most, and all counted."""
+HANDSHAKE_MS = 5_000
+CURVE_BYTES, CURVE_HANDSHAKE_BYTES = 64, 1024
+"""What CURVE adds to each frame, and what its own commands take, at most."""
+HEARTBEAT_MS = 2_000
+RECONNECT_MS = 50
+MAX_SOCKETS = 4096
+IO_THREADS: tuple[str, ...] = (*PLANES, "reads")
+"""Of a process that serves: bytes of one plane do not wait behind those of another, nor blocks that leave behind those that
+come."""
+Bulk = Literal["curve", "plain"]
+
+
+class BadEndpoint(ValueError):
+    """An endpoint that cannot be bound or connected: the operator's mistake, told in one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one socket may hold. HWM: messages in each connection's queue."""
+
+    max_message_bytes: int
+    send_hwm: int
+    receive_hwm: int
+    heartbeat_timeout_ms: int = 10_000
+    """Silence after which a TCP connection is given up; over ipc the kernel tells at once."""
+    reconnect_max_ms: int = 2_000
+
+
+class Sockets:
+    """A context and its keys, shared by the parts of a process. Each part borrows it; the last to give it back ends it."""
+
+    def __init__(
+        self,
+        keys: Keys | None = None,
+        *,
+        allow_plain_tcp: bool = False,
+        bulk: Bulk = "curve",
+        io_threads: int = 0,
+        on_crash: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """`io_threads`: shared by all sockets; 0: one for each of IO_THREADS. `on_crash` is called from the thread that
+        answers for keys, of which there is one if somebody listens by them."""
+        self.counts = {"admitted": 0, "refused": 0}
+        self.keys = keys
+        self._allow_plain_tcp = allow_plain_tcp
+        self._bulk = bulk
+        self._pinned = io_threads == 0
+        self._on_crash = on_crash
+        self._in_use: dict[str, str] = {}
+        """With which key a name last began to speak to us, by name: the one by which it can be reached."""
+        self._told_at = 0.0
+        self._users = 0
+        self._guard = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=io_threads or len(IO_THREADS))
+        self._context.max_sockets = MAX_SOCKETS
+        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread: threading.Thread | None = None
+
+    def borrow(self) -> "Sockets":
+        """For one more part of the process; it gives back what it borrowed."""
+        with self._guard:
+            self._users += 1
+        return self
+
+    def give_back(self) -> None:
+        """All sockets that the part made are closed."""
+        with self._guard:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._end()
+
+    def listening(self, kind: int, endpoint: str, plane: Plane, limits: Limits) -> "zmq.Socket[bytes]":
+        """A socket that may bind to `endpoint`. Raises BadEndpoint for one that is not to be had without keys."""
+        secured = self._is_secured(endpoint, plane)
+        socket = self._make(kind, endpoint, plane, limits)
+        if secured:
+            assert self.keys is not None
+            self._answer_for_keys()
+            socket.maxmsgsize = max(limits.max_message_bytes + CURVE_BYTES, CURVE_HANDSHAKE_BYTES)
+            socket.curve_server = True
+            socket.curve_secretkey = self.keys.secret
+            socket.zap_domain = plane.encode()
+            socket.zap_enforce_domain = True
+        return socket
+
+    def connecting(
+        self, kind: int, endpoint: str, plane: Plane, limits: Limits, *, server: str, not_by: str = "", thread: str = ""
+    ) -> "tuple[zmq.Socket[bytes], str]":
+        """A socket that may connect to the node `server` at `endpoint`, and the key by which it expects it; empty: none.
+
+        `not_by`: a key by which it was not reached. Raises BadEndpoint where there is no key of it, or keys are wanted.
+        """
+        secured = self._is_secured(endpoint, plane)
+        if secured and self.keys is not None and self._thread is None:
+            self.keys.refresh()
+        expected = self.key_of(server, not_by=not_by) if secured else ""
+        if secured and not server:
+            raise BadEndpoint(f"{endpoint}: write tcp://NAME@HOST:PORT: servers are known by the keys of their names")
+        if secured and not expected:
+            assert self.keys is not None
+            raise BadEndpoint(f"{endpoint}: {self.keys.path} has no key of {server}")
+        socket = self._make(kind, endpoint, thread or plane, limits)
+        if secured:
+            assert self.keys is not None
+            socket.maxmsgsize = max(limits.max_message_bytes + CURVE_BYTES, CURVE_HANDSHAKE_BYTES)
+            socket.curve_publickey = self.keys.public.encode()
+            socket.curve_secretkey = self.keys.secret
+            socket.curve_serverkey = expected.encode()
+        return socket, expected
+
+    def key_of(self, name: str, *, not_by: str = "") -> str:
+        """The key by which `name` is best reached: with which it speaks to us, else its newest, else the other one."""
+        known = self.keys.book.of(name) if self.keys is not None else ()
+        if (used := self._in_use.get(name)) in known:
+            return used or ""
+        return next((key for key in known if key != not_by), known[0] if known else "")
+
+    def inner(self, kind: int) -> "zmq.Socket[bytes]":
+        """A socket for `inproc://` alone."""
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        return socket
+
+    def _make(self, kind: int, endpoint: str, thread: str, limits: Limits) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.ipv6 = False
+        socket.maxmsgsize = limits.max_message_bytes
+        socket.sndhwm, socket.rcvhwm = limits.send_hwm, limits.receive_hwm
+        socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, limits.reconnect_max_ms
+        socket.handshake_ivl = HANDSHAKE_MS
+        if self._pinned:
+            socket.affinity = 1 << IO_THREADS.index(thread)
+        if endpoint.startswith("tcp://"):
+            socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, limits.heartbeat_timeout_ms
+            socket.tcp_keepalive = 1
+        return socket
+
+    def _is_secured(self, endpoint: str, plane: Plane) -> bool:
+        """Raises BadEndpoint."""
+        if not endpoint.startswith("tcp://"):
+            return False
+        if self.keys is not None:
+            return plane != "data" or self._bulk == "curve"
+        if not self._allow_plain_tcp and not is_loopback(endpoint):
+            raise BadEndpoint(
+                f"{endpoint}: TCP beyond this machine needs keys: `mooncake-zmq keys make` makes them, and security.keys names "
+                "their directory; on a network that nobody else is on, set security.allow_plain_tcp = true"
+            )
+        return False
+
+    def _answer_for_keys(self) -> None:
+        with self._guard:
+            if self._thread is None:
+                self._zap = self.inner(zmq.REP)
+                self._zap.bind(ZAP_ENDPOINT)
+                self._thread = threading.Thread(target=self._run, name="keys", daemon=True)
+                self._thread.start()
+
+    def _end(self) -> None:
+        os.eventfd_write(self._stop, 1)
+        if self._thread is not None:
+            self._thread.join()
+            self._zap.close()
+        self._context.term()
+        os.close(self._stop)
+
+    # --- the thread that answers for keys
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._zap, zmq.POLLIN)
+        poller.register(self._stop, zmq.POLLIN)
+        assert self.keys is not None
+        try:
+            while self._stop not in (ready := dict(poller.poll(int(REFRESH_S * 1000)))):
+                self.keys.refresh()
+                if self._zap in ready:
+                    self._zap.send_multipart(self._answer(self.keys, self._zap.recv_multipart()))
+        except Exception as error:
+            log.critical("keys_crashed", exc_info=error)
+            if self._on_crash is not None:
+                self._on_crash(error)
+
+    def _answer(self, keys: Keys, request: list[bytes]) -> list[bytes]:
+        version, request_id, domain, address, _, mechanism, *credentials = request
+        plane, name, key = domain.decode(), None, ""
+        if mechanism == b"CURVE" and len(credentials) == 1:
+            key = z85.encode(credentials[0]).decode()
+            name = keys.book.admitted(plane, key)
+        if name is None:
+            self.counts["refused"] += 1
+            self._tell_refused(plane, address.decode())
+            return [version, request_id, b"400", b"no key that is known here", b"", b""]
+        self.counts["admitted"] += 1
+        if plane == "control":
+            self._in_use[name] = key
+        return [version, request_id, b"200", b"", name.encode(), b""]
+
+    def _tell_refused(self, plane: str, address: str) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= TOLD_EVERY_S:
+            self._told_at = now
+            log.warning("connection_refused", plane=plane, address=address, refused=self.counts["refused"])
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise BadEndpoint unless one can both listen on `endpoint` and connect to it, from another machine if it is TCP."""
+    if endpoint.startswith("ipc://"):
+        path = endpoint.removeprefix("ipc://")
+        if not path.startswith("/"):
+            raise BadEndpoint(f"{endpoint}: an ipc endpoint needs an absolute path")
+        if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+            raise BadEndpoint(f"{endpoint}: the path is longer than {zmq.IPC_PATH_MAX_LEN} bytes; use a shorter runtime_dir")
+    elif endpoint.startswith("tcp://"):
+        address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+        if not _is_one_address(address) or not is_port:
+            raise BadEndpoint(
+                f"{endpoint}: write tcp://ADDRESS:PORT with an IPv4 address of the node's machine, no name and no wildcard: "
+                "the node listens there and the others connect to it"
+            )
+    else:
+        raise BadEndpoint(f"{endpoint}: an endpoint begins with ipc:// or tcp://")
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Does TCP at this endpoint stay on the machine?"""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name, an interface, a wildcard
+        return host == "localhost"
+
+
+def _is_one_address(text: str) -> bool:
+    try:
+        return not IPv4Address(text).is_unspecified
+    except ValueError:
+        return False

@@ -1,0 +1,91 @@
+"""API keys at the HTTP edge: who has none, who has too little left, and what tenants learn of each other: nothing."""
+
+import httpx
+import pytest
+from scripted_actor import ScriptedActor
+from test_edge_errors import error_of
+
+from mooncake_zmq.gateway.tenants import Tenant, Tenants, digest_of
+
+BODY = {"prompt": [1, 2, 3, 4, 5, 6, 7, 8], "max_tokens": 4}
+
+
+def guarded(**limits) -> ScriptedActor:
+    """A gateway with the users "alice" and "bob", whose keys are their names, and the admin "root"."""
+    actor = ScriptedActor()
+    known = [Tenant(name=name, digest=digest_of(name), **limits) for name in ("alice", "bob")]
+    actor.edge.tenants = Tenants([*known, Tenant(name="root", digest=digest_of("root"), role="admin")], slots=8)
+    return actor
+
+
+def ask(actor: ScriptedActor, key: str | None, path: str = "/v1/completions", **body) -> httpx.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    if not path.startswith("/v1/c"):
+        return actor.call("GET", path, headers=headers)
+    return actor.call("POST", path, json=BODY | body, headers=headers)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics", "/nowhere"])
+def test_who_has_no_key_or_a_wrong_one_gets_nothing(path):
+    actor = guarded()
+    for key in (None, "", "mallory", "alice2", "x" * 300, "\xff"):
+        headers = {} if key is None else {"authorization": f"Bearer {key}".encode("latin-1")}
+        answer = actor.call("POST" if "completions" in path else "GET", path, headers=headers, content=b"{}" * 1000)
+        assert error_of(answer) == (401, "invalid_request_error", None, "invalid_api_key")
+        assert answer.headers["www-authenticate"] == "Bearer"
+    basic = actor.call("GET", path, headers={"authorization": "Basic YWxpY2U6"})
+    assert basic.status_code == 401
+    assert actor.requests == {}
+    assert actor.edge.counts["edge_http_responses[status=401]"] == 7
+
+
+def test_who_has_a_key_is_served():
+    actor = guarded()
+    assert ask(actor, "alice").status_code == 200
+    assert ask(actor, "alice", "/v1/models").status_code == 200
+    assert actor.edge.tenants.slots_taken == 0
+
+
+def test_what_load_balancers_ask_needs_no_key_and_metrics_an_admins():
+    actor = guarded()
+    for path in ("/", "/health", "/ready", "/ping", "/live"):
+        assert ask(actor, None, path).status_code == 200
+    assert error_of(ask(actor, "alice", "/metrics"))[0::3] == (403, "insufficient_permissions")
+    assert ask(actor, "root", "/metrics").status_code == 200
+
+
+def test_without_keys_everybody_is_served():
+    actor = ScriptedActor()
+    assert ask(actor, None).status_code == 200
+    assert ask(actor, None, "/metrics").status_code == 200
+
+
+@pytest.mark.parametrize("limits", [{"requests": 1}, {"tokens": 15}])
+def test_more_than_a_minutes_amount_is_429_with_retry_after(limits):
+    actor = guarded(**limits)
+    assert ask(actor, "alice").status_code == 200
+    answer = ask(actor, "alice")
+    assert error_of(answer) == (429, "rate_limit_error", None, "rate_limit_exceeded")
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert ask(actor, "bob").status_code == 200
+    assert actor.edge.tenants.slots_taken == 0
+
+
+def test_a_share_of_the_slots_bounds_a_calls_choices():
+    actor = guarded(share=0.25)
+    assert ask(actor, "alice", n=2).status_code == 200
+    assert error_of(ask(actor, "alice", n=3))[0::3] == (429, "rate_limit_exceeded")
+    assert actor.edge.slots_taken == 0
+    assert actor.edge.tenants.slots_taken == 0
+
+
+def test_tenants_share_no_block_keys_whatever_salt_they_wish():
+    actor = guarded()
+    for key, salt in (("alice", None), ("alice", None), ("bob", None), ("bob", "tenant/alice/"), ("alice", "x")):
+        assert ask(actor, key, **({"cache_salt": salt} if salt else {})).status_code == 200
+    keys = [request.keys for request in actor.requests.values()]
+    assert keys[0] == keys[1]
+    assert len(set(keys[1:])) == 4
+    open_to_all = ScriptedActor()
+    ask(open_to_all, None)
+    assert open_to_all.only.keys not in keys

@@ -1,0 +1,297 @@
+"""Keys at real sockets: who has none, a foreign one or another kind's is not heard and hears nothing, on any kind of socket."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.utils.monitor
+from test_zmq_runtime import HELLO, SETTINGS, Echo, running
+
+from mooncake_zmq.core.keys import KeysError
+from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.session import Session
+from mooncake_zmq.core.talk import Member
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.runtime.kv_events import KvEventPublisher
+from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
+from mooncake_zmq.store import MooncakeDistributedStore
+from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.transfer import key_files
+from mooncake_zmq.transfer.network import DataServer
+from mooncake_zmq.transfer.shared_memory import Segment
+from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets, is_loopback
+
+PATIENCE_S = 20.0
+OVER = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+OVER |= zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+SOON = replace(SETTINGS, peer_timeout_s=1.0)
+FAR = "tcp://10.11.12.13:7000"
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    directory = tmp_path / "keys"
+    nodes = [(name, ("node",)) for name in ("a", "b", "c")]
+    key_files.make(directory, [*nodes, ("reader", ("store",)), ("watcher", ("events",))])
+    return directory
+
+
+@pytest.fixture
+def sockets(directory: Path) -> Iterator[Callable[[str], Sockets]]:
+    """Those of a process that has the keys of a name."""
+    with ExitStack() as stack:
+
+        def make(name: str) -> Sockets:
+            made = Sockets(key_files.load(directory, name), on_crash=pytest.fail).borrow()
+            stack.callback(made.give_back)
+            return made
+
+        yield make
+
+
+def free_endpoint() -> str:
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as probe:
+        port = probe.bind_to_random_port("tcp://127.0.0.1")
+    context.term()
+    return f"tcp://127.0.0.1:{port}"
+
+
+@dataclass
+class Served:
+    """A server of one kind: where, what to ask it with, and how often it was asked."""
+
+    endpoint: str
+    kind: int
+    ask: tuple[bytes, ...]
+    heard: Callable[[], int]
+    welcome: str
+    """Whose key it takes."""
+    not_welcome: str
+
+
+def session(me: str, peers: dict[str, str]) -> Session:
+    members = dict.fromkeys(peers, Member(("cache-node",), "here"))
+    return Session(me=me, incarnation=1, hello=HELLO, peers=members, settings=SOON, now=time.monotonic())
+
+
+def runtime(me: str, endpoint: str, peers: dict[str, str], sockets: Sockets, actor: Echo | None = None) -> ZmqRuntime:
+    return ZmqRuntime(Node(actor or Echo(), session(me, peers)), endpoint=endpoint, peers=peers, sockets=sockets)
+
+
+@pytest.fixture(params=["control", "data", "store", "events"])
+def served(request: pytest.FixtureRequest, tmp_path: Path, sockets: Callable[[str], Sockets]) -> Iterator[Served]:
+    ours, plane = sockets("a"), request.param
+    with ExitStack() as stack:
+        match plane:
+            case "control":
+                made = stack.enter_context(running(runtime("a", free_endpoint(), {}, ours)))
+                heard = lambda: made.counts.get("frames_received", 0)  # noqa: E731
+                yield Served(made.endpoint, zmq.DEALER, (b"x",), heard, "b", "reader")
+            case "data":
+                layout = BlockLayout(layers=2, block_tokens=4, kv_heads=1, head_dim=8)
+                segment = Segment.create(tmp_path, "test", "a", layout, 4, 1)
+                stack.callback(segment.close)
+                data = DataServer(segment, "tcp://127.0.0.1:*", on_crash=pytest.fail, sockets=ours)
+                stack.callback(data.close)
+                yield Served(data.endpoint, zmq.DEALER, (b"x",), lambda: data.counts["garbage"], "b", "reader")
+            case "store":
+                store = StoreServer(
+                    settings=ObjectSettings(object_bytes=8 << 20, slab_bytes=4 << 20, max_objects=64),
+                    directory=tmp_path,
+                    cluster="test",
+                    node="a",
+                    incarnation=1,
+                    endpoint="tcp://127.0.0.1:*",
+                    on_crash=pytest.fail,
+                    sockets=ours,
+                )
+                stack.callback(store.close)
+                yield Served(store.endpoint, zmq.DEALER, (b"x",), lambda: int(store.counts["garbage"]), "reader", "b")
+            case _:
+                publisher = KvEventPublisher("tcp://127.0.0.1:*", block_tokens=4, on_crash=pytest.fail, sockets=ours)
+                stack.callback(publisher.close)
+                subscribed = lambda: publisher.counts["subscribers_cut"]  # noqa: E731
+                foreign = tuple(b"foreign%d" % number for number in range(80))
+                yield Served(publisher.endpoint, zmq.SUB, foreign, subscribed, "watcher", "b")
+
+
+def attempt(served: Served, directory: Path, *, key: str | None) -> tuple[int, list[bytes]]:
+    """Connect by the key of a name, a foreign one ("") or none, and ask: how the handshake ended, and what was answered."""
+    context = zmq.Context()
+    socket = context.socket(served.kind)
+    socket.linger = 0
+    if key is not None:
+        secret = (directory / f"{key}.secret").read_bytes().strip() if key else zmq.curve_keypair()[1]
+        socket.curve_secretkey, socket.curve_publickey = secret, zmq.curve_public(secret)
+        socket.curve_serverkey = key_files.read_book(directory).of("a")[0].encode()
+    monitor = socket.get_monitor_socket(OVER)
+    socket.connect(served.endpoint)
+    for message in served.ask:
+        socket.subscribe(message) if served.kind == zmq.SUB else socket.send(message)
+    try:
+        assert monitor.poll(PATIENCE_S * 1000), "the handshake has no end"
+        event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            eventually(served.heard)
+        return event, [socket.recv(zmq.NOBLOCK)] if socket.poll(0) else []
+    finally:
+        socket.disable_monitor()
+        monitor.close(linger=0)
+        socket.close()
+        context.term()
+
+
+def test_who_has_no_key_that_fits_is_not_heard_and_hears_nothing(served: Served, directory: Path) -> None:
+    for key in (None, "", served.not_welcome):
+        event, told = attempt(served, directory, key=key)
+        assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert told == []
+        assert served.heard() == 0
+
+
+def test_who_has_a_key_that_fits_is_heard(served: Served, directory: Path) -> None:
+    event, _ = attempt(served, directory, key=served.welcome)
+    assert event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+def test_a_node_that_speaks_as_another_is_dropped_and_counted(sockets: Callable[[str], Sockets]) -> None:
+    where = {name: free_endpoint() for name in "abc"}
+    hears = {name: Echo() for name in "ab"}
+    with (
+        running(runtime("a", where["a"], {"b": where["b"]}, sockets("a"), hears["a"])) as a,
+        running(runtime("b", where["b"], {"a": where["a"]}, sockets("b"), hears["b"])) as b,
+    ):
+        eventually(lambda: a.node.session.up_peers and b.node.session.up_peers)
+        liar = runtime("b", free_endpoint(), {"a": where["a"]}, sockets("c"))
+        liar.node.session.incarnation = 2
+        with running(liar):
+            eventually(lambda: a.node.session.counts.get("dropped[reason=not_its_key]", 0) > 3)
+        assert list(a.node.session.up_peers) == ["b"]
+    assert not liar.node.session.up_peers
+
+
+def test_a_key_is_rotated_and_dropped_while_the_others_run(directory: Path, sockets: Callable[[str], Sockets]) -> None:
+    where = {name: free_endpoint() for name in "ab"}
+    with running(runtime("a", where["a"], {"b": where["b"]}, sockets("a"))) as a:
+        with running(runtime("b", where["b"], {"a": where["a"]}, sockets("b"))):
+            eventually(lambda: a.node.session.up_peers)
+            key_files.rotate(directory, "b")
+        eventually(lambda: not a.node.session.up_peers)
+        again = runtime("b", where["b"], {"a": where["a"]}, sockets("b"))
+        again.node.session.incarnation = 2
+        with running(again):
+            eventually(lambda: a.node.session.up_peers and again.node.session.up_peers)
+            assert key_files.drop(directory, "b") == 1
+
+
+def test_a_store_client_reads_and_writes_by_its_key(directory: Path, tmp_path: Path, sockets: Callable[[str], Sockets]) -> None:
+    server = StoreServer(
+        settings=ObjectSettings(object_bytes=8 << 20, slab_bytes=4 << 20, max_objects=64),
+        directory=tmp_path,
+        cluster="test",
+        node="a",
+        incarnation=1,
+        endpoint="tcp://127.0.0.1:*",
+        on_crash=pytest.fail,
+        sockets=sockets("a"),
+    )
+    port = server.endpoint.rpartition(":")[2]
+    store = MooncakeDistributedStore()
+    common = {"keys": str(directory), "key_name": "reader", "share_memory": False, "setup_timeout_s": 1.0}
+    try:
+        for address in (f"127.0.0.1:{port}", f"b@127.0.0.1:{port}"):  # no name to expect, and another's
+            assert store.setup({"master_server_addr": address, **common}) == -900
+        assert store.setup({"master_server_addr": f"a@127.0.0.1:{port}", **common}) == 0
+        assert store.put("key", b"value") == 0
+        assert store.get("key") == b"value"
+    finally:
+        store.close()
+        server.close()
+
+
+# --- what is refused before a socket is made
+
+
+def test_tcp_beyond_loopback_needs_keys_or_a_word_that_it_does_not(directory: Path) -> None:
+    plain, trusting = Sockets(io_threads=1).borrow(), Sockets(io_threads=1, allow_plain_tcp=True).borrow()
+    try:
+        with pytest.raises(BadEndpoint, match="needs keys: `mooncake-zmq keys make`"):
+            runtime("a", FAR, {}, plain)
+        with pytest.raises(BadEndpoint, match="needs keys"):
+            runtime("a", free_endpoint(), {"b": FAR}, plain)
+        with pytest.raises(BadEndpoint, match="needs keys"):
+            KvEventPublisher("tcp://*:5557", block_tokens=4, on_crash=pytest.fail, sockets=plain)
+        with running(runtime("a", free_endpoint(), {"b": FAR}, trusting)):
+            pass
+    finally:
+        plain.give_back()
+        trusting.give_back()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local"),
+    [
+        ("tcp://127.8.0.1:1", True),
+        ("tcp://localhost:1", True),
+        ("tcp://[::1]:1", True),
+        ("tcp://*:1", False),
+        ("tcp://0.0.0.0:1", False),
+        ("tcp://eth0:1", False),
+    ],
+)
+def test_what_loopback_is(endpoint: str, local: bool) -> None:
+    assert is_loopback(endpoint) == local
+
+
+def test_secrets_are_for_their_owner_alone(directory: Path) -> None:
+    secret = directory / "a.secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    secret.chmod(0o640)
+    with pytest.raises(KeysError, match="others can read it"):
+        key_files.load(directory, "a")
+
+
+def test_a_book_without_ones_own_key_is_an_old_one(directory: Path) -> None:
+    before = (directory / "public_keys").read_bytes()
+    key_files.rotate(directory, "a")
+    (directory / "public_keys").write_bytes(before)
+    with pytest.raises(KeysError, match="does not have the public key of a's secret"):
+        key_files.load(directory, "a")
+
+
+def test_a_damaged_book_leaves_what_was_known(directory: Path) -> None:
+    keys = key_files.load(directory, "a")
+    known = keys.book
+    for content in ("a node 2026-01-01\n", "\xff", ""):
+        (directory / "public_keys").write_text(content, encoding="latin-1")
+        keys.refresh()
+        assert keys.book == known or content == ""
+
+
+def test_a_unit_has_its_secret_as_a_credential(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    public = key_files.load(directory, "a").public
+    assert key_files.directory_of("") is None
+    credentials = tmp_path / "credentials"
+    credentials.mkdir()
+    (credentials / "node.key").write_bytes((directory / "a.secret").read_bytes())
+    (credentials / "node.key").chmod(0o440)
+    (directory / "a.secret").unlink()
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(credentials))
+    assert key_files.directory_of("") is None
+    assert key_files.load(directory, "a").public == public
+    (credentials / "public_keys").write_bytes((directory / "public_keys").read_bytes())
+    assert key_files.directory_of("") == credentials
+    assert key_files.load(credentials, "a").public == public

@@ -1,0 +1,96 @@
+"""`mooncake-zmq keys`: what it writes, what it prints, and what it refuses in one line."""
+
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from mooncake_zmq.gateway.tenants import Tenants
+from mooncake_zmq.keys import keys
+from mooncake_zmq.runtime.api_keys import ApiKeys, read
+from mooncake_zmq.transfer import key_files
+
+NODES = "[[nodes]]\nname = 'a'\nrole = 'conductor'\n[[nodes]]\nname = 'b'\nrole = 'gateway'\n"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(keys, [str(each) for each in arguments])
+
+
+def made(tmp_path: Path) -> Path:
+    config = tmp_path / "cluster.toml"
+    config.write_text(NODES)
+    told = run("make", "--config", config, "--to", tmp_path / "keys", "--store", "client", "--events", "client")
+    assert told.exit_code == 0, told.output
+    return tmp_path / "keys"
+
+
+def test_a_key_is_made_for_each_node_and_client_and_made_once(tmp_path: Path) -> None:
+    directory = made(tmp_path)
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    assert before.keys() == {"public_keys", "a.secret", "b.secret", "client.secret"}
+    assert {path.stat().st_mode & 0o777 for path in directory.glob("*.secret")} == {0o600}
+    assert directory.stat().st_mode & 0o777 == 0o700
+    made(tmp_path)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    listed = run("list", "--in", directory).output.splitlines()
+    assert [line.split()[:2] for line in listed] == [["a", "node"], ["b", "node"], ["client", "store,events"]]
+
+
+def test_a_rotated_name_has_two_keys_until_one_is_dropped(tmp_path: Path) -> None:
+    directory = made(tmp_path)
+    (first,) = run("show", "a", "--in", directory).output.split()
+    assert run("rotate", "a", "--in", directory).exit_code == 0
+    newest, former = run("show", "a", "--in", directory).output.split()
+    assert former == first
+    assert key_files.load(directory, "a").public == newest
+    again = run("rotate", "a", "--in", directory)
+    assert again.exit_code == 1
+    assert "drop the former one" in again.output
+    assert run("drop", "a", "--in", directory).exit_code == 0
+    assert run("show", "a", "--in", directory).output.split() == [newest]
+
+
+def test_what_cannot_be_done_is_told_in_a_line(tmp_path: Path) -> None:
+    directory = made(tmp_path)
+    for arguments in (
+        ("show", "nobody", "--in", directory),
+        ("rotate", "nobody", "--in", directory),
+        ("list", "--in", tmp_path / "nowhere"),
+        ("make", "--to", directory),
+        ("make", "--to", directory, "--store", "Not A Name"),
+        ("make", "--config", tmp_path / "cluster.toml", "--to", directory, "--store", "a"),
+    ):
+        told = run(*arguments)
+        assert told.exit_code == 1
+        assert len(told.output.splitlines()) == 1
+        assert told.output.startswith("Error: ")
+
+
+def test_an_api_key_is_printed_once_and_its_hash_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "api_keys"
+    secret = run("api", "alice", "--in", path, "--requests", 60, "--share", 0.25).output.strip()
+    admin = run("api", "root", "--in", path, "--role", "admin").output.strip()
+    assert secret not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o644
+    tenants = Tenants(read(path), 8)
+    assert tenants.of(secret) is not None
+    assert [(each.name, each.requests, each.share, each.role) for each in read(path)] == [
+        ("alice", 60, 0.25, "user"),
+        ("root", 0, 1.0, "admin"),
+    ]
+    assert "--replace" in run("api", "alice", "--in", path).output
+    other = run("api", "alice", "--in", path, "--replace").output.strip()
+    tenants.replace(read(path))
+    assert [tenants.of(each) is not None for each in (secret, other, admin)] == [False, True, True]
+
+
+def test_a_damaged_file_of_api_keys_leaves_who_was_known(tmp_path: Path) -> None:
+    path = tmp_path / "api_keys"
+    secret = run("api", "alice", "--in", path).output.strip()
+    keys_of_file = ApiKeys(path, 8)
+    path.write_text("alice:no hash\n")
+    keys_of_file.refresh()
+    assert keys_of_file.tenants.of(secret) is not None
+    path.write_text("")
+    keys_of_file.refresh()
+    assert keys_of_file.tenants.of(secret) is None
