@@ -15,9 +15,6 @@ ALONE = ("chaos", "cluster", "engine", "gpu")
 """Directories of tests that run one at a time."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    here = Path(__file__).parent
-    for item in items:
-        path = item.path.relative_to(here)
-        item.add_marker(pytest.mark.xdist_group("alone" if path.parts[0] in ALONE else path.as_posix()))
+def pytest_itemcollected(item):
+    path = item.path.relative_to(Path(__file__).parent)
+    item.add_marker(pytest.mark.xdist_group("alone" if path.parts[0] in ALONE else path.as_posix()))

@@ -1,48 +1,16 @@
 """A store server on a thread, over ipc or tcp, and clients of it that share its memory or do not."""
 
-import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import monotonic, sleep
 
 import pytest
+from store_harness import SLAB_BYTES, SSD_BYTES
 
 from mooncake_zmq.store import MooncakeDistributedStore
 from mooncake_zmq.store.rules.object_log import ObjectSsdSettings
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.server import StoreServer
-
-SLAB_BYTES = 4 << 20
-SSD_BYTES = 96 << 20
-WORK_GAUGES = ("leases", "puts", "writing_objects", "quarantined_objects", "reserved_bytes")
-SSD_WORK_GAUGES = ("ssd_demoting", "ssd_promoting", "ssd_erasing")
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    deadline = monotonic() + timeout_s
-    while not condition():
-        assert monotonic() < deadline, f"waited in vain for: {what}"
-        sleep(0.01)
-
-
-def idle(server: StoreServer) -> bool:
-    gauges = server.gauges()
-    return not any(gauges[name] for name in WORK_GAUGES) and not any(gauges.get(name) for name in SSD_WORK_GAUGES)
-
-
-class Memory:
-    """Application memory at an address."""
-
-    def __init__(self, content: bytes | int) -> None:
-        self.buffer = ctypes.create_string_buffer(
-            content if isinstance(content, int) else bytes(content), None if isinstance(content, int) else len(content)
-        )
-        self.address = ctypes.addressof(self.buffer)
-        self.size = len(self.buffer)
-
-    def bytes(self, start: int = 0, size: int | None = None) -> bytes:
-        return self.buffer.raw[start : self.size if size is None else start + size]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from conftest import SLAB_BYTES, WORK_GAUGES, Memory, idle, wait_for
+from store_harness import SLAB_BYTES, WORK_GAUGES, Memory, idle, wait_for
 
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.client.client import StoreClient

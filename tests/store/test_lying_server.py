@@ -1,8 +1,8 @@
 """A store server that names what is not there ends no client: calls fail, and touch nothing outside of the segment."""
 
 import pytest
-from conftest import SLAB_BYTES, Memory
 from msgspec import structs
+from store_harness import SLAB_BYTES, Memory
 
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.client.client import UNREACHED

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import SLAB_BYTES, Memory, idle, wait_for
+from store_harness import SLAB_BYTES, Memory, idle, wait_for
 
 from mooncake_zmq.store import MooncakeDistributedStore, ReplicateConfig
 from mooncake_zmq.store.client import api

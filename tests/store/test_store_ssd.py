@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
-from conftest import SLAB_BYTES, Memory, idle, wait_for
+from store_harness import SLAB_BYTES, Memory, idle, wait_for
 
 from mooncake_zmq.store import MooncakeDistributedStore, ReplicateConfig
 from mooncake_zmq.store.server.object_disk import ObjectDisk
@@ -327,7 +327,7 @@ def test_only_the_cold_share_is_written(make, connect):
 SERVER = """
 import sys, time
 sys.path.insert(0, {here!r})
-from conftest import SLAB_BYTES
+from store_harness import SLAB_BYTES
 from mooncake_zmq.store.rules.object_log import ObjectSsdSettings
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.server import StoreServer
