@@ -155,6 +155,14 @@ class Connections:
         cut(self._listening, descriptor)
 
 
+def came_by(frame: zmq.Frame) -> int:
+    """The descriptor of the connection that a frame came by; -1: that has ended."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:  # libzmq answers -1 for it, which PyZMQ takes for an error
+        return -1
+
+
 def cut(listening: "zmq.Socket[bytes]", descriptor: int) -> None:
     """End a connection of a listening socket; whoever is at its other end may connect anew."""
     try:

@@ -24,7 +24,7 @@ import structlog
 import zmq
 
 from mooncake_zmq.kv.events import AllBlocksCleared, EventEncoder, EventFormat, KvEvent
-from mooncake_zmq.runtime.connections import RECEIVE_BUFFER_BYTES, Connections, cut
+from mooncake_zmq.runtime.connections import RECEIVE_BUFFER_BYTES, Connections, came_by, cut
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 
 log = structlog.get_logger()
@@ -210,7 +210,7 @@ class KvEventPublisher:
             told = frame.bytes
             if told[:1] == b"\0" or (told[:1] == b"\1" and self._topic.startswith(told[1:])):
                 continue
-            descriptor = int(frame.get(zmq.SRCFD))
+            descriptor = came_by(frame)
             self._foreign[descriptor] += 1
             if self._foreign[descriptor] > MAX_FOREIGN:
                 del self._foreign[descriptor]

@@ -51,7 +51,7 @@ from mooncake_zmq.core.node import Node, Outer, Transmit
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent
-from mooncake_zmq.runtime.connections import RECEIVE_BUFFER_BYTES, Connections
+from mooncake_zmq.runtime.connections import RECEIVE_BUFFER_BYTES, Connections, came_by
 from mooncake_zmq.transfer.sockets import USER_ID, BadEndpoint, Limits, Sockets, check_endpoint
 
 log = structlog.get_logger()
@@ -415,7 +415,7 @@ class ZmqRuntime:
         if self._connections is None:
             return self._router.recv(zmq.DONTWAIT), None
         frame = self._router.recv(zmq.DONTWAIT, copy=False)
-        self._connections.took(int(frame.get(zmq.SRCFD)), len(frame))
+        self._connections.took(came_by(frame), len(frame))
         return frame.bytes, str(frame.get(USER_ID)) if self._keyed else None
 
     def _tick(self) -> None:

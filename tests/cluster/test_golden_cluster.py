@@ -107,7 +107,8 @@ def alone(cluster: ToyCluster, prefill: str) -> Iterator[None]:
     for other in others:
         cluster.signal(other, signal.SIGSTOP)
     try:
-        eventually(lambda: not any(other in httpx.get(f"{cluster.url}/health").text for other in others), 30, "they are missed")
+        peers = lambda: httpx.get(f"{cluster.url}/health").json()["peers"]["prefill"]  # noqa: E731
+        eventually(lambda: not set(others) & set(peers()), 30, "they are missed")
         yield
     finally:
         for other in others:

@@ -2,7 +2,9 @@
 
 import os
 
-from mooncake_zmq.runtime.connections import _received_bytes
+import zmq
+
+from mooncake_zmq.runtime.connections import _received_bytes, came_by
 
 
 def test_a_connection_that_ended_has_no_bytes() -> None:
@@ -11,3 +13,11 @@ def test_a_connection_that_ended_has_no_bytes() -> None:
     assert _received_bytes(reading) is None
     os.close(reading)
     assert _received_bytes(reading) is None
+
+
+def test_a_frame_of_a_connection_that_has_ended_came_by_none() -> None:
+    class Gone:
+        def get(self, _option: int) -> int:
+            raise zmq.ZMQError(zmq.EINVAL)
+
+    assert came_by(Gone()) == -1
