@@ -32,8 +32,8 @@ PARTIAL_BYTES = 512 << 10
 PARTIAL_S = 0.1
 PARTIAL_GROWTH_BYTES = 12 << 20
 """Three of the longest messages: of an honest one what came is as long as what is held."""
-LOOK_S = 0.02
-"""Between two looks, in which a network brings no more than a few times 10 MiB."""
+LOOK_S = 0.01
+"""Between two looks, in which a network brings no more than some 20 MiB."""
 FRAME_OVERHEAD_BYTES = 48
 """What a frame takes on the wire beside its content, encrypted ones included, at most."""
 HEARTBEAT_BYTES_PER_S = 64

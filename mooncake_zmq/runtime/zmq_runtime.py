@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,16 +59,19 @@ log = structlog.get_logger()
 SEND_HWM = 4096
 """Frames queued for one connected peer; a peer further behind than this loses frames, which the session sends again."""
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
-RECEIVE_HWM = 8
-"""Frames received from one connection and not taken yet: 32 MiB at most. More of them wait on the other side, where they are
-the sender's; to us a frame that has to be asked for costs less than a microsecond more."""
+RECEIVE_HWM, UNWATCHED_RECEIVE_HWM = 4096, 8
+"""Frames received from one connection and not taken yet; more of them wait on the other side, where they are the sender's. On TCP
+`Connections` bounds their bytes, and where it does not watch 8 of them are 32 MiB. So few stop a connection's input often, and libzmq
+4.3.5 aborts the process now and then where the other side goes while it is stopped (`!_io_error`): seen on TCP, as its peers end
+connections whose process stands still."""
 LIMITS = Limits(
     max_message_bytes=MAX_FRAME_BYTES,
     send_hwm=SEND_HWM,
-    receive_hwm=RECEIVE_HWM,
+    receive_hwm=UNWATCHED_RECEIVE_HWM,
     heartbeat_timeout_ms=6_000,
     reconnect_max_ms=1_000,
 )
+WATCHED_LIMITS = replace(LIMITS, receive_hwm=RECEIVE_HWM)
 ANOTHER_KEY_S = 1.0
 """How long a peer is tried by one of its keys before it is by another."""
 FRAMES_PER_TURN = 512
@@ -505,7 +508,8 @@ class ZmqRuntime:
 
     def _listening(self, endpoint: str) -> "zmq.Socket[bytes]":
         check_endpoint(endpoint)
-        router = self._sockets.listening(zmq.ROUTER, endpoint, "control", LIMITS)
+        limits = WATCHED_LIMITS if endpoint.startswith("tcp://") else LIMITS
+        router = self._sockets.listening(zmq.ROUTER, endpoint, "control", limits)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         return router
