@@ -60,10 +60,10 @@ SEND_HWM = 4096
 """Frames queued for one connected peer; a peer further behind than this loses frames, which the session sends again."""
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
 RECEIVE_HWM, UNWATCHED_RECEIVE_HWM = 4096, 8
-"""Frames received from one connection and not taken yet; more of them wait on the other side, where they are the sender's. On TCP
-`Connections` bounds their bytes, and where it does not watch 8 of them are 32 MiB. So few stop a connection's input often, and libzmq
-4.3.5 aborts the process now and then where the other side goes while it is stopped (`!_io_error`): seen on TCP, as its peers end
-connections whose process stands still."""
+"""Frames received from one connection and not taken yet; more of them wait on the other side, where they are the sender's.
+On TCP `Connections` bounds their bytes; where it does not watch, 8 of them are 32 MiB. So few stop a connection's input often,
+and libzmq 4.3.5 aborts the process now and then where the other side goes while it is stopped (`!_io_error`): seen on TCP, as
+its peers end connections whose process stands still."""
 LIMITS = Limits(
     max_message_bytes=MAX_FRAME_BYTES,
     send_hwm=SEND_HWM,

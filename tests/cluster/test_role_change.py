@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, until_none
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def changeable(directory: Path) -> Path:
