@@ -124,6 +124,7 @@ class Cuda:
 
     def write_parts(self, keys: Any, values: Any, parts: Sequence[Part]) -> None:
         """Parts in host memory, which are to stay as they are until `settle`, or in GPU memory, into a sequence."""
+        self._make_rows(len(parts))
         rows: list[PartRow] = []
         for layer, start, tokens, part in parts:
             halves = self._halves_within_reach(part)
@@ -140,6 +141,7 @@ class Cuda:
     def read_parts(self, keys: Any, values: Any, parts: Sequence[Part], room_tokens: int) -> None:
         """Tokens of a sequence into parts of `room_tokens`, the rest of which becomes zero. In host memory they are there on
         return, in GPU memory in their order on the stream."""
+        self._make_rows(len(parts))
         rows: list[PartRow] = []
         staged: list[tuple[NDArray[Any], NDArray[Any]]] = []
 
@@ -196,12 +198,17 @@ class Cuda:
         self._copy(room.ctypes.data, address, size_bytes, self._runtime.memcpyDeviceToHost)
         return room
 
+    def _make_rows(self, count: int) -> None:
+        """Room in the table for so many, before any of them is staged: to wait for it gives all staging memory away."""
+        lane = self._lane()
+        if lane.rows + count > len(lane.table):
+            self.settle()
+
     def _launch(self, kernel: Any, keys: Any, values: Any, rows: Sequence[PartRow], *more: int) -> None:
+        """After `_make_rows`."""
         if not rows:
             return
         lane = self._lane()
-        if lane.rows + len(rows) > len(lane.table):
-            self.settle()
         table = lane.table[lane.rows : lane.rows + len(rows)]
         table[...] = rows
         lane.rows += len(rows)

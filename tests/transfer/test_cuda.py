@@ -17,7 +17,7 @@ from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer import cuda as cuda_module
-from mooncake_zmq.transfer.block_copy import copy_block, store_block
+from mooncake_zmq.transfer.block_copy import copy_block, load_blocks, store_block
 from mooncake_zmq.transfer.cuda import DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.shared_memory import HOST, Segment, SharedMemoryError
@@ -493,3 +493,19 @@ def test_another_gpu_that_the_process_sees_is_within_reach(make_cuda, make_slab,
     sequence = DeviceSequence(decode, **SHAPE)
     assert load_layers(directory.segment(("p", 1)), whole(ref), range(3), sequence) == slab.parts(0).tolist()
     assert np.array_equal(parts_of(sequence, 0), parts)
+
+
+def test_a_full_table_waits_before_staging_is_filled_that_it_would_give_away(
+    make_cuda, make_segment, fill, layout, monkeypatch
+):
+    """Waiting frees the staging memory too: what is staged for a launch that has yet to come must not be in it."""
+    monkeypatch.setattr(cuda_module, "PARTS_AT_ONCE", 1)
+    cuda = make_cuda()
+    monkeypatch.setattr(DeviceSequence, "parts_at_once", layout.layers)
+    pool = make_segment("c")
+    loads = [(pool, whole(fill(pool, block), block=block), range(layout.layers)) for block in range(4)]
+    sequence = DeviceSequence(cuda, **SHAPE)
+    assert load_blocks(loads, sequence) == [pool.parts(block).tolist() for block in range(4)]
+    for block in range(4):
+        expected = [pool.part_view(block, layer) for layer in range(layout.layers)]
+        assert np.array_equal(parts_of(sequence, block), expected)
