@@ -34,7 +34,8 @@ def load_blocks(
     Without `verify_committed` the bytes of a committed block, or of any in GPU memory, are taken for what they were when they
     were written.
     """
-    outcomes = [_told(segment, load, layers, verify_committed) for segment, load, layers in loads]
+    hashed = [verify_committed or (load.source.checksum == 0 and segment.device == HOST) for segment, load, _ in loads]
+    outcomes = [_told(*load, is_hashed=is_hashed) for load, is_hashed in zip(loads, hashed, strict=True)]
     parts = [
         (index, layer, checksum)
         for index, (outcome, (_, _, layers)) in enumerate(zip(outcomes, loads, strict=True))
@@ -45,7 +46,7 @@ def load_blocks(
         for first in range(0, len(parts), sequence.parts_at_once):
             together = parts[first : first + sequence.parts_at_once]
             sequence.write_parts([_placed(*loads[index][:2], layer) for index, layer, _ in together])
-            for index in _torn([part for part in together if _verified(*loads[part[0]][:2], verify_committed)], loads):
+            for index in _torn([part for part in together if hashed[part[0]]], loads):
                 outcomes[index] = _mismatch(loads[index][0], loads[index][1].source)
     finally:
         sequence.settle()  # before anybody reads or frees either side, whatever came of it
@@ -55,16 +56,12 @@ def load_blocks(
     ]
 
 
-def _told(segment: Segment, load: BlockLoad, layers: range, verify_committed: bool) -> list[int] | ReadFailure:
-    """What the parts' checksums must be. Those that are not to be verified must at least have been written."""
+def _told(segment: Segment, load: BlockLoad, layers: range, *, is_hashed: bool) -> list[int] | ReadFailure:
+    """What the parts' checksums must be. Those that are not compared must at least have been written."""
     expected = _expected(segment, load.source, layers)
-    if isinstance(expected, list) and 0 in expected and not _verified(segment, load, verify_committed):
+    if isinstance(expected, list) and 0 in expected and not is_hashed:
         return _mismatch(segment, load.source)
     return expected
-
-
-def _verified(segment: Segment, load: BlockLoad, verify_committed: bool) -> bool:
-    return verify_committed or (load.source.checksum == 0 and segment.device == HOST)
 
 
 def _placed(segment: Segment, load: BlockLoad, layer: int) -> Part:
