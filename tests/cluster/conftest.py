@@ -26,8 +26,7 @@ def shared_cluster() -> Iterator[ToyCluster]:
             assert cluster.leftovers() == []
             assert cluster.errors() == []  # all that died was killed: no actor broke a rule
         finally:
-            if cluster.process and cluster.process.poll() is None:
-                cluster.process.kill()
+            cluster.kill()
 
 
 @pytest.fixture

@@ -106,8 +106,7 @@ def cluster(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
                 warmed = "engine_warm" in events[: events.index("ready")]
                 assert warmed == (node in ("prefill-a", "decode-a")), f"{node} is ready with its kernels compiled"
         finally:
-            if cluster.process and cluster.process.poll() is None:
-                cluster.process.kill()
+            cluster.kill()
 
 
 def expected(engine: Any, prompt: list[int], count: int) -> list[int]:

@@ -65,8 +65,7 @@ def cluster() -> Iterator[ToyCluster]:
             cluster.stop()
             assert cluster.leftovers() == []
         finally:
-            if cluster.process and cluster.process.poll() is None:
-                cluster.process.kill()
+            cluster.kill()
 
 
 def stream(cluster: ToyCluster, prompt: list[int], tokens: int) -> Stream:

@@ -67,8 +67,7 @@ def test_a_cluster_with_keys_gives_the_right_tokens_and_rotates_one_while_it_run
         cluster.stop()
         assert cluster.errors() == []
     finally:
-        if cluster.process and cluster.process.poll() is None:
-            cluster.process.kill()
+        cluster.kill()
 
 
 def test_a_node_on_a_network_without_keys_says_what_to_do_and_ends(directory: Path) -> None:

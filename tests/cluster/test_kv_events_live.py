@@ -37,8 +37,7 @@ def cluster() -> Iterator[ToyCluster]:
             cluster.stop()
             assert cluster.leftovers() == []
         finally:
-            if cluster.process and cluster.process.poll() is None:
-                cluster.process.kill()
+            cluster.kill()
 
 
 def replayed(context: zmq.Context, endpoint: str) -> list[dict]:

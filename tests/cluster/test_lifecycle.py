@@ -133,8 +133,7 @@ def test_up_killed_outright_takes_its_children_along_and_the_next_one_starts(dir
             assert cluster.process.wait(15) == 0
         assert cluster.leftovers() == []
     finally:
-        if cluster.process and cluster.process.poll() is None:
-            cluster.process.kill()
+        cluster.kill()
 
 
 def test_a_drain_lets_running_requests_finish(directory: Path) -> None:
@@ -150,8 +149,7 @@ def test_a_drain_lets_running_requests_finish(directory: Path) -> None:
         assert cluster.process.wait(20) == 0
         assert cluster.leftovers() == []
     finally:
-        if cluster.process and cluster.process.poll() is None:
-            cluster.process.kill()
+        cluster.kill()
 
 
 def test_a_decode_whose_drain_ran_out_of_time_hands_its_requests_over(directory: Path) -> None:
@@ -173,5 +171,4 @@ def test_a_decode_whose_drain_ran_out_of_time_hands_its_requests_over(directory:
         cluster.stop()
         assert cluster.leftovers() == []
     finally:
-        if cluster.process and cluster.process.poll() is None:
-            cluster.process.kill()
+        cluster.kill()

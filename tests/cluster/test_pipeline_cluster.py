@@ -39,8 +39,7 @@ def running(config: str, settings: tuple[str, ...]) -> Iterator[ToyCluster]:
             assert cluster.leftovers() == []
             assert cluster.errors() == []
         finally:
-            if cluster.process and cluster.process.poll() is None:
-                cluster.process.kill()
+            cluster.kill()
 
 
 def counted(cluster: ToyCluster, name: str) -> int:

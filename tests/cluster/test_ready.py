@@ -74,8 +74,7 @@ def test_after_a_crash_of_everything_what_lies_on_disk_is_reused_as_soon_as_a_ga
         served = ask(cluster)
         assert served["cached_local"] + served["cached_remote"] == REUSABLE
     finally:
-        if cluster.process and cluster.process.poll() is None:
-            cluster.process.kill()
+        cluster.kill()
         for child in children:
             child.terminate()
         assert [child.wait(30) for child in children] == [0] * len(children)
@@ -105,5 +104,4 @@ def test_a_gateway_that_may_wait_no_longer_says_so_in_every_stream(directory: Pa
         cluster.stop()
         assert cluster.leftovers() == []
     finally:
-        if cluster.process and cluster.process.poll() is None:
-            cluster.process.kill()
+        cluster.kill()

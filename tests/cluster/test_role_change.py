@@ -69,8 +69,7 @@ def test_a_prefill_becomes_a_decode_and_back_without_a_failed_request(directory:
         assert "starting it again" in cluster.told()
         assert cluster.told().count("starting it again") == 1, "only the one that was killed"
     finally:
-        if cluster.process and cluster.process.poll() is None:
-            cluster.process.kill()
+        cluster.kill()
 
 
 def test_a_stop_in_the_middle_of_a_change_ends_the_process(directory: Path) -> None:
@@ -91,5 +90,4 @@ def test_a_stop_in_the_middle_of_a_change_ends_the_process(directory: Path) -> N
         assert cluster.process.wait(30) == 0
         assert [name for name in cluster.leftovers() if name != config.name] == []
     finally:
-        if cluster.process and cluster.process.poll() is None:
-            cluster.process.kill()
+        cluster.kill()

@@ -30,8 +30,7 @@ def cluster() -> Iterator[ToyCluster]:
             cluster.stop()
             assert cluster.leftovers() == []
         finally:
-            if cluster.process and cluster.process.poll() is None:
-                cluster.process.kill()
+            cluster.kill()
 
 
 def ask(cluster: ToyCluster) -> dict[str, Any]:

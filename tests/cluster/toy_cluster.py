@@ -88,6 +88,11 @@ class ToyCluster:
             self.process.send_signal(signal.SIGINT)
         assert self.process.wait(60) == 0, self.told()
 
+    def kill(self) -> None:
+        """End what a test left running."""
+        if self.process and self.process.poll() is None:
+            self.process.kill()
+
     def told(self) -> str:
         return self.output.read_text()
 
