@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -117,7 +117,7 @@ class Clients:
         """Until `stopping` and every answer has ended."""
         async with asyncio.TaskGroup() as group:
             for number in range(self._count):
-                group.create_task(self._talk(Random(f"client {self._seed} {number}"), lambda: not self.stopping))
+                group.create_task(self._talk(Random(f"client {self._seed} {number}")))
 
     async def warm_up(self) -> None:
         """So many answers that whatever is opened at its first use is open."""
@@ -134,14 +134,14 @@ class Clients:
             random = Random(f"probe {name}")
             await self._ask(random, _words(random, 100), 20, [name])
 
-    async def _talk(self, random: Random, wanted: Callable[[], bool]) -> None:
-        while wanted():
+    async def _talk(self, random: Random) -> None:
+        while not self.stopping:
             prompt = random.choice(self._documents)[: random.randint(200, DOCUMENT_TOKENS)]
             for _ in range(random.randint(*TURNS)):
                 prompt = prompt + _words(random, random.randint(*QUESTION_TOKENS))
                 count = random.randint(*ANSWER_TOKENS)
                 names = random.sample(sorted(self._urls), len(self._urls))
-                if not wanted() or len(prompt) + count > TOY_SPEC.max_positions:
+                if self.stopping or len(prompt) + count > TOY_SPEC.max_positions:
                     break
                 prompt = prompt + await self._ask(random, prompt, count, names)
 

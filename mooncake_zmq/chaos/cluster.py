@@ -47,14 +47,6 @@ class Child:
     lives: int = 0
 
 
-@dataclass(slots=True)
-class Peak:
-    """The most that one node held at any time."""
-
-    descriptors: int = 0
-    rss_bytes: int = 0
-
-
 class Cluster:
     """All nodes of a deployment, each on its host, in directories of the run's own. Used from one asyncio loop."""
 
@@ -66,7 +58,8 @@ class Cluster:
         self.unexpected: list[str] = []
         """Processes that ended although nobody had told them to."""
         self.stopping = False
-        self.peaks: dict[str, Peak] = {name: Peak() for name in self.children}
+        self.peaks: dict[str, Footprint] = {}
+        """The most that each process held at any time."""
         self.own_file_systems = self._make_hosts()
         self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", TOKEN_VARIABLE: str(TOKEN_S), PLANTED_VARIABLE: planted}
         (directory / "logs").mkdir()
@@ -231,12 +224,11 @@ class Cluster:
 
     # --- what is there
 
-    async def dumps(self, names: list[str] | None = None) -> dict[str, Any]:
+    async def dumps(self) -> dict[str, Any]:
         """The states of the nodes that answer."""
         found: dict[str, Any] = {}
         for host in self.hosts:
-            wanted = [name for name in self.of_host(host) if names is None or name in names]
-            found |= await asyncio.to_thread(collect_dumps, self.run_dir(host), wanted)
+            found |= await asyncio.to_thread(collect_dumps, self.run_dir(host), self.of_host(host))
         return found
 
     async def is_whole(self) -> bool:
@@ -279,10 +271,9 @@ class Cluster:
                 yield name, self.log(name).read_text(encoding="utf-8", errors="replace").splitlines()
 
     def _sample(self) -> None:
-        for name, footprint in self.footprints().items():
-            peak = self.peaks[name]
-            peak.descriptors = max(peak.descriptors, footprint.descriptors)
-            peak.rss_bytes = max(peak.rss_bytes, footprint.rss_bytes)
+        for name, now in self.footprints().items():
+            most = self.peaks.get(name, now)
+            self.peaks[name] = Footprint(max(most.descriptors, now.descriptors), max(most.rss_bytes, now.rss_bytes))
 
     def _make_hosts(self) -> bool:
         """Directories for each host; True: shared memory and SSD are file systems of their own, so that they can be full."""

@@ -71,11 +71,7 @@ def chaos(
     from mooncake_zmq.chaos.network import enter
 
     if not (plan_only or loopback):
-        switches = [name for name, on in (("--keep", keep), ("--json", as_json)) if on]
-        planting = ["--planted", planted] if planted else []
-        numbers = ["--minutes", str(minutes), "--seed", str(seed), "--clients", str(clients)]
-        kinds = [part for kind in faults for part in ("--fault", kind)]
-        enter([*numbers, "--config", path, *kinds, *planting, *switches])
+        enter()
     limit_blas()
     from mooncake_zmq.chaos.plan import draw_plan
     from mooncake_zmq.chaos.report import as_json as report_as_json

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -45,8 +44,8 @@ class Network(Protocol):
     def close(self) -> None: ...
 
 
-def enter(arguments: Sequence[str]) -> None:
-    """Run this command again within namespaces of its own, if that is permitted; returns only if not."""
+def enter() -> None:
+    """Run this process's command line again within namespaces of its own, if that is permitted; returns only if not."""
     if INSIDE_VARIABLE in os.environ or shutil.which("unshare") is None or shutil.which("ip") is None:
         return
     for user in ((), ("--user", "--map-root-user")):
@@ -54,7 +53,7 @@ def enter(arguments: Sequence[str]) -> None:
         probe = subprocess.run([*inside, "ip", "link", "set", "lo", "up"], capture_output=True, check=False)
         if probe.returncode == 0:
             environment = {**os.environ, INSIDE_VARIABLE: "1"}
-            os.execvpe("unshare", [*inside, sys.executable, "-m", "mooncake_zmq", "chaos", *arguments], environment)
+            os.execvpe("unshare", [*inside, sys.executable, "-m", "mooncake_zmq", *sys.argv[1:]], environment)
 
 
 def open_network(hosts: dict[str, str]) -> Network:

@@ -5,13 +5,13 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mooncake_zmq.chaos.checks import Footprint, bad_lines, busy, grown, strangers_in_memory, unheard, warned
 from mooncake_zmq.chaos.clients import Clients, Score
-from mooncake_zmq.chaos.cluster import START_TIMEOUT_S, Cluster, Peak, addresses
+from mooncake_zmq.chaos.cluster import START_TIMEOUT_S, Cluster, addresses
 from mooncake_zmq.chaos.faults import Saboteur
 from mooncake_zmq.chaos.history import Done, History
 from mooncake_zmq.chaos.network import open_network
@@ -56,7 +56,7 @@ class Outcome:
     impossible: dict[Kind, str] = field(default_factory=dict)
     before: dict[str, Footprint] = field(default_factory=dict)
     after: dict[str, Footprint] = field(default_factory=dict)
-    peaks: dict[str, Peak] = field(default_factory=dict)
+    peaks: dict[str, Footprint] = field(default_factory=dict)
     warnings: Counter[str] = field(default_factory=Counter)
     """What nodes warned of in their logs, by event."""
     problems: list[str] = field(default_factory=list)
@@ -131,7 +131,7 @@ class Run:
         if not await cluster.until_whole(START_TIMEOUT_S):
             raise NotStarted(f"not whole after {START_TIMEOUT_S:.0f} s; see {outcome.directory}/logs")
         await clients.warm_up()
-        await self._until_none(lambda: self._unrest(cluster), "before anything was done")
+        await self._until_idle(cluster, "before anything was done")
         outcome.before = outcome.after
 
     async def _break(self, cluster: Cluster, clients: Clients, history: History) -> None:
@@ -208,7 +208,7 @@ class Run:
         if not await cluster.until_whole(QUIET_TIMEOUT_S):
             problems.append("the cluster is not whole after all faults ended")
         await clients.probe()
-        await self._until_none(lambda: self._unrest(cluster), "after all faults ended")
+        await self._until_idle(cluster, "after all faults ended")
         dumps = await cluster.dumps()
         for host in cluster.hosts:
             lives = {name: dump["incarnation"] for name, dump in dumps.items() if cluster.host(name) == host}
@@ -220,9 +220,9 @@ class Run:
         self.outcome.after = cluster.footprints()
         return [*unheard(dumps, list(cluster.children)), *busy(dumps), *grown(self.outcome.before, self.outcome.after)]
 
-    async def _until_none(self, remaining: Callable[[], Awaitable[list[str]]], when: str) -> None:
+    async def _until_idle(self, cluster: Cluster, when: str) -> None:
         deadline = time.monotonic() + QUIET_TIMEOUT_S
-        while left := await remaining():
+        while left := await self._unrest(cluster):
             if time.monotonic() > deadline:
                 self.outcome.problems += [f"{each}, {when}" for each in left[:LINES_KEPT]]
                 return

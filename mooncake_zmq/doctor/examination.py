@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -57,5 +58,5 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
 def as_json(findings: Iterable[Finding]) -> str:
     """One object: the findings in order, and the exit code."""
     findings = list(findings)
-    rows = [{"area": each.area, "level": each.level, "found": each.found, "advice": each.advice} for each in findings]
+    rows = [asdict(each) for each in findings]
     return json.dumps({"exit_code": exit_code(findings), "findings": rows}, indent=1)
