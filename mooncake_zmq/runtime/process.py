@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,7 @@ class _Process:
         self._runtime = ZmqRuntime(
             Node(self._actor(disk), self._session(segment_ref)),
             endpoint=config.endpoint(node),
-            peers=self._peers(),
+            peers={name: self.config.endpoint(peer) for name, peer in self._peers.items()},
             executor=executor,
             publish=publisher.publish if publisher else None,
             answer=self._write_answer,
@@ -420,7 +420,7 @@ class _Process:
         self._runtime = ZmqRuntime(
             Node(requests, self._session(None)),
             endpoint=self.config.endpoint(self.node),
-            peers=self._peers(),
+            peers={name: self.config.endpoint(peer) for name, peer in self._peers.items()},
             deliver=lambda effect: edge.deliver(effect),
             sockets=self.sockets,
         )
@@ -450,7 +450,7 @@ class _Process:
             listener,
             self.settings.connections,
             send_timeout_s=self.settings.edge.send_timeout_s,
-            reserved_files=64 + FILES_PER_PEER * len(self._peers()),
+            reserved_files=64 + FILES_PER_PEER * len(self._peers),
             count=edge.count,
         )
         self.stack.callback(door.close)
@@ -488,16 +488,18 @@ class _Process:
             me=self.node.name,
             incarnation=self.incarnation,
             hello=hello,
-            peers={name: Member(self.config.node(name).roles, self.config.node(name).host) for name in self._peers()},
+            peers={name: Member(peer.roles, peer.host) for name, peer in self._peers.items()},
             settings=self.config.session,
             now=time.monotonic(),
         )
 
-    def _peers(self) -> dict[str, str]:
+    @cached_property
+    def _peers(self) -> dict[str, NodeSettings]:
+        """Those that this process keeps a conversation with, by name."""
         node, config = self.node, self.config
         talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1)
         return {
-            peer.name: config.endpoint(peer)
+            peer.name: peer
             for peer in config.nodes
             if peer.name != node.name and talk(node.roles, node.host, peer.roles, peer.host)
         }
@@ -551,7 +553,7 @@ class _Process:
 
     def _status(self) -> str:
         session = self.runtime.node.session
-        return f"{'draining' if self.signals_seen else 'serving'}; hears {len(session.up_peers)} of {len(self._peers())} peers"
+        return f"{'draining' if self.signals_seen else 'serving'}; hears {len(session.up_peers)} of {len(self._peers)} peers"
 
     def _ready(self) -> None:
         gc.collect()
