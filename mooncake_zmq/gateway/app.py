@@ -41,7 +41,7 @@ from mooncake_zmq.gateway.openai import (
 from mooncake_zmq.gateway.pages import front_page
 from mooncake_zmq.gateway.requests import ClientOutput, Failed, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
-from mooncake_zmq.gateway.tenants import Tenant
+from mooncake_zmq.gateway.tenants import Limited, Tenant
 
 CLIENT_CLOSED_REQUEST = 499
 """Status in log and metrics when the client hung up; nobody receives it."""
@@ -187,6 +187,8 @@ class _Generation:
         except Full as full:
             retry_after_s = self._edge.settings.full_retry_after_s
             raise RequestError(503, str(full), code="overloaded", retry_after_s=retry_after_s) from None
+        except Limited as limited:
+            raise RequestError(429, str(limited), code="rate_limit_exceeded", retry_after_s=limited.retry_after_s) from None
 
     async def _answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
         call.submit(prepared.requests)

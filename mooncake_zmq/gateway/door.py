@@ -180,7 +180,9 @@ class Door:
         """From a connection: it is gone."""
         if connection in self.connections:
             self.connections.remove(connection)
-            self._by_address -= Counter((connection.address,))
+            self._by_address[connection.address] -= 1
+            if not self._by_address[connection.address]:
+                del self._by_address[connection.address]
 
     # --- who comes
 

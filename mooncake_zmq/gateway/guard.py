@@ -8,7 +8,7 @@ from types import TracebackType
 
 from mooncake_zmq.gateway.openai import RequestError
 from mooncake_zmq.gateway.requests import ClientRequest
-from mooncake_zmq.gateway.tenants import Limited, Tenant, Tenants
+from mooncake_zmq.gateway.tenants import Tenant, Tenants
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/live"))
 ADMIN_PATHS = frozenset(("/metrics",))
@@ -32,7 +32,7 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
 
 
 class Usage:
-    """What one call takes of its tenant's rates and slots; leaving it gives back what was not used. Raises RequestError."""
+    """What one call takes of its tenant's rates and slots; leaving it gives back what was not used. Raises Limited."""
 
     def __init__(self, tenants: Tenants | None, tenant: Tenant | None, clock: Callable[[], float]) -> None:
         self._tenants, self._tenant, self._clock = tenants, tenant, clock
@@ -42,10 +42,7 @@ class Usage:
 
     def __enter__(self) -> "Usage":
         if self._tenants is not None and self._tenant is not None:
-            try:
-                self._tenants.begin(self._clock(), self._tenant)
-            except Limited as limited:
-                raise _too_many(limited) from None
+            self._tenants.begin(self._clock(), self._tenant)
         return self
 
     def take(self, requests: Sequence[ClientRequest]) -> None:
@@ -53,16 +50,9 @@ class Usage:
         if self._tenants is None or self._tenant is None:
             return
         tokens = sum(len(request.tokens) // 4 + request.stop.max_tokens for request in requests)
-        try:
-            self._tenants.take(self._clock(), self._tenant, len(requests), tokens)
-        except Limited as limited:
-            raise _too_many(limited) from None
+        self._tenants.take(self._clock(), self._tenant, len(requests), tokens)
         self._slots, self._tokens = len(requests), tokens
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._slots and self._tenants is not None and self._tenant is not None:
             self._tenants.give_back(self._clock(), self._tenant, self._slots, max(0, self._tokens - self.tokens_used))
-
-
-def _too_many(limited: Limited) -> RequestError:
-    return RequestError(429, str(limited), code="rate_limit_exceeded", retry_after_s=limited.retry_after_s)

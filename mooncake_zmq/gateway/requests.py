@@ -281,7 +281,7 @@ class Requests:
             case Received(_, message):
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
-            case Started() | DrainTimedOut() | TimerFired() | WorkProgress() | WorkDone():
+            case Started() | TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
                 raise TypeError(event)
@@ -469,7 +469,6 @@ class Requests:
     def _on_peer_up(self, now: float, up: PeerUp) -> list[Effect]:
         """With a conductor, requests that found none alive go on; one that pauses between attempts may as well begin now."""
         self._peers[up.peer] = up.hello
-        self._readiness.forget(up.peer)
         effects = self._readiness.changed(self._peers)
         if up.hello.role != "conductor":
             return effects
