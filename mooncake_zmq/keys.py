@@ -120,8 +120,8 @@ def api(name: str, path: Path, requests: int, tokens: int, share: float, role: R
     if any(each.name == name for each in known) and not replace:
         _fail(f"{name} has a key in {path}: --replace makes another one in its place")
     lines = [each.line() for each in known if each.name != name] + [tenant.line()]
-    _or_exit(lambda: replace_own(path, "".join(f"{line}\n" for line in lines).encode()))
-    path.chmod(key_files.WORLD_READABLE)  # hashes of what nobody guesses, for gateways of whatever user
+    # Hashes of what nobody guesses, for gateways of whatever user.
+    _or_exit(lambda: replace_own(path, "".join(f"{line}\n" for line in lines).encode(), mode=key_files.WORLD_READABLE))
     click.echo(secret)
 
 

@@ -1,13 +1,12 @@
 """A gateway's file of API keys: read when it starts, and whenever it changes. What its lines mean, `gateway.tenants` says."""
 
-import os
 from pathlib import Path
 
 import structlog
 
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.gateway.tenants import Tenant, Tenants, TenantsError, parse
-from mooncake_zmq.transfer.key_files import CREDENTIALS_VARIABLE, identity_of, read_guarded
+from mooncake_zmq.transfer.key_files import credential, identity_of, read_guarded
 
 log = structlog.get_logger()
 
@@ -41,10 +40,7 @@ class ApiKeys:
 
 def api_keys_of(setting: str) -> Path | None:
     """Where they are: `gateway.api_keys`, else the unit's credential; None: there are none, and everybody may call."""
-    if setting:
-        return Path(setting)
-    credential = Path(os.environ.get(CREDENTIALS_VARIABLE, "/nowhere")) / CREDENTIAL
-    return credential if credential.exists() else None
+    return Path(setting) if setting else credential(CREDENTIAL)
 
 
 def read(path: Path) -> tuple[Tenant, ...]:

@@ -52,6 +52,7 @@ class Connections:
     ) -> None:
         """Before `listening` binds. What is cut is added to the owner's `counts`; `on_crash` is called from the thread."""
         counts.setdefault("connections_cut", 0)
+        listening.rcvbuf = RECEIVE_BUFFER_BYTES
         self._counts = counts
         self._listening = listening
         self._on_crash = on_crash

@@ -24,7 +24,7 @@ import structlog
 import zmq
 
 from mooncake_zmq.kv.events import AllBlocksCleared, EventEncoder, EventFormat, KvEvent
-from mooncake_zmq.runtime.connections import RECEIVE_BUFFER_BYTES, Connections, came_by, cut
+from mooncake_zmq.runtime.connections import Connections, came_by, cut
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 
 log = structlog.get_logger()
@@ -167,7 +167,6 @@ class KvEventPublisher:
             # With 1, libzmq 4.3.5 never reads on from a connection that was let in by its key.
             socket.rcvhwm = 2
         if endpoint.startswith("tcp://"):
-            socket.rcvbuf = RECEIVE_BUFFER_BYTES
             self._connections.append(Connections(socket, self.counts, self._on_crash))
         try:
             socket.bind(endpoint)

@@ -51,7 +51,7 @@ from mooncake_zmq.core.node import Node, Outer, Transmit
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent
-from mooncake_zmq.runtime.connections import RECEIVE_BUFFER_BYTES, Connections, came_by
+from mooncake_zmq.runtime.connections import Connections, came_by
 from mooncake_zmq.transfer.sockets import USER_ID, BadEndpoint, Limits, Sockets, check_endpoint
 
 log = structlog.get_logger()
@@ -516,7 +516,6 @@ class ZmqRuntime:
 
     def _bind(self) -> None:
         if self.endpoint.startswith("tcp://"):
-            self._router.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
             self._connections = Connections(self._router, self.counts, lambda error: self.call(partial(_raise, error)))
         try:
             self._router.bind(self.endpoint)

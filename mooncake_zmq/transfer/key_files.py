@@ -59,10 +59,15 @@ _UNREADABLE = (0, 0, 0)
 
 def directory_of(setting: str) -> Path | None:
     """Where keys are: `security.keys`, else systemd's credentials if some are ours; None: there are none."""
-    if setting:
-        return Path(setting)
-    credentials = os.environ.get(CREDENTIALS_VARIABLE, "")
-    return Path(credentials) if credentials and (Path(credentials) / PUBLIC_KEYS).is_file() else None
+    public = credential(PUBLIC_KEYS)
+    return Path(setting) if setting else public and public.parent
+
+
+def credential(name: str) -> Path | None:
+    """The unit's, where systemd gave it one of this name."""
+    given = os.environ.get(CREDENTIALS_VARIABLE, "")
+    path = Path(given) / name
+    return path if given and path.is_file() else None
 
 
 def load(directory: Path, name: str) -> Keys:
@@ -99,7 +104,7 @@ def make(directory: Path, wanted: Iterable[tuple[str, tuple[Kind, ...]]]) -> lis
 
 def rotate(directory: Path, name: str) -> PublicKey:
     """A new pair; the former public key stays good until it is dropped. Raises KeysError, OSError."""
-    book = _read_book(directory / PUBLIC_KEYS)
+    book = read_book(directory)
     former = next((each for each in book.keys if each.name == name), None)
     if former is None:
         raise KeysError(f"{directory} has no key of {name}")
@@ -110,7 +115,7 @@ def rotate(directory: Path, name: str) -> PublicKey:
 
 def drop(directory: Path, name: str) -> int:
     """Forget the former keys of `name`; returns how many. Raises KeysError, OSError."""
-    book = _read_book(directory / PUBLIC_KEYS)
+    book = read_book(directory)
     left = book.with_newest_only(name)
     _write_book(directory, left)
     return len(book.keys) - len(left.keys)
@@ -132,9 +137,7 @@ def _with_new(directory: Path, book: KeyBook, name: str, kinds: tuple[Kind, ...]
 
 
 def _write_book(directory: Path, book: KeyBook) -> None:
-    path = directory / PUBLIC_KEYS
-    replace_own(path, book.encoded().encode())
-    path.chmod(WORLD_READABLE)
+    replace_own(directory / PUBLIC_KEYS, book.encoded().encode(), mode=WORLD_READABLE)
 
 
 def _book_or_none(directory: Path) -> KeyBook:
@@ -159,9 +162,8 @@ def read_guarded(path: Path) -> str:
 
 def _read_secret(directory: Path, name: str) -> bytes:
     """Raises KeysError."""
-    credential = Path(os.environ.get(CREDENTIALS_VARIABLE, "/nowhere")) / CREDENTIAL
-    given = credential.exists()
-    path = credential if given else _secret_path(directory, name)
+    given = credential(CREDENTIAL)
+    path = given or _secret_path(directory, name)
     try:
         content, state = _read(path)
     except OSError as error:

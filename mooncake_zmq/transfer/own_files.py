@@ -45,12 +45,13 @@ def read_own(path: Path) -> bytes:
         return file.read(MAX_BYTES)
 
 
-def replace_own(path: Path, content: bytes) -> None:
+def replace_own(path: Path, content: bytes, *, mode: int = FILE_MODE) -> None:
     """Write a file whole or not at all, in place of what was there. Raises OSError and leaves nothing behind."""
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     try:
         with open(open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            os.fchmod(file.fileno(), mode)  # whatever the umask
             file.write(content)
         temporary.replace(path)
     except OSError:

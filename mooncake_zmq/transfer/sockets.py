@@ -105,14 +105,11 @@ class Sockets:
 
     def listening(self, kind: int, endpoint: str, plane: Plane, limits: Limits) -> "zmq.Socket[bytes]":
         """A socket that may bind to `endpoint`. Raises BadEndpoint for one that is not to be had without keys."""
-        secured = self._is_secured(endpoint, plane)
-        socket = self._make(kind, endpoint, plane, limits)
-        if secured:
-            assert self.keys is not None
+        keys = self._keys_for(endpoint, plane)
+        socket = self._make(kind, endpoint, plane, limits, keys)
+        if keys is not None:
             self._answer_for_keys()
-            socket.maxmsgsize = max(limits.max_message_bytes + CURVE_BYTES, CURVE_HANDSHAKE_BYTES)
             socket.curve_server = True
-            socket.curve_secretkey = self.keys.secret
             socket.zap_domain = plane.encode()
             socket.zap_enforce_domain = True
         return socket
@@ -124,22 +121,19 @@ class Sockets:
 
         `not_by`: a key by which it was not reached. Raises BadEndpoint where there is no key of it, or keys are wanted.
         """
-        secured = self._is_secured(endpoint, plane)
-        if secured and self.keys is not None and self._thread is None:
-            self.keys.refresh()
-        expected = self.key_of(server, not_by=not_by) if secured else ""
-        if secured and not server:
+        keys = self._keys_for(endpoint, plane)
+        if keys is None:
+            return self._make(kind, endpoint, thread or plane, limits, None), ""
+        if self._thread is None:
+            keys.refresh()
+        if not server:
             raise BadEndpoint(f"{endpoint}: write tcp://NAME@HOST:PORT: servers are known by the keys of their names")
-        if secured and not expected:
-            assert self.keys is not None
-            raise BadEndpoint(f"{endpoint}: {self.keys.path} has no key of {server}")
-        socket = self._make(kind, endpoint, thread or plane, limits)
-        if secured:
-            assert self.keys is not None
-            socket.maxmsgsize = max(limits.max_message_bytes + CURVE_BYTES, CURVE_HANDSHAKE_BYTES)
-            socket.curve_publickey = self.keys.public.encode()
-            socket.curve_secretkey = self.keys.secret
-            socket.curve_serverkey = expected.encode()
+        expected = self.key_of(server, not_by=not_by)
+        if not expected:
+            raise BadEndpoint(f"{endpoint}: {keys.path} has no key of {server}")
+        socket = self._make(kind, endpoint, thread or plane, limits, keys)
+        socket.curve_publickey = keys.public.encode()
+        socket.curve_serverkey = expected.encode()
         return socket, expected
 
     def key_of(self, name: str, *, not_by: str = "") -> str:
@@ -155,7 +149,7 @@ class Sockets:
         socket.linger = 0
         return socket
 
-    def _make(self, kind: int, endpoint: str, thread: str, limits: Limits) -> "zmq.Socket[bytes]":
+    def _make(self, kind: int, endpoint: str, thread: str, limits: Limits, keys: Keys | None) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.ipv6 = False
@@ -168,20 +162,23 @@ class Sockets:
         if endpoint.startswith("tcp://"):
             socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, limits.heartbeat_timeout_ms
             socket.tcp_keepalive = 1
+        if keys is not None:
+            socket.maxmsgsize = max(limits.max_message_bytes + CURVE_BYTES, CURVE_HANDSHAKE_BYTES)
+            socket.curve_secretkey = keys.secret
         return socket
 
-    def _is_secured(self, endpoint: str, plane: Plane) -> bool:
-        """Raises BadEndpoint."""
+    def _keys_for(self, endpoint: str, plane: Plane) -> Keys | None:
+        """None: it is in clear. Raises BadEndpoint."""
         if not endpoint.startswith("tcp://"):
-            return False
+            return None
         if self.keys is not None:
-            return plane != "data" or self._bulk == "curve"
+            return self.keys if plane != "data" or self._bulk == "curve" else None
         if not self._allow_plain_tcp and not is_loopback(endpoint):
             raise BadEndpoint(
                 f"{endpoint}: TCP beyond this machine needs keys: `mooncake-zmq keys make` makes them, and security.keys names "
                 "their directory; on a network that nobody else is on, set security.allow_plain_tcp = true"
             )
-        return False
+        return None
 
     def _answer_for_keys(self) -> None:
         with self._guard:
