@@ -110,7 +110,7 @@ class StoreNode:
         turn.now = now
         self._on[type(event)](event)
         if self._tiers is not None:
-            self._with_disk(self._tiers)
+            self._with_disk(self._tiers, event)
         if objects.expires_at < self._expires_at:
             self._expires_at = objects.expires_at
             turn.effects.append(SetTimer(EXPIRE, self._expires_at - now + EXPIRY_S))
@@ -339,13 +339,14 @@ class StoreNode:
         elif self._tiers is not None and event.key == RETRY:
             self._tiers.retry()
 
-    def _with_disk(self, tiers: Tiers) -> None:
+    def _with_disk(self, tiers: Tiers, event: Event) -> None:
         """After each event: what changed may be due to be written, what waits may be done."""
         if len(self._changes):
             tiers.look()
         while tiers.ready:
             self._streaming.promoted(tiers.ready.pop(0))
-        tiers.changed()
+        if not (isinstance(event, TimerFired) and event.key == LOOK):  # a look tells by itself whether another is due
+            tiers.changed()
         if tiers.drained and self._draining:
             self._draining = False
             self._turn.effects.append(Drained())

@@ -33,6 +33,7 @@ from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
 from mooncake_zmq.store.rules.object_record import ObjectRecord
 from mooncake_zmq.store.rules.objects import Code, ObjectSettings
 from mooncake_zmq.store.stream_messages import Attach, Ended, Get, Promote, Put
+from mooncake_zmq.store.tiers import LOOK, LOOK_S
 
 SLAB = 1 << 17
 ME = b"m" * 16
@@ -168,3 +169,10 @@ def test_further_clients_than_the_limit_are_strangers(monkeypatch: pytest.Monkey
     hello = protocol.Hello(5, protocol.PROTOCOL_VERSION, "", False)
     assert store.take(1.0, Greeted(other, hello, "", False, TOKEN, "")) == [Reply(other, protocol.Stranger(5))]
     assert store.take(1.0, Asked(other, protocol.Exist(6, ["k"]))) == [Reply(other, protocol.Stranger(6))]
+
+
+def test_an_idle_store_does_not_look_at_its_disk_again_and_again() -> None:
+    store = Store(ssd=True)
+    looked = store.take(1.0, TimerFired(LOOK))
+    assert SetTimer(LOOK, LOOK_S) not in looked
+    assert SetTimer(LOOK, LOOK_S) in store.take(2.0, Asked(CONNECTION, protocol.Reserve(100, ["k"], [10], 0, 30.0)))
