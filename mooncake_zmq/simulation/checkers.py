@@ -40,7 +40,7 @@ from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.core.work import PullBlocks, SlotGrant
 from mooncake_zmq.gateway.requests import ClientGone
 from mooncake_zmq.kv.block_hash import Key, extend_keys
-from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.events import BlocksStored
 from mooncake_zmq.simulation.hardware import Machine, Running, Segment
 
@@ -419,5 +419,4 @@ class Checkers:
 
 
 def _checksum(segment: Segment, block: bytes) -> int:
-    size = segment.layout.part_bytes
-    return block_checksum([part_checksum(block[start : start + size]) for start in range(0, len(block), size)])
+    return block_checksum(part_checksums(block, segment.layout.part_bytes))

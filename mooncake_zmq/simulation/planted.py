@@ -41,6 +41,7 @@ from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.stages import Stages
 from mooncake_zmq.simulation import hardware, planted_stores
 from mooncake_zmq.simulation.faults import FaultKind
+from mooncake_zmq.simulation.planted_stores import Replacements, silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Planted:
     what: str
     invariants: tuple[str, ...]
     stress: tuple[FaultKind, ...]
-    replacements: Callable[[], list[tuple[Any, str, Any]]]
+    replacements: Callable[[], Replacements]
 
 
 @contextmanager
@@ -60,10 +61,6 @@ def planting(name: str | None) -> Iterator[None]:
         for owner, attribute, replacement in PLANTED[name].replacements() if name else ():
             stack.enter_context(patch.object(owner, attribute, replacement))
         yield
-
-
-def _silent(self: Any, now: float = 0.0) -> None:
-    """In place of an actor's own check."""
 
 
 class _PinlessSlots(Slots):
@@ -79,11 +76,11 @@ class _PinlessSlots(Slots):
         pass
 
 
-def _evict_leased() -> list[tuple[Any, str, Any]]:
-    return [(cache_node, "Slots", _PinlessSlots), (CacheNode, "check", _silent)]
+def _evict_leased() -> Replacements:
+    return [(cache_node, "Slots", _PinlessSlots), (CacheNode, "check", silent)]
 
 
-def _no_generation_check() -> list[tuple[Any, str, Any]]:
+def _no_generation_check() -> Replacements:
     """In the rule that live reads follow too."""
 
     def always(*_: object, **__: object) -> bool:
@@ -92,7 +89,7 @@ def _no_generation_check() -> list[tuple[Any, str, Any]]:
     return [(reading, rule, always) for rule in ("generation_stands", "row_stands", "part_stands")]
 
 
-def _disk_unverified() -> list[tuple[Any, str, Any]]:
+def _disk_unverified() -> Replacements:
     """What is read from disk is taken for what the index says, and its checksum for the one that was asked for."""
     copy = hardware.Machine._finish_copy
 
@@ -119,12 +116,12 @@ class _ExclusiveSlots(_PinlessSlots):
             self.demote(slot)
 
 
-def _disk_unpinned() -> list[tuple[Any, str, Any]]:
+def _disk_unpinned() -> Replacements:
     """Disk slots are not kept for the copies that read them."""
-    return [(disk_tier, "Slots", _ExclusiveSlots), (CacheNode, "check", _silent)]
+    return [(disk_tier, "Slots", _ExclusiveSlots), (CacheNode, "check", silent)]
 
 
-def _ttl_from_receipt() -> list[tuple[Any, str, Any]]:
+def _ttl_from_receipt() -> Replacements:
     """Every holder's clock begins when the answer arrives."""
 
     def from_receipt(handle: Callable[[Any, float, Any], list[Effect]]) -> Callable[[Any, float, Any], list[Effect]]:
@@ -152,7 +149,7 @@ def _ttl_from_receipt() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _late_writer() -> list[tuple[Any, str, Any]]:
+def _late_writer() -> Replacements:
     """A put past its time is simply given back: no quarantine, nobody asks whether its writer still writes."""
 
     def on_put_expired(self: CacheNode, writer: HolderId) -> list[Effect]:
@@ -164,7 +161,7 @@ def _late_writer() -> list[tuple[Any, str, Any]]:
     return [(CacheNode, "_on_put_expired", on_put_expired)]
 
 
-def _commit_unverified() -> list[tuple[Any, str, Any]]:
+def _commit_unverified() -> Replacements:
     """A put's blocks are all committed, those whose copy failed too."""
     on_commit = CacheNode._on_commit
 
@@ -177,7 +174,7 @@ def _commit_unverified() -> list[tuple[Any, str, Any]]:
     return [(CacheNode, "_on_commit", commit_all)]
 
 
-def _duplicate_token() -> list[tuple[Any, str, Any]]:
+def _duplicate_token() -> Replacements:
     """The session lets duplicates through, and the gateway passes on whatever comes."""
     accept = Session._accept
 
@@ -191,7 +188,7 @@ def _duplicate_token() -> list[tuple[Any, str, Any]]:
     return [(Session, "_accept", accept_all), (Requests, "_take", take)]
 
 
-def _stale_attempt() -> list[tuple[Any, str, Any]]:
+def _stale_attempt() -> Replacements:
     """The gateway takes tokens of whatever attempt, from whomever."""
     on_first_token, on_tokens = Requests._on_first_token, Requests._on_tokens
 
@@ -212,7 +209,7 @@ def _stale_attempt() -> list[tuple[Any, str, Any]]:
     return [(Requests, "_on_first_token", first_of_any), (Requests, "_on_tokens", tokens_of_any)]
 
 
-def _index_lies() -> list[tuple[Any, str, Any]]:
+def _index_lies() -> Replacements:
     """Evicted blocks are never taken back from the conductors."""
     announce = CacheNode._announce
 
@@ -228,7 +225,7 @@ def _index_lies() -> list[tuple[Any, str, Any]]:
     return [(CacheNode, "_announce", stored_only)]
 
 
-def _announce_early() -> list[tuple[Any, str, Any]]:
+def _announce_early() -> Replacements:
     """Blocks are announced when their slots are granted, before anything is in them."""
     on_reserve = CacheNode._on_reserve
 
@@ -241,7 +238,7 @@ def _announce_early() -> list[tuple[Any, str, Any]]:
     return [(CacheNode, "_on_reserve", announcing)]
 
 
-def _contents_stale() -> list[tuple[Any, str, Any]]:
+def _contents_stale() -> Replacements:
     """What was known of a slot's first block is told of all that follow it there."""
     put = Contents.put
 
@@ -252,7 +249,7 @@ def _contents_stale() -> list[tuple[Any, str, Any]]:
     return [(Contents, "put", once)]
 
 
-def _contents_lost() -> list[tuple[Any, str, Any]]:
+def _contents_lost() -> Replacements:
     """What a source tells of its blocks is not kept."""
 
     def silent(self: Gatherer, *_: object) -> dict[Key, Content]:
@@ -261,7 +258,7 @@ def _contents_lost() -> list[tuple[Any, str, Any]]:
     return [(Gatherer, "_fitting_contents", silent)]
 
 
-def _lease_leak() -> list[tuple[Any, str, Any]]:
+def _lease_leak() -> Replacements:
     """Leases end neither by release nor by expiry."""
 
     def ignore(self: CacheNode, now: float, message: ReleaseLease | HolderId, *_: object) -> list[Effect]:
@@ -270,7 +267,7 @@ def _lease_leak() -> list[tuple[Any, str, Any]]:
     return [(CacheNode, "_on_release", ignore), (CacheNode, "_on_lease_expired", ignore)]
 
 
-def _closed_under_copy() -> list[tuple[Any, str, Any]]:
+def _closed_under_copy() -> Replacements:
     """A request that ends frees its KV although a work still uses it."""
     try_end = Decode._try_end
 
@@ -281,7 +278,7 @@ def _closed_under_copy() -> list[tuple[Any, str, Any]]:
     return [(Decode, "_try_end", end_now)]
 
 
-def _lost_request() -> list[tuple[Any, str, Any]]:
+def _lost_request() -> Replacements:
     """The gateway forgets that a failed attempt needs another, and every timer that would remind it."""
 
     def ignore(self: Requests, *_: object) -> list[Effect]:
@@ -299,7 +296,7 @@ def _lost_request() -> list[tuple[Any, str, Any]]:
     return [(Requests, "_on_failed", ignore), (Requests, "handle", deaf)]
 
 
-def _old_life_heard() -> list[tuple[Any, str, Any]]:
+def _old_life_heard() -> Replacements:
     """A session follows whatever life or epoch speaks."""
     refusal = Session._refusal
 
@@ -310,7 +307,7 @@ def _old_life_heard() -> list[tuple[Any, str, Any]]:
     return [(Session, "_refusal", lenient)]
 
 
-def _number_decides() -> list[tuple[Any, str, Any]]:
+def _number_decides() -> Replacements:
     """A life with a larger incarnation is believed at once, one with a smaller never."""
 
     def silence_s(self: Session, peer: Any, envelope: Any) -> float:
@@ -319,12 +316,12 @@ def _number_decides() -> list[tuple[Any, str, Any]]:
     return [(Session, "_silence_s", silence_s)]
 
 
-def _keys_not_compared() -> list[tuple[Any, str, Any]]:
+def _keys_not_compared() -> Replacements:
     """Who has any key speaks as whom he likes."""
     return [(session, "_is_by", lambda sender, key_of: True)]
 
 
-def _put_never_ends() -> list[tuple[Any, str, Any]]:
+def _put_never_ends() -> Replacements:
     """The writer never tells that its copy is done."""
     on_copied = PoolClient.on_copied
 
@@ -334,7 +331,7 @@ def _put_never_ends() -> list[tuple[Any, str, Any]]:
     return [(PoolClient, "on_copied", silent), (PoolClient, "on_reclaim", lambda self, message: [])]
 
 
-def _undrained() -> list[tuple[Any, str, Any]]:
+def _undrained() -> Replacements:
     """A node that is asked to change its role does so at once, whatever it still has."""
 
     def at_once(self: Leaving, *, idle: bool) -> list[Effect]:
@@ -343,7 +340,7 @@ def _undrained() -> list[tuple[Any, str, Any]]:
     return [(Leaving, "drained", at_once)]
 
 
-def _stale_hidden() -> list[tuple[Any, str, Any]]:
+def _stale_hidden() -> Replacements:
     """A stage writes a chunk's hidden states over those that the next stage has still to read, under the same generation."""
 
     def hurried(self: Any, stage: int) -> bool:
@@ -361,11 +358,11 @@ def _stale_hidden() -> list[tuple[Any, str, Any]]:
         (Group, "may_begin", hurried),
         (HiddenSlots, "take", taken),
         (Stages, "_follows", always),
-        (Stages, "check", _silent),
+        (Stages, "check", silent),
     ]
 
 
-def _disk_stays_off() -> list[tuple[Any, str, Any]]:
+def _disk_stays_off() -> Replacements:
     """An SSD that was full or failed is never tried again."""
 
     def ignore(self: disk_tier.DiskTier, now: float) -> None:

@@ -15,8 +15,8 @@ from mooncake_zmq.store.tiers import PROMOTER, Tiers
 Replacements = list[tuple[Any, str, Any]]
 
 
-def _silent(self: Any) -> None:
-    """In place of the actor's own check."""
+def silent(self: Any, now: float = 0.0) -> None:
+    """In place of an actor's own check."""
 
 
 def forgotten_in_memory_only() -> Replacements:
@@ -47,7 +47,7 @@ def lease_pins_nothing() -> Replacements:
         self.release(client, lease_id)
         return found
 
-    return [(Objects, "lease", unpinned), (StoreNode, "check", _silent), (Streaming, "check", _silent)]
+    return [(Objects, "lease", unpinned), (StoreNode, "check", silent), (Streaming, "check", silent)]
 
 
 def no_quarantine() -> Replacements:
@@ -111,14 +111,13 @@ def removed_while_read() -> Replacements:
 def leases_last() -> Replacements:
     """What is not released is never let go."""
 
-    def expire(self: Objects, now: float) -> set[bytes]:
+    def expire(self: Objects, now: float) -> None:
         for holder in self._clients.values():
             for put_id in [put_id for put_id, put in holder.puts.items() if put.expires_at < now and not put.quarantined]:
                 self._expire_put(holder, put_id)
         self.expires_at = now + 1.0
-        return self.holders()
 
-    return [(Objects, "expire", expire), (StoreNode, "check", _silent)]
+    return [(Objects, "expire", expire), (StoreNode, "check", silent)]
 
 
 def sent_after_its_lease() -> Replacements:
@@ -129,7 +128,7 @@ def sent_after_its_lease() -> Replacements:
         send(self, number, get)
         self._release(self._open[number].client, get.leases)
 
-    return [(Streaming, "_send", hasty), (StoreNode, "check", _silent)]
+    return [(Streaming, "_send", hasty), (StoreNode, "check", silent)]
 
 
 def given_up_is_committed() -> Replacements:

@@ -201,10 +201,14 @@ class Simulator(World[Machine]):
     def _watched(self, process: Process[Machine]) -> Observe:
         return partial(self._observe, process)
 
-    def _observe(self, process: Process[Machine], event: Event, effects: list[Effect]) -> None:
+    def write_down(self, who: str, event: object, effects: Sequence[object]) -> None:
+        """A turn, for the trace of a run."""
         if self.log is not None:
-            self.log.append(f"{self.now:9.4f} {process.name:<12} {_short(event)}")
+            self.log.append(f"{self.now:9.4f} {who:<12} {_short(event)}")
             self.log.extend(f"{'':9} {'':<12}   -> {_short(effect)}" for effect in effects)
+
+    def _observe(self, process: Process[Machine], event: Event, effects: list[Effect]) -> None:
+        self.write_down(process.name, event, effects)
         assert process.life is not None
         process.life.machine.hear(event)
         self.watcher.observed(process.spec, process.life.incarnation, process.life.actor, event, effects)

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from mooncake_zmq.simulation.store_disk import StoreDisk
     from mooncake_zmq.simulation.stores import Pipe, StoreLife
 
-__all__ = ["StoreChecker", "Violation"]
-
 Value = bytes | None
 LATE_S = 0.01
 """A timer is no later than this, if nothing has stopped its process."""
@@ -48,7 +46,6 @@ LATE_S = 0.01
 class _Lease:
     """`cells`: entry -> (generation, offset, size, the value that it must be)."""
 
-    client: bytes
     expires_at: float
     cells: dict[int, tuple[int, int, int, bytes]]
 
@@ -57,7 +54,6 @@ class _Lease:
 class _Put:
     """Cells granted, by the index of their key: (offset, size)."""
 
-    client: bytes
     keys: Sequence[str]
     cells: dict[int, tuple[int, int]]
 
@@ -209,7 +205,7 @@ class StoreChecker:
                 self._leased(store, books, client, request, reply)
             case protocol.Reserve(keys=keys, sizes=sizes), protocol.Reserved(codes=codes, offsets=offsets):
                 cells = {i: (offsets[i], sizes[i]) for i, code in enumerate(codes) if code == 0}
-                self._grant(store, books, (client, request.id), _Put(client, keys, cells))
+                self._grant(store, books, (client, request.id), _Put(keys, cells))
             case protocol.Commit(put_id=put_id, indexes=indexes), protocol.Numbers(numbers=codes):
                 put = books.puts.pop((client, put_id), None)
                 values = self._intents.get((client, put_id), {})
@@ -226,11 +222,11 @@ class StoreChecker:
                         self._becomes(books, key, None)
             case protocol.Exist(keys=keys), protocol.Codes(codes=found):
                 for key, there in zip(keys, found, strict=False):
-                    if there and self._known(books, key) is None and not books.may_return.get(key):
+                    if there and books.values.get(key) is None and not books.may_return.get(key):
                         raise Violation("I1", f"{store.name} has {key}, which has no value")
             case protocol.SizesOf(keys=keys), protocol.Numbers(numbers=sizes):
                 for key, size in zip(keys, sizes, strict=True):
-                    value = self._known(books, key)
+                    value = books.values.get(key)
                     if size > 0 and not books.may_return.get(key) and (value is None or len(value) != size):
                         raise Violation("I1", f"{store.name} tells {size} bytes of {key}, which has other ones")
 
@@ -245,7 +241,7 @@ class StoreChecker:
                 cells[entry] = generation, offset, size, value
         if cells:
             expires_at = self._clock() + min(request.ttl_s, store.node.objects.settings.max_ttl_s)
-            books.leases[client, request.id] = _Lease(client, expires_at, cells)
+            books.leases[client, request.id] = _Lease(expires_at, cells)
 
     def _stands(
         self, store: "StoreLife", key: str, entry: int, generation: int, offset: int, size: int, checksum: int
@@ -317,7 +313,7 @@ class StoreChecker:
                 self._was_value(store, books, key, standing, asked_at)
                 cells[found.entry] = found.generation, found.offset, found.size, standing
         expires_at = asked_at + min(get.ttl_s, store.node.objects.settings.max_ttl_s)
-        books.sending[effect.stream] = _Lease(b"", expires_at, cells)
+        books.sending[effect.stream] = _Lease(expires_at, cells)
 
     def _was_value(self, store: "StoreLife", books: _Books, key: str, standing: bytes, since: float) -> None:
         """I1: the key had this value at some time since then."""
@@ -332,7 +328,7 @@ class StoreChecker:
         _, put = books.asked[effect.stream]
         cells = {i: (at, size) for i, (at, size) in enumerate(zip(effect.offsets, effect.sizes, strict=True)) if at >= 0}
         books.puts.pop((b"", effect.stream), None)
-        self._grant(store, books, (b"", effect.stream), _Put(b"", put.keys, cells))
+        self._grant(store, books, (b"", effect.stream), _Put(put.keys, cells))
 
     def _said(self, store: "StoreLife", books: _Books, stream: int, codes: Sequence[int]) -> None:
         _, put = books.asked.pop(stream)
@@ -347,6 +343,3 @@ class StoreChecker:
         self.covered["put" if value is not None else "removed"] += 1
         books.values[key] = value
         books.since.setdefault(key, []).append((self._clock(), value))
-
-    def _known(self, books: _Books, key: str) -> Value:
-        return books.values.get(key)

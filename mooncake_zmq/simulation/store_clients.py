@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from mooncake_zmq.simulation.store_checker import Violation
+from mooncake_zmq.simulation.checkers import Violation
 from mooncake_zmq.simulation.stores import BYTES_PER_S, COPY_S, Pipe, StoreLife, Stores
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.memory import checksum_of
@@ -196,7 +196,7 @@ class StoreClient:
             return
         match self.doing:
             case "get":
-                yield from (self._get_shared(keys) if self.shared else self._get_streamed(keys))
+                yield from self._get(keys)
             case "upsert" | "put":
                 pins = Pin.UPSERT if self.doing == "upsert" else self._random.choice((Pin.NONE, Pin.SOFT))
                 yield from self._put(keys, pins)
@@ -218,7 +218,7 @@ class StoreClient:
         codes = yield from self._put([key], Pin.UPSERT)
         if codes != [0]:
             return False
-        got = yield from (self._get_shared([key]) if self.shared else self._get_streamed([key]))
+        got = yield from self._get([key])
         return got == [key]
 
     # --- calls
@@ -291,6 +291,9 @@ class StoreClient:
             self._abandoned.append(put_id)
             return None
         return ended.numbers
+
+    def _get(self, keys: Sequence[str]) -> Call:
+        return self._get_shared(keys) if self.shared else self._get_streamed(keys)
 
     def _get_shared(self, keys: Sequence[str]) -> Call:
         """The keys that were got. As `client/shared_copy.py` does."""

@@ -11,7 +11,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Started, TimerFired
-from mooncake_zmq.simulation.store_checker import StoreChecker, Violation
+from mooncake_zmq.simulation.checkers import Violation
+from mooncake_zmq.simulation.store_checker import StoreChecker
 from mooncake_zmq.simulation.store_disk import StoreDisk
 from mooncake_zmq.store.events import (
     Asked,
@@ -362,9 +363,7 @@ class Stores:
         """A turn was taken."""
         simulator = self.simulator
         simulator.note(type(event).__name__.encode(), store.name)
-        if simulator.log is not None:
-            simulator.log.append(f"{simulator.now:9.4f} store {store.name:<12} {_short(event)}")
-            simulator.log.extend(f"{'':9} {'':<12}   -> {_short(effect)}" for effect in effects)
+        simulator.write_down(f"store {store.name}", event, effects)
         self.checker.observed(store, event, effects)
 
     # --- what goes between clients and stores
@@ -466,8 +465,3 @@ class Stores:
             store.node.check()
             self.checker.at_rest(store)
             self.checker.covered.update(store.node.counts)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 300 else text[:300] + "..."

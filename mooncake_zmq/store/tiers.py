@@ -44,6 +44,7 @@ from mooncake_zmq.store.rules.objects import Code, Objects, Pin, Unsaved
 BATCH_BYTES = 16 << 20
 """Written at a time; a larger value alone."""
 BATCH_RECORDS = 128
+"""Written at a time: each takes a page, or all of a small value, in the disk's buffer."""
 LOOK_S = 0.05
 """From the first change of what memory holds to a look at what is to be written."""
 FULL_S = 30.0
@@ -230,10 +231,9 @@ class Tiers:
                 if record is not None and reads and self._objects.cell_bytes(record.size) > room:
                     break
                 self._queue.popleft()
-                offset = None if record is None else self._reserve(key, record, reads)
                 if record is None:
                     self._end(key)
-                elif offset is not None:
+                elif self._reserve(key, record, reads):
                     room -= self._objects.cell_bytes(record.size)
             if reads:
                 work_id = next(self._work_ids)
@@ -241,20 +241,20 @@ class Tiers:
                 values = tuple(ReadValue(read.key, read.record, offset) for read, offset in reads)
                 self._turn.effects.append(Start(work_id, ReadValues(values)))
 
-    def _reserve(self, key: str, record: ObjectRecord, reads: list[tuple[_Read, int]]) -> int | None:
-        """A cell for a value, which is then among those to be read; None, and its promotion over, where there is none."""
+    def _reserve(self, key: str, record: ObjectRecord, reads: list[tuple[_Read, int]]) -> bool:
+        """A cell for a value, which is then among those to be read; False, and its promotion over, where there is none."""
         put_id = next(self._put_ids)
         pins, ttl_s = Pin.PROMOTION | Pin(record.pin), self._objects.settings.max_ttl_s
         (grant,) = self._objects.reserve(self._turn.now, PROMOTER, put_id, [key], [record.size], pins=pins, ttl_s=ttl_s)
         if grant.code is Code.OK:
             reads.append((_Read(key, record, put_id), grant.offset))
-            return grant.offset
+            return True
         self.counts["promotions_denied"] += 1
         if grant.code is Code.INVALID:  # no cell is as large any more
             self._give_up(key, record)
         else:
             self._end(key)
-        return None
+        return False
 
     def _on_read(self, reads: Sequence[_Read], result: Result) -> None:
         outcomes = result.outcomes if isinstance(result, ValuesRead) else (UNREAD,) * len(reads)

@@ -195,7 +195,10 @@ def test_values_larger_than_memory_takes_are_dropped(disk, home):
 def test_a_copy_is_found_where_it_was_moved_and_others_are_forgotten(disk, home):
     rows, _ = write(disk, {"small": 10, "other": 20, "large": 70_000})
     disk.create(2, SEGMENT_BYTES)
-    moved = [disk.copy(rows["small"], "small", 2, 0), disk.copy(rows["large"], "large", 2, 4096)]
+    pages = {"small": 0, "large": 4096}
+    moved = [rows[key]._replace(segment=2, offset=page + rows[key].offset % 4096) for key, page in pages.items()]
+    for key, to in zip(pages, moved, strict=True):
+        disk.copy(key, rows[key], to)
     disk.change(moved, [rows["other"].sequence])
     disk.remove([1])
     disk.close()

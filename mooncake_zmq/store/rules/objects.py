@@ -501,8 +501,8 @@ class Objects:
 
     # --- time and death
 
-    def expire(self, now: float) -> set[bytes]:
-        """End what ran past its time; returns the clients that hold something still."""
+    def expire(self, now: float) -> None:
+        """End what ran past its time."""
         for holder in self._clients.values():
             for lease_id in [lease_id for lease_id, lease in holder.leases.items() if lease.expires_at < now]:
                 self._end_lease(holder.leases.pop(lease_id))
@@ -510,7 +510,6 @@ class Objects:
             for put_id in [put_id for put_id, put in holder.puts.items() if put.expires_at < now and not put.quarantined]:
                 self._expire_put(holder, put_id)
         self.expires_at = self.next_expiry()
-        return self.holders()
 
     def holders(self) -> set[bytes]:
         """Clients that hold something, whose lives the owner should look at."""

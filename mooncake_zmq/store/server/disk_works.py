@@ -131,7 +131,7 @@ class DiskHand:
                 disk.commit(committed)
             case MoveValues(moved, gone):
                 for key, record, to in moved:
-                    disk.copy(record, key, to.segment, to.offset - to.offset % PAGE_BYTES)
+                    disk.copy(key, record, to)
                 disk.change([to for _, _, to in moved], gone)
             case ForgetValues(sequences):
                 disk.change([], sequences)

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import structlog
-import xxhash
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
+from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.rules.object_record import (
     LARGE_BYTES,
     ObjectRecord,
@@ -32,6 +32,7 @@ from mooncake_zmq.store.rules.object_record import (
     why_missed,
 )
 from mooncake_zmq.store.server.object_index import ObjectIndex
+from mooncake_zmq.store.tiers import BATCH_RECORDS
 from mooncake_zmq.transfer.disk_directory import (
     DiskError,
     Outcomes,
@@ -44,8 +45,6 @@ from mooncake_zmq.transfer.disk_directory import (
 from mooncake_zmq.transfer.disk_index import IndexFault, IndexUnusable, set_aside
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
-BATCH_RECORDS = 128
-"""Of one write: each takes a page, or all of a small value, in a buffer."""
 COPY_BYTES = 4 << 20
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -135,7 +134,7 @@ class ObjectDisk:
             return "short"
         expected = header(key, record)
         miss = why_missed(bytes(buffers[0][: len(expected)]), expected)
-        return miss or ("" if _checksum(cell[: record.size]) == record.checksum else "corrupt")
+        return miss or ("" if checksum_of(cell[: record.size]) == record.checksum else "corrupt")
 
     def _read_small(self, key: bytes, record: ObjectRecord, cell: memoryview, ahead: bool) -> str:
         """The same. Values that share pages, or lie close by, come with one read."""
@@ -158,7 +157,7 @@ class ObjectDisk:
         if not miss:
             at += len(expected)
             cell[: record.size] = self._bounce.view[at : at + record.size]
-            miss = "" if _checksum(cell[: record.size]) == record.checksum else "corrupt"
+            miss = "" if checksum_of(cell[: record.size]) == record.checksum else "corrupt"
         return miss
 
     def _read(self, segment: int, buffers: list[memoryview], offset: int) -> int:
@@ -226,19 +225,18 @@ class ObjectDisk:
             self._sync()
             self._index.put(rows)
 
-    def copy(self, record: ObjectRecord, key: str, segment: int, offset: int) -> ObjectRecord:
-        """Copy the pages of a record to the newest segment; where it stands then, once `change` tells so.
+    def copy(self, key: str, record: ObjectRecord, to: ObjectRecord) -> None:
+        """Copy the pages of a record to where it stands once `change` tells so, in the newest segment.
 
         Nothing is verified: whoever reads it does. Raises `DiskFault`.
         """
-        start = record.offset // PAGE_BYTES * PAGE_BYTES
+        start, begin = (each.offset // PAGE_BYTES * PAGE_BYTES for each in (record, to))
         stop = record.offset + record_bytes(key.encode(), record.size)
         with self._outcomes.faults("move"):
             for done in range(0, stop - start, COPY_BYTES):
                 piece = self._buffer[: min(COPY_BYTES, round_up(stop - start, PAGE_BYTES) - done)]
                 self._read(record.segment, [piece], start + done)
-                self._write(segment, [piece], offset + done)
-        return record._replace(segment=segment, offset=offset + record.offset - start)
+                self._write(to.segment, [piece], begin + done)
 
     def change(self, moved: Sequence[ObjectRecord], gone: Iterable[int]) -> None:
         """Make copies durable and the ones to be found, and other records, by sequence, not found. Raises `DiskFault`."""
@@ -302,11 +300,6 @@ class _Bounce(threading.local):
     def holds(self, segment: int, start: int, stop: int) -> bool:
         """Was all of this read? It may have changed since only where nothing stood yet."""
         return segment == self.segment and self.start <= start and stop <= self.start + self.size
-
-
-def _checksum(value: memoryview) -> int:
-    """As the store makes them: never 0."""
-    return xxhash.xxh3_64_intdigest(value) or 1
 
 
 _Recovered = tuple[ObjectIndex, dict[int, int], dict[str, ObjectRecord], int]

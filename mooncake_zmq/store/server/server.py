@@ -78,7 +78,7 @@ class StoreServer:
         self._on_crash = on_crash
         self._boot_id = boot_id()
         self._counts = dict.fromkeys(("garbage", "dropped"), 0)
-        self._stopping = self._closed = False
+        self._stopping = False
         self._drained = threading.Event()
         self._replies: deque[Reply] = deque()
         """On their way to the server's thread: at most one of each connection, and of what waited for the disk."""
@@ -131,8 +131,8 @@ class StoreServer:
 
         Writing ends at `drain_until` (monotonic clock) at the latest, or when `is_hurried`.
         """
-        if not self._closed:
-            self._closed = self._stopping = True
+        if not self._stopping:
+            self._stopping = True
             with self._sockets.inner(zmq.DEALER) as waker:
                 waker.connect(WAKE)
                 waker.send(b"")
