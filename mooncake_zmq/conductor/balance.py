@@ -187,12 +187,12 @@ class Balance:
         member, change = self._members.get(node), self._change
         if member is None:
             return {"error": f"{node} is not there"}, []
+        if change is not None and (change.node, change.role) != (node, role):
+            return {"error": f"{change.node} is about to become a {change.role}: one after the other"}, []
         if member.role == role:
             return {"node": node, "role": role, "happens": "nothing: that is its role"}, []
         if member.may_become != role:
             return {"error": f"{node} is a {member.role} and may not become a {role}: see may_become of nodes"}, []
-        if change is not None and change.node != node:
-            return {"error": f"{change.node} is about to become a {change.role}: one after the other"}, []
         if not [each for each in self._working(member.role) if each.name != node]:
             return {"error": f"{node} is the only {member.role} that takes requests"}, []
         effects = [] if change is not None else self._begin(now, member, role)

@@ -196,6 +196,7 @@ def test_the_operator_is_told_what_happens_and_why_not() -> None:
     assert "finishes 2 requests" in cluster.wish("p1", "decode")["happens"]
     assert "becomes a decode" in cluster.wish("p1", "decode")["happens"]
     assert "p1 is about to become a decode" in cluster.wish("p2", "decode")["error"]
+    assert "p1 is about to become a decode" in cluster.wish("p1", "prefill")["error"], "it is no prefill for long"
     assert cluster.asked == [("p1", "decode")], "said once: the session repeats it"
     assert cluster.conductor.gauges(cluster.now)["role_changes"] == 1
     cluster.down("p1")
