@@ -31,23 +31,13 @@ from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Effect, Event, Received, Send, SetTimer, TimerFired, TimerKey
-from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.hardware import HARDWARE
 from mooncake_zmq.core.messages import BlocksAnnounced, Placed, Schedule
 from mooncake_zmq.kv.block_hash import KEY_BYTES, extend_keys
 from mooncake_zmq.kv.layout import BlockLayout
 
 BLOCK_TOKENS = 512
-COSTS = Costs(
-    prefill_token_s=1.147e-4,
-    prefill_square_s=7.181e-10,
-    decode_step_s=0.0203,
-    decode_request_s=0.0004,
-    decode_context_s=3e-8,
-    kv_bytes_per_token=327_680,
-    load_bytes_per_s=128e9,
-    transfer_bytes_per_s=87e9,
-)
-"""The paper's 70B model on 8 A800."""
+COSTS = HARDWARE["a800-llama3-70b"]
 LAYOUT = BlockLayout(layers=80, kv_heads=8, head_dim=128, block_tokens=BLOCK_TOKENS)
 GENERATED_REQUESTS = 6_000
 GOALS = ((16, 20_000.0), (1 << 30, 12_000.0))
