@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.kv.checksum import part_checksum
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
+from mooncake_zmq.transfer.hashed_copy import copy_hashed
 from mooncake_zmq.transfer.own_files import open_own, own_files
 
 MAGIC = b"MOONKV\r\n"
@@ -72,9 +73,6 @@ class Segment:
     Safe to read from several threads. An attached segment needs no `close`: it is unmapped when nothing refers to it any
     more, so that a reader in another thread never sees its memory vanish.
     """
-
-    layers_at_once = 1
-    """Of `copy_layers`, at most: so each part is in the CPU's cache still when it is hashed."""
 
     def __init__(
         self,
@@ -181,6 +179,15 @@ class Segment:
         """Copy a range of layers' parts, which are contiguous, into host memory."""
         part_bytes = self.layout.part_bytes
         out[...] = self._bytes[slot, first_layer * part_bytes : stop_layer * part_bytes]
+
+    def copy_parts(self, slot: int, layers: range, out: NDArray[np.uint8]) -> list[int]:
+        """`copy_layers`, with the checksum of each part that arrived."""
+        part_bytes = self.layout.part_bytes
+        assert out.nbytes == len(layers) * part_bytes
+        assert out.flags.c_contiguous
+        held = self._bytes[slot, layers.start * part_bytes : layers.stop * part_bytes]  # the mapping stays as long as this
+        source, target = _address(held), _address(out)
+        return [copy_hashed(target + at, source + at, part_bytes) for at in range(0, out.nbytes, part_bytes)]
 
     def checksums(self, parts: Sequence[tuple[int, int]]) -> list[int]:
         """Of (slot, layer)s, as they are now."""
@@ -315,6 +322,10 @@ def _map(fd: int, size: int, *, writable: bool) -> mmap.mmap:
     with contextlib.suppress(OSError):  # only where shmem_enabled is "advise" does it change anything
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def _address(array: NDArray[np.uint8]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _pages(size: int) -> int:
