@@ -248,6 +248,16 @@ def sweep(directory: str | Path, cluster: str, is_alive: Callable[[str, int], bo
     return removed
 
 
+def is_segment_of(path: str, node: str, incarnation: int, directory: Path | None) -> bool:
+    """Is this where that life of a node has its segment: by its name, and, if one is given, in that directory?"""
+    where = Path(path)
+    named = _parse_name(where.name)
+    is_there = directory is None or where.parent == directory
+    return (
+        where.is_absolute() and ".." not in where.parts and is_there and named is not None and named[1:] == (node, incarnation)
+    )
+
+
 def _create_file(directory: Path, name: str) -> tuple[Path, int]:
     """A new file for us alone; where somebody has taken the name, under one that nobody can foresee."""
     for path in (directory / name, directory / f"{name}={secrets.token_hex(8)}"):
@@ -268,7 +278,7 @@ def _file_name(cluster: str, node: str, incarnation: int) -> str:
 def _parse_name(name: str) -> tuple[str, str, int] | None:
     """(cluster, node, incarnation), or None for a file that is none of ours."""
     parts = name.split("=")
-    if len(parts) not in (4, 5) or not parts[3].isascii() or not parts[3].isdigit():
+    if len(parts) not in (4, 5) or parts[0] != FILE_PREFIX or not parts[3].isascii() or not parts[3].isdigit():
         return None
     return unquote(parts[1]), unquote(parts[2]), int(parts[3])
 
