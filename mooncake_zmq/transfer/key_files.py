@@ -155,8 +155,10 @@ def _read_book(path: Path) -> KeyBook:
 
 
 def read_guarded(path: Path) -> str:
-    """A text that decides who may do what: nobody but us and root can have written it. Raises OSError, or KeysError, which does not
-    name the path."""
+    """A text that decides who may do what: nobody but us and root can have written it.
+
+    Raises OSError, or KeysError, which does not name the path.
+    """
     content, state = _read(path)
     if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KeysError("others can write it: chmod go-w it, and see that nothing foreign is in it")
