@@ -26,6 +26,7 @@ Examples:
   mooncake-zmq bench gpu --json > gpu.json
   mooncake-zmq bench overload --multiple 3
   mooncake-zmq bench eviction --trace conversation_trace.jsonl --plot hits.png
+  mooncake-zmq bench disk --trace conversation_trace.jsonl --block-kib 64
   mooncake-zmq bench schedule --trace conversation_trace.jsonl --json
 """
 
@@ -175,6 +176,23 @@ def eviction(
     from mooncake_zmq.bench.eviction import CAPACITIES, bench_eviction
 
     report = bench_eviction(trace, capacities or CAPACITIES, policies or tuple(POLICIES), progress=tell)
+    report.show(as_json=as_json, plot=plot)
+
+
+@bench.command()
+@click.option("--trace", type=click.Path(path_type=Path), help="Requests as JSON lines with hash_ids; else generated chats.")
+@numbers_option("--capacity", least=200, default="10000,30000", help="Blocks of the tier; DRAM has an eighth of them.")
+@click.option("--block-kib", type=click.IntRange(min=4), default=1440, show_default=True, help="Size of a block.")
+@click.option("--directory", type=click.Path(path_type=Path), default=Path("/var/tmp"), show_default=True, help="For indexes.")
+@json_option
+@plot_option("the ratios")
+def disk(
+    trace: Path | None, capacity: tuple[int, ...], block_kib: int, directory: Path, as_json: bool, plot: Path | None
+) -> None:
+    """Blocks on SSD in the log that the store's values have, against the slots that they have. Takes about half a minute."""
+    from mooncake_zmq.bench.disk_formats import bench_disk_formats
+
+    report = bench_disk_formats(trace, capacity, block_kib << 10, directory, progress=tell)
     report.show(as_json=as_json, plot=plot)
 
 

@@ -79,7 +79,7 @@ def hit_ratio(trace: Trace, slots: Slots) -> float:
     for keys in trace:
         asked += len(keys)
         hits += len(slots.leading_run(keys))
-        slots.unpin(_hold(slots, keys))
+        slots.unpin(hold(slots, keys))
         slots.take_fences()
         slots.evicted.clear()
     return hits / asked if asked else 0.0
@@ -137,7 +137,7 @@ def generated_trace(random: Random, requests: int) -> Trace:
     return trace
 
 
-def _hold(slots: Slots, keys: Iterable[Key]) -> list[int]:
+def hold(slots: Slots, keys: Iterable[Key]) -> list[int]:
     """Pin what is there of `keys`, then write and pin the others, as far as there is room; the slots in the keys' order."""
     held = {key: slot for key in keys if (slot := slots.committed(key)) is not None}
     slots.pin(list(held.values()))

@@ -91,14 +91,17 @@ SAYS: Mapping[tuple[str, str], Kinds] = {
 
 _ON_ONE_HOST = (("prefill", "cache-node"), ("cache-node", "prefill"))
 _IN_PIPELINES = (("prefill", "prefill"),)
-_ANYWHERE = tuple(pair for pair in SAYS if pair not in _ON_ONE_HOST + _IN_PIPELINES)
 
 
 def talks(role: Role, host: str, other_role: Role, other_host: str, *, pipelines: bool = False) -> bool:
     """Do two processes of these roles and hosts keep a conversation? Each pair that does costs both a heartbeat, so prefills do
     among themselves only in a deployment with `pipelines`."""
-    table = _ANYWHERE + _ON_ONE_HOST * (host == other_host) + _IN_PIPELINES * pipelines
-    return (role, other_role) in table or (other_role, role) in table
+    pair = (role, other_role)
+    if pair in _ON_ONE_HOST:
+        return host == other_host
+    if pair in _IN_PIPELINES:
+        return pipelines
+    return pair in SAYS or (other_role, role) in SAYS
 
 
 def may_talk(

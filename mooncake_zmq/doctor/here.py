@@ -43,15 +43,8 @@ def is_own(address: str) -> bool:
 
 
 def _running(loaded: Loaded, nodes: tuple[NodeSettings, ...]) -> dict[str, int]:
-    found = {}
-    for node in nodes:
-        try:
-            pid = holder(loaded.config.cluster.runtime_dir, node.name)
-        except OSError:  # another user's directory: `places` tells of that
-            continue
-        if pid:
-            found[node.name] = pid
-    return found
+    holders = {node.name: holder(loaded.config.cluster.runtime_dir, node.name) for node in nodes}
+    return {name: pid for name, pid in holders.items() if pid}
 
 
 def examine(here: Here) -> list[Finding]:

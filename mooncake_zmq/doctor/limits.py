@@ -1,6 +1,5 @@
 """What the kernel grants a process: open files, locked memory. Of the nodes that run, else of this shell."""
 
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,11 +34,8 @@ def _judged(enough: bool, found: str, advice: str) -> Finding:
 
 def granted(pid: int, what: str) -> float | None:
     """The soft limit of a process, infinite if there is none; pid 0: of this one. None: it cannot be read."""
-    if not pid:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE if what == "files" else resource.RLIMIT_MEMLOCK)
-        return float("inf") if soft == resource.RLIM_INFINITY else soft
     try:
-        lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
+        lines = Path(f"/proc/{pid or 'self'}/limits").read_text().splitlines()
     except OSError:  # it just ended, or is another user's
         return None
     soft_text = next(line.removeprefix(ROWS[what]).split()[0] for line in lines if line.startswith(ROWS[what]))

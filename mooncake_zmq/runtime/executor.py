@@ -103,11 +103,13 @@ class Executor:
         disk: Disk | None = None,
         verify_local: bool = True,
         cuda: Cuda | None = None,
+        shm_dir: Path | None = None,
     ) -> None:
         """`emit` and `on_crash` are called from worker threads. `progress_s`: a chunk's layers are told of at most this often:
         each time takes the interpreter's lock from the computation for a moment. `disk` stays the caller's to close, after
         this. Without `verify_local`, local reads of committed blocks check generations alone, and the bytes' checksums only
-        where they come from another host or a disk. `cuda`: the GPU that the engine's sequences are on."""
+        where they come from another host or a disk. `cuda`: the GPU that the engine's sequences are on. `shm_dir`: where
+        neighbours' segments must lie."""
         self._segment = segment
         self._layout = layout
         self._engine = engine
@@ -124,7 +126,7 @@ class Executor:
         self._jobs: dict[int, _Job] = {}
         self._sequences: dict[int, _OpenSequence] = {}
         self._closed = False
-        self._directory = SegmentDirectory(node, incarnation, host, layout, segment, cuda)
+        self._directory = SegmentDirectory(node, incarnation, host, layout, segment, cuda, shm_dir)
         self._progress_s = progress_s
         self._reader = RemoteReader(layout, on_crash=crash, window_bytes=window_bytes, sockets=sockets)
         self._compute = _Worker("compute", crash)

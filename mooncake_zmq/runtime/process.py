@@ -205,6 +205,7 @@ class _Process:
                 verify_local=self.settings.pool.verify_local if engine else True,
                 cuda=self.cuda,
                 sockets=self.sockets,
+                shm_dir=Path(config.cluster.shm_dir),
             )
         self._runtime = ZmqRuntime(
             Node(self._actor(disk), self._session(segment_ref)),

@@ -18,13 +18,23 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import quote
 
 from mooncake_zmq.kv.layout import PAGE_BYTES, div_ceil
-from mooncake_zmq.transfer.shared_memory import FILE_PREFIX, HUGE_PAGE_BYTES, MADV_POPULATE_WRITE, SharedMemoryError
+from mooncake_zmq.transfer.own_files import open_own
+from mooncake_zmq.transfer.shared_memory import (
+    HUGE_PAGE_BYTES,
+    MADV_POPULATE_WRITE,
+    SharedMemoryError,
+    check_space,
+    create_file,
+    file_name,
+    parse_name,
+)
 
 MAGIC = b"MOONOBJ\n"
 VERSION = 1
+SUFFIX = ".objects"
+"""Of the node's name in a segment's: the same node has a segment of blocks."""
 _HEADER = struct.Struct("<8sIQQQ")
 _POPULATE_STEP_BYTES = 64 << 20
 
@@ -50,17 +60,9 @@ class ObjectSegment:
     ) -> "ObjectSegment":
         """Make the file with all its memory, or raise SharedMemoryError with a reason."""
         directory = Path(directory)
-        path = directory / _file_name(cluster, f"{node}.objects", incarnation)
         total = _data_offset(entries) + memory_bytes
-        try:
-            room = os.statvfs(directory)
-            free = room.f_bavail * room.f_frsize
-            if free < total:
-                needed = f"{div_ceil(total, 1 << 20)} MiB needed: lower object_bytes"
-                raise SharedMemoryError(f"{directory} has {free >> 20} MiB free of the {needed}")
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise SharedMemoryError(f"cannot create {path}: {error.strerror}") from error
+        check_space(directory, total, f"{memory_bytes} bytes of values for {node}; lower object_bytes")
+        path, fd = create_file(directory, file_name(cluster, f"{node}{SUFFIX}", incarnation))
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(fd, 0, total)
@@ -78,9 +80,12 @@ class ObjectSegment:
     def attach(cls, path: str | Path, incarnation: int, *, entries: int, memory_bytes: int) -> "ObjectSegment":
         """Map a server's segment for reading and writing, after checking that it is that life's and of that shape."""
         path = Path(path)
+        named = parse_name(path.name)
+        if not path.is_absolute() or named is None or not named[1].endswith(SUFFIX) or named[2] != incarnation:
+            raise SharedMemoryError(f"{str(path)!r:.200} is no name of a store's segment")
         total = _data_offset(entries) + memory_bytes
         try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            fd = open_own(path, os.O_RDWR)
             try:
                 header = os.pread(fd, _HEADER.size, 0)
                 expected = _HEADER.pack(MAGIC, VERSION, incarnation, entries, memory_bytes)
@@ -111,7 +116,7 @@ class Life:
     def __init__(self, directory: Path, cluster: str, client: bytes) -> None:
         """Raises OSError where the directory cannot be written."""
         self.path = life_path(directory, cluster, client)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._fd = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _lives.add(self)
 
@@ -140,13 +145,13 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def life_path(directory: Path, cluster: str, client: bytes) -> Path:
-    return directory / _file_name(cluster, f"client-{client.hex()}", 0)
+    return directory / file_name(cluster, f"client-{client.hex()}", 0)
 
 
 def is_lived(path: Path) -> bool:
     """Does anybody hold the lock of this life file?"""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        fd = open_own(path, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -159,15 +164,21 @@ def is_lived(path: Path) -> bool:
         os.close(fd)
 
 
+def remove_life(path: Path) -> bool:
+    """Remove what a client that is dead has left: False if there is nothing of it, whatever others put there."""
+    try:
+        os.close(open_own(path, os.O_RDONLY))
+        path.unlink()
+    except OSError:
+        return False
+    return True
+
+
 def boot_id() -> str:
     """Of this kernel's run: two processes with the same one may share memory."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
-
-
-def _file_name(cluster: str, node: str, incarnation: int) -> str:
-    return f"{FILE_PREFIX}={quote(cluster, safe='')}={quote(node, safe='')}={incarnation}"
 
 
 def _data_offset(entries: int) -> int:

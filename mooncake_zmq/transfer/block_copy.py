@@ -1,10 +1,8 @@
 """The copies between slots, sequences and the SSD tier. Every read is verified: generation before and after, checksum of
 each part; of local reads of committed blocks the checksums may be left out.
 
-Sketch: a part is touched twice, by the copy and, while still in the CPU's cache, by the hash (three times its speed), so a
-verified read should reach about three quarters of a plain memory copy.
-
-The hash covers the bytes at the *source*, right after they were copied, or, into a GPU, while they are. A source that changes
+A part that is copied as it is, is hashed on the way (`hashed_copy`): the hash covers what arrived. One that a sequence lays out
+anew is hashed at its *source*, right after, while it is in the CPU's cache, or, into a GPU, meanwhile. A source that changes
 between the two is told by its generation, which its writer makes odd before the first byte, and which is looked at once
 the copies have ended. What that means where one side or both are GPU memory stands in `transfer.cuda`.
 """
@@ -112,18 +110,11 @@ def read_parts(segment: Segment, source: SlotRef, layers: range, out: NDArray[np
 
 
 def _copied(segment: Segment, slot: int, layers: range, out: NDArray[np.uint8], expected: list[int] | None) -> bool:
-    """Copy the bytes of some layers' parts; False once what arrived is not what is `expected`, if anything is."""
-    part_bytes = segment.layout.part_bytes
-    for first in range(layers.start, layers.stop, segment.layers_at_once):
-        stop = min(first + segment.layers_at_once, layers.stop)
-        start, end = first - layers.start, stop - layers.start
-        arrived = out[start * part_bytes : end * part_bytes]
-        segment.copy_layers(slot, first, stop, arrived)
-        if expected is not None:
-            found = part_checksums(arrived.data, part_bytes)
-            if not all(map(reading.part_stands, found, expected[start:end])):
-                return False
-    return True
+    """Copy the bytes of some layers' parts; False if what arrived is not what is `expected`, if anything is."""
+    if expected is None:
+        segment.copy_layers(slot, layers.start, layers.stop, out)
+        return True
+    return all(map(reading.part_stands, segment.copy_parts(slot, layers, out), expected))
 
 
 def read_blocks(disk: Disk, copies: Sequence[tuple[DiskBlock, Segment, SlotGrant]]) -> list[int | ReadFailure]:

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.kv_cache import KEY_TILE, Part, SequenceKV
-from mooncake_zmq.kv.checksum import part_checksum
+from mooncake_zmq.kv.checksum import part_checksum, part_checksums
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer.shared_memory import HOST, UUID_BYTES, Segment, SharedMemoryError
 
@@ -366,8 +366,6 @@ class DeviceSegment(Segment):
     The owner's memory goes with its process, not before: a neighbour may have it open, and keeps it then until it closes.
     """
 
-    layers_at_once = 1 << 16
-
     _cuda: Cuda
     _address: int
     handle: bytes
@@ -416,6 +414,10 @@ class DeviceSegment(Segment):
     def copy_layers(self, slot: int, first_layer: int, stop_layer: int, out: NDArray[np.uint8]) -> None:
         assert out.nbytes == (stop_layer - first_layer) * self.layout.part_bytes
         self._cuda.to_host(self._part_at(slot, first_layer), out)
+
+    def copy_parts(self, slot: int, layers: range, out: NDArray[np.uint8]) -> list[int]:
+        self.copy_layers(slot, layers.start, layers.stop, out)
+        return part_checksums(out.data, self.layout.part_bytes)
 
     def checksums(self, parts: Sequence[tuple[int, int]]) -> list[int]:
         return self._cuda.checksums([self._part_at(slot, layer) for slot, layer in parts], self.layout.part_bytes)

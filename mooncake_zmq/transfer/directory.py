@@ -3,13 +3,15 @@ endpoint."""
 
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 
 from mooncake_zmq.core.messages import SegmentRef
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
-from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError
+from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, is_segment_of
+from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint
 
 log = structlog.get_logger()
 
@@ -34,13 +36,22 @@ class SegmentDirectory:
     their last reader. Where there is `cuda`, what is mapped is pinned at the first use that asks for it."""
 
     def __init__(
-        self, node: str, incarnation: int, host: str, layout: BlockLayout, own: Segment | None, cuda: Cuda | None = None
+        self,
+        node: str,
+        incarnation: int,
+        host: str,
+        layout: BlockLayout,
+        own: Segment | None,
+        cuda: Cuda | None = None,
+        shm_dir: Path | None = None,
     ) -> None:
+        """`shm_dir`: where neighbours' files must lie, if it is to be one place."""
         self._own_life = (node, incarnation)
         self._own = own
         self._host = host
         self._layout = layout
         self._cuda = cuda
+        self._shm_dir = shm_dir
         self._neighbours: dict[str, tuple[int, _Neighbour]] = {}
         self._lock = threading.Lock()
         """Guards what is known of neighbours."""
@@ -50,8 +61,14 @@ class SegmentDirectory:
         """Held while one is pinned: a large one takes seconds, for which only those wait who want it pinned."""
 
     def learn(self, life: Life, host: str, segment: SegmentRef | None) -> Life | None:
-        """Remember a peer, unless it is an older life; returns the life that it replaced, which is forgotten."""
+        """Remember a peer, unless it is an older life; returns the life that it replaced, which is forgotten.
+
+        A segment that is not where such a node's can be is no segment: nothing there is opened or connected to.
+        """
         node, incarnation = life
+        if segment is not None and (reason := self._why_not(life, host, segment)):
+            log.warning("segment_refused", node=node, incarnation=incarnation, reason=reason)
+            segment = None
         with self._lock:
             known = self._neighbours.get(node)
             if known and known[0] > incarnation:
@@ -101,6 +118,18 @@ class SegmentDirectory:
                     self._cuda.pin(mapped)
                     neighbour.to_pin = False
         return mapped
+
+    def _why_not(self, life: Life, host: str, segment: SegmentRef) -> str:
+        """What is wrong with the places that a peer names, of those that are for us; empty if nothing is."""
+        here = host == self._host
+        if here and not is_segment_of(segment.path, *life, self._shm_dir):
+            return f"{segment.path!r:.200} is not where its segment would be"
+        if not here or segment.device:
+            try:
+                check_endpoint(segment.endpoint)
+            except BadEndpoint as error:
+                return f"{error!s:.200}"
+        return ""
 
     def _on_device(self, life: Life, segment: SegmentRef, here: bool) -> _Neighbour:
         """Opened at once, so that it is known from the start whether its slots are within reach."""

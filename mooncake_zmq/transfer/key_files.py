@@ -50,7 +50,7 @@ class Keys:
                 log.info("public_keys_read", path=str(self.path), keys=len(self.book.keys))
         except (OSError, KeysError) as error:
             if self._seen != _UNREADABLE:
-                log.warning("public_keys_unreadable", path=str(self.path), reason=str(error))
+                log.warning("public_keys_unreadable", reason=str(error))
             self._seen = _UNREADABLE
 
 
@@ -76,9 +76,10 @@ def load(directory: Path, name: str) -> Keys:
         raise KeysError("this machine's libzmq was built without CURVE: install pyzmq's own wheel, which has it")
     path = directory / PUBLIC_KEYS
     try:
-        seen, book = identity_of(path), _read_book(path)
-    except (OSError, KeysError) as error:
-        raise KeysError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        seen = identity_of(path)
+    except OSError as error:
+        raise KeysError(f"{path}: {error.strerror}") from None
+    book = _read_book(path)
     secret = _read_secret(directory, name)
     try:
         public = zmq.curve_public(secret).decode()
@@ -122,7 +123,7 @@ def drop(directory: Path, name: str) -> int:
 
 
 def read_book(directory: Path) -> KeyBook:
-    """Raises KeysError, OSError."""
+    """Raises KeysError."""
     return _read_book(directory / PUBLIC_KEYS)
 
 
@@ -146,14 +147,21 @@ def _book_or_none(directory: Path) -> KeyBook:
 
 
 def _read_book(path: Path) -> KeyBook:
-    return keys.parse(read_guarded(path))
+    """Raises KeysError."""
+    try:
+        return keys.parse(read_guarded(path))
+    except (OSError, KeysError) as error:
+        raise KeysError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_guarded(path: Path) -> str:
-    """A text that decides who may do what: nobody but us and root can have written it. Raises OSError, KeysError."""
+    """A text that decides who may do what: nobody but us and root can have written it.
+
+    Raises OSError, or KeysError, which does not name the path.
+    """
     content, state = _read(path)
     if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise KeysError(f"{path}: others can write it: chmod go-w it, and see that nothing foreign is in it")
+        raise KeysError("others can write it: chmod go-w it, and see that nothing foreign is in it")
     try:
         return content.decode("ascii")
     except UnicodeDecodeError:
@@ -168,6 +176,8 @@ def _read_secret(directory: Path, name: str) -> bytes:
         content, state = _read(path)
     except OSError as error:
         raise KeysError(f"{path}: {error.strerror}; `mooncake-zmq keys make` makes it") from None
+    except KeysError as error:
+        raise KeysError(f"{path}: {error}") from None
     # systemd lets a service read its credentials by an ACL, which shows as a group's permission; the directory is closed.
     if not given and state.st_mode & 0o077:
         raise KeysError(f"{path}: others can read it: chmod 600 it, and rotate the key")
@@ -175,13 +185,13 @@ def _read_secret(directory: Path, name: str) -> bytes:
 
 
 def _read(path: Path) -> tuple[bytes, os.stat_result]:
-    """A file of ours or root's. Raises OSError, KeysError."""
+    """A file of ours or root's. Raises OSError, or KeysError, which does not name the path."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
-            raise KeysError(f"{path}: it is no regular file")
+            raise KeysError("it is no regular file")
         if state.st_uid not in (0, os.geteuid()):
-            raise KeysError(f"{path}: it belongs to another user, uid {state.st_uid}")
+            raise KeysError(f"it belongs to another user, uid {state.st_uid}")
         return file.read(MAX_FILE_BYTES), state
 
 

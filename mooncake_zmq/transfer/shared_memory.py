@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.kv.checksum import part_checksum
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
+from mooncake_zmq.transfer.hashed_copy import copy_hashed
 from mooncake_zmq.transfer.own_files import open_own, own_files
 
 MAGIC = b"MOONKV\r\n"
@@ -72,9 +73,6 @@ class Segment:
     Safe to read from several threads. An attached segment needs no `close`: it is unmapped when nothing refers to it any
     more, so that a reader in another thread never sees its memory vanish.
     """
-
-    layers_at_once = 1
-    """Of `copy_layers`, at most: so each part is in the CPU's cache still when it is hashed."""
 
     def __init__(
         self,
@@ -120,8 +118,8 @@ class Segment:
     ) -> Self:
         """Make the file with all its memory, or fail with a reason. `setting`: what an operator lowers to need less."""
         offsets = _Offsets.of(layout, slots, device)
-        _check_space(Path(directory), offsets.total, f"{slots} slots of {layout.slot_bytes} bytes for {node}; lower {setting}")
-        path, fd = _create_file(Path(directory), _file_name(cluster, node, incarnation))
+        check_space(Path(directory), offsets.total, f"{slots} slots of {layout.slot_bytes} bytes for {node}; lower {setting}")
+        path, fd = create_file(Path(directory), file_name(cluster, node, incarnation))
         try:
             # Held as long as we live: a sweep from elsewhere, under whatever runtime directory, leaves the file alone.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,6 +180,15 @@ class Segment:
         part_bytes = self.layout.part_bytes
         out[...] = self._bytes[slot, first_layer * part_bytes : stop_layer * part_bytes]
 
+    def copy_parts(self, slot: int, layers: range, out: NDArray[np.uint8]) -> list[int]:
+        """`copy_layers`, with the checksum of each part that arrived."""
+        part_bytes = self.layout.part_bytes
+        assert out.nbytes == len(layers) * part_bytes
+        assert out.flags.c_contiguous
+        held = self._bytes[slot, layers.start * part_bytes : layers.stop * part_bytes]  # the mapping stays as long as this
+        source, target = _address(held), _address(out)
+        return [copy_hashed(target + at, source + at, part_bytes) for at in range(0, out.nbytes, part_bytes)]
+
     def checksums(self, parts: Sequence[tuple[int, int]]) -> list[int]:
         """Of (slot, layer)s, as they are now."""
         return [part_checksum(self._parts[slot, layer].data) for slot, layer in parts]
@@ -231,7 +238,7 @@ def sweep(directory: str | Path, cluster: str, is_alive: Callable[[str, int], bo
     other users put beside them is left alone."""
     removed = []
     for path in sorted(own_files(directory, f"{FILE_PREFIX}=")):
-        named = _parse_name(path.name)
+        named = parse_name(path.name)
         if named is None or named[0] != cluster or is_alive(named[1], named[2]):
             continue
         if not _owned(path):
@@ -241,8 +248,19 @@ def sweep(directory: str | Path, cluster: str, is_alive: Callable[[str, int], bo
     return removed
 
 
-def _create_file(directory: Path, name: str) -> tuple[Path, int]:
-    """A new file for us alone; where somebody has taken the name, under one that nobody can foresee."""
+def is_segment_of(path: str, node: str, incarnation: int, directory: Path | None) -> bool:
+    """Is this where that life of a node has its segment: by its name, and, if one is given, in that directory?"""
+    where = Path(path)
+    named = parse_name(where.name)
+    is_there = directory is None or where.parent == directory
+    return (
+        where.is_absolute() and ".." not in where.parts and is_there and named is not None and named[1:] == (node, incarnation)
+    )
+
+
+def create_file(directory: Path, name: str) -> tuple[Path, int]:
+    """A new file for us alone; where somebody has taken the name, under one that nobody can foresee. Raises
+    SharedMemoryError."""
     for path in (directory / name, directory / f"{name}={secrets.token_hex(8)}"):
         try:
             return path, open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -253,15 +271,16 @@ def _create_file(directory: Path, name: str) -> tuple[Path, int]:
     raise SharedMemoryError(f"cannot create {path}: {taken.strerror}") from taken
 
 
-def _file_name(cluster: str, node: str, incarnation: int) -> str:
+def file_name(cluster: str, node: str, incarnation: int) -> str:
+    """Of one life's segment, or of something else beside it that the same sweep is to remove."""
     # Quoting leaves no "=" and no "/" in a name, so the parts can be told apart again.
     return f"{FILE_PREFIX}={quote(cluster, safe='')}={quote(node, safe='')}={incarnation}"
 
 
-def _parse_name(name: str) -> tuple[str, str, int] | None:
+def parse_name(name: str) -> tuple[str, str, int] | None:
     """(cluster, node, incarnation), or None for a file that is none of ours."""
     parts = name.split("=")
-    if len(parts) not in (4, 5) or not parts[3].isascii() or not parts[3].isdigit():
+    if len(parts) not in (4, 5) or parts[0] != FILE_PREFIX or not parts[3].isascii() or not parts[3].isdigit():
         return None
     return unquote(parts[1]), unquote(parts[2]), int(parts[3])
 
@@ -282,7 +301,8 @@ def _owned(path: Path) -> bool:
         os.close(fd)
 
 
-def _check_space(directory: Path, needed: int, why: str) -> None:
+def check_space(directory: Path, needed: int, why: str) -> None:
+    """Raise SharedMemoryError unless so many bytes are free."""
     try:
         room = os.statvfs(directory)
     except OSError as error:
@@ -315,6 +335,10 @@ def _map(fd: int, size: int, *, writable: bool) -> mmap.mmap:
     with contextlib.suppress(OSError):  # only where shmem_enabled is "advise" does it change anything
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def _address(array: NDArray[np.uint8]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _pages(size: int) -> int:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from toy_cluster import ROOT, Stream, eventually, expected_tokens, greedy, until_none
 
-from mooncake_zmq.chaos.checks import unheard
+from mooncake_zmq.chaos.checks import busy, unheard
 from mooncake_zmq.config import load
 from mooncake_zmq.operate import collect_dumps
 from mooncake_zmq.transfer import key_files
@@ -119,9 +119,8 @@ class TwoHosts:
     def missing(self) -> list[str]:
         return unheard(self.dumps(), NODES)
 
-    def busy(self) -> dict[str, float]:
-        gauges = {f"{node}.{name}": value for node, dump in self.dumps().items() for name, value in dump["gauges"].items()}
-        return {name: value for name, value in gauges.items() if value and ".ca" not in name}
+    def busy(self) -> list[str]:
+        return busy(self.dumps())
 
     def ask(self, prompt: list[int]) -> dict[str, Any]:
         with Stream(

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from mooncake_zmq.chaos.checks import unheard
+from mooncake_zmq.chaos.checks import busy, unheard
 from mooncake_zmq.chaos.clients import Truth
 from mooncake_zmq.operate import collect_dumps
 
@@ -146,13 +146,8 @@ class ToyCluster:
         """Nodes that do not answer, and peers that are not in conversation."""
         return unheard(self.dumps(), NODES)
 
-    def busy_gauges(self) -> dict[str, float]:
-        return {
-            f"{node}.{name}": value
-            for node, dump in self.dumps().items()
-            for name, value in dump["gauges"].items()
-            if value and not name.startswith(("capacity_", "cached_"))
-        }
+    def busy_gauges(self) -> list[str]:
+        return busy(self.dumps())
 
     # --- requests
 

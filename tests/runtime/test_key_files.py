@@ -1,5 +1,6 @@
 """Keys at real sockets: who has none, a foreign one or another kind's is not heard and hears nothing, on any kind of socket."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -262,6 +263,30 @@ def test_secrets_are_for_their_owner_alone(directory: Path) -> None:
     secret.chmod(0o640)
     with pytest.raises(KeysError, match="others can read it"):
         key_files.load(directory, "a")
+
+
+@pytest.mark.parametrize("name", ["public_keys", "a.secret"])
+@pytest.mark.parametrize("harm", ["gone", "loose", "a directory", "another user's"])
+def test_a_file_that_cannot_be_believed_is_named_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, harm: str
+) -> None:
+    path = directory / name
+    match harm:
+        case "gone":
+            path.unlink()
+        case "loose":
+            path.chmod(0o666)
+        case "a directory":
+            path.unlink()
+            path.mkdir()
+        case _:
+            monkeypatch.setattr(os, "geteuid", lambda: 4242)
+            if os.getuid() == 0:
+                os.chown(path, 4243, -1)
+    with pytest.raises(KeysError) as told:
+        key_files.load(directory, "a")
+    assert str(told.value).startswith(f"{path}: ")
+    assert str(told.value).count(str(path)) == 1
 
 
 def test_a_book_without_ones_own_key_is_an_old_one(directory: Path) -> None:

@@ -63,3 +63,10 @@ def test_a_grant_of_what_is_not_there(make_server, connect, lie, told):
     source = Memory(b"z" * 2 * SIZE)
     codes = store.batch_put_from(["c", "d"], [source.address, source.address + SIZE], [SIZE, SIZE])
     assert codes == [UNREACHED, UNREACHED]
+
+
+@pytest.mark.parametrize("numbers", [[0], [0, 0, 0]], ids=str)
+def test_a_commit_of_another_put(make_server, connect, lie, numbers):
+    store = connect(make_server(), share_memory=True)
+    lie(protocol.Numbers, numbers=numbers)
+    assert store.put_batch(["c", "d"], [b"z" * SIZE] * 2) == 0, "asked again, it has both"

@@ -8,11 +8,12 @@ from segment_bytes import slot_bytes
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, SlotGrant
 from mooncake_zmq.engine.kv_cache import SequenceKV
-from mooncake_zmq.kv import checksum
-from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.simulation.planted import planting
+from mooncake_zmq.transfer import shared_memory
 from mooncake_zmq.transfer.block_copy import copy_block, store_block
+from mooncake_zmq.transfer.hashed_copy import copy_hashed
 
 
 @pytest.fixture
@@ -127,13 +128,14 @@ def test_eviction_during_a_slot_copy_is_noticed_and_no_corrupt_source(make_segme
     ref = fill(segment, 0)
     hashed = []
 
-    def hash_and_evict(part):
-        hashed.append(part)
+    def copy_and_evict(to, where, size):
+        checksum = copy_hashed(to, where, size)
+        hashed.append(checksum)
         if len(hashed) == at_layer + 1:
             segment.set_generation(0, 4)
-        return part_checksum(part) ^ (torn and len(hashed) > at_layer)
+        return checksum ^ (torn and len(hashed) > at_layer)
 
-    monkeypatch.setattr(checksum, "part_checksum", hash_and_evict)
+    monkeypatch.setattr(shared_memory, "copy_hashed", copy_and_evict)
     assert copy_block(segment, ref, target, SlotGrant("b", 1, 0, 0)) is ReadFailure.UNREACHED
 
 

@@ -156,7 +156,7 @@ def test_what_cannot_be_pinned_is_told_counted_and_staged(cuda, make_segment, fi
 def test_the_directory_maps_what_it_pins_writable_and_once(cuda, make_segment, layout):
     owner = make_segment("c")
     directory = SegmentDirectory("d", 1, "here", layout, None, cuda)
-    directory.learn(("c", 1), "here", SegmentRef(path=str(owner.path), endpoint="e", slots=8))
+    directory.learn(("c", 1), "here", SegmentRef(path=str(owner.path), endpoint="ipc:///e", slots=8))
     reader = directory.segment(("c", 1))
     assert reader is directory.segment(("c", 1), writable=True)
     assert cuda.is_pinned(reader.part_view(7, 2))
@@ -446,7 +446,7 @@ def test_the_file_of_a_slab_holds_no_slots(cuda, make_slab, layout):
 
 
 def ref_of(slab):
-    return SegmentRef(path=str(slab.path), endpoint="e", slots=slab.slots, device=slab.device, handle=slab.handle)
+    return SegmentRef(path=str(slab.path), endpoint="ipc:///e", slots=slab.slots, device=slab.device, handle=slab.handle)
 
 
 def test_a_slab_is_opened_once_a_life_and_closed_when_it_is_forgotten(make_cuda, make_slab, layout):
@@ -479,7 +479,7 @@ def test_a_slab_out_of_reach_is_read_from_its_data_server(make_cuda, make_slab, 
     for cuda, host in ((None, "here"), (other, "here"), (make_cuda(), "there"), (blind, "here")):
         directory = SegmentDirectory("d", 1, host, layout, None, cuda)
         directory.learn(("p", 1), "here", ref_of(slab))
-        assert directory.endpoint(("p", 1)) == "e"
+        assert directory.endpoint(("p", 1)) == "ipc:///e"
         assert directory.segment(("p", 1)) is None
         assert (cuda is blind) == bool(cuda and cuda.counts["open_failures"]), "nothing is opened that is not seen"
 

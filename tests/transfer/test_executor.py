@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from segment_bytes import slot_bytes
 
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
@@ -313,7 +314,8 @@ def test_sources_of_unknown_or_dead_lives_fail_per_block(make_rig, make_segment,
     assert rig.run(PullBlocks(1, loads(refs))).failed == (0, 1, 2, 3)
     os.rename(tmp_path / "away", source.segment.path)
     assert rig.run(PullBlocks(1, loads(refs))).failed == ()
-    rig.executor.learn_peer("a", 2, source.hello())
+    next_life = structs.replace(source.hello().segment, path=str(source.segment.path.with_name("mooncake=test=a=2")))
+    rig.executor.learn_peer("a", 2, structs.replace(source.hello(), segment=next_life))
     assert rig.run(PullBlocks(1, loads(refs))).failed == (0, 1, 2, 3)
     rig.meet(source)  # an older life than the one known
     assert rig.run(PullBlocks(1, loads(refs))).failed == (0, 1, 2, 3)
@@ -590,7 +592,7 @@ def test_closing_leaves_no_thread_descriptor_or_mapping(make_segment, crashes, t
     def live_once(number):
         source = Rig("a", make_segment(f"a{number}"), crashes, tmp_path, host="there", serve=True)
         rig = Rig("b", make_segment(f"b{number}"), crashes, tmp_path)
-        near = Rig("n", make_segment(f"n{number}"), crashes, tmp_path)
+        near = Rig("n", make_segment("n"), crashes, tmp_path)
         refs, _ = source.prefill()
         rig.meet(source, near)
         rig.executor.open_sequence(1, 32)

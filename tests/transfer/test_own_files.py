@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mooncake_zmq.store.segment import Life, ObjectSegment, is_lived, life_path, remove_life
 from mooncake_zmq.transfer.disk_directory import DiskError, take
 from mooncake_zmq.transfer.own_files import NotOurs, make_own_directory, open_own, own_files, read_own, replace_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, holder, is_alive
@@ -188,6 +189,63 @@ def test_a_segment_is_attached_only_where_it_is_a_file_of_ours(
     become_another_user(monkeypatch)
     with pytest.raises(SharedMemoryError, match="another user"):
         Segment.attach(segment.path, layout, 1, writable=True)
+
+
+@TRAPS
+def test_a_stores_segment_whose_name_is_taken_gets_another(tmp_path: Path, trap: Callable[[Path], None]) -> None:
+    trap(tmp_path / "mooncake=test=a.objects=7")
+    segment = ObjectSegment.create(tmp_path, "test", "a", 7, entries=8, memory_bytes=1 << 20)
+    try:
+        assert segment.path.name.startswith("mooncake=test=a.objects=7=")
+        assert ObjectSegment.attach(segment.path, 7, entries=8, memory_bytes=1 << 20).memory_bytes == 1 << 20
+    finally:
+        segment.close()
+
+
+@TRAPS
+def test_a_stores_segment_is_attached_only_where_it_is_a_file_of_ours_with_such_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: Callable[[Path], None]
+) -> None:
+    shape = {"entries": 8, "memory_bytes": 1 << 20}
+    segment = ObjectSegment.create(tmp_path, "test", "a", 7, **shape)
+    try:
+        trap(tmp_path / "mooncake=test=b.objects=7")
+        for name in ("mooncake=test=b.objects=7", "mooncake=test=\0.objects=7"):
+            with pytest.raises(SharedMemoryError, match="cannot attach"):
+                ObjectSegment.attach(tmp_path / name, 7, **shape)
+        for name in ("x", "mooncake=test=a=7", "mooncake=test=a.objects=8"):
+            os.link(segment.path, tmp_path / name)
+            with pytest.raises(SharedMemoryError, match="no name of a store's segment"):
+                ObjectSegment.attach(tmp_path / name, 7, **shape)
+        become_another_user(monkeypatch)
+        with pytest.raises(SharedMemoryError, match="another user"):
+            ObjectSegment.attach(segment.path, 7, **shape)
+    finally:
+        segment.close()
+
+
+@TRAPS
+def test_a_life_file_is_a_file_of_ours_or_none(tmp_path: Path, trap: Callable[[Path], None]) -> None:
+    path = life_path(tmp_path, "test", b"me")
+    trap(path)
+    with pytest.raises(OSError):
+        Life(tmp_path, "test", b"me")
+    assert not is_lived(path)
+    assert not remove_life(path)
+    assert path.exists() or path.is_symlink(), "what others put there stays"
+
+
+def test_another_users_file_is_no_life_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    life = Life(tmp_path, "test", b"me")
+    assert is_lived(life.path)
+    become_another_user(monkeypatch)
+    assert not is_lived(life.path)
+    assert not remove_life(life.path)
+    monkeypatch.undo()
+    life.disown()
+    assert remove_life(life.path), "its process died"
+    assert not life.path.exists()
+    assert not remove_life(life.path)
 
 
 @TRAPS

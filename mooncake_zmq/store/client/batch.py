@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.client.link import Unreached
 from mooncake_zmq.store.client.peer import Call
 from mooncake_zmq.store.memory import Span
 from mooncake_zmq.store.protocol import MAX_KEYS
@@ -53,12 +54,15 @@ def chunks(indexes: Iterable[int], sizes: Sequence[int] | Mapping[int, int] | No
 
 
 def commit(call: Call, put_id: int, codes: list[int], indexes: list[int], checksums: list[int]) -> list[int]:
-    """The final codes of a put of which `codes` were granted and `indexes` written."""
+    """The final codes of a put of which `codes` were granted and `indexes` written. Raises Unreached for an answer to another
+    put than this one."""
     granted = [index for index, code in enumerate(codes) if code == 0]
     if not granted:
         return codes
     request = protocol.Commit(call.peer.next_id(), put_id, indexes, checksums)
     numbers = call.link.ask(request, protocol.Numbers, time.monotonic() + call.peer.settings.timeout_s).numbers
+    if len(numbers) not in (0, len(codes)):
+        raise Unreached(f"{len(numbers)} codes for {len(codes)} keys")
     if not numbers or len(indexes) < len(granted):
         call.peer.counts["expired"] += 1
     for index in granted:

@@ -13,7 +13,7 @@ from mooncake_zmq.store import protocol
 from mooncake_zmq.store.client.batch import Batch, Wanted, chunks, commit
 from mooncake_zmq.store.client.link import Unreached
 from mooncake_zmq.store.client.peer import Call
-from mooncake_zmq.store.memory import Checksum, gather, scatter
+from mooncake_zmq.store.memory import gather, scatter
 from mooncake_zmq.store.rules.objects import Code
 from mooncake_zmq.store.segment import ObjectSegment
 from mooncake_zmq.store.stream_messages import Promote, decode_ended, promoted_bytes
@@ -45,11 +45,11 @@ def _put(call: Call, segment: ObjectSegment, put_id: int, batch: Batch) -> list[
     checksums: list[int] = []
     for index, (code, offset) in enumerate(zip(reserved.codes, reserved.offsets, strict=True)):
         if code == 0 and time.monotonic() < stop_at:
-            checksum = Checksum() if call.peer.settings.checksum_local else None
-            gather(batch.values[index], segment.address + offset, batch.sizes[index], checksum)
+            hashed = call.peer.settings.checksum_local
+            checksum = gather(batch.values[index], segment.address + offset, batch.sizes[index], hashed=hashed)
             if time.monotonic() < stop_at:
                 indexes.append(index)
-                checksums.append(checksum.value() if checksum else 0)
+                checksums.append(checksum)
     return commit(call, put_id, reserved.codes, indexes, checksums)
 
 
@@ -98,11 +98,11 @@ def _read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wa
             if generations[entry] != generation or time.monotonic() >= stop_at:
                 call.peer.counts["stale"] += 1
                 continue
-            checksum = Checksum() if expected and call.peer.settings.verify_local else None
-            scatter(segment.address + offset, size, spans, checksum)
+            hashed = expected != 0 and call.peer.settings.verify_local
+            found = scatter(segment.address + offset, size, spans, hashed=hashed)
             if generations[entry] != generation or time.monotonic() >= stop_at:
                 call.peer.counts["stale"] += 1
-            elif checksum is not None and checksum.value() != expected:
+            elif hashed and found != expected:
                 call.peer.counts["corrupt"] += 1
                 corrupt.append((entry, generation))
                 log.warning("store_value_corrupt", store=call.peer.endpoint, size=size)

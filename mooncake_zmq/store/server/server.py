@@ -29,7 +29,7 @@ from mooncake_zmq.store.node import StoreFacts, StoreNode
 from mooncake_zmq.store.protocol import encode
 from mooncake_zmq.store.rules.object_log import ObjectLog
 from mooncake_zmq.store.rules.objects import ObjectSettings
-from mooncake_zmq.store.segment import ObjectSegment, boot_id, is_lived, life_path
+from mooncake_zmq.store.segment import ObjectSegment, boot_id, is_lived, life_path, remove_life
 from mooncake_zmq.store.server.disk_works import DiskWorks
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.streams import StoreStreams
@@ -246,9 +246,8 @@ class StoreServer:
         path = self._life_of(name)
         if is_lived(path):
             return
-        closed = not path.exists()  # it has removed it itself
+        closed = not remove_life(path)  # it has removed it itself
         if not closed:
-            path.unlink(missing_ok=True)
             log.info("store_client_died", client=name.hex())
         self._turns.take(ClientDied(name, closed))
 

@@ -1,0 +1,113 @@
+"""Copies with a checksum on the way: the bytes are their source's, and the checksum is xxhash's, whichever way made both."""
+
+import ctypes
+import mmap
+import sys
+import threading
+from random import Random
+
+import pytest
+import xxhash
+
+from mooncake_zmq.store.memory import gather, scatter
+from mooncake_zmq.transfer import hashed_copy
+from mooncake_zmq.transfer.hashed_copy import PIECE_BYTES, ROUTINE_FROM_BYTES, Routine, copy_hashed, copy_in_pieces
+
+ROOM = 3 * PIECE_BYTES
+EDGES = [1, 240, 241, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 2049, ROUTINE_FROM_BYTES, 100_001]
+PIECES = [PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 63]
+
+
+@pytest.fixture(scope="module")
+def source():
+    return bytearray(Random(1).randbytes(ROOM))
+
+
+@pytest.fixture(scope="module")
+def routine():
+    pytest.importorskip("llvmlite.binding")
+    return Routine()
+
+
+def address(buffer: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def check(copy, source: bytearray, at: int, to: int, size: int) -> None:
+    target = bytearray(ROOM)
+    checksum = copy(address(target) + to, address(source) + at, size)
+    wanted = source[at : at + size]
+    assert checksum == xxhash.xxh3_64_intdigest(wanted)
+    assert target == bytes(to) + wanted + bytes(ROOM - to - size)
+
+
+@pytest.mark.parametrize("size", [*EDGES, *PIECES])
+def test_pieces_make_the_checksum_of_the_whole(source, size):
+    check(copy_in_pieces, source, 5, 11, size)
+
+
+@pytest.mark.parametrize("size", [size for size in [*EDGES, *PIECES] if size > 240])
+def test_the_routine_makes_the_same_checksum(source, routine, size):
+    check(routine, source, 5, 11, size)
+
+
+def test_the_routine_is_right_for_any_size_and_place(source, routine):
+    random = Random(2)
+    for _ in range(200):
+        size = random.randint(241, 20_000)
+        check(routine, source, random.randrange(ROOM - size), random.randrange(ROOM - size), size)
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_without_the_compiler_or_leave_to_run_code_copies_go_in_pieces(source, monkeypatch, is_refused):
+    def refuse(*_args, **options):
+        if options.get("prot", 0) & mmap.PROT_EXEC:
+            raise PermissionError(13, "Permission denied")
+
+    if is_refused:
+        monkeypatch.setattr(hashed_copy.mmap, "mmap", refuse)
+    else:
+        monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    monkeypatch.setattr(hashed_copy, "_routine", hashed_copy._Once())
+    check(copy_hashed, source, 0, 0, ROOM)
+    assert hashed_copy._routine.get() is None
+
+
+def test_threads_that_copy_first_share_one_routine(source, monkeypatch):
+    pytest.importorskip("llvmlite.binding")
+    made, start = [], threading.Barrier(4)
+
+    class Counted(Routine):
+        def __init__(self):
+            made.append(self)
+            super().__init__()
+
+    def first_copy():
+        start.wait()
+        check(copy_hashed, source, 0, 0, ROUTINE_FROM_BYTES)
+
+    monkeypatch.setattr(hashed_copy, "Routine", Counted)
+    monkeypatch.setattr(hashed_copy, "_routine", hashed_copy._Once())
+    threads = [threading.Thread(target=first_copy) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "cuts", [(), (1,), (PIECE_BYTES,), (PIECE_BYTES - 1, PIECE_BYTES + 1, 2 * PIECE_BYTES), (7, 8, 9, 400_000)]
+)
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_value_in_several_places_has_the_checksum_of_the_whole(source, cuts, hashed):
+    size = ROOM - 13
+    edges = [0, *cuts, size]
+    spans = [(address(source) + start, stop - start) for start, stop in zip(edges, edges[1:], strict=False)]
+    cell, back = bytearray(size), bytearray(ROOM)
+    expected = xxhash.xxh3_64_intdigest(source[:size]) if hashed else 0
+    assert gather(spans, address(cell), size, hashed=hashed) == expected
+    assert cell == source[:size]
+    places = [(address(back) + start, stop - start) for start, stop in zip(edges, edges[1:], strict=False)]
+    assert scatter(address(cell), size, places, hashed=hashed) == expected
+    assert back == source[:size] + bytes(13)
