@@ -5,6 +5,7 @@ errors.
 """
 
 import os
+import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -18,7 +19,7 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
-from mooncake_zmq.core.keys import NAME_PATTERN
+from mooncake_zmq.core.keys import NAME_PATTERN, KeysError
 from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_TOKENS
 from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, ROLES, Role
@@ -28,7 +29,9 @@ from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.cpu import Backend, Device
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
+from mooncake_zmq.runtime.api_keys import api_keys_of
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
+from mooncake_zmq.runtime.tls import SOON_DAYS, TlsFiles, days_left, presented, tls_files_of
 from mooncake_zmq.transfer.key_files import directory_of
 from mooncake_zmq.transfer.sockets import BadEndpoint, Bulk, check_endpoint, is_loopback
 
@@ -220,6 +223,11 @@ class GatewaySettings:
     api_keys: str = ""
     """File of `mooncake-zmq keys api`: who may call, how often, and how much. Read anew when it changes. Empty: the unit's
     credential `api_keys`; without one everybody may call."""
+    tls_certificate: str = ""
+    """PEM file of the certificate and its chain: HTTPS, of TLS 1.2 and newer, in place of HTTP. Both files are read anew when
+    they change. Empty: the unit's credentials `tls.crt` and `tls.key`; without them it is HTTP."""
+    tls_key: str = ""
+    """PEM file of its private key, unencrypted, which not everybody may read."""
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     requests: RequestsSettings = field(default_factory=RequestsSettings)
@@ -228,6 +236,8 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         if not 1 <= self.http_port < 65536:
             raise ValueError("http_port must be between 1 and 65535")
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ValueError("tls_certificate and tls_key go together: set both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -535,7 +545,9 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 if config.costs.profile:
                     what = f"costs of {config.costs.profile}: " + ", ".join(_shown_costs(config.costs))
             case "gateway":
-                what = f"http://{section.http_host}:{section.http_port}"
+                what = f"{'https' if is_tls(section) else 'http'}://{section.http_host}:{section.http_port}"
+                keys = api_keys_of(section.api_keys)
+                what += f", API keys of {keys}" if keys else ", no API keys"
         totals[node.device] += size
         where = f"threads {node.threads}" if node.device == "cpu" else node.device
         computes = f", {where}, {node.backend}" if node.computes else f", {node.backend}"
@@ -566,6 +578,7 @@ def warnings(loaded: Loaded) -> Iterator[str]:
         )
     yield from _profile_warnings(loaded)
     yield from _plain_warnings(loaded)
+    yield from _gateway_warnings(loaded)
     pools = {node.host for node in config.of_role("cache-node")}
     for node in config.of_role(*ENGINE_ROLES):
         if node.host not in pools:
@@ -576,6 +589,39 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for node in config.of_role("decode"):
         if loaded.section(node).capacity_tokens < config.model.max_model_len:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
+
+
+def is_tls(section: GatewaySettings) -> bool:
+    """Does this gateway speak HTTPS here? Raises ConfigError."""
+    try:
+        return tls_files_of(section.tls_certificate, section.tls_key) is not None
+    except KeysError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _gateway_warnings(loaded: Loaded) -> Iterator[str]:
+    """Who may call, and who listens in."""
+    for node in loaded.config.of_role("gateway"):
+        section = loaded.section(node)
+        open_to = "" if is_loopback(f"tcp://{section.http_host}:0") else f"http_host {section.http_host} is not loopback"
+        guarded = api_keys_of(section.api_keys) is not None
+        if open_to and not guarded:
+            yield f"{node.name}: {open_to}, and without gateway.api_keys whoever reaches it may call it and see its metrics"
+        if open_to and not is_tls(section):
+            what = "prompts, answers and API keys" if guarded else "prompts and answers"
+            yield f"{node.name}: {open_to}, and without gateway.tls_certificate {what} go in clear"
+        if section.tls_certificate:
+            yield from _certificate_warnings(node.name, TlsFiles(Path(section.tls_certificate), Path(section.tls_key)))
+
+
+def _certificate_warnings(node: str, files: TlsFiles) -> Iterator[str]:
+    try:
+        left = days_left(presented(files).until, time.time())
+    except KeysError as error:
+        yield f"{node}: {error}"
+    else:
+        if left < SOON_DAYS:
+            yield f"{node}: {files.certificate} expires in {left} days"
 
 
 def _plain_warnings(loaded: Loaded) -> Iterator[str]:

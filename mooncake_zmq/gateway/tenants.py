@@ -1,8 +1,8 @@
 """Who may use a gateway, and how much of it: API keys by their hashes, rates by token buckets, shares of the slots. PURE.
 
 A file of keys has one tenant a line: NAME:SHA256[:LIMITS]; empty lines and those that begin with # tell nothing. LIMITS are
-`requests=N` and `tokens=N` a minute, `share=F` of the gateway's slots, and `role=admin`, by commas. Tokens are those of the
-prompt and of the longest answer asked for; what of that was not written comes back.
+`requests=N` and `tokens=N` a minute, `share=F` of the gateway's slots, and a `role`, by commas. Tokens are those of the prompt
+and of the longest answer asked for; what of that was not written comes back.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from typing import Literal, get_args
 
 from mooncake_zmq.core.keys import NAME_PATTERN
 
-Role = Literal["user", "admin"]
-"""Any may generate; who is admin sees the metrics as well."""
+Role = Literal["user", "metrics", "admin"]
+"""A user may generate; who collects metrics sees those and what /health has to tell, and nothing else; an admin may both."""
 MAX_TENANTS = 1024
 MINUTE_S = 60.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")

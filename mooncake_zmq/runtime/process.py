@@ -52,6 +52,7 @@ from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
+from mooncake_zmq.runtime.tls import Tls, tls_files_of
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.object_disk import ObjectDisk
@@ -424,6 +425,10 @@ class _Process:
             deliver=lambda effect: edge.deliver(effect),
             sockets=self.sockets,
         )
+        files = tls_files_of(self.settings.tls_certificate, self.settings.tls_key)
+        tls = Tls(files) if files else None
+        if tls:
+            self.runtime.every(REFRESH_S, tls.refresh)
         path = api_keys_of(self.settings.api_keys)
         api_keys = ApiKeys(path, self.settings.edge.max_open_requests) if path else None
         if api_keys:
@@ -451,6 +456,7 @@ class _Process:
             self.settings.connections,
             send_timeout_s=self.settings.edge.send_timeout_s,
             reserved_files=64 + FILES_PER_PEER * len(self._peers),
+            tls=(lambda: tls.context) if tls else None,
             count=edge.count,
         )
         self.stack.callback(door.close)
