@@ -453,10 +453,16 @@ def _check_keys(raw: Mapping[str, Any], kind: type[Any], shown: str, under: str)
             raise ConfigError(f"{shown}: {path}: unknown key; known here: {near}")
         if is_dataclass(hints[key]) and isinstance(value, Mapping):
             _check_keys(value, hints[key], shown, f"{path}.")
-        elif key == "nodes" and isinstance(value, list):
-            for position, node in enumerate(value):
-                if isinstance(node, Mapping):
-                    _check_keys(node, NodeSettings, shown, f"nodes[{position}].")
+        elif (each := _record_of(hints[key])) is not None and isinstance(value, list):
+            for position, record in enumerate(value):
+                if isinstance(record, Mapping):
+                    _check_keys(record, each, shown, f"{path}[{position}].")
+
+
+def _record_of(kind: Any) -> type[Any] | None:
+    """What a list of tables has in it, if `kind` is one."""
+    found = next(iter(get_args(kind)), None) if get_origin(kind) is tuple else None
+    return found if isinstance(found, type) and is_dataclass(found) else None
 
 
 def _paths(raw: Mapping[str, Any], under: str = "") -> Iterator[str]:
@@ -529,6 +535,8 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 if node.store_endpoint:
                     size += section.objects.object_bytes
                     what += f", store of {section.objects.object_bytes / mib:,.0f} MiB at {node.store_endpoint}"
+                    if section.objects.tenants:
+                        what += f" for {', '.join(tenant.name for tenant in section.objects.tenants)}"
                     if section.objects.ssd.directory:
                         what += f", its SSD {section.objects.ssd.bytes / mib:,.0f} MiB in {section.objects.ssd.directory}"
                 if section.ssd.directory:
@@ -632,6 +640,8 @@ def _plain_warnings(loaded: Loaded) -> Iterator[str]:
         far = [each for each in (node.endpoint, node.data_endpoint) if each.startswith("tcp://") and not is_loopback(each)]
         if far and not keyed and not security.allow_plain_tcp:
             yield f"{node.name}: no keys, so it will not start: {far[0]} is beyond this machine (security.keys)"
+        if node.store_endpoint.startswith("tcp://") and loaded.section(node).objects.tenants and not keyed:
+            yield f"{node.name}: its store has tenants and the cluster no keys: nobody is known there, and may use anything"
         if node.store_endpoint.startswith("tcp://") and not is_loopback(node.store_endpoint):
             yield f"{node.name}: values of its store go in clear to clients on other hosts, keys or not"
 

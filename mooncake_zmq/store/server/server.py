@@ -206,7 +206,7 @@ class StoreServer:
         user: str | None = None
         request: protocol.Request | None
         try:
-            if self._asks_who and self._more():
+            if self._asks_who and len(peer) == ROUTING_ID_BYTES and self._more():
                 frame = self._socket.recv(copy=False)
                 user = str(frame.get(USER_ID)) if self._keyed else ""
                 request = protocol.decode_request(frame.buffer)
