@@ -66,4 +66,5 @@ class Usage:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._slots and self._tenants is not None and self._tenant is not None:
-            self._tenants.give_back(self._clock(), self._tenant, self._slots, max(0, self._tokens - self.tokens_used))
+            left = max(0, self._tokens - self.tokens_used)
+            self._tenants.give_back(self._clock(), self._tenant, self._slots, left, self.tokens_used)

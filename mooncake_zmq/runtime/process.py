@@ -147,6 +147,8 @@ class _Process:
         self.crash: BaseException | None = None
         self.data_counts: dict[str, Mapping[str, float]] = {}
         """Counters of the data plane's threads, by part."""
+        self.dumps: dict[str, Callable[[], Any]] = {}
+        """What beside the actor has something to dump, by part."""
         self._runtime: ZmqRuntime | None = None
         self._store: StoreServer | None = None
         self._executor: Executor | None = None
@@ -352,6 +354,7 @@ class _Process:
             raise BadEndpoint(f"cannot listen on {where} for streams of {node.store_endpoint}: {error}") from error
         self.stack.callback(lambda: store.close(self.drain_until, lambda: self.signals_seen > 1))
         self._store = store
+        self.dumps["store"] = lambda: {"counts": dict(store.counts), "gauges": store.gauges()}
         log.info("store_open", endpoint=store.endpoint, bytes=objects.object_bytes)
 
     def _open_publisher(self, events: KvEventsSettings) -> KvEventPublisher:
@@ -449,6 +452,7 @@ class _Process:
             backing=_Backing(self.runtime, requests),
             tenants=api_keys.tenants if api_keys else None,
         )
+        self.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
         server = _Server(server_config(create_app(edge), self.settings.connections))
         door = Door(
             server,
@@ -601,6 +605,7 @@ class _Process:
     def _write_dump(self) -> None:
         path = self.runtime_dir / f"{self.node.name}.dump.json"
         dump = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
+        dump |= {part: tell() for part, tell in self.dumps.items()}
         try:
             replace_own(path, json.dumps(dump, default=_printable, indent=1).encode())
         except OSError as error:  # a full disk is no reason to end

@@ -80,6 +80,8 @@ def test_a_cluster_with_keys_gives_the_right_tokens_and_rotates_one_while_it_run
         assert ask(PROMPT).json()["choices"][0]["token_ids"] == expected_tokens(PROMPT, 8)
         api_keys.write_text("")
         eventually(lambda: ask(PROMPT).status_code == 401, 20, "alice is out")
+        edge = cluster.dumps()["gateway-0"]["edge"]
+        assert edge["counts"]["http_handshakes_failed"] >= 1
         counts = {name: count for dump in cluster.dumps().values() for name, count in dump["session"]["counts"].items()}
         assert "dropped[reason=not_its_key]" not in counts
         cluster.stop()

@@ -115,3 +115,22 @@ def test_tenants_share_no_block_keys_whatever_salt_they_wish():
     open_to_all = ScriptedActor()
     ask(open_to_all, None)
     assert open_to_all.only.keys not in keys
+
+
+def test_what_each_tenant_has_of_the_gateway_is_counted_by_name():
+    actor = guarded(requests=2)
+    for _ in range(3):
+        ask(actor, "alice")
+    ask(actor, "mallory")
+    page = ask(actor, "meter", "/metrics").text
+    for line in (
+        'mooncake_tenant_calls_total{tenant="alice"} 2.0',
+        'mooncake_tenant_limited_total{tenant="alice"} 1.0',
+        'mooncake_tenant_tokens_total{tenant="alice"} 20.0',
+        'mooncake_tenant_slots{tenant="alice"} 0.0',
+    ):
+        assert line in page
+    assert "mallory" not in page
+    assert "bob" not in page
+    actor.edge.tenants.replace([])
+    assert not [name for name in actor.edge.own_counts() if "tenant" in name]
