@@ -586,7 +586,8 @@ def warnings(loaded: Loaded) -> Iterator[str]:
         )
     yield from _profile_warnings(loaded)
     yield from _plain_warnings(loaded)
-    yield from _gateway_warnings(loaded)
+    for node in config.of_role("gateway"):
+        yield from (f"{node.name}: {text}" for text in gateway_warnings(loaded.section(node)))
     pools = {node.host for node in config.of_role("cache-node")}
     for node in config.of_role(*ENGINE_ROLES):
         if node.host not in pools:
@@ -607,29 +608,27 @@ def is_tls(section: GatewaySettings) -> bool:
         raise ConfigError(str(error)) from None
 
 
-def _gateway_warnings(loaded: Loaded) -> Iterator[str]:
-    """Who may call, and who listens in."""
-    for node in loaded.config.of_role("gateway"):
-        section = loaded.section(node)
-        open_to = "" if is_loopback(f"tcp://{section.http_host}:0") else f"http_host {section.http_host} is not loopback"
-        guarded = api_keys_of(section.api_keys) is not None
-        if open_to and not guarded:
-            yield f"{node.name}: {open_to}, and without gateway.api_keys whoever reaches it may call it and see its metrics"
-        if open_to and not is_tls(section):
-            what = "prompts, answers and API keys" if guarded else "prompts and answers"
-            yield f"{node.name}: {open_to}, and without gateway.tls_certificate {what} go in clear"
-        if section.tls_certificate:
-            yield from _certificate_warnings(node.name, TlsFiles(Path(section.tls_certificate), Path(section.tls_key)))
+def gateway_warnings(section: GatewaySettings) -> Iterator[str]:
+    """Who may call this gateway, and who listens in."""
+    open_to = "" if is_loopback(f"tcp://{section.http_host}:0") else f"http_host {section.http_host} is not loopback"
+    guarded = api_keys_of(section.api_keys) is not None
+    if open_to and not guarded:
+        yield f"{open_to}, and without gateway.api_keys whoever reaches it may call it and see its metrics"
+    if open_to and not is_tls(section):
+        what = "prompts, answers and API keys" if guarded else "prompts and answers"
+        yield f"{open_to}, and without gateway.tls_certificate {what} go in clear"
+    if section.tls_certificate:
+        yield from _certificate_warnings(TlsFiles(Path(section.tls_certificate), Path(section.tls_key)))
 
 
-def _certificate_warnings(node: str, files: TlsFiles) -> Iterator[str]:
+def _certificate_warnings(files: TlsFiles) -> Iterator[str]:
     try:
         left = days_left(presented(files).until, time.time())
     except KeysError as error:
-        yield f"{node}: {error}"
+        yield str(error)
     else:
         if left < SOON_DAYS:
-            yield f"{node}: {files.certificate} expires in {left} days"
+            yield f"{files.certificate} expires in {left} days"
 
 
 def _plain_warnings(loaded: Loaded) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mooncake_zmq.config import NodeSettings
 from mooncake_zmq.core.keys import KeysError
@@ -21,6 +22,7 @@ def examine(here: Here) -> Iterator[Finding]:
     if directory is not None:
         for node in here.nodes:
             yield node_key(directory, node.name)
+            yield from tenants_clients(directory, node, here.section(node))
     for node in here.of_role("gateway"):
         section = here.section(node)
         far = not is_loopback(f"tcp://{section.http_host}:0")
@@ -40,6 +42,23 @@ def node_key(directory: Path, name: str) -> Finding:
     except KeysError as error:
         return Finding(AREA, "problem", f"{name}: {error}", "`mooncake-zmq keys make` where keys are made, then copy them here")
     return Finding(AREA, "ok", f"{name} has its secret key, and {known.path} has {len(known.book.keys)} public ones")
+
+
+def tenants_clients(directory: Path, node: NodeSettings, section: Any) -> Iterator[Finding]:
+    """Of a cache-node's store: those that its tenants name and nobody made a key for."""
+    tenants = section.objects.tenants if node.role == "cache-node" and node.store_endpoint else ()
+    wanted = {name for tenant in tenants for name in (*tenant.clients, *tenant.readers)}
+    try:
+        known = {each.name for each in key_files.read_book(directory).keys if "store" in each.kinds}
+    except (KeysError, OSError):  # told of already
+        return
+    if missing := sorted(wanted - known):
+        advice = f"mooncake-zmq keys make --to DIR {' '.join(f'--store {name}' for name in missing)}, or correct the names"
+        yield Finding(AREA, "warning", f"{node.name}: its store's tenants name clients without a key", advice)
+    elif wanted:
+        yield Finding(
+            AREA, "ok", f"{node.name}: its store has {len(tenants)} tenants, and {len(wanted)} clients of theirs a key"
+        )
 
 
 def callers(node: NodeSettings, setting: str, far: bool) -> Finding:

@@ -29,7 +29,7 @@ import zmq
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of, gateway_warnings
 from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
 from mooncake_zmq.core.costs import Costs
@@ -432,6 +432,8 @@ class _Process:
         tls = Tls(files) if files else None
         if tls:
             self.runtime.every(REFRESH_S, tls.refresh)
+        for text in gateway_warnings(self.settings):
+            log.warning("gateway_is_open", reason=text)
         path = api_keys_of(self.settings.api_keys)
         api_keys = ApiKeys(path, self.settings.edge.max_open_requests) if path else None
         if api_keys:

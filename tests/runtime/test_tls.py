@@ -10,6 +10,7 @@ from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.doctor import access
 from mooncake_zmq.runtime import tls
 from mooncake_zmq.runtime.tls import Tls, TlsFiles, presented, tls_files_of
+from mooncake_zmq.transfer import key_files
 
 CONFIG = """
 [gateway]
@@ -134,3 +135,23 @@ def test_config_check_and_doctor_tell_what_is_open_and_what_expires(files, tmp_p
     assert examined(files) == ["warning", "ok"]
     assert examined(soon) == ["warning", "warning"]
     assert examined(TlsFiles(files.certificate, soon.key)) == ["warning", "problem"]
+
+
+def test_the_doctor_tells_of_tenants_clients_without_a_key(tmp_path):
+    path, keys = tmp_path / "cluster.toml", tmp_path / "keys"
+    tenant = '[[cache_node.objects.tenants]]\nname = "red"\nnamespaces = ["red/"]\nclients = ["ruby"]\n'
+    node = '[[nodes]]\nname = "pool"\nrole = "cache-node"\nstore_endpoint = "tcp://127.0.0.1:7300"\n'
+    path.write_text(f'[security]\nkeys = "{keys}"\n{tenant}{node}')
+
+    def levels():
+        loaded = load(path)
+        return [each.level for each in access.examine(access.Here(loaded, loaded.config.nodes, {}))]
+
+    key_files.make(keys, [("pool", ("node",)), ("ruby", ("events",))])
+    assert levels() == ["ok", "warning"]
+    key_files.make(keys, [("sky", ("store",))])
+    assert levels() == ["ok", "warning"]
+    path.write_text(path.read_text().replace("ruby", "sky"))
+    assert levels() == ["ok", "ok"]
+    (keys / "pool.secret").chmod(0o644)
+    assert levels() == ["problem", "ok"]

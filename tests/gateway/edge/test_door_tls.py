@@ -3,6 +3,7 @@
 import asyncio
 import json
 import ssl
+from random import Random
 
 import certificates
 import httpx
@@ -95,6 +96,31 @@ def test_who_speaks_no_tls_is_cut_and_the_others_are_served(files, said):
         assert await healthy(files, port)
 
     actor.serve(client)
+
+
+def test_any_greeting_ends_the_connection_at_most(files, caplog):
+    actor, _ = behind(files)
+    hello, random = hello_of(files), Random(7)
+
+    def damaged():
+        said = bytearray(hello)
+        for _ in range(random.choice((1, 2, 30))):
+            said[random.randrange(len(said))] = random.randrange(256)
+        stop = random.choice((len(said), random.randrange(len(said))))
+        return bytes(said[:stop]) + random.randbytes(random.choice((0, 5, 9000)))
+
+    async def client(port):
+        for _ in range(150):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(damaged())
+            writer.write_eof()
+            await until_closed(reader)
+            writer.close()
+        assert await healthy(files, port)
+
+    actor.serve(client)
+    assert actor.edge.counts["http_handshakes_failed"] == 150
+    assert [record for record in caplog.records if record.levelname not in ("INFO", "DEBUG")] == []
 
 
 @pytest.mark.parametrize("part", [0, 1, 100, None])
