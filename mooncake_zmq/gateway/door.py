@@ -105,6 +105,25 @@ class Connection(H11Protocol):
         else:
             self.transport.abort()
 
+    def shutdown(self) -> None:
+        """From uvicorn, which ends: close it, once what is open here is answered."""
+        super().shutdown()
+        self.say_goodbye()
+
+    def close(self) -> None:
+        """Once all that was written is taken."""
+        self.transport.close()
+        self.say_goodbye()
+
+    def say_goodbye(self) -> None:
+        """TLS has told the client that this is the end, and would wait for him to say so too. Who is idle does not listen."""
+        below = getattr(getattr(self.transport, "_ssl_protocol", None), "_transport", None)
+        if below is not None and self.transport.is_closing():
+            # asyncio itself tells only of what is not encrypted yet.
+            unsent = self.transport.get_write_buffer_size() + below.get_write_buffer_size()
+            if not unsent:
+                self.transport.abort()
+
     @property
     def calling(self) -> bool:
         """Is a call open here, its headers being whole?"""
@@ -386,7 +405,7 @@ class Door:
         if connection.begun:
             connection.transport.write(TOO_SLOW)
         connection.quiet_since = None
-        connection.transport.close()
+        connection.close()
 
     def _later(self, delay_s: float, what: Callable[[], None]) -> None:
         if self._loop is not None:

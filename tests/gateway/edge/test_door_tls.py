@@ -153,6 +153,26 @@ def test_after_the_greeting_headers_have_their_time(files):
     actor.serve(client)
 
 
+@pytest.mark.parametrize("said", [b"", GET])
+def test_an_idle_client_that_does_not_say_goodbye_is_not_waited_for(files, said):
+    actor, _ = behind(files, connections=ConnectionSettings(head_timeout_s=0.1, idle_timeout_s=0.1))
+
+    async def client(port):
+        reader, writer = await speaking(files, port)
+        writer.write(said)
+        if said:
+            await asyncio.wait_for(reader.readuntil(b'"open_requests":0}'), 5)
+        writer.transport.pause_reading()
+        await actor.until(lambda: not actor.door.connections)  # `send_timeout_s` is a minute
+        writer.transport.resume_reading()
+        assert await asyncio.wait_for(reader.read(), 5) == b""  # told by TLS, and not cut
+        kept = await speaking(files, port)
+        kept[1].transport.pause_reading()
+        await actor.until(lambda: len(actor.door.connections) == 1)
+
+    actor.serve(client)
+
+
 def test_half_greetings_take_no_room_from_who_speaks(files, monkeypatch):
     monkeypatch.setattr(door_module, "MAX_HANDSHAKES", 8)
     actor, _ = behind(files, connections=ConnectionSettings(head_timeout_s=60.0, max_connections=12, max_per_address=12))
