@@ -8,6 +8,7 @@ from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.store.events import GOOD
 from mooncake_zmq.store.node import StoreNode
 from mooncake_zmq.store.rules.changes import Change, Changes, copies_on_disk
+from mooncake_zmq.store.rules.disk_quotas import DiskQuotas
 from mooncake_zmq.store.rules.objects import Code, Objects
 from mooncake_zmq.store.rules.tenants import Tenants
 from mooncake_zmq.store.streaming import Streaming
@@ -160,7 +161,7 @@ def quota_ignored() -> Replacements:
 
 def disk_quota_ignored() -> Replacements:
     """What is cold is written, whoever has how much on disk."""
-    return [(Objects, "_without_room", lambda *_: None)]
+    return [(DiskQuotas, "judge", lambda *_: lambda _entry: False)]
 
 
 K = FaultKind

@@ -13,7 +13,7 @@ for how it gets another one, or none.
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
-from mooncake_zmq.store.rules.cold_end import MAX_STEPS, ColdEnd
+from mooncake_zmq.store.rules.cold_end import ColdEnd
+from mooncake_zmq.store.rules.disk_quotas import DiskQuotas
 from mooncake_zmq.store.rules.linked_rows import LinkedRows
 from mooncake_zmq.store.rules.object_log import MIN_SEGMENTS, SEGMENT_BYTES, ObjectLog, ObjectSsdSettings
 from mooncake_zmq.store.rules.object_record import ObjectRecord
@@ -241,6 +242,7 @@ class Objects:
         self._object_bytes = 0
         self._cold = ColdEnd(self._first_entry, self._size) if log else None
         self.tenants = Tenants(settings.tenants)
+        self._disk_quotas: DiskQuotas | None = None
         self._holdings: Holdings | None = None
         """Of memory: cells by tenant, and what of them can be evicted, soft pins last."""
         if settings.tenants:
@@ -248,8 +250,7 @@ class Objects:
             self._holdings = Holdings(self.tenants, quotas, rows=self._first_entry, kinds=2)
             if log is not None:
                 log.divide(self.tenants)
-        self._crowded: dict[int, int] = {}
-        """Bytes of values that are to be written to disk and that a tenant has no room for there, by tenant."""
+                self._disk_quotas = DiskQuotas(self._holdings, log, self._size, self.by_key)
         self._held: set[int] = set()
         """Entries being written to disk: not evicted meanwhile, so that the work is not in vain."""
 
@@ -465,7 +466,8 @@ class Objects:
         # More than the disk holds would push out what was just written, without end.
         target_bytes = min(target_bytes, log.settings.kept_bytes)
         batch = []
-        for entry in cold.unsaved(target_bytes, limit_bytes, limit, self._without_room(log)):
+        has_no_room = self._disk_quotas.judge() if self._disk_quotas is not None else None
+        for entry in cold.unsaved(target_bytes, limit_bytes, limit, has_no_room):
             key = self._key[entry]
             assert key is not None
             self._held.add(entry)
@@ -476,46 +478,8 @@ class Objects:
         return batch
 
     def outgrown(self, limit: int) -> list[tuple[str, ObjectRecord]]:
-        """Up to `limit` copies on disk that tenants have to lose there to stay within their quotas, with what is to be written
-        of theirs: those that memory does not have, used longest ago first."""
-        log = self._tiers[0]
-        found: list[tuple[str, ObjectRecord]] = []
-        if log.holdings is None:
-            return found
-        for tenant in range(1, len(log.holdings.quotas)):
-            over = log.holdings.over(tenant, self._crowded.get(tenant, 0))
-            if over > 0:
-                found += itertools.islice(self._coldest_on_disk(log, tenant, over), limit - len(found))
-        self._crowded.clear()
-        return found
-
-    def _coldest_on_disk(self, log: ObjectLog, tenant: int, size_bytes: int) -> Iterator[tuple[str, ObjectRecord]]:
-        for key in log.coldest(tenant, MAX_STEPS):
-            if size_bytes <= 0:
-                return
-            record = log.record(key)
-            if key not in self.by_key and record is not None:
-                size_bytes -= record.size
-                yield key, record
-
-    def _without_room(self, log: ObjectLog) -> Callable[[int], bool] | None:
-        """Tells of one entry after the other whether its tenant has no room for it on disk, beside those told of before."""
-        own, holdings = self._holdings, log.holdings
-        if own is None or holdings is None:
-            return None
-        planned = [0] * len(holdings.quotas)
-        self._crowded.clear()
-
-        def without(entry: int) -> bool:
-            tenant, size = own.of[entry], self._size[entry]
-            if holdings.over(tenant, planned[tenant] + size) <= 0:
-                planned[tenant] += size
-                return False
-            if size <= holdings.quotas[tenant]:
-                self._crowded[tenant] = self._crowded.get(tenant, 0) + size
-            return True
-
-        return without
+        """Copies that have to go from disk before `unsaved` may be asked again: see `DiskQuotas`."""
+        return self._disk_quotas.outgrown(limit) if self._disk_quotas is not None else []
 
     @property
     def cold_bytes(self) -> int:
