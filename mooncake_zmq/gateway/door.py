@@ -382,7 +382,7 @@ class Door:
         """Cut those that have said nothing for too long, or that are closing and not being read."""
         now = self._clock()
         for connection in list(self.connections):
-            if connection in self._arriving:  # has a time of its own
+            if connection.transport is None:  # it arrives, for which it has a time of its own
                 continue
             if connection.calling:
                 connection.quiet_since = None

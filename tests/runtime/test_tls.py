@@ -97,6 +97,8 @@ def test_they_are_the_units_credentials_where_the_file_says_nothing(files, tmp_p
     (given / tls.KEY_CREDENTIAL).write_bytes(files.key.read_bytes())
     with pytest.raises(KeysError, match="give it both"):
         tls_files_of("", "")
+    checked = CliRunner().invoke(main, ["config", "check", str(written(tmp_path, None))])
+    assert (checked.exit_code, "give it both" in checked.output) == (2, True)
     (given / tls.CERTIFICATE_CREDENTIAL).write_bytes(files.certificate.read_bytes())
     found = tls_files_of("", "")
     assert found is not None
