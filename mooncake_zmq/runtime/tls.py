@@ -88,8 +88,8 @@ def load(files: TlsFiles) -> ssl.SSLContext:
         for path, is_key in ((files.certificate, False), (files.key, True)):
             try:
                 fd, state = open_guarded(path)
-            except OSError as error:
-                raise KeysError(f"{path}: {error.strerror}") from None
+            except (OSError, KeysError) as error:
+                raise KeysError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
             stack.callback(os.close, fd)
             if state.st_mode & OTHERS_MAY_WRITE and not files.given:
                 raise KeysError(f"{path}: others can write it: chmod go-w it, and see that nothing foreign is in it")
