@@ -8,12 +8,14 @@ from typing import Any
 from mooncake_zmq.config import NodeSettings
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.doctor.finding import Finding, Here
+from mooncake_zmq.doctor.places import units_installed
 from mooncake_zmq.runtime import api_keys, tls
 from mooncake_zmq.runtime.tls import TlsFiles
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.sockets import is_loopback
 
 AREA = "access"
+UNSEEN = " (credentials of its unit are not seen here)"
 
 
 def examine(here: Here) -> Iterator[Finding]:
@@ -21,7 +23,7 @@ def examine(here: Here) -> Iterator[Finding]:
     directory = key_files.directory_of(here.config.security.keys)
     if directory is not None:
         for node in here.nodes:
-            yield node_key(directory, node.name)
+            yield node_key(directory, node.name, units_installed())
             yield from tenants_clients(directory, node, here.section(node))
     for node in here.of_role("gateway"):
         section = here.section(node)
@@ -35,12 +37,19 @@ def examine(here: Here) -> Iterator[Finding]:
         yield in_clear(node, far) if files is None else certificate(node, files, time.time())
 
 
-def node_key(directory: Path, name: str) -> Finding:
-    """The pair by which a node is known to the others."""
+def node_key(directory: Path, name: str, units: bool) -> Finding:
+    """The pair by which a node is known to the others. `units`: systemd has ours, and hands each its secret."""
+    advice = "`mooncake-zmq keys make` where keys are made, then copy them here"
     try:
+        if units and not (directory / f"{name}.secret").exists():
+            if key_files.read_book(directory).of(name):
+                return Finding(AREA, "ok", f"{name} has a public key; its secret is its unit's credential, or the unit fails")
+            return Finding(AREA, "problem", f"{directory / key_files.PUBLIC_KEYS} has no key of {name}", advice)
         known = key_files.load(directory, name)
+    except OSError as error:
+        return Finding(AREA, "problem", f"{name}: {error.filename}: {error.strerror}", advice)
     except KeysError as error:
-        return Finding(AREA, "problem", f"{name}: {error}", "`mooncake-zmq keys make` where keys are made, then copy them here")
+        return Finding(AREA, "problem", f"{name}: {error}", advice)
     return Finding(AREA, "ok", f"{name} has its secret key, and {known.path} has {len(known.book.keys)} public ones")
 
 
@@ -67,7 +76,7 @@ def callers(node: NodeSettings, setting: str, far: bool) -> Finding:
     if path is None:
         if not far:
             return Finding(AREA, "ok", f"{node.name}: no API keys, and it listens on this machine alone")
-        advice = "gateway.api_keys = FILE; `mooncake-zmq keys api NAME --in FILE` makes them"
+        advice = f"gateway.api_keys = FILE; `mooncake-zmq keys api NAME --in FILE` makes them{UNSEEN}"
         return Finding(AREA, "warning", f"{node.name}: whoever reaches it may call it, and see its metrics", advice)
     try:
         return Finding(AREA, "ok", f"{node.name}: {len(api_keys.read(path))} API keys in {path}")
@@ -79,7 +88,7 @@ def in_clear(node: NodeSettings, far: bool) -> Finding:
     """A gateway without TLS."""
     if not far:
         return Finding(AREA, "ok", f"{node.name}: HTTP, on this machine alone")
-    advice = "gateway.tls_certificate and gateway.tls_key, or a proxy before it on this machine and http_host 127.0.0.1"
+    advice = "gateway.tls_certificate and gateway.tls_key, or a proxy before it on this machine" + UNSEEN
     return Finding(AREA, "warning", f"{node.name}: HTTP beyond this machine: what is asked and answered goes in clear", advice)
 
 

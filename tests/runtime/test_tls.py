@@ -157,3 +157,7 @@ def test_the_doctor_tells_of_tenants_clients_without_a_key(tmp_path):
     assert levels() == ["ok", "ok"]
     (keys / "pool.secret").chmod(0o644)
     assert levels() == ["problem", "ok"]
+    (keys / "pool.secret").unlink()
+    assert [access.node_key(keys, name, True).level for name in ("pool", "other")] == ["ok", "problem"]
+    assert access.node_key(keys, "pool", False).level == "problem"
+    assert access.node_key(tmp_path / "none", "pool", True).level == "problem"
