@@ -145,9 +145,9 @@ def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
 
     loaded = _load(path, model, assignments)
     _or_exit(lambda: check_devices(loaded.config.nodes))
-    for line in summary(loaded):
+    for line in _or_exit(lambda: list(summary(loaded))):
         click.echo(line)
-    for warning in warnings(loaded):
+    for warning in _or_exit(lambda: list(warnings(loaded))):
         click.secho(f"warning: {warning}", fg="yellow", err=True)
     click.echo(f"{path}: ok")
 

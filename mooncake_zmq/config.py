@@ -5,6 +5,7 @@ errors.
 """
 
 import os
+import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -18,7 +19,7 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
-from mooncake_zmq.core.keys import NAME_PATTERN
+from mooncake_zmq.core.keys import NAME_PATTERN, KeysError
 from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_TOKENS
 from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, ROLES, Role
@@ -28,7 +29,9 @@ from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.cpu import Backend, Device
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
+from mooncake_zmq.runtime.api_keys import api_keys_of
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
+from mooncake_zmq.runtime.tls import SOON_DAYS, TlsFiles, days_left, presented, tls_files_of
 from mooncake_zmq.transfer.key_files import directory_of
 from mooncake_zmq.transfer.sockets import BadEndpoint, Bulk, check_endpoint, is_loopback
 
@@ -220,6 +223,11 @@ class GatewaySettings:
     api_keys: str = ""
     """File of `mooncake-zmq keys api`: who may call, how often, and how much. Read anew when it changes. Empty: the unit's
     credential `api_keys`; without one everybody may call."""
+    tls_certificate: str = ""
+    """PEM file of the certificate and its chain: HTTPS, of TLS 1.2 and newer, in place of HTTP. Both files are read anew when
+    they change. Empty: the unit's credentials `tls.crt` and `tls.key`; without them it is HTTP."""
+    tls_key: str = ""
+    """PEM file of its private key, unencrypted, which not everybody may read."""
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     requests: RequestsSettings = field(default_factory=RequestsSettings)
@@ -228,6 +236,8 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         if not 1 <= self.http_port < 65536:
             raise ValueError("http_port must be between 1 and 65535")
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ValueError("tls_certificate and tls_key go together: set both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,10 +453,16 @@ def _check_keys(raw: Mapping[str, Any], kind: type[Any], shown: str, under: str)
             raise ConfigError(f"{shown}: {path}: unknown key; known here: {near}")
         if is_dataclass(hints[key]) and isinstance(value, Mapping):
             _check_keys(value, hints[key], shown, f"{path}.")
-        elif key == "nodes" and isinstance(value, list):
-            for position, node in enumerate(value):
-                if isinstance(node, Mapping):
-                    _check_keys(node, NodeSettings, shown, f"nodes[{position}].")
+        elif (each := _record_of(hints[key])) is not None and isinstance(value, list):
+            for position, record in enumerate(value):
+                if isinstance(record, Mapping):
+                    _check_keys(record, each, shown, f"{path}[{position}].")
+
+
+def _record_of(kind: Any) -> type[Any] | None:
+    """What a list of tables has in it, if `kind` is one."""
+    found = next(iter(get_args(kind)), None) if get_origin(kind) is tuple else None
+    return found if isinstance(found, type) and is_dataclass(found) else None
 
 
 def _paths(raw: Mapping[str, Any], under: str = "") -> Iterator[str]:
@@ -519,6 +535,8 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 if node.store_endpoint:
                     size += section.objects.object_bytes
                     what += f", store of {section.objects.object_bytes / mib:,.0f} MiB at {node.store_endpoint}"
+                    if section.objects.tenants:
+                        what += f" for {', '.join(tenant.name for tenant in section.objects.tenants)}"
                     if section.objects.ssd.directory:
                         what += f", its SSD {section.objects.ssd.bytes / mib:,.0f} MiB in {section.objects.ssd.directory}"
                 if section.ssd.directory:
@@ -535,7 +553,9 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 if config.costs.profile:
                     what = f"costs of {config.costs.profile}: " + ", ".join(_shown_costs(config.costs))
             case "gateway":
-                what = f"http://{section.http_host}:{section.http_port}"
+                what = f"{'https' if is_tls(section) else 'http'}://{section.http_host}:{section.http_port}"
+                keys = api_keys_of(section.api_keys)
+                what += f", API keys of {keys}" if keys else ", no API keys"
         totals[node.device] += size
         where = f"threads {node.threads}" if node.device == "cpu" else node.device
         computes = f", {where}, {node.backend}" if node.computes else f", {node.backend}"
@@ -566,6 +586,8 @@ def warnings(loaded: Loaded) -> Iterator[str]:
         )
     yield from _profile_warnings(loaded)
     yield from _plain_warnings(loaded)
+    for node in config.of_role("gateway"):
+        yield from (f"{node.name}: {text}" for text in gateway_warnings(loaded.section(node)))
     pools = {node.host for node in config.of_role("cache-node")}
     for node in config.of_role(*ENGINE_ROLES):
         if node.host not in pools:
@@ -578,6 +600,37 @@ def warnings(loaded: Loaded) -> Iterator[str]:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
 
 
+def is_tls(section: GatewaySettings) -> bool:
+    """Does this gateway speak HTTPS here? Raises ConfigError."""
+    try:
+        return tls_files_of(section.tls_certificate, section.tls_key) is not None
+    except KeysError as error:
+        raise ConfigError(str(error)) from None
+
+
+def gateway_warnings(section: GatewaySettings) -> Iterator[str]:
+    """Who may call this gateway, and who listens in."""
+    open_to = "" if is_loopback(f"tcp://{section.http_host}:0") else f"http_host {section.http_host} is not loopback"
+    guarded = api_keys_of(section.api_keys) is not None
+    if open_to and not guarded:
+        yield f"{open_to}, and without gateway.api_keys whoever reaches it may call it and see its metrics"
+    if open_to and not is_tls(section):
+        what = "prompts, answers and API keys" if guarded else "prompts and answers"
+        yield f"{open_to}, and without gateway.tls_certificate {what} go in clear"
+    if section.tls_certificate:
+        yield from _certificate_warnings(TlsFiles(Path(section.tls_certificate), Path(section.tls_key)))
+
+
+def _certificate_warnings(files: TlsFiles) -> Iterator[str]:
+    try:
+        left = days_left(presented(files).until, time.time())
+    except KeysError as error:
+        yield str(error)
+    else:
+        if left < SOON_DAYS:
+            yield f"{files.certificate} expires in {left} days"
+
+
 def _plain_warnings(loaded: Loaded) -> Iterator[str]:
     """What of the deployment others on its networks can read, or will not start so that they cannot."""
     config, security = loaded.config, loaded.config.security
@@ -586,6 +639,8 @@ def _plain_warnings(loaded: Loaded) -> Iterator[str]:
         far = [each for each in (node.endpoint, node.data_endpoint) if each.startswith("tcp://") and not is_loopback(each)]
         if far and not keyed and not security.allow_plain_tcp:
             yield f"{node.name}: no keys, so it will not start: {far[0]} is beyond this machine (security.keys)"
+        if node.store_endpoint.startswith("tcp://") and loaded.section(node).objects.tenants and not keyed:
+            yield f"{node.name}: its store has tenants and the cluster no keys: nobody is known there, and may use nothing"
         if node.store_endpoint.startswith("tcp://") and not is_loopback(node.store_endpoint):
             yield f"{node.name}: values of its store go in clear to clients on other hosts, keys or not"
 

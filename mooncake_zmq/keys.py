@@ -105,7 +105,9 @@ def drop(name: str, directory: Path) -> None:
 @click.option("--requests", type=click.IntRange(0), default=0, help="Calls a minute; 0: any number.")
 @click.option("--tokens", type=click.IntRange(0), default=0, help="Tokens a minute, of prompts and answers; 0: any number.")
 @click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Of the gateway's slots.")
-@click.option("--role", type=click.Choice(get_args(Role)), default="user", help="An admin may see /metrics.")
+@click.option(
+    "--role", type=click.Choice(get_args(Role)), default="user", help="Who may see /metrics: metrics alone, or admin."
+)
 @click.option("--replace", is_flag=True, help="Instead of the key and limits that NAME has.")
 def api(name: str, path: Path, requests: int, tokens: int, share: float, role: Role, replace: bool) -> None:
     """Make an API key of NAME for a gateway's clients, print it once, and write its hash to FILE.

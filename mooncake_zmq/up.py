@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, warnings
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, is_tls, warnings
 from mooncake_zmq.core.roles import Role
 from mooncake_zmq.runtime.process import (
     BAD_INPUT,
@@ -28,6 +28,7 @@ from mooncake_zmq.runtime.process import (
     listen,
     make_private,
 )
+from mooncake_zmq.runtime.tls import tls_files_of, trusting
 from mooncake_zmq.transfer.own_files import make_own_directory, open_own, own_files
 from mooncake_zmq.transfer.process_lock import ProcessLock, holder, is_alive
 from mooncake_zmq.transfer.shared_memory import FILE_PREFIX, sweep
@@ -84,7 +85,7 @@ class Up:
     def url(self) -> str:
         """Of the first gateway."""
         settings = self.loaded.section(self.config.of_role("gateway")[0])
-        return f"http://{settings.http_host}:{settings.http_port}"
+        return f"{'https' if is_tls(settings) else 'http'}://{settings.http_host}:{settings.http_port}"
 
     def run(self, scenario: Scenario | None = None) -> int:
         """Start, serve until a signal or until `scenario` ends, stop; returns the exit code."""
@@ -141,7 +142,11 @@ class Up:
     def health(self) -> dict[str, Any] | None:
         """The first gateway's health; None while it does not answer 200."""
         settings = self.loaded.section(self.config.of_role("gateway")[0])
-        connection = http.client.HTTPConnection(settings.http_host, settings.http_port, timeout=2)
+        files = tls_files_of(settings.tls_certificate, settings.tls_key)
+        place = settings.http_host, settings.http_port
+        connection = http.client.HTTPConnection(*place, timeout=2)
+        if files is not None:
+            connection = http.client.HTTPSConnection(*place, timeout=2, context=trusting(files.certificate))
         with suppress(OSError, http.client.HTTPException, ValueError):
             try:
                 connection.request("GET", "/health")
@@ -220,7 +225,9 @@ class Up:
         detail = self.health()
         if detail is None:
             return False
-        there = {name for names in detail.get("peers", {}).values() for name in names}
+        if "peers" not in detail:  # which only an admin's API key is told; it is healthy once its conductor has heard all
+            return True
+        there = {name for names in detail["peers"].values() for name in names}
         return all(node.name in there for node in self.config.of_role("conductor", "prefill", "decode"))
 
     def _spawn(self, child: _Child) -> None:

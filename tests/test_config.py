@@ -41,7 +41,8 @@ def fails(path: Path, overrides: dict[str, Any] | None = None, environment: dict
 def test_the_shipped_files_are_sound(name: str) -> None:
     loaded = load(ROOT / "configs" / name, environment={})
     assert list(summary(loaded))
-    assert not [text for text in warnings(loaded) if "threads" not in text]
+    # Of this machine, and of keys and certificates, which are the operator's to make.
+    assert not [text for text in warnings(loaded) if "threads" not in text and "without gateway." not in text]
 
 
 def test_command_line_beats_environment_beats_file_beats_default(write: Any) -> None:
@@ -279,3 +280,46 @@ def test_a_node_that_may_change_has_the_other_roles_section_then(write: Any) -> 
 def test_only_prefill_and_decode_become_each_other(write: Any, role: str, other: str) -> None:
     nodes = f'\n[[nodes]]\nname = "odd"\nrole = "{role}"\nmay_become = "{other}"\n'
     assert f"odd: a {role} cannot become a {other}" in fails(write("", nodes))
+
+
+TENANTS = """
+[[cache_node.objects.tenants]]
+name = "team-a"
+namespaces = ["team-a/"]
+clients = ["vllm-1", "vllm-2"]
+readers = ["dashboard"]
+dram_bytes = 1_000_000
+[[cache_node.objects.tenants]]
+name = "team-b"
+namespaces = ["team-b/"]
+{more}
+[[nodes]]
+name = "pool"
+role = "cache-node"
+store_endpoint = "tcp://127.0.0.1:7300"
+"""
+
+
+def test_tenants_of_a_store_are_a_list_of_tables_whose_keys_are_known(write: Any) -> None:
+    loaded = load(write(TENANTS.format(more="")), environment={})
+    team_a, team_b = loaded.section(loaded.config.nodes[0]).objects.tenants
+    assert (team_a.clients, team_a.readers, team_a.dram_bytes) == (("vllm-1", "vllm-2"), ("dashboard",), 1_000_000)
+    assert team_b.clients == ()
+    assert any("for team-a, team-b" in line for line in summary(loaded))
+    assert any("may use nothing" in line for line in warnings(loaded))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("quota = 1", "cache_node.objects.tenants[1].quota: unknown key"),
+        ('namespaces = ["team-a/x"]', "a key belongs to one namespace"),
+        ("dram_bytes = -1", "at least 0"),
+    ],
+)
+def test_a_tenant_that_cannot_be_followed_is_the_operators_mistake(write: Any, more: str, said: str) -> None:
+    text = TENANTS.format(more=more)
+    text = text.replace('namespaces = ["team-b/"]\n', "") if "namespaces" in more else text
+    with pytest.raises(ConfigError) as caught:
+        load(write(text), environment={})
+    assert said in str(caught.value)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mooncake_zmq.config import Loaded
-from mooncake_zmq.doctor import clock, compute, here, limits, memory, packages, peers, places, storage
+from mooncake_zmq.doctor import access, clock, compute, here, limits, memory, packages, peers, places, storage
 from mooncake_zmq.doctor.finding import LEVELS, Finding, Here
 
 AREAS: tuple[Callable[[Here], Iterable[Finding]], ...] = (
@@ -20,6 +20,7 @@ AREAS: tuple[Callable[[Here], Iterable[Finding]], ...] = (
     storage.examine,
     clock.examine,
     places.examine,
+    access.examine,
     compute.examine,
     peers.examine,
 )

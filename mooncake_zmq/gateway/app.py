@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading
-from mooncake_zmq.gateway.guard import Usage, tenant_at
+from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
     DONE,
     QUOTED_CHARS,
@@ -104,8 +104,10 @@ def _plain_routes(edge: Edge) -> list[Route]:
             raise unknown_model(wanted, edge.model)
         return _json(card())
 
-    async def health(_request: Request) -> Response:
+    async def health(request: Request) -> Response:
         ok, detail = edge.health()
+        if not sees_all(edge.tenants, request.state.tenant):
+            detail = {"status": "ok" if ok else "unavailable"}
         return _json(detail, 200 if ok else 503, {} if ok else {"retry-after": "1"})
 
     async def live(_request: Request) -> Response:

@@ -10,9 +10,12 @@ import math
 import os
 import resource
 import socket
+import ssl
 import time
+from asyncio.sslproto import SSLProtocol
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import h11
@@ -39,6 +42,11 @@ PARSE_S = 0.01
 """Of the loop's time that what comes in may take at once, all connections together; the rest waits for the next turn."""
 READ_BYTES = 64 << 10
 """What is taken from a connection at once."""
+MAX_HANDSHAKES = 64
+"""TLS connections that are greeting at a time: each takes the loop for up to a millisecond, by itself but for this bound. Of
+more the oldest goes, of the address that has the most."""
+RECORD_BYTES = 16 << 10
+"""What a TLS connection has memory for, as long as it stands: a record. asyncio's own wish is 256 KiB."""
 NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REFUSED = b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":"too_many_connections"}}'
 REFUSAL = (
@@ -64,6 +72,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.quiet_since = None
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # asyncio's own name for it
         with contextlib.suppress(OSError):  # gone already
@@ -91,7 +100,29 @@ class Connection(H11Protocol):
 
     def abort(self) -> None:
         """Cut it now; what was not taken is lost."""
-        self.transport.abort()
+        if self.transport is None:
+            self._door.stop_arriving(self)
+        else:
+            self.transport.abort()
+
+    def shutdown(self) -> None:
+        """From uvicorn, which ends: close it, once what is open here is answered."""
+        super().shutdown()
+        self.say_goodbye()
+
+    def close(self) -> None:
+        """Once all that was written is taken."""
+        self.transport.close()
+        self.say_goodbye()
+
+    def say_goodbye(self) -> None:
+        """TLS has told the client that this is the end, and would wait for him to say so too. Who is idle does not listen."""
+        below = getattr(getattr(self.transport, "_ssl_protocol", None), "_transport", None)
+        if below is not None and self.transport.is_closing():
+            # asyncio itself tells only of what is not encrypted yet.
+            unsent = self.transport.get_write_buffer_size() + below.get_write_buffer_size()
+            if not unsent:
+                self.transport.abort()
 
     @property
     def calling(self) -> bool:
@@ -132,18 +163,21 @@ class Door:
         *,
         send_timeout_s: float,
         reserved_files: int = 64,
+        tls: Callable[[], ssl.SSLContext] | None = None,
         count: Callable[[str], None] = lambda name: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`listener` listens already. `reserved_files`: what the rest of the process may still open."""
+        """`listener` listens already. `reserved_files`: what the rest of the process may still open. `tls`: what a connection
+        that comes now is to be met with; None: all is in clear."""
         self.settings = settings
         self.send_timeout_s = send_timeout_s
         self.connections: set[Connection] = set()
         self.max_connections = _within_files(settings.max_connections, reserved_files)
-        self._server, self._listener = server, listener
+        self._server, self._listener, self._tls = server, listener, tls
         self._count, self._clock = count, clock
         self._by_address: Counter[str] = Counter()
-        self._arriving: set[asyncio.Task[None]] = set()
+        self._arriving: dict[Connection, asyncio.Task[None]] = {}
+        """Those that nothing can be said on yet, the oldest first."""
         self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._logged_at = -math.inf
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
@@ -152,6 +186,8 @@ class Door:
         """Heard, and not looked at yet: at most once for each connection, which is not read meanwhile."""
         self._in_turn = False
         self._turn_ends = 0.0
+        if tls is not None:
+            SSLProtocol.max_size = RECORD_BYTES
 
     async def open(self) -> None:
         """Let in who comes, from the running loop, once the server has started; it has no sockets of its own."""
@@ -175,6 +211,11 @@ class Door:
         """Cut every connection."""
         for connection in list(self.connections):
             connection.abort()
+
+    def stop_arriving(self, connection: Connection) -> None:
+        """It is not to come in any more."""
+        if connection in self._arriving:
+            self._arriving.pop(connection).cancel()
 
     def left(self, connection: Connection) -> None:
         """From a connection: it is gone."""
@@ -213,22 +254,51 @@ class Door:
             self._count("http_connections_refused")
             self._refuse(incoming)
             return
+        if self._tls is not None and len(self._arriving) >= MAX_HANDSHAKES:
+            self._displace(self._of_largest_crowd())
         server, loop = self._server, asyncio.get_running_loop()
         connection = Connection(
             self, address, config=server.config, server_state=server.server_state, app_state=server.lifespan.state, _loop=loop
         )
         self.connections.add(connection)
         self._by_address[address] += 1
-        arriving = loop.create_task(self._let_in(connection, incoming))
-        self._arriving.add(arriving)
-        arriving.add_done_callback(self._arriving.discard)
+        if self._tls is not None:
+            connection.quiet_since = self._clock()  # whoever only began to greet makes room as who only began a call does
+        arriving = self._arriving[connection] = loop.create_task(self._let_in(connection, incoming))
+        arriving.add_done_callback(partial(self._arrived, connection, incoming))
 
     async def _let_in(self, connection: Connection, incoming: socket.socket) -> None:
+        timeouts: dict[str, Any] = {}
+        if self._tls is not None:
+            timeouts = {
+                "ssl": self._tls(),
+                "ssl_handshake_timeout": self.settings.head_timeout_s,
+                "ssl_shutdown_timeout": self.send_timeout_s,
+            }
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, incoming)
-        except OSError:  # gone before it was here
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, incoming, **timeouts)
+        except OSError:  # gone before it was here, too slow, or it spoke no TLS
+            if self._tls is not None:
+                self._count("http_handshakes_failed")
             incoming.close()
             self.left(connection)
+
+    def _arrived(self, connection: Connection, incoming: socket.socket, arriving: asyncio.Task[None]) -> None:
+        self._arriving.pop(connection, None)
+        if arriving.cancelled():  # maybe before it began
+            incoming.close()
+            self.left(connection)
+
+    def _of_largest_crowd(self) -> Connection:
+        """Of those that arrive, the one that was longest about it among those of the address that most come from."""
+        crowds = Counter(each.address for each in self._arriving)
+        address = max(crowds, key=crowds.__getitem__)
+        return next(each for each in self._arriving if each.address == address)
+
+    def _displace(self, connection: Connection) -> None:
+        self._count("http_connections_displaced")
+        connection.abort()
+        self.left(connection)
 
     def _make_room(self, address: str) -> bool:
         """Whether one more may come in: within the limits, or in place of one that has been waiting for its call."""
@@ -239,15 +309,13 @@ class Door:
         waiting = [(each.quiet_since, each) for each in rivals if each.quiet_since is not None]
         if not waiting:
             return False
-        self._count("http_connections_displaced")
-        longest = min(waiting, key=lambda each: each[0])[1]
-        longest.abort()
-        self.left(longest)
+        self._displace(min(waiting, key=lambda each: each[0])[1])
         return True
 
     def _refuse(self, incoming: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            incoming.send(REFUSAL)
+        if self._tls is None:  # else there is no way to say so
+            with contextlib.suppress(OSError):
+                incoming.send(REFUSAL)
         incoming.close()
 
     # --- what is said
@@ -314,7 +382,9 @@ class Door:
         """Cut those that have said nothing for too long, or that are closing and not being read."""
         now = self._clock()
         for connection in list(self.connections):
-            if connection.calling or connection.transport is None:  # or not even here yet
+            if connection.transport is None:  # it arrives, for which it has a time of its own
+                continue
+            if connection.calling:
                 connection.quiet_since = None
             elif connection.quiet_since is None:
                 connection.quiet_since = now
@@ -335,7 +405,7 @@ class Door:
         if connection.begun:
             connection.transport.write(TOO_SLOW)
         connection.quiet_since = None
-        connection.transport.close()
+        connection.close()
 
     def _later(self, delay_s: float, what: Callable[[], None]) -> None:
         if self._loop is not None:

@@ -132,14 +132,8 @@ class Edge:
         self.metrics = EdgeMetrics(
             model.id,
             waiting_and_running=self.waiting_and_running,
-            counts=lambda: {**self.backing.counts(), **self.counts},
-            gauges=lambda: {
-                **self.backing.gauges(),
-                "edge_open_requests": self.open_requests,
-                "edge_slots_taken": self.slots_taken,
-                "edge_bodies": self.bodies,
-                "edge_reading_bytes": self.reading_bytes,
-            },
+            counts=lambda: {**self.backing.counts(), **self.own_counts()},
+            gauges=lambda: {**self.backing.gauges(), **self.own_gauges()},
         )
         self.clock = clock
         self.draining = False
@@ -214,6 +208,20 @@ class Edge:
             "open_requests": self.open_requests,
         }
         return ok, detail
+
+    def own_counts(self) -> dict[str, float]:
+        """Without the actor's."""
+        return {**self.counts, **(self.tenants.counts() if self.tenants is not None else {})}
+
+    def own_gauges(self) -> dict[str, float]:
+        """Without the actor's; all zero when idle."""
+        levels = {
+            "edge_open_requests": self.open_requests,
+            "edge_slots_taken": self.slots_taken,
+            "edge_bodies": self.bodies,
+            "edge_reading_bytes": self.reading_bytes,
+        }
+        return {**levels, **(self.tenants.gauges() if self.tenants is not None else {})}
 
     def new_id(self) -> str:
         """Unique among all lives of all gateways."""

@@ -1,6 +1,7 @@
 """Who calls, and whether he may: API keys at the gateway's door, and what each call takes of its tenant's share.
 
-Without keys everybody may everything. What load balancers look at needs none ever; metrics need an admin's.
+Without keys everybody may everything. With them load balancers need none to learn whether the gateway can serve; how the
+cluster is, and metrics, are for keys of the roles `metrics` and `admin`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,24 +12,34 @@ from mooncake_zmq.gateway.requests import ClientRequest
 from mooncake_zmq.gateway.tenants import Tenant, Tenants
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/live"))
-ADMIN_PATHS = frozenset(("/metrics",))
+OPERATORS_PATHS = frozenset(("/metrics",))
 MAX_KEY_BYTES = 256
 
 
 def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenant | None:
-    """Who calls; None where nobody has to say. Raises RequestError."""
-    if tenants is None or path in OPEN_PATHS:
+    """Who calls; None where nobody has to say, and did not. Raises RequestError."""
+    if tenants is None:
         return None
     scheme, _, secret = authorization.strip().partition(b" ")
-    if scheme.lower() != b"bearer" or not 0 < len(secret) <= MAX_KEY_BYTES:
+    is_key = scheme.lower() == b"bearer" and 0 < len(secret) <= MAX_KEY_BYTES
+    tenant = tenants.of(secret.strip().decode("latin-1")) if is_key else None
+    if path in OPEN_PATHS:
+        return tenant
+    if not is_key:
         text = "You didn't provide an API key: it goes into the header Authorization, as Bearer YOUR_KEY"
         raise RequestError(401, text, code="invalid_api_key")
-    tenant = tenants.of(secret.strip().decode("latin-1"))
     if tenant is None:
         raise RequestError(401, "Incorrect API key provided", code="invalid_api_key")
-    if path in ADMIN_PATHS and tenant.role != "admin":
-        raise RequestError(403, f"{path} is for keys with role=admin", code="insufficient_permissions")
+    if path in OPERATORS_PATHS and not sees_all(tenants, tenant):
+        raise RequestError(403, f"{path} is for keys with role=metrics or role=admin", code="insufficient_permissions")
+    if path not in OPERATORS_PATHS and tenant.role == "metrics":
+        raise RequestError(403, "a key with role=metrics is for /metrics and /health alone", code="insufficient_permissions")
     return tenant
+
+
+def sees_all(tenants: Tenants | None, tenant: Tenant | None) -> bool:
+    """May he know how the cluster is, and who uses it?"""
+    return tenants is None or (tenant is not None and tenant.role in ("metrics", "admin"))
 
 
 class Usage:
@@ -55,4 +66,5 @@ class Usage:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._slots and self._tenants is not None and self._tenant is not None:
-            self._tenants.give_back(self._clock(), self._tenant, self._slots, max(0, self._tokens - self.tokens_used))
+            left = max(0, self._tokens - self.tokens_used)
+            self._tenants.give_back(self._clock(), self._tenant, self._slots, left, self.tokens_used)

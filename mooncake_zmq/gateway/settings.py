@@ -99,7 +99,8 @@ class ConnectionSettings:
     max_per_address: int = 512
     """Of these from one IPv4 address or IPv6 /64, this machine's own too. Behind a proxy all come from one: raise it there."""
     head_timeout_s: float = 10.0
-    """Seconds from a connection's first byte of a call, or from its beginning, until the call's headers are whole."""
+    """Seconds from a connection's first byte of a call, or from its beginning, until the call's headers are whole. Over TLS
+    the greeting has as long, before that."""
     idle_timeout_s: float = 30.0
     """Seconds a connection may stay between two calls. Longer than clients keep theirs, who else meet a closed one."""
     max_head_bytes: int = 16 << 10

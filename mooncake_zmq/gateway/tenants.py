@@ -1,8 +1,8 @@
 """Who may use a gateway, and how much of it: API keys by their hashes, rates by token buckets, shares of the slots. PURE.
 
 A file of keys has one tenant a line: NAME:SHA256[:LIMITS]; empty lines and those that begin with # tell nothing. LIMITS are
-`requests=N` and `tokens=N` a minute, `share=F` of the gateway's slots, and `role=admin`, by commas. Tokens are those of the
-prompt and of the longest answer asked for; what of that was not written comes back.
+`requests=N` and `tokens=N` a minute, `share=F` of the gateway's slots, and a `role`, by commas. Tokens are those of the prompt
+and of the longest answer asked for; what of that was not written comes back.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from typing import Literal, get_args
 
 from mooncake_zmq.core.keys import NAME_PATTERN
 
-Role = Literal["user", "admin"]
-"""Any may generate; who is admin sees the metrics as well."""
+Role = Literal["user", "metrics", "admin"]
+"""A user may generate; who collects metrics sees those and what /health has to tell, and nothing else; an admin may both."""
 MAX_TENANTS = 1024
 MINUTE_S = 60.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -112,9 +112,14 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Use:
+    """`calls` and `tokens_used` count what was served, `limited` what was refused, all since the tenant first called."""
+
     requests: _Bucket
     tokens: _Bucket
     slots: int = 0
+    calls: int = 0
+    limited: int = 0
+    tokens_used: int = 0
 
 
 class Tenants:
@@ -144,29 +149,35 @@ class Tenants:
 
     def begin(self, now: float, tenant: Tenant) -> None:
         """One more call. Raises Limited."""
+        use = self._use(now, tenant)
         if tenant.requests:
-            bucket = self._use(now, tenant).requests
+            bucket = use.requests
             bucket.refill(now, tenant.requests)
             if wait_s := bucket.wait_s(tenant.requests, 1):
+                use.limited += 1
                 raise Limited(f"{tenant.name} may make {tenant.requests} calls a minute", wait_s)
             bucket.left -= 1
+        use.calls += 1
 
     def take(self, now: float, tenant: Tenant, slots: int, tokens: int) -> None:
         """Before a call's requests begin: their slots, and their tokens at most. Raises Limited."""
         use = self._use(now, tenant)
         most = max(1, int(self._slots * tenant.share))
         if use.slots + slots > most:
+            use.limited += 1
             raise Limited(f"{tenant.name} may have {most} requests open, and these would be {use.slots + slots}", None)
         if tenant.tokens:
             use.tokens.refill(now, tenant.tokens)
             if wait_s := use.tokens.wait_s(tenant.tokens, min(tokens, tenant.tokens)):
+                use.limited += 1
                 raise Limited(f"{tenant.name} may use {tenant.tokens} tokens a minute", wait_s)
             use.tokens.left -= tokens
         use.slots += slots
 
-    def give_back(self, now: float, tenant: Tenant, slots: int, tokens: int) -> None:
-        """At a call's end: its slots, and of its tokens those not used."""
+    def give_back(self, now: float, tenant: Tenant, slots: int, tokens: int, used: int = 0) -> None:
+        """At a call's end: its slots, and of its tokens those not used. `used`: those that were."""
         use = self._use(now, tenant)
+        use.tokens_used += used
         use.slots -= slots
         assert use.slots >= 0
         if tenant.tokens:
@@ -177,6 +188,19 @@ class Tenants:
     def slots_taken(self) -> int:
         """By all tenants: zero when idle."""
         return sum(use.slots for use in self._uses.values())
+
+    def counts(self) -> dict[str, float]:
+        """For metrics, named as an actor's are: of the tenants that the file names now and that have called."""
+        told: dict[str, float] = {}
+        for name, use in self._uses.items():
+            told[f"tenant_calls[tenant={name}]"] = use.calls
+            told[f"tenant_limited[tenant={name}]"] = use.limited
+            told[f"tenant_tokens[tenant={name}]"] = use.tokens_used
+        return told
+
+    def gauges(self) -> dict[str, float]:
+        """Likewise; zero when idle."""
+        return {f"tenant_slots[tenant={name}]": use.slots for name, use in self._uses.items()}
 
     def _use(self, now: float, tenant: Tenant) -> _Use:
         if tenant.name not in self._uses:

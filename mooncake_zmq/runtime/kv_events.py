@@ -104,7 +104,8 @@ class KvEventPublisher:
         self._replays: dict[bytes, _Replay] = {}
         self._foreign: Counter[int] = Counter()
         """Topics subscribed to that are not ours, by the connection's descriptor."""
-        self._connections: list[Connections] = []
+        self._connections: dict[zmq.Socket[bytes], Connections] = {}
+        """Of those sockets that listen on TCP."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._sockets = (sockets or Sockets(io_threads=1)).borrow()
@@ -147,7 +148,7 @@ class KvEventPublisher:
             self._wake = -1
 
     def _close_sockets(self) -> None:
-        for connections in self._connections:
+        for connections in self._connections.values():
             connections.close()
         for socket in self._open:
             socket.close()
@@ -162,12 +163,12 @@ class KvEventPublisher:
         if kind == zmq.ROUTER:
             socket.router_mandatory = True
         else:
-            socket.xpub_verbose = True  # of each subscriber, not of the first one alone
+            socket.xpub_verboser = True  # of each subscriber, not of the first and the last alone
             # ZeroMQ takes subscriptions for as long as any are there, and we would never get to look at them.
             # With 1, libzmq 4.3.5 never reads on from a connection that was let in by its key.
             socket.rcvhwm = 2
         if endpoint.startswith("tcp://"):
-            self._connections.append(Connections(socket, self.counts, self._on_crash))
+            self._connections[socket] = Connections(socket, self.counts, self._on_crash)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -202,11 +203,10 @@ class KvEventPublisher:
     def _read_subscriptions(self) -> bool:
         """True: more may be waiting."""
         for _ in range(REQUESTS_PER_TURN):
-            try:
-                frame = self._pub.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            message = self._take(self._pub)
+            if message is None:
                 return False
-            told = frame.bytes
+            frame, told = message[0], message[0].bytes
             if told[:1] == b"\0" or (told[:1] == b"\1" and self._topic.startswith(told[1:])):
                 continue
             descriptor = came_by(frame)
@@ -216,6 +216,20 @@ class KvEventPublisher:
                 self.counts["subscribers_cut"] += 1
                 cut(self._pub, descriptor)
         return True
+
+    def _take(self, socket: "zmq.Socket[bytes]") -> "list[zmq.Frame] | None":
+        """What has come next; None: nothing is left. Whoever bounds the bytes of connections is told of it."""
+        connections = self._connections.get(socket)
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            if connections is not None:
+                connections.drained()
+            return None
+        if connections is not None:
+            for frame in frames[socket.type == zmq.ROUTER :]:  # the first of a ROUTER's names the peer, and did not come
+                connections.took(came_by(frame), len(frame))
+        return frames
 
     def _publish_some(self) -> bool:
         """True: more is queued."""
@@ -242,10 +256,10 @@ class KvEventPublisher:
     def _receive_requests(self, router: "zmq.Socket[bytes]") -> bool:
         """True: more may be waiting."""
         for _ in range(REQUESTS_PER_TURN):
-            try:
-                peer, *frames = router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            message = self._take(router)
+            if message is None:
                 return False
+            peer, *frames = (frame.bytes for frame in message)
             if len(frames) != 2 or frames[0] or len(frames[1]) != NUMBER_BYTES:
                 self.counts["replay_garbage"] += 1
             elif peer not in self._replays and len(self._replays) >= MAX_REPLAYS:

@@ -29,7 +29,7 @@ import zmq
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of, gateway_warnings
 from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
 from mooncake_zmq.core.costs import Costs
@@ -52,6 +52,7 @@ from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
+from mooncake_zmq.runtime.tls import Tls, tls_files_of
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.object_disk import ObjectDisk
@@ -146,6 +147,8 @@ class _Process:
         self.crash: BaseException | None = None
         self.data_counts: dict[str, Mapping[str, float]] = {}
         """Counters of the data plane's threads, by part."""
+        self.dumps: dict[str, Callable[[], Any]] = {}
+        """What beside the actor has something to dump, by part."""
         self._runtime: ZmqRuntime | None = None
         self._store: StoreServer | None = None
         self._executor: Executor | None = None
@@ -352,6 +355,7 @@ class _Process:
             raise BadEndpoint(f"cannot listen on {where} for streams of {node.store_endpoint}: {error}") from error
         self.stack.callback(lambda: store.close(self.drain_until, lambda: self.signals_seen > 1))
         self._store = store
+        self.dumps["store"] = lambda: {"counts": dict(store.counts), "gauges": store.gauges()}
         log.info("store_open", endpoint=store.endpoint, bytes=objects.object_bytes)
 
     def _open_publisher(self, events: KvEventsSettings) -> KvEventPublisher:
@@ -425,6 +429,12 @@ class _Process:
             deliver=lambda effect: edge.deliver(effect),
             sockets=self.sockets,
         )
+        files = tls_files_of(self.settings.tls_certificate, self.settings.tls_key)
+        tls = Tls(files) if files else None
+        if tls:
+            self.runtime.every(REFRESH_S, tls.refresh)
+        for text in gateway_warnings(self.settings):
+            log.warning("gateway_is_open", reason=text)
         path = api_keys_of(self.settings.api_keys)
         api_keys = ApiKeys(path, self.settings.edge.max_open_requests) if path else None
         if api_keys:
@@ -445,6 +455,7 @@ class _Process:
             backing=_Backing(self.runtime, requests),
             tenants=api_keys.tenants if api_keys else None,
         )
+        self.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
         server = _Server(server_config(create_app(edge), self.settings.connections))
         door = Door(
             server,
@@ -452,6 +463,7 @@ class _Process:
             self.settings.connections,
             send_timeout_s=self.settings.edge.send_timeout_s,
             reserved_files=64 + FILES_PER_PEER * len(self._peers),
+            tls=(lambda: tls.context) if tls else None,
             count=edge.count,
         )
         self.stack.callback(door.close)
@@ -596,6 +608,7 @@ class _Process:
     def _write_dump(self) -> None:
         path = self.runtime_dir / f"{self.node.name}.dump.json"
         dump = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
+        dump |= {part: tell() for part, tell in self.dumps.items()}
         try:
             replace_own(path, json.dumps(dump, default=_printable, indent=1).encode())
         except OSError as error:  # a full disk is no reason to end

@@ -8,14 +8,16 @@ from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.store.events import GOOD
 from mooncake_zmq.store.node import StoreNode
 from mooncake_zmq.store.rules.changes import Change, Changes, copies_on_disk
+from mooncake_zmq.store.rules.disk_quotas import DiskQuotas
 from mooncake_zmq.store.rules.objects import Code, Objects
+from mooncake_zmq.store.rules.tenants import Tenants
 from mooncake_zmq.store.streaming import Streaming
 from mooncake_zmq.store.tiers import PROMOTER, Tiers
 
 Replacements = list[tuple[Any, str, Any]]
 
 
-def silent(self: Any, now: float = 0.0) -> None:
+def silent(self: Any, *_: Any) -> None:
     """In place of an actor's own check."""
 
 
@@ -147,6 +149,21 @@ def given_up_is_committed() -> Replacements:
     return [(Objects, "commit", all_of_it)]
 
 
+def reach_ignored() -> Replacements:
+    """Whoever has a key may use every namespace."""
+    return [(Tenants, "reach_of", lambda *_: None)]
+
+
+def quota_ignored() -> Replacements:
+    """A tenant takes as much memory as there is."""
+    return [(Objects, "_make_own_room", lambda *_: True), (Objects, "_check_holdings", silent)]
+
+
+def disk_quota_ignored() -> Replacements:
+    """What is cold is written, whoever has how much on disk."""
+    return [(DiskQuotas, "judge", lambda *_: lambda _entry: False)]
+
+
 K = FaultKind
 PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[], Replacements]]] = {
     "old_value": ("replaced before the disk forgot", ("I1",), (K.CRASH, K.CRASH), forgotten_in_memory_only),
@@ -158,6 +175,9 @@ PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[
     "removed_while_read": ("a segment removed under a read", ("I2",), (), removed_while_read),
     "leases_last": ("leases of values never end", ("I2",), (K.DROP,), leases_last),
     "sent_unleased": ("let go before it is sent", ("I2",), (K.SLOW, K.SLOW), sent_after_its_lease),
+    "reach_ignored": ("namespaces ignored", ("I7",), (), reach_ignored),
+    "quota_ignored": ("quotas of memory ignored", ("I7",), (), quota_ignored),
+    "disk_quota_ignored": ("quotas of disk ignored", ("I7",), (), disk_quota_ignored),
     "given_up": ("given up and committed", ("I1",), (), given_up_is_committed),
 }
 """What it is, which invariants' checkers notice, the faults that bring it out, and what to replace."""

@@ -1,7 +1,9 @@
-"""I1, I2 and I4 for values: what a store's clients are told and read, held against books of our own. Nothing trusts the actor.
+"""I1, I2, I4 and I7 for values: what clients of stores are told and read, held against our own books. Nothing trusts the actor.
 
 A key has one value at a time. It changes in the turn in which the store answers the put or the removal, and with nothing else:
 not with a crash, not with what the disk brings back. Whoever reads a key finds that value, or nothing.
+
+I7: nobody is told of a key in another's namespace, or changes what it has; no tenant has more memory or disk than its quota.
 """
 
 from collections import Counter
@@ -29,6 +31,7 @@ from mooncake_zmq.store.events import (
     StreamEnded,
     ValuesSent,
     Work,
+    WorkDone,
 )
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.node import EXPIRE
@@ -76,6 +79,8 @@ class _Books:
     sending: dict[int, _Lease] = field(default_factory=dict)
     waiting: dict[tuple[bytes, int], tuple[float, Any]] = field(default_factory=dict)
     """Requests without an answer yet, and when they came."""
+    on_disk: dict[str, int] = field(default_factory=dict)
+    """Bytes of each tenant, as of the last turn: after a restart they may be more than its quota, but not grow."""
 
 
 class StoreChecker:
@@ -88,9 +93,14 @@ class StoreChecker:
         self._books: dict[str, _Books] = {}
         self._intents: dict[tuple[bytes, int], dict[int, bytes]] = {}
         """(client, put) -> the value that each index shall have."""
+        self._users: dict[bytes, str | None] = {}
         self._streamed: dict[tuple[str, int, int], list[bytes]] = {}
 
     # --- told by clients
+
+    def is_called(self, client: bytes, user: str | None) -> None:
+        """A client's life begins, whose key has this name; None: it is this machine's user."""
+        self._users[client] = user
 
     def intends(self, client: bytes, put_id: int, values: dict[int, bytes]) -> None:
         """A client has written these, and will commit them."""
@@ -155,6 +165,8 @@ class StoreChecker:
                     books.asked.pop(stream, None)
         if isinstance(event, TimerFired) and event.key == EXPIRE:
             self._expired(store, books)
+        if isinstance(event, WorkDone) or any(isinstance(effect, Fence) for effect in effects):
+            self._within_quotas(store, books)
 
     def at_rest(self, store: "StoreLife") -> None:
         """I1 once nothing goes on: what memory serves is what its key has."""
@@ -213,22 +225,64 @@ class StoreChecker:
                     if code == 0 and index in indexes:
                         assert put is not None
                         self._becomes(books, put.keys[index], values[index])
-            case protocol.Remove(keys=keys), protocol.Numbers():
-                for key in keys:
-                    self._becomes(books, key, None)
-            case protocol.RemoveAll(), protocol.Numbers():
-                for key in books.values:
+            case protocol.Remove(keys=keys), protocol.Numbers(numbers=codes):
+                for key, code in zip(keys, codes, strict=True):
+                    self._may(store, client, key, code == 0)
+                    if self._is_within(store, client, key):
+                        self._becomes(books, key, None)
+            case protocol.RemoveAll(), protocol.Numbers(numbers=[count]):
+                within = [key for key in books.values if self._is_within(store, client, key)]
+                if count > len(within):
+                    raise Violation("I7", f"{store.name} removed {count} values for {self._users[client]}")
+                for key in within:
                     if books.since[key][-1][0] < asked_at:  # what it became since may or may not go
                         self._becomes(books, key, None)
             case protocol.Exist(keys=keys), protocol.Codes(codes=found):
                 for key, there in zip(keys, found, strict=False):
+                    self._may(store, client, key, bool(there))
                     if there and books.values.get(key) is None and not books.may_return.get(key):
                         raise Violation("I1", f"{store.name} has {key}, which has no value")
             case protocol.SizesOf(keys=keys), protocol.Numbers(numbers=sizes):
                 for key, size in zip(keys, sizes, strict=True):
+                    self._may(store, client, key, size > 0)
                     value = books.values.get(key)
                     if size > 0 and not books.may_return.get(key) and (value is None or len(value) != size):
                         raise Violation("I1", f"{store.name} tells {size} bytes of {key}, which has other ones")
+
+            case protocol.ListKeys(), protocol.KeysListed(keys=keys):
+                for key in keys:
+                    self._may(store, client, key, True)
+
+    def _is_within(self, store: "StoreLife", client: bytes, key: str) -> bool:
+        """May this client know of the key? Who may read may write, in these stores."""
+        user, tenants = self._users.get(client), store.node.objects.settings.tenants
+        spaces = [space for tenant in tenants if user in tenant.clients for space in tenant.namespaces]
+        return user is None or any(key.startswith(space) for space in spaces)
+
+    def _may(self, store: "StoreLife", client: bytes, key: str, was_done: bool) -> None:
+        """I7: something was told of a key, or done with it."""
+        if not self._is_within(store, client, key):
+            self.covered["asked for another's"] += 1
+            if was_done:
+                raise Violation("I7", f"{store.name}: {self._users[client]} has to do with {key}")
+
+    def _within_quotas(self, store: "StoreLife", books: _Books) -> None:
+        """I7, by what is allocated and by what stands on disk, and not by the actor's sums."""
+        objects = store.node.objects
+        for tenant in objects.settings.tenants:
+            puts = [put for holder in objects._clients.values() for put in holder.puts.values()]
+            names = {grant.entry: key for put in puts for key, grant in zip(put.keys, put.grants, strict=True)}
+            names |= {entry: key for entry, key in enumerate(objects._key) if key is not None}
+            used = sum(size for entry, _, size in objects.slabs.cells() if names.get(entry, "").startswith(tenant.namespaces))
+            if used > tenant.dram_bytes:
+                raise Violation("I7", f"{store.name}: {tenant.name} has {used} bytes of memory, not {tenant.dram_bytes}")
+            if objects.log is None:
+                continue
+            records = [objects.log.record(key) for key in objects.log.by_key if key.startswith(tenant.namespaces)]
+            used = sum(record.size for record in records if record is not None)
+            if used > max(tenant.ssd_bytes, books.on_disk.get(tenant.name, used)):
+                raise Violation("I7", f"{store.name}: {tenant.name} has {used} bytes of disk, not {tenant.ssd_bytes}")
+            books.on_disk[tenant.name] = used
 
     def _leased(
         self, store: "StoreLife", books: _Books, client: bytes, request: protocol.Lease, reply: protocol.Leased
@@ -305,6 +359,8 @@ class StoreChecker:
         asked_at, get = books.asked[effect.stream]
         keys = get.keys[books.answered[effect.stream] :][: len(effect.sizes)]
         books.answered[effect.stream] += len(keys)
+        for key, size in zip(keys, effect.sizes, strict=True):
+            self._may(store, store.pipes[effect.stream].client.name, key, size > 0)
         sent = [key for key, checksum in zip(keys, effect.checksums, strict=True) if checksum]
         cells: dict[int, tuple[int, int, int, bytes]] = {}
         for key, found in zip(sent, effect.found, strict=True):
@@ -336,6 +392,7 @@ class StoreChecker:
         if isinstance(put, stream_messages.Put):
             values = self._streamed[store.name, store.incarnation, stream]
             for key, value, code in zip(put.keys, values, codes, strict=True):
+                self._may(store, store.pipes[stream].client.name, key, code == 0)
                 if code == 0:
                     self._becomes(books, key, value)
 

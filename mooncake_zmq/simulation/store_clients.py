@@ -18,8 +18,11 @@ from mooncake_zmq.store.rules.objects import Pin
 from mooncake_zmq.store.stream_messages import EAGER_BYTES, Attach, Attached, Ended, Get, Promote, Put, Recheck, Values
 
 KEYS = tuple(f"key {number}" for number in range(9))
+OWN_KEYS = tuple(f"red/{number}" for number in range(5))
+"""In the namespace of a tenant, whose client uses others now and then, in vain; this machine's user may use all."""
+OTHERS_SHARE = 0.15
 SIZES = (1, 70, 5000, 40_000, 65_535, 1 << 16)
-_CALLS = ("get",) * 8 + ("upsert",) * 4 + ("put",) * 2 + ("exist", "sizes", "remove", "clear")
+_CALLS = ("get",) * 8 + ("upsert",) * 4 + ("put",) * 2 + ("exist", "sizes", "remove", "list", "clear")
 HOT, HOT_SHARE = KEYS[0], 0.4
 """A key that everybody wants, so that calls meet at it."""
 TIMEOUT_S = 2.5
@@ -30,8 +33,8 @@ STOPS, DEATHS = 0.04, 0.02
 """Chances that a client stops amid a copy, and that it dies after a call."""
 PROBES = 40
 """Tries to put a value and have it back, once all is healed."""
-CLIENTS = (True, True, False, False)
-"""Of each store: do they share its memory?"""
+CLIENTS = ((True, None), (True, None), (False, None), (False, "ruby"))
+"""Of each store: do they share its memory, and what is the name of their key?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,14 @@ Call = Generator[Want, Any, Any]
 
 
 class StoreClient:
-    """Through all its lives. `beside`: a process of its host, whose partitions are its; `store`: whom it asks."""
+    """Through all its lives. `beside`: a process of its host, whose partitions are its; `store`: whom it asks; `user`: the name
+    of its key, None for this machine's user."""
 
-    def __init__(self, stores: Stores, number: int, *, store: str, beside: str, shared: bool, random: Random) -> None:
+    def __init__(
+        self, stores: Stores, number: int, *, store: str, beside: str, shared: bool, user: str | None, random: Random
+    ) -> None:
         self.number = number
+        self.user = user
         self.store = store
         self.beside = beside
         self.shared = shared
@@ -119,6 +126,7 @@ class StoreClient:
         """A new life."""
         self.life += 1
         self.name = self._random.randbytes(16)
+        self._stores.checker.is_called(self.name, self.user)
         self.connection = b"c" + self.name + self.life.to_bytes(4, "big")
         self._pipe, self._memory = None, None
         self._abandoned.clear()
@@ -188,9 +196,13 @@ class StoreClient:
         simulator.at(simulator.now + self._random.uniform(0.3, 1.5), self._begin)
 
     def _do_something(self) -> Call:
-        keys = self._random.sample(KEYS, self._random.choice((1, 1, 1, 2, 3)))
-        if HOT not in keys and self._random.random() < HOT_SHARE:
-            keys[0] = HOT
+        count = self._random.choice((1, 1, 1, 2, 3))
+        if (self._random.random() < OTHERS_SHARE) == (self.user is None):
+            keys = self._random.sample(OWN_KEYS, count)
+        else:
+            keys = self._random.sample(KEYS, count)
+            if HOT not in keys and self._random.random() < HOT_SHARE:
+                keys[0] = HOT
         self.doing = self._random.choice(_CALLS)
         if not (yield from self._meet()):
             return
@@ -206,13 +218,15 @@ class StoreClient:
                 yield from self._ask(protocol.SizesOf(self._id(), keys))
             case "remove":
                 yield from self._ask(protocol.Remove(self._id(), keys[:1]))
+            case "list":
+                yield from self._ask(protocol.ListKeys(self._id(), 0, protocol.MAX_KEYS))
             case "clear" if self._random.random() < CLEARS:
                 yield from self._ask(protocol.RemoveAll(self._id()))
 
     def _probe(self) -> Call:
         """A value put is a value got, as everything works and others let go."""
         self.doing = "probe"
-        key = f"probe {self.number}"
+        key = f"{'' if self.user is None else 'red/'}probe {self.number}"
         if not (yield from self._meet()):
             return False
         codes = yield from self._put([key], Pin.UPSERT)
@@ -429,9 +443,9 @@ def clients_of(stores: Stores) -> list[StoreClient]:
     for name in stores.living:
         host = simulator.processes[name].spec.host
         others = [each for each in simulator.processes.values() if each.spec.host != host]
-        for shared in CLIENTS:
+        for shared, user in CLIENTS:
             beside = name if shared else stores.random.choice(others).name
             number = len(clients) + 1
             random = Random(f"{stores.random.random()} of store client {number}")  # noqa: S311 (not for secrets)
-            clients.append(StoreClient(stores, number, store=name, beside=beside, shared=shared, random=random))
+            clients.append(StoreClient(stores, number, store=name, beside=beside, shared=shared, user=user, random=random))
     return clients

@@ -46,6 +46,7 @@ from mooncake_zmq.store.node import StoreFacts, StoreNode
 from mooncake_zmq.store.protocol import Hello, Request, Stranger
 from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
 from mooncake_zmq.store.rules.objects import Found, ObjectSettings
+from mooncake_zmq.store.rules.tenants import StoreTenant
 from mooncake_zmq.store.stream_messages import Attach, Ended, Put, Values
 from mooncake_zmq.store.stream_messages import Request as StreamRequest
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from mooncake_zmq.simulation.world import Process
 
 SLAB_BYTES = 1 << 16
+RED = StoreTenant(name="red", namespaces=("red/",), clients=("ruby",), dram_bytes=3 * SLAB_BYTES // 2, ssd_bytes=3 * SLAB_BYTES)
 SETTINGS = ObjectSettings(
     object_bytes=4 * SLAB_BYTES,
     slab_bytes=SLAB_BYTES,
@@ -62,6 +64,7 @@ SETTINGS = ObjectSettings(
     max_ttl_s=1.6,
     max_client_share=0.6,
     ssd=ObjectSsdSettings(directory="simulated", bytes=1 << 20, ahead=0.8, threads=2, max_objects=80),
+    tenants=(RED,),
 )
 PROBE_S = 0.4
 HOP_S = 5e-4
@@ -384,10 +387,10 @@ class Stores:
             if isinstance(request, Hello):
                 lives = request.shared and client.connection == connection
                 path = store.name if client.shared else ""
-                greeted = Greeted(connection, request, path, lives, self.random.randbytes(16), "sim")
+                greeted = Greeted(connection, request, path, lives, self.random.randbytes(16), "sim", client.user)
                 store.later(0.0, store.take, greeted)
             else:
-                store.later(0.0, store.take, Asked(connection, request))
+                store.later(0.0, store.take, Asked(connection, request, client.user))
 
     def reply(self, store: StoreLife, reply: Reply) -> None:
         """An answer on its way to its client."""

@@ -116,7 +116,8 @@ Result = Done | ValuesRead | ValuesWritten | DiskFailed
 
 class Greeted(Struct, frozen=True, gc=False):
     """A Hello. `path`: of the memory, if it is on this host; `lives`: it is, and holds the lock of its life; `token`: random,
-    for a client not known yet; `stream`: where streams connect."""
+    for a client not known yet; `stream`: where streams connect. `user`: the name of the connection's key; empty: it has none,
+    and came by TCP; None: nobody asks for one."""
 
     connection: bytes
     hello: protocol.Hello
@@ -124,13 +125,15 @@ class Greeted(Struct, frozen=True, gc=False):
     lives: bool
     token: bytes
     stream: str
+    user: str | None = None
 
 
 class Asked(Struct, frozen=True, gc=False):
-    """Any other request of a connection."""
+    """Any other request of a connection. `user`: as above."""
 
     connection: bytes
     request: protocol.Request
+    user: str | None = None
 
 
 class StreamBegan(Struct, frozen=True, gc=False):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Started, TimerFired
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.events import (
@@ -37,6 +39,7 @@ from mooncake_zmq.store.events import (
 from mooncake_zmq.store.rules.changes import Change, Changes, replaced
 from mooncake_zmq.store.rules.object_log import ObjectLog
 from mooncake_zmq.store.rules.objects import Code, Found, Objects, ObjectSettings, Pin
+from mooncake_zmq.store.rules.tenants import HIDDEN, Reach
 from mooncake_zmq.store.streaming import Streaming
 from mooncake_zmq.store.tiers import LOOK, RETRY, Tiers
 
@@ -64,10 +67,13 @@ class StoreFacts:
 
 @dataclass(slots=True)
 class _Client:
-    """`shared`: it maps the memory, and may write there for as long as it lives. `token`: by which its streams are its."""
+    """`shared`: it maps the memory, and may write there for as long as it lives. `token`: by which its streams are its. `user`:
+    the name of its key; `reach`: what that may use, None for all."""
 
     token: bytes
     heard_at: float
+    user: str | None
+    reach: Reach | None
     shared: bool = False
     streams: int = 0
 
@@ -152,13 +158,20 @@ class StoreNode:
 
     def _on_greeted(self, event: Greeted) -> None:
         name, hello = _name(event.connection), event.hello
-        if hello.protocol != protocol.PROTOCOL_VERSION or (name not in self._clients and len(self._clients) >= MAX_CLIENTS):
+        known = self._clients.get(name)
+        if known is not None and known.user != event.user:
             self._counts["strangers"] += 1
             self._reply(event.connection, protocol.Stranger(hello.id))
             return
-        client = self._clients.setdefault(name, _Client(event.token, self._turn.now))
+        if hello.protocol != protocol.PROTOCOL_VERSION or (known is None and len(self._clients) >= MAX_CLIENTS):
+            self._counts["strangers"] += 1
+            self._reply(event.connection, protocol.Stranger(hello.id))
+            return
+        reach = self.objects.tenants.reach_of(event.user)
+        client = self._clients.setdefault(name, _Client(event.token, self._turn.now, event.user, reach))
         client.heard_at = self._turn.now
-        client.shared = client.shared or (hello.shared and event.lives)
+        # Who maps the memory reads all of it: whoever may not gets his values on streams, on this host too.
+        client.shared = client.shared or (hello.shared and event.lives and reach is None)
         self._probe_later()
         facts, objects = self._facts, self.objects
         welcome = protocol.Welcome(
@@ -166,7 +179,7 @@ class StoreNode:
             protocol.PROTOCOL_VERSION,
             facts.name,
             facts.incarnation,
-            event.path,
+            event.path if reach is None else "",
             facts.cluster,
             objects.settings.object_bytes,
             objects.table_entries,
@@ -192,7 +205,7 @@ class StoreNode:
             self._turn.effects.append(Dismiss(event.stream, "a stranger", stranger=True))
             return
         client.streams += 1
-        self._streaming.begin(event.stream, event.attach.client)
+        self._streaming.begin(event.stream, event.attach.client, client.reach)
 
     def _on_stream_ended(self, event: StreamEnded) -> None:
         name = self._streaming.end(event.stream)
@@ -207,17 +220,20 @@ class StoreNode:
         connection, request = event.connection, event.request
         name = _name(connection)
         client = self._clients.get(name)
-        if client is None:
+        if client is None or client.user != event.user:
             self._counts["strangers"] += 1
             if not isinstance(request, protocol.Release | protocol.ReportCorrupt | protocol.Hello):
                 self._reply(connection, protocol.Stranger(request.id))
             return
         client.heard_at = self._turn.now
+        if client.reach is not None:
+            request = _narrowed(request, client.reach)
         match request:
             case protocol.Remove(keys=keys):
                 self._change(connection, keys, partial(self._removed, request))
             case protocol.RemoveAll(id):
-                keys = self.objects.some_keys(protocol.REMOVED_AT_ONCE)
+                within = client.reach.writes if client.reach is not None else None
+                keys = self.objects.some_keys(protocol.REMOVED_AT_ONCE, within)
                 self._change(connection, keys, partial(self._all_removed, id, keys))
             case protocol.Commit():
                 self._commit(connection, name, client, request)
@@ -245,8 +261,11 @@ class StoreNode:
                 sizes = [objects.size_of(key) for key in keys]
                 return protocol.Numbers(id, [Code.NOT_FOUND if size is None else size for size in sizes])
             case protocol.ListKeys(id, cursor, limit):
-                return protocol.KeysListed(id, *objects.keys(cursor, limit))
-            case protocol.ReportCorrupt(entries, generations):
+                found, cursor = objects.keys(cursor, limit)
+                if client.reach is not None:
+                    found = [key for key in found if key.startswith(client.reach.reads)]
+                return protocol.KeysListed(id, found, cursor)
+            case protocol.ReportCorrupt(entries, generations) if client.shared:
                 for entry, generation in zip(entries, generations, strict=False):
                     objects.report_corrupt(entry, generation)
         return None
@@ -288,7 +307,7 @@ class StoreNode:
         for key in request.keys:
             was_here = self.objects.remove(key) or key in erased
             erased.discard(key)
-            codes.append(int(Code.OK if was_here else Code.NOT_FOUND))
+            codes.append(int(Code.OK if was_here else Code.NOT_FOUND if key != HIDDEN else Code.INVALID))
         return protocol.Numbers(request.id, codes)
 
     def _all_removed(self, request_id: int, keys: Sequence[str], _: set[str]) -> protocol.Reply:
@@ -372,6 +391,16 @@ class StoreNode:
         if self._clients and not self._probes:
             self._probes = True
             self._turn.effects.append(SetTimer(PROBE, self._facts.probe_s))
+
+
+def _narrowed(request: protocol.Request, reach: Reach) -> protocol.Request:
+    """As if what is outside of the client's reach were not there. Leases and cells of memory are for others alone."""
+    match request:
+        case protocol.Exist(keys=keys) | protocol.SizesOf(keys=keys):
+            return structs.replace(request, keys=reach.readable(keys))
+        case protocol.Remove(keys=keys):
+            return structs.replace(request, keys=reach.writable(keys))
+    return request
 
 
 def _name(connection: bytes) -> bytes:

@@ -10,9 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from mooncake_zmq.store.events import Dismiss, Hear, MakeChecksums, ReceiveValues, Say, SendValues, Turn
 from mooncake_zmq.store.rules.changes import Change, Changes, replaced
 from mooncake_zmq.store.rules.objects import Code, Found, Grant, Objects, Pin
+from mooncake_zmq.store.rules.tenants import Reach
 from mooncake_zmq.store.stream_messages import EAGER_BYTES, Attached, Ended, Get, Promote, Put, Recheck, Request, promoted_bytes
 from mooncake_zmq.store.tiers import Tiers
 
@@ -52,9 +55,10 @@ class _Recheck:
 
 @dataclass(slots=True)
 class _Stream:
-    """`doing`: None while it waits for a request."""
+    """`doing`: None while it waits for a request. `reach`: of its client, None for everything."""
 
     client: bytes
+    reach: Reach | None = None
     doing: _Get | _Put | _Recheck | Promote | None = None
 
 
@@ -70,9 +74,9 @@ class Streaming:
         self._tiers = tiers
         self._ids = itertools.count(1)
 
-    def begin(self, stream: int, client: bytes) -> None:
-        """A client's stream."""
-        self._open[stream] = _Stream(client)
+    def begin(self, stream: int, client: bytes, reach: Reach | None = None) -> None:
+        """A client's stream. `reach`: the keys that it may use, None for all."""
+        self._open[stream] = _Stream(client, reach)
         self._turn.effects.append(Say(stream, Attached()))
 
     def end(self, stream: int) -> bytes | None:
@@ -91,6 +95,8 @@ class Streaming:
         """The next request of a stream."""
         stream = self._open[number]
         assert stream.doing is None, "one request after the other"
+        if stream.reach is not None:
+            request = _narrowed(request, stream.reach)
         match request:
             case Get(keys, caps, ttl_s):
                 if caps and len(caps) != len(keys):
@@ -268,6 +274,12 @@ class Streaming:
     def _release(self, client: bytes, leases: Sequence[int]) -> None:
         for lease_id in leases:
             self._objects.release(client, lease_id)
+
+
+def _narrowed(request: Request, reach: Reach) -> Request:
+    """As if what is outside of the client's reach were not there."""
+    keys = reach.writable(request.keys) if isinstance(request, Put) else reach.readable(request.keys)
+    return structs.replace(request, keys=keys)
 
 
 def _fitting(get: _Get) -> list[Found | None]:

@@ -96,7 +96,9 @@ class Tiers:
         self._objects = objects
         self._log = log
         self._changes = changes
-        self.counts = dict.fromkeys(("moved", "dropped", "segments_dropped", "promotions_denied", "may_come_back"), 0)
+        self.counts = dict.fromkeys(
+            ("moved", "dropped", "segments_dropped", "promotions_denied", "may_come_back", "outgrown"), 0
+        )
         self.writable = True
         self.drained = False
         """Nothing is left to write, or nothing can be."""
@@ -114,6 +116,8 @@ class Tiers:
         self._batch: list[Unsaved] = []
         self._room: _Room | None = None
         self._forgetting: list[tuple[str, ObjectRecord]] = []
+        self._outgrown: list[tuple[str, ObjectRecord]] = []
+        """Copies being forgotten because their tenant has no room for them any more."""
         # Its readers.
         share = int(objects.settings.max_client_share * objects.settings.object_bytes)
         # Each may fill cells as large as the largest value's: all of them no more than one client may.
@@ -201,7 +205,7 @@ class Tiers:
         assert waits == self._waits
         assert len(self._reading) <= self.readers
         assert self._writing is None or self._removal is None
-        assert self._writing or self._removal or not (self._batch or self._room or self._forgetting)
+        assert self._writing or self._removal or not (self._batch or self._room or self._forgetting or self._outgrown)
 
     # --- readers
 
@@ -328,6 +332,10 @@ class Tiers:
 
     def _on_done(self, work: Work, result: Result) -> None:
         match work:
+            case ForgetValues() if self._outgrown:
+                outgrown, self._outgrown = self._outgrown, []
+                self._objects.drop_from_disk(key for key, _ in outgrown)
+                self.counts["outgrown"] += len(outgrown)
             case ForgetValues():
                 forgotten, self._forgetting = self._forgetting, []
                 self._changes.forgotten(key for key, _ in forgotten)
@@ -354,6 +362,9 @@ class Tiers:
         if self.writable and fault.full:
             self._turn.effects.append(SetTimer(RETRY, FULL_S))
         self.writable = False
+        if isinstance(work, ForgetValues) and self._outgrown:
+            self._outgrown = []
+            return
         if isinstance(work, ForgetValues):
             # A full disk may not even take this. A row without its file is none.
             segments = tuple(sorted({record.segment for _, record in self._forgetting}))
@@ -378,6 +389,11 @@ class Tiers:
         if not self.writable:
             return False
         self._batch = self._objects.unsaved(BATCH_BYTES, BATCH_RECORDS, draining=self._draining)
+        self._outgrown = self._objects.outgrown(BATCH_RECORDS)
+        if self._outgrown:
+            self._end_batch([])
+            self._begin(ForgetValues(tuple(record.sequence for _, record in self._outgrown)))
+            return True
         if self._batch and not self._write():
             self._begin(CreateSegment(self._log.new_segment(), self._log.settings.segment_bytes))
         return bool(self._batch)

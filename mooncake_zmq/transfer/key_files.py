@@ -184,14 +184,25 @@ def _read_secret(directory: Path, name: str) -> bytes:
     return content.strip()
 
 
+def open_guarded(path: Path) -> tuple[int, os.stat_result]:
+    """A descriptor of a file of ours or root's, the caller's to close, and what it is.
+
+    Raises OSError, or KeysError, which does not name the path.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    state = os.fstat(fd)
+    if stat.S_ISREG(state.st_mode) and state.st_uid in (0, os.geteuid()):
+        return fd, state
+    os.close(fd)
+    if not stat.S_ISREG(state.st_mode):
+        raise KeysError("it is no regular file")
+    raise KeysError(f"it belongs to another user, uid {state.st_uid}")
+
+
 def _read(path: Path) -> tuple[bytes, os.stat_result]:
     """A file of ours or root's. Raises OSError, or KeysError, which does not name the path."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        state = os.fstat(file.fileno())
-        if not stat.S_ISREG(state.st_mode):
-            raise KeysError("it is no regular file")
-        if state.st_uid not in (0, os.geteuid()):
-            raise KeysError(f"it belongs to another user, uid {state.st_uid}")
+    fd, state = open_guarded(path)
+    with open(fd, "rb") as file:
         return file.read(MAX_FILE_BYTES), state
 
 

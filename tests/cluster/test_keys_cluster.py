@@ -5,10 +5,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import certificates
 import httpx
 import pytest
 from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, free_port, greedy, until_none
 
+from mooncake_zmq.runtime.tls import trusting
 from mooncake_zmq.transfer import key_files
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,14 +38,23 @@ def test_a_cluster_with_keys_gives_the_right_tokens_and_rotates_one_while_it_run
     )
     assert len(made.stdout.splitlines()) == 8 + 1
     api_keys = directory / "api_keys"
-    command = [sys.executable, "-m", "mooncake_zmq", "keys", "api", "alice", "--in", str(api_keys), "--requests", "1000"]
-    secret = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def api_key(name: str, *options: str) -> str:
+        command = [sys.executable, "-m", "mooncake_zmq", "keys", "api", name, "--in", str(api_keys), *options]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    secret, operators = api_key("alice", "--requests", "1000"), api_key("watch", "--role", "metrics")
+    shown = certificates.make(directory)
     settings = (f"security.keys={keys}", f"gateway.api_keys={api_keys}")
+    settings += (f"gateway.tls_certificate={shown.certificate}", f"gateway.tls_key={shown.key}")
     cluster = ToyCluster(directory / "run", config=str(config), settings=settings)
+    cluster.url = cluster.url.replace("http:", "https:")
+    cluster.trusts, cluster.operators_key = trusting(shown.certificate), operators
 
     def ask(prompt: list[int], key: str = secret) -> httpx.Response:
-        body = greedy(prompt=prompt, max_tokens=8)
-        return httpx.post(f"{cluster.url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+        body, headers = greedy(prompt=prompt, max_tokens=8), {"authorization": f"Bearer {key}"}
+        url = f"{cluster.url}/v1/completions"
+        return httpx.post(url, json=body, headers=headers, verify=trusting(shown.certificate), timeout=60)
 
     try:
         cluster.start()
@@ -53,6 +64,13 @@ def test_a_cluster_with_keys_gives_the_right_tokens_and_rotates_one_while_it_run
             prompt = [first, *PROMPT]
             assert ask(prompt).json()["choices"][0]["token_ids"] == expected_tokens(prompt, 8)
         assert ask(PROMPT, "guessed").status_code == 401
+        assert httpx.get(f"{cluster.url}/health", verify=cluster.trusts).json() == {"status": "ok"}
+        renewed = certificates.make(directory, "renewed")
+        shown.key.write_bytes(renewed.key.read_bytes())
+        shown.certificate.write_bytes(renewed.certificate.read_bytes())
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            eventually(lambda: not httpx.get(f"{cluster.url}/live", verify=cluster.trusts), 20, "the old one is not shown")
+        cluster.trusts = trusting(shown.certificate)
         key_files.rotate(keys, "decode-a")
         before = cluster.pid("decode-a")
         cluster.signal("decode-a", 9)
@@ -62,6 +80,8 @@ def test_a_cluster_with_keys_gives_the_right_tokens_and_rotates_one_while_it_run
         assert ask(PROMPT).json()["choices"][0]["token_ids"] == expected_tokens(PROMPT, 8)
         api_keys.write_text("")
         eventually(lambda: ask(PROMPT).status_code == 401, 20, "alice is out")
+        edge = cluster.dumps()["gateway-0"]["edge"]
+        assert edge["counts"]["http_handshakes_failed"] >= 1
         counts = {name: count for dump in cluster.dumps().values() for name, count in dump["session"]["counts"].items()}
         assert "dropped[reason=not_its_key]" not in counts
         cluster.stop()

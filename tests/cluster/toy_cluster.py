@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -58,6 +59,9 @@ class ToyCluster:
         self.runtime_dir = directory
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.trusts: ssl.SSLContext | bool = True
+        """Of a gateway that speaks TLS: what it is known by."""
+        self.operators_key = ""
         self.name = f"test-{os.getpid()}-{self.port}"
         self.arguments = [
             *("--config", str(ROOT / config)),
@@ -126,7 +130,8 @@ class ToyCluster:
 
     def health(self) -> dict[str, Any] | None:
         with contextlib.suppress(httpx.HTTPError):
-            answer = httpx.get(f"{self.url}/health", timeout=2)
+            headers = {"authorization": f"Bearer {self.operators_key}"} if self.operators_key else {}
+            answer = httpx.get(f"{self.url}/health", headers=headers, verify=self.trusts, timeout=2)
             return answer.json() if answer.status_code == 200 else None
         return None
 

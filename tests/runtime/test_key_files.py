@@ -21,6 +21,7 @@ from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.store import MooncakeDistributedStore
 from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.rules.tenants import StoreTenant
 from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.network import DataServer
@@ -220,6 +221,49 @@ def test_a_store_client_reads_and_writes_by_its_key(directory: Path, tmp_path: P
         assert store.get("key") == b"value"
     finally:
         store.close()
+        server.close()
+
+
+def test_what_a_store_client_may_use_the_name_of_its_key_tells(
+    directory: Path, tmp_path: Path, sockets: Callable[[str], Sockets]
+) -> None:
+    key_files.make(directory, [(name, ("store",)) for name in ("ruby", "sky")])
+    red = StoreTenant(name="red", namespaces=("red/",), clients=("ruby",), readers=("reader",), dram_bytes=4 << 20)
+    blue = StoreTenant(name="blue", namespaces=("blue/",), clients=("sky",))
+    server = StoreServer(
+        settings=ObjectSettings(object_bytes=16 << 20, slab_bytes=4 << 20, max_objects=64, tenants=(red, blue)),
+        directory=tmp_path,
+        cluster="test",
+        node="a",
+        incarnation=1,
+        endpoint="tcp://127.0.0.1:*",
+        on_crash=pytest.fail,
+        sockets=sockets("a"),
+    )
+    port = server.endpoint.rpartition(":")[2]
+    stores = {name: MooncakeDistributedStore() for name in ("ruby", "sky", "reader")}
+    try:
+        for name, store in stores.items():
+            # It would map the memory, and is not told where that is.
+            config = {"master_server_addr": f"a@127.0.0.1:{port}", "keys": str(directory), "key_name": name}
+            assert store.setup(config) == 0
+        ruby, sky, reader = stores.values()
+        assert ruby.put("red/1", b"r" * 1000) == sky.put("blue/1", b"b" * 1000) == 0
+        assert (ruby.get("red/1"), ruby.get("blue/1"), reader.get("red/1"), reader.get("blue/1")) == (b"r" * 1000, b"") * 2
+        assert sky.put("red/2", b"x") == sky.upsert("red/1", b"x") == sky.remove("red/1") == reader.remove("red/1") == -600
+        assert reader.put("red/2", b"x") == ruby.put("else", b"x") == -600
+        assert (sky.is_exist("red/1"), sky.is_exist("blue/1"), sky.get_size("red/1")) == (0, 1, -704)
+        assert sky.remove_by_regex(".*") == 1
+        assert sky.remove_all() == reader.remove_all() == 0
+        assert reader.get("red/1") == b"r" * 1000
+        for number in range(10):
+            assert ruby.put(f"red/large {number}", b"v" * (1 << 20)) == 0
+        assert 0 < server.gauges()["tenant_bytes[tenant=red]"] <= 4 << 20
+        assert ruby.put("red/too large", b"v" * (4 << 20)) == 0
+        assert server.gauges()["objects"] == 1
+    finally:
+        for store in stores.values():
+            store.close()
         server.close()
 
 

@@ -4,12 +4,15 @@ import threading
 import time
 from contextlib import contextmanager
 
+import hostile
 import msgpack
 import pytest
 import zmq
+from hostile import part
 
 from mooncake_zmq.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, Medium
 from mooncake_zmq.runtime import kv_events
+from mooncake_zmq.runtime.connections import PARTIAL_BYTES
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.transfer.sockets import BadEndpoint
 
@@ -379,3 +382,18 @@ def test_a_bug_is_told(monkeypatch):
     publisher.publish(stored(1))
     publisher.close()
     assert [str(error) for error in crashes] == ["bug"]
+
+
+def test_who_says_much_over_its_life_is_not_taken_for_one_who_says_too_much_at_once():
+    topic = b"t" * 200
+    said = {b"SUB": part(b"\1" + topic) + part(b"\0" + topic) + part(b"\0nothing"), b"DEALER": part(b"x" * 200)}
+    with publishing(topic=topic.decode()) as publisher:
+        endpoints = publisher.endpoint, publisher.replay_endpoint
+        for (kind, message), endpoint, watch in zip(said.items(), endpoints, publisher._connections.values(), strict=True):
+            count = 3 * PARTIAL_BYTES // len(message)
+            with hostile.connect(endpoint, kind) as peer:
+                for _ in range(count):
+                    peer.sendall(message)
+                wait_until(lambda: sum(watch._received.values()) > count * len(message))  # noqa: B023
+                wait_until(lambda: sum(watch._untaken.values()) < PARTIAL_BYTES)  # noqa: B023
+        assert publisher.counts["connections_cut"] == publisher.counts["subscribers_cut"] == 0

@@ -1,8 +1,8 @@
 """`MooncakeDistributedStore`: the names, signatures and answers of Mooncake's Python store API, over `StoreClient`.
 
 Answers: 0 or a size where it went well; -600 for what cannot be (an empty key or value, a value above the largest size
-class, too small a buffer); -704 not found; -200 no room, as everything is leased or pinned; -707 the put took longer than
-it may; -800 bytes were damaged under way; -900 no store answered, or this one was closed.
+class, too small a buffer, a key that is another tenant's to change); -704 not found; -200 no room, as everything is leased or
+pinned; -707 the put took longer than it may; -800 bytes were damaged under way; -900 no store answered, or this one was closed.
 """
 
 import bisect

@@ -7,6 +7,7 @@ What is cold can be evicted without a loss. Every step costs the same however ma
 """
 
 from array import array
+from collections.abc import Callable
 
 from mooncake_zmq.store.rules.linked_rows import LinkedRows
 
@@ -69,13 +70,18 @@ class ColdEnd:
             if self._cold[row]:
                 self._lapsed[row] = None
 
-    def unsaved(self, target_bytes: float, limit_bytes: int, limit: int) -> list[int]:
-        """The next to be written so that the coldest `target_bytes` are saved; the first of them may be over the limit."""
+    def unsaved(
+        self, target_bytes: float, limit_bytes: int, limit: int, skip: Callable[[int], bool] | None = None
+    ) -> list[int]:
+        """The next to be written so that the coldest `target_bytes` are saved; the first of them may be over the limit. `skip`
+        is asked of each and may say no: that one stays in memory alone."""
         rows: list[int] = []
         room = limit_bytes
         for lapsed in self._lapsed:
             if len(rows) == limit or (rows and self._sizes[lapsed] > room):
                 return rows
+            if skip is not None and skip(lapsed):
+                continue
             rows.append(lapsed)
             room -= self._sizes[lapsed]
         self._advance()
@@ -89,8 +95,9 @@ class ColdEnd:
             if not self._saved[row]:
                 if rows and self._sizes[row] > room:
                     break
-                rows.append(row)
-                room -= self._sizes[row]
+                if skip is None or not skip(row):
+                    rows.append(row)
+                    room -= self._sizes[row]
             following = self._order.after(_HEAD, row)
         return rows
 

@@ -5,6 +5,7 @@ of it since it was written, and memory does not have, is moved to the new one fi
 list of free places nor an order of use, and the disk sees long sequential writes only.
 """
 
+import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.store.rules.object_record import ObjectRecord, place, round_up
+from mooncake_zmq.store.rules.tenants import Holdings, Tenants
 
 SEGMENT_BYTES = 256 << 20
 MIN_SEGMENTS = 8
@@ -101,6 +103,8 @@ class ObjectLog:
         """Where the next write begins in the newest segment."""
         self._next_sequence = 1
         self._next_segment = 1
+        self.holdings: Holdings | None = None
+        """Values by tenant, if there are any, in the order of their use."""
 
     # --- what stands where
 
@@ -123,6 +127,14 @@ class ObjectLog:
         row = self.by_key.get(key)
         if row is not None:
             self._used[row] = True
+            if self.holdings is not None:
+                self.holdings.remove(row)
+                self.holdings.append(row)
+
+    def coldest(self, tenant: int, limit: int) -> list[str]:
+        """Up to so many keys of a tenant, those used longest ago first."""
+        rows = self.holdings.coldest(tenant) if self.holdings is not None else iter(())
+        return [key for row in itertools.islice(rows, limit) if (key := self._key[row]) is not None]
 
     def keys(self, cursor: int, limit: int) -> tuple[list[str], int]:
         """Up to `limit` rows' keys from row `cursor` on, and where to go on; 0 when that was all."""
@@ -175,6 +187,8 @@ class ObjectLog:
         self._pin[row], self._used[row], self._key[row] = record.pin, False, key
         self.by_key[key] = row
         self.bytes += record.size
+        if self.holdings is not None:
+            self._hold(self.holdings, row, key)
         self._stand(row, record.segment, record.offset)
 
     def moved(self, key: str, sequence: int, segment: int, offset: int) -> None:
@@ -191,6 +205,9 @@ class ObjectLog:
         if row is not None:
             self._segments[self._segment[row]].live -= 1
             self.bytes -= self._size[row]
+            if self.holdings is not None:
+                self.holdings.remove(row)
+                self.holdings.give(row, self._size[row])
             self._key[row] = None
             self._free.append(row)
 
@@ -226,6 +243,19 @@ class ObjectLog:
     def fail(self) -> None:
         """Nothing is read any more. What stands there stays known, as it may have to go for good."""
         self.readable = {}
+
+    # --- tenants
+
+    def divide(self, tenants: Tenants) -> None:
+        """From now on tell whose each value is."""
+        quotas = [each.ssd_bytes for each in tenants.known]
+        self.holdings = Holdings(tenants, quotas, rows=len(self._key))
+        for key, row in self.by_key.items():
+            self._hold(self.holdings, row, key)
+
+    def _hold(self, holdings: Holdings, row: int, key: str) -> None:
+        holdings.take(row, holdings.tenants.of(key), self._size[row])
+        holdings.append(row)
 
     # --- a restart
 
@@ -269,6 +299,14 @@ class ObjectLog:
         assert len(self.by_key) + len(self._free) == len(self._key)
         sequences = [self._sequence[row] for row in self.by_key.values()]
         assert len(set(sequences)) == len(sequences)
+        if self.holdings is not None:
+            sums = [0] * len(self.holdings.bytes)
+            for key, row in self.by_key.items():
+                assert self.holdings.of[row] == self.holdings.tenants.of(key)
+                sums[self.holdings.of[row]] += self._size[row]
+            assert sums == self.holdings.bytes
+            held = [row for tenant in range(len(sums)) for row in self.holdings.coldest(tenant)]
+            assert sorted(held) == sorted(self.by_key.values())
 
     # --- inside
 
@@ -285,4 +323,6 @@ class ObjectLog:
         for column in (self._sequence, self._segment, self._offset, self._size, self._checksum, self._pin, self._used):
             column.append(0)
         self._key.append(None)
+        if self.holdings is not None:
+            self.holdings.add_row()
         return len(self._key) - 1

@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.store.rules.cold_end import ColdEnd
+from mooncake_zmq.store.rules.disk_quotas import DiskQuotas
 from mooncake_zmq.store.rules.linked_rows import LinkedRows
 from mooncake_zmq.store.rules.object_log import MIN_SEGMENTS, SEGMENT_BYTES, ObjectLog, ObjectSsdSettings
 from mooncake_zmq.store.rules.object_record import ObjectRecord
 from mooncake_zmq.store.rules.slab import PARTS, SlabAllocator
+from mooncake_zmq.store.rules.tenants import NOBODY, Holdings, StoreTenant, Tenants, check_tenants
 
 MAX_KEY_BYTES = 1024
 SCAN_EVERY = 8
@@ -112,8 +114,12 @@ class ObjectSettings:
     max_client_share: float = 0.5
     """Part of the memory that one client may hold reserved or in quarantine."""
     ssd: ObjectSsdSettings = field(default_factory=ObjectSsdSettings)
+    tenants: tuple[StoreTenant, ...] = ()
+    """Who may use which keys over TCP, and how much they may take up. None: whoever has a key of the kind `store` may use all.
+    Else nobody may use what is not his; who connects by `ipc://`, as this user of the machine, may use all still."""
 
     def __post_init__(self) -> None:
+        check_tenants(self.tenants)
         if self.slab_bytes < 1 << 16 or self.object_bytes < self.slab_bytes:
             raise ValueError("slab_bytes must be at least 65536 and object_bytes at least slab_bytes")
         if self.max_objects < 1 or min(self.max_leases_per_client, self.max_puts_per_client) < 1:
@@ -202,7 +208,8 @@ class Objects:
         self.counts = dict.fromkeys(
             ("puts", "put_bytes", "evicted", "evicted_bytes", "units_taken_over", "dedup_hits", "dedup_bytes_saved")
             + ("puts_expired", "leases_expired", "quarantined", "no_room", "corrupt", "leased")
-            + (DISK_COUNTS if log is not None else ()),
+            + (DISK_COUNTS if log is not None else ())
+            + (("evicted_over_quota",) if settings.tenants else ()),
             0,
         )
         classes = len(self.slabs.sizes)
@@ -234,6 +241,16 @@ class Objects:
         """Keys of plain puts under way."""
         self._object_bytes = 0
         self._cold = ColdEnd(self._first_entry, self._size) if log else None
+        self.tenants = Tenants(settings.tenants)
+        self._disk_quotas: DiskQuotas | None = None
+        self._holdings: Holdings | None = None
+        """Of memory: cells by tenant, and what of them can be evicted, soft pins last."""
+        if settings.tenants:
+            quotas = [each.dram_bytes for each in settings.tenants]
+            self._holdings = Holdings(self.tenants, quotas, rows=self._first_entry, kinds=2)
+            if log is not None:
+                log.divide(self.tenants)
+                self._disk_quotas = DiskQuotas(self._holdings, log, self._size, self.by_key)
         self._held: set[int] = set()
         """Entries being written to disk: not evicted meanwhile, so that the work is not in vain."""
 
@@ -405,11 +422,11 @@ class Objects:
         self._retire(entry)
         return True
 
-    def some_keys(self, limit: int) -> list[str]:
-        """Up to `limit` keys that are here; fewer only if that is all."""
-        keys = list(itertools.islice(self.by_key, limit))
+    def some_keys(self, limit: int, within: tuple[str, ...] | None = None) -> list[str]:
+        """Up to `limit` keys that are here, of the namespaces `within` if any are given; fewer only if that is all."""
+        keys = list(itertools.islice(_within(self.by_key, within), limit))
         if self.log is not None and len(keys) < limit:
-            others = (key for key in self.log.by_key if key not in self.by_key)
+            others = (key for key in _within(self.log.by_key, within) if key not in self.by_key)
             keys += itertools.islice(others, limit - len(keys))
         return keys
 
@@ -449,7 +466,8 @@ class Objects:
         # More than the disk holds would push out what was just written, without end.
         target_bytes = min(target_bytes, log.settings.kept_bytes)
         batch = []
-        for entry in cold.unsaved(target_bytes, limit_bytes, limit):
+        has_no_room = self._disk_quotas.judge() if self._disk_quotas is not None else None
+        for entry in cold.unsaved(target_bytes, limit_bytes, limit, has_no_room):
             key = self._key[entry]
             assert key is not None
             self._held.add(entry)
@@ -458,6 +476,10 @@ class Objects:
             batch.append(Unsaved(key, entry, found.generation, found.offset, found.size, found.checksum, self._pin[entry]))
         log.writing = frozenset(value.key for value in batch)
         return batch
+
+    def outgrown(self, limit: int) -> list[tuple[str, ObjectRecord]]:
+        """Copies that have to go from disk before `unsaved` may be asked again: see `DiskQuotas`."""
+        return self._disk_quotas.outgrown(limit) if self._disk_quotas is not None else []
 
     @property
     def cold_bytes(self) -> int:
@@ -546,6 +568,7 @@ class Objects:
             "quarantined_objects": sum(count for quarantined, count in states if quarantined),
             "reserved_bytes": sum(holder.reserved_bytes for holder in self._clients.values()),
             **self._disk_gauges(),
+            **self._tenants_gauges(),
         }
 
     def check(self) -> None:
@@ -590,6 +613,8 @@ class Objects:
         for index in range(self._first_entry):
             used = [self._used_at[entry] for entry in self._lru.rows(index)]
             assert used == sorted(used)
+        if self._holdings is not None:
+            self._check_holdings(self._holdings, {owner: cell_bytes for owner, (_, cell_bytes) in cells.items()})
         if self.log is not None and self._cold is not None:
             self.log.check()
             self._cold.check(list(self.by_key.values()))
@@ -597,6 +622,17 @@ class Objects:
                 assert self._cold.is_saved(entry) == (key in self.log.by_key)
                 record = self.log.record(key)
                 assert record is None or record.size == self._size[entry]
+
+    def _check_holdings(self, holdings: Holdings, cells: dict[int, int]) -> None:
+        taken = [0] * len(holdings.quotas)
+        for entry, cell_bytes in cells.items():
+            key = self._key[entry]
+            assert key is None or holdings.of[entry] == self.tenants.of(key)
+            taken[holdings.of[entry]] += cell_bytes
+        assert taken == holdings.bytes
+        shelved = [entry for tenant in range(len(taken)) for entry in holdings.coldest(tenant)]
+        assert sorted(shelved) == [entry for entry in range(self._first_entry, len(self._key)) if entry in self._lru]
+        assert all(holdings.over(tenant) <= 0 for tenant in range(len(taken))), "nobody has more than his quota"
 
     # --- inside
 
@@ -611,7 +647,9 @@ class Objects:
             return Grant(Code.EXISTS)
         cell_bytes = self.slabs.sizes[size_class]
         limit = max(self.settings.max_client_share * self.settings.object_bytes, self.slabs.slab_bytes)
-        entry = self._take_entry() if holder.reserved_bytes + cell_bytes <= limit else None
+        tenant = self.tenants.of(key) if self._holdings is not None else NOBODY
+        within = holder.reserved_bytes + cell_bytes <= limit and self._make_own_room(tenant, cell_bytes)
+        entry = self._take_entry() if within else None
         offset = None if entry is None else self._take_cell(size_class, entry)
         if entry is None or offset is None:
             if entry is not None:
@@ -626,10 +664,29 @@ class Objects:
         self._blocked[self.slabs.unit_of(offset)] += 1
         if put.pins & Pin.SOFT:
             self._soft[self.slabs.unit_of(offset)] += 1
+        if self._holdings is not None:
+            self._holdings.take(entry, tenant, cell_bytes)
         self._fence(entry, self.generation[entry] + 1)
         if not put.pins & Pin.UPSERT:
             self._writing[key] = entry
         return Grant(Code.OK, entry, offset, self.generation[entry])
+
+    def _make_own_room(self, tenant: int, cell_bytes: int) -> bool:
+        """Evict values of a tenant that would be over its quota else; False where that does not help."""
+        holdings = self._holdings
+        if holdings is None or (quota := holdings.quotas[tenant]) == 0:
+            return True
+        if cell_bytes > quota:
+            return False
+        while holdings.over(tenant, cell_bytes) > 0:
+            # What is being written to disk goes last: that work is then in vain.
+            free = (each for each in holdings.coldest(tenant) if each not in self._held)
+            entry = next(free, None) or next(holdings.coldest(tenant), None)
+            if entry is None:
+                return False
+            self.counts["evicted_over_quota"] += 1
+            self._evict(entry)
+        return True
 
     def _take_entry(self) -> int | None:
         """A free row of the columns, evicting the least recently used object of all if there are too many."""
@@ -644,6 +701,8 @@ class Objects:
             self._lru.add_row()
             if self._cold is not None:
                 self._cold.add_row()
+            if self._holdings is not None:
+                self._holdings.add_row()
             return len(self._key) - 1
         while True:
             for soft in (0, 1):
@@ -789,6 +848,8 @@ class Objects:
         self._blocked[unit] -= 1
         if self._pin[entry] & _SOFT:
             self._soft[unit] -= 1
+        if self._holdings is not None:
+            self._holdings.give(entry, self.slabs.sizes[self._class[entry]])
         self.slabs.give(self._offset[entry])
         self._free_entries.append(entry)
 
@@ -825,14 +886,25 @@ class Objects:
             return {}
         return {**self.log.gauges(), "ssd_unsaved_bytes": self._cold.unsaved_bytes, "ssd_demoting": len(self._held)}
 
+    def _tenants_gauges(self) -> dict[str, float]:
+        told: dict[str, float] = {}
+        for tier, holdings in (("", self._holdings), ("ssd_", self.log.holdings if self.log is not None else None)):
+            if holdings is not None:
+                told |= {f"{tier}tenant_bytes[tenant={name}]": count for name, count in holdings.named().items()}
+        return told
+
     def _shelve(self, entry: int) -> None:
         """Evictable from now on, after everything else of its class."""
         self._use(entry)
         self._lru.append(2 * self._class[entry] + bool(self._pin[entry] & _SOFT), entry)
+        if self._holdings is not None:
+            self._holdings.append(entry, bool(self._pin[entry] & _SOFT))
         self._blocked[self.slabs.unit_of(self._offset[entry])] -= 1
 
     def _unshelve(self, entry: int) -> None:
         self._lru.remove(entry)
+        if self._holdings is not None:
+            self._holdings.remove(entry)
         self._blocked[self.slabs.unit_of(self._offset[entry])] += 1
 
     def _move(self, entry: int, event: EntryEvent) -> None:
@@ -841,6 +913,11 @@ class Objects:
     def _fence(self, entry: int, generation: int) -> None:
         self.generation[entry] = generation
         self.fences.append((entry, generation))
+
+
+def _within(keys: Iterable[str], spaces: tuple[str, ...] | None) -> Iterable[str]:
+    """Those of some namespaces; of all, if none are given."""
+    return keys if spaces is None else (key for key in keys if key.startswith(spaces))
 
 
 def is_key(key: str) -> bool:

@@ -34,7 +34,7 @@ from mooncake_zmq.store.server.disk_works import DiskWorks
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.streams import StoreStreams
 from mooncake_zmq.store.server.turns import Timers, Turns
-from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
+from mooncake_zmq.transfer.sockets import USER_ID, BadEndpoint, Limits, Sockets
 
 log = structlog.get_logger()
 
@@ -101,6 +101,9 @@ class StoreServer:
             self._sockets.give_back()
             segment.close()
             raise
+        # Who connects by ipc is this user of the machine. Over TCP without keys nobody is anybody.
+        self._asks_who = bool(settings.tenants) and endpoint.startswith("tcp://")
+        self._keyed = self._sockets.keys is not None
         self._socket.router_mandatory = True
         self._socket.router_handover = True  # a connection's name holds 128 random bits: nobody takes it by accident
         self._socket.rcvtimeo = WAIT_MS
@@ -200,22 +203,32 @@ class StoreServer:
         return int(self._socket.getsockopt(zmq.RCVMORE))
 
     def _receive(self, peer: bytes) -> None:
+        user: str | None = None
+        request: protocol.Request | None
         try:
-            request = protocol.decode_request(self._socket.recv()) if self._more() else None
+            if self._asks_who and len(peer) == ROUTING_ID_BYTES and self._more():
+                frame = self._socket.recv(copy=False)
+                user = str(frame.get(USER_ID)) if self._keyed else ""
+                request = protocol.decode_request(frame.buffer)
+            else:
+                request = protocol.decode_request(self._socket.recv()) if self._more() else None
         except protocol.NotAMessage:
             request = None
         while self._more():  # frames that no message of ours has
             self._socket.recv(copy=False)
         if request is not None and len(peer) == ROUTING_ID_BYTES:
-            self._turns.take(self._greeted(peer, request) if isinstance(request, protocol.Hello) else Asked(peer, request))
+            if isinstance(request, protocol.Hello):
+                self._turns.take(self._greeted(peer, request, user))
+            else:
+                self._turns.take(Asked(peer, request, user))
         elif not self._stopping and peer != self._waker_name:
             self._counts["garbage"] += 1
 
-    def _greeted(self, peer: bytes, hello: protocol.Hello) -> Greeted:
+    def _greeted(self, peer: bytes, hello: protocol.Hello, user: str | None) -> Greeted:
         same_host = hello.boot_id == self._boot_id != ""
         path = str(self._turns.segment.path) if same_host else ""
         lives = hello.shared and same_host and is_lived(self._life_of(peer[1:17]))
-        return Greeted(peer, hello, path, lives, os.urandom(16), self._streams.endpoint)
+        return Greeted(peer, hello, path, lives, os.urandom(16), self._streams.endpoint, user)
 
     def _send(self, reply: Reply) -> None:
         try:

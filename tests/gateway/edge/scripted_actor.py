@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,7 @@ class ScriptedActor:
     up: dict[str, Hello] = field(default_factory=lambda: {role: hello(role) for role in ("conductor", "prefill", "decode")})
     view: ClusterView = ClusterView(ready=True, cache_nodes=("cache-1", "cache-0"))
     actor_counts: dict[str, float] = field(default_factory=dict)
+    tls: Callable[[], ssl.SSLContext] | None = None
 
     def __post_init__(self) -> None:
         model = ServedModel(
@@ -151,7 +153,12 @@ class ScriptedActor:
             server = uvicorn.Server(server_config(self.app, self.connections))
             listener = listen("127.0.0.1", 0)
             self.door = Door(
-                server, listener, self.connections, send_timeout_s=self.settings.send_timeout_s, count=self.edge.count
+                server,
+                listener,
+                self.connections,
+                send_timeout_s=self.settings.send_timeout_s,
+                tls=self.tls,
+                count=self.edge.count,
             )
             serving = asyncio.create_task(server.serve(sockets=[]))
             await self.door.open()

@@ -11,10 +11,13 @@ BODY = {"prompt": [1, 2, 3, 4, 5, 6, 7, 8], "max_tokens": 4}
 
 
 def guarded(**limits) -> ScriptedActor:
-    """A gateway with the users "alice" and "bob", whose keys are their names, and the admin "root"."""
+    """A gateway with the users "alice" and "bob", whose keys are their names, the admin "root", and "meter" for metrics."""
     actor = ScriptedActor()
     known = [Tenant(name=name, digest=digest_of(name), **limits) for name in ("alice", "bob")]
-    actor.edge.tenants = Tenants([*known, Tenant(name="root", digest=digest_of("root"), role="admin")], slots=8)
+    operators = [
+        Tenant(name=name, digest=digest_of(name), role=role) for name, role in (("root", "admin"), ("meter", "metrics"))
+    ]
+    actor.edge.tenants = Tenants([*known, *operators], slots=8)
     return actor
 
 
@@ -51,7 +54,30 @@ def test_what_load_balancers_ask_needs_no_key_and_metrics_an_admins():
     for path in ("/", "/health", "/ready", "/ping", "/live"):
         assert ask(actor, None, path).status_code == 200
     assert error_of(ask(actor, "alice", "/metrics"))[0::3] == (403, "insufficient_permissions")
-    assert ask(actor, "root", "/metrics").status_code == 200
+    for operator in ("root", "meter"):
+        assert ask(actor, operator, "/metrics").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
+def test_how_the_cluster_is_an_operator_alone_is_told(path):
+    actor = guarded()
+    for key in (None, "mallory", "alice"):
+        assert ask(actor, key, path).json() == {"status": "ok"}
+    for operator in ("root", "meter"):
+        assert ask(actor, operator, path).json()["peers"]["cache-node"] == ["cache-0", "cache-1"]
+    actor.up.clear()
+    for key in (None, "alice"):
+        answer = ask(actor, key, path)
+        assert (answer.status_code, answer.json()) == (503, {"status": "unavailable"})
+    assert ask(actor, "root", path).json()["missing"] == ["conductor", "prefill", "decode"]
+    assert ask(ScriptedActor(), None, path).json()["model"] == "toy"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/version", "/nowhere"])
+def test_who_collects_metrics_may_nothing_else(path):
+    actor = guarded()
+    assert error_of(ask(actor, "meter", path))[0::3] == (403, "insufficient_permissions")
+    assert actor.requests == {}
 
 
 def test_without_keys_everybody_is_served():
@@ -89,3 +115,22 @@ def test_tenants_share_no_block_keys_whatever_salt_they_wish():
     open_to_all = ScriptedActor()
     ask(open_to_all, None)
     assert open_to_all.only.keys not in keys
+
+
+def test_what_each_tenant_has_of_the_gateway_is_counted_by_name():
+    actor = guarded(requests=2)
+    for _ in range(3):
+        ask(actor, "alice")
+    ask(actor, "mallory")
+    page = ask(actor, "meter", "/metrics").text
+    for line in (
+        'mooncake_tenant_calls_total{tenant="alice"} 2.0',
+        'mooncake_tenant_limited_total{tenant="alice"} 1.0',
+        'mooncake_tenant_tokens_total{tenant="alice"} 20.0',
+        'mooncake_tenant_slots{tenant="alice"} 0.0',
+    ):
+        assert line in page
+    assert "mallory" not in page
+    assert "bob" not in page
+    actor.edge.tenants.replace([])
+    assert not [name for name in actor.edge.own_counts() if "tenant" in name]

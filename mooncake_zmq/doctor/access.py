@@ -1,0 +1,107 @@
+"""Who is let in: keys of this machine's nodes, API keys and certificates of its gateways. Nothing is told of secrets."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mooncake_zmq.config import NodeSettings
+from mooncake_zmq.core.keys import KeysError
+from mooncake_zmq.doctor.finding import Finding, Here
+from mooncake_zmq.doctor.places import units_installed
+from mooncake_zmq.runtime import api_keys, tls
+from mooncake_zmq.runtime.tls import TlsFiles
+from mooncake_zmq.transfer import key_files
+from mooncake_zmq.transfer.sockets import is_loopback
+
+AREA = "access"
+UNSEEN = " (credentials of its unit are not seen here)"
+
+
+def examine(here: Here) -> Iterator[Finding]:
+    """Each node's own key, then what each gateway shows to its clients and asks of them."""
+    directory = key_files.directory_of(here.config.security.keys)
+    if directory is not None:
+        for node in here.nodes:
+            yield node_key(directory, node.name, units_installed())
+            yield from tenants_clients(directory, node, here.section(node))
+    for node in here.of_role("gateway"):
+        section = here.section(node)
+        far = not is_loopback(f"tcp://{section.http_host}:0")
+        yield callers(node, section.api_keys, far)
+        try:
+            files = tls.tls_files_of(section.tls_certificate, section.tls_key)
+        except KeysError as error:
+            yield Finding(AREA, "problem", f"{node.name}: {error}", "LoadCredential= for both in the unit")
+            continue
+        yield in_clear(node, far) if files is None else certificate(node, files, time.time())
+
+
+def node_key(directory: Path, name: str, units: bool) -> Finding:
+    """The pair by which a node is known to the others. `units`: systemd has ours, and hands each its secret."""
+    advice = "`mooncake-zmq keys make` where keys are made, then copy them here"
+    try:
+        if units and not (directory / f"{name}.secret").exists():
+            if key_files.read_book(directory).of(name):
+                return Finding(AREA, "ok", f"{name} has a public key; its secret is its unit's credential, or the unit fails")
+            return Finding(AREA, "problem", f"{directory / key_files.PUBLIC_KEYS} has no key of {name}", advice)
+        known = key_files.load(directory, name)
+    except OSError as error:
+        return Finding(AREA, "problem", f"{name}: {error.filename}: {error.strerror}", advice)
+    except KeysError as error:
+        return Finding(AREA, "problem", f"{name}: {error}", advice)
+    return Finding(AREA, "ok", f"{name} has its secret key, and {known.path} has {len(known.book.keys)} public ones")
+
+
+def tenants_clients(directory: Path, node: NodeSettings, section: Any) -> Iterator[Finding]:
+    """Of a cache-node's store: those that its tenants name and nobody made a key for."""
+    tenants = section.objects.tenants if node.role == "cache-node" and node.store_endpoint else ()
+    wanted = {name for tenant in tenants for name in (*tenant.clients, *tenant.readers)}
+    try:
+        known = {each.name for each in key_files.read_book(directory).keys if "store" in each.kinds}
+    except (KeysError, OSError):  # told of already
+        return
+    if missing := sorted(wanted - known):
+        advice = f"mooncake-zmq keys make --to DIR {' '.join(f'--store {name}' for name in missing)}, or correct the names"
+        yield Finding(AREA, "warning", f"{node.name}: its store's tenants name clients without a key", advice)
+    elif wanted:
+        yield Finding(
+            AREA, "ok", f"{node.name}: its store has {len(tenants)} tenants, and {len(wanted)} clients of theirs a key"
+        )
+
+
+def callers(node: NodeSettings, setting: str, far: bool) -> Finding:
+    """Of a gateway."""
+    path = api_keys.api_keys_of(setting)
+    if path is None:
+        if not far:
+            return Finding(AREA, "ok", f"{node.name}: no API keys, and it listens on this machine alone")
+        advice = f"gateway.api_keys = FILE; `mooncake-zmq keys api NAME --in FILE` makes them{UNSEEN}"
+        return Finding(AREA, "warning", f"{node.name}: whoever reaches it may call it, and see its metrics", advice)
+    try:
+        return Finding(AREA, "ok", f"{node.name}: {len(api_keys.read(path))} API keys in {path}")
+    except KeysError as error:
+        return Finding(AREA, "problem", f"{node.name}: {error}", "`mooncake-zmq keys api NAME --in FILE` makes the file")
+
+
+def in_clear(node: NodeSettings, far: bool) -> Finding:
+    """A gateway without TLS."""
+    if not far:
+        return Finding(AREA, "ok", f"{node.name}: HTTP, on this machine alone")
+    advice = "gateway.tls_certificate and gateway.tls_key, or a proxy before it on this machine" + UNSEEN
+    return Finding(AREA, "warning", f"{node.name}: HTTP beyond this machine: what is asked and answered goes in clear", advice)
+
+
+def certificate(node: NodeSettings, files: TlsFiles, now: float) -> Finding:
+    """What clients would say of it."""
+    try:
+        shown = tls.presented(files)
+    except KeysError as error:
+        return Finding(
+            AREA, "problem", f"{node.name}: {error}", "put a new certificate and its key there; no restart is needed"
+        )
+    left = tls.days_left(shown.until, now)
+    found = f"{node.name}: {files.certificate} for {', '.join(shown.names) or 'no name'}, good for {left} days"
+    if left >= tls.SOON_DAYS:
+        return Finding(AREA, "ok", found)
+    return Finding(AREA, "warning", found, "have it renewed: the gateway reads the files anew when they change")
