@@ -19,7 +19,8 @@ from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.runtime.zmq_runtime import LIMITS
 from mooncake_zmq.transfer import key_files
-from mooncake_zmq.transfer.network import RemoteRead, RemoteReader
+from mooncake_zmq.transfer.network import RemoteReader
+from mooncake_zmq.transfer.reading_lane import RemoteRead
 
 DRIVER = Path(__file__).with_name("keys_driver.py")
 FRAME_BYTES = 256
@@ -36,14 +37,14 @@ class Sink:
     failure: ReadFailure | None = None
 
     def buffer(self) -> memoryview | None:
-        """See `network.ReadSink`."""
+        """See `reading_lane.ReadSink`."""
         return self.memory
 
     def part(self, layer: int, payload: memoryview, checksum: int) -> None:
-        """See `network.ReadSink`."""
+        """See `reading_lane.ReadSink`."""
 
     def end(self, failure: ReadFailure | None) -> None:
-        """See `network.ReadSink`."""
+        """See `reading_lane.ReadSink`."""
         self.failure = failure
 
 

@@ -70,8 +70,9 @@ from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.disk_directory import DiskFault
 from mooncake_zmq.transfer.hidden_states import EnteringStates, store_hidden
-from mooncake_zmq.transfer.network import ReadBatch, RemoteRead, RemoteReader
+from mooncake_zmq.transfer.network import RemoteReader
 from mooncake_zmq.transfer.process_lock import is_alive
+from mooncake_zmq.transfer.reading_lane import ReadBatch, RemoteRead
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import Sockets
 

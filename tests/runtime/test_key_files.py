@@ -22,7 +22,7 @@ from mooncake_zmq.store import MooncakeDistributedStore
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.transfer import key_files
-from mooncake_zmq.transfer.network import DataServer
+from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets, is_loopback
 

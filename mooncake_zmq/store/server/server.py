@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import structlog
 import zmq
 
@@ -35,6 +36,7 @@ from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.streams import StoreStreams
 from mooncake_zmq.store.server.turns import Timers, Turns
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
+from mooncake_zmq.transfer.tickets import Tickets
 
 log = structlog.get_logger()
 
@@ -106,6 +108,7 @@ class StoreServer:
         self._socket.rcvtimeo = WAIT_MS
         self._works: DiskWorks | None = None
         self._timers = Timers(self._turns, on_crash)
+        self._tickets = Tickets(sealed=self._sockets.seals(endpoint))
         self._waker = self._sockets.inner(zmq.DEALER)
         """Used within turns. Its name is not one of a connection, nor to be guessed."""
         self._waker.routing_id = self._waker_name = b"w" + os.urandom(16)
@@ -119,7 +122,7 @@ class StoreServer:
                 self._works = DiskWorks(self._turns, disk, self._node.readers, on_crash)
             self._turns.carry_out({Reply: self._reply, Probe: self._probe, Drained: lambda _: self._drained.set()})
             self._turns.take(Started())
-            self._streams = StoreStreams(self._turns, self.endpoint, stream_port, on_crash)
+            self._streams = StoreStreams(self._turns, self.endpoint, stream_port, self._tickets, on_crash)
         except BaseException:
             self._let_go()
             raise
@@ -215,11 +218,15 @@ class StoreServer:
         same_host = hello.boot_id == self._boot_id != ""
         path = str(self._turns.segment.path) if same_host else ""
         lives = hello.shared and same_host and is_lived(self._life_of(peer[1:17]))
-        return Greeted(peer, hello, path, lives, os.urandom(16), self._streams.endpoint)
+        return Greeted(peer, hello, path, lives, self._tickets.make().token, self._streams.endpoint)
 
     def _send(self, reply: Reply) -> None:
+        message = reply.reply
+        if isinstance(message, protocol.Welcome):  # the actor sees no secret
+            secret = self._tickets.secret_of(message.token)
+            message = msgspec.structs.replace(message, secret=secret, sealed=self._tickets.sealed)
         try:
-            self._socket.send_multipart([reply.connection, encode(reply.reply)], zmq.NOBLOCK)
+            self._socket.send_multipart([reply.connection, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
