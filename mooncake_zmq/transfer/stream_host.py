@@ -202,13 +202,13 @@ class StreamHost:
                 self._let_in(unattached, unattached.challenge)
         except BlockingIOError:
             pass
-        except (OSError, Refused) as reason:
-            self._turn_away(unattached)
+        except (OSError, Refused):  # counted, and not logged: strangers may be many
             self.count("strangers_at_door")
-            log.debug("stream_not_attached", streams=self._name, reason=str(reason))
+            self._turn_away(unattached)
 
     def _let_in(self, unattached: _Unattached, challenge: Challenge) -> None:
         self._forget(unattached)
+        self.count("streams")
         connection = unattached.connection
         try:
             self._make_room()
@@ -264,7 +264,6 @@ class StreamHost:
             with self._lock:
                 del self._open[thread]
             raise
-        self.count("streams")
 
     def _serve(self, served: Served) -> None:
         try:

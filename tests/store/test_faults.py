@@ -36,7 +36,7 @@ from mooncake_zmq.store.stream_messages import (
     decode_values,
 )
 from mooncake_zmq.transfer import stream_host
-from mooncake_zmq.transfer.sockets import connect_beside
+from mooncake_zmq.transfer.sockets import Sockets, connect_beside
 from mooncake_zmq.transfer.stream import Stream, StreamError
 from mooncake_zmq.transfer.tickets import Ticket
 
@@ -548,15 +548,35 @@ def test_a_bit_flipped_on_the_network_is_a_counted_miss(make_server, connect):
         assert store.put("other", b"\x66" * 3_000_000) == 0
 
 
+def test_a_bit_flipped_in_what_is_sealed_ends_the_stream_and_the_value_comes_by_another(make_server, connect, monkeypatch):
+    monkeypatch.setattr(Sockets, "seals", lambda *_: True)
+    server = make_server(endpoint="tcp://127.0.0.1:*")
+    value = b"\x55" * 3_000_000
+    connect(server).put("k", value)
+    with damaging_proxy(int(server._streams.endpoint.rpartition(":")[2]), after=500_000) as port:
+        server._streams.endpoint = f"tcp://*:{port}"
+        store = connect(server, share_memory=False)
+        assert store.get("k") == value
+        assert store._client._peers[0].counts["corrupt"] == 0
+        assert store.put("other", b"\x66" * 3_000_000) == 0
+        assert connect(server).get("other") == b"\x66" * 3_000_000
+    assert server.counts["streams"] == 2
+
+
 @contextlib.contextmanager
-def damaging_proxy(to_port):
-    """Forwards TCP both ways; flips one bit in the first long run of 0x55 that comes back."""
+def damaging_proxy(to_port, after=None):
+    """Forwards TCP both ways; flips one bit in the first long run of 0x55 that comes back, or in what comes after so much."""
     done = threading.Event()
     open_sockets = []
 
     def pump(source, sink, damage):
+        passed = 0
         with contextlib.suppress(OSError):
             while chunk := source.recv(65536):
+                passed += len(chunk)
+                if damage and after is not None and passed > after and not done.is_set():
+                    done.set()
+                    chunk = bytes([chunk[0] ^ 4]) + chunk[1:]
                 if damage and not done.is_set() and b"\x55" * 1000 in chunk:
                     done.set()
                     chunk = chunk.replace(b"\x55" * 1000, b"\x55" * 999 + b"\x51", 1)

@@ -24,7 +24,7 @@ def give_up(quiet_s):
         raise StreamError("nothing came")
 
 
-@pytest.fixture(scope="module", params=["unix", "tcp"])
+@pytest.fixture(scope="module", params=["unix", "tcp", "sealed"])
 def pair(request):
     if request.param == "unix":
         ends = socket.socketpair()
@@ -32,7 +32,9 @@ def pair(request):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             near = socket.create_connection(listener.getsockname())
             ends = near, listener.accept()[0]
-    streams = [Stream(end, give_up, slice_s=0.05) for end in ends]
+    keys = (bytes(32), bytes(range(32))) if request.param == "sealed" else (None, None)
+    both = zip(ends, keys, reversed(keys), strict=True)
+    streams = [Stream(end, give_up, slice_s=0.05, seals=ours, opens=theirs) for end, ours, theirs in both]
     yield streams
     for stream in streams:
         stream.close()

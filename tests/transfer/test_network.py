@@ -38,6 +38,7 @@ from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.network import RemoteReader
 from mooncake_zmq.transfer.reading_lane import RemoteRead
+from mooncake_zmq.transfer.sockets import Sockets
 from mooncake_zmq.transfer.stream import LENGTH, Stream, StreamError
 from mooncake_zmq.transfer.tickets import Ticket
 
@@ -80,9 +81,10 @@ def reader(layout, crashes):
     made.close()
 
 
-@pytest.fixture(params=["tcp://127.0.0.1:*", "ipc"])
-def server(request, segment, crashes, tmp_path):
-    endpoint = f"ipc://{tmp_path}/data" if request.param == "ipc" else request.param
+@pytest.fixture(params=["ipc", "tcp", "tcp, sealed"])
+def server(request, segment, crashes, tmp_path, monkeypatch):
+    monkeypatch.setattr(Sockets, "seals", lambda *_: request.param == "tcp, sealed")
+    endpoint = f"ipc://{tmp_path}/data" if request.param == "ipc" else "tcp://127.0.0.1:*"
     made = DataServer(segment, endpoint, on_crash=crashes.append)
     yield made
     made.close()
@@ -182,6 +184,64 @@ def test_checksums_read_while_the_slot_changes_hands_are_not_sent(tcp_server, re
     fetch(reader, [one])
     assert one.sink.verified is False
     eventually(lambda: tcp_server.counts["refused"] == 1)
+
+
+@contextlib.contextmanager
+def a_proxy(to_port, flip_at):
+    """Forwards TCP both ways, and flips a bit of the byte `flip_at` that comes back. Its port."""
+
+    def pump(source, sink, flip):
+        with contextlib.suppress(OSError):
+            passed = 0
+            while chunk := bytearray(source.recv(65536)):
+                if flip and passed <= flip_at < passed + len(chunk):
+                    chunk[flip_at - passed] ^= 4
+                passed += len(chunk)
+                sink.sendall(chunk)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept():
+            with contextlib.suppress(OSError):
+                while True:
+                    near, _ = listener.accept()
+                    far = socket.create_connection(("127.0.0.1", to_port))
+                    for ends in ((near, far, False), (far, near, True)):
+                        threading.Thread(target=pump, args=ends, daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_byte_that_is_flipped_on_the_network_is_a_miss_wherever_it_is(make_segment, fill, crashes, monkeypatch, sealed):
+    monkeypatch.setattr(Sockets, "seals", lambda *_: sealed)
+    layout = BlockLayout(layers=3, kv_heads=1, head_dim=64, block_tokens=128)
+    segment = make_segment("a", slots=2, layout=layout)
+    refs = [fill(segment, slot) for slot in range(2)]
+    server = DataServer(segment, "tcp://127.0.0.1:*", on_crash=crashes.append)
+    challenge, failures = 64, set()
+    for flip_at in (0, 40, *(challenge + at for at in (0, 3, 4, 9, 30, 70, 1000, 100_000, 2 * layout.block_bytes - 50))):
+        with a_proxy(int(server._host.endpoint.rpartition(":")[2]), flip_at) as port:
+            monkeypatch.setattr(server._host, "endpoint", f"tcp://*:{port}")
+            reader = RemoteReader(layout, on_crash=crashes.append)
+            reader.learn(LIFE, server.endpoint)
+            memory = [bytearray(layout.block_bytes) for _ in refs]
+            reads = [RemoteRead(ref, range(3), Sink(memoryview(into))) for ref, into in zip(refs, memory, strict=True)]
+            fetch(reader, reads)
+            reader.close()
+            monkeypatch.undo()
+            monkeypatch.setattr(Sockets, "seals", lambda *_: sealed)
+        outcomes = [one.sink.failure for one in reads]
+        failures |= set(outcomes)
+        assert outcomes != [None, None], flip_at
+        for one, into in zip(reads, memory, strict=True):
+            assert one.sink.failure or into == bytes(segment.layers_view(one.source.slot, 0, 3))
+    assert (ReadFailure.CORRUPT in failures) is not sealed, "what was sealed is not looked at"
+    server.close()
 
 
 @pytest.mark.parametrize("straight", [True, False])
