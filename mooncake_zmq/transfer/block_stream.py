@@ -204,15 +204,14 @@ class StreamLane:
             raise StreamError(f"{len(row)} checksums of {layout.layers} layers")
         failure = None if reading.row_stands(row, read.source.checksum) else ReadFailure.CORRUPT
         place = self._place(read, wanted=failure is None)
-        done, layers = 0, iter(read.layers)
+        part_bytes, layers = layout.part_bytes, iter(read.layers)
         start = 0
         for at in range(0, len(place), RECORD_BYTES):
             piece = place[at : at + RECORD_BYTES]
             yield from self._fill(piece)
-            done += len(piece)
-            while failure is None and read.is_wanted and start + layout.part_bytes <= done:
-                part, layer = place[start : start + layout.part_bytes], next(layers)
-                start += layout.part_bytes
+            while failure is None and read.is_wanted and start + part_bytes <= at + len(piece):
+                part, layer = place[start : start + part_bytes], next(layers)
+                start += part_bytes
                 if reading.part_stands(part_checksum(part), row[layer]):
                     read.sink.part(layer, part, row[layer])
                 else:

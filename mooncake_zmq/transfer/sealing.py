@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-RECORD_BYTES = 1 << 20
+RECORD_BYTES = 256 << 10
 """Of what is sealed at a time, at most."""
 TAG_BYTES = 16
 MAX_RECORDS = 1 << 24
