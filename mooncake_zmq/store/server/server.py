@@ -35,6 +35,7 @@ from mooncake_zmq.store.server.disk_works import DiskWorks
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.streams import StoreStreams
 from mooncake_zmq.store.server.turns import Timers, Turns
+from mooncake_zmq.transfer.connections import Connections, came_by
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 from mooncake_zmq.transfer.tickets import Tickets
 
@@ -103,6 +104,8 @@ class StoreServer:
             self._sockets.give_back()
             segment.close()
             raise
+        watched = endpoint.startswith("tcp://")
+        self._connections = Connections(self._socket, self._counts, on_crash) if watched else None
         self._socket.router_mandatory = True
         self._socket.router_handover = True  # a connection's name holds 128 random bits: nobody takes it by accident
         self._socket.rcvtimeo = WAIT_MS
@@ -163,7 +166,7 @@ class StoreServer:
             counts = node.counts
         disk = self._works.counts if self._works is not None else {}
         counts["dropped"] += self._counts["dropped"]
-        return {**counts, "garbage": self._counts["garbage"], **self._streams.counts, **disk}
+        return {**self._counts, **counts, "garbage": self._counts["garbage"], **self._streams.counts, **disk}
 
     def gauges(self) -> dict[str, float]:
         """Safe from any thread. All but the pool's own are zero when no client is there."""
@@ -180,6 +183,8 @@ class StoreServer:
         if self._works is not None:
             self._works.close()
         self._waker.close()
+        if self._connections is not None:
+            self._connections.close()
         self._socket.close()
         self._sockets.give_back()
         self._turns.segment.close()
@@ -191,12 +196,23 @@ class StoreServer:
             while not self._stopping:
                 # Waiting in the receive itself: a poller costs a small request a tenth of its time.
                 with contextlib.suppress(zmq.Again):
-                    self._receive(self._socket.recv())
+                    self._receive(self._next_frame())
                 while self._replies:
                     self._send(self._replies.popleft())
         except Exception as error:
             log.critical("store_server_crashed", exc_info=error)
             self._on_crash(error)
+
+    def _next_frame(self) -> bytes:
+        """Waited for. Raises zmq.Again."""
+        connections = self._connections
+        if connections is None:
+            return self._socket.recv()
+        if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            connections.drained()
+        frame = self._socket.recv(copy=False)
+        connections.took(came_by(frame), len(frame))
+        return frame.bytes
 
     def _more(self) -> int:
         """Does the message go on?"""
@@ -204,11 +220,11 @@ class StoreServer:
 
     def _receive(self, peer: bytes) -> None:
         try:
-            request = protocol.decode_request(self._socket.recv()) if self._more() else None
+            request = protocol.decode_request(self._next_frame()) if self._more() else None
         except protocol.NotAMessage:
             request = None
         while self._more():  # frames that no message of ours has
-            self._socket.recv(copy=False)
+            self._next_frame()
         if request is not None and len(peer) == ROUTING_ID_BYTES:
             self._turns.take(self._greeted(peer, request) if isinstance(request, protocol.Hello) else Asked(peer, request))
         elif not self._stopping and peer != self._waker_name:
