@@ -1,7 +1,8 @@
 """The far side of `bench pool --only keys`: a process that returns control frames, and serves blocks and values, over TCP.
 
 Its argument is a JSON object with `keys`, a directory or "" for none, and `encrypt_bulk`. It answers one line when it serves,
-and ends with its input. Beside what is measured it sends the blocks' memory over bare sockets, to whoever asks for it.
+and ends with its input. Beside what is measured it sends the blocks' memory over a bare socket and as
+frames, to whoever asks for it.
 """
 
 import json
@@ -26,13 +27,14 @@ from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.shared_memory import Segment
-from mooncake_zmq.transfer.sockets import USER_ID, Sockets
+from mooncake_zmq.transfer.sockets import USER_ID, Limits, Sockets
 
 FAR, NEAR = "far", "near"
 """The names of both sides."""
 LAYOUT = BlockLayout(layers=8, block_tokens=32, kv_heads=4, head_dim=128)
 """Blocks of 1 MiB."""
 BLOCKS = 128
+BULK = Limits(max_message_bytes=2 << 20, send_hwm=16, receive_hwm=16)
 WANTED = b"!"
 """What a frame begins with that is to be returned."""
 ANYWHERE = "tcp://127.0.0.1:*"
@@ -59,6 +61,10 @@ def main() -> None:
         checksums = [fill(segment, slot).checksum for slot in range(BLOCKS)]
         bare = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=send_bare, args=(bare, segment), daemon=True).start()
+        framing = sockets.listening(zmq.ROUTER, ANYWHERE, "data", BULK)
+        framing.router_mandatory = True  # it waits where it would drop
+        framing.bind(ANYWHERE)
+        threading.Thread(target=send_frames, args=(framing, segment), daemon=True).start()
         store = StoreServer(
             settings=ObjectSettings(object_bytes=2 * BLOCKS * LAYOUT.block_bytes, max_objects=1024),
             directory=directory,
@@ -74,6 +80,7 @@ def main() -> None:
             "control": router.get_string(zmq.LAST_ENDPOINT),
             "data": server.endpoint,
             "bare": bare.getsockname()[1],
+            "framed": framing.get_string(zmq.LAST_ENDPOINT),
             "store": store.endpoint,
             "checksums": checksums,
         }
@@ -100,6 +107,14 @@ def send_bare(listener: socket.socket, segment: Segment) -> None:
     while connection.recv(1):
         for slot in range(BLOCKS):
             connection.sendall(segment.layers_view(slot, 0, LAYOUT.layers))
+
+
+def send_frames(router: "zmq.Socket[bytes]", segment: Segment) -> None:
+    """All blocks' bytes, a block a frame, not copied, for each message that comes."""
+    while True:
+        peer, _ = router.recv_multipart()
+        for slot in range(BLOCKS):
+            router.send_multipart([peer, segment.layers_view(slot, 0, LAYOUT.layers)], copy=False)
 
 
 def fill(segment: Segment, slot: int) -> SlotRef:

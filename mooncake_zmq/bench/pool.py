@@ -140,6 +140,8 @@ def keys_rows(bench: PoolBench, progress: Progress) -> list[Row]:
         _cost("control round trip, keys on / off", "us", took[on, "round trip"], took[off, "round trip"]),
         _rate("control frames of 256 B, keys on / off", took[on, "frames"], took[off, "frames"], unit="frames/s"),
         _rate("blocks of 1 MiB from another host / bare TCP stream", took[off, "blocks"], took[off, "bare"]),
+        _rate("blocks of 1 MiB from another host / ZeroMQ frames", took[off, "blocks"], took[off, "framed"]),
+        _rate("encrypted blocks of 1 MiB from another host / frames with CURVE", took[on, "blocks"], took[on, "framed"]),
     ]
     for what in ("blocks", "values"):
         for how in ("attached", on):

@@ -1,5 +1,5 @@
 """What keys cost: control frames, blocks and values over TCP loopback between two processes, in turns: without keys, with them,
-and with them but what is in bulk in clear. Beside each, its process's blocks over a bare socket.
+and with them but what is in bulk in clear. Beside each, the same blocks over a bare socket, and as frames of ZeroMQ.
 """
 
 import socket
@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from mooncake_zmq.bench.keys_driver import BLOCKS, FAR, LAYOUT, NEAR, WANTED, fail, open_sockets
+from mooncake_zmq.bench.keys_driver import BLOCKS, BULK, FAR, LAYOUT, NEAR, WANTED, fail, open_sockets
 from mooncake_zmq.bench.peers import driver_process
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv.reading import ReadFailure
@@ -31,7 +31,7 @@ DRIVER = Path(__file__).with_name("keys_driver.py")
 FRAME_BYTES = 256
 ROUND_TRIPS, FRAMES = 2_000, 50_000
 TIMEOUT_S = 60.0
-FIGURES = ("round trip", "frames", "blocks", "values", "bare")
+FIGURES = ("round trip", "frames", "blocks", "values", "bare", "framed")
 SIDES = {"clear": (False, True), "attached": (True, False), "encrypted": (True, True)}
 """Name -> (with keys, encrypting what is in bulk)."""
 VALUES_PER_CALL = 16
@@ -69,6 +69,8 @@ class Near:
         self._refs = [SlotRef(FAR, 1, slot, 2, checksum) for slot, checksum in enumerate(told["checksums"])]
         self._memory = memoryview(bytearray(BLOCKS * LAYOUT.block_bytes))
         self._bare = socket.create_connection(("127.0.0.1", told["bare"]))
+        self._framed, _ = self._sockets.connecting(zmq.DEALER, told["framed"], "data", BULK, server=FAR)
+        self._framed.connect(told["framed"])
         self._store = MooncakeDistributedStore()
         place = told["store"].removeprefix("tcp://")
         config: dict[str, Any] = {"local_hostname": "near", "share_memory": False}
@@ -83,6 +85,7 @@ class Near:
     def close(self) -> None:
         self._store.close()
         self._bare.close()
+        self._framed.close()
         self._reader.close()
         self._socket.close()
         self._sockets.give_back()
@@ -90,7 +93,7 @@ class Near:
     def measure(self) -> dict[str, float]:
         """By name of FIGURES: us, frames/s, GB/s."""
         measures = (self._round_trip_us, self._frames_per_s, self._blocks_gb_per_s, self._values_gb_per_s, self._bare_gb_per_s)
-        return {figure: measured() for figure, measured in zip(FIGURES, measures, strict=True)}
+        return {figure: measured() for figure, measured in zip(FIGURES, (*measures, self._framed_gb_per_s), strict=True)}
 
     def _round_trip_us(self) -> float:
         took = []
@@ -141,6 +144,14 @@ class Near:
         left = self._memory
         while left:
             left = left[self._bare.recv_into(left) :]
+        return len(self._memory) / (time.perf_counter() - began) / 1e9
+
+    def _framed_gb_per_s(self) -> float:
+        size = LAYOUT.block_bytes
+        began = time.perf_counter()
+        self._framed.send(b"!")
+        for slot in range(BLOCKS):
+            self._framed.recv_into(self._memory[size * slot : size * (slot + 1)])
         return len(self._memory) / (time.perf_counter() - began) / 1e9
 
 
