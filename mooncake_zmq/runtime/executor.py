@@ -519,7 +519,7 @@ class Executor:
             if isinstance(source, DiskBlock):
                 stored.append(index)
                 continue
-            # Pinning takes seconds, for which no heartbeat waits: the copy thread finds what is near. Frames need no pin.
+            # Pinning takes seconds, for which no heartbeat waits: the copy thread finds what is near. A stream needs no pin.
             far = isinstance(source, SlotRef) and self._directory.endpoint((source.node, source.incarnation))
             target = self._directory.segment((grant.node, grant.incarnation), writable=True, pinned=False) if far else None
             if isinstance(source, SlotRef) and target:

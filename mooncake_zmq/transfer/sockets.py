@@ -327,8 +327,9 @@ def check_endpoint(endpoint: str) -> None:
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/"):
             raise BadEndpoint(f"{endpoint}: an ipc endpoint needs an absolute path")
-        if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
-            raise BadEndpoint(f"{endpoint}: the path is longer than {zmq.IPC_PATH_MAX_LEN} bytes; use a shorter runtime_dir")
+        most = zmq.IPC_PATH_MAX_LEN - len(IPC_SUFFIX)
+        if len(os.fsencode(path)) > most:
+            raise BadEndpoint(f"{endpoint}: the path is longer than {most} bytes; use a shorter runtime_dir")
     elif endpoint.startswith("tcp://"):
         address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
