@@ -211,9 +211,9 @@ class SecuritySettings:
     allow_plain_tcp: bool = False
     """Without keys, TCP beyond loopback is refused, unless this says that nobody else is on the network."""
     encrypt_bulk: bool = True
-    """With keys, blocks and values that this node serves over TCP are encrypted (AES-256-GCM). False: only who attaches a stream is asked for his
-    ticket; whoever can listen on the network reads what passes, and who can change it under way may put something else in its
-    place. Faster where encrypting is what bounds it (`mooncake-zmq bench pool --only keys`)."""
+    """With keys, blocks and values that this node serves over TCP are encrypted (AES-256-GCM). False: only who attaches a
+    stream is asked for his ticket; whoever can listen on the network reads what passes, and who can change it under way may put
+    something else in its place. Faster where encrypting is what bounds it (`mooncake-zmq bench pool --only keys`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
