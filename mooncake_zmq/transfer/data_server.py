@@ -143,7 +143,7 @@ class DataServer:
                     self._connections.drained()
                 return
             if self._connections is not None:
-                for frame in frames:
+                for frame in frames[1:]:  # the first one names the connection, and came by none
                     self._connections.took(came_by(frame), len(frame))
             try:
                 peer, raw = (frame.bytes for frame in frames)

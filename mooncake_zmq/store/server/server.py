@@ -196,22 +196,25 @@ class StoreServer:
             while not self._stopping:
                 # Waiting in the receive itself: a poller costs a small request a tenth of its time.
                 with contextlib.suppress(zmq.Again):
-                    self._receive(self._next_frame())
+                    self._receive(self._next_sender())
                 while self._replies:
                     self._send(self._replies.popleft())
         except Exception as error:
             log.critical("store_server_crashed", exc_info=error)
             self._on_crash(error)
 
+    def _next_sender(self) -> bytes:
+        """The connection that the next message is from, waited for. Raises zmq.Again."""
+        if self._connections is not None and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._connections.drained()
+        return self._socket.recv()
+
     def _next_frame(self) -> bytes:
-        """Waited for. Raises zmq.Again."""
-        connections = self._connections
-        if connections is None:
+        """Of the message that goes on."""
+        if self._connections is None:
             return self._socket.recv()
-        if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            connections.drained()
         frame = self._socket.recv(copy=False)
-        connections.took(came_by(frame), len(frame))
+        self._connections.took(came_by(frame), len(frame))
         return frame.bytes
 
     def _more(self) -> int:
