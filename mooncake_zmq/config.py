@@ -33,7 +33,7 @@ from mooncake_zmq.runtime.api_keys import api_keys_of
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
 from mooncake_zmq.runtime.tls import SOON_DAYS, TlsFiles, days_left, presented, tls_files_of
 from mooncake_zmq.transfer.key_files import directory_of
-from mooncake_zmq.transfer.sockets import BadEndpoint, Bulk, check_endpoint, is_loopback
+from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint, is_loopback
 
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
 
@@ -118,6 +118,9 @@ class NodeSettings:
     of different `host`s too, while all run on one machine, which nothing here can tell; across machines, give addresses."""
     data_endpoint: str = ""
     """Data plane; likewise."""
+    data_stream_port: int = 0
+    """TCP port for the bytes of blocks, at the address of `data_endpoint`. 0: any free one; set it where a firewall has to let
+    it through."""
     store_endpoint: str = ""
     """Cache-nodes: where store clients (`mooncake_zmq.store`) connect; likewise. Empty: no store, and no memory for it."""
     store_stream_port: int = 0
@@ -146,6 +149,8 @@ class NodeSettings:
                 raise ValueError(f"{what} must be 1 to 63 of a-z, 0-9, '.', '_', '-'")
         if self.store_endpoint and self.role != "cache-node":
             raise ValueError("store_endpoint is for cache-nodes")
+        if self.data_stream_port and not self.data_endpoint.startswith("tcp://"):
+            raise ValueError("data_stream_port goes with a data_endpoint of tcp://")
         if self.store_stream_port and not self.store_endpoint.startswith("tcp://"):
             raise ValueError("store_stream_port goes with a store_endpoint of tcp://")
         if self.backend not in get_args(Backend) and not self.modelled:
@@ -160,7 +165,7 @@ class NodeSettings:
             self._check_device()
         if not 1 <= self.threads <= 1024:
             raise ValueError("threads must be between 1 and 1024")
-        for what in ("metrics_port", "store_stream_port"):
+        for what in ("metrics_port", "data_stream_port", "store_stream_port"):
             if not 0 <= getattr(self, what) < 65536:
                 raise ValueError(f"{what} must be between 0 and 65535")
 
@@ -205,13 +210,13 @@ class SecuritySettings:
     keys: str = ""
     """Directory of `mooncake-zmq keys make`: `public_keys` and the node's NAME.secret, unless the unit's credential `node.key`
     is that. Empty: none, or the unit's credential `public_keys`. With keys every ZeroMQ socket over TCP is encrypted and lets
-    in whom they name, loopback's too. Not so the streams of stores between hosts: a client is let on one by a token that it is
-    told under its key, but the token and the values then go in clear."""
+    in whom they name, loopback's too. The streams of blocks and values let in whom those sockets gave a ticket."""
     allow_plain_tcp: bool = False
     """Without keys, TCP beyond loopback is refused, unless this says that nobody else is on the network."""
-    bulk: Bulk = "curve"
-    """Blocks between hosts. "plain": neither encrypted nor asked for a key, several times as fast; whoever reaches
-    `data_endpoint` reads every block."""
+    encrypt_bulk: bool = True
+    """With keys, blocks and values that this node serves over TCP are encrypted (AES-256-GCM). False: only who attaches a
+    stream is asked for his ticket; whoever can listen on the network reads what passes, and who can change it under way may put
+    something else in its place. Faster where encrypting is what bounds it (`mooncake-zmq bench pool --only keys`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,7 @@ def test_a_node_may_replace_keys_of_its_role(write: Any) -> None:
         ("[prefill]\nchunk_tokens = 500\n", "x.toml: prefill.chunk_tokens must be a multiple of model.block_tokens, 32"),
         ("[cluster]\nname = 'a b'\n", "x.toml: cluster: name must be"),
         ("[cluster]\nruntime_dir = 'here'\n", "x.toml: cluster: runtime_dir and shm_dir must be absolute paths"),
-        (f"[cluster]\nruntime_dir = '/{'r' * 100}'\n", "the path is longer than 107 bytes; use a shorter runtime_dir"),
+        (f"[cluster]\nruntime_dir = '/{'r' * 100}'\n", "the path is longer than 100 bytes; use a shorter runtime_dir"),
         ("[cluster]\nlog_level = 'loud'\n", "log_level must be one of debug, info"),
         ("[model]\nblock_tokens = 0\n", "block_tokens must be between"),
         ("[model]\nblock_tokens = 1\nmax_model_len = 16385\n", "x.toml: model: max_model_len must be at most 16384"),

@@ -1,11 +1,13 @@
-"""The far side of `bench pool --only keys`: a process that counts and returns control frames, and serves blocks, over TCP.
+"""The far side of `bench pool --only keys`: a process that returns control frames, and serves blocks and values, over TCP.
 
-Its argument is a JSON object with `keys`, a directory or "" for none. It answers one line when it serves, and ends with its
-input.
+Its argument is a JSON object with `keys`, a directory or "" for none, and `encrypt_bulk`. It answers one line when it serves,
+and ends with its input. Beside what is measured it sends the blocks' memory over a bare socket and as
+frames, to whoever asks for it.
 """
 
 import json
 import os
+import socket
 import sys
 import threading
 from contextlib import ExitStack
@@ -20,31 +22,34 @@ from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.runtime.zmq_runtime import LIMITS
+from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.transfer import key_files
-from mooncake_zmq.transfer.network import DataServer
+from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.shared_memory import Segment
-from mooncake_zmq.transfer.sockets import USER_ID, Sockets
+from mooncake_zmq.transfer.sockets import USER_ID, Limits, Sockets
 
 FAR, NEAR = "far", "near"
 """The names of both sides."""
 LAYOUT = BlockLayout(layers=8, block_tokens=32, kv_heads=4, head_dim=128)
 """Blocks of 1 MiB."""
 BLOCKS = 128
+BULK = Limits(max_message_bytes=2 << 20, send_hwm=16, receive_hwm=16)
 WANTED = b"!"
 """What a frame begins with that is to be returned."""
 ANYWHERE = "tcp://127.0.0.1:*"
 
 
-def open_sockets(keys: str, name: str) -> Sockets:
+def open_sockets(keys: str, name: str, *, encrypt_bulk: bool) -> Sockets:
     """Those of one side, borrowed."""
-    return Sockets(key_files.load(Path(keys), name) if keys else None).borrow()
+    return Sockets(key_files.load(Path(keys), name) if keys else None, encrypt_bulk=encrypt_bulk).borrow()
 
 
 def main() -> None:
     """See the module."""
     order = json.loads(sys.argv[1])
     with ExitStack() as stack:
-        sockets = open_sockets(order["keys"], FAR)
+        sockets = open_sockets(order["keys"], FAR, encrypt_bulk=order["encrypt_bulk"])
         router = sockets.listening(zmq.ROUTER, ANYWHERE, "control", LIMITS)
         router.bind(ANYWHERE)
         threading.Thread(target=return_frames, args=(router, bool(order["keys"])), daemon=True).start()
@@ -53,10 +58,31 @@ def main() -> None:
         stack.callback(segment.close)
         server = DataServer(segment, ANYWHERE, on_crash=fail, sockets=sockets)
         stack.callback(server.close)
+        checksums = [fill(segment, slot).checksum for slot in range(BLOCKS)]
+        bare = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=send_bare, args=(bare, segment), daemon=True).start()
+        framing = sockets.listening(zmq.ROUTER, ANYWHERE, "data", BULK)
+        framing.router_mandatory = True  # it waits where it would drop
+        framing.bind(ANYWHERE)
+        threading.Thread(target=send_frames, args=(framing, segment), daemon=True).start()
+        store = StoreServer(
+            settings=ObjectSettings(object_bytes=2 * BLOCKS * LAYOUT.block_bytes, max_objects=1024),
+            directory=directory,
+            cluster="bench",
+            node=FAR,
+            incarnation=1,
+            endpoint=ANYWHERE,
+            on_crash=fail,
+            sockets=sockets,
+        )
+        stack.callback(store.close)
         answer = {
             "control": router.get_string(zmq.LAST_ENDPOINT),
             "data": server.endpoint,
-            "checksums": [fill(segment, slot).checksum for slot in range(BLOCKS)],
+            "bare": bare.getsockname()[1],
+            "framed": framing.get_string(zmq.LAST_ENDPOINT),
+            "store": store.endpoint,
+            "checksums": checksums,
         }
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
@@ -72,6 +98,23 @@ def return_frames(router: "zmq.Socket[bytes]", keyed: bool) -> None:
         assert not keyed or frame.get(USER_ID) == NEAR
         if frame.bytes.startswith(WANTED):
             router.send_multipart((sender, frame.bytes))
+
+
+def send_bare(listener: socket.socket, segment: Segment) -> None:
+    """All blocks' bytes for each byte that comes."""
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while connection.recv(1):
+        for slot in range(BLOCKS):
+            connection.sendall(segment.layers_view(slot, 0, LAYOUT.layers))
+
+
+def send_frames(router: "zmq.Socket[bytes]", segment: Segment) -> None:
+    """All blocks' bytes, a block a frame, not copied, for each message that comes."""
+    while True:
+        peer, _ = router.recv_multipart()
+        for slot in range(BLOCKS):
+            router.send_multipart([peer, segment.layers_view(slot, 0, LAYOUT.layers)], copy=False)
 
 
 def fill(segment: Segment, slot: int) -> SlotRef:

@@ -132,13 +132,22 @@ def index_rows(bench: PoolBench, progress: Progress) -> list[Row]:
 
 
 def keys_rows(bench: PoolBench, progress: Progress) -> list[Row]:
-    """Control frames and blocks over TCP with keys, beside the same without; see `bench.pool_keys`."""
+    """Control frames, blocks and values over TCP with keys, beside the same without, and blocks beside a bare stream; see
+    `bench.pool_keys`."""
     took = cost_of_keys(bench.rounds, progress)
-    return [
-        _cost("control round trip, keys on / off", "us", took["on", "round trip"], took["off", "round trip"]),
-        _rate("control frames of 256 B, keys on / off", took["on", "frames"], took["off", "frames"], unit="frames/s"),
-        _rate("blocks of 1 MiB from another host, keys on / off", took["on", "blocks"], took["off", "blocks"]),
+    on, off = "encrypted", "clear"
+    rows = [
+        _cost("control round trip, keys on / off", "us", took[on, "round trip"], took[off, "round trip"]),
+        _rate("control frames of 256 B, keys on / off", took[on, "frames"], took[off, "frames"], unit="frames/s"),
+        _rate("blocks of 1 MiB from another host / bare TCP stream", took[off, "blocks"], took[off, "bare"]),
+        _rate("blocks of 1 MiB from another host / ZeroMQ frames", took[off, "blocks"], took[off, "framed"]),
+        _rate("encrypted blocks of 1 MiB from another host / frames with CURVE", took[on, "blocks"], took[on, "framed"]),
     ]
+    for what in ("blocks", "values"):
+        for how in ("attached", on):
+            shown = "by tickets, in clear" if how == "attached" else "by tickets, encrypted"
+            rows.append(_rate(f"{what} of 1 MiB from another host, {shown} / no keys", took[how, what], took[off, what]))
+    return rows
 
 
 def ssd_rows(bench: PoolBench, progress: Progress) -> list[Row]:

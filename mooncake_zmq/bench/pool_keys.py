@@ -1,10 +1,13 @@
-"""What keys cost: control frames and blocks over TCP loopback between two processes, with CURVE and without, in turns."""
+"""What keys cost: control frames, blocks and values over TCP loopback between two processes, in turns: without keys, with them,
+and with them but what is in bulk in clear. Beside each, the same blocks over a bare socket, and as frames of ZeroMQ.
+"""
 
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,19 +16,25 @@ from typing import Any
 
 import zmq
 
-from mooncake_zmq.bench.keys_driver import BLOCKS, FAR, LAYOUT, NEAR, WANTED, fail, open_sockets
+from mooncake_zmq.bench.keys_driver import BLOCKS, BULK, FAR, LAYOUT, NEAR, WANTED, fail, open_sockets
 from mooncake_zmq.bench.peers import driver_process
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.runtime.zmq_runtime import LIMITS
+from mooncake_zmq.store import MooncakeDistributedStore
+from mooncake_zmq.store.memory import address_of
 from mooncake_zmq.transfer import key_files
-from mooncake_zmq.transfer.network import RemoteRead, RemoteReader
+from mooncake_zmq.transfer.network import RemoteReader
+from mooncake_zmq.transfer.reading_lane import RemoteRead
 
 DRIVER = Path(__file__).with_name("keys_driver.py")
 FRAME_BYTES = 256
 ROUND_TRIPS, FRAMES = 2_000, 50_000
 TIMEOUT_S = 60.0
-FIGURES = ("round trip", "frames", "blocks")
+FIGURES = ("round trip", "frames", "blocks", "values", "bare", "framed")
+SIDES = {"clear": (False, True), "attached": (True, False), "encrypted": (True, True)}
+"""Name -> (with keys, encrypting what is in bulk)."""
+VALUES_PER_CALL = 16
 
 
 @dataclass(slots=True)
@@ -36,22 +45,22 @@ class Sink:
     failure: ReadFailure | None = None
 
     def buffer(self) -> memoryview | None:
-        """See `network.ReadSink`."""
+        """See `reading_lane.ReadSink`."""
         return self.memory
 
     def part(self, layer: int, payload: memoryview, checksum: int) -> None:
-        """See `network.ReadSink`."""
+        """See `reading_lane.ReadSink`."""
 
     def end(self, failure: ReadFailure | None) -> None:
-        """See `network.ReadSink`."""
+        """See `reading_lane.ReadSink`."""
         self.failure = failure
 
 
 class Near:
     """Our side of one far process."""
 
-    def __init__(self, keys: str, told: dict[str, Any]) -> None:
-        self._sockets = open_sockets(keys, NEAR)
+    def __init__(self, keys: str, encrypt_bulk: bool, told: dict[str, Any]) -> None:
+        self._sockets = open_sockets(keys, NEAR, encrypt_bulk=encrypt_bulk)
         self._socket, _ = self._sockets.connecting(zmq.DEALER, told["control"], "control", LIMITS, server=FAR)
         self._socket.rcvtimeo = self._socket.sndtimeo = int(TIMEOUT_S * 1000)
         self._socket.connect(told["control"])
@@ -59,15 +68,32 @@ class Near:
         self._reader.learn((FAR, 1), told["data"])
         self._refs = [SlotRef(FAR, 1, slot, 2, checksum) for slot, checksum in enumerate(told["checksums"])]
         self._memory = memoryview(bytearray(BLOCKS * LAYOUT.block_bytes))
+        self._bare = socket.create_connection(("127.0.0.1", told["bare"]))
+        self._framed, _ = self._sockets.connecting(zmq.DEALER, told["framed"], "data", BULK, server=FAR)
+        self._framed.connect(told["framed"])
+        self._store = MooncakeDistributedStore()
+        place = told["store"].removeprefix("tcp://")
+        config: dict[str, Any] = {"local_hostname": "near", "share_memory": False}
+        config |= (
+            {"master_server_addr": f"{FAR}@{place}", "keys": keys, "key_name": NEAR} if keys else {"master_server_addr": place}
+        )
+        assert self._store.setup(config) == 0
+        size = LAYOUT.block_bytes
+        for slot in range(BLOCKS):
+            assert self._store.put(str(slot), bytes([slot]) * size) == 0
 
     def close(self) -> None:
+        self._store.close()
+        self._bare.close()
+        self._framed.close()
         self._reader.close()
         self._socket.close()
         self._sockets.give_back()
 
     def measure(self) -> dict[str, float]:
         """By name of FIGURES: us, frames/s, GB/s."""
-        return {"round trip": self._round_trip_us(), "frames": self._frames_per_s(), "blocks": self._gb_per_s()}
+        measures = (self._round_trip_us, self._frames_per_s, self._blocks_gb_per_s, self._values_gb_per_s, self._bare_gb_per_s)
+        return {figure: measured() for figure, measured in zip(FIGURES, (*measures, self._framed_gb_per_s), strict=True)}
 
     def _round_trip_us(self) -> float:
         took = []
@@ -89,7 +115,7 @@ class Near:
         self._socket.send(WANTED + bytes(FRAME_BYTES - 1))
         self._socket.recv()
 
-    def _gb_per_s(self) -> float:
+    def _blocks_gb_per_s(self) -> float:
         size = LAYOUT.block_bytes
         sinks = [Sink(self._memory[size * slot : size * (slot + 1)]) for slot in range(BLOCKS)]
         reads = [RemoteRead(ref, range(LAYOUT.layers), sink) for ref, sink in zip(self._refs, sinks, strict=True)]
@@ -101,14 +127,46 @@ class Near:
         assert not any(sink.failure for sink in sinks), "a block did not come"
         return BLOCKS * size / took / 1e9
 
+    def _values_gb_per_s(self) -> float:
+        size = LAYOUT.block_bytes
+        address = address_of(self._memory)
+        began = time.perf_counter()
+        for first in range(0, BLOCKS, VALUES_PER_CALL):
+            slots = range(first, first + VALUES_PER_CALL)
+            places = [address + size * slot for slot in slots]
+            got = self._store.batch_get_into([str(slot) for slot in slots], places, [size] * VALUES_PER_CALL)
+            assert got == [size] * VALUES_PER_CALL, "a value did not come"
+        return BLOCKS * size / (time.perf_counter() - began) / 1e9
+
+    def _bare_gb_per_s(self) -> float:
+        began = time.perf_counter()
+        self._bare.send(b"!")
+        left = self._memory
+        while left:
+            left = left[self._bare.recv_into(left) :]
+        return len(self._memory) / (time.perf_counter() - began) / 1e9
+
+    def _framed_gb_per_s(self) -> float:
+        size = LAYOUT.block_bytes
+        began = time.perf_counter()
+        self._framed.send(b"!")
+        for slot in range(BLOCKS):
+            self._framed.recv_into(self._memory[size * slot : size * (slot + 1)])
+        return len(self._memory) / (time.perf_counter() - began) / 1e9
+
 
 def cost_of_keys(rounds: int, progress: Callable[[str], None]) -> dict[tuple[str, str], list[float]]:
-    """("on" or "off", one of FIGURES) -> the figure of each round. Raises click.ClickException when the far side dies."""
+    """(one of SIDES, one of FIGURES) -> the figure of each round. Raises click.ClickException when the far side dies."""
     took: dict[tuple[str, str], list[float]] = {}
-    with TemporaryDirectory() as made, _near("") as plain, _near(_keys_in(made)) as keyed:
+    with ExitStack() as stack:
+        keys = _keys_in(stack.enter_context(TemporaryDirectory()))
+        nears = {
+            how: stack.enter_context(_near(keys if with_keys else "", encrypt_bulk))
+            for how, (with_keys, encrypt_bulk) in SIDES.items()
+        }
         for number in range(rounds + 1):
             progress(f"keys off and on, round {number} of {rounds}")
-            for how, near in (("off", plain), ("on", keyed)):
+            for how, near in nears.items():
                 for figure, value in near.measure().items():
                     if number:  # the first time memory is written and connections are made
                         took.setdefault((how, figure), []).append(value)
@@ -117,15 +175,16 @@ def cost_of_keys(rounds: int, progress: Callable[[str], None]) -> dict[tuple[str
 
 def _keys_in(made: str) -> str:
     directory = Path(made) / "keys"
-    key_files.make(directory, [(FAR, ("node",)), (NEAR, ("node",))])
+    key_files.make(directory, [(FAR, ("node",)), (NEAR, ("node", "store"))])
     return str(directory)
 
 
 @contextmanager
-def _near(keys: str) -> Iterator[Near]:
+def _near(keys: str, encrypt_bulk: bool) -> Iterator[Near]:
     what = f"the far side with keys {'on' if keys else 'off'}"
-    with driver_process(DRIVER, {"keys": keys}, python=sys.executable, what=what, timeout_s=TIMEOUT_S) as far:
-        near = Near(keys, far.ready)
+    order = {"keys": keys, "encrypt_bulk": encrypt_bulk}
+    with driver_process(DRIVER, order, python=sys.executable, what=what, timeout_s=TIMEOUT_S) as far:
+        near = Near(keys, encrypt_bulk, far.ready)
         try:
             yield near
         finally:

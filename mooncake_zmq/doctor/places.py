@@ -78,6 +78,8 @@ def addresses(here: Here, node: NodeSettings) -> Iterator[tuple[str, str, int]]:
     for what, endpoint in named.items():
         if found := tcp_address(endpoint):
             yield what, *found
+    if node.data_stream_port and (blocks := tcp_address(node.data_endpoint)):
+        yield "data_stream_port", blocks[0], node.data_stream_port
     if node.store_stream_port and (store := tcp_address(node.store_endpoint)):
         yield "store_stream_port", store[0], node.store_stream_port
     if node.metrics_port:

@@ -70,8 +70,9 @@ from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.disk_directory import DiskFault
 from mooncake_zmq.transfer.hidden_states import EnteringStates, store_hidden
-from mooncake_zmq.transfer.network import ReadBatch, RemoteRead, RemoteReader
+from mooncake_zmq.transfer.network import RemoteReader
 from mooncake_zmq.transfer.process_lock import is_alive
+from mooncake_zmq.transfer.reading_lane import ReadBatch, RemoteRead
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import Sockets
 
@@ -520,7 +521,7 @@ class Executor:
             if isinstance(source, DiskBlock):
                 stored.append(index)
                 continue
-            # Pinning takes seconds, for which no heartbeat waits: the copy thread finds what is near. Frames need no pin.
+            # Pinning takes seconds, for which no heartbeat waits: the copy thread finds what is near. A stream needs no pin.
             far = isinstance(source, SlotRef) and self._directory.endpoint((source.node, source.incarnation))
             target = self._directory.segment((grant.node, grant.incarnation), writable=True, pinned=False) if far else None
             if isinstance(source, SlotRef) and target:

@@ -24,7 +24,7 @@ import structlog
 import zmq
 
 from mooncake_zmq.kv.events import AllBlocksCleared, EventEncoder, EventFormat, KvEvent
-from mooncake_zmq.runtime.connections import Connections, came_by, cut
+from mooncake_zmq.transfer.connections import Connections, came_by, cut
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 
 log = structlog.get_logger()

@@ -59,9 +59,9 @@ from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
+from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.disk_directory import DiskError
-from mooncake_zmq.transfer.network import DataServer
 from mooncake_zmq.transfer.own_files import make_own_directory, read_own, replace_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
@@ -234,7 +234,7 @@ class _Process:
         sockets = Sockets(
             key_files.load(directory, self.node.name) if directory else None,
             allow_plain_tcp=security.allow_plain_tcp,
-            bulk=security.bulk,
+            encrypt_bulk=security.encrypt_bulk,
             io_threads=1 if self.node.role in ("gateway", "conductor") else 0,
             on_crash=self._on_crash,
         ).borrow()
@@ -277,9 +277,14 @@ class _Process:
         self.stack.callback(segment.close)
         wanted = self.config.data_endpoint(self.node)
         try:
-            server = DataServer(segment, wanted, on_crash=self._on_crash, sockets=self.sockets)
+            server = DataServer(
+                segment, wanted, stream_port=self.node.data_stream_port, on_crash=self._on_crash, sockets=self.sockets
+            )
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on {wanted}: {error}") from error
+        except OSError as error:
+            where = f"port {self.node.data_stream_port}" if self.node.data_stream_port else "a port"
+            raise BadEndpoint(f"cannot listen on {where} for streams of {wanted}: {error}") from error
         self.stack.callback(server.close)
         self.data_counts["data_server"] = server.counts
         if wanted.startswith("ipc://"):

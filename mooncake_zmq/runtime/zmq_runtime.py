@@ -51,7 +51,7 @@ from mooncake_zmq.core.node import Node, Outer, Transmit
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent
-from mooncake_zmq.runtime.connections import Connections, came_by
+from mooncake_zmq.transfer.connections import Connections, came_by
 from mooncake_zmq.transfer.sockets import USER_ID, BadEndpoint, Limits, Sockets, check_endpoint
 
 log = structlog.get_logger()

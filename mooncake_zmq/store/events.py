@@ -115,7 +115,7 @@ Result = Done | ValuesRead | ValuesWritten | DiskFailed
 
 
 class Greeted(Struct, frozen=True, gc=False):
-    """A Hello. `path`: of the memory, if it is on this host; `lives`: it is, and holds the lock of its life; `token`: random,
+    """A Hello. `path`: of the memory, if it is on this host; `lives`: it is, and holds the lock of its life; `token`: made
     for a client not known yet; `stream`: where streams connect. `user`: the name of the connection's key; empty: it has none,
     and came by TCP; None: nobody asks for one."""
 

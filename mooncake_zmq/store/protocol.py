@@ -9,12 +9,15 @@ for two things; a request sent again with its id is answered again and changes n
 """
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 3
+from mooncake_zmq.core.records import NotAMessage as NotAMessage
+from mooncake_zmq.core.records import decoder as decoder
+from mooncake_zmq.core.records import encode as encode
+
+PROTOCOL_VERSION = 4
 MAX_KEYS = 1024
 """Keys in one request; clients split longer lists."""
 PIECE_BYTES = 1 << 20
@@ -53,8 +56,8 @@ class Hello(_Message, frozen=True, tag=1):
 class Welcome(_Message, frozen=True, tag=2):
     """What the client must know of the server. `path` is empty where it cannot share memory.
 
-    `stream`: where streams connect, `tcp://*:PORT` at the address of this connection or `ipc://PATH`; with `token` they are
-    the client's.
+    `stream`: where streams connect, `tcp://*:PORT` at the address of this connection or `ipc://PATH`; with `token` and `secret`
+    they are the client's. `sealed`: they are encrypted.
     """
 
     id: Id
@@ -70,6 +73,8 @@ class Welcome(_Message, frozen=True, tag=2):
     shared: bool
     stream: Text
     token: Annotated[bytes, Meta(max_length=64)]
+    secret: Annotated[bytes, Meta(max_length=64)] = b""
+    sealed: bool = False
 
 
 class Stranger(_Message, frozen=True, tag=3):
@@ -205,27 +210,5 @@ Identified = Hello | Exist | Reserve | Commit | Lease | SizesOf | Remove | Remov
 """Requests answered by one reply that echoes their id."""
 Reply = Welcome | Stranger | Codes | Numbers | Reserved | Leased | KeysListed
 
-_NOT_OURS = (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError)
-KindT = TypeVar("KindT")
-
-
-class NotAMessage(Exception):
-    """Bytes that are no message of ours: the peer's fault."""
-
-
-def decoder(kind: type[KindT]) -> Callable[[bytes | memoryview], KindT]:
-    """What reads messages of a kind; it raises NotAMessage, and nothing else, on any other bytes."""
-    decode = msgspec.msgpack.Decoder(kind).decode
-
-    def read(raw: bytes | memoryview) -> KindT:
-        try:
-            return decode(raw)
-        except _NOT_OURS as error:
-            raise NotAMessage(str(error)) from None
-
-    return read
-
-
-encode = msgspec.msgpack.encode
 decode_request: Callable[[bytes | memoryview], Request] = decoder(Request)  # type: ignore[arg-type]
 decode_reply: Callable[[bytes | memoryview], Reply] = decoder(Reply)  # type: ignore[arg-type]

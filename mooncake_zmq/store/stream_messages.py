@@ -1,4 +1,4 @@
-"""What goes over a stream between a store and its client, but for the values' bytes. PURE; see `stream.py` for the order."""
+"""What goes over a stream of a store, but for the values' bytes. PURE; the order is in `store/stream.py`."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -10,6 +10,7 @@ from mooncake_zmq.store.protocol import MAX_KEYS, Id, Ints, Keys, Seconds, Sizes
 EAGER_BYTES = 256 << 10
 """A put of up to so many bytes is sent without waiting to hear which of its values are wanted."""
 MAX_PROMOTED_BYTES = 64 << 20
+MAX_ATTACH_BYTES = 256
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -17,7 +18,8 @@ class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True,
 
 
 class Attach(_Message, frozen=True, tag=1):
-    """The first message. Answered by `Attached`, or by `Stranger` where the token is not of this client's last Welcome."""
+    """The first message: whose stream it is. Answered by `Attached`, or by `Stranger` where the token is not of this client's
+    last Welcome. The token is that of the ticket by which the stream was let in, see `transfer/tickets.py`."""
 
     client: Annotated[bytes, Meta(min_length=16, max_length=16)]
     token: Annotated[bytes, Meta(max_length=64)]

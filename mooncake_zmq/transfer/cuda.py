@@ -10,7 +10,7 @@ once: in pinned staging, right after it was written to its slot and before its n
 compared on every way a part can go:
 - host slot to GPU: the source's bytes are hashed while the kernel reads them, as `verify_local` says; a source that changes
   between the two is told by its generation, looked at once the copy has ended (`block_copy`);
-- device slab to DRAM slot (a pool's put) and to another host's frame: the bytes that arrived are hashed there;
+- device slab to DRAM slot (a pool's put) and to another host's stream: the bytes that arrived are hashed there;
 - device slab to a sequence of this host, on one GPU or between two: with `verify_local` the source's bytes are hashed as well,
   by way of pinned staging; without, generations guard it, and the checksums that were told fold to the block's.
 So a lost, torn or foreign block is a miss on each of them, and never a wrong answer.

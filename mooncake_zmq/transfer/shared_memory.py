@@ -228,7 +228,7 @@ class Segment:
             self._owner_fd = -1
         self._generations = self._checksums = np.empty((0, 0), np.uint64)
         self._parts = self._bytes = np.empty((0, 0), np.uint8)
-        # A frame may still be on its way out of this memory: it is then unmapped when that view is gone.
+        # A stream may still be sending from this memory: it is then unmapped when that view is gone.
         with contextlib.suppress(BufferError):
             self._mapping.close()
 

@@ -1,4 +1,7 @@
-"""Makes every ZeroMQ socket of a process, in one context: limits, liveness, and keys where bytes leave the machine.
+"""Makes every socket by which processes of the cluster talk: limits, liveness, and keys where bytes leave the machine.
+
+Messages go over ZeroMQ's, in one context a process. Bytes in bulk go over plain streams, which listen beside a ZeroMQ socket
+that hands out the tickets for them (`stream.py`, `tickets.py`).
 
 Without keys TCP is for loopback alone, or for whoever says that he trusts his network. With keys every TCP socket speaks CURVE,
 loopback's too: who connects must have a key that `core.keys` admits there, and must meet the key that he expects. `ipc://`
@@ -8,13 +11,16 @@ A server asks by ZAP (RFC 27) whom it may let in. One thread answers for all of 
 connection's User-Id, which ZeroMQ puts to each message. Who began as one name stays that one for the connection's life.
 """
 
+import contextlib
+import errno
 import os
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, ip_address
-from typing import Literal
 
 import structlog
 import zmq
@@ -37,10 +43,15 @@ CURVE_BYTES, CURVE_HANDSHAKE_BYTES = 64, 1024
 HEARTBEAT_MS = 2_000
 RECONNECT_MS = 50
 MAX_SOCKETS = 4096
-IO_THREADS: tuple[str, ...] = (*PLANES, "reads")
-"""Of a process that serves: bytes of one plane do not wait behind those of another, nor blocks that leave behind those that
-come."""
-Bulk = Literal["curve", "plain"]
+IO_THREADS = PLANES
+"""Of a process that serves: messages of one plane do not wait behind those of another."""
+IPC_SUFFIX = "-stream"
+"""Of the socket where streams connect, beside the one that hands out their tickets."""
+BACKLOG = 1024
+"""Connections that nobody has accepted yet; Linux may take fewer (net.core.somaxconn)."""
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 10, 5, 3
+CONNECT_SLICE_S = 0.05
+"""How often whoever connects a stream looks whether it is still wanted."""
 
 
 class BadEndpoint(ValueError):
@@ -67,16 +78,17 @@ class Sockets:
         keys: Keys | None = None,
         *,
         allow_plain_tcp: bool = False,
-        bulk: Bulk = "curve",
+        encrypt_bulk: bool = True,
         io_threads: int = 0,
         on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`io_threads`: shared by all sockets; 0: one for each of IO_THREADS. `on_crash` is called from the thread that
-        answers for keys, of which there is one if somebody listens by them."""
+        """`encrypt_bulk`: streams over TCP too, where there are keys. `io_threads`: shared by all sockets; 0: one for each of
+        IO_THREADS. `on_crash` is called from the thread that answers for keys, of which there is one if somebody listens by
+        them."""
         self.counts = {"admitted": 0, "refused": 0}
         self.keys = keys
         self._allow_plain_tcp = allow_plain_tcp
-        self._bulk = bulk
+        self._encrypt_bulk = encrypt_bulk
         self._pinned = io_threads == 0
         self._on_crash = on_crash
         self._in_use: dict[str, str] = {}
@@ -105,7 +117,7 @@ class Sockets:
 
     def listening(self, kind: int, endpoint: str, plane: Plane, limits: Limits) -> "zmq.Socket[bytes]":
         """A socket that may bind to `endpoint`. Raises BadEndpoint for one that is not to be had without keys."""
-        keys = self._keys_for(endpoint, plane)
+        keys = self._keys_for(endpoint)
         socket = self._make(kind, endpoint, plane, limits, keys)
         if keys is not None:
             self._answer_for_keys()
@@ -115,15 +127,15 @@ class Sockets:
         return socket
 
     def connecting(
-        self, kind: int, endpoint: str, plane: Plane, limits: Limits, *, server: str, not_by: str = "", thread: str = ""
+        self, kind: int, endpoint: str, plane: Plane, limits: Limits, *, server: str, not_by: str = ""
     ) -> "tuple[zmq.Socket[bytes], str]":
         """A socket that may connect to the node `server` at `endpoint`, and the key by which it expects it; empty: none.
 
         `not_by`: a key by which it was not reached. Raises BadEndpoint where there is no key of it, or keys are wanted.
         """
-        keys = self._keys_for(endpoint, plane)
+        keys = self._keys_for(endpoint)
         if keys is None:
-            return self._make(kind, endpoint, thread or plane, limits, None), ""
+            return self._make(kind, endpoint, plane, limits, None), ""
         if self._thread is None:
             keys.refresh()
         if not server:
@@ -131,7 +143,7 @@ class Sockets:
         expected = self.key_of(server, not_by=not_by)
         if not expected:
             raise BadEndpoint(f"{endpoint}: {keys.path} has no key of {server}")
-        socket = self._make(kind, endpoint, thread or plane, limits, keys)
+        socket = self._make(kind, endpoint, plane, limits, keys)
         socket.curve_publickey = keys.public.encode()
         socket.curve_serverkey = expected.encode()
         return socket, expected
@@ -143,13 +155,17 @@ class Sockets:
             return used or ""
         return next((key for key in known if key != not_by), known[0] if known else "")
 
+    def seals(self, endpoint: str) -> bool:
+        """Are the streams beside this endpoint to be encrypted?"""
+        return self._encrypt_bulk and self.keys is not None and endpoint.startswith("tcp://")
+
     def inner(self, kind: int) -> "zmq.Socket[bytes]":
         """A socket for `inproc://` alone."""
         socket = self._context.socket(kind)
         socket.linger = 0
         return socket
 
-    def _make(self, kind: int, endpoint: str, thread: str, limits: Limits, keys: Keys | None) -> "zmq.Socket[bytes]":
+    def _make(self, kind: int, endpoint: str, plane: Plane, limits: Limits, keys: Keys | None) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.ipv6 = False
@@ -158,7 +174,7 @@ class Sockets:
         socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, limits.reconnect_max_ms
         socket.handshake_ivl = HANDSHAKE_MS
         if self._pinned:
-            socket.affinity = 1 << IO_THREADS.index(thread)
+            socket.affinity = 1 << IO_THREADS.index(plane)
         if endpoint.startswith("tcp://"):
             socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, limits.heartbeat_timeout_ms
             socket.tcp_keepalive = 1
@@ -167,12 +183,12 @@ class Sockets:
             socket.curve_secretkey = keys.secret
         return socket
 
-    def _keys_for(self, endpoint: str, plane: Plane) -> Keys | None:
+    def _keys_for(self, endpoint: str) -> Keys | None:
         """None: it is in clear. Raises BadEndpoint."""
         if not endpoint.startswith("tcp://"):
             return None
         if self.keys is not None:
-            return self.keys if plane != "data" or self._bulk == "curve" else None
+            return self.keys
         if not self._allow_plain_tcp and not is_loopback(endpoint):
             raise BadEndpoint(
                 f"{endpoint}: TCP beyond this machine needs keys: `mooncake-zmq keys make` makes them, and security.keys names "
@@ -235,14 +251,85 @@ class Sockets:
             log.warning("connection_refused", plane=plane, address=address, refused=self.counts["refused"])
 
 
+def listen_beside(endpoint: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that takes streams beside a ZeroMQ endpoint, and where that is, to be told to clients.
+
+    `port`: at the endpoint's address, 0 for any free one; over ipc the path beside it. Raises OSError.
+    """
+    scheme, _, place = endpoint.partition("://")
+    if scheme == "ipc":
+        path = f"{place}{IPC_SUFFIX}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of a former life: whoever bound the endpoint itself is the one that lives
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(path)
+        listener.listen(BACKLOG)
+        return listener, f"ipc://{path}"
+    host = _host(endpoint)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    return listener, f"tcp://*:{listener.getsockname()[1]}"
+
+
+def connect_beside(where: str, endpoint: str, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> socket.socket:
+    """A connection to what `listen_beside` told, of the server at `endpoint`. `is_over`: it is not wanted any more.
+
+    Raises OSError, and ValueError or OverflowError where what was told is no address.
+    """
+    scheme, _, place = where.partition("://")
+    address: str | tuple[str, int] = place
+    if scheme == "ipc":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        host = _host(endpoint)
+        address = (host, int(place.rpartition(":")[2]))
+        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        _connect(connection, address, timeout_s, is_over)
+        tune(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect(connection: socket.socket, address: str | tuple[str, int], timeout_s: float, is_over: Callable[[], bool]) -> None:
+    connection.setblocking(False)
+    until = time.monotonic() + timeout_s
+    error = connection.connect_ex(address)
+    waiting = select.poll()
+    waiting.register(connection, select.POLLOUT)
+    while error in (errno.EINPROGRESS, errno.EAGAIN):  # the latter: a Unix socket whose server is behind with accepting
+        if is_over() or time.monotonic() >= until:
+            raise TimeoutError(errno.ETIMEDOUT, "not connected in time")
+        if error == errno.EAGAIN:
+            time.sleep(CONNECT_SLICE_S)
+            error = connection.connect_ex(address)
+        elif waiting.poll(CONNECT_SLICE_S * 1000):
+            error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, os.strerror(error))
+
+
+def tune(connection: socket.socket) -> None:
+    """Either end of a stream: nothing waits for more to send, and an end that is gone is missed."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
 def check_endpoint(endpoint: str) -> None:
     """Raise BadEndpoint unless one can both listen on `endpoint` and connect to it, from another machine if it is TCP."""
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/"):
             raise BadEndpoint(f"{endpoint}: an ipc endpoint needs an absolute path")
-        if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
-            raise BadEndpoint(f"{endpoint}: the path is longer than {zmq.IPC_PATH_MAX_LEN} bytes; use a shorter runtime_dir")
+        most = zmq.IPC_PATH_MAX_LEN - len(IPC_SUFFIX)
+        if len(os.fsencode(path)) > most:
+            raise BadEndpoint(f"{endpoint}: the path is longer than {most} bytes; use a shorter runtime_dir")
     elif endpoint.startswith("tcp://"):
         address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
@@ -257,11 +344,15 @@ def check_endpoint(endpoint: str) -> None:
 
 def is_loopback(endpoint: str) -> bool:
     """Does TCP at this endpoint stay on the machine?"""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    host = _host(endpoint)
     try:
         return ip_address(host).is_loopback
     except ValueError:  # a name, an interface, a wildcard
         return host == "localhost"
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def _is_one_address(text: str) -> bool:

@@ -225,7 +225,7 @@ def test_every_address_that_a_node_listens_on_is_looked_at(tmp_path: Path) -> No
     file.write_text(
         '[cache_node.kv_events]\nendpoint = "tcp://*:5557"\n[[nodes]]\nname = "c"\nrole = "cache-node"\nmetrics_port = 9100\n'
         'endpoint = "tcp://127.0.0.1:1"\ndata_endpoint = "tcp://127.0.0.1:2"\nstore_endpoint = "tcp://127.0.0.1:3"\n'
-        "store_stream_port = 4\n"
+        "store_stream_port = 4\ndata_stream_port = 5\n"
     )
     found = here.find(loaded(file), None)
     named = [(what, port) for what, _, port in places.addresses(found, found.nodes[0])]
@@ -234,6 +234,7 @@ def test_every_address_that_a_node_listens_on_is_looked_at(tmp_path: Path) -> No
         ("store_endpoint", 3),
         ("data_endpoint", 2),
         ("kv_events.endpoint", 5557),
+        ("data_stream_port", 5),
         ("store_stream_port", 4),
         ("metrics_port", 9100),
     ]

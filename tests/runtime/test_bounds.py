@@ -63,6 +63,39 @@ os._exit(0)
 )
 
 
+SERVERS = """
+import os, sys
+from hostile import MORE, connect, growth_while_sending, part
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.transfer.data_server import DataServer
+from mooncake_zmq.transfer.shared_memory import Segment
+what, size = sys.argv[1:]
+if what == "data":
+    segment = Segment.create(os.getcwd(), "test", "a", BlockLayout(layers=2, block_tokens=4, kv_heads=1, head_dim=8), 4, 1)
+    server = DataServer(segment, "tcp://127.0.0.1:*", on_crash=print)
+else:
+    settings = ObjectSettings(object_bytes=8 << 20, slab_bytes=4 << 20, max_objects=64)
+    places = {"directory": os.getcwd(), "cluster": "test", "node": "a", "incarnation": 1, "endpoint": "tcp://127.0.0.1:*"}
+    server = StoreServer(settings=settings, on_crash=print, **places)
+stranger = connect(server.endpoint, b"DEALER")
+each = part(bytes(int(size)), MORE) * max(1, (1 << 20) // (int(size) + 2))
+print(*growth_while_sending(stranger, (each for _ in range((400 << 20) // len(each)))))
+assert server.counts["connections_cut"]
+server.close()
+if what == "data":
+    segment.close()
+"""
+
+
+@pytest.mark.parametrize(("what", "size_bytes"), [("data", 0), ("store", 2 << 20)])
+def test_a_message_without_end_to_a_server_of_bytes_is_cut(tmp_path: Path, what: str, size_bytes: int) -> None:
+    growth, sent = grown(tmp_path, SERVERS, what, str(size_bytes))
+    assert sent < 400 << 20
+    assert growth < BOUND_BYTES
+
+
 KV_EVENTS = """
 import os, sys
 from hostile import MORE, connect, growth_while_sending, part

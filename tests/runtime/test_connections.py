@@ -4,7 +4,7 @@ import os
 
 import zmq
 
-from mooncake_zmq.runtime.connections import _received_bytes, came_by
+from mooncake_zmq.transfer.connections import _received_bytes, came_by
 
 
 def test_a_connection_that_ended_has_no_bytes() -> None:

@@ -3,9 +3,10 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -24,9 +25,11 @@ from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.rules.tenants import StoreTenant
 from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.transfer import key_files
-from mooncake_zmq.transfer.network import DataServer
+from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.shared_memory import Segment
-from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets, is_loopback
+from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets, connect_beside, is_loopback
+from mooncake_zmq.transfer.stream import Stream, StreamError
+from mooncake_zmq.transfer.tickets import Ticket
 
 PATIENCE_S = 20.0
 OVER = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -265,6 +268,39 @@ def test_what_a_store_client_may_use_the_name_of_its_key_tells(
         for store in stores.values():
             store.close()
         server.close()
+
+
+@pytest.mark.parametrize("encrypt_bulk", [True, False])
+def test_bytes_in_bulk_are_encrypted_unless_told_and_tickets_asked_for_always(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypt_bulk: bool
+) -> None:
+    heard = bytearray()
+    receive = Stream._received
+
+    def listen_in(stream: Stream, call: Any, place: Any) -> int:
+        count = receive(stream, call, place)
+        heard.extend(b"".join(place) if isinstance(place, list | tuple) else place[:count])
+        return count
+
+    monkeypatch.setattr(Stream, "_received", listen_in)
+    ours = Sockets(key_files.load(directory, "a"), encrypt_bulk=encrypt_bulk)
+    settings = ObjectSettings(object_bytes=8 << 20, slab_bytes=4 << 20, max_objects=64)
+    places = {"directory": tmp_path, "cluster": "test", "node": "a", "incarnation": 1, "endpoint": "tcp://127.0.0.1:*"}
+    server = StoreServer(settings=settings, on_crash=pytest.fail, sockets=ours, **places)  # type: ignore[arg-type]
+    store = MooncakeDistributedStore()
+    address = f"a@127.0.0.1:{server.endpoint.rpartition(':')[2]}"
+    config = {"keys": str(directory), "key_name": "reader", "share_memory": False, "master_server_addr": address}
+    try:
+        assert store.setup(config) == 0
+        assert store.put("key", b"nobody's business" * 10_000) == 0
+        assert store.get("key") == b"nobody's business" * 10_000
+        stranger = Stream(connect_beside(server._streams.endpoint, server.endpoint, 5.0), lambda _: None, slice_s=1.0)
+        with closing(stranger), pytest.raises(StreamError):
+            stranger.attach(Ticket(bytes(40), b"", encrypt_bulk))
+    finally:
+        store.close()
+        server.close()
+    assert (b"nobody's business" not in heard) is encrypt_bulk
 
 
 # --- what is refused before a socket is made

@@ -12,8 +12,8 @@ from hostile import part
 
 from mooncake_zmq.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, Medium
 from mooncake_zmq.runtime import kv_events
-from mooncake_zmq.runtime.connections import PARTIAL_BYTES
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
+from mooncake_zmq.transfer.connections import PARTIAL_BYTES
 from mooncake_zmq.transfer.sockets import BadEndpoint
 
 END = b"\xff" * 8

@@ -22,8 +22,7 @@ from mooncake_zmq.store.client.peer import ClientSettings
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.rules.objects import Code
 from mooncake_zmq.store.server import streams as store_streams
-from mooncake_zmq.store.stream import Stream, StreamError
-from mooncake_zmq.store.stream import connect as connect_stream
+from mooncake_zmq.store.stream import receive_values, send_values
 from mooncake_zmq.store.stream_messages import (
     EAGER_BYTES,
     Attach,
@@ -36,6 +35,10 @@ from mooncake_zmq.store.stream_messages import (
     decode_ended,
     decode_values,
 )
+from mooncake_zmq.transfer import stream_host
+from mooncake_zmq.transfer.sockets import Sockets, connect_beside
+from mooncake_zmq.transfer.stream import Stream, StreamError
+from mooncake_zmq.transfer.tickets import Ticket
 
 
 @pytest.fixture
@@ -148,9 +151,9 @@ def test_a_streamed_put_past_its_time_is_refused_and_its_cell_kept_until_the_str
     peer = raw(False)
     with streaming(peer) as stream:
         assert begin_put(stream, ttl_s=0.05) == [0]
-        stream.send_values([(memoryview(bytes(10)),)])
+        send_values(stream, [(memoryview(bytes(10)),)])
         wait_for(lambda: server.gauges()["quarantined_objects"] == 1, "quarantine")
-        stream.send_values([(memoryview(bytes(99_990)),)])
+        send_values(stream, [(memoryview(bytes(99_990)),)])
         with pytest.raises(StreamError):
             stream.receive(decode_ended)
     wait_for(lambda: idle(server), "the stream's end")
@@ -166,7 +169,7 @@ def test_a_steady_but_slow_writer_cannot_keep_its_cell_for_longer_than_granted(m
 
         def dribble():
             with contextlib.suppress(StreamError):
-                stream.send_values([(memoryview(b"x"),)])
+                send_values(stream, [(memoryview(b"x"),)])
             return idle(server)
 
         wait_for(dribble, "the server to give up")
@@ -178,7 +181,7 @@ def test_a_writer_that_goes_before_the_end_leaves_nothing(server, raw, sent):
     peer = raw(False)
     with streaming(peer) as stream:
         assert begin_put(stream) == [0]
-        stream.send_values([(memoryview(bytes(sent)),)] if sent else [])
+        send_values(stream, [(memoryview(bytes(sent)),)] if sent else [])
         assert not idle(server)
     wait_for(lambda: idle(server), "the stream's end")
     assert not exists(peer, "k")
@@ -214,7 +217,7 @@ def test_a_value_that_is_damaged_on_its_way_in_is_refused(server, raw):
     good = checksum_of(b"x" * 100_000)
     with streaming(peer) as stream:
         assert begin_put(stream) == [0]
-        stream.send_values([(memoryview(b"x" * 99_999 + b"y"),)])
+        send_values(stream, [(memoryview(b"x" * 99_999 + b"y"),)])
         stream.send(Checksums([good]))
         assert stream.receive(decode_ended).codes == [Code.TRANSFER_FAILED]
         stream.send(Put(["k"], [3], 0, 10.0, [good], False), [memoryview(b"xxx")])
@@ -237,7 +240,7 @@ def test_bytes_sent_unasked_for_a_key_that_stands_are_passed_over(server, raw):
         stream.send(Get(["k", "other"], [], 10.0))
         assert stream.receive(decode_values).sizes == [5, 5]
         got = bytearray(10)
-        stream.receive_values([(memoryview(got),)])
+        receive_values(stream, [(memoryview(got),)])
     assert got == b"firstother"
 
 
@@ -259,47 +262,62 @@ def test_bytes_sent_unasked_for_a_key_that_stands_are_passed_over(server, raw):
 )
 def test_a_stream_that_says_what_cannot_be_is_ended_and_counted(server, raw, message):
     with streaming(raw(False)) as stream:
-        stream._send([memoryview(framed(message))])
+        stream.send_views([memoryview(framed(message))])
         with pytest.raises(StreamError):
             stream.receive(decode_ended)
     assert server.counts["stream_garbage"] == 1
     assert idle(server)
 
 
-def test_a_stream_is_refused_without_a_clients_token(server, raw):
-    peer = raw(False)
-    session = peer.session(monotonic() + 5)
-    for attach in (Attach(peer._name, bytes(16)), Attach(bytes(16), session.welcome.token), [1], b"\xc1" * 100):
-        connection = connect_stream(session.welcome.stream, server.endpoint, 5.0)
-        with contextlib.closing(Stream(connection, lambda quiet_s: None, slice_s=1.0)) as stream:
+def attached(server, welcome, token=None):
+    """A stream that has shown a client's ticket, or another token under its secret."""
+    connection = connect_beside(welcome.stream, server.endpoint, 5.0)
+    stream = Stream(connection, give_up, slice_s=1.0)
+    stream.attach(Ticket(token or welcome.token, welcome.secret, welcome.sealed))
+    return contextlib.closing(stream)
+
+
+def give_up(quiet_s):
+    if quiet_s > 10:
+        raise StreamError("nothing came")
+
+
+def test_a_stream_is_a_clients_whose_ticket_it_shows(server, raw):
+    mine, others = (raw(False) for _ in range(2))
+    my, their = (peer.session(monotonic() + 5).welcome for peer in (mine, others))
+    with attached(server, my) as stream:
+        stream.send(Attach(bytes(16), my.token))
+        assert stream.receive(decode_attached) == protocol.Stranger(0)
+    assert server.counts["strangers"] == 1
+    for attach in (Attach(others._name, their.token), Attach(mine._name, bytes(40)), [1], b"\xc1" * 100):
+        with attached(server, my) as stream:
             stream.send(attach)
-            with contextlib.suppress(StreamError):
-                assert stream.receive(decode_attached) == protocol.Stranger(0)
-                continue
-            assert not isinstance(attach, Attach), "a stranger is told so"
-    assert server.counts["strangers"] == 2
-    wait_for(lambda: server.counts["stream_garbage"] == 2, "all garbage")
+            with pytest.raises(StreamError):
+                stream.receive(decode_attached)
+    assert server.counts["stream_garbage"] == 4
+    with pytest.raises(StreamError), attached(server, my, token=their.token):
+        pass
+    assert server.counts["streams"] == 5
 
 
-def test_a_client_without_its_say_is_given_up_however_steadily_it_speaks(server, raw, monkeypatch):
+@pytest.mark.parametrize("say", [b"", b"\xff\0\0\0" + bytes(250)])
+def test_a_client_that_does_not_say_whose_its_stream_is_is_given_up_however_steadily_it_speaks(server, raw, monkeypatch, say):
     monkeypatch.setattr(store_streams, "ATTACH_S", 0.05)
     monkeypatch.setattr(store_streams, "SLICE_S", 0.01)
-    where = raw(False).session(monotonic() + 5).welcome.stream
-    for number, say in enumerate((b"", b"\xff\0\0\0" + bytes(250)), 1):
-        left = list(say)
-        with connect_stream(where, server.endpoint, 5.0) as connection:
+    left = [memoryview(bytes([byte])) for byte in say]
+    with attached(server, raw(False).session(monotonic() + 5).welcome) as stream:
 
-            def ended(connection=connection, left=left, number=number):
-                with contextlib.suppress(OSError):
-                    connection.send(bytes([left.pop(0)] if left else []))
-                return server.counts["stream_garbage"] == number
+        def ended():
+            with contextlib.suppress(StreamError):
+                stream.send_views([left.pop(0)] if left else [])
+            return not server._streams._host._open
 
-            wait_for(ended, "its end")
-        assert left or not say, "it was heard to the end"
+        wait_for(ended, "its end")
+    assert left or not say, "it was heard to the end"
 
 
 def test_past_the_limit_the_stream_that_waits_longest_makes_room(server, connect, monkeypatch):
-    monkeypatch.setattr(store_streams, "MAX_STREAMS", 1)
+    monkeypatch.setattr(stream_host, "MAX_STREAMS", 1)
     first, second = connect(server, share_memory=False), connect(server, share_memory=False)
     assert first.put("k", b"x") == 0
     for _ in range(3):
@@ -307,7 +325,7 @@ def test_past_the_limit_the_stream_that_waits_longest_makes_room(server, connect
 
 
 def test_with_all_streams_at_work_a_call_fails_and_the_next_may_not(server, connect, raw, monkeypatch):
-    monkeypatch.setattr(store_streams, "MAX_STREAMS", 1)
+    monkeypatch.setattr(stream_host, "MAX_STREAMS", 1)
     store = connect(server, share_memory=False)
     with streaming(raw(False)) as stream:
         assert begin_put(stream) == [0]
@@ -324,7 +342,7 @@ def test_a_system_out_of_threads_costs_a_call_and_not_the_store(server, connect,
             raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_streams.threading, "Thread", NoThread)
+        patched.setattr(stream_host.threading, "Thread", NoThread)
         assert store.put("k", b"x") == -900
     wait_for(lambda: store.put("k", b"x") == 0, "the store to be asked again")
 
@@ -348,7 +366,7 @@ def test_a_put_begun_anew_is_not_taken_for_one_that_another_writes(server, raw):
         assert begin_put(stream, size=3, again=True) == [0]
         assert server.gauges()["quarantined_objects"] == 1
         for each, value, code in ((stream, b"new", 0), (broken, b"old", Code.EXPIRED)):
-            each.send(Checksums(each.send_values([(memoryview(value),)])))
+            each.send(Checksums(send_values(each, [(memoryview(value),)])))
             codes = each.receive(decode_ended).codes
             assert codes == [code]
         stream.send(Get(["k"], [], 10.0))
@@ -362,7 +380,7 @@ def test_a_client_with_a_stream_is_not_forgotten_and_without_it_is(server, raw):
         assert begin_put(stream) == [0]
         server._timers.fire(monotonic() + 1000)
         assert (server.gauges()["clients"], server.gauges()["puts"]) == (1, 1)
-    wait_for(lambda: not server._streams._open, "the stream's end")
+    wait_for(lambda: not server._streams._host._open, "the stream's end")
     server._timers.fire(monotonic() + 1000)
     assert server.gauges()["clients"] == 0
 
@@ -370,9 +388,9 @@ def test_a_client_with_a_stream_is_not_forgotten_and_without_it_is(server, raw):
 def test_the_connections_of_a_closed_client_end(server, connect):
     store = connect(server, share_memory=False)
     assert store.put("k", b"x") == 0
-    assert server._streams._open
+    assert server._streams._host._open
     store.close()
-    wait_for(lambda: not server._streams._open, "the stream's end")
+    wait_for(lambda: not server._streams._host._open, "the stream's end")
 
 
 def test_a_forked_child_does_not_keep_its_parents_streams_up(server, connect):
@@ -386,7 +404,7 @@ def test_a_forked_child_does_not_keep_its_parents_streams_up(server, connect):
         os._exit(0)
     try:
         store.close()
-        wait_for(lambda: not server._streams._open, "the stream's end")
+        wait_for(lambda: not server._streams._host._open, "the stream's end")
     finally:
         os.close(go_fd)
         os.close(wait_fd)
@@ -530,15 +548,35 @@ def test_a_bit_flipped_on_the_network_is_a_counted_miss(make_server, connect):
         assert store.put("other", b"\x66" * 3_000_000) == 0
 
 
+def test_a_bit_flipped_in_what_is_sealed_ends_the_stream_and_the_value_comes_by_another(make_server, connect, monkeypatch):
+    monkeypatch.setattr(Sockets, "seals", lambda *_: True)
+    server = make_server(endpoint="tcp://127.0.0.1:*")
+    value = b"\x55" * 3_000_000
+    connect(server).put("k", value)
+    with damaging_proxy(int(server._streams.endpoint.rpartition(":")[2]), after=500_000) as port:
+        server._streams.endpoint = f"tcp://*:{port}"
+        store = connect(server, share_memory=False)
+        assert store.get("k") == value
+        assert store._client._peers[0].counts["corrupt"] == 0
+        assert store.put("other", b"\x66" * 3_000_000) == 0
+        assert connect(server).get("other") == b"\x66" * 3_000_000
+    assert server.counts["streams"] == 2
+
+
 @contextlib.contextmanager
-def damaging_proxy(to_port):
-    """Forwards TCP both ways; flips one bit in the first long run of 0x55 that comes back."""
+def damaging_proxy(to_port, after=None):
+    """Forwards TCP both ways; flips one bit in the first long run of 0x55 that comes back, or in what comes after so much."""
     done = threading.Event()
     open_sockets = []
 
     def pump(source, sink, damage):
+        passed = 0
         with contextlib.suppress(OSError):
             while chunk := source.recv(65536):
+                passed += len(chunk)
+                if damage and after is not None and passed > after and not done.is_set():
+                    done.set()
+                    chunk = bytes([chunk[0] ^ 4]) + chunk[1:]
                 if damage and not done.is_set() and b"\x55" * 1000 in chunk:
                     done.set()
                     chunk = chunk.replace(b"\x55" * 1000, b"\x55" * 999 + b"\x51", 1)

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from mooncake_zmq.store import stream as stream_module
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.store.protocol import MAX_FRAME_BYTES, PIECE_BYTES
-from mooncake_zmq.store.stream import Stream, StreamError, StreamGarbage, connect, listen
+from mooncake_zmq.store.protocol import PIECE_BYTES
+from mooncake_zmq.store.stream import receive_values, send_values
 from mooncake_zmq.store.stream_messages import Ended, decode_ended, decode_values
+from mooncake_zmq.transfer.sockets import connect_beside, listen_beside
+from mooncake_zmq.transfer.stream import MAX_MESSAGE_BYTES, MAX_VIEWS, Stream, StreamError, StreamGarbage
 
 PATIENCE_S = 20.0
 
@@ -22,7 +24,7 @@ def give_up(quiet_s):
         raise StreamError("nothing came")
 
 
-@pytest.fixture(scope="module", params=["unix", "tcp"])
+@pytest.fixture(scope="module", params=["unix", "tcp", "sealed"])
 def pair(request):
     if request.param == "unix":
         ends = socket.socketpair()
@@ -30,7 +32,9 @@ def pair(request):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             near = socket.create_connection(listener.getsockname())
             ends = near, listener.accept()[0]
-    streams = [Stream(end, give_up, slice_s=0.05) for end in ends]
+    keys = (bytes(32), bytes(range(32))) if request.param == "sealed" else (None, None)
+    both = zip(ends, keys, reversed(keys), strict=True)
+    streams = [Stream(end, give_up, slice_s=0.05, seals=ours, opens=theirs) for end, ours, theirs in both]
     yield streams
     for stream in streams:
         stream.close()
@@ -56,8 +60,8 @@ def test_values_in_any_places_arrive_in_any_others_with_their_checksums(pair, si
     ]
     places = [bytearray(len(value)) for value in values]
     with ThreadPoolExecutor(1) as thread:
-        sent = thread.submit(near.send_values, [cut_up(value, cuts_here) for value in values])
-        came = far.receive_values([cut_up(place, cuts_there) for place in places])
+        sent = thread.submit(send_values, near, [cut_up(value, cuts_here) for value in values])
+        came = receive_values(far, [cut_up(place, cuts_there) for place in places])
         assert sent.result() == came == [checksum_of(value) for value in values]
     assert places == values
 
@@ -68,7 +72,7 @@ def test_a_run_is_no_longer_than_a_piece_and_loses_nothing(lengths):
     memory = memoryview(bytes(max(lengths)))
     runs = list(stream_module._runs([(memory[:length],) for length in lengths]))
     assert all(0 < sum(len(view) for view, _, _ in run) <= PIECE_BYTES for run in runs)
-    assert all(len(run) <= stream_module.MAX_VIEWS for run in runs)
+    assert all(len(run) <= MAX_VIEWS for run in runs)
     values, open_bytes = [], 0
     for view, first, last in (entry for run in runs for entry in run):
         assert first == (open_bytes == 0)
@@ -81,11 +85,11 @@ def test_a_run_is_no_longer_than_a_piece_and_loses_nothing(lengths):
 
 def test_more_places_than_one_system_call_takes(pair):
     near, far = pair
-    views = [memoryview(bytes([i % 256]) * 3) for i in range(3 * stream_module.MAX_VIEWS)]
+    views = [memoryview(bytes([i % 256]) * 3) for i in range(3 * MAX_VIEWS)]
     near.send(Ended([1]), views)
     assert far.receive(decode_ended) == Ended([1])
-    place = bytearray(9 * stream_module.MAX_VIEWS)
-    far.receive_values([(memoryview(place),)])
+    place = bytearray(9 * MAX_VIEWS)
+    receive_values(far, [(memoryview(place),)])
     assert place == b"".join(views)
 
 
@@ -98,7 +102,7 @@ def ends():
     "raw",
     [
         b"\xff\xff\xff\xff",
-        (MAX_FRAME_BYTES + 1).to_bytes(4, "little"),
+        (MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"),
         b"\1\0\0\0\xc1",
         b"\2\0\0\0\x91\x07",
     ],
@@ -138,7 +142,7 @@ def test_whoever_waits_is_asked_for_patience_and_may_lose_it():
     assert asked == pytest.approx([0.01, 0.02, 0.03])
     asked.clear()
     with pytest.raises(StreamError):
-        stream.send_values([(memoryview(bytes(64 << 20)),)])
+        send_values(stream, [(memoryview(bytes(64 << 20)),)])
     stream.close()
 
 
@@ -164,11 +168,12 @@ def test_a_stream_is_found_beside_its_endpoint(endpoint, tmp_path):
     endpoint = endpoint.format(tmp_path)
     for _ in range(2):  # the second over a path that a former life left
         try:
-            listener, where = listen(endpoint, 0)
+            listener, where = listen_beside(endpoint, 0)
         except OSError as error:
             pytest.skip(f"{endpoint}: {error}")
-        with listener, connect(where, endpoint, 5.0) as near:
+        with listener, connect_beside(where, endpoint, 5.0) as near:
             far, _ = listener.accept()
+            near.setblocking(True)
             with far:
                 near.sendall(b"here")
                 assert far.recv(4) == b"here"

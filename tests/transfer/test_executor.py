@@ -35,7 +35,7 @@ from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.runtime import executor as executor_module
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.transfer.block_copy import load_blocks
-from mooncake_zmq.transfer.network import DataServer
+from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
 TIMEOUT_S = 20.0

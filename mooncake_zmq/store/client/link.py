@@ -14,8 +14,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from mooncake_zmq.store import protocol
-from mooncake_zmq.store.stream import Stream
 from mooncake_zmq.transfer.sockets import Limits, Sockets
+from mooncake_zmq.transfer.stream import Stream
 
 log = structlog.get_logger()
 

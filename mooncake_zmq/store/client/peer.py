@@ -18,10 +18,11 @@ from mooncake_zmq.store.client.link import SLICE_MS, Forgotten, Link, Links, Unr
 from mooncake_zmq.store.memory import keep_freed_memory
 from mooncake_zmq.store.protocol import MAX_KEYS
 from mooncake_zmq.store.segment import Life, ObjectSegment, boot_id
-from mooncake_zmq.store.stream import Stream, StreamError, connect
 from mooncake_zmq.store.stream_messages import Attach, decode_attached
 from mooncake_zmq.transfer.shared_memory import SharedMemoryError
-from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
+from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets, connect_beside
+from mooncake_zmq.transfer.stream import Stream, StreamError
+from mooncake_zmq.transfer.tickets import Ticket
 
 log = structlog.get_logger()
 
@@ -163,14 +164,18 @@ class Peer:
             if quiet_s >= self.settings.timeout_s:
                 raise Unreached("no answer in time")
 
+        welcome = session.welcome
         try:
-            connection = connect(session.welcome.stream, self.endpoint, max(0.1, deadline - time.monotonic()))
+            connection = connect_beside(
+                welcome.stream, self.endpoint, max(0.1, deadline - time.monotonic()), lambda: self.closed
+            )
         except (OSError, ValueError, OverflowError) as error:  # the latter two: what was told is no address
-            raise Unreached(f"no stream to {session.welcome.stream} of {self.endpoint}: {error}") from error
+            raise Unreached(f"no stream to {welcome.stream} of {self.endpoint}: {error}") from error
         stream = link.stream = Stream(connection, idle, slice_s=SLICE_MS / 1000)
         link.check_open()  # whoever closes from now on finds the stream to end
         try:
-            stream.send(Attach(self._name, session.welcome.token))
+            stream.attach(Ticket(welcome.token, welcome.secret, welcome.sealed))
+            stream.send(Attach(self._name, welcome.token))
             attached = stream.receive(decode_attached)
         except StreamError as error:
             raise Unreached(f"{self.endpoint} takes no further stream: {error}") from error

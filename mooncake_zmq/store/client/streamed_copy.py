@@ -10,8 +10,9 @@ from mooncake_zmq.store.client.link import Unreached
 from mooncake_zmq.store.client.peer import Call
 from mooncake_zmq.store.memory import checksum_of, cut, read_view, write_view
 from mooncake_zmq.store.rules.objects import Code
-from mooncake_zmq.store.stream import StreamError
+from mooncake_zmq.store.stream import receive_values, send_values
 from mooncake_zmq.store.stream_messages import EAGER_BYTES, Checksums, Get, Put, Recheck, decode_ended, decode_values
+from mooncake_zmq.transfer.stream import StreamError
 
 log = structlog.get_logger()
 
@@ -29,7 +30,7 @@ def put(call: Call, batch: Batch) -> list[int]:
     else:
         stream.send(Put(batch.keys, batch.sizes, batch.pins, ttl_s, [], call.again))
         granted = _codes(call, len(values))
-        stream.send(Checksums(stream.send_values(views for views, code in zip(values, granted, strict=True) if code == 0)))
+        stream.send(Checksums(send_values(stream, (views for views, code in zip(values, granted, strict=True) if code == 0))))
     return _codes(call, len(values))
 
 
@@ -79,7 +80,7 @@ def _receive(call: Call, indexes: Sequence[int], caps: Sequence[int], wanted: Wa
             raise AssertionError("a place takes what its cap allows, and without one anything")
         coming.append((index, size, checksum))
         places.append(_views(spans, size))
-    for (index, size, checksum), came in zip(coming, stream.receive_values(places), strict=True):
+    for (index, size, checksum), came in zip(coming, receive_values(stream, places), strict=True):
         if came == checksum:
             wanted.results[index] = size
         else:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import structlog
 import zmq
 
@@ -34,7 +35,9 @@ from mooncake_zmq.store.server.disk_works import DiskWorks
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.streams import StoreStreams
 from mooncake_zmq.store.server.turns import Timers, Turns
+from mooncake_zmq.transfer.connections import Connections, came_by
 from mooncake_zmq.transfer.sockets import USER_ID, BadEndpoint, Limits, Sockets
+from mooncake_zmq.transfer.tickets import Tickets
 
 log = structlog.get_logger()
 
@@ -102,13 +105,16 @@ class StoreServer:
             segment.close()
             raise
         # Who connects by ipc is this user of the machine. Over TCP without keys nobody is anybody.
-        self._asks_who = bool(settings.tenants) and endpoint.startswith("tcp://")
+        by_tcp = endpoint.startswith("tcp://")
+        self._asks_who = bool(settings.tenants) and by_tcp
         self._keyed = self._sockets.keys is not None
+        self._connections = Connections(self._socket, self._counts, on_crash) if by_tcp else None
         self._socket.router_mandatory = True
         self._socket.router_handover = True  # a connection's name holds 128 random bits: nobody takes it by accident
         self._socket.rcvtimeo = WAIT_MS
         self._works: DiskWorks | None = None
         self._timers = Timers(self._turns, on_crash)
+        self._tickets = Tickets(sealed=self._sockets.seals(endpoint))
         self._waker = self._sockets.inner(zmq.DEALER)
         """Used within turns. Its name is not one of a connection, nor to be guessed."""
         self._waker.routing_id = self._waker_name = b"w" + os.urandom(16)
@@ -122,7 +128,7 @@ class StoreServer:
                 self._works = DiskWorks(self._turns, disk, self._node.readers, on_crash)
             self._turns.carry_out({Reply: self._reply, Probe: self._probe, Drained: lambda _: self._drained.set()})
             self._turns.take(Started())
-            self._streams = StoreStreams(self._turns, self.endpoint, stream_port, on_crash)
+            self._streams = StoreStreams(self._turns, self.endpoint, stream_port, self._tickets, on_crash)
         except BaseException:
             self._let_go()
             raise
@@ -163,7 +169,7 @@ class StoreServer:
             counts = node.counts
         disk = self._works.counts if self._works is not None else {}
         counts["dropped"] += self._counts["dropped"]
-        return {**counts, "garbage": self._counts["garbage"], **self._streams.counts, **disk}
+        return {**self._counts, **counts, "garbage": self._counts["garbage"], **self._streams.counts, **disk}
 
     def gauges(self) -> dict[str, float]:
         """Safe from any thread. All but the pool's own are zero when no client is there."""
@@ -180,6 +186,8 @@ class StoreServer:
         if self._works is not None:
             self._works.close()
         self._waker.close()
+        if self._connections is not None:
+            self._connections.close()
         self._socket.close()
         self._sockets.give_back()
         self._turns.segment.close()
@@ -191,31 +199,41 @@ class StoreServer:
             while not self._stopping:
                 # Waiting in the receive itself: a poller costs a small request a tenth of its time.
                 with contextlib.suppress(zmq.Again):
-                    self._receive(self._socket.recv())
+                    self._receive(self._next_sender())
                 while self._replies:
                     self._send(self._replies.popleft())
         except Exception as error:
             log.critical("store_server_crashed", exc_info=error)
             self._on_crash(error)
 
+    def _next_sender(self) -> bytes:
+        """The connection that the next message is from, waited for. Raises zmq.Again."""
+        if self._connections is not None and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._connections.drained()
+        return self._socket.recv()
+
+    def _next_frame(self, peer: bytes) -> tuple[bytes, str | None]:
+        """Of the message that goes on, and whose it is: see `Greeted.user`."""
+        if self._connections is None:
+            return self._socket.recv(), None
+        frame = self._socket.recv(copy=False)
+        self._connections.took(came_by(frame), len(frame))
+        if not self._asks_who or len(peer) != ROUTING_ID_BYTES:  # the waker has no key
+            return frame.bytes, None
+        return frame.bytes, str(frame.get(USER_ID)) if self._keyed else ""
+
     def _more(self) -> int:
         """Does the message go on?"""
         return int(self._socket.getsockopt(zmq.RCVMORE))
 
     def _receive(self, peer: bytes) -> None:
-        user: str | None = None
-        request: protocol.Request | None
+        content, user = self._next_frame(peer) if self._more() else (b"", None)
         try:
-            if self._asks_who and len(peer) == ROUTING_ID_BYTES and self._more():
-                frame = self._socket.recv(copy=False)
-                user = str(frame.get(USER_ID)) if self._keyed else ""
-                request = protocol.decode_request(frame.buffer)
-            else:
-                request = protocol.decode_request(self._socket.recv()) if self._more() else None
+            request = protocol.decode_request(content)
         except protocol.NotAMessage:
             request = None
         while self._more():  # frames that no message of ours has
-            self._socket.recv(copy=False)
+            self._next_frame(peer)
         if request is not None and len(peer) == ROUTING_ID_BYTES:
             if isinstance(request, protocol.Hello):
                 self._turns.take(self._greeted(peer, request, user))
@@ -228,11 +246,15 @@ class StoreServer:
         same_host = hello.boot_id == self._boot_id != ""
         path = str(self._turns.segment.path) if same_host else ""
         lives = hello.shared and same_host and is_lived(self._life_of(peer[1:17]))
-        return Greeted(peer, hello, path, lives, os.urandom(16), self._streams.endpoint, user)
+        return Greeted(peer, hello, path, lives, self._tickets.make().token, self._streams.endpoint, user)
 
     def _send(self, reply: Reply) -> None:
+        message = reply.reply
+        if isinstance(message, protocol.Welcome):  # the actor sees no secret
+            secret = self._tickets.secret_of(message.token)
+            message = msgspec.structs.replace(message, secret=secret, sealed=self._tickets.sealed)
         try:
-            self._socket.send_multipart([reply.connection, encode(reply.reply)], zmq.NOBLOCK)
+            self._socket.send_multipart([reply.connection, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

@@ -3,11 +3,8 @@
 import itertools
 import math
 import queue
-import socket
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
@@ -29,22 +26,25 @@ from mooncake_zmq.store.events import (
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.protocol import Stranger
 from mooncake_zmq.store.server.turns import Turns
-from mooncake_zmq.store.stream import MAX_ATTACH_BYTES, Stream, StreamError, StreamGarbage, listen
-from mooncake_zmq.store.stream_messages import Ended, Values, decode_attach, decode_checksums, decode_request
+from mooncake_zmq.store.stream import receive_values
+from mooncake_zmq.store.stream_messages import (
+    MAX_ATTACH_BYTES,
+    Attach,
+    Ended,
+    Values,
+    decode_attach,
+    decode_checksums,
+    decode_request,
+)
+from mooncake_zmq.transfer.stream import Stream, StreamError, StreamGarbage
+from mooncake_zmq.transfer.stream_host import ATTACH_S, Guest, StreamHost
+from mooncake_zmq.transfer.tickets import Tickets
 
 log = structlog.get_logger()
 
-MAX_STREAMS = 512
-"""Threads. For a further stream the one that waits longest for a request is ended, of which its client makes a new one when it
-needs it; with all at work the further one is refused, and its client's call fails."""
 SLICE_S = 1.0
 STALL_S = 10.0
 """A client that neither takes nor sends a byte for so long, amid a request, is given up."""
-ATTACH_S = 5.0
-ENDING_S = 0.02
-"""With all at work, how long a further stream waits for one that has just sent its answer, and so has a client that goes on."""
-ACCEPT_AGAIN_S = 0.1
-"""Pause after an accept that failed, as for want of file descriptors."""
 
 
 class StoreStreams:
@@ -55,38 +55,24 @@ class StoreStreams:
         turns: Turns,
         endpoint: str,
         port: int,
+        tickets: Tickets,
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        self.counts = dict.fromkeys(("streams", "stream_garbage", "streams_refused"), 0)
         self._turns = turns
-        self._on_crash = on_crash
         self._numbers = itertools.count(1)
         self._told: dict[int, queue.SimpleQueue[ToStream | None]] = {}
         """What the actor asks of each stream that it has heard of, and not heard the end of; within turns."""
         self._stopping = False
-        self._lock = threading.Lock()
-        """Guards `counts` and `_open`."""
-        self._open: dict[threading.Thread, _Served] = {}
         turns.carry_out(dict.fromkeys((SendValues, Hear, Say, ReceiveValues, MakeChecksums, Dismiss), self.tell))
-        self._listener, self.endpoint = listen(endpoint, port)
-        self._acceptor = threading.Thread(target=self._accept, name="store-streams", daemon=True)
-        self._acceptor.start()
+        self.counts = {"stream_garbage": 0}
+        self._host = StreamHost(endpoint, port, tickets, self._make, on_crash, counts=self.counts, name="store-stream")
+        self.endpoint = self._host.endpoint
+        """To be told to clients."""
 
     def close(self) -> None:
         """End all streams."""
         self._stopping = True
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join()
-        self._listener.close()
-        if self.endpoint.startswith("ipc://"):
-            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-        with self._lock:
-            threads = dict(self._open)
-        for served in threads.values():
-            served.stream.shut()
-            served.told.put(None)
-        for thread in threads:
-            thread.join()
+        self._host.close()
 
     def tell(self, effect: ToStream) -> None:
         """Within a turn: for a stream's thread to do. It asks for one thing at a time."""
@@ -94,65 +80,8 @@ class StoreStreams:
         if told is not None:
             told.put(effect)
 
-    def _count(self, name: str) -> None:
-        with self._lock:
-            self.counts[name] += 1
-
-    def _accept(self) -> None:
-        while not self._stopping:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if not self._stopping:
-                    log.warning("store_stream_not_accepted", reason=error.strerror)
-                    time.sleep(ACCEPT_AGAIN_S)
-                continue
-            try:
-                self._begin(connection)
-            except (OSError, RuntimeError) as error:  # the latter: the system has no thread for us
-                self._count("streams_refused")
-                log.warning("store_stream_refused", reason=str(error))
-                connection.close()
-
-    def _begin(self, connection: socket.socket) -> None:
-        if len(self._open) >= MAX_STREAMS:
-            waiting = self._waits_longest()
-            if waiting is None:
-                time.sleep(ENDING_S)
-                waiting = self._waits_longest()
-            if waiting is None:
-                raise RuntimeError(f"{MAX_STREAMS} streams are at work")
-            waiting.stream.shut()
-        served = _Served(next(self._numbers), self._turns, connection, self._count, lambda: self._stopping)
-        thread = threading.Thread(target=self._serve, args=(served,), name="store-stream", daemon=True)
-        with self._lock:
-            self._open[thread] = served
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                del self._open[thread]
-            raise
-        self._count("streams")
-
-    def _waits_longest(self) -> "_Served | None":
-        """For a request."""
-        with self._lock:
-            oldest = min(self._open.values(), key=lambda served: served.waits_since, default=None)
-        return None if oldest is None or oldest.waits_since == math.inf else oldest
-
-    def _serve(self, served: "_Served") -> None:
-        try:
-            self._told[served.number] = served.told
-            served.run()
-        except Exception as error:
-            log.critical("store_stream_crashed", exc_info=error)
-            self._on_crash(error)
-        finally:
-            del self._told[served.number]
-            with self._lock:
-                del self._open[threading.current_thread()]
-            served.stream.close()
+    def _make(self, guest: Guest) -> "_Served":
+        return _Served(next(self._numbers), self._turns, guest, self._told, self._host.count, lambda: self._stopping)
 
 
 class _Served:
@@ -162,12 +91,17 @@ class _Served:
         self,
         number: int,
         turns: Turns,
-        connection: socket.socket,
+        guest: Guest,
+        queues: dict[int, "queue.SimpleQueue[ToStream | None]"],
         count: Callable[[str], None],
         is_stopping: Callable[[], bool],
     ) -> None:
         self.number = number
-        self.stream = Stream(connection, self._idle, slice_s=SLICE_S)
+        self.stream = Stream(
+            guest.connection, self._idle, slice_s=SLICE_S, seals=guest.keys.to_client, opens=guest.keys.to_server
+        )
+        self._token = guest.token
+        self._queues = queues
         self.told: queue.SimpleQueue[ToStream | None] = queue.SimpleQueue()
         """What to do next; None: nothing any more."""
         self._turns = turns
@@ -180,23 +114,40 @@ class _Served:
 
     def run(self) -> None:
         """Serve until the client ends it, falls silent amid a request, or says what is none."""
+        self._queues[self.number] = self.told
         try:
-            self.stream.stop_at = time.monotonic() + ATTACH_S
-            attach = self.stream.receive(decode_attach, MAX_ATTACH_BYTES)
-            self.stream.stop_at = math.inf
-        except StreamError as error:
+            self._run(self._attach())
+        except StreamGarbage as error:
             self._count("stream_garbage")
-            log.warning("store_stream_refused", reason=str(error))
-            return
+            log.warning("store_stream_ended", reason=str(error))
+        except StreamError as error:
+            log.debug("store_stream_ended", reason=str(error))
+        finally:
+            del self._queues[self.number]
+
+    def shut(self) -> None:
+        """See `stream_host.Served`."""
+        self.stream.shut()
+        self.told.put(None)
+
+    def close(self) -> None:
+        """See `stream_host.Served`."""
+        self.stream.close()
+
+    def _attach(self) -> Attach:
+        """Whose it is: only his whose ticket it came by."""
+        self.stream.stop_at = time.monotonic() + ATTACH_S
+        attach = self.stream.receive(decode_attach, MAX_ATTACH_BYTES)
+        self.stream.stop_at = math.inf
+        if attach.token != self._token:
+            raise StreamGarbage("another's ticket")
+        return attach
+
+    def _run(self, attach: Attach) -> None:
         try:
             self._turns.take(StreamBegan(self.number, attach))
             while self._do(self.told.get()):
                 pass
-        except StreamGarbage as error:
-            self._count("stream_garbage")
-            log.warning("store_stream_ended", client=attach.client.hex(), reason=str(error))
-        except StreamError as error:
-            log.debug("store_stream_ended", client=attach.client.hex(), reason=str(error))
         finally:
             self._turns.take(StreamEnded(self.number))
 
@@ -243,7 +194,9 @@ class _Served:
         self.stream.stop_at = time.monotonic() + asked.within_s
         if asked.codes is not None:
             self.stream.send(Ended(asked.codes))
-        made = self.stream.receive_values((unwanted[:size] if at < 0 else self._turns.view(at, size),) for size, at in places)
+        made = receive_values(
+            self.stream, ((unwanted[:size] if at < 0 else self._turns.view(at, size),) for size, at in places)
+        )
         told = self.stream.receive(decode_checksums).checksums if asked.told is None else asked.told
         self.stream.stop_at = math.inf
         self._turns.take(ValuesCame(self.number, told, made))
