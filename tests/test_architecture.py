@@ -44,7 +44,15 @@ EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "guard", "metrics"
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
-ZMQ = ("runtime/", "transfer/network", "transfer/sockets", "transfer/key_files", "store/client/", "store/server/")
+ZMQ = (
+    "chaos/forged",
+    "runtime/",
+    "transfer/network",
+    "transfer/sockets",
+    "transfer/key_files",
+    "store/client/",
+    "store/server/",
+)
 
 
 def imports(module: Path) -> Iterator[tuple[str, int]]:

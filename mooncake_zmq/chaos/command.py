@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import logging
 import shutil
 import sys
 import time
 from pathlib import Path
 
 import click
+import structlog
 from rich.console import Console
 
 from mooncake_zmq.chaos.plan import Kind
@@ -39,6 +41,7 @@ PLANTED = ("trust_all_bytes",)
 )
 @click.option("--planted", type=click.Choice(PLANTED), default=None, help="Plant a bug; the clients must find it.")
 @click.option("--loopback", is_flag=True, help="Make no namespaces, as where none are permitted.")
+@click.option("--plain", is_flag=True, help="No keys: everything that goes over TCP goes in clear.")
 @click.option("--keep", is_flag=True, help="Keep the directory with the logs of a clean run as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def chaos(
@@ -50,14 +53,16 @@ def chaos(
     faults: tuple[str, ...],
     planted: str | None,
     loopback: bool,
+    plain: bool,
     keep: bool,
     as_json: bool,
 ) -> None:
     """Start a real cluster, break it in every way that a seed draws, and compare every token that clients get.
 
-    Each host is a network namespace of its own where that is permitted (root, or user namespaces), so that links can be cut;
-    else all run on loopback, and partitions are left out. Nothing outlives the command. The exit code is 1 if anything was
-    wrong, lost or duplicated, left open, leaked, or told of an error; the logs are then kept.
+    All TCP is CURVE, by keys made for the run. Each host is a network namespace of its own where that is permitted (root, or
+    user namespaces), so that links can be cut; else all run on loopback, and partitions are left out. Nothing outlives the
+    command. The exit code is 1 if anything was wrong, lost or duplicated, left open, leaked, kept growing, or told of an error;
+    the logs are then kept.
 
     \b
     Examples:
@@ -66,6 +71,7 @@ def chaos(
       mooncake-zmq chaos --plan --seed 7            only what would be done
       mooncake-zmq chaos --json > chaos.json
       mooncake-zmq chaos --fault kill --fault stop  only these kinds
+      mooncake-zmq chaos --fault rotate --minutes 4 every node restarted with a new key
       mooncake-zmq chaos --fault flip_memory --planted trust_all_bytes
     """
     from mooncake_zmq.chaos.network import enter
@@ -73,6 +79,8 @@ def chaos(
     if not (plan_only or loopback):
         enter()
     limit_blas()
+    # What strangers of ours log is no part of the report.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     from mooncake_zmq.chaos.plan import draw_plan
     from mooncake_zmq.chaos.report import as_json as report_as_json
     from mooncake_zmq.chaos.report import print_report
@@ -95,7 +103,13 @@ def chaos(
         errors.print(f"[dim]{time.monotonic() - began:6.1f} s[/] {text}", markup=True, soft_wrap=True)
 
     wanted = Wanted(
-        loaded=loaded, seed=seed, duration_s=60 * minutes, clients=clients, kinds=wanted_kinds, planted=planted or ""
+        loaded=loaded,
+        seed=seed,
+        duration_s=60 * minutes,
+        clients=clients,
+        kinds=wanted_kinds,
+        planted=planted or "",
+        with_keys=not plain,
     )
     run = Run(wanted, say)
     try:

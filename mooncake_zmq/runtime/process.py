@@ -595,6 +595,7 @@ class _Process:
     def _write_dump(self) -> None:
         path = self.runtime_dir / f"{self.node.name}.dump.json"
         dump = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
+        dump["parts"] = {part: dict(counts) for part, counts in self.data_counts.items()}
         try:
             replace_own(path, json.dumps(dump, default=_printable, indent=1).encode())
         except OSError as error:  # a full disk is no reason to end
