@@ -279,3 +279,23 @@ def test_a_node_that_may_change_has_the_other_roles_section_then(write: Any) -> 
 def test_only_prefill_and_decode_become_each_other(write: Any, role: str, other: str) -> None:
     nodes = f'\n[[nodes]]\nname = "odd"\nrole = "{role}"\nmay_become = "{other}"\n'
     assert f"odd: a {role} cannot become a {other}" in fails(write("", nodes))
+
+
+TWO_GATEWAYS = """
+[[nodes]]
+name = "g"
+role = "gateway"
+
+[[nodes]]
+name = "h"
+role = "gateway"
+"""
+
+
+def test_gateways_of_a_host_have_addresses_of_their_own_or_all_share_one(write: Any) -> None:
+    told = fails(write("", TWO_GATEWAYS))
+    assert told.startswith("x.toml: g and h listen on 127.0.0.1:8000 of localhost")
+    assert "gateway.reuse_port = true" in told
+    load(write("[gateway]\nreuse_port = true\n", TWO_GATEWAYS), {}, {})
+    load(write("", TWO_GATEWAYS + "settings = { http_port = 8001 }\n"), {}, {})
+    assert "g and h listen" in fails(write("", TWO_GATEWAYS + "settings = { reuse_port = true }\n"))

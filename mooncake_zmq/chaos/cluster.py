@@ -127,7 +127,8 @@ class Cluster:
             ("cluster.runtime_dir", self.run_dir(host)),
             ("cluster.shm_dir", self.shm_dir(host)),
             ("cache_node.ssd.directory", self.ssd_dir(host)),
-            ("security.keys", self.keys_dir(host)) if self.keys else ("security.allow_plain_tcp", "true"),
+            ("security.keys", self.keys_dir(host) if self.keys else ""),
+            ("security.allow_plain_tcp", str(self.keys is None).lower()),
         ):
             command += ["--set", f"{key}={where}"]
         environment = {**self._environment, DIALS_VARIABLE: str(self.directory / host / "dials")}

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -83,6 +83,9 @@ CLOSE_S = 60.0
 """For what follows a drain: an SSD gets what DRAM alone holds, threads and memory are let go of."""
 HTTP_CLOSE_S = 5
 """How long the last HTTP answers may take to be written out once the requests have ended; then connections are cut."""
+LEAVE_S = 0.5
+"""Between a gateway's turning away from a shared address and its drain: whoever was let in last has said what he wants."""
+HTTP_BACKLOG = 2048
 FILES_PER_PEER = 8
 """Descriptors that a gateway's conversation with a peer may take, while either side connects anew too."""
 
@@ -412,7 +415,9 @@ class _Process:
         from mooncake_zmq.gateway.app import create_app
         from mooncake_zmq.gateway.door import Door, server_config
 
-        listener = listen(self.settings.http_host, self.settings.http_port)
+        shared = self.settings.reuse_port
+        # Where others serve too, nobody is to meet us before we can.
+        listener = (claim if shared else listen)(self.settings.http_host, self.settings.http_port, share=shared)
         self.stack.callback(listener.close)
         tokenizer = open_tokenizer(self.model.path)
         requests = self._actor()
@@ -456,10 +461,10 @@ class _Process:
         self.stack.callback(door.close)
         stopped = asyncio.Event()
         try:
-            self._attend(on_drain=edge.drain)
+            self._attend(on_drain=edge.drain, before_drain=partial(_leave_first, door.leave) if shared else None)
             self.runtime.attach(asyncio.get_running_loop(), stopped.set, self._on_crash)
             serving = asyncio.create_task(server.serve(sockets=[]))
-            opening = asyncio.create_task(door.open())
+            opening = asyncio.create_task(self._open(door.open, listener, edge))
             announcing = asyncio.create_task(self._announce(edge))
             await asyncio.wait([serving, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
             announcing.cancel()
@@ -504,8 +509,8 @@ class _Process:
             if peer.name != node.name and talk(node.roles, node.host, peer.roles, peer.host)
         }
 
-    def _attend(self, on_drain: Any = lambda: None) -> None:
-        """Signals, watchdog, metrics: what the operator and systemd see of the loop."""
+    def _attend(self, on_drain: Any = lambda: None, before_drain: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """Signals, watchdog, metrics: what the operator and systemd see of the loop. `before_drain` is given what begins it."""
         runtime = self.runtime
 
         def drain() -> None:
@@ -520,7 +525,7 @@ class _Process:
                 runtime.call(runtime.stop)
                 return
             self.drain_until = time.monotonic() + self.config.cluster.drain_timeout_s
-            runtime.call(drain)
+            runtime.call(drain if before_drain is None else partial(before_drain, lambda: runtime.call(drain)))
             runtime.call(lambda: runtime.every(self.config.cluster.drain_timeout_s, give_up))
 
         def give_up() -> None:
@@ -560,6 +565,13 @@ class _Process:
         gc.freeze()  # what is there from the start stays to the end: the collector need not look at it again and again
         log.info("ready")
         notify.ready("serving")
+
+    async def _open(self, open_door: Callable[[], Awaitable[None]], listener: socket.socket, edge: Edge) -> None:
+        if self.settings.reuse_port:
+            while not edge.health()[0]:
+                await asyncio.sleep(READY_POLL_S)
+            listener.listen(HTTP_BACKLOG)
+        await open_door()
 
     async def _announce(self, edge: Edge) -> None:
         """Tell systemd once /ready would be 200, and until then what is missing."""
@@ -666,6 +678,12 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _leave_first(leave: Callable[[], None], drain: Callable[[], None]) -> None:
+    """Who came before we left the address is still served; then the drain refuses what is new."""
+    leave()
+    asyncio.get_running_loop().call_later(LEAVE_S, drain)
+
+
 def _warm_up(engine: Engine) -> None:
     """A short prefill and a step, so that no request waits while a GPU's kernels are compiled and its libraries are opened."""
     import numpy as np
@@ -694,20 +712,37 @@ def _counts(runtime: ZmqRuntime) -> dict[str, float]:
     return {**runtime.node.actor.counts, **session, **{f"zmq_{name}": value for name, value in runtime.counts.items()}}
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket for HTTP; raises PortInUse."""
+def claim(host: str, port: int, *, share: bool) -> socket.socket:
+    """A socket that has an address for HTTP and does not listen yet; raises PortInUse. `share`: with others of this user that
+    want to share it; the kernel lets nobody else in."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio turns Nagle's algorithm off; else a first token waits 40 ms for the headers' ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, socket.IPPROTO_TCP)
+    claimed = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, socket.IPPROTO_TCP)
+    claimed.setblocking(False)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-        listener.setblocking(False)
+        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        claimed.bind((host, port))
+    except OSError as error:
+        claimed.close()
+        raise _in_use(host, port, error) from error
+    return claimed
+
+
+def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
+    """A listening socket for HTTP; raises PortInUse."""
+    listener = claim(host, port, share=share)
+    try:
+        listener.listen(HTTP_BACKLOG)
     except OSError as error:
         listener.close()
-        raise PortInUse(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise _in_use(host, port, error) from error
     return listener
+
+
+def _in_use(host: str, port: int, error: OSError) -> PortInUse:
+    return PortInUse(f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
 def make_private(runtime_dir: Path) -> None:
