@@ -1,0 +1,47 @@
+"""A process that fuzzes one decoder by atheris, which sees what code an input reaches: `python -m mooncake_zmq.fuzz.guided`.
+
+It tells of each finding in a line of JSON. libFuzzer ends the process, and tells how far it came in its own words.
+"""
+
+import importlib
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+MORE_MEMORY_BYTES = 1 << 30
+"""Beyond what the process has when it begins: what asks for more is a finding instead of the machine's end."""
+MAX_FINDINGS = 20
+
+
+def main(name: str, seconds: str, seed: str, corpus: str, found: str) -> None:
+    """Fuzz the decoder `name` for so long; `corpus` is read and added to, inputs with findings go to `found`."""
+    atheris: Any = importlib.import_module("atheris")
+    with atheris.instrument_imports(include=["mooncake_zmq", "gguf"]):
+        from mooncake_zmq.fuzz.decoders import DECODERS, PLANTED
+        from mooncake_zmq.fuzz.examination import Finding, examine
+
+    decoder = PLANTED if name == PLANTED.name else DECODERS[name]
+    for number, raw in enumerate(decoder.seeds()):
+        examine(decoder, raw)  # what is opened or made at the first use is not the input's
+        Path(corpus, f"seed-{number}").write_bytes(raw)
+    known: dict[tuple[str, str, str], Finding] = {}
+
+    def one(raw: bytes) -> None:
+        finding = examine(decoder, raw)
+        if finding is not None and finding.key not in known and len(known) < MAX_FINDINGS:
+            known[finding.key] = finding
+            told = {"what": finding.what, "where": finding.where, "path": str(finding.save(Path(found)))}
+            sys.stdout.write(json.dumps(told) + "\n")
+            sys.stdout.flush()
+
+    memory_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes + MORE_MEMORY_BYTES,) * 2)
+    options = [f"-max_total_time={seconds}", f"-seed={seed}", f"-max_len={decoder.max_bytes}", "-rss_limit_mb=0", "-timeout=60"]
+    atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={found}/", corpus], one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
