@@ -380,11 +380,9 @@ DECODERS: dict[str, Decoder] = {each.name: each for each in (*_between_nodes(), 
 
 def _planted(raw: bytes) -> None:
     """A bug behind four bytes, found one after the other or not at all."""
-    if raw[:1] == b"\xc1" and raw[1:2] == b"Z":
-        messages.decode(raw[4:])
-        if raw[2:3] == b"\x07" and raw[3:4] == b"\x81":
-            raise KeyError(raw[:4])
+    if len(raw) > 4 and raw[0] == 0xC1 and raw[1] == 0x5A and raw[2] == 0x07 and raw[3] == 0x81:
+        raise KeyError(raw[:4])
 
 
-PLANTED = Decoder(name="planted", read=_planted, refusals=(messages.ProtocolError,), seeds=_drawn(messages.StartPrefill))
+PLANTED = Decoder(name="planted", read=_planted, seeds=lambda: [bytes(16)], max_bytes=64)
 """What a guide must find, to show that it guides."""

@@ -12,6 +12,7 @@ from random import Random
 
 MAX_CPU_S = 0.5
 """For an input of a few KiB; thrice, so that what else goes on in the process is no finding."""
+MAX_HEEDED_CHARS = 200
 MAX_GROWTH_BYTES = 64 << 20
 """By which an input may raise the process's peak."""
 
@@ -54,13 +55,14 @@ class Finding:
         return f"{self.decoder}: {self.what} at {self.where}, {len(self.raw)} bytes"
 
 
-def examine(decoder: Decoder, raw: bytes) -> Finding | None:
-    """What is wrong with how `decoder` takes `raw`, if anything is."""
+def examine(decoder: Decoder, raw: bytes, heed: Callable[[str], None] = lambda told: None) -> Finding | None:
+    """What is wrong with how `decoder` takes `raw`, if anything is. `heed` is told what became of a good one: of a decoder in C
+    that is all there is to see."""
     peak_bytes, began_s = _peak_bytes(), time.process_time()
     try:
-        decoder.read(raw)
-    except decoder.refusals:
-        pass
+        heed(type(decoder.read(raw)).__name__)
+    except decoder.refusals as refusal:
+        heed(str(refusal)[:MAX_HEEDED_CHARS])
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # any other is what we are here for

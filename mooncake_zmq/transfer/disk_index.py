@@ -174,6 +174,8 @@ def in_order(
 def damage_told(what: object) -> Iterator[None]:
     try:
         yield
+    except UnicodeDecodeError as error:  # SQLite quotes what it found in its complaint
+        raise IndexUnusable(f"{what}: {error}") from error
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BROKEN:
             raise IndexUnusable(f"{what}: {error}") from error
