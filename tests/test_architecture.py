@@ -46,6 +46,7 @@ EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "guard", "metrics"
 CUPY = {"transfer/cuda", "engine/backend"}
 ZMQ = (
     "chaos/forged",
+    "chaos/hostile",
     "runtime/",
     "transfer/network",
     "transfer/sockets",

@@ -73,7 +73,18 @@ def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> It
             yield f"{name} has {now.rss_bytes >> 20} MiB resident, and had {then.rss_bytes >> 20} before"
 
 
-WARM_S = 120.0
+MORE_FOR_STRANGERS_BYTES = 64 << 20
+"""That anybody's inputs may make a process hold at any time."""
+
+
+def swollen(before: Mapping[str, Footprint], peaks: Mapping[str, Footprint]) -> Iterator[str]:
+    """Processes that held too much at their worst."""
+    for name, most in peaks.items():
+        if name in before and most.rss_bytes > before[name].rss_bytes + MORE_FOR_STRANGERS_BYTES:
+            yield f"{name} had {most.rss_bytes >> 20} MiB resident at its worst, and {before[name].rss_bytes >> 20} before"
+
+
+WARM_S = 60.0
 """Of a life: until then a process still opens and imports what it uses."""
 JUDGED_S = 900.0
 """Of warm lives together: over less a slope tells nothing."""
@@ -147,7 +158,7 @@ def busy(dumps: Mapping[str, Any]) -> list[str]:
 
 def strangers_in_memory(names: Collection[str], lives: Mapping[str, int]) -> list[str]:
     """Segments that belong to no life that runs. `names`: of files in a host's shared memory; `lives`: incarnations by node."""
-    alive = {f"={node}={life}" for node, life in lives.items()}
+    alive = {f"={node}{part}={life}" for node, life in lives.items() for part in ("", ".objects")}
     return [f"{name} is nobody's segment" for name in names if not any(name.endswith(life) for life in alive)]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import structlog
 from rich.console import Console
+from rich.markup import escape
 
 from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.engine.cpu import limit_blas
@@ -42,6 +43,13 @@ PLANTED = ("trust_all_bytes",)
 @click.option("--planted", type=click.Choice(PLANTED), default=None, help="Plant a bug; the clients must find it.")
 @click.option("--loopback", is_flag=True, help="Make no namespaces, as where none are permitted.")
 @click.option("--plain", is_flag=True, help="No keys: everything that goes over TCP goes in clear.")
+@click.option(
+    "--hostile",
+    type=click.IntRange(1000),
+    default=None,
+    metavar="N",
+    help="Instead of faults: N spoilt inputs to every socket, a 200th of that to HTTP.",
+)
 @click.option("--keep", is_flag=True, help="Keep the directory with the logs of a clean run as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def chaos(
@@ -54,6 +62,7 @@ def chaos(
     planted: str | None,
     loopback: bool,
     plain: bool,
+    hostile: int | None,
     keep: bool,
     as_json: bool,
 ) -> None:
@@ -72,6 +81,7 @@ def chaos(
       mooncake-zmq chaos --json > chaos.json
       mooncake-zmq chaos --fault kill --fault stop  only these kinds
       mooncake-zmq chaos --fault rotate --minutes 4 every node restarted with a new key
+      mooncake-zmq chaos --hostile 1000000 --clients 2
       mooncake-zmq chaos --fault flip_memory --planted trust_all_bytes
     """
     from mooncake_zmq.chaos.network import enter
@@ -100,7 +110,7 @@ def chaos(
     errors = Console(stderr=True, highlight=False)
 
     def say(text: str) -> None:
-        errors.print(f"[dim]{time.monotonic() - began:6.1f} s[/] {text}", markup=True, soft_wrap=True)
+        errors.print(f"[dim]{time.monotonic() - began:6.1f} s[/] {escape(text)}", markup=True, soft_wrap=True)
 
     wanted = Wanted(
         loaded=loaded,
@@ -110,6 +120,7 @@ def chaos(
         kinds=wanted_kinds,
         planted=planted or "",
         with_keys=not plain,
+        hostile=hostile or 0,
     )
     run = Run(wanted, say)
     try:

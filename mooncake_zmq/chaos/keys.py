@@ -13,6 +13,8 @@ from mooncake_zmq.transfer.own_files import make_own_directory, replace_own
 
 OUTSIDER = "outsider"
 """A client of stores: it has a key of this cluster, and no business on any other plane."""
+SUBSCRIBER = "subscriber"
+"""Of KV events."""
 NOBODY = "nobody"
 """Who has a key that no file names."""
 SPREAD_S = 1.5
@@ -27,7 +29,7 @@ class RunKeys:
         self._directory = directory
         self._nodes, self._hosts = dict(nodes), dict(hosts)
         wanted: list[tuple[str, tuple[Kind, ...]]] = [(name, ("node",)) for name in nodes]
-        key_files.make(directory, [*wanted, (OUTSIDER, ("store",))])
+        key_files.make(directory, [*wanted, (OUTSIDER, ("store",)), (SUBSCRIBER, ("events",))])
         key_files.make(directory / NOBODY, [(NOBODY, ("node",))])
         for path in hosts.values():
             make_own_directory(path)
@@ -42,7 +44,7 @@ class RunKeys:
         return [outsider, replace(nobody, book=outsider.book, path=outsider.path)]
 
     def of(self, name: str) -> Keys:
-        """A node's own, as a thief would have them. Raises KeysError in the midst of a rotation."""
+        """Somebody's own, as a thief would have them. Raises KeysError in the midst of a rotation."""
         return key_files.load(self._directory, name)
 
     def rotate(self, name: str) -> None:

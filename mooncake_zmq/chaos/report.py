@@ -37,6 +37,14 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, str, bool]]:
     yield "longest wait for a first token", f"{score.worst_first_token_s:.1f} s", True
     yield "longest pause, one outage at a time", _longest(outcome, several=False), True
     yield "longest pause, several at once", _longest(outcome, several=True), True
+    if outcome.inputs:
+        yield "spoilt inputs", f"{sum(outcome.inputs.values()):,} to {len(outcome.inputs)} sockets", True
+    grew = {
+        name: peak.rss_bytes - outcome.before[name].rss_bytes for name, peak in outcome.peaks.items() if name in outcome.before
+    }
+    if grew:
+        most = max(grew, key=lambda name: grew[name])
+        yield "MiB that a process grew by at its worst", f"{grew[most] / (1 << 20):.1f}, {most}", True
     if outcome.strangers_refused:
         yield "strangers with keys, refused", f"{outcome.strangers_refused:,}", True
     before, after = (
@@ -109,6 +117,7 @@ def as_json(outcome: Outcome, wanted: Wanted) -> dict[str, Any]:
         "verdicts": dict(score.verdicts),
         "worst_first_token_s": round(score.worst_first_token_s, 3),
         "worst_pause_amid_s": {kind: round(seconds, 3) for kind, seconds in score.worst_by_kind_s.items()},
+        "inputs": outcome.inputs,
         "strangers_refused": outcome.strangers_refused,
         "pauses": [dataclasses.asdict(pause) | {"ended_at": pause.ended_at - outcome.began_at} for pause in score.pauses],
         "pauses_amid_several": [

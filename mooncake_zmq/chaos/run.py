@@ -9,11 +9,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mooncake_zmq.chaos.checks import Footprint, Growth, bad_lines, busy, growing, grown, strangers_in_memory, unheard, warned
+from mooncake_zmq.chaos.checks import (
+    Footprint,
+    Growth,
+    bad_lines,
+    busy,
+    growing,
+    grown,
+    strangers_in_memory,
+    swollen,
+    unheard,
+    warned,
+)
 from mooncake_zmq.chaos.clients import Clients, Score
 from mooncake_zmq.chaos.cluster import START_TIMEOUT_S, Cluster, addresses
 from mooncake_zmq.chaos.faults import Saboteur
 from mooncake_zmq.chaos.history import Done, History
+from mooncake_zmq.chaos.hostile import assault
 from mooncake_zmq.chaos.network import open_network
 from mooncake_zmq.chaos.plan import Fault, Kind, draw_plan
 from mooncake_zmq.chaos.streams import open_api
@@ -41,6 +53,8 @@ class Wanted:
     """A bug to plant; empty: none."""
     with_keys: bool = True
     """False: TCP in clear."""
+    hostile: int = 0
+    """Instead of faults: so many spoilt inputs to every socket; nothing may die of them, or grow."""
 
 
 @dataclass(slots=True)
@@ -60,6 +74,8 @@ class Outcome:
     after: dict[str, Footprint] = field(default_factory=dict)
     peaks: dict[str, Footprint] = field(default_factory=dict)
     growths: dict[str, Growth] = field(default_factory=dict)
+    inputs: dict[str, int] = field(default_factory=dict)
+    """Spoilt ones that each socket took."""
     strangers_refused: int = 0
     """Connections by keys that may not come in."""
     warnings: Counter[str] = field(default_factory=Counter)
@@ -146,16 +162,20 @@ class Run:
 
     async def _break(self, cluster: Cluster, clients: Clients, history: History) -> None:
         wanted, outcome = self._wanted, self.outcome
-        drawn = draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), wanted.kinds)
+        drawn = [] if wanted.hostile else draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), wanted.kinds)
         plan = [fault for fault in drawn if fault.kind not in outcome.impossible]
         saboteur = Saboteur(cluster, history, wanted.seed)
         outcome.began_at = time.monotonic()
-        asyncio.get_running_loop().call_later(wanted.duration_s, self._over.set)
+        if not wanted.hostile:
+            asyncio.get_running_loop().call_later(wanted.duration_s, self._over.set)
         self._say(f"{wanted.clients} clients by {outcome.api}, {len(plan)} faults within {wanted.duration_s:.0f} s")
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.run())
             telling = group.create_task(self._tell(clients))
-            await self._commit(plan, saboteur)
+            if wanted.hostile:
+                outcome.inputs = await assault(cluster, wanted.hostile, wanted.seed, self._say)
+            else:
+                await self._commit(plan, saboteur)
             clients.stopping = True
             self._say(f"no more faults; {clients.open} answers still to come")
             telling.cancel()
@@ -242,6 +262,8 @@ class Run:
     def _look_back(self, cluster: Cluster) -> None:
         outcome = self.outcome
         kinds = {entry.fault.kind for entry in outcome.done}
+        if outcome.inputs:
+            outcome.problems += swollen(outcome.before, outcome.peaks)
         outcome.problems += [*cluster.unexpected, *cluster.leftovers(), *growing(outcome.growths)]
         for name, lines in cluster.lines():
             outcome.warnings += warned(lines)

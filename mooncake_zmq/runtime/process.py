@@ -608,6 +608,8 @@ class _Process:
         path = self.runtime_dir / f"{self.node.name}.dump.json"
         dump = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
         dump["parts"] = {part: dict(counts) for part, counts in self.data_counts.items()}
+        if self._store:
+            dump["parts"]["store"] = dict(self._store.counts)
         try:
             replace_own(path, json.dumps(dump, default=_printable, indent=1).encode())
         except OSError as error:  # a full disk is no reason to end
