@@ -41,7 +41,8 @@ def fails(path: Path, overrides: dict[str, Any] | None = None, environment: dict
 def test_the_shipped_files_are_sound(name: str) -> None:
     loaded = load(ROOT / "configs" / name, environment={})
     assert list(summary(loaded))
-    assert not [text for text in warnings(loaded) if "threads" not in text]
+    # The stores of chaos.toml are there for strangers to try; what they hold goes in clear, as is told.
+    assert not [text for text in warnings(loaded) if "threads" not in text and "its store" not in text]
 
 
 def test_command_line_beats_environment_beats_file_beats_default(write: Any) -> None:

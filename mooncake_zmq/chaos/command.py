@@ -13,11 +13,11 @@ import structlog
 from rich.console import Console
 from rich.markup import escape
 
+from mooncake_zmq.chaos.node import PLANTED
 from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.engine.cpu import limit_blas
 
 DEFAULT_CONFIG = "configs/chaos.toml"
-PLANTED = ("trust_all_bytes",)
 
 
 @click.command()
@@ -40,7 +40,7 @@ PLANTED = ("trust_all_bytes",)
     metavar="KIND",
     help=f"Only this kind; may be given again. There are {', '.join(kind.value for kind in Kind)}.",
 )
-@click.option("--planted", type=click.Choice(PLANTED), default=None, help="Plant a bug; the clients must find it.")
+@click.option("--planted", type=click.Choice(tuple(PLANTED)), default=None, help="Plant a bug, which must be found.")
 @click.option("--loopback", is_flag=True, help="Make no namespaces, as where none are permitted.")
 @click.option("--plain", is_flag=True, help="No keys: everything that goes over TCP goes in clear.")
 @click.option(

@@ -18,6 +18,7 @@ from mooncake_zmq.chaos.checks import (
     grown,
     judge,
     strangers_in_memory,
+    swollen,
     unheard,
 )
 from mooncake_zmq.chaos.plan import Kind
@@ -67,9 +68,15 @@ def test_a_lease_that_was_never_returned_is_named() -> None:
     assert busy({"cache-a": dump(leases=1)}) == ["cache-a has leases 1"]
 
 
+def test_a_process_that_inputs_made_swell_is_named() -> None:
+    before = {"decode-a": Footprint(40, 70 << 20)}
+    assert list(swollen(before, {"decode-a": Footprint(40, 134 << 20), "decode-b": Footprint(1, 1 << 40)})) == []
+    assert len(list(swollen(before, {"decode-a": Footprint(40, 135 << 20)}))) == 1
+
+
 def test_a_dead_life_s_segment_is_named() -> None:
     lives = {"cache-a": 17}
-    assert strangers_in_memory(["mooncake=chaos=cache-a=17"], lives) == []
+    assert strangers_in_memory(["mooncake=chaos=cache-a=17", "mooncake=chaos=cache-a.objects=17"], lives) == []
     assert len(strangers_in_memory(["mooncake=chaos=cache-a=16", "mooncake=chaos=cache-b=17"], lives)) == 2
 
 
@@ -100,4 +107,4 @@ def test_memory_that_grows_in_every_life_is_seen_and_what_a_life_begins_with_is_
     assert list(growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 0.9)})) == []
     assert list(growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 2, lives=2)})) == []  # not seen for long enough
     (said,) = growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 2)})
-    assert said.startswith("decode-a grew by 64 MiB an hour over 37 minutes")
+    assert said.startswith("decode-a grew by 64 MiB an hour over 45 minutes")
