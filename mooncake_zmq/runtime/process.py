@@ -15,17 +15,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import uvicorn
 import zmq
+from prometheus_client.metrics_core import Metric
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
@@ -50,6 +51,7 @@ from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.api_keys import REFRESH_S, ApiKeys, api_keys_of
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
+from mooncake_zmq.runtime.metrics import Snapshot
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
@@ -67,6 +69,7 @@ from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, swee
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 PARENT_VARIABLE = "MOONCAKE_ZMQ_PARENT"
 """The pid of the `up` that started this process: when that dies, this one drains."""
@@ -461,6 +464,10 @@ class _Process:
         self.stack.callback(door.close)
         stopped = asyncio.Event()
         try:
+            if self.node.metrics_port:
+                self._serve_metrics(
+                    lambda: (self._data(), {}), lambda: self._in_loop(lambda: [*edge.metrics.registry.collect()])
+                )
             self._attend(on_drain=edge.drain, before_drain=partial(_leave_first, door.leave) if shared else None)
             self.runtime.attach(asyncio.get_running_loop(), stopped.set, self._on_crash)
             serving = asyncio.create_task(server.serve(sockets=[]))
@@ -538,11 +545,8 @@ class _Process:
         signal.signal(signal.SIGUSR2, lambda *_: runtime.call(self._take_asks))
         if watchdog_s := notify.watchdog_s():
             runtime.every(watchdog_s / 2, lambda: self._show_life(watchdog_s))
-        if self.node.metrics_port:
-            try:
-                self.stack.callback(serve_metrics(self.node.metrics_port, self._snapshot))
-            except OSError as error:
-                raise PortInUse(f"metrics_port {self.node.metrics_port}: {error.strerror}") from error
+        if self.node.metrics_port and self.node.role != "gateway":
+            self._serve_metrics(self._snapshot)
         log.info("started", incarnation=self.incarnation, endpoint=runtime.endpoint, pid=os.getpid())
         if self.crash is not None:
             runtime.stop()
@@ -593,12 +597,25 @@ class _Process:
         if self._runtime is not None:
             self._runtime.call(self._runtime.stop)
 
+    def _serve_metrics(self, snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple) -> None:
+        try:
+            self.stack.callback(serve_metrics(self.node.metrics_port, snapshot, also))
+        except OSError as error:
+            raise PortInUse(f"metrics_port {self.node.metrics_port}: {error.strerror}") from error
+
+    def _in_loop(self, look: Callable[[], T]) -> T:
+        """What the loop's thread sees, asked for by another."""
+        taken: Future[T] = Future()
+        self.runtime.call(lambda: taken.set_result(look()))
+        return taken.result(timeout=5)
+
+    def _data(self) -> dict[str, float]:
+        """Counts of the parts that run beside the loop."""
+        return {f"{part}_{name}": value for part, counts in self.data_counts.items() for name, value in counts.items()}
+
     def _snapshot(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """Taken by the loop's thread, asked for by another."""
-        taken: Future[tuple[Mapping[str, float], Mapping[str, float]]] = Future()
-        data = {f"{part}_{name}": value for part, counts in self.data_counts.items() for name, value in counts.items()}
-        self.runtime.call(lambda: taken.set_result(({**_counts(self.runtime), **data}, self.runtime.gauges())))
-        counts, gauges = taken.result(timeout=5)
+        data = self._data()
+        counts, gauges = self._in_loop(lambda: ({**_counts(self.runtime), **data}, self.runtime.gauges()))
         if self._store:
             counts = {**counts, **{f"store_{name}": value for name, value in self._store.counts.items()}}
             gauges = {**gauges, **{f"store_{name}": value for name, value in self._store.gauges().items()}}

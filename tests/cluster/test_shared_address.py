@@ -3,11 +3,12 @@
 import contextlib
 import signal
 import threading
+import tomllib
 from pathlib import Path
 
 import httpx
 import pytest
-from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, greedy
+from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, free_port, greedy
 
 pytestmark = pytest.mark.timeout(120)
 GATEWAYS = {"gateway-0", "gateway-1"}
@@ -17,7 +18,10 @@ PROMPT = [(7 * position) % 250 for position in range(60)]
 @pytest.fixture
 def cluster(directory: Path):
     path = directory / "two.toml"
-    path.write_text((ROOT / "configs/toy.toml").read_text() + '\n[[nodes]]\nname = "gateway-1"\nrole = "gateway"\n')
+    path.write_text(
+        (ROOT / "configs/toy.toml").read_text()
+        + f'metrics_port = {free_port()}\n\n[[nodes]]\nname = "gateway-1"\nrole = "gateway"\nmetrics_port = {free_port()}\n'
+    )
     cluster = ToyCluster(directory / "run", config=str(path), settings=("gateway.reuse_port=true",))
     try:
         cluster.start()
@@ -33,6 +37,13 @@ def answering(cluster: ToyCluster, looks: int = 40) -> set[str]:
     for _ in range(looks):
         found.add(httpx.get(f"{cluster.url}/health", timeout=5).json()["gateway"])
     return found
+
+
+def answered(cluster: ToyCluster) -> list[int]:
+    """Calls that each gateway answered, by metrics of its own."""
+    nodes = tomllib.loads(Path(cluster.arguments[1]).read_text())["nodes"]
+    texts = [httpx.get(f"http://127.0.0.1:{node['metrics_port']}/metrics").text for node in nodes if "metrics_port" in node]
+    return [int(float(text.partition('edge_http_responses_total{status="200"} ')[2].split()[0])) for text in texts]
 
 
 def ask(cluster: ToyCluster) -> None:
@@ -75,6 +86,7 @@ def has_ended(pid: int) -> bool:
 
 def test_either_of_two_gateways_may_go(cluster: ToyCluster) -> None:
     eventually(lambda: answering(cluster) == GATEWAYS, 30, "both gateways serve")
+    assert all(count > 0 for count in answered(cluster))
     killed = cluster.pid("gateway-0")
     cluster.signal("gateway-0", signal.SIGKILL)
     eventually(lambda: has_ended(killed), 30, "gateway-0 is dead")
