@@ -6,8 +6,10 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from random import Random
 from typing import Any
@@ -27,7 +29,7 @@ DRAWN = 20_000
 STALL_S = 5.0
 """A socket that takes nothing for so long gets no more: counted is what it took."""
 TIMEOUT_S = 2.0
-HTTP_SHARE = 200
+HTTP_SHARE, CALLS_AT_ONCE = 50, 16
 """Of the inputs of another socket, one goes to HTTP, in a call of its own: it is parsed, prepared and answered."""
 NOISE_SHARE = 1000
 """Likewise a connection of noise."""
@@ -111,7 +113,8 @@ def _send(cluster: Cluster, door: Door, count: int, random: Random) -> int:
     drawn = list(mutations(seeds, random, min(count, DRAWN), 8192))
     inputs = islice(cycle(drawn), count)
     if door.what == "http":
-        return sum(_call(address, int(port), raw) for raw in islice(inputs, count // HTTP_SHARE))
+        with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
+            return sum(pool.map(partial(_call, address, int(port)), islice(inputs, count // HTTP_SHARE)))
     return _pour(cluster, door, {"store": OUTSIDER, "events": SUBSCRIBER}.get(door.plane, thief), inputs)
 
 
