@@ -40,6 +40,7 @@ DEFAULT_CONFIG = "configs/chaos.toml"
     metavar="KIND",
     help=f"Only this kind; may be given again. There are {', '.join(kind.value for kind in Kind)}.",
 )
+@click.option("--lasting", is_flag=True, help="Only what no process ends of, so that its memory is seen over the whole time.")
 @click.option("--planted", type=click.Choice(tuple(PLANTED)), default=None, help="Plant a bug, which must be found.")
 @click.option("--loopback", is_flag=True, help="Make no namespaces, as where none are permitted.")
 @click.option("--plain", is_flag=True, help="No keys: everything that goes over TCP goes in clear.")
@@ -59,6 +60,7 @@ def chaos(
     path: str,
     plan_only: bool,
     faults: tuple[str, ...],
+    lasting: bool,
     planted: str | None,
     loopback: bool,
     plain: bool,
@@ -77,6 +79,7 @@ def chaos(
     Examples:
       mooncake-zmq chaos                            a minute of it
       mooncake-zmq chaos --minutes 10 --seed 7
+      mooncake-zmq chaos --minutes 60 --lasting     does memory grow?
       mooncake-zmq chaos --plan --seed 7            only what would be done
       mooncake-zmq chaos --json > chaos.json
       mooncake-zmq chaos --fault kill --fault stop  only these kinds
@@ -101,7 +104,7 @@ def chaos(
         loaded = load(_located(path), {})
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    wanted_kinds = [Kind(kind) for kind in faults] or list(Kind)
+    wanted_kinds = [kind for kind in ([Kind(kind) for kind in faults] or Kind) if not (lasting and kind.ends_lives)]
     if plan_only:
         for fault in draw_plan(seed, 60 * minutes, {node.name: node.role for node in loaded.config.nodes}, wanted_kinds):
             click.echo(f"{fault.at_s:6.1f} s  {fault}")

@@ -58,6 +58,11 @@ class Kind(Enum):
         """Does it take something away that streams may be using?"""
         return self in _OUTAGES
 
+    @property
+    def ends_lives(self) -> bool:
+        """Does a process end of it?"""
+        return self.is_outage and self not in (Kind.STOP, Kind.TAKEOVER, Kind.PARTITION, Kind.ONE_WAY)
+
 
 _OUTAGES = frozenset(
     (

@@ -42,3 +42,11 @@ def test_a_long_run_restarts_every_node_in_turn_and_gives_each_a_new_key(kind: K
 
 def test_a_node_that_flaps_dies_several_times_in_a_row() -> None:
     assert all(fault.amount >= 3 for fault in draw_plan(1, 600, NODES, [Kind.FLAP]))
+
+
+def test_what_no_process_ends_of() -> None:
+    lasting = {kind for kind in Kind if not kind.ends_lives}
+    assert {Kind.STOP, Kind.PARTITION, Kind.FORGE, Kind.DISK_FULL, Kind.FLIP_MEMORY} <= lasting
+    assert lasting.isdisjoint(
+        {Kind.KILL, Kind.FLAP, Kind.DRAIN, Kind.ROLLING, Kind.ROTATE, Kind.REBOOT, Kind.CLOCK, Kind.POOLS}
+    )
