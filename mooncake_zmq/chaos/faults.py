@@ -145,7 +145,7 @@ class Saboteur:
         if not self._cluster.own_file_systems:
             await self._turn(fault, host, disk_errno=errno.ENOSPC)
             return
-        ballast = self._cluster.ssd_dir(host) / BALLAST
+        ballast = self._cluster.ssd_dir(host) / f"{BALLAST}-{fault.at_s}"  # another one may still lie there
         await asyncio.to_thread(_fill, ballast)
         await asyncio.sleep(fault.duration_s)
         ballast.unlink()
