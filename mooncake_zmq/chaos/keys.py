@@ -1,6 +1,7 @@
 """The keys of a run: made in one place, copied to hosts as an operator copies them, and rotated."""
 
 import shutil
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,6 +29,7 @@ class RunKeys:
         """`nodes`: the host of each, by name."""
         self._directory = directory
         self._nodes, self._hosts = dict(nodes), dict(hosts)
+        self._spreading = threading.Lock()
         wanted: list[tuple[str, tuple[Kind, ...]]] = [(name, ("node",)) for name in nodes]
         key_files.make(directory, [*wanted, (OUTSIDER, ("store",)), (SUBSCRIBER, ("events",))])
         key_files.make(directory / NOBODY, [(NOBODY, ("node",))])
@@ -60,9 +62,10 @@ class RunKeys:
         self._spread()
 
     def _spread(self) -> None:
-        content = (self._directory / key_files.PUBLIC_KEYS).read_bytes()
-        for path in self._hosts.values():
-            replace_own(path / key_files.PUBLIC_KEYS, content, mode=key_files.WORLD_READABLE)
+        with self._spreading:  # else of two at once the one who read first may write last
+            content = (self._directory / key_files.PUBLIC_KEYS).read_bytes()
+            for path in self._hosts.values():
+                replace_own(path / key_files.PUBLIC_KEYS, content, mode=key_files.WORLD_READABLE)
 
     def _hand_over(self, name: str) -> None:
         secret = f"{name}.secret"
