@@ -123,6 +123,7 @@ def _forward(name: str, module: str, summary: str) -> None:
 
 _forward("simtest", "mooncake_zmq.simulation.report", "Run the cluster under virtual time and seeded faults.")
 _forward("chaos", "mooncake_zmq.chaos.command", "Break a real cluster by seeded faults; clients check every token.")
+_forward("fuzz", "mooncake_zmq.fuzz.command", "Give every decoder of bytes from outside what it does not expect.")
 _forward("sim", "mooncake_zmq.laboratory.command", "Replay a trace in virtual time: policies, sizes, SLOs.")
 _forward("reproduce", "mooncake_zmq.laboratory.reproduce.command", "Print a figure of the papers, ours beside theirs.")
 _forward("bench", "mooncake_zmq.bench.command", "Measure, each value beside its reference.")

@@ -225,6 +225,9 @@ class GatewaySettings:
 
     http_host: str = "127.0.0.1"
     http_port: int = 8000
+    reuse_port: bool = False
+    """Gateways of one host and user may listen at one address: the kernel deals new connections out among those that run, and
+    one that drains leaves first. To tell them apart, `/health` names who answers, and `metrics_port` is each one's own."""
     api_keys: str = ""
     """File of `mooncake-zmq keys api`: who may call, how often, and how much. Read anew when it changes. Empty: the unit's
     credential `api_keys`; without one everybody may call."""
@@ -336,6 +339,20 @@ class Loaded:
         merged = _merge(self.raw.get(name, {}), node.settings)
         return _convert(merged, kind, self.path, self.sources, under=where)
 
+    def check_addresses(self) -> None:
+        """Raise ConfigError where gateways of a host listen at one address and not all of them share it."""
+        taken: dict[tuple[str, str, int], str] = {}
+        for node in self.config.of_role("gateway"):
+            section = self.section(node)
+            address = (node.host, section.http_host, section.http_port)
+            shares = section.reuse_port and self.section(self.config.node(taken.get(address, node.name))).reuse_port
+            if address in taken and not shares:
+                raise ConfigError(
+                    f"{self.path}: {taken[address]} and {node.name} listen on {address[1]}:{address[2]} of {node.host}: give "
+                    "them ports of their own, or share it by gateway.reuse_port = true"
+                )
+            taken[address] = node.name
+
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
         """Tokens of prompt and output together: what the model takes, and the roomiest decode holds in whole blocks."""
         blocks = [self.section(node).capacity_tokens // block_tokens for node in self.config.of_role("decode")]
@@ -367,6 +384,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environme
             replace(config, **{node.role.replace("-", "_"): section})  # what holds for all must hold with its own settings too
         except ValueError as error:
             raise ConfigError(f"{shown}: nodes[{position}].settings: {error}") from None
+    loaded.check_addresses()
     return loaded
 
 

@@ -25,7 +25,7 @@ from mooncake_zmq.runtime.process import (
     MISTAKES,
     PARENT_VARIABLE,
     PortInUse,
-    listen,
+    claim,
     make_private,
 )
 from mooncake_zmq.runtime.tls import tls_files_of, trusting
@@ -176,7 +176,7 @@ class Up:
         for node in self.config.of_role("gateway"):
             settings = self.loaded.section(node)
             try:
-                listen(settings.http_host, settings.http_port).close()
+                claim(settings.http_host, settings.http_port, share=settings.reuse_port).close()
             except PortInUse as error:
                 raise PortInUse(f"{error}; stop what listens there, or --set gateway.http_port=PORT") from error
         self._sweep()

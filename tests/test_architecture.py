@@ -44,7 +44,7 @@ EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "guard", "metrics"
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
-ZMQ = ("runtime/", "store/client/", "store/server/")
+ZMQ = ("chaos/forged", "chaos/hostile", "runtime/", "store/client/", "store/server/")
 ZMQ += tuple(f"transfer/{name}" for name in ("block_stream", "connections", "data_server", "key_files", "sockets"))
 
 

@@ -73,6 +73,69 @@ def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> It
             yield f"{name} has {now.rss_bytes >> 20} MiB resident, and had {then.rss_bytes >> 20} before"
 
 
+MORE_FOR_STRANGERS_BYTES = 64 << 20
+"""That anybody's inputs may make a process hold at any time."""
+
+
+def swollen(before: Mapping[str, Footprint], peaks: Mapping[str, Footprint]) -> Iterator[str]:
+    """Processes that held too much at their worst."""
+    for name, most in peaks.items():
+        if name in before and most.rss_bytes > before[name].rss_bytes + MORE_FOR_STRANGERS_BYTES:
+            yield f"{name} had {most.rss_bytes >> 20} MiB resident at its worst, and {before[name].rss_bytes >> 20} before"
+
+
+WARM_S = 60.0
+"""Of a life: until then a process still opens and imports what it uses."""
+JUDGED_S = 900.0
+"""Of warm lives together: over less a slope tells nothing."""
+MAX_GROWTH_BYTES_PER_H = 32 << 20
+
+
+@dataclass(slots=True)
+class Growth:
+    """The slope of one node's memory over the age of its lives, all of them as if laid beside each other (least squares, each
+    life with a level of its own): what leaks with time or requests, whatever a life began with. Holds sums alone."""
+
+    observed_s: float = 0.0
+    """Of warm lives."""
+    _variance: float = 0.0
+    _covariance: float = 0.0
+    _life: int = 0
+    _count: int = 0
+    _mean_age_s: float = 0.0
+    _mean_bytes: float = 0.0
+    _last_age_s: float = 0.0
+
+    def saw(self, life: int, age_s: float, rss_bytes: int) -> None:
+        """One look at the node in its `life`, in order of time."""
+        if age_s < WARM_S:
+            return
+        if life != self._life:
+            self._life, self._count, self._mean_age_s, self._mean_bytes, self._last_age_s = life, 0, 0.0, 0.0, age_s
+        self.observed_s += age_s - self._last_age_s
+        self._last_age_s = age_s
+        self._count += 1
+        off_s = age_s - self._mean_age_s
+        self._mean_age_s += off_s / self._count
+        self._mean_bytes += (rss_bytes - self._mean_bytes) / self._count
+        self._variance += off_s * (age_s - self._mean_age_s)
+        self._covariance += off_s * (rss_bytes - self._mean_bytes)
+
+    @property
+    def bytes_per_h(self) -> float:
+        return 3600 * self._covariance / self._variance if self._variance else 0.0
+
+
+def growing(growths: Mapping[str, Growth]) -> Iterator[str]:
+    """Nodes whose memory grew all the time, as far as they were seen long enough."""
+    for name, growth in growths.items():
+        if growth.observed_s >= JUDGED_S and growth.bytes_per_h > MAX_GROWTH_BYTES_PER_H:
+            yield (
+                f"{name} grew by {growth.bytes_per_h / (1 << 20):.0f} MiB an hour over {growth.observed_s / 60:.0f} minutes; "
+                f"{MAX_GROWTH_BYTES_PER_H >> 20} are allowed"
+            )
+
+
 def unheard(dumps: Mapping[str, Any], names: Collection[str]) -> list[str]:
     """Nodes that do not answer, and peers that are not in conversation."""
     return [f"{name} does not answer" for name in names if name not in dumps] + [
@@ -95,7 +158,7 @@ def busy(dumps: Mapping[str, Any]) -> list[str]:
 
 def strangers_in_memory(names: Collection[str], lives: Mapping[str, int]) -> list[str]:
     """Segments that belong to no life that runs. `names`: of files in a host's shared memory; `lives`: incarnations by node."""
-    alive = {f"={node}={life}" for node, life in lives.items()}
+    alive = {f"={node}{part}={life}" for node, life in lives.items() for part in ("", ".objects")}
     return [f"{name} is nobody's segment" for name in names if not any(name.endswith(life) for life in alive)]
 
 

@@ -24,6 +24,8 @@ REFUSED_PAUSE_S = 0.3
 WARM_ANSWERS = 2
 """Of each client, before anything is broken."""
 POLL_S = 0.1
+NOTICED_S = 0.1
+"""A shorter silence is no pause."""
 WORST_KEPT = 5
 DETAILS_KEPT = 20
 
@@ -59,6 +61,8 @@ class Score:
     pauses: list[Pause] = field(default_factory=list)
     """The longest ones with at most one outage at a time."""
     pauses_amid_several: list[Pause] = field(default_factory=list)
+    worst_by_kind_s: dict[str, float] = field(default_factory=dict)
+    """The longest pause amid each kind of outage, others at the same time or not."""
     worst_first_token_s: float = 0.0
 
     def complain(self, what: str) -> None:
@@ -192,10 +196,13 @@ class Clients:
         self.score.tokens += len(tokens)
 
     def _note_pause(self, start: float, stop: float) -> None:
-        kept = (self.score.pauses, self.score.pauses_amid_several)
-        if stop - start <= min(worst[-1].seconds if len(worst) == WORST_KEPT else 0.0 for worst in kept):
+        if stop - start < NOTICED_S:
             return
-        amid = [str(entry.fault) for entry in self._history.outages(start, stop)]
+        kept, by_kind = (self.score.pauses, self.score.pauses_amid_several), self.score.worst_by_kind_s
+        outages = list(self._history.outages(start, stop))
+        for kind in {entry.fault.kind.value for entry in outages}:
+            by_kind[kind] = max(by_kind.get(kind, 0.0), stop - start)
+        amid = [str(entry.fault) for entry in outages]
         worst = kept[len(amid) > 1]
         worst.append(Pause(stop - start, stop, tuple(amid)))
         worst.sort(reverse=True)

@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 
-from mooncake_zmq.chaos.checks import Footprint
+from mooncake_zmq.chaos.checks import Footprint, Growth
+from mooncake_zmq.chaos.keys import RunKeys
 from mooncake_zmq.chaos.network import Network
 from mooncake_zmq.chaos.node import DIALS_VARIABLE, PLANTED_VARIABLE, TOKEN_VARIABLE, Dials
 from mooncake_zmq.config import Config, Loaded, NodeSettings, load
@@ -45,12 +46,13 @@ class Child:
     expected: bool = False
     """Was its end brought about by us?"""
     lives: int = 0
+    started_at: float = 0.0
 
 
 class Cluster:
     """All nodes of a deployment, each on its host, in directories of the run's own. Used from one asyncio loop."""
 
-    def __init__(self, loaded: Loaded, directory: Path, network: Network, *, planted: str = "") -> None:
+    def __init__(self, loaded: Loaded, directory: Path, network: Network, *, planted: str = "", with_keys: bool = True) -> None:
         self.directory = directory
         self.network = network
         self.config = _moved(loaded, directory, network)
@@ -60,7 +62,10 @@ class Cluster:
         self.stopping = False
         self.peaks: dict[str, Footprint] = {}
         """The most that each process held at any time."""
+        self.growths = {name: Growth() for name in self.children}
         self.own_file_systems = self._make_hosts()
+        self.keys = self._make_keys() if with_keys else None
+        """None: TCP in clear."""
         self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", TOKEN_VARIABLE: str(TOKEN_S), PLANTED_VARIABLE: planted}
         (directory / "logs").mkdir()
 
@@ -88,6 +93,9 @@ class Cluster:
 
     def ssd_dir(self, host: str) -> Path:
         return self.directory / host / "ssd"
+
+    def keys_dir(self, host: str) -> Path:
+        return self.directory / host / "keys"
 
     def log(self, name: str) -> Path:
         return self.directory / "logs" / f"{name}.log"
@@ -119,6 +127,8 @@ class Cluster:
             ("cluster.runtime_dir", self.run_dir(host)),
             ("cluster.shm_dir", self.shm_dir(host)),
             ("cache_node.ssd.directory", self.ssd_dir(host)),
+            ("security.keys", self.keys_dir(host) if self.keys else ""),
+            ("security.allow_plain_tcp", str(self.keys is None).lower()),
         ):
             command += ["--set", f"{key}={where}"]
         environment = {**self._environment, DIALS_VARIABLE: str(self.directory / host / "dials")}
@@ -127,6 +137,7 @@ class Cluster:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, process_group=0
             )
         child.expected = False
+        child.started_at = time.monotonic()
         child.lives += 1
 
     async def supervise(self) -> None:
@@ -231,6 +242,11 @@ class Cluster:
             found |= await asyncio.to_thread(collect_dumps, self.run_dir(host), self.of_host(host))
         return found
 
+    async def dump(self, name: str) -> dict[str, Any] | None:
+        """The state of one node, if it answers."""
+        found = await asyncio.to_thread(collect_dumps, self.run_dir(self.host(name)), [name])
+        return found.get(name)
+
     async def is_whole(self) -> bool:
         """Does every gateway see every conductor, prefill and decode?"""
         wanted = {node.name for node in self.config.of_role("conductor", "prefill", "decode")}
@@ -274,6 +290,12 @@ class Cluster:
         for name, now in self.footprints().items():
             most = self.peaks.get(name, now)
             self.peaks[name] = Footprint(max(most.descriptors, now.descriptors), max(most.rss_bytes, now.rss_bytes))
+            child = self.children[name]
+            self.growths[name].saw(child.lives, time.monotonic() - child.started_at, now.rss_bytes)
+
+    def _make_keys(self) -> RunKeys:
+        nodes = {name: child.node.host for name, child in self.children.items()}
+        return RunKeys(self.directory / "keys", nodes, {host: self.keys_dir(host) for host in self.hosts})
 
     def _make_hosts(self) -> bool:
         """Directories for each host; True: shared memory and SSD are file systems of their own, so that they can be full."""

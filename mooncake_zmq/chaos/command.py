@@ -2,19 +2,22 @@
 
 import asyncio
 import json
+import logging
 import shutil
 import sys
 import time
 from pathlib import Path
 
 import click
+import structlog
 from rich.console import Console
+from rich.markup import escape
 
+from mooncake_zmq.chaos.node import PLANTED
 from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.engine.cpu import limit_blas
 
 DEFAULT_CONFIG = "configs/chaos.toml"
-PLANTED = ("trust_all_bytes",)
 
 
 @click.command()
@@ -37,8 +40,17 @@ PLANTED = ("trust_all_bytes",)
     metavar="KIND",
     help=f"Only this kind; may be given again. There are {', '.join(kind.value for kind in Kind)}.",
 )
-@click.option("--planted", type=click.Choice(PLANTED), default=None, help="Plant a bug; the clients must find it.")
+@click.option("--lasting", is_flag=True, help="Only what no process ends of, so that its memory is seen over the whole time.")
+@click.option("--planted", type=click.Choice(tuple(PLANTED)), default=None, help="Plant a bug, which must be found.")
 @click.option("--loopback", is_flag=True, help="Make no namespaces, as where none are permitted.")
+@click.option("--plain", is_flag=True, help="No keys: everything that goes over TCP goes in clear.")
+@click.option(
+    "--hostile",
+    type=click.IntRange(1000),
+    default=None,
+    metavar="N",
+    help="Instead of faults: N spoilt inputs to every socket, a 50th of that to HTTP.",
+)
 @click.option("--keep", is_flag=True, help="Keep the directory with the logs of a clean run as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def chaos(
@@ -48,24 +60,31 @@ def chaos(
     path: str,
     plan_only: bool,
     faults: tuple[str, ...],
+    lasting: bool,
     planted: str | None,
     loopback: bool,
+    plain: bool,
+    hostile: int | None,
     keep: bool,
     as_json: bool,
 ) -> None:
     """Start a real cluster, break it in every way that a seed draws, and compare every token that clients get.
 
-    Each host is a network namespace of its own where that is permitted (root, or user namespaces), so that links can be cut;
-    else all run on loopback, and partitions are left out. Nothing outlives the command. The exit code is 1 if anything was
-    wrong, lost or duplicated, left open, leaked, or told of an error; the logs are then kept.
+    All TCP is CURVE, by keys made for the run. Each host is a network namespace of its own where that is permitted (root, or
+    user namespaces), so that links can be cut; else all run on loopback, and partitions are left out. Nothing outlives the
+    command. The exit code is 1 if anything was wrong, lost or duplicated, left open, leaked, kept growing, or told of an error;
+    the logs are then kept.
 
     \b
     Examples:
       mooncake-zmq chaos                            a minute of it
       mooncake-zmq chaos --minutes 10 --seed 7
+      mooncake-zmq chaos --minutes 60 --lasting     does memory grow?
       mooncake-zmq chaos --plan --seed 7            only what would be done
       mooncake-zmq chaos --json > chaos.json
       mooncake-zmq chaos --fault kill --fault stop  only these kinds
+      mooncake-zmq chaos --fault rotate --minutes 4 every node restarted with a new key
+      mooncake-zmq chaos --hostile 1000000 --clients 2
       mooncake-zmq chaos --fault flip_memory --planted trust_all_bytes
     """
     from mooncake_zmq.chaos.network import enter
@@ -73,6 +92,8 @@ def chaos(
     if not (plan_only or loopback):
         enter()
     limit_blas()
+    # What strangers of ours log is no part of the report.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     from mooncake_zmq.chaos.plan import draw_plan
     from mooncake_zmq.chaos.report import as_json as report_as_json
     from mooncake_zmq.chaos.report import print_report
@@ -83,7 +104,7 @@ def chaos(
         loaded = load(_located(path), {})
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    wanted_kinds = [Kind(kind) for kind in faults] or list(Kind)
+    wanted_kinds = [kind for kind in ([Kind(kind) for kind in faults] or Kind) if not (lasting and kind.ends_lives)]
     if plan_only:
         for fault in draw_plan(seed, 60 * minutes, {node.name: node.role for node in loaded.config.nodes}, wanted_kinds):
             click.echo(f"{fault.at_s:6.1f} s  {fault}")
@@ -92,10 +113,17 @@ def chaos(
     errors = Console(stderr=True, highlight=False)
 
     def say(text: str) -> None:
-        errors.print(f"[dim]{time.monotonic() - began:6.1f} s[/] {text}", markup=True, soft_wrap=True)
+        errors.print(f"[dim]{time.monotonic() - began:6.1f} s[/] {escape(text)}", markup=True, soft_wrap=True)
 
     wanted = Wanted(
-        loaded=loaded, seed=seed, duration_s=60 * minutes, clients=clients, kinds=wanted_kinds, planted=planted or ""
+        loaded=loaded,
+        seed=seed,
+        duration_s=60 * minutes,
+        clients=clients,
+        kinds=wanted_kinds,
+        planted=planted or "",
+        with_keys=not plain,
+        hostile=hostile or 0,
     )
     run = Run(wanted, say)
     try:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -27,6 +28,7 @@ class Saboteur:
 
     def __init__(self, cluster: Cluster, history: History, seed: int) -> None:
         self.problems: list[str] = []
+        self.strangers_refused = 0
         self._cluster = cluster
         self._history = history
         self._random = Random(f"sabotage {seed}")
@@ -54,9 +56,7 @@ class Saboteur:
             case Kind.KILL | Kind.POOLS | Kind.EVERYTHING:
                 await self._kill(fault.targets, fault.duration_s)
             case Kind.FLAP:
-                for _ in range(int(fault.amount)):
-                    await self._kill(fault.targets, 0.0)
-                    await asyncio.sleep(fault.duration_s)
+                await self._flap(fault)
             case Kind.REBOOT:
                 await self._kill(entry.disturbed, fault.duration_s, lambda: cluster.forget(host))
             case Kind.LOST_CLOCK:
@@ -70,6 +70,8 @@ class Saboteur:
                 for name in fault.targets:
                     await cluster.drain(name)
                     await cluster.until_whole(WHOLE_TIMEOUT_S)
+            case Kind.ROTATE:
+                await self._rotate(fault)
             case Kind.PARTITION | Kind.ONE_WAY:
                 await self._cut(fault)
             case Kind.DELAY:
@@ -92,7 +94,7 @@ class Saboteur:
             case Kind.FLIP_MEMORY:
                 entry.what = f"{self._flip_memory(fault)} blocks damaged"
             case Kind.FORGE:
-                entry.what = f"{await self._forge(fault)} frames sent"
+                entry.what = await self._forge(fault)
 
     async def _kill(self, names: tuple[str, ...], away_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Returns once the next lives run. `meanwhile`: what is done before they begin."""
@@ -104,6 +106,24 @@ class Saboteur:
             if self._cluster.stopping:
                 return
             await asyncio.sleep(_POLL_S)
+
+    async def _flap(self, fault: Fault) -> None:
+        for number in range(int(fault.amount)):
+            await self._kill(fault.targets, 0.0)
+            if number % 2:
+                await self._cluster.until_whole(WHOLE_TIMEOUT_S)
+            await asyncio.sleep(fault.duration_s)
+
+    async def _rotate(self, fault: Fault) -> None:
+        """As the manual says: public keys everywhere, then the secret, then a restart; and what was is forgotten last."""
+        cluster, keys = self._cluster, self._cluster.keys
+        assert keys is not None
+        for name in fault.targets:
+            await asyncio.to_thread(keys.rotate, name)
+            await cluster.drain(name)
+            await cluster.until_whole(WHOLE_TIMEOUT_S)
+        for name in fault.targets:
+            await asyncio.to_thread(keys.drop, name)
 
     async def _stop(self, fault: Fault) -> None:
         for name in fault.targets:
@@ -125,7 +145,7 @@ class Saboteur:
         if not self._cluster.own_file_systems:
             await self._turn(fault, host, disk_errno=errno.ENOSPC)
             return
-        ballast = self._cluster.ssd_dir(host) / BALLAST
+        ballast = self._cluster.ssd_dir(host) / f"{BALLAST}-{fault.at_s}"  # another one may still lie there
         await asyncio.to_thread(_fill, ballast)
         await asyncio.sleep(fault.duration_s)
         ballast.unlink()
@@ -145,11 +165,38 @@ class Saboteur:
                 flipped += flip_blocks(directory / segment, life, layout, int(fault.amount), self._random)
         return flipped
 
-    async def _forge(self, fault: Fault) -> int:
+    async def _forge(self, fault: Fault) -> str:
         name = fault.targets[0]
         address, port = self._cluster.control(name)
-        frames = list(forged.frames(self._random, list(self._cluster.children), int(fault.amount)))
-        return await asyncio.to_thread(forged.send, address, port, frames, self._random)
+        forge = partial(forged.frames, self._random, list(self._cluster.children))
+        sent = await asyncio.to_thread(forged.send_in_clear, address, port, list(forge(int(fault.amount))), self._random)
+        told = f"{sent} frames sent in clear"
+        if (keys := self._cluster.keys) is None:
+            return told
+        at = partial(forged.send_by_key, name, f"tcp://{address}:{port}")
+        refused = await self._forge_as_strangers(
+            name, [partial(at, list(forge(int(fault.amount))), each) for each in keys.of_strangers()]
+        )
+        thief = self._random.choice([each for each in self._cluster.children if each != name])
+        met = await asyncio.to_thread(at, list(forge(int(fault.amount))), keys.of(thief))
+        return (
+            f"{told}; strangers refused {refused} times; {int(fault.amount) * bool(met.admitted)} frames by the key of {thief}"
+        )
+
+    async def _forge_as_strangers(self, name: str, sendings: list[Callable[[], forged.Met]]) -> int:
+        """How often they were refused, which the node must have counted, unless its life ended meanwhile."""
+        before = await self._cluster.dump(name)
+        met = [await asyncio.to_thread(sending) for sending in sendings]
+        after = await self._cluster.dump(name)
+        if any(each.admitted for each in met):
+            self.problems.append(f"{name} let in a stranger")
+        refused = sum(each.refused for each in met)
+        self.strangers_refused += refused
+        if before and after and before["incarnation"] == after["incarnation"]:
+            counted = after["parts"]["connections"]["refused"] - before["parts"]["connections"]["refused"]
+            if counted < refused:
+                self.problems.append(f"{name} refused strangers {refused} times and counted {counted}")
+        return refused
 
 
 def _fill(path: Path) -> None:

@@ -1,21 +1,28 @@
-"""Frames that nobody of the cluster sent, and a hand that puts them on a control socket without a ZeroMQ of its own.
+"""Frames that nobody of the cluster sent, and hands that put them on a control socket: one without a ZeroMQ of its own, and,
+where there are keys, strangers who speak CURVE and a thief who has a member's key.
 
-What is made here is noise, strangers, old lives and wrong versions: a cluster without keys must drop and count all of it. That
-a stranger may *pass* for a member is not tried: nothing but keys is against that.
+What is made here is noise, strangers, old lives and wrong versions: whoever gets that far must have all of it dropped and
+counted. That a stranger *passes* for a member is not tried without keys: nothing but keys is against that.
 """
 
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from random import Random
 
-from mooncake_zmq.core.messages import MAX_BODIES, PROTOCOL_VERSION, Envelope, Hello, encode
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-_READY = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER" + b"\x08Identity" + bytes(4)
-_LONG, _COMMAND = 2, 4
+from mooncake_zmq.core.messages import MAX_BODIES, PROTOCOL_VERSION, Envelope, Hello, encode
+from mooncake_zmq.transfer import zmtp
+from mooncake_zmq.transfer.key_files import Keys
+from mooncake_zmq.transfer.sockets import Limits, Sockets
+
 _TIMEOUT_S = 2.0
 _FRAMES_PER_CONNECTION = 100
+_LIMITS = Limits(max_message_bytes=1 << 20, send_hwm=2 * _FRAMES_PER_CONNECTION, receive_hwm=1)
+_HANDSHAKES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 def frames(random: Random, members: Sequence[str], count: int) -> Iterator[bytes]:
@@ -59,27 +66,57 @@ def _envelope(random: Random, members: Sequence[str]) -> bytes:
     )
 
 
-def send(address: str, port: int, forged: Sequence[bytes], random: Random) -> int:
+def send_in_clear(address: str, port: int, forged: Sequence[bytes], random: Random) -> int:
     """Put frames on a ROUTER's TCP socket: how many went out before it hung up. Connections that are no ZeroMQ come between."""
     sent = 0
     for start in range(0, len(forged), _FRAMES_PER_CONNECTION):
         with suppress(OSError), socket.create_connection((address, port), timeout=_TIMEOUT_S) as stream:
             stream.sendall(random.choice((b"GET / HTTP/1.1\r\n\r\n", random.randbytes(200))))
         with suppress(OSError), socket.create_connection((address, port), timeout=_TIMEOUT_S) as stream:
-            stream.sendall(_GREETING + _frame(_READY, _COMMAND))
-            _read(stream, len(_GREETING))
+            stream.sendall(zmtp.GREETING)
+            _read(stream, zmtp.GREETING_BYTES)
+            stream.sendall(zmtp.ready(b"DEALER"))
             for frame in forged[start : start + _FRAMES_PER_CONNECTION]:
-                stream.sendall(_frame(frame))
+                stream.sendall(zmtp.part(frame))
                 sent += 1
     return sent
-
-
-def _frame(body: bytes, flags: int = 0) -> bytes:
-    if len(body) > 255:
-        return bytes([flags | _LONG]) + len(body).to_bytes(8, "big") + body
-    return bytes([flags, len(body)]) + body
 
 
 def _read(stream: socket.socket, size: int) -> None:
     while size > 0 and (read := stream.recv(size)):
         size -= len(read)
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """How those with keys fared at a door, in connections."""
+
+    admitted: int = 0
+    refused: int = 0
+
+
+def send_by_key(server: str, endpoint: str, forged: Sequence[bytes], keys: Keys) -> Met:
+    """Put frames on the control socket of `server` as who has `keys`."""
+    sockets = Sockets(keys, io_threads=1).borrow()
+    met = [_knock(sockets, server, endpoint, forged[at : at + _FRAMES_PER_CONNECTION]) for at in _starts(forged)]
+    sockets.give_back()
+    return Met(met.count(zmq.EVENT_HANDSHAKE_SUCCEEDED), met.count(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
+
+
+def _starts(forged: Sequence[bytes]) -> range:
+    return range(0, len(forged), _FRAMES_PER_CONNECTION)
+
+
+def _knock(sockets: Sockets, server: str, endpoint: str, forged: Sequence[bytes]) -> int:
+    """What came of one connection: a ZeroMQ event, or 0 if nobody was there."""
+    dealer, _ = sockets.connecting(zmq.DEALER, endpoint, "control", _LIMITS, server=server)
+    told = dealer.get_monitor_socket(_HANDSHAKES)
+    dealer.connect(endpoint)
+    for frame in forged:
+        with suppress(zmq.Again):
+            dealer.send(frame, zmq.DONTWAIT)
+    event = int(recv_monitor_message(told)["event"]) if told.poll(int(_TIMEOUT_S * 1000)) else 0
+    dealer.disable_monitor()
+    # Once greeted, what was sent is still on its way.
+    dealer.close(linger=int(_TIMEOUT_S * 1000) if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else 0)
+    return event

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -150,7 +151,8 @@ class Namespaces:
         if cut:
             self._on(sender, "ip", "neigh", "replace", *place, "lladdr", _NOBODYS_ADDRESS, "nud", "permanent")
         else:
-            self._on(sender, "ip", "neigh", "del", *place)
+            with suppress(OSError):  # of two faults at once the other one has mended it
+                self._on(sender, "ip", "neigh", "del", *place)
 
     def delay(self, host: str, seconds: float) -> None:
         if seconds:

@@ -80,6 +80,17 @@ def _trust_all_bytes() -> None:
     _replace(reading, "payload_stands", lambda _parts, _checksum: True)
 
 
+def _admit_strangers() -> None:
+    """The planted bug: whoever has any key is let in, by the name of a node that there is not."""
+    from mooncake_zmq.core.keys import KeyBook
+
+    admitted = KeyBook.admitted
+    _replace(KeyBook, "admitted", lambda book, plane, key: admitted(book, plane, key) or "stranger")
+
+
+PLANTED = {"trust_all_bytes": _trust_all_bytes, "admit_strangers": _admit_strangers}
+
+
 def _replace(module: Any, name: str, value: Any) -> None:
     setattr(module, name, value)
 
@@ -94,8 +105,8 @@ def main() -> None:
     _follow_disk(dials)
     if sys.argv[1] == "decode":
         _take_time(float(os.environ.get(TOKEN_VARIABLE, "0")))
-    if os.environ.get(PLANTED_VARIABLE) == "trust_all_bytes":
-        _trust_all_bytes()
+    if planted := os.environ.get(PLANTED_VARIABLE):
+        PLANTED[planted]()
     from mooncake_zmq.cli import main as command_line
 
     command_line()

@@ -14,13 +14,15 @@ class Kind(Enum):
     KILL = "kill"
     """SIGKILL; its supervisor starts it again after `duration_s`."""
     FLAP = "flap"
-    """SIGKILL `amount` times, each soon after the start before."""
+    """SIGKILL `amount` times, each `duration_s` after the start before, every other time after all have heard of it."""
     STOP = "stop"
     """SIGSTOP for `duration_s`, mostly longer than peers wait, sometimes longer than a lease."""
     DRAIN = "drain"
     """SIGTERM; it is started again once it has ended."""
     ROLLING = "rolling"
     """The targets are drained and started again, one after the other."""
+    ROTATE = "rotate"
+    """As `rolling`, and each target's key is rotated before its new life; the former ones are dropped in the end."""
     TAKEOVER = "takeover"
     """The conductor in use is stopped: the other one must decide."""
     REBOOT = "reboot"
@@ -56,10 +58,15 @@ class Kind(Enum):
         """Does it take something away that streams may be using?"""
         return self in _OUTAGES
 
+    @property
+    def ends_lives(self) -> bool:
+        """Does a process end of it?"""
+        return self.is_outage and self not in (Kind.STOP, Kind.TAKEOVER, Kind.PARTITION, Kind.ONE_WAY)
+
 
 _OUTAGES = frozenset(
     (
-        *(Kind.KILL, Kind.FLAP, Kind.STOP, Kind.DRAIN, Kind.ROLLING, Kind.TAKEOVER, Kind.CLOCK),
+        *(Kind.KILL, Kind.FLAP, Kind.STOP, Kind.DRAIN, Kind.ROLLING, Kind.ROTATE, Kind.TAKEOVER, Kind.CLOCK),
         *(Kind.REBOOT, Kind.LOST_CLOCK, Kind.POOLS, Kind.EVERYTHING, Kind.PARTITION, Kind.ONE_WAY),
     )
 )
@@ -142,7 +149,7 @@ def _draw(random: Random, kind: Kind, at_s: float, nodes: Mapping[str, Role], *,
             return fault([anyone], random.uniform(*random.choice(STOP_S)))
         case Kind.DRAIN:
             return fault([anyone])
-        case Kind.ROLLING:
+        case Kind.ROLLING | Kind.ROTATE:
             return fault(list(nodes) if long else random.choice((of("prefill"), of("decode"), pools)))
         case Kind.TAKEOVER:
             return fault(of("conductor")[:1], random.uniform(*STOP_S[1]))

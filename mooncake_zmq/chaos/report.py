@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mooncake_zmq.chaos.checks import JUDGED_S, growing
 from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.chaos.run import Outcome, Wanted
 
@@ -36,12 +37,28 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, str, bool]]:
     yield "longest wait for a first token", f"{score.worst_first_token_s:.1f} s", True
     yield "longest pause, one outage at a time", _longest(outcome, several=False), True
     yield "longest pause, several at once", _longest(outcome, several=True), True
+    if outcome.inputs:
+        yield "spoilt inputs", f"{sum(outcome.inputs.values()):,} to {len(outcome.inputs)} sockets", True
+    grew = {
+        name: peak.rss_bytes - outcome.before[name].rss_bytes for name, peak in outcome.peaks.items() if name in outcome.before
+    }
+    if grew:
+        most = max(grew, key=lambda name: grew[name])
+        yield "MiB that a process grew by at its worst", f"{grew[most] / (1 << 20):.1f}, {most}", True
+    if outcome.strangers_refused:
+        yield "strangers with keys, refused", f"{outcome.strangers_refused:,}", True
     before, after = (
         (sum(each.descriptors for each in found.values()), sum(each.rss_bytes for each in found.values()) / (1 << 20))
         for found in (outcome.before, outcome.after)
     )
     yield "open descriptors, before and after", f"{before[0]} {after[0]}", True
     yield "resident MiB, before and after", f"{before[1]:.0f} {after[1]:.0f}", True
+
+    if growth := max(outcome.growths.items(), key=lambda each: each[1].bytes_per_h, default=None):
+        name, seen = growth
+        judged = "" if seen.observed_s >= JUDGED_S else ": too short to judge"
+        told = f"{seen.bytes_per_h / (1 << 20):+.1f}, {name}, over {seen.observed_s / 60:.0f} minutes{judged}"
+        yield "MiB an hour, of the node that grew most", told, not list(growing(outcome.growths))
 
 
 def _longest(outcome: Outcome, *, several: bool) -> str:
@@ -57,8 +74,10 @@ def print_report(outcome: Outcome, wanted: Wanted, console: Console) -> None:
     table.add_column("", overflow="fold")
     for what, amount, good in _rows(outcome):
         table.add_row(what, f"[{'default' if good else 'red'}]{escape(amount)}[/]")
-    counts = Counter(entry.fault.kind for entry in outcome.done)
+    score, counts = outcome.score, Counter(entry.fault.kind for entry in outcome.done)
     table.add_row("done", ", ".join(f"{kind.value} {counts[kind]}" for kind in Kind if counts[kind]))
+    worst = sorted(score.worst_by_kind_s.items(), key=lambda each: -each[1])
+    table.add_row("longest pause amid", ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in worst))
     table.add_row("warnings in logs", ", ".join(f"{event} {count}" for event, count in outcome.warnings.most_common(EVENTS)))
     if outcome.not_reached:
         table.add_row("not reached in time", str(outcome.not_reached))
@@ -97,6 +116,9 @@ def as_json(outcome: Outcome, wanted: Wanted) -> dict[str, Any]:
         "away": score.away,
         "verdicts": dict(score.verdicts),
         "worst_first_token_s": round(score.worst_first_token_s, 3),
+        "worst_pause_amid_s": {kind: round(seconds, 3) for kind, seconds in score.worst_by_kind_s.items()},
+        "inputs": outcome.inputs,
+        "strangers_refused": outcome.strangers_refused,
         "pauses": [dataclasses.asdict(pause) | {"ended_at": pause.ended_at - outcome.began_at} for pause in score.pauses],
         "pauses_amid_several": [
             dataclasses.asdict(pause) | {"ended_at": pause.ended_at - outcome.began_at} for pause in score.pauses_amid_several
@@ -119,6 +141,8 @@ def as_json(outcome: Outcome, wanted: Wanted) -> dict[str, Any]:
             name: {
                 "descriptors": [outcome.before[name].descriptors, peak.descriptors, outcome.after[name].descriptors],
                 "rss_bytes": [outcome.before[name].rss_bytes, peak.rss_bytes, outcome.after[name].rss_bytes],
+                "growth_bytes_per_h": round(outcome.growths[name].bytes_per_h),
+                "growth_observed_s": round(outcome.growths[name].observed_s),
             }
             for name, peak in outcome.peaks.items()
             if name in outcome.before and name in outcome.after

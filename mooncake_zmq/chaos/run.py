@@ -9,11 +9,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mooncake_zmq.chaos.checks import Footprint, bad_lines, busy, grown, strangers_in_memory, unheard, warned
+from mooncake_zmq.chaos.checks import (
+    Footprint,
+    Growth,
+    bad_lines,
+    busy,
+    growing,
+    grown,
+    strangers_in_memory,
+    swollen,
+    unheard,
+    warned,
+)
 from mooncake_zmq.chaos.clients import Clients, Score
 from mooncake_zmq.chaos.cluster import START_TIMEOUT_S, Cluster, addresses
 from mooncake_zmq.chaos.faults import Saboteur
 from mooncake_zmq.chaos.history import Done, History
+from mooncake_zmq.chaos.hostile import assault
 from mooncake_zmq.chaos.network import open_network
 from mooncake_zmq.chaos.plan import Fault, Kind, draw_plan
 from mooncake_zmq.chaos.streams import open_api
@@ -39,6 +51,10 @@ class Wanted:
     kinds: Sequence[Kind] = tuple(Kind)
     planted: str = ""
     """A bug to plant; empty: none."""
+    with_keys: bool = True
+    """False: TCP in clear."""
+    hostile: int = 0
+    """Instead of faults: so many spoilt inputs to every socket; nothing may die of them, or grow."""
 
 
 @dataclass(slots=True)
@@ -57,6 +73,11 @@ class Outcome:
     before: dict[str, Footprint] = field(default_factory=dict)
     after: dict[str, Footprint] = field(default_factory=dict)
     peaks: dict[str, Footprint] = field(default_factory=dict)
+    growths: dict[str, Growth] = field(default_factory=dict)
+    inputs: dict[str, int] = field(default_factory=dict)
+    """Spoilt ones that each socket took."""
+    strangers_refused: int = 0
+    """Connections by keys that may not come in."""
     warnings: Counter[str] = field(default_factory=Counter)
     """What nodes warned of in their logs, by event."""
     problems: list[str] = field(default_factory=list)
@@ -80,9 +101,11 @@ class Run:
         """The whole of it; whatever happens, no process stays."""
         wanted, outcome = self._wanted, self.outcome
         network = open_network(addresses(wanted.loaded.config))
-        outcome.network, outcome.impossible = network.name, network.impossible
+        outcome.network, outcome.impossible = network.name, dict(network.impossible)
+        if not wanted.with_keys:
+            outcome.impossible[Kind.ROTATE] = "there are no keys"
         try:
-            cluster = Cluster(wanted.loaded, outcome.directory, network, planted=wanted.planted)
+            cluster = Cluster(wanted.loaded, outcome.directory, network, planted=wanted.planted, with_keys=wanted.with_keys)
             try:
                 await self._with(cluster)
             finally:
@@ -94,7 +117,8 @@ class Run:
     async def _with(self, cluster: Cluster) -> None:
         wanted, outcome = self._wanted, self.outcome
         history, api = History(), open_api()
-        outcome.api, outcome.peaks, outcome.done = api.name, cluster.peaks, history.done
+        outcome.api, outcome.done = api.name, history.done
+        outcome.peaks, outcome.growths = cluster.peaks, cluster.growths
         clients = Clients(api, cluster.urls(), history, seed=wanted.seed, count=wanted.clients)
         outcome.score = clients.score
         self._mind_signals()
@@ -125,8 +149,10 @@ class Run:
 
     async def _begin(self, cluster: Cluster, clients: Clients) -> None:
         outcome = self.outcome
+        guarded = "by keys" if cluster.keys else "in clear"
         self._say(
-            f"{len(cluster.children)} processes on {len(cluster.hosts)} hosts; {outcome.network}; logs in {outcome.directory}"
+            f"{len(cluster.children)} processes on {len(cluster.hosts)} hosts, {guarded}; {outcome.network}; "
+            f"logs in {outcome.directory}"
         )
         if not await cluster.until_whole(START_TIMEOUT_S):
             raise NotStarted(f"not whole after {START_TIMEOUT_S:.0f} s; see {outcome.directory}/logs")
@@ -136,21 +162,26 @@ class Run:
 
     async def _break(self, cluster: Cluster, clients: Clients, history: History) -> None:
         wanted, outcome = self._wanted, self.outcome
-        drawn = draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), wanted.kinds)
+        drawn = [] if wanted.hostile else draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), wanted.kinds)
         plan = [fault for fault in drawn if fault.kind not in outcome.impossible]
         saboteur = Saboteur(cluster, history, wanted.seed)
         outcome.began_at = time.monotonic()
-        asyncio.get_running_loop().call_later(wanted.duration_s, self._over.set)
+        if not wanted.hostile:
+            asyncio.get_running_loop().call_later(wanted.duration_s, self._over.set)
         self._say(f"{wanted.clients} clients by {outcome.api}, {len(plan)} faults within {wanted.duration_s:.0f} s")
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.run())
             telling = group.create_task(self._tell(clients))
-            await self._commit(plan, saboteur)
+            if wanted.hostile:
+                outcome.inputs = await assault(cluster, wanted.hostile, wanted.seed, self._say)
+            else:
+                await self._commit(plan, saboteur)
             clients.stopping = True
             self._say(f"no more faults; {clients.open} answers still to come")
             telling.cancel()
         outcome.took_s = time.monotonic() - outcome.began_at
         outcome.problems += saboteur.problems
+        outcome.strangers_refused = saboteur.strangers_refused
 
     async def _commit(self, plan: Sequence[Fault], saboteur: Saboteur) -> None:
         """What is no outage at its time; outages at theirs, or once those before are over; until the time is up."""
@@ -231,7 +262,9 @@ class Run:
     def _look_back(self, cluster: Cluster) -> None:
         outcome = self.outcome
         kinds = {entry.fault.kind for entry in outcome.done}
-        outcome.problems += cluster.unexpected + cluster.leftovers()
+        if outcome.inputs:
+            outcome.problems += swollen(outcome.before, outcome.peaks)
+        outcome.problems += [*cluster.unexpected, *cluster.leftovers(), *growing(outcome.growths)]
         for name, lines in cluster.lines():
             outcome.warnings += warned(lines)
             bad = bad_lines(lines, kinds)

@@ -11,12 +11,11 @@ from mooncake_zmq.core.messages import PROTOCOL_VERSION
 from mooncake_zmq.doctor.finding import Finding, Here
 from mooncake_zmq.doctor.here import tcp_address
 from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.transfer import zmtp
 
 AREA = "peers"
 ANSWER_S = 2.0
 AT_ONCE = 32
-GREETING_BYTES = 33
-"""Of ZeroMQ's: a signature of 10, version 2, the name of what guards the connection 20, and a byte of what follows."""
 
 
 def examine(here: Here) -> Iterator[Finding]:
@@ -40,21 +39,21 @@ def reached(name: str, address: str, port: int) -> Finding:
     except OSError as error:
         advice = f"start it, or let {address}:{port} through the firewalls between: nc -vz {address} {port}"
         return Finding(AREA, "warning", f"{where} does not answer: {error.strerror or error}", advice)
-    if greeting[:1] != b"\xff" or greeting[9:10] != b"\x7f":
+    if greeting[:1] != zmtp.SIGNATURE[:1] or greeting[9:10] != zmtp.SIGNATURE[9:]:
         return Finding(
             AREA, "problem", f"{where} is no ZeroMQ socket", f"see what listens at {address}:{port}; it is none of ours"
         )
-    guard = greeting[12:32].rstrip(b"\0").decode("ascii", "replace")
+    guard = greeting[zmtp.MECHANISM].rstrip(b"\0").decode("ascii", "replace")
     return Finding(AREA, "ok", f"{where} answers (ZMTP {greeting[10]}.{greeting[11]}, {guard})")
 
 
 def _greeting(stream: socket.socket) -> bytes:
     """Both sides of ZMTP speak at once; the second half comes only after our signature and version."""
-    stream.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    stream.sendall(zmtp.GREETING)
     got = b""
-    while len(got) < GREETING_BYTES and (more := stream.recv(GREETING_BYTES - len(got))):
+    while len(got) < zmtp.MECHANISM.stop and (more := stream.recv(zmtp.MECHANISM.stop - len(got))):
         got += more
-    return got.ljust(GREETING_BYTES, b"\0")
+    return got.ljust(zmtp.GREETING_BYTES, b"\0")
 
 
 def heard(sessions: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:

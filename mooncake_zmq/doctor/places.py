@@ -16,6 +16,7 @@ from mooncake_zmq.roles import PARTS
 AREA = "places"
 UNIT_DIRECTORIES = ("/usr/local/lib/systemd/system", "/etc/systemd/system", "/usr/lib/systemd/system")
 UNITS_RUNTIME_DIR = "/run/mooncake-zmq"
+MIGRATE_REQ = Path("/proc/sys/net/ipv4/tcp_migrate_req")
 
 
 def examine(here: Here) -> Iterator[Finding]:
@@ -26,7 +27,22 @@ def examine(here: Here) -> Iterator[Finding]:
         return
     for node in here.nodes:
         for what, address, port in addresses(here, node):
-            yield listening(node.name, what, address, port, here.running.get(node.name))
+            shared = what == "http_port" and here.section(node).reuse_port
+            yield listening(node.name, what, address, port, here.running.get(node.name), shared=shared)
+    if any(here.section(node).reuse_port for node in here.of_role("gateway")):
+        yield migrating(MIGRATE_REQ)
+
+
+def migrating(setting: Path) -> Finding:
+    """What becomes of who waits at a gateway that leaves the address it shares. The sysctl is there since Linux 5.14."""
+    try:
+        migrates = int(setting.read_text()) == 1
+    except (OSError, ValueError):
+        migrates = False
+    if migrates:
+        return Finding(AREA, "ok", "gateways that leave a shared address hand over who waits there")
+    found = "connections in the midst of their handshake with a gateway that leaves a shared address, or dies, are reset"
+    return Finding(AREA, "warning", found, "sysctl -w net.ipv4.tcp_migrate_req=1, and a line of it in /etc/sysctl.d")
 
 
 def units_installed() -> bool:
@@ -88,10 +104,12 @@ def addresses(here: Here, node: NodeSettings) -> Iterator[tuple[str, str, int]]:
         yield "http_port", section.http_host, section.http_port
 
 
-def listening(node: str, what: str, address: str, port: int, pid: int | None) -> Finding:
-    """`pid`: of the node, if it runs; then the port is its own."""
+def listening(node: str, what: str, address: str, port: int, pid: int | None, *, shared: bool = False) -> Finding:
+    """`pid`: of the node, if it runs; then the port is its own. `shared`: others of this user may have it too."""
     where = f"{what} {address}:{port} of {node}"
-    error = bind_error(address, port)
+    error = bind_error(address, port, share=shared)
+    if error is None and shared:
+        return Finding(AREA, "ok", f"{where} is free, or shared by gateways of this user alone")
     if error is None and pid:
         return Finding(AREA, "warning", f"{where} is free, though {node} runs (pid {pid})", f"restart {node}: its file changed")
     if error is None:
@@ -108,14 +126,17 @@ def listening(node: str, what: str, address: str, port: int, pid: int | None) ->
     return Finding(AREA, "problem", f"{where}: {os.strerror(error).lower()}", advice)
 
 
-def bind_error(address: str, port: int) -> int | None:
-    """Why one cannot listen there; None: one can."""
+def bind_error(address: str, port: int, *, share: bool = False) -> int | None:
+    """Why one cannot listen there; None: one can. Where others share it nothing is listened to: a client might come."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
+            if share:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             probe.bind((address, port))
-            probe.listen()
+            if not share:
+                probe.listen()
         except socket.gaierror:
             return errno.EADDRNOTAVAIL
         except OSError as error:

@@ -5,12 +5,14 @@ It accepts for the HTTP server (uvicorn with h11), which then owns each connecti
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import math
 import os
 import resource
 import socket
 import ssl
+import struct
 import time
 from asyncio.sslproto import SSLProtocol
 from collections import Counter, deque
@@ -47,6 +49,22 @@ MAX_HANDSHAKES = 64
 more the oldest goes, of the address that has the most."""
 RECORD_BYTES = 16 << 10
 """What a TLS connection has memory for, as long as it stands: a record. asyncio's own wish is 256 KiB."""
+KNOCKING_S = 0.2
+"""For handshakes that are under way when a shared address is given up: longer than the way to a client and back."""
+SO_ATTACH_FILTER = 26
+"""Python has no name for it."""
+_INSTRUCTION = struct.Struct("HBBI")
+NO_NEWCOMERS = b"".join(
+    _INSTRUCTION.pack(*each)
+    for each in (
+        (0x30, 0, 0, 13),  # the flags of the TCP header
+        (0x54, 0, 0, 0x12),  # of them SYN and ACK
+        (0x15, 0, 1, 0x02),  # SYN alone:
+        (0x06, 0, 0, 0),  # dropped
+        (0x06, 0, 0, 0xFFFFFFFF),  # all else: as it is
+    )
+)
+"""What a listening socket is to hear, as a program of the kernel's classic BPF."""
 NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REFUSED = b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":"too_many_connections"}}'
 REFUSAL = (
@@ -207,6 +225,29 @@ class Door:
             self._reserve = -1
         self._loop = None
 
+    def leave(self) -> None:
+        """Give up an address that others share, within KNOCKING_S: who waits is let in, who comes next is theirs, and who has
+        nothing to ask just now, or was answered, is sent there.
+
+        To close a listener resets whoever waits at it and whose handshake is not over. So first nobody new gets through to it:
+        who tries again, as TCP does after a second, finds the others.
+        """
+        filtered = ctypes.create_string_buffer(NO_NEWCOMERS, len(NO_NEWCOMERS))
+        program = struct.pack("HL", len(NO_NEWCOMERS) // _INSTRUCTION.size, ctypes.addressof(filtered))
+        self._listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+        self._later(KNOCKING_S, self._lock)
+
+    def _lock(self) -> None:
+        self._pause()
+        with contextlib.suppress(OSError):  # nobody waits any more, or no descriptor is left for who does
+            while True:
+                incoming, address = self._listener.accept()
+                self._meet(incoming, network_of(address[0]))
+        self._listener.close()
+        for connection in list(self.connections):
+            if connection.cycle is not None and not connection.begun:
+                connection.shutdown()
+
     def abort(self) -> None:
         """Cut every connection."""
         for connection in list(self.connections):
@@ -228,7 +269,7 @@ class Door:
     # --- who comes
 
     def _resume(self) -> None:
-        if self._loop is not None:
+        if self._loop is not None and self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _pause(self) -> None:

@@ -126,6 +126,7 @@ class Edge:
     ) -> None:
         """`tenants`: who may call; None: everybody."""
         self.tenants = tenants
+        self.name = name
         self.model = model
         self.settings = settings
         self.backing = backing
@@ -200,6 +201,7 @@ class Edge:
         ok = status == "ok"
         detail = {
             "status": status,
+            "gateway": self.name,
             "missing": missing,
             "not_heard": list(cluster.missing),
             "model": self.model.id,

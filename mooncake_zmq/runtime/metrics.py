@@ -1,7 +1,7 @@
 """Counters and gauges of actors as Prometheus metrics, and an optional endpoint of them for processes without HTTP."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import Metric
@@ -32,8 +32,8 @@ def families(values: Mapping[str, float], kind: str) -> Iterator[Metric]:
 
 
 class _Snapshots(Collector):
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+    def __init__(self, snapshot: Snapshot, also: Callable[[], Iterable[Metric]]) -> None:
+        self._snapshot, self._also = snapshot, also
 
     def describe(self) -> list[Metric]:
         """Nothing: registering must not ask a process that does not run yet."""
@@ -43,12 +43,14 @@ class _Snapshots(Collector):
         counts, gauges = self._snapshot()
         yield from families(counts, "counter")
         yield from families(gauges, "gauge")
+        yield from self._also()
 
 
-def serve(port: int, snapshot: Snapshot) -> Callable[[], None]:
-    """Serve `snapshot` on 127.0.0.1:`port`; returns what ends it. Raises OSError when the port is taken."""
+def serve(port: int, snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple) -> Callable[[], None]:
+    """Serve `snapshot` and what `also` gives on 127.0.0.1:`port`; returns what ends it. Both are called from the endpoint's
+    thread. Raises OSError when the port is taken."""
     registry = CollectorRegistry()
-    registry.register(_Snapshots(snapshot))
+    registry.register(_Snapshots(snapshot, also))
     server, thread = start_http_server(port, "127.0.0.1", registry)
 
     def close() -> None:

@@ -15,17 +15,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import uvicorn
 import zmq
+from prometheus_client.metrics_core import Metric
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
@@ -50,6 +51,7 @@ from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.api_keys import REFRESH_S, ApiKeys, api_keys_of
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
+from mooncake_zmq.runtime.metrics import Snapshot
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.tls import Tls, tls_files_of
@@ -68,6 +70,7 @@ from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, swee
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 PARENT_VARIABLE = "MOONCAKE_ZMQ_PARENT"
 """The pid of the `up` that started this process: when that dies, this one drains."""
@@ -84,6 +87,9 @@ CLOSE_S = 60.0
 """For what follows a drain: an SSD gets what DRAM alone holds, threads and memory are let go of."""
 HTTP_CLOSE_S = 5
 """How long the last HTTP answers may take to be written out once the requests have ended; then connections are cut."""
+LEAVE_S = 0.5
+"""Between a gateway's turning away from a shared address and its drain: whoever was let in last has said what he wants."""
+HTTP_BACKLOG = 2048
 FILES_PER_PEER = 8
 """Descriptors that a gateway's conversation with a peer may take, while either side connects anew too."""
 
@@ -422,7 +428,9 @@ class _Process:
         from mooncake_zmq.gateway.app import create_app
         from mooncake_zmq.gateway.door import Door, server_config
 
-        listener = listen(self.settings.http_host, self.settings.http_port)
+        shared = self.settings.reuse_port
+        # Where others serve too, nobody is to meet us before we can.
+        listener = (claim if shared else listen)(self.settings.http_host, self.settings.http_port, share=shared)
         self.stack.callback(listener.close)
         tokenizer = open_tokenizer(self.model.path)
         requests = self._actor()
@@ -474,10 +482,14 @@ class _Process:
         self.stack.callback(door.close)
         stopped = asyncio.Event()
         try:
-            self._attend(on_drain=edge.drain)
+            if self.node.metrics_port:
+                self._serve_metrics(
+                    lambda: (self._data(), {}), lambda: self._in_loop(lambda: [*edge.metrics.registry.collect()])
+                )
+            self._attend(on_drain=edge.drain, before_drain=partial(_leave_first, door.leave) if shared else None)
             self.runtime.attach(asyncio.get_running_loop(), stopped.set, self._on_crash)
             serving = asyncio.create_task(server.serve(sockets=[]))
-            opening = asyncio.create_task(door.open())
+            opening = asyncio.create_task(self._open(door.open, listener, edge))
             announcing = asyncio.create_task(self._announce(edge))
             await asyncio.wait([serving, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
             announcing.cancel()
@@ -522,8 +534,8 @@ class _Process:
             if peer.name != node.name and talk(node.roles, node.host, peer.roles, peer.host)
         }
 
-    def _attend(self, on_drain: Any = lambda: None) -> None:
-        """Signals, watchdog, metrics: what the operator and systemd see of the loop."""
+    def _attend(self, on_drain: Any = lambda: None, before_drain: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """Signals, watchdog, metrics: what the operator and systemd see of the loop. `before_drain` is given what begins it."""
         runtime = self.runtime
 
         def drain() -> None:
@@ -538,7 +550,7 @@ class _Process:
                 runtime.call(runtime.stop)
                 return
             self.drain_until = time.monotonic() + self.config.cluster.drain_timeout_s
-            runtime.call(drain)
+            runtime.call(drain if before_drain is None else partial(before_drain, lambda: runtime.call(drain)))
             runtime.call(lambda: runtime.every(self.config.cluster.drain_timeout_s, give_up))
 
         def give_up() -> None:
@@ -551,11 +563,8 @@ class _Process:
         signal.signal(signal.SIGUSR2, lambda *_: runtime.call(self._take_asks))
         if watchdog_s := notify.watchdog_s():
             runtime.every(watchdog_s / 2, lambda: self._show_life(watchdog_s))
-        if self.node.metrics_port:
-            try:
-                self.stack.callback(serve_metrics(self.node.metrics_port, self._snapshot))
-            except OSError as error:
-                raise PortInUse(f"metrics_port {self.node.metrics_port}: {error.strerror}") from error
+        if self.node.metrics_port and self.node.role != "gateway":
+            self._serve_metrics(self._snapshot)
         log.info("started", incarnation=self.incarnation, endpoint=runtime.endpoint, pid=os.getpid())
         if self.crash is not None:
             runtime.stop()
@@ -579,6 +588,13 @@ class _Process:
         log.info("ready")
         notify.ready("serving")
 
+    async def _open(self, open_door: Callable[[], Awaitable[None]], listener: socket.socket, edge: Edge) -> None:
+        if self.settings.reuse_port:
+            while not edge.health()[0]:
+                await asyncio.sleep(READY_POLL_S)
+            listener.listen(HTTP_BACKLOG)
+        await open_door()
+
     async def _announce(self, edge: Edge) -> None:
         """Tell systemd once /ready would be 200, and until then what is missing."""
         told_at = -math.inf
@@ -599,12 +615,25 @@ class _Process:
         if self._runtime is not None:
             self._runtime.call(self._runtime.stop)
 
+    def _serve_metrics(self, snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple) -> None:
+        try:
+            self.stack.callback(serve_metrics(self.node.metrics_port, snapshot, also))
+        except OSError as error:
+            raise PortInUse(f"metrics_port {self.node.metrics_port}: {error.strerror}") from error
+
+    def _in_loop(self, look: Callable[[], T]) -> T:
+        """What the loop's thread sees, asked for by another."""
+        taken: Future[T] = Future()
+        self.runtime.call(lambda: taken.set_result(look()))
+        return taken.result(timeout=5)
+
+    def _data(self) -> dict[str, float]:
+        """Counts of the parts that run beside the loop."""
+        return {f"{part}_{name}": value for part, counts in self.data_counts.items() for name, value in counts.items()}
+
     def _snapshot(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """Taken by the loop's thread, asked for by another."""
-        taken: Future[tuple[Mapping[str, float], Mapping[str, float]]] = Future()
-        data = {f"{part}_{name}": value for part, counts in self.data_counts.items() for name, value in counts.items()}
-        self.runtime.call(lambda: taken.set_result(({**_counts(self.runtime), **data}, self.runtime.gauges())))
-        counts, gauges = taken.result(timeout=5)
+        data = self._data()
+        counts, gauges = self._in_loop(lambda: ({**_counts(self.runtime), **data}, self.runtime.gauges()))
         if self._store:
             counts = {**counts, **{f"store_{name}": value for name, value in self._store.counts.items()}}
             gauges = {**gauges, **{f"store_{name}": value for name, value in self._store.gauges().items()}}
@@ -614,6 +643,7 @@ class _Process:
         path = self.runtime_dir / f"{self.node.name}.dump.json"
         dump = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
         dump |= {part: tell() for part, tell in self.dumps.items()}
+        dump["parts"] = {part: dict(counts) for part, counts in self.data_counts.items()}
         try:
             replace_own(path, json.dumps(dump, default=_printable, indent=1).encode())
         except OSError as error:  # a full disk is no reason to end
@@ -684,6 +714,12 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _leave_first(leave: Callable[[], None], drain: Callable[[], None]) -> None:
+    """Who came before we left the address is still served; then the drain refuses what is new."""
+    leave()
+    asyncio.get_running_loop().call_later(LEAVE_S, drain)
+
+
 def _warm_up(engine: Engine) -> None:
     """A short prefill and a step, so that no request waits while a GPU's kernels are compiled and its libraries are opened."""
     import numpy as np
@@ -712,20 +748,37 @@ def _counts(runtime: ZmqRuntime) -> dict[str, float]:
     return {**runtime.node.actor.counts, **session, **{f"zmq_{name}": value for name, value in runtime.counts.items()}}
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket for HTTP; raises PortInUse."""
+def claim(host: str, port: int, *, share: bool) -> socket.socket:
+    """A socket that has an address for HTTP and does not listen yet; raises PortInUse. `share`: with others of this user that
+    want to share it; the kernel lets nobody else in."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio turns Nagle's algorithm off; else a first token waits 40 ms for the headers' ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, socket.IPPROTO_TCP)
+    claimed = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, socket.IPPROTO_TCP)
+    claimed.setblocking(False)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-        listener.setblocking(False)
+        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        claimed.bind((host, port))
+    except OSError as error:
+        claimed.close()
+        raise _in_use(host, port, error) from error
+    return claimed
+
+
+def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
+    """A listening socket for HTTP; raises PortInUse."""
+    listener = claim(host, port, share=share)
+    try:
+        listener.listen(HTTP_BACKLOG)
     except OSError as error:
         listener.close()
-        raise PortInUse(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise _in_use(host, port, error) from error
     return listener
+
+
+def _in_use(host: str, port: int, error: OSError) -> PortInUse:
+    return PortInUse(f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
 def make_private(runtime_dir: Path) -> None:

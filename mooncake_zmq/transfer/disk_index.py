@@ -14,8 +14,9 @@ long.
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ _SCHEMA = (
     "CREATE TABLE blocks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, checksum INTEGER NOT NULL, sequence INTEGER NOT NULL,"
     " parent BLOB, tokens BLOB) STRICT",
 )
+_MAYBE = (bytes, type(None))
+_ROWS = frozenset((int, bytes, int, parent, tokens, int) for parent in _MAYBE for tokens in _MAYBE)
+"""The types of a row as `load` reads it."""
 _BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 IndexFault = sqlite3.Error
@@ -68,7 +72,8 @@ class DiskIndex:
         """
         with self._lock, damage_told("the index"):
             columns = "slot, key, checksum, parent, tokens, sequence"
-            for slot, key, checksum, parent, tokens, sequence in in_order(self._db, "blocks", columns, progress):
+            rows = in_order(self._db, "blocks", columns, _ROWS, progress)
+            for slot, key, checksum, parent, tokens, sequence in rows:
                 if slot < 0 or not _is_key(key) or not (parent is None or _is_key(parent)):
                     raise IndexUnusable(f"slot {slot} has key {key!r} after {parent!r}")
                 yield DiskBlock(slot, key, checksum & _U64, parent, tokens or b""), sequence
@@ -117,7 +122,7 @@ def _stored_shape(db: sqlite3.Connection, path: Path, fingerprint: str, segment_
     if version != VERSION:
         raise IndexUnusable(f"{path} is of version {version}, not {VERSION}")
     stored = db.execute("SELECT fingerprint, segment_slots FROM tier").fetchone()
-    if stored is None or stored[1] < 1:
+    if stored is None or tuple(map(type, stored)) != (str, int) or stored[1] < 1:
         raise IndexUnusable(f"{path} does not tell its shape")
     if stored[0] != fingerprint:
         raise IndexUnusable(f"{path} has blocks of layout {stored[0]}, not {fingerprint}")
@@ -130,6 +135,7 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
     `IndexFault` or OSError."""
     os.close(open_own(path, os.O_RDWR | os.O_CREAT))  # SQLite's own choice lets others read it
     db = sqlite3.connect(path, check_same_thread=False)
+    db.text_factory = partial(str, encoding="utf-8", errors="replace")  # what is no text fails where it is looked at
     try:
         with damage_told(path):
             db.execute("PRAGMA locking_mode = EXCLUSIVE")  # one process has it, so no shared memory file is needed
@@ -142,16 +148,24 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def in_order(
-    db: sqlite3.Connection, table: str, columns: str, progress: Callable[[int, int], None]
+    db: sqlite3.Connection,
+    table: str,
+    columns: str,
+    shapes: Collection[tuple[type, ...]],
+    progress: Callable[[int, int], None],
 ) -> Iterator[tuple[Any, ...]]:
     """All rows of a table by their sequence. `progress(done, total)` is called before the first and after every
-    `ROWS_PER_PIECE` rows."""
+    `ROWS_PER_PIECE` rows. Raises `IndexUnusable` for a row whose types are none of `shapes`: STRICT binds who writes, and not
+    what a damaged file tells."""
     (total,) = db.execute(f"SELECT count(*) FROM {table}").fetchone()
     progress(0, total)
     done = 0
     rows = db.execute(f"SELECT {columns} FROM {table} ORDER BY sequence")
     while piece := rows.fetchmany(ROWS_PER_PIECE):
-        yield from piece
+        for row in piece:
+            if tuple(map(type, row)) not in shapes:
+                raise IndexUnusable(f"the table {table} has a row {row!r:.200}")
+            yield row
         done += len(piece)
         progress(done, total)
 
@@ -160,6 +174,8 @@ def in_order(
 def damage_told(what: object) -> Iterator[None]:
     try:
         yield
+    except UnicodeDecodeError as error:  # SQLite quotes what it found in its complaint
+        raise IndexUnusable(f"{what}: {error}") from error
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BROKEN:
             raise IndexUnusable(f"{what}: {error}") from error

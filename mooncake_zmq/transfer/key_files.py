@@ -4,10 +4,12 @@ A process reads its own secret once, and the public keys again whenever their fi
 restart. A unit's secret is its credential `node.key`; its `public_keys` may be one too, but then it reads them once as well.
 """
 
+import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,33 +95,47 @@ def load(directory: Path, name: str) -> Keys:
 def make(directory: Path, wanted: Iterable[tuple[str, tuple[Kind, ...]]]) -> list[PublicKey]:
     """Make a pair for each that has none yet; returns the new ones. Raises KeysError, OSError."""
     make_own_directory(directory)
-    book, made = _book_or_none(directory), []
-    for name, kinds in wanted:
-        if not keys.NAME_PATTERN.fullmatch(name):
-            raise KeysError(f"{name!r} is no name: write 1 to 63 of a-z, 0-9, '.', '_', '-'")
-        if not book.of(name):
-            book, new = _with_new(directory, book, name, kinds)
-            made.append(new)
-    return made
+    with _alone(directory):
+        book, made = _book_or_none(directory), []
+        for name, kinds in wanted:
+            if not keys.NAME_PATTERN.fullmatch(name):
+                raise KeysError(f"{name!r} is no name: write 1 to 63 of a-z, 0-9, '.', '_', '-'")
+            if not book.of(name):
+                book, new = _with_new(directory, book, name, kinds)
+                made.append(new)
+        return made
 
 
 def rotate(directory: Path, name: str) -> PublicKey:
     """A new pair; the former public key stays good until it is dropped. Raises KeysError, OSError."""
-    book = read_book(directory)
-    former = next((each for each in book.keys if each.name == name), None)
-    if former is None:
-        raise KeysError(f"{directory} has no key of {name}")
-    if len(book.of(name)) >= keys.MAX_KEYS_OF_ONE:
-        raise KeysError(f"{name} has {keys.MAX_KEYS_OF_ONE} keys: drop the former one once {name} runs with the new one")
-    return _with_new(directory, book, name, former.kinds)[1]
+    with _alone(directory):
+        book = read_book(directory)
+        former = next((each for each in book.keys if each.name == name), None)
+        if former is None:
+            raise KeysError(f"{directory} has no key of {name}")
+        if len(book.of(name)) >= keys.MAX_KEYS_OF_ONE:
+            raise KeysError(f"{name} has {keys.MAX_KEYS_OF_ONE} keys: drop the former one once {name} runs with the new one")
+        return _with_new(directory, book, name, former.kinds)[1]
 
 
 def drop(directory: Path, name: str) -> int:
     """Forget the former keys of `name`; returns how many. Raises KeysError, OSError."""
-    book = read_book(directory)
-    left = book.with_newest_only(name)
-    _write_book(directory, left)
-    return len(book.keys) - len(left.keys)
+    with _alone(directory):
+        book = read_book(directory)
+        left = book.with_newest_only(name)
+        _write_book(directory, left)
+        return len(book.keys) - len(left.keys)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Nobody else changes the keys there meanwhile: who writes the file of two that read it would undo the other's key."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def read_book(directory: Path) -> KeyBook:

@@ -5,15 +5,20 @@ import json
 import pytest
 
 from mooncake_zmq.chaos.checks import (
+    MAX_GROWTH_BYTES_PER_H,
     MORE_DESCRIPTORS,
     MORE_RSS_BYTES,
+    WARM_S,
     Footprint,
+    Growth,
     Verdict,
     bad_lines,
     busy,
+    growing,
     grown,
     judge,
     strangers_in_memory,
+    swollen,
     unheard,
 )
 from mooncake_zmq.chaos.plan import Kind
@@ -63,9 +68,15 @@ def test_a_lease_that_was_never_returned_is_named() -> None:
     assert busy({"cache-a": dump(leases=1)}) == ["cache-a has leases 1"]
 
 
+def test_a_process_that_inputs_made_swell_is_named() -> None:
+    before = {"decode-a": Footprint(40, 70 << 20)}
+    assert list(swollen(before, {"decode-a": Footprint(40, 134 << 20), "decode-b": Footprint(1, 1 << 40)})) == []
+    assert len(list(swollen(before, {"decode-a": Footprint(40, 135 << 20)}))) == 1
+
+
 def test_a_dead_life_s_segment_is_named() -> None:
     lives = {"cache-a": 17}
-    assert strangers_in_memory(["mooncake=chaos=cache-a=17"], lives) == []
+    assert strangers_in_memory(["mooncake=chaos=cache-a=17", "mooncake=chaos=cache-a.objects=17"], lives) == []
     assert len(strangers_in_memory(["mooncake=chaos=cache-a=16", "mooncake=chaos=cache-b=17"], lives)) == 2
 
 
@@ -77,3 +88,23 @@ def test_errors_and_tracebacks_in_logs_are_found_and_a_disk_s_fault_only_where_n
     lines = [good, "", "Traceback (most recent call last):", fault, crash]
     assert bad_lines(lines, [Kind.KILL, Kind.DISK_FULL]) == ["Traceback (most recent call last):", crash]
     assert bad_lines(lines, [Kind.KILL, Kind.FLIP_MEMORY]) == ["Traceback (most recent call last):", fault, crash]
+
+
+def grown_by(bytes_per_h: float, lives: int = 8, life_s: int = 400) -> Growth:
+    """Lives that begin anywhere, warm up by a lot, and then grow."""
+    growth = Growth()
+    for life in range(1, lives + 1):
+        level = (60 + 13 * life % 7) << 20
+        for age_s in range(life_s):
+            warming = int((30 << 20) * min(age_s, WARM_S) / WARM_S)
+            growth.saw(life, float(age_s), level + warming + int(bytes_per_h * age_s / 3600))
+    return growth
+
+
+def test_memory_that_grows_in_every_life_is_seen_and_what_a_life_begins_with_is_not() -> None:
+    assert abs(grown_by(0).bytes_per_h) < 1
+    assert grown_by(40 << 20).bytes_per_h == pytest.approx(40 << 20, rel=1e-3)
+    assert list(growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 0.9)})) == []
+    assert list(growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 2, lives=2)})) == []  # not seen for long enough
+    (said,) = growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 2)})
+    assert said.startswith("decode-a grew by 64 MiB an hour over 45 minutes")

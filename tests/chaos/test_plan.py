@@ -34,6 +34,19 @@ def test_only_the_wanted_kinds_and_only_nodes_that_exist() -> None:
     assert all(target in NODES for fault in plan for target in fault.targets)
 
 
-def test_a_long_run_restarts_every_node_in_turn() -> None:
-    rolling = [fault for fault in draw_plan(1, LONG_S * 4, NODES) if fault.kind is Kind.ROLLING]
-    assert rolling[0].targets == tuple(NODES)
+@pytest.mark.parametrize("kind", [Kind.ROLLING, Kind.ROTATE])
+def test_a_long_run_restarts_every_node_in_turn_and_gives_each_a_new_key(kind: Kind) -> None:
+    restarts = [fault for fault in draw_plan(1, LONG_S * 6, NODES) if fault.kind is kind]
+    assert restarts[0].targets == tuple(NODES)
+
+
+def test_a_node_that_flaps_dies_several_times_in_a_row() -> None:
+    assert all(fault.amount >= 3 for fault in draw_plan(1, 600, NODES, [Kind.FLAP]))
+
+
+def test_what_no_process_ends_of() -> None:
+    lasting = {kind for kind in Kind if not kind.ends_lives}
+    assert {Kind.STOP, Kind.PARTITION, Kind.FORGE, Kind.DISK_FULL, Kind.FLIP_MEMORY} <= lasting
+    assert lasting.isdisjoint(
+        {Kind.KILL, Kind.FLAP, Kind.DRAIN, Kind.ROLLING, Kind.ROTATE, Kind.REBOOT, Kind.CLOCK, Kind.POOLS}
+    )

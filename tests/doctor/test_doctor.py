@@ -19,6 +19,7 @@ from mooncake_zmq.cli import main
 from mooncake_zmq.config import Loaded, load
 from mooncake_zmq.doctor import clock, compute, examination, here, limits, memory, packages, peers, places, storage
 from mooncake_zmq.doctor.finding import Finding, Here
+from mooncake_zmq.runtime.process import listen
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
 ROOT = Path(__file__).parent.parent.parent
@@ -217,6 +218,10 @@ def test_a_port_is_free_ours_or_somebody_elses() -> None:
     assert places.listening("g", "http_port", "127.0.0.1", port, None).level == "ok"
     assert places.listening("g", "http_port", "127.0.0.1", port, 7).level == "warning"
     assert places.bind_error("192.0.2.7", 80) == errno.EADDRNOTAVAIL
+    with listen("127.0.0.1", 0, share=True) as shared:
+        port = shared.getsockname()[1]
+        assert places.listening("g", "http_port", "127.0.0.1", port, None, shared=True).level == "ok"
+        assert places.listening("g", "http_port", "127.0.0.1", port, None).level == "problem"
     assert places.listening("g", "endpoint", "192.0.2.7", 80, None).level == "problem"
 
 
@@ -327,3 +332,11 @@ def test_a_node_that_runs_is_known_by_its_lock(tmp_path: Path) -> None:
         assert "decode-a (runs)" in here.examine(found)[0].found
     finally:
         lock.release()
+
+
+def test_what_becomes_of_who_waits_at_a_gateway_that_leaves_is_told(tmp_path: Path) -> None:
+    setting = tmp_path / "tcp_migrate_req"
+    assert places.migrating(setting).level == "warning"
+    for text, level in (("0\n", "warning"), ("1\n", "ok")):
+        setting.write_text(text)
+        assert places.migrating(setting).level == level

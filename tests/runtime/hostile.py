@@ -2,10 +2,9 @@
 
 import os
 import socket
-import struct
 from collections.abc import Iterable
 
-MORE, LONG, COMMAND = 1, 2, 4
+from mooncake_zmq.transfer import zmtp
 
 
 def connect(endpoint: str, kind: bytes) -> socket.socket:
@@ -18,21 +17,13 @@ def connect(endpoint: str, kind: bytes) -> socket.socket:
         address, _, port = where.rpartition(":")
         connection = socket.create_connection((address, int(port)))
     connection.settimeout(1.0)
-    connection.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    connection.sendall(zmtp.GREETING)
     greeting = b""
-    while len(greeting) < 64:
-        greeting += connection.recv(64 - len(greeting))
-    ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind + b"\x08Identity" + struct.pack(">I", 0)
-    connection.sendall(bytes([COMMAND, len(ready)]) + ready)
+    while len(greeting) < zmtp.GREETING_BYTES:
+        greeting += connection.recv(zmtp.GREETING_BYTES - len(greeting))
+    connection.sendall(zmtp.ready(kind))
     connection.recv(4096)
     return connection
-
-
-def part(content: bytes, flags: int = 0) -> bytes:
-    """A part of a message as it is on the wire."""
-    if len(content) < 256:
-        return bytes([flags, len(content)]) + content
-    return bytes([flags | LONG]) + struct.pack(">Q", len(content)) + content
 
 
 def rss_bytes() -> int:

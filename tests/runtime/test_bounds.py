@@ -22,7 +22,8 @@ def grown(tmp_path: Path, script: str, *arguments: str) -> tuple[int, int]:
 
 RUNTIME = """
 import os, socket, sys, threading, time
-from hostile import LONG, MORE, connect, growth_while_sending, part, rss_bytes
+from hostile import connect, growth_while_sending, rss_bytes
+from mooncake_zmq.transfer.zmtp import LONG, MORE, part
 from test_zmq_runtime import HELLO, SETTINGS, Echo
 from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES
 from mooncake_zmq.core.node import Node
@@ -98,7 +99,8 @@ def test_a_message_without_end_to_a_server_of_bytes_is_cut(tmp_path: Path, what:
 
 KV_EVENTS = """
 import os, sys
-from hostile import MORE, connect, growth_while_sending, part
+from hostile import connect, growth_while_sending
+from mooncake_zmq.transfer.zmtp import MORE, part
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 what, scheme = sys.argv[1:]
 endpoint = f"ipc://{os.getcwd()}/kv.ipc" if scheme == "ipc" else "tcp://127.0.0.1:*"

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -400,3 +401,14 @@ def test_a_unit_has_its_secret_as_a_credential(directory: Path, tmp_path: Path, 
     (credentials / "public_keys").write_bytes((directory / "public_keys").read_bytes())
     assert key_files.directory_of("") == credentials
     assert key_files.load(credentials, "a").public == public
+
+
+def test_keys_made_at_once_are_all_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    names = [f"node-{number}" for number in range(8)]
+    key_files.make(directory, [(name, ("node",)) for name in names])
+    with ThreadPoolExecutor(len(names)) as pool:
+        made = list(pool.map(lambda name: key_files.rotate(directory, name), names))
+    book = key_files.read_book(directory)
+    assert {each.key for each in made} <= {each.key for each in book.keys}
+    assert all(key_files.load(directory, name) for name in names)

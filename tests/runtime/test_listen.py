@@ -32,3 +32,13 @@ def test_connections_send_small_writes_at_once():
 def test_a_taken_port_is_told():
     with listen("127.0.0.1", 0) as first, pytest.raises(PortInUse):
         listen("127.0.0.1", first.getsockname()[1])
+
+
+def test_an_address_is_shared_only_by_those_who_all_say_so():
+    with listen("127.0.0.1", 0, share=True) as first:
+        port = first.getsockname()[1]
+        listen("127.0.0.1", port, share=True).close()
+        with pytest.raises(PortInUse):
+            listen("127.0.0.1", port)
+    with listen("127.0.0.1", 0) as alone, pytest.raises(PortInUse):
+        listen("127.0.0.1", alone.getsockname()[1], share=True)

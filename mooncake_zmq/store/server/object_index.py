@@ -15,6 +15,8 @@ from mooncake_zmq.transfer.disk_index import IndexUnusable, damage_told, in_orde
 APPLICATION_ID = 0x4D4F4F4E
 """In SQLite's header: such a file is a store's index, and nothing else's."""
 _U64 = (1 << 64) - 1
+_ROWS = frozenset(((bytes, int, int, int, int, int, int),))
+"""The types of a row as `load` reads it."""
 _SCHEMA = (
     "CREATE TABLE objects (sequence INTEGER PRIMARY KEY, key BLOB NOT NULL, segment INTEGER NOT NULL,"
     " offset INTEGER NOT NULL, size INTEGER NOT NULL, checksum INTEGER NOT NULL, pin INTEGER NOT NULL) STRICT"
@@ -42,7 +44,8 @@ class ObjectIndex:
         """
         with self._lock, damage_told("the index"):
             columns = "key, sequence, segment, offset, size, checksum, pin"
-            for key, sequence, segment, offset, size, checksum, pin in in_order(self._db, "objects", columns, progress):
+            rows = in_order(self._db, "objects", columns, _ROWS, progress)
+            for key, sequence, segment, offset, size, checksum, pin in rows:
                 if min(sequence, segment, offset, pin) < 0 or size < 1 or pin > 3:
                     raise IndexUnusable(f"row {sequence} tells of {size} bytes at {offset} of segment {segment}")
                 try:

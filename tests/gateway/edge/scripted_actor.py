@@ -60,6 +60,7 @@ class ScriptedActor:
     script: Callable[[ClientRequest, int], Batches] = lambda _request, _number: [[*tokens("ok"), finished()]]
     settings: EdgeSettings = field(default_factory=EdgeSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
+    share: bool = False
     max_model_len: int = 64
     vocab_size: int = 512
     requests: dict[str, ClientRequest] = field(default_factory=dict)
@@ -151,7 +152,7 @@ class ScriptedActor:
 
         async def go() -> None:
             server = uvicorn.Server(server_config(self.app, self.connections))
-            listener = listen("127.0.0.1", 0)
+            listener = listen("127.0.0.1", 0, share=self.share)
             self.door = Door(
                 server,
                 listener,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from mooncake_zmq.gateway import door as door_module
 from mooncake_zmq.gateway.door import PIECES, network_of
 from mooncake_zmq.gateway.requests import TokenOut
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
+from mooncake_zmq.runtime.process import listen
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 QUICK = ConnectionSettings(head_timeout_s=0.08, idle_timeout_s=60.0)
@@ -379,3 +381,42 @@ def test_connections_leave_the_process_the_files_that_it_needs():
 def test_settings_of_connections_are_checked(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ConnectionSettings(**wrong)
+
+
+def test_who_waits_at_a_shared_address_that_is_left_is_served_and_all_others_find_who_stays():
+    actor = ScriptedActor(share=True)
+
+    async def client(port):
+        reader, writer = await connect(port)
+        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200" in await reader.readline()
+        waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]  # nobody accepts meanwhile
+        with listen("127.0.0.1", port, share=True) as stays:
+            actor.door.leave()
+            later = await asyncio.gather(*(connect(port) for _ in range(20)))
+            for _ in later:
+                stays.accept()
+        for each in waiting:
+            each.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        for each in waiting:
+            arrived, _ = await asyncio.open_connection(sock=each)
+            assert (await until_closed(arrived)).startswith(b"HTTP/1.1 200")
+        await until_closed(reader)
+        with pytest.raises(ConnectionRefusedError):
+            await connect(port)
+
+    actor.serve(client)
+
+
+def test_the_last_answer_on_a_connection_to_an_address_that_is_left_says_so():
+    actor = ScriptedActor(script=lambda _request, _number: one_by_one([*tokens("abcdef"), finished()]))
+
+    async def client(port):
+        reader, writer = await connect(port)
+        body = json.dumps({"model": "toy", "prompt": "x", "stream": True}).encode()
+        writer.write(HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        assert b"200" in await reader.readline()
+        actor.door.leave()
+        assert b"data: [DONE]" in await until_closed(reader)
+
+    actor.serve(client)

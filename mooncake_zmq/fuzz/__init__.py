@@ -1,0 +1,1 @@
+"""Fuzzing beside CI: every decoder of bytes from outside, guided by coverage."""

@@ -1,0 +1,428 @@
+"""Every decoder of bytes from outside: who sent them, or left them in a file, may mean no good.
+
+Files are read where nothing is written to a disk. What stands here must be deterministic: an input alone decides.
+"""
+
+import gzip
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import gguf
+import numpy as np
+
+from mooncake_zmq.core import asks, keys, messages, profile
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello
+from mooncake_zmq.core.records import NotAMessage
+from mooncake_zmq.core.session import Session, SessionSettings
+from mooncake_zmq.core.talk import Member
+from mooncake_zmq.core.work import DiskBlock
+from mooncake_zmq.engine import card
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.sources.gguf_file import GgufSource
+from mooncake_zmq.engine.sources.safetensors_file import SafetensorsFile
+from mooncake_zmq.engine.tokenizer import byte_tokenizer
+from mooncake_zmq.engine.toy import TOY_SPEC
+from mooncake_zmq.fuzz.examination import Decoder
+from mooncake_zmq.fuzz.samples import samples
+from mooncake_zmq.gateway import openai, tenants
+from mooncake_zmq.gateway.edge import ServedModel
+from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.laboratory.errors import StudyError
+from mooncake_zmq.laboratory.traces import read_trace
+from mooncake_zmq.store import protocol, stream_messages
+from mooncake_zmq.store.rules.object_record import ObjectRecord, header, why_missed
+from mooncake_zmq.store.server.object_index import ObjectIndex
+from mooncake_zmq.transfer import block_messages, disk, shared_memory
+from mooncake_zmq.transfer.disk_index import DiskIndex, IndexFault, IndexUnusable
+from mooncake_zmq.transfer.sealing import Broken, Opener, Sealer
+from mooncake_zmq.transfer.shared_memory import SharedMemoryError
+from mooncake_zmq.transfer.tickets import Attaching, Challenge, Refused, Tickets
+
+KEY = bytes(range(16))
+LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=2, block_tokens=32)
+
+
+@cache
+def _directory() -> Path:
+    """In memory, of this process, until it ends."""
+    where = tempfile.TemporaryDirectory(prefix="mz-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    _kept.append(where)
+    return Path(where.name)
+
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _by_file(read: Callable[[Path], object], suffix: str = "") -> Callable[[bytes], object]:
+    """`read` of a file that holds the input."""
+
+    def by_file(raw: bytes) -> object:
+        path = _directory() / f"input{suffix}"
+        path.write_bytes(raw)
+        return read(path)
+
+    return by_file
+
+
+def _drawn(kind: Any) -> Callable[[], list[bytes]]:
+    return lambda: samples(kind, Random(1))
+
+
+# --- between nodes
+
+
+def _session(me: str, role: str, peer: str, peer_role: str) -> Session:
+    hello = Hello(protocol=PROTOCOL_VERSION, role=role, host="host-a", model="m", tokenizer="t", layout="l", segment=None)
+    peers = {peer: Member((peer_role,), "host-a")}
+    session = Session(me=me, incarnation=1 << 40, hello=hello, peers=peers, settings=SessionSettings(), now=0.0)
+    session.start(0.0)
+    return session
+
+
+def _frames(session: Session) -> list[bytes]:
+    session.flush(0.0)
+    frames = [frame for _, frame in session.outgoing]
+    session.outgoing.clear()
+    return frames
+
+
+@cache
+def _conversation() -> tuple[list[bytes], list[bytes]]:
+    """What a gateway says to a decode: until they are in conversation, and then."""
+    gateway, decode = _session("gateway-a", "gateway", "decode-a", "decode"), _decode()
+    greeting: list[bytes] = []
+    for _ in range(4):
+        said = _frames(gateway)
+        greeting += said
+        for frame in said:
+            decode.receive(0.0, frame)
+        for frame in _frames(decode):
+            gateway.receive(0.0, frame)
+    assert decode.up_peers, "they do not hear each other"
+    gateway.send(0.0, "decode-a", messages.CancelRequest(request_id="r", attempt=1))
+    return greeting, _frames(gateway)
+
+
+def _decode() -> Session:
+    return _session("decode-a", "decode", "gateway-a", "gateway")
+
+
+def _hear(raw: bytes) -> None:
+    """A frame as the first one, and one amid a conversation."""
+    _decode().receive(0.0, raw)
+    session = _decode()
+    for frame in _conversation()[0]:
+        session.receive(0.0, frame)
+    session.receive(0.1, raw)
+    session.receive(0.2, raw)
+    session.tick(0.3)
+    session.flush(0.3)
+
+
+@cache
+def _tickets() -> Tickets:
+    tickets = Tickets(sealed=True)
+    tickets._master = KEY * 2  # so that what was found in one process is found in another
+    return tickets
+
+
+def _open_records(raw: bytes) -> bytes:
+    """What comes on a sealed stream, to its end, for somebody who takes a few bytes at a time."""
+    opener, came, place = Opener(KEY * 2), memoryview(raw), memoryview(bytearray(512))
+    taken = bytearray()
+    while True:
+        if count := opener.take(place):
+            taken += place[:count]
+            continue
+        wanted = opener.wanted()
+        part, came = came[: len(wanted)], came[len(wanted) :]
+        if not part:
+            return bytes(taken)
+        wanted[: len(part)] = part
+        opener.came(len(part))
+
+
+def _sealed_seeds() -> list[bytes]:
+    views = [memoryview(bytes(size)) for size in (1, 700)]
+    return [b"".join(bytes(record) for view in views for record in sealer.records([view])) for sealer in (Sealer(KEY * 2),)]
+
+
+# --- HTTP
+
+
+@cache
+def _served() -> ServedModel:
+    return ServedModel(
+        id="toy",
+        max_model_len=2048,
+        vocab_size=512,
+        block_tokens=32,
+        model_fingerprint="weights",
+        layout_fingerprint="layout",
+        tokenizer=byte_tokenizer(),
+    )
+
+
+def _prepare(kind: Any, raw: bytes) -> object:
+    return openai.prepare(raw, kind, _served(), EdgeSettings(), lambda: 1)
+
+
+def _bodies(**asked: object) -> list[bytes]:
+    common = {"model": "toy", "max_tokens": 3, "temperature": 0.5, "seed": 1, "stop": ["x"], "stream": True, "n": 2}
+    more = {"stream_options": {"include_usage": True}, "top_p": 0.9, "top_k": 3, "cache_salt": "s", "ignore_eos": True}
+    bodies = [asked, asked | common, asked | common | more, asked | {"echo": True, "logprobs": 1, "user": "u", "priority": 2}]
+    return [json.dumps(body).encode() for body in bodies]
+
+
+# --- files
+
+BLOCK = DiskBlock(3, KEY, 12345, None, b"\1\0\0\0")
+RECORD = ObjectRecord(7, 1, 4096, 100, 99, 0)
+_FINGERPRINT = bytes(16)
+_SEGMENT_BYTES = shared_memory._Offsets.of(LAYOUT, 4, shared_memory.HOST).total
+
+
+def _read_disk_index(path: Path) -> None:
+    _forget_beside(path)
+    index = DiskIndex.open(path, "fingerprint", 64)
+    try:
+        list(index.load(lambda done, total: None))
+    finally:
+        index.close()
+
+
+def _read_store_index(path: Path) -> None:
+    _forget_beside(path)
+    index = ObjectIndex.open(path)
+    try:
+        list(index.load(lambda done, total: None))
+    finally:
+        index.close()
+
+
+def _forget_beside(path: Path) -> None:
+    for suffix in ("-wal", "-shm", "-journal"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def _index_seeds() -> list[bytes]:
+    path = _directory() / "seed.sqlite"
+    index = DiskIndex.open(path, "fingerprint", 64)
+    index.put([(BLOCK, 1), (DiskBlock(4, KEY[::-1], 1 << 63, KEY, b""), 2)])
+    index.close()
+    return [path.read_bytes()]
+
+
+def _store_index_seeds() -> list[bytes]:
+    path = _directory() / "seed-store.sqlite"
+    index = ObjectIndex.open(path)
+    index.put([("a key", RECORD)])
+    index.close()
+    return [path.read_bytes()]
+
+
+def _slot_header(raw: bytes) -> str:
+    return disk._header_miss(memoryview(raw.ljust(4096, b"\0")), _FINGERPRINT, BLOCK)
+
+
+def _record_header(raw: bytes) -> str:
+    expected = header(b"a key", RECORD)
+    return why_missed(raw[: len(expected)].ljust(len(expected), b"\0"), expected)
+
+
+def _segment_header(raw: bytes) -> int:
+    return shared_memory._check_header(
+        Path("segment"), raw[: shared_memory._HEADER.size], _SEGMENT_BYTES, LAYOUT, 1, shared_memory.HOST
+    )
+
+
+def _segment_seeds() -> list[bytes]:
+    fields = (
+        shared_memory.MAGIC,
+        shared_memory.VERSION,
+        LAYOUT.fingerprint.encode(),
+        4,
+        LAYOUT.slot_bytes,
+        1,
+        1,
+        _SEGMENT_BYTES,
+    )
+    return [shared_memory._HEADER.pack(*fields, shared_memory.HOST)]
+
+
+def _gguf_seeds() -> list[bytes]:
+    path = _directory() / "seed.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(8)
+    writer.add_feed_forward_length(8)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b"])
+    shapes = {"token_embd": (2, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.attn_q": (8, 8)}
+    shapes |= {"blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8), "blk.0.attn_output": (8, 8), "blk.0.ffn_norm": (8,)}
+    shapes |= {"blk.0.ffn_gate": (8, 8), "blk.0.ffn_up": (8, 8), "blk.0.ffn_down": (8, 8)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return [path.read_bytes()]
+
+
+def _safetensors_seeds() -> list[bytes]:
+    tensors = {"__metadata__": {}, "a.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+    told = json.dumps(tensors).encode()
+    return [struct.pack("<Q", len(told)) + told + bytes(16)]
+
+
+def _card_seeds() -> list[bytes]:
+    return [card.encode(card.ModelCard(spec=TOY_SPEC, tokenizer="bytes"))]
+
+
+def _profile_seeds() -> list[bytes]:
+    times = (profile.PrefillTime(tokens=512, prefix=0, seconds=0.1),) * 3
+    steps = (profile.StepTime(batch=1, context=512, seconds=0.01),) * 3
+    told = {"model": "toy", "fingerprint": "f", "threads": 1, "backend": "numpy", "machine": "m"}
+    return [profile.encode(profile.Profile(prefill=times, decode=steps, **told))]  # type: ignore[arg-type]
+
+
+_JSON_LINES = b'{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n' * 2
+_AZURE = b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:04.0,396,109\n"
+_BURST = b"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,Conversation log\n"
+_API_KEYS = f"# who\nalice:{tenants.digest_of('x')}:requests=60,tokens=1000,share=0.5,role=admin\n".encode()
+_PUBLIC_KEYS = f"# keys\ndecode-a node 2026-01-01 {'a' * 40}\nvllm store,events 2026-01-01 {'b' * 40}\n".encode()
+
+
+def _text(parse: Callable[[str], object]) -> Callable[[bytes], object]:
+    """Such files are ASCII, or are not parsed at all."""
+    return lambda raw: parse(raw.decode("ascii")) if raw.isascii() else None
+
+
+# --- the table
+
+
+def _between_nodes() -> Iterable[Decoder]:
+    yield Decoder(
+        name="envelope",
+        read=messages.decode_envelope,
+        refusals=(messages.ProtocolError,),
+        seeds=lambda: [*_drawn(messages.Envelope)(), *_conversation()[0]],
+    )
+    yield Decoder(
+        name="message", read=messages.decode, refusals=(messages.ProtocolError,), seeds=_drawn(messages.Message), max_bytes=8192
+    )
+    yield Decoder(name="session", read=_hear, seeds=lambda: [*_conversation()[0], *_conversation()[1]], quick=False)
+    no_message = (NotAMessage,)
+    kinds: dict[str, tuple[Callable[[Any], object], Any]] = {
+        "stream-wanted": (block_messages.decode_wanted, block_messages.StreamWanted),
+        "stream-offer": (block_messages.decode_offer, block_messages.StreamOffered | block_messages.StreamDenied),
+        "block-request": (block_messages.decode_request, block_messages.ReadRequest),
+        "block-reply": (block_messages.decode_reply, block_messages.ReadReply),
+    }
+    for name, (read, kind) in kinds.items():
+        yield Decoder(name=name, read=read, refusals=no_message, seeds=_drawn(kind))
+    yield Decoder(
+        name="opening",
+        read=partial(Challenge, _tickets()),
+        refusals=(Refused,),
+        seeds=lambda: [Attaching(_tickets().make()).opening],
+    )
+    yield Decoder(name="sealed-records", read=_open_records, refusals=(Broken,), seeds=_sealed_seeds)
+
+
+def _of_stores() -> Iterable[Decoder]:
+    refused = (protocol.NotAMessage,)
+    kinds: dict[str, tuple[Callable[[Any], object], Any]] = {
+        "store-request": (protocol.decode_request, protocol.Request),
+        "store-reply": (protocol.decode_reply, protocol.Reply),
+        "stream-attach": (stream_messages.decode_attach, stream_messages.Attach),
+        "stream-attached": (stream_messages.decode_attached, stream_messages.Attached | protocol.Stranger),
+        "stream-request": (stream_messages.decode_request, stream_messages.Request),
+        "stream-values": (stream_messages.decode_values, stream_messages.Values),
+        "stream-checksums": (stream_messages.decode_checksums, stream_messages.Checksums),
+        "stream-ended": (stream_messages.decode_ended, stream_messages.Ended),
+    }
+    for name, (read, kind) in kinds.items():
+        yield Decoder(name=name, read=read, refusals=refused, seeds=_drawn(kind))
+
+
+def _of_people() -> Iterable[Decoder]:
+    refused = (openai.RequestError,)
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "system", "content": [{"type": "text", "text": "t"}]}]}
+    yield Decoder(
+        name="completions",
+        read=partial(_prepare, openai.CompletionBody),
+        refusals=refused,
+        seeds=lambda: [*_bodies(prompt="hello"), *_bodies(prompt=[1, 2, 3]), *_bodies(prompt=[[1], [2]])],
+        max_bytes=16_384,
+    )
+    yield Decoder(
+        name="chat",
+        read=partial(_prepare, openai.ChatBody),
+        refusals=refused,
+        seeds=lambda: _bodies(**chat),
+        max_bytes=16_384,
+    )
+    yield Decoder(name="ask", read=asks.decode, refusals=(asks.AskError,), seeds=_ask_seeds)
+    yield Decoder(name="api-keys", read=_text(tenants.parse), refusals=(tenants.TenantsError,), seeds=lambda: [_API_KEYS])
+    yield Decoder(name="public-keys", read=_text(keys.parse), refusals=(keys.KeysError,), seeds=lambda: [_PUBLIC_KEYS])
+
+
+def _ask_seeds() -> list[bytes]:
+    return [asks.encode(asks.SetCopies(key="0f" * 16, copies=2)), asks.encode(asks.SetRole(node="decode-a", role="prefill"))]
+
+
+def _of_files() -> Iterable[Decoder]:
+    unusable = (IndexUnusable, IndexFault, OSError)
+    study = (StudyError,)
+    model = (ModelError,)
+    yield Decoder(name="slot-header", read=_slot_header, seeds=lambda: [disk._header(_FINGERPRINT, BLOCK, 1)])
+    yield Decoder(name="record-header", read=_record_header, seeds=lambda: [header(b"a key", RECORD)])
+    yield Decoder(name="segment-header", read=_segment_header, refusals=(SharedMemoryError,), seeds=_segment_seeds)
+    yield _file("disk-index", _read_disk_index, unusable, _index_seeds, max_bytes=32_768)
+    yield _file("store-index", _read_store_index, unusable, _store_index_seeds, max_bytes=32_768)
+    yield _file("trace-lines", read_trace, study, lambda: [_JSON_LINES], ".jsonl")
+    yield _file("trace-csv", read_trace, study, lambda: [_AZURE, _BURST], ".csv")
+    yield _file("trace-gz", read_trace, study, lambda: [gzip.compress(_JSON_LINES, mtime=0)], ".jsonl.gz")
+    yield _file("gguf", GgufSource, model, _gguf_seeds, ".gguf", max_bytes=16_384)
+    yield _file("safetensors", SafetensorsFile, model, _safetensors_seeds, ".safetensors")
+    yield _file("model-card", card.read, model, _card_seeds, ".json")
+    yield Decoder(name="profile", read=profile.decode, refusals=(profile.ProfileError,), seeds=_profile_seeds)
+
+
+def _file(
+    name: str,
+    read: Callable[[Path], object],
+    refusals: tuple[type[Exception], ...],
+    seeds: Callable[[], Sequence[bytes]],
+    suffix: str = "",
+    max_bytes: int = 4096,
+) -> Decoder:
+    return Decoder(name=name, read=_by_file(read, suffix), refusals=refusals, seeds=seeds, max_bytes=max_bytes, quick=False)
+
+
+DECODERS: dict[str, Decoder] = {each.name: each for each in (*_between_nodes(), *_of_stores(), *_of_people(), *_of_files())}
+
+
+def _planted(raw: bytes) -> None:
+    """A bug behind four bytes, found one after the other or not at all."""
+    if len(raw) > 4 and raw[0] == 0xC1 and raw[1] == 0x5A and raw[2] == 0x07 and raw[3] == 0x81:
+        raise KeyError(raw[:4])
+
+
+PLANTED = Decoder(name="planted", read=_planted, seeds=lambda: [bytes(16)], max_bytes=64)
+"""What a guide must find, to show that it guides."""

@@ -1,0 +1,99 @@
+"""Two gateways behind one address: both serve, one is killed or drained, and clients find the other."""
+
+import contextlib
+import signal
+import threading
+import tomllib
+from pathlib import Path
+
+import httpx
+import pytest
+from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, free_port, greedy
+
+pytestmark = pytest.mark.timeout(120)
+GATEWAYS = {"gateway-0", "gateway-1"}
+PROMPT = [(7 * position) % 250 for position in range(60)]
+
+
+@pytest.fixture
+def cluster(directory: Path):
+    path = directory / "two.toml"
+    path.write_text(
+        (ROOT / "configs/toy.toml").read_text()
+        + f'metrics_port = {free_port()}\n\n[[nodes]]\nname = "gateway-1"\nrole = "gateway"\nmetrics_port = {free_port()}\n'
+    )
+    cluster = ToyCluster(directory / "run", config=str(path), settings=("gateway.reuse_port=true",))
+    try:
+        cluster.start()
+        yield cluster
+        cluster.stop()
+    finally:
+        cluster.kill()
+
+
+def answering(cluster: ToyCluster, looks: int = 40) -> set[str]:
+    """Who answers new connections."""
+    found = set()
+    for _ in range(looks):
+        found.add(httpx.get(f"{cluster.url}/health", timeout=5).json()["gateway"])
+    return found
+
+
+def answered(cluster: ToyCluster) -> list[int]:
+    """Calls that each gateway answered, by metrics of its own."""
+    nodes = tomllib.loads(Path(cluster.arguments[1]).read_text())["nodes"]
+    texts = [httpx.get(f"http://127.0.0.1:{node['metrics_port']}/metrics").text for node in nodes if "metrics_port" in node]
+    return [int(float(text.partition('edge_http_responses_total{status="200"} ')[2].split()[0])) for text in texts]
+
+
+def ask(cluster: ToyCluster) -> None:
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=greedy(prompt=PROMPT, max_tokens=4), timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["token_ids"] == expected_tokens(PROMPT, 4)
+
+
+@contextlib.contextmanager
+def asking_all_the_time(cluster: ToyCluster, clients: int = 4):
+    """New connections without end; yields the failures."""
+    failures: list[str] = []
+    over = threading.Event()
+
+    def client() -> None:
+        while not over.is_set():
+            try:
+                ask(cluster)
+            except (httpx.HTTPError, AssertionError) as error:
+                failures.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield failures
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def has_ended(pid: int) -> bool:
+    """A zombie has closed its sockets."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_either_of_two_gateways_may_go(cluster: ToyCluster) -> None:
+    eventually(lambda: answering(cluster) == GATEWAYS, 30, "both gateways serve")
+    assert all(count > 0 for count in answered(cluster))
+    killed = cluster.pid("gateway-0")
+    cluster.signal("gateway-0", signal.SIGKILL)
+    eventually(lambda: has_ended(killed), 30, "gateway-0 is dead")
+    with asking_all_the_time(cluster) as failures:  # its place is taken, and not given back before it can serve
+        eventually(lambda: answering(cluster) == GATEWAYS, 30, "gateway-0 is started again")
+        drained = cluster.pid("gateway-1")
+        cluster.signal("gateway-1", signal.SIGTERM)
+        eventually(lambda: has_ended(drained), 30, "gateway-1 has drained")
+        eventually(lambda: answering(cluster) == GATEWAYS, 30, "gateway-1 is started again")
+    assert failures == []

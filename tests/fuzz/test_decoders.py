@@ -1,0 +1,71 @@
+"""Every decoder of bytes from outside, with inputs that a seed draws: read or refused, quickly and in little memory."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from mooncake_zmq.fuzz.decoders import DECODERS
+from mooncake_zmq.fuzz.examination import MAX_CPU_S, MAX_GROWTH_BYTES, Decoder, examine, mutations
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_whatever_is_sent_is_read_or_refused(name: str) -> None:
+    decoder = DECODERS[name]
+    seeds = list(decoder.seeds())
+    for raw in seeds:
+        decoder.read(raw)  # a seed is a valid one: nothing is learnt from what is refused at its first byte
+    for raw in mutations(seeds, Random(name), 2000 if decoder.quick else 100, decoder.max_bytes):
+        finding = examine(decoder, raw)
+        assert finding is None, f"{finding}: {raw!r}"
+
+
+def busy(raw: bytes) -> None:
+    began_s = time.process_time()
+    while time.process_time() < began_s + 1.1 * MAX_CPU_S:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("read", "what"),
+    [
+        (lambda raw: {}[raw], "KeyError"),
+        (lambda raw: 1 / 0, "ZeroDivisionError"),
+        (lambda raw: bytearray(b"x") * (MAX_GROWTH_BYTES * 4), "more than 64 MiB"),
+        (busy, "more than 0.5 s"),
+    ],
+)
+def test_what_an_input_may_not_do_is_found(read, what) -> None:
+    finding = examine(Decoder(name="planted", read=read, refusals=(ValueError,)), b"x")
+    assert finding is not None
+    assert finding.what == what
+
+
+def test_blind_inputs_reach_what_lies_near_a_valid_one() -> None:
+    seeds = DECODERS["message"].seeds()
+
+    def trips(raw: bytes) -> None:
+        if len(raw) > 8 and raw[0] == 0xC1:
+            raise KeyError
+
+    found = (examine(Decoder(name="planted", read=trips), raw) for raw in mutations(seeds, Random(1), 2000, 4096))
+    assert any(found)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="the extra fuzz is not installed")
+def test_a_guide_finds_what_lies_behind_four_bytes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mooncake_zmq", "fuzz", "--decoder", "planted", "--minutes", "0.2", "--json"]
+    done = subprocess.run([*command, "--findings", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    (outcome,) = json.loads(done.stdout)
+    (finding,) = outcome["findings"]
+    assert finding["what"] == "KeyError"
+    replay = [sys.executable, "-m", "mooncake_zmq", "fuzz", "--decoder", "planted", "--replay", finding["path"]]
+    assert subprocess.run(replay, cwd=ROOT, capture_output=True, check=False).returncode == 1
