@@ -1,6 +1,7 @@
 """What one call may cost the others: sizes are looked at before the work, and the work is not the loop's."""
 
 import asyncio
+import gc
 import json
 import threading
 
@@ -10,7 +11,7 @@ from scripted_actor import ScriptedActor, events, finished, tokens
 
 from mooncake_zmq.gateway import edge as edge_module
 from mooncake_zmq.gateway import openai
-from mooncake_zmq.gateway.openai import QUOTED_CHARS, CompletionBody, prepare
+from mooncake_zmq.gateway.openai import QUOTED_CHARS, ChatBody, CompletionBody, prepare
 from mooncake_zmq.gateway.requests import TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
@@ -102,6 +103,27 @@ def test_prompts_of_too_many_parts_are_not_read(monkeypatch, prompt, decoder):
     actor = ScriptedActor()
     assert actor.complete(prompt=prompt).status_code == 400
     assert not actor.requests
+
+
+@pytest.mark.parametrize("content", [[], [{"type": ""}], "a", 1])
+def test_contents_of_too_many_messages_are_not_read(monkeypatch, content):
+    monkeypatch.setattr(openai, "_content", None)
+    messages = [{"role": "a", "content": content}] * 11
+    refusal(ScriptedActor(max_model_len=10).chat(messages=messages), "messages", "context_length_exceeded")
+
+
+def test_making_out_messages_wakes_no_garbage_collector():
+    raw = json.dumps({"messages": [{"role": "a", "content": [{"type": ""}]}] * 1000}).encode()
+    before = gc.get_count()[0]
+    body = openai._parse(raw, ChatBody)
+    assert gc.get_count()[0] - before < 100, "no object for each message that it would look at"
+    assert len(body.messages) == 1000
+
+
+@pytest.mark.parametrize("content", [1, {}, [1], [{"text": "a"}], [[]]])
+def test_content_of_another_kind_is_the_clients_mistake(content):
+    response = ScriptedActor().chat(messages=[{"role": "user", "content": content}])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
 
 
 @pytest.mark.parametrize("prompt", [['say "a", \\', '["', "a,b" * 20], [[1, 2], [3]], ["\\\\"] * 64, [",,,,,,,,"] * 8])
