@@ -15,6 +15,7 @@ from mooncake_zmq.chaos.cluster import Cluster
 from mooncake_zmq.chaos.damage import flip_blocks, flip_files, toy_layout
 from mooncake_zmq.chaos.history import Done, History
 from mooncake_zmq.chaos.plan import Fault, Kind
+from mooncake_zmq.core.keys import KeysError
 
 BALLAST = "ballast"
 BALLAST_PIECE_BYTES = 1 << 20
@@ -29,6 +30,7 @@ class Saboteur:
     def __init__(self, cluster: Cluster, history: History, seed: int) -> None:
         self.problems: list[str] = []
         self.strangers_refused = 0
+        self._rotating = asyncio.Lock()
         self._cluster = cluster
         self._history = history
         self._random = Random(f"sabotage {seed}")
@@ -118,12 +120,13 @@ class Saboteur:
         """As the manual says: public keys everywhere, then the secret, then a restart; and what was is forgotten last."""
         cluster, keys = self._cluster, self._cluster.keys
         assert keys is not None
-        for name in fault.targets:
-            await asyncio.to_thread(keys.rotate, name)
-            await cluster.drain(name)
-            await cluster.until_whole(WHOLE_TIMEOUT_S)
-        for name in fault.targets:
-            await asyncio.to_thread(keys.drop, name)
+        async with self._rotating:  # a node has at most two keys
+            for name in fault.targets:
+                await asyncio.to_thread(keys.rotate, name)
+                await cluster.drain(name)
+                await cluster.until_whole(WHOLE_TIMEOUT_S)
+            for name in fault.targets:
+                await asyncio.to_thread(keys.drop, name)
 
     async def _stop(self, fault: Fault) -> None:
         for name in fault.targets:
@@ -178,7 +181,11 @@ class Saboteur:
             name, [partial(at, list(forge(int(fault.amount))), each) for each in keys.of_strangers()]
         )
         thief = self._random.choice([each for each in self._cluster.children if each != name])
-        met = await asyncio.to_thread(at, list(forge(int(fault.amount))), keys.of(thief))
+        try:
+            stolen = keys.of(thief)
+        except KeysError:  # it is just being rotated
+            return f"{told}; strangers refused {refused} times"
+        met = await asyncio.to_thread(at, list(forge(int(fault.amount))), stolen)
         return (
             f"{told}; strangers refused {refused} times; {int(fault.amount) * bool(met.admitted)} frames by the key of {thief}"
         )
