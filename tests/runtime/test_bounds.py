@@ -66,7 +66,8 @@ os._exit(0)
 
 SERVERS = """
 import os, sys
-from hostile import MORE, connect, growth_while_sending, part
+from hostile import connect, growth_while_sending
+from mooncake_zmq.transfer.zmtp import MORE, part
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.server import StoreServer

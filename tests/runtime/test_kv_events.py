@@ -8,13 +8,13 @@ import hostile
 import msgpack
 import pytest
 import zmq
-from hostile import part
 
 from mooncake_zmq.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, Medium
 from mooncake_zmq.runtime import kv_events
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.transfer.connections import PARTIAL_BYTES
 from mooncake_zmq.transfer.sockets import BadEndpoint
+from mooncake_zmq.transfer.zmtp import part
 
 END = b"\xff" * 8
 PATIENCE_S = 30.0

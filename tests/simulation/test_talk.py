@@ -40,8 +40,7 @@ def test_seeds_miss_a_link_that_only_reads_need(monkeypatch: pytest.MonkeyPatch)
     """A handoff may name blocks in the pool of the prefill's host, of which the decode has to have been told."""
     monkeypatch.setattr(run, "draw_faults", lambda *_, **__: ())  # copies fail for many reasons; here for one alone
     with_all = failed_handoff_blocks()
-    link = ("decode", "cache-node")
-    monkeypatch.setattr(talk, "_ANYWHERE", tuple(pair for pair in talk._ANYWHERE if set(pair) != set(link)))
-    monkeypatch.setattr(talk, "_ON_ONE_HOST", (*talk._ON_ONE_HOST, link))
+    link = (("decode", "cache-node"), ("cache-node", "decode"))
+    monkeypatch.setattr(talk, "_ON_ONE_HOST", talk._ON_ONE_HOST + link)
     assert with_all == 0
     assert failed_handoff_blocks() > 0
