@@ -664,8 +664,12 @@ def _plain_warnings(loaded: Loaded) -> Iterator[str]:
             yield f"{node.name}: no keys, so it will not start: {far[0]} is beyond this machine (security.keys)"
         if node.store_endpoint.startswith("tcp://") and loaded.section(node).objects.tenants and not keyed:
             yield f"{node.name}: its store has tenants and the cluster no keys: nobody is known there, and may use nothing"
+        if keyed and security.encrypt_bulk:
+            continue
+        if node.data_endpoint.startswith("tcp://") and not is_loopback(node.data_endpoint) and keyed:
+            yield f"{node.name}: its blocks go in clear to other hosts (security.encrypt_bulk)"
         if node.store_endpoint.startswith("tcp://") and not is_loopback(node.store_endpoint):
-            yield f"{node.name}: values of its store go in clear to clients on other hosts, keys or not"
+            yield f"{node.name}: values of its store go in clear to other hosts (security.keys, security.encrypt_bulk)"
 
 
 def _profile_warnings(loaded: Loaded) -> Iterator[str]:

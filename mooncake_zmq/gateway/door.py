@@ -234,7 +234,10 @@ class Door:
         """
         filtered = ctypes.create_string_buffer(NO_NEWCOMERS, len(NO_NEWCOMERS))
         program = struct.pack("HL", len(NO_NEWCOMERS) // _INSTRUCTION.size, ctypes.addressof(filtered))
-        self._listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+        except OSError as error:  # forbidden here: who comes in the last instant may be reset
+            log.warning("newcomers_not_turned_away", reason=error.strerror)
         self._later(KNOCKING_S, self._lock)
 
     def _lock(self) -> None:

@@ -165,7 +165,7 @@ class StreamLane:
 
     def _send(self, raw: bytes) -> None:
         sealer = self._stream.sealer
-        self._unsent += raw if sealer is None else b"".join(sealer.records([memoryview(raw)]))
+        self._unsent += raw if sealer is None else b"".join(map(bytes, sealer.records([memoryview(raw)])))
         self._flush()
 
     def _flush(self) -> None:

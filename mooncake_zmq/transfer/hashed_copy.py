@@ -8,6 +8,7 @@ without the GIL, as fast as the copy alone. A second thread that hashes costs mo
 
 import ctypes
 import mmap
+import os
 import threading
 from pathlib import Path
 
@@ -32,7 +33,8 @@ class Routine:
     """Machine code for this CPU that copies and hashes in one pass. Callable from any thread for as long as this lives."""
 
     def __init__(self) -> None:
-        """Takes some 80 ms. Raises ImportError without llvmlite, and OSError where memory may not become code."""
+        """Takes some 0.1 to 0.5 s, and 45 to 70 MiB, most of them LLVM's own code. Raises ImportError without llvmlite, OSError
+        where memory may not become code, and UNUSABLE."""
         # Asked first: LLVM does not notice, and the process would end.
         mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC).close()
         import llvmlite.binding as llvm
@@ -82,6 +84,10 @@ def copy_in_pieces(target: int, source: int, size: int) -> int:
     return hasher.intdigest()
 
 
+UNUSABLE = (OSError, RuntimeError, AttributeError, TypeError)
+"""What comes of memory that may not become code, and of an llvmlite that is older than ours."""
+
+
 class _Once:
     """The process's routine, made by the first copy that wants it; None where there can be none."""
 
@@ -94,17 +100,38 @@ class _Once:
         if not self._is_made:
             with self._making:
                 if not self._is_made:
-                    self._routine = self._make()
-                    self._is_made = True
+                    try:
+                        self._routine = self._make()
+                    finally:
+                        self._is_made = True
         return self._routine
+
+    def forked(self) -> None:
+        """In the child of a fork, which has not the thread that may just have been making it."""
+        self._making = threading.Lock()
 
     @staticmethod
     def _make() -> Routine | None:
         try:
-            return Routine()
-        except (ImportError, OSError) as error:
-            log.debug("copies are hashed in pieces", reason=str(error))
+            routine = Routine()
+        except ImportError:
             return None
+        except UNUSABLE as error:
+            log.warning("copies are hashed in pieces", reason=str(error)[:200])
+            return None
+        return routine if _is_right(routine) else None
+
+
+def _is_right(routine: Routine) -> bool:
+    """Whether it makes of some bytes what xxHash makes of them: a compiler that errs must not make every block a miss."""
+    source = bytearray(range(251)) * 70
+    target = bytearray(len(source))
+    to, at = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (target, source))
+    if routine(to, at, len(source)) == xxhash.xxh3_64_intdigest(source) and target == source:
+        return True
+    log.warning("copies are hashed in pieces", reason="the routine's checksums are wrong")
+    return False
 
 
 _routine = _Once()
+os.register_at_fork(after_in_child=_routine.forked)

@@ -27,6 +27,8 @@ MAX_OUTSTANDING_READS = 128
 ENDED_AT_ONCE = 8
 """Reads of one owner that are taken before it is another's turn."""
 MAX_WAIT_S = 60.0
+REST_S = 1.0
+"""After an owner could not be reached: until then reads of it are misses at once, and nobody knocks there."""
 
 
 class _Link:
@@ -83,6 +85,8 @@ class RemoteReader:
         """Of `_over`, and of what is put into `_commands`."""
         self._endpoints: dict[Life, str] = {}
         self._links: dict[Life, _Link] = {}
+        self._resting: dict[Life, float] = {}
+        """Until when, see REST_S; of lives whose endpoints are known."""
         self._openers: set[threading.Thread] = set()
         self._batches: dict[int, ReadBatch] = {}
         self._sockets = (sockets or Sockets(io_threads=1)).borrow()
@@ -94,7 +98,7 @@ class RemoteReader:
 
     def learn(self, life: Life, endpoint: str) -> None:
         """This life can be read at `endpoint`."""
-        self._command(lambda: self._endpoints.update({life: endpoint}))
+        self._command(lambda: self._learn(life, endpoint))
 
     def forget(self, life: Life) -> None:
         """This life is over or out of reach: fail what is asked of it."""
@@ -198,8 +202,13 @@ class RemoteReader:
             else:
                 self._end(read, ReadFailure.UNREACHED)
 
+    def _learn(self, life: Life, endpoint: str) -> None:
+        self._endpoints[life] = endpoint
+        self._resting.pop(life, None)
+
     def _forget(self, life: Life) -> None:
         self._endpoints.pop(life, None)
+        self._resting.pop(life, None)
         for read in self._drop_link(life):
             self._end(read, ReadFailure.UNREACHED)
 
@@ -232,13 +241,24 @@ class RemoteReader:
 
     def _link(self, life: Life) -> _Link | None:
         link = self._links.get(life)
-        if link is None and life in self._endpoints and not self._over:
-            link = self._links[life] = _Link()
-            arguments = (life, link, self._endpoints[life])
-            opener = threading.Thread(target=self._open, args=arguments, name="remote-opener", daemon=True)
-            self._openers.add(opener)
+        if link is not None or life not in self._endpoints or self._over or time.monotonic() < self._resting.get(life, 0.0):
+            return link
+        link = _Link()
+        arguments = (life, link, self._endpoints[life])
+        opener = threading.Thread(target=self._open, args=arguments, name="remote-opener", daemon=True)
+        try:
             opener.start()
+        except RuntimeError as error:  # the system has no thread for it
+            self._rest(life, str(error))
+            return None
+        self._openers.add(opener)
+        self._links[life] = link
         return link
+
+    def _rest(self, life: Life, reason: str) -> None:
+        if life in self._endpoints:
+            self._resting[life] = time.monotonic() + REST_S
+        log.warning("data_not_reached", node=life[0], incarnation=life[1], reason=reason)
 
     def _open(self, life: Life, link: _Link, endpoint: str) -> None:
         """On a thread of its own."""
@@ -260,7 +280,10 @@ class RemoteReader:
             if lane is not None:
                 lane.close()
         elif lane is None:
-            self._lose_link(life, reason)
+            self._rest(life, reason)
+            self.counts["lost_links"] += 1
+            for read in self._drop_link(life):
+                self._end(read, ReadFailure.UNREACHED)
         else:
             link.lane = lane
             self._poll.register(lane.fileno(), select.EPOLLIN)

@@ -19,7 +19,7 @@ RECORD_BYTES = 256 << 10
 """Of what is sealed at a time, at most; and so much is received and hashed at a time where nothing is sealed."""
 TAG_BYTES = 16
 MAX_RECORDS = 1 << 24
-"""Under one key: 16 TiB, far from where AES-GCM begins to leak. A stream ends there, and another has keys of its own."""
+"""Under one key: 4 TiB, far from where AES-GCM begins to leak. A stream ends there, and another has keys of its own."""
 GATHERED_BELOW_BYTES = 64 << 10
 """What is shorter is copied together into one record; the rest are sealed where they lie."""
 _LENGTH = struct.Struct("<I")
@@ -49,7 +49,7 @@ class Sealer:
                 gathered_bytes += len(view)
                 if gathered_bytes < GATHERED_BELOW_BYTES:
                     continue
-            if gathered:
+            if gathered_bytes:
                 yield self._sealed(gathered[0] if len(gathered) == 1 else memoryview(b"".join(gathered)))
                 gathered, gathered_bytes = [], 0
             if len(view) >= GATHERED_BELOW_BYTES:

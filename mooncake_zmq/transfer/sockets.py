@@ -277,6 +277,9 @@ def connect_beside(where: str, endpoint: str, timeout_s: float, is_over: Callabl
     Raises OSError, and ValueError or OverflowError where what was told is no address.
     """
     scheme, _, place = where.partition("://")
+    own_scheme, _, own_place = endpoint.partition("://")
+    if scheme != own_scheme or (scheme == "ipc" and place != f"{own_place}{IPC_SUFFIX}"):
+        raise ValueError(f"{where} is not beside {endpoint}")
     address: str | tuple[str, int] = place
     if scheme == "ipc":
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

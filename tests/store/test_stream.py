@@ -177,3 +177,10 @@ def test_a_stream_is_found_beside_its_endpoint(endpoint, tmp_path):
             with far:
                 near.sendall(b"here")
                 assert far.recv(4) == b"here"
+
+
+@pytest.mark.parametrize("where", ["ipc:///run/other", "tcp://*:1", "ipc://{}/other-stream"])
+def test_nobody_is_sent_elsewhere_than_beside_the_endpoint(where, tmp_path):
+    endpoint = "tcp://127.0.0.1:1" if where.startswith("ipc:///run") else f"ipc://{tmp_path}/socket"
+    with pytest.raises(ValueError, match="is not beside"):
+        connect_beside(where.format(tmp_path), endpoint, 5.0)

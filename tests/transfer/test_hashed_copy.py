@@ -2,6 +2,8 @@
 
 import ctypes
 import mmap
+import os
+import signal
 import sys
 import threading
 from random import Random
@@ -111,3 +113,35 @@ def test_a_value_in_several_places_has_the_checksum_of_the_whole(source, cuts, h
     places = [(address(back) + start, stop - start) for start, stop in zip(edges, edges[1:], strict=False)]
     assert scatter(address(cell), size, places, hashed=hashed) == expected
     assert back == source[:size] + bytes(13)
+
+
+class TooOld:
+    def __init__(self):
+        raise RuntimeError("LLVM IR parsing error")
+
+
+class Wrong:
+    def __call__(self, target, source, size):
+        ctypes.memmove(target, source, size)
+        return 7
+
+
+@pytest.mark.parametrize("kind", [TooOld, Wrong])
+def test_a_routine_that_cannot_be_made_or_errs_is_asked_for_once_and_never_used(source, monkeypatch, kind):
+    made = []
+    monkeypatch.setattr(hashed_copy, "Routine", lambda: (made.append(kind), kind())[1])
+    monkeypatch.setattr(hashed_copy, "_routine", hashed_copy._Once())
+    for _ in range(3):
+        check(copy_hashed, source, 0, 0, ROUTINE_FROM_BYTES)
+    assert made == [kind]
+
+
+def test_a_child_of_a_fork_while_the_routine_is_made_copies_too(source):
+    with hashed_copy._routine._making:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            hashed_copy._routine._is_made = False
+            check(copy_hashed, source, 0, 0, ROUTINE_FROM_BYTES)
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

@@ -37,7 +37,7 @@ from mooncake_zmq.transfer.block_messages import (
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.network import RemoteReader
-from mooncake_zmq.transfer.reading_lane import RemoteRead
+from mooncake_zmq.transfer.reading_lane import LaneLost, RemoteRead
 from mooncake_zmq.transfer.sockets import Sockets
 from mooncake_zmq.transfer.stream import LENGTH, Stream, StreamError
 from mooncake_zmq.transfer.tickets import Ticket
@@ -566,6 +566,23 @@ def test_nobody_at_the_endpoint_fails_at_once(reader, segment):
     fetch(reader, reads, deadline_s=TIMEOUT_S)
     assert time.monotonic() - began < TIMEOUT_S / 2
     assert [one.sink.verified for one in reads] == [False, False]
+
+
+def test_an_owner_that_cannot_be_reached_is_left_in_peace_for_a_while_or_until_it_is_told_of_anew(layout, segment, crashes):
+    opened = []
+
+    def unreachable(life, endpoint, is_over):
+        opened.append(endpoint)
+        raise LaneLost("nobody is there")
+
+    reader = RemoteReader(layout, on_crash=crashes.append, open_lane=unreachable)
+    reader.learn(LIFE, "tcp://a:1")
+    for _ in range(5):
+        fetch(reader, [read(segment.refs[0])])
+    reader.learn(LIFE, "tcp://b:1")
+    fetch(reader, [read(segment.refs[0])])
+    reader.close()
+    assert opened == ["tcp://a:1", "tcp://b:1"]
 
 
 def test_forgetting_and_cancelling_end_reads_early(impostor, reader, segment):

@@ -109,3 +109,10 @@ def test_equal_bytes_are_sealed_differently_each_time():
     records = sealed([b"same" * 20], [b"same" * 20])
     assert records[0] != records[1]
     assert b"same" not in b"".join(records)
+
+
+def test_nothing_at_all_takes_no_record():
+    long = bytes(GATHERED_BELOW_BYTES)
+    records = sealed([b"", long, b""])
+    assert len(records) == 1
+    assert opened(b"".join(records)) == long
