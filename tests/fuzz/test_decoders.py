@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from mooncake_zmq.fuzz import examination
 from mooncake_zmq.fuzz.decoders import DECODERS
 from mooncake_zmq.fuzz.examination import MAX_CPU_S, MAX_GROWTH_BYTES, Decoder, examine, mutations
 
@@ -46,6 +47,21 @@ def test_what_an_input_may_not_do_is_found(read, what) -> None:
     finding = examine(Decoder(name="planted", read=read, refusals=(ValueError,)), b"x")
     assert finding is not None
     assert finding.what == what
+
+
+def test_memory_that_an_earlier_input_took_as_well_is_found() -> None:
+    greedy = Decoder(name="planted", read=lambda raw: bytearray(b"x") * (int(raw) << 20))
+    for each in (b"300", b"200", b"300"):
+        assert examine(greedy, each) is not None
+    assert examine(greedy, b"10") is None
+
+
+def test_where_no_peak_can_be_begun_what_an_input_leaves_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "_begin_peak", lambda: False)
+    kept: list[bytearray] = []
+    examine(Decoder(name="planted", read=lambda raw: len(bytearray(b"x") * (300 << 20))), b"")
+    assert examine(Decoder(name="planted", read=lambda raw: None), b"") is None
+    assert examine(Decoder(name="planted", read=lambda raw: kept.append(bytearray(b"x") * (100 << 20))), b"") is not None
 
 
 def test_blind_inputs_reach_what_lies_near_a_valid_one() -> None:
