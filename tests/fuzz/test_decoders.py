@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -85,3 +86,17 @@ def test_a_guide_finds_what_lies_behind_four_bytes(tmp_path: Path) -> None:
     assert finding["what"] == "KeyError"
     replay = [sys.executable, "-m", "mooncake_zmq", "fuzz", "--decoder", "planted", "--replay", finding["path"]]
     assert subprocess.run(replay, cwd=ROOT, capture_output=True, check=False).returncode == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="the extra fuzz is not installed")
+def test_what_a_guided_process_makes_for_a_while_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(made := tmp_path / "made"))
+    for directory in (made, corpus := tmp_path / "corpus"):
+        directory.mkdir()
+    guided = [sys.executable, "-m", "mooncake_zmq.fuzz.guided", "trace-lines", "1", "1", str(corpus), str(tmp_path)]
+    subprocess.run(guided, cwd=ROOT, capture_output=True, check=True)
+    (left,) = made.glob("mz-fuzz-*")  # it is ended without a word: nowhere else than where it was told
+    shutil.rmtree(left)
+    command = [sys.executable, "-m", "mooncake_zmq", "fuzz", "--decoder", "trace-lines", "--minutes", "0.01"]
+    subprocess.run([*command, "--findings", str(tmp_path / "found")], cwd=ROOT, capture_output=True, check=True)
+    assert list(made.iterdir()) == []
