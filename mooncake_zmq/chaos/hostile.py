@@ -33,6 +33,8 @@ STALL_S = 5.0
 TIMEOUT_S = 2.0
 HTTP_SHARE, CALLS_AT_ONCE = 50, 16
 """Of the inputs of another socket, one goes to HTTP, in a call of its own: it is parsed, prepared and answered."""
+ANSWER_TIMEOUT_S = 15.0
+"""Of such a call: some spoilt ones are still good, and ask for as many tokens as the model may make."""
 STREAM_SHARE = 20
 """Likewise to streams: each is a connection, a handshake and a thread."""
 NOISE_SHARE = 1000
@@ -244,6 +246,7 @@ def _call(address: str, port: int, raw: bytes) -> bool:
     """One call, hung up on once it begins to be answered."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw)
     with suppress(OSError), socket.create_connection((address, port), timeout=TIMEOUT_S) as stream:
+        stream.settimeout(ANSWER_TIMEOUT_S)
         stream.sendall(head + raw)
         return bool(stream.recv(16))
     return False
