@@ -49,7 +49,7 @@ DEFAULT_CONFIG = "configs/chaos.toml"
     type=click.IntRange(1000),
     default=None,
     metavar="N",
-    help="Instead of faults: N spoilt inputs to every socket, a 50th of that to HTTP.",
+    help="Instead of faults: N spoilt inputs to every socket, a 20th of that to streams, a 50th to HTTP.",
 )
 @click.option("--keep", is_flag=True, help="Keep the directory with the logs of a clean run as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -192,7 +192,7 @@ class Saboteur:
 
     async def _forge_as_strangers(self, name: str, sendings: list[Callable[[], forged.Met]]) -> int:
         """How often they were refused, which the node must have counted, unless its life ended meanwhile."""
-        before = await self._cluster.dump(name)
+        began, before = time.monotonic(), await self._cluster.dump(name)
         met = [await asyncio.to_thread(sending) for sending in sendings]
         after = await self._cluster.dump(name)
         if any(each.admitted for each in met):
@@ -201,9 +201,18 @@ class Saboteur:
         self.strangers_refused += refused
         if before and after and before["incarnation"] == after["incarnation"]:
             counted = after["parts"]["connections"]["refused"] - before["parts"]["connections"]["refused"]
-            if counted < refused:
-                self.problems.append(f"{name} refused strangers {refused} times and counted {counted}")
+            was_up = not self._history.disturbed(name, began, time.monotonic())
+            self.problems += unmet(name, met, counted, was_up=was_up)
         return refused
+
+
+def unmet(name: str, met: Sequence[forged.Met], counted: int, *, was_up: bool) -> Iterator[str]:
+    """What is wrong with how strangers fared at a node in one life. `counted`: its refusals; `was_up`: undisturbed."""
+    refused = sum(each.refused for each in met)
+    if counted < refused:
+        yield f"{name} refused strangers {refused} times and counted {counted}"
+    if was_up and (unheard := sum(not (each.admitted or each.refused) for each in met)):
+        yield f"{name} neither let in nor refused {unheard} of {len(met)} strangers"
 
 
 def _fill(path: Path) -> None:

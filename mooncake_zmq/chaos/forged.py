@@ -20,6 +20,8 @@ from mooncake_zmq.transfer.key_files import Keys
 from mooncake_zmq.transfer.sockets import Limits, Sockets
 
 _TIMEOUT_S = 2.0
+_KNOCK_S = 5.0
+"""A node that runs has answered by then: as long as ZeroMQ gives a handshake."""
 _FRAMES_PER_CONNECTION = 100
 _LIMITS = Limits(max_message_bytes=1 << 20, send_hwm=2 * _FRAMES_PER_CONNECTION, receive_hwm=1)
 _HANDSHAKES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -115,7 +117,7 @@ def _knock(sockets: Sockets, server: str, endpoint: str, forged: Sequence[bytes]
     for frame in forged:
         with suppress(zmq.Again):
             dealer.send(frame, zmq.DONTWAIT)
-    event = int(recv_monitor_message(told)["event"]) if told.poll(int(_TIMEOUT_S * 1000)) else 0
+    event = int(recv_monitor_message(told)["event"]) if told.poll(int(_KNOCK_S * 1000)) else 0
     dealer.disable_monitor()
     # Once greeted, what was sent is still on its way.
     dealer.close(linger=int(_TIMEOUT_S * 1000) if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else 0)

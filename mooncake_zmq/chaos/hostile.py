@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
 from random import Random
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from mooncake_zmq.chaos import hostile_streams
 from mooncake_zmq.chaos.cluster import Cluster
 from mooncake_zmq.chaos.keys import OUTSIDER, SUBSCRIBER
 from mooncake_zmq.core.keys import Plane
@@ -31,10 +33,17 @@ STALL_S = 5.0
 TIMEOUT_S = 2.0
 HTTP_SHARE, CALLS_AT_ONCE = 50, 16
 """Of the inputs of another socket, one goes to HTTP, in a call of its own: it is parsed, prepared and answered."""
+ANSWER_TIMEOUT_S = 15.0
+"""Of such a call: some spoilt ones are still good, and ask for as many tokens as the model may make."""
+STREAM_SHARE = 20
+"""Likewise to streams: each is a connection, a handshake and a thread."""
 NOISE_SHARE = 1000
 """Likewise a connection of noise."""
+MIN_TAKEN_SHARE = 0.9
+"""Of what is for a socket; whoever takes less was not attacked."""
 AT_ONCE = 4
 COUNTED = ("dropped", "garbage", "refused", "cut", "strangers")
+_IN, _OUT = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 _LIMITS = Limits(max_message_bytes=1 << 20, send_hwm=200, receive_hwm=200)
 
 
@@ -45,57 +54,115 @@ class Door:
     node: str
     what: str
     endpoint: str
-    decoder: str
+    """Of streams: where the ticket for them is had."""
+    decoder: str = ""
     plane: Plane = "control"
     kind: int = zmq.DEALER
     prefix: tuple[bytes, ...] = ()
     """Parts of each message before the input."""
+    admit: hostile_streams.Admit | None = None
+    """Of streams."""
+    counters: tuple[tuple[str, str, float], ...] = ()
+    """What the node counts of what comes there: the part that does, how the counters' names begin, and for which share of the
+    inputs at least; 0: for one."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.node} {self.what}"
+
+    def wanted(self, count: int) -> int:
+        """Inputs that it gets, of `count`."""
+        return count // (HTTP_SHARE if self.what == "http" else STREAM_SHARE if self.admit else 1)
+
+
+@dataclass(slots=True)
+class Assault:
+    """What came of it. `taken`: inputs, by socket."""
+
+    taken: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
 
 
 def doors(cluster: Cluster) -> Iterator[Door]:
     """All of them."""
     for node in cluster.config.nodes:
-        yield Door(node.name, "control", node.endpoint, "session")
+        yield Door(node.name, "control", node.endpoint, "session", counters=(("session", "dropped", 0),))
         if node.role in ("prefill", "cache-node"):
-            yield Door(node.name, "data", node.data_endpoint, "stream-wanted", "data")
+            at, garbage = node.data_endpoint, (("data_server", "garbage", 0),)
+            yield Door(node.name, "data", at, "stream-wanted", "data", counters=garbage)
+            counted = (
+                ("data_server", "streams", 0.1),
+                ("data_server", "strangers_at_door", 0.1),
+                ("data_server", "garbage", 0.1),
+            )
+            yield Door(node.name, "data streams", at, plane="data", admit=hostile_streams.of_blocks, counters=counted)
         if node.store_endpoint:
-            yield Door(node.name, "store", node.store_endpoint, "store-request", "store")
+            at, garbage = node.store_endpoint, (("store", "garbage", 0),)
+            yield Door(node.name, "store", at, "store-request", "store", counters=garbage)
+            counted = (("store", "streams", 0.1), ("store", "strangers_at_door", 0.1), ("store", "stream_garbage", 0.1))
+            yield Door(node.name, "store streams", at, plane="store", admit=hostile_streams.of_values, counters=counted)
         if node.role == "cache-node" and (events := node.settings.get("kv_events")):
-            yield Door(node.name, "events", events["endpoint"], "envelope", "events", zmq.XSUB)
-            yield Door(node.name, "replay", events["replay_endpoint"], "segment-header", "events", prefix=(b"",))
+            cut, garbage = (("kv_events", "subscribers_cut", 0),), (("kv_events", "replay_garbage", 0),)
+            yield Door(node.name, "events", events["endpoint"], "envelope", "events", zmq.XSUB, counters=cut)
+            at = events["replay_endpoint"]
+            yield Door(node.name, "replay", at, "segment-header", "events", prefix=(b"",), counters=garbage)
     for name, url in cluster.urls().items():
         yield Door(name, "http", url.replace("http://", "tcp://"), "completions")
 
 
-async def assault(cluster: Cluster, count: int, seed: int, say: Callable[[str], None]) -> dict[str, int]:
-    """Send `count` inputs to every socket, a few sockets at a time; returns how many each took, and `refusals` the nodes
-    counted."""
-    taken: dict[str, int] = {}
+async def assault(cluster: Cluster, count: int, seed: int, say: Callable[[str], None]) -> Assault:
+    """Send `count` inputs to every socket, a few sockets at a time. Whoever took too few of them, or counted none, is a
+    problem: nothing is shown of a socket that was not attacked."""
+    made, targets = Assault(), list(doors(cluster))
     slots = asyncio.Semaphore(AT_ONCE)
-    before = refusals(await cluster.dumps())
+    before = await cluster.dumps()
 
     async def one(door: Door) -> None:
         async with slots:
             began = time.monotonic()
-            name = f"{door.node} {door.what}"
-            taken[name] = await asyncio.to_thread(_send, cluster, door, count, Random(f"{seed} {name}"))
-            say(f"{taken[name]:,} inputs to {name} in {time.monotonic() - began:.0f} s")
+            made.taken[door.name] = await asyncio.to_thread(_send, cluster, door, count, Random(f"{seed} {door.name}"))
+            say(f"{made.taken[door.name]:,} inputs to {door.name} in {time.monotonic() - began:.0f} s")
 
     async with asyncio.TaskGroup() as group:
-        for door in doors(cluster):
+        for door in targets:
             group.create_task(one(door))
-    after = refusals(await cluster.dumps())
-    say("counted: " + ", ".join(f"{name} {count - before.get(name, 0):,}" for name, count in sorted(after.items())))
-    return taken
+    after = await cluster.dumps()
+    counted, counted_before = refusals(after), refusals(before)
+    say("counted: " + ", ".join(f"{name} {number - counted_before[name]:,}" for name, number in sorted(counted.items())))
+    for door in targets:
+        made.problems += spared(door, door.wanted(count), made.taken[door.name], before.get(door.node), after.get(door.node))
+    return made
+
+
+def spared(door: Door, wanted: int, taken: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
+    """Why nothing is shown of a door. `before`, `after`: dumps of its node; None: it did not answer."""
+    found = []
+    if taken < MIN_TAKEN_SHARE * wanted or not taken:
+        found.append(f"{door.name} took {taken:,} of {wanted:,} hostile inputs")
+    if before is None or after is None:
+        return [*found, f"{door.node} did not tell what it counted of them"]
+    for part, prefix, share in door.counters:
+        counted = _counted(after, part, prefix) - _counted(before, part, prefix)
+        if counted < max(1.0, share * wanted):
+            found.append(f"{door.name} took {taken:,} hostile inputs, and {part}_{prefix} rose by {counted:,}")
+    return found
+
+
+def _counted(dump: Mapping[str, Any], part: str, prefix: str) -> int:
+    return sum(int(count) for name, count in _parts(dump).get(part, {}).items() if name.startswith(prefix))
+
+
+def _parts(dump: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What a node counts, by part."""
+    parts = {**dump["parts"], "session": dump["session"]["counts"], "zmq": dump["runtime"]["counts"]}
+    return parts | {part: dump[part]["counts"] for part in ("edge", "store") if part in dump}
 
 
 def refusals(dumps: Mapping[str, Any]) -> Counter[str]:
     """What nodes counted of inputs that were none, by counter, all nodes together."""
     found: Counter[str] = Counter()
     for dump in dumps.values():
-        parts = {**dump["parts"], "session": dump["session"]["counts"], "zmq": dump["runtime"]["counts"]}
-        parts |= {part: dump[part]["counts"] for part in ("edge", "store") if part in dump}
-        for part, counts in parts.items():
+        for part, counts in _parts(dump).items():
             for name, count in counts.items():
                 if any(word in name for word in COUNTED):
                     found[f"{part}_{name}"] += int(count)
@@ -104,19 +171,22 @@ def refusals(dumps: Mapping[str, Any]) -> Counter[str]:
 
 def _send(cluster: Cluster, door: Door, count: int, random: Random) -> int:
     address, _, port = door.endpoint.removeprefix("tcp://").rpartition(":")
+    wanted, thief = door.wanted(count), next(name for name in cluster.children if name != door.node)
+    who = {"store": OUTSIDER, "events": SUBSCRIBER}.get(door.plane, thief)
+    sockets = Sockets(cluster.keys.of(who) if cluster.keys else None, allow_plain_tcp=True, io_threads=1)
+    if door.admit is not None:
+        return hostile_streams.pour(sockets, door.endpoint, door.node, door.admit, wanted, random)
     for _ in range(count // NOISE_SHARE):
         with suppress(OSError), socket.create_connection((address, int(port)), timeout=TIMEOUT_S) as stream:
             stream.sendall(random.randbytes(random.choice((1, 64, 4096))))
     seeds = list(DECODERS[door.decoder].seeds())
-    thief = next(name for name in cluster.children if name != door.node)
     if door.decoder == "session":
         seeds += _spoken_by(thief)
-    drawn = list(mutations(seeds, random, min(count, DRAWN), 8192))
-    inputs = islice(cycle(drawn), count)
+    inputs = islice(cycle(mutations(seeds, random, min(count, DRAWN), 8192)), wanted)
     if door.what == "http":
         with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
-            return sum(pool.map(partial(_call, address, int(port)), islice(inputs, count // HTTP_SHARE)))
-    return _pour(cluster, door, {"store": OUTSIDER, "events": SUBSCRIBER}.get(door.plane, thief), inputs)
+            return sum(pool.map(partial(_call, address, int(port)), inputs))
+    return _pour(sockets, door, inputs)
 
 
 def _spoken_by(name: str) -> list[bytes]:
@@ -133,22 +203,36 @@ def _spoken_by(name: str) -> list[bytes]:
     ]
 
 
-def _pour(cluster: Cluster, door: Door, who: str, inputs: Iterator[bytes]) -> int:
-    """By a ZeroMQ of ours, which connects again when it is cut."""
-    sockets = Sockets(cluster.keys.of(who) if cluster.keys else None, allow_plain_tcp=True, io_threads=1).borrow()
-    connection, _ = sockets.connecting(door.kind, door.endpoint, door.plane, _LIMITS, server=door.node)
-    connection.connect(door.endpoint)
+def _pour(sockets: Sockets, door: Door, inputs: Iterator[bytes]) -> int:
+    """By a ZeroMQ of ours, which connects again when it is cut. What is sent while nobody is there does not count."""
+    connection, _ = sockets.borrow().connecting(door.kind, door.endpoint, door.plane, _LIMITS, server=door.node)
+    connection.immediate = True
     connection.sndtimeo = int(STALL_S * 1000)
-    sent = 0
+    told: zmq.Socket[bytes] = connection.get_monitor_socket(_IN | _OUT)
+    connection.connect(door.endpoint)
+    sent, is_in = 0, False
     with suppress(zmq.Again):
         for raw in inputs:
+            is_in = _is_in(told, is_in)
             connection.send_multipart([*door.prefix, raw])
             sent += 1
             if not sent % 100:
                 _hear(connection)
+    connection.disable_monitor()
+    told.close(linger=0)
     connection.close(linger=int(STALL_S * 1000))
     sockets.give_back()
     return sent
+
+
+def _is_in(told: "zmq.Socket[bytes]", was_in: bool) -> bool:
+    """Wait until we are let in. Raises zmq.Again where we are not for `STALL_S`."""
+    until = time.monotonic() + STALL_S
+    while told.poll(0 if was_in else max(0, int((until - time.monotonic()) * 1000))):
+        was_in = bool(recv_monitor_message(told)["event"] & _IN)
+    if not was_in:
+        raise zmq.Again
+    return was_in
 
 
 def _hear(connection: "zmq.Socket[bytes]") -> None:
@@ -162,6 +246,7 @@ def _call(address: str, port: int, raw: bytes) -> bool:
     """One call, hung up on once it begins to be answered."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw)
     with suppress(OSError), socket.create_connection((address, port), timeout=TIMEOUT_S) as stream:
+        stream.settimeout(ANSWER_TIMEOUT_S)
         stream.sendall(head + raw)
         return bool(stream.recv(16))
     return False

@@ -173,7 +173,9 @@ class Run:
             group.create_task(clients.run())
             telling = group.create_task(self._tell(clients))
             if wanted.hostile:
-                outcome.inputs = await assault(cluster, wanted.hostile, wanted.seed, self._say)
+                made = await assault(cluster, wanted.hostile, wanted.seed, self._say)
+                outcome.inputs = made.taken
+                outcome.problems += made.problems
             else:
                 await self._commit(plan, saboteur)
             clients.stopping = True
@@ -262,7 +264,7 @@ class Run:
     def _look_back(self, cluster: Cluster) -> None:
         outcome = self.outcome
         kinds = {entry.fault.kind for entry in outcome.done}
-        if outcome.inputs:
+        if self._wanted.hostile:
             outcome.problems += swollen(outcome.before, outcome.peaks)
         outcome.problems += [*cluster.unexpected, *cluster.leftovers(), *growing(outcome.growths)]
         for name, lines in cluster.lines():

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.table import Table
+
+from mooncake_zmq.fuzz.examination import IN_MEMORY
 
 _DONE = re.compile(r"#(\d+)\s+DONE\s+cov: (\d+) ft: (\d+) corp: (\d+)")
 """libFuzzer's last line on its progress."""
@@ -108,13 +111,21 @@ def _replay(name: str, path: Path) -> int:
 def _fuzz_one(name: str, seconds: float, seed: int, corpus: Path | None, findings: Path) -> Outcome:
     outcome = Outcome(name, seconds)
     findings.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="mz-corpus-") as temporary:
+    with (
+        tempfile.TemporaryDirectory(prefix="mz-corpus-") as temporary,
+        # libFuzzer ends its process at once: what that makes for a while is ours to remove.
+        tempfile.TemporaryDirectory(prefix="mz-fuzz-", dir=None if "TMPDIR" in os.environ else IN_MEMORY) as files,
+    ):
         inputs = corpus / name if corpus else Path(temporary)
         inputs.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "mooncake_zmq.fuzz.guided", name, str(max(1, round(seconds))), str(seed)]
         try:
             done = subprocess.run(
-                [*command, str(inputs), str(findings)], capture_output=True, timeout=seconds + BEGIN_S, check=False
+                [*command, str(inputs), str(findings)],
+                capture_output=True,
+                timeout=seconds + BEGIN_S,
+                check=False,
+                env={**os.environ, "TMPDIR": files},
             )
             told = done.stderr.decode(errors="replace")
             outcome.findings = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]

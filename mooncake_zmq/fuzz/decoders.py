@@ -29,7 +29,7 @@ from mooncake_zmq.engine.sources.gguf_file import GgufSource
 from mooncake_zmq.engine.sources.safetensors_file import SafetensorsFile
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import TOY_SPEC
-from mooncake_zmq.fuzz.examination import Decoder
+from mooncake_zmq.fuzz.examination import IN_MEMORY, Decoder
 from mooncake_zmq.fuzz.samples import samples
 from mooncake_zmq.gateway import openai, tenants
 from mooncake_zmq.gateway.edge import ServedModel
@@ -52,8 +52,8 @@ LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=2, block_tokens=32)
 
 @cache
 def _directory() -> Path:
-    """In memory, of this process, until it ends."""
-    where = tempfile.TemporaryDirectory(prefix="mz-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    """Of this process, until it ends: where TMPDIR says, or else in memory."""
+    where = tempfile.TemporaryDirectory(prefix="mz-fuzz-", dir=None if "TMPDIR" in os.environ else IN_MEMORY)
     _kept.append(where)
     return Path(where.name)
 

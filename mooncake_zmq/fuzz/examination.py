@@ -1,6 +1,8 @@
 """One input given to one decoder, and what may not come of it: another error than the stated one, time, or memory."""
 
 import hashlib
+import os
+import re
 import resource
 import time
 import traceback
@@ -14,7 +16,10 @@ MAX_CPU_S = 0.5
 """For an input of a few KiB; thrice, so that what else goes on in the process is no finding."""
 MAX_HEEDED_CHARS = 200
 MAX_GROWTH_BYTES = 64 << 20
-"""By which an input may raise the process's peak."""
+"""That a process may hold at any time beyond what it held before the input."""
+
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""Where files lie that are not to wear out a disk; None: wherever files that do not last lie here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +63,7 @@ class Finding:
 def examine(decoder: Decoder, raw: bytes, heed: Callable[[str], None] = lambda told: None) -> Finding | None:
     """What is wrong with how `decoder` takes `raw`, if anything is. `heed` is told what became of a good one: of a decoder in C
     that is all there is to see."""
-    peak_bytes, began_s = _peak_bytes(), time.process_time()
+    before, began_s = _Memory.before_input(), time.process_time()
     try:
         heed(type(decoder.read(raw)).__name__)
     except decoder.refusals as refusal:
@@ -68,7 +73,7 @@ def examine(decoder: Decoder, raw: bytes, heed: Callable[[str], None] = lambda t
     except BaseException as error:  # any other is what we are here for
         return Finding(decoder.name, type(error).__name__, _origin(error), raw)
     took_s = time.process_time() - began_s
-    if (grown := _peak_bytes() - peak_bytes) > MAX_GROWTH_BYTES:
+    if (grown := before.grown_bytes()) > MAX_GROWTH_BYTES:
         return Finding(decoder.name, f"more than {MAX_GROWTH_BYTES >> 20} MiB", f"{grown >> 26 << 6} MiB", raw)
     if took_s > MAX_CPU_S and min(_cpu_s(decoder, raw) for _ in range(2)) > MAX_CPU_S:
         return Finding(decoder.name, f"more than {MAX_CPU_S:g} s", "its CPU time", raw)
@@ -82,8 +87,55 @@ def _cpu_s(decoder: Decoder, raw: bytes) -> float:
     return time.process_time() - began_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What the process held before an input, and its peak by then, which begins there where that is permitted."""
+
+    resident_bytes: int
+    peak_bytes: int
+
+    @classmethod
+    def before_input(cls) -> "_Memory":
+        began_anew = _begin_peak()
+        resident_bytes = _resident_bytes()
+        return cls(resident_bytes, resident_bytes if began_anew else _peak_bytes())
+
+    def grown_bytes(self) -> int:
+        """By how much more it held since, at its worst."""
+        if _lifetime_peak_bytes() - self.resident_bytes <= MAX_GROWTH_BYTES:  # all that most inputs cost: it is never below
+            return 0
+        peak_bytes = _peak_bytes()
+        return (peak_bytes if peak_bytes > self.peak_bytes else _resident_bytes()) - self.resident_bytes
+
+
+def _begin_peak() -> bool:
+    """Let the peak be what is resident now. False where that is not permitted."""
+    try:
+        with open("/proc/self/clear_refs", "wb", buffering=0) as file:
+            file.write(b"5")
+    except OSError:
+        return False
+    return True
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read().split()[1]) * _PAGE_BYTES
+
+
 def _peak_bytes() -> int:
+    with open("/proc/self/status", "rb", buffering=0) as file:
+        found = _PEAK.search(file.read())
+    return int(found[1]) << 10 if found else _lifetime_peak_bytes()
+
+
+def _lifetime_peak_bytes() -> int:
+    """Also of what the process was before it ran this program."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PEAK = re.compile(rb"^VmHWM:\s+(\d+) kB", re.MULTILINE)
 
 
 def _origin(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """A process that fuzzes one decoder by atheris, which sees what code an input reaches: `python -m mooncake_zmq.fuzz.guided`.
 
-It tells of each finding in a line of JSON. libFuzzer ends the process, and tells how far it came in its own words.
+It tells of each finding in a line of JSON. libFuzzer ends the process, and tells how far it came in its own words. Nothing is
+tidied up then: whoever starts it gives it a TMPDIR, and removes that.
 """
 
 import importlib

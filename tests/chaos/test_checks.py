@@ -21,6 +21,8 @@ from mooncake_zmq.chaos.checks import (
     swollen,
     unheard,
 )
+from mooncake_zmq.chaos.faults import unmet
+from mooncake_zmq.chaos.forged import Met
 from mooncake_zmq.chaos.plan import Kind
 
 EXPECTED = [(37 * position * position + 11) % 512 for position in range(60)]
@@ -108,3 +110,11 @@ def test_memory_that_grows_in_every_life_is_seen_and_what_a_life_begins_with_is_
     assert list(growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 2, lives=2)})) == []  # not seen for long enough
     (said,) = growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 2)})
     assert said.startswith("decode-a grew by 64 MiB an hour over 45 minutes")
+
+
+def test_strangers_whom_a_node_does_not_answer_are_told_of() -> None:
+    refused, unheard = Met(refused=2), Met()
+    assert list(unmet("cache-a", [refused, refused], 4, was_up=True)) == []
+    assert list(unmet("cache-a", [refused, unheard], 1, was_up=False)) == ["cache-a refused strangers 2 times and counted 1"]
+    assert list(unmet("cache-a", [unheard, unheard], 0, was_up=True)) == ["cache-a neither let in nor refused 2 of 2 strangers"]
+    assert list(unmet("cache-a", [unheard, unheard], 0, was_up=False)) == []

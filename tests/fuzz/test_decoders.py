@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from random import Random
 
 import pytest
 
+from mooncake_zmq.fuzz import examination
 from mooncake_zmq.fuzz.decoders import DECODERS
 from mooncake_zmq.fuzz.examination import MAX_CPU_S, MAX_GROWTH_BYTES, Decoder, examine, mutations
 
@@ -48,6 +50,21 @@ def test_what_an_input_may_not_do_is_found(read, what) -> None:
     assert finding.what == what
 
 
+def test_memory_that_an_earlier_input_took_as_well_is_found() -> None:
+    greedy = Decoder(name="planted", read=lambda raw: bytearray(b"x") * (int(raw) << 20))
+    for each in (b"300", b"200", b"300"):
+        assert examine(greedy, each) is not None
+    assert examine(greedy, b"10") is None
+
+
+def test_where_no_peak_can_be_begun_what_an_input_leaves_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "_begin_peak", lambda: False)
+    kept: list[bytearray] = []
+    examine(Decoder(name="planted", read=lambda raw: len(bytearray(b"x") * (300 << 20))), b"")
+    assert examine(Decoder(name="planted", read=lambda raw: None), b"") is None
+    assert examine(Decoder(name="planted", read=lambda raw: kept.append(bytearray(b"x") * (100 << 20))), b"") is not None
+
+
 def test_blind_inputs_reach_what_lies_near_a_valid_one() -> None:
     seeds = DECODERS["message"].seeds()
 
@@ -69,3 +86,17 @@ def test_a_guide_finds_what_lies_behind_four_bytes(tmp_path: Path) -> None:
     assert finding["what"] == "KeyError"
     replay = [sys.executable, "-m", "mooncake_zmq", "fuzz", "--decoder", "planted", "--replay", finding["path"]]
     assert subprocess.run(replay, cwd=ROOT, capture_output=True, check=False).returncode == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="the extra fuzz is not installed")
+def test_what_a_guided_process_makes_for_a_while_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(made := tmp_path / "made"))
+    for directory in (made, corpus := tmp_path / "corpus"):
+        directory.mkdir()
+    guided = [sys.executable, "-m", "mooncake_zmq.fuzz.guided", "trace-lines", "1", "1", str(corpus), str(tmp_path)]
+    subprocess.run(guided, cwd=ROOT, capture_output=True, check=True)
+    (left,) = made.glob("mz-fuzz-*")  # it is ended without a word: nowhere else than where it was told
+    shutil.rmtree(left)
+    command = [sys.executable, "-m", "mooncake_zmq", "fuzz", "--decoder", "trace-lines", "--minutes", "0.01"]
+    subprocess.run([*command, "--findings", str(tmp_path / "found")], cwd=ROOT, capture_output=True, check=True)
+    assert list(made.iterdir()) == []

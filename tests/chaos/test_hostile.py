@@ -1,0 +1,134 @@
+"""Hostile inputs: they reach what they are for, and a run that attacked nothing is not clean."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import zmq
+
+from mooncake_zmq.chaos import hostile, hostile_streams
+from mooncake_zmq.chaos.hostile import Door, assault, spared
+from mooncake_zmq.chaos.hostile_streams import Admission, of_blocks, of_values, pour
+from mooncake_zmq.fuzz.decoders import LAYOUT
+from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.transfer.data_server import DataServer
+from mooncake_zmq.transfer.key_files import load, make
+from mooncake_zmq.transfer.shared_memory import Segment
+from mooncake_zmq.transfer.sockets import Sockets
+from mooncake_zmq.transfer.tickets import Tickets
+
+INPUTS = 120
+
+
+@pytest.fixture(params=["by keys", "in clear"])
+def keyed(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Sockets]:
+    """What `server` and `client` connect by."""
+    if request.param == "in clear":
+        return lambda name: Sockets(io_threads=1)
+    make(tmp_path / "keys", [("server", ("node",)), ("client", ("node", "store"))])
+    return lambda name: Sockets(load(tmp_path / "keys", name), io_threads=1)
+
+
+@pytest.fixture
+def nowhere() -> Iterator[str]:
+    """An endpoint at which nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{bound.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostile, "STALL_S", 0.3)
+
+
+def test_spoilt_inputs_reach_a_data_server_s_streams_and_are_counted(keyed, tmp_path: Path) -> None:
+    crashes: list[BaseException] = []
+    segment = Segment.create(tmp_path, "test", "server", LAYOUT, 4, 7)
+    server = DataServer(segment, "tcp://127.0.0.1:*", on_crash=crashes.append, sockets=keyed("server"))
+    assert pour(keyed("client"), server.endpoint, "server", of_blocks, INPUTS, Random(1)) == INPUTS
+    server.close()
+    segment.close()
+    assert not crashes
+    assert min(server.counts[name] for name in ("streams", "strangers_at_door", "garbage")) > INPUTS / 10
+
+
+def test_spoilt_inputs_reach_a_store_s_streams_and_are_counted(keyed, tmp_path: Path) -> None:
+    crashes: list[BaseException] = []
+    server = StoreServer(
+        settings=ObjectSettings(object_bytes=1 << 20, slab_bytes=1 << 18, max_objects=64),
+        directory=tmp_path,
+        cluster="test",
+        node="server",
+        incarnation=1,
+        endpoint="tcp://127.0.0.1:*",
+        on_crash=crashes.append,
+        sockets=keyed("server"),
+    )
+    assert pour(keyed("client"), server.endpoint, "server", of_values, INPUTS, Random(1)) == INPUTS
+    server.close()
+    assert not crashes
+    counts = server.counts
+    assert min(counts[name] for name in ("streams", "strangers_at_door", "stream_garbage")) > INPUTS / 10
+
+
+@pytest.mark.parametrize("kind", [zmq.DEALER, zmq.XSUB])
+def test_what_nobody_listens_for_is_not_taken(nowhere: str, kind: int) -> None:
+    door = Door("cache-a", "control", nowhere, kind=kind)
+    assert hostile._pour(Sockets(io_threads=1), door, iter([b"x"] * 50)) == 0
+
+
+@pytest.mark.parametrize("admit", [of_blocks, of_values])
+def test_streams_without_a_listener_take_nothing(nowhere: str, admit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostile_streams, "TIMEOUT_S", 0.2)
+    assert pour(Sockets(io_threads=1), nowhere, "cache-a", admit, 10, Random(1)) == 0
+    admission = Admission(nowhere, Tickets(sealed=True).make())
+    assert not hostile_streams._tried(admission, nowhere, b"x", Random(1))
+
+
+class Silent:
+    """A cluster whose nodes say what they counted, and count nothing."""
+
+    children, keys = ("cache-a", "cache-b"), None
+
+    async def dumps(self) -> dict[str, Any]:
+        return {"cache-a": dump()}
+
+
+def test_an_assault_on_what_is_not_there_is_a_problem(nowhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door("cache-a", "data", nowhere, "stream-wanted", "data", counters=(("data_server", "garbage", 0),))
+    monkeypatch.setattr(hostile, "doors", lambda cluster: [door])
+    made = asyncio.run(assault(Silent(), 1000, 1, lambda text: None))  # type: ignore[arg-type]
+    assert made.problems == [
+        "cache-a data took 0 of 1,000 hostile inputs",
+        "cache-a data took 0 hostile inputs, and data_server_garbage rose by 0",
+    ]
+
+
+def dump(**counts: int) -> dict[str, Any]:
+    return {"parts": {"data_server": counts}, "session": {"counts": {}}, "runtime": {"counts": {}}}
+
+
+DOOR = Door("cache-a", "data", "", counters=(("data_server", "garbage", 0), ("data_server", "streams", 0.1)))
+
+
+def test_a_socket_that_was_attacked_is_no_problem() -> None:
+    assert spared(DOOR, 1000, 900, dump(garbage=5), dump(garbage=6, streams=100, streams_refused=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("taken", "after", "problem"),
+    [
+        (899, dump(garbage=6, streams=100), "cache-a data took 899 of 1,000 hostile inputs"),
+        (1000, dump(garbage=5, streams=100), "cache-a data took 1,000 hostile inputs, and data_server_garbage rose by 0"),
+        (1000, dump(garbage=6, streams=99), "cache-a data took 1,000 hostile inputs, and data_server_streams rose by 99"),
+        (1000, None, "cache-a did not tell what it counted of them"),
+    ],
+)
+def test_a_socket_that_took_little_or_counted_little_is_named(taken: int, after: dict[str, Any] | None, problem: str) -> None:
+    assert spared(DOOR, 1000, taken, dump(garbage=5), after) == [problem]
