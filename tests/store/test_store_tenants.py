@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake_zmq.core.actor import Started, TimerFired
+from mooncake_zmq.core.actor import Drained, DrainWanted, Started, TimerFired
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.events import (
     Asked,
@@ -27,6 +27,7 @@ from mooncake_zmq.store.events import (
     WriteValues,
 )
 from mooncake_zmq.store.node import StoreFacts, StoreNode
+from mooncake_zmq.store.rules.cold_end import MAX_STEPS
 from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
 from mooncake_zmq.store.rules.object_record import ObjectRecord
 from mooncake_zmq.store.rules.objects import Code, ObjectSettings, Pin
@@ -337,6 +338,63 @@ def test_what_has_no_room_on_disk_stays_in_memory_alone_and_is_not_written_again
     assert held(store, tier="ssd_") == 2000
     assert "blue/1" in store.log.by_key
     assert store.get("ruby", "red/3", "red/large") == [1000, 3000]
+
+
+def test_a_tenant_without_room_on_disk_keeps_nobody_else_from_it():
+    store = Store(limited(ssd=2500), BLUE, ssd=True, slabs=16)
+    store.node.check = lambda: None
+    for number in range(MAX_STEPS + 100):
+        assert store.put("ruby", f"red/{number}", size=600) == [0]
+    for number in range(20):
+        assert store.put("sky", f"blue/{number}", size=600) == [0]
+    for _ in range(4):
+        store.look()
+    assert sum(key.startswith("blue/") for key in store.log.by_key) == 20
+    del store.node.check
+    store.node.check()
+    drain(store)
+    gauges = store.node.gauges()
+    assert gauges["ssd_unsaved_bytes"] == gauges["ssd_without_room_bytes"] > 600 * MAX_STEPS, "nothing else is left"
+
+
+@pytest.mark.parametrize("goes", ["from the store", "from memory"])
+def test_what_had_no_room_on_disk_is_written_once_there_is_some(goes):
+    store = Store(limited(ssd=2500), ssd=True)
+    store.put("ruby", "red/0", "red/1")
+    store.look()
+    store.put("ruby", "red/2", "red/3")
+    store.look()
+    assert sorted(store.log.by_key) == ["red/0", "red/1"]
+    if goes == "from the store":
+        store.ask("ruby", protocol.Remove(next(store.ids), ["red/0"]))
+    else:
+        store.node.objects._evict(store.node.objects.by_key["red/0"])
+    store.look()
+    assert sorted(store.log.by_key) == ["red/1", "red/2"]
+
+
+def test_a_drain_is_over_when_all_is_saved_however_many_values_it_looks_at():
+    store = Store(ssd=True, slabs=16)
+    store.node.check = lambda: None
+    keys = [f"red/{number}" for number in range(2 * MAX_STEPS + 100)]
+    store.put(None, *keys, size=10)
+    while store.node.objects.unsaved_bytes:
+        store.look()
+    for key in keys:
+        store.node.objects.find(key)
+    store.put(None, "red/last")
+    drain(store)
+    assert store.node.objects.unsaved_bytes == 0
+
+
+def drain(store):
+    """Until it says that it is over."""
+    effects = store.take(DrainWanted()) + store.settle()
+    for _ in range(100):
+        if any(isinstance(effect, Drained) for effect in effects):
+            return
+        effects = store.take(TimerFired(LOOK)) + store.settle()
+    raise AssertionError("it goes on")
 
 
 def test_a_quota_that_became_smaller_holds_after_the_restart():

@@ -240,7 +240,6 @@ class Objects:
         self._writing: dict[str, int] = {}
         """Keys of plain puts under way."""
         self._object_bytes = 0
-        self._cold = ColdEnd(self._first_entry, self._size) if log else None
         self.tenants = Tenants(settings.tenants)
         self._disk_quotas: DiskQuotas | None = None
         self._holdings: Holdings | None = None
@@ -251,6 +250,8 @@ class Objects:
             if log is not None:
                 log.divide(self.tenants)
                 self._disk_quotas = DiskQuotas(self._holdings, log, self._size, self.by_key)
+        tenant_of = self._holdings.of if self._holdings is not None else ()
+        self._cold = ColdEnd(self._first_entry, self._size, tenant_of) if log is not None else None
         self._held: set[int] = set()
         """Entries being written to disk: not evicted meanwhile, so that the work is not in vain."""
 
@@ -479,17 +480,19 @@ class Objects:
 
     def outgrown(self, limit: int) -> list[tuple[str, ObjectRecord]]:
         """Copies that have to go from disk before `unsaved` may be asked again: see `DiskQuotas`."""
-        return self._disk_quotas.outgrown(limit) if self._disk_quotas is not None else []
-
-    @property
-    def cold_bytes(self) -> int:
-        """How far the cold end is known to be saved: it takes several looks to find out."""
-        return self._tiers[1].cold_bytes
+        found = self._disk_quotas.outgrown(limit) if self._disk_quotas is not None else []
+        self._look_again(key for key, _ in found)
+        return found
 
     @property
     def unsaved_bytes(self) -> int:
         """Of values that memory alone holds."""
         return self._tiers[1].unsaved_bytes
+
+    @property
+    def is_unfinished(self) -> bool:
+        """`unsaved` had to stop before it had looked at all that may be due: ask it once more."""
+        return self._tiers[1].is_unfinished
 
     def are_whole(self, batch: Sequence[Unsaved]) -> list[bool]:
         """The bytes of these were read: which of them are still those of the value?"""
@@ -517,6 +520,7 @@ class Objects:
         log, cold = self._tiers
         for key in keys:
             log.remove(key)
+            self._look_again([key])
             entry = self.by_key.get(key)
             if entry is not None:
                 cold.lapse(entry)
@@ -833,6 +837,8 @@ class Objects:
         self._object_bytes -= self._size[entry]
         if self._cold is not None:
             self._cold.remove(entry)
+            if self._cold.is_saved(entry):  # a copy that memory does not have makes room for others of its tenant
+                self._look_again([key])
         if entry in self._held:
             self._let_go(entry)
         if entry in self._lru:
@@ -878,13 +884,20 @@ class Objects:
         self._held.discard(entry)
         self._blocked[self.slabs.unit_of(self._offset[entry])] -= 1
 
+    def _look_again(self, keys: Iterable[str]) -> None:
+        """Tenants of these may have room on disk now."""
+        if self._cold is not None and self._holdings is not None:
+            for key in keys:
+                self._cold.look_again(self.tenants.of(key))
+
     def _is_on_disk_only(self, key: str, pins: Pin) -> bool:
         return self.log is not None and not pins & Pin.PROMOTION and key in self.log.readable
 
     def _disk_gauges(self) -> dict[str, float]:
         if self.log is None or self._cold is None:
             return {}
-        return {**self.log.gauges(), "ssd_unsaved_bytes": self._cold.unsaved_bytes, "ssd_demoting": len(self._held)}
+        unsaved = {"ssd_unsaved_bytes": self._cold.unsaved_bytes, "ssd_without_room_bytes": self._cold.parked_bytes}
+        return {**self.log.gauges(), **unsaved, "ssd_demoting": len(self._held)}
 
     def _tenants_gauges(self) -> dict[str, float]:
         told: dict[str, float] = {}
