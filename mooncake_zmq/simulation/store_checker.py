@@ -273,7 +273,9 @@ class StoreChecker:
             puts = [put for holder in objects._clients.values() for put in holder.puts.values()]
             names = {grant.entry: key for put in puts for key, grant in zip(put.keys, put.grants, strict=True)}
             names |= {entry: key for entry, key in enumerate(objects._key) if key is not None}
-            used = sum(size for entry, _, size in objects.slabs.cells() if names.get(entry, "").startswith(tenant.namespaces))
+            sizes = [size for entry, _, size in objects.slabs.cells() if names.get(entry, "").startswith(tenant.namespaces)]
+            row_bytes = objects.settings.object_bytes // objects.settings.max_objects
+            used = sum(max(size, row_bytes) for size in sizes)
             if used > tenant.dram_bytes:
                 raise Violation("I7", f"{store.name}: {tenant.name} has {used} bytes of memory, not {tenant.dram_bytes}")
             if objects.log is None:

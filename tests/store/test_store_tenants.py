@@ -45,7 +45,7 @@ INVALID, MISSING = int(Code.INVALID), int(Code.NOT_FOUND)
 class Store:
     """A node with clients by name, each with a stream; `None` is the machine's own user."""
 
-    def __init__(self, *tenants, on_disk=(), slabs=8, ssd=False):
+    def __init__(self, *tenants, on_disk=(), slabs=8, ssd=False, **sizes):
         log = ObjectLog(SSD) if ssd or on_disk else None
         if log is not None and on_disk:
             rows = [(key, ObjectRecord(number, 1, number * 4096, 1000, 7, 0)) for number, key in enumerate(on_disk, 1)]
@@ -57,6 +57,7 @@ class Store:
                 max_client_share=1.0,
                 ssd=SSD if log is not None else ObjectSsdSettings(),
                 tenants=tenants,
+                **sizes,
             ),
             StoreFacts(name="n", cluster="c", incarnation=1),
             log,
@@ -280,6 +281,19 @@ def test_over_its_quota_a_tenants_own_coldest_values_make_room():
     assert sizes[1] == 0
     assert store.get("sky", "blue/1") == [1000]
     assert store.node.counts["evicted_over_quota"] > 0
+
+
+@pytest.mark.parametrize("pins", [Pin.NONE, Pin.HARD])
+def test_a_tenant_within_its_quota_is_within_its_share_of_the_rows(pins):
+    share = StoreTenant(name="blue", namespaces=("blue/",), clients=("sky",), dram_bytes=6 * SLAB)
+    store = Store(limited(dram=2 * SLAB), share, max_objects=64)  # of 8 slabs: 16 KiB a row
+    assert store.put("sky", *(f"blue/{number}" for number in range(48))) == [0] * 48
+    for number in range(100):
+        store.put("ruby", f"red/{number}", size=1, pins=pins)
+    assert sum(store.get("sky", *(f"blue/{number}" for number in range(48)))) == 48 * 1000
+    assert len(store.node.objects.by_key) == 64
+    assert held(store) == 2 * SLAB
+    assert store.put("ruby", "red/too large", size=1 + SLAB, pins=pins) == [INVALID]
 
 
 def test_where_all_of_its_own_is_held_a_tenant_gets_no_room_and_others_do():

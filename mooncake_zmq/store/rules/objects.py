@@ -264,6 +264,10 @@ class Objects:
         size_class = self.slabs.class_of(size)
         return self.slabs.slab_bytes if size_class is None else self.slabs.sizes[size_class]
 
+    def _charge(self, size_class: int) -> int:
+        """Bytes of a tenant's quota that a value takes: its cell, and its share of the rows at least, as those run out too."""
+        return max(self.slabs.sizes[size_class], self.settings.object_bytes // self.settings.max_objects)
+
     @property
     def table_entries(self) -> int:
         """Rows that a table indexed by entry needs."""
@@ -629,10 +633,11 @@ class Objects:
 
     def _check_holdings(self, holdings: Holdings, cells: dict[int, int]) -> None:
         taken = [0] * len(holdings.quotas)
+        row_bytes = self.settings.object_bytes // self.settings.max_objects
         for entry, cell_bytes in cells.items():
             key = self._key[entry]
             assert key is None or holdings.of[entry] == self.tenants.of(key)
-            taken[holdings.of[entry]] += cell_bytes
+            taken[holdings.of[entry]] += max(cell_bytes, row_bytes)
         assert taken == holdings.bytes
         shelved = [entry for tenant in range(len(taken)) for entry in holdings.coldest(tenant)]
         assert sorted(shelved) == [entry for entry in range(self._first_entry, len(self._key)) if entry in self._lru]
@@ -652,7 +657,7 @@ class Objects:
         cell_bytes = self.slabs.sizes[size_class]
         limit = max(self.settings.max_client_share * self.settings.object_bytes, self.slabs.slab_bytes)
         tenant = self.tenants.of(key) if self._holdings is not None else NOBODY
-        within = holder.reserved_bytes + cell_bytes <= limit and self._make_own_room(tenant, cell_bytes)
+        within = holder.reserved_bytes + cell_bytes <= limit and self._make_own_room(tenant, self._charge(size_class))
         entry = self._take_entry() if within else None
         offset = None if entry is None else self._take_cell(size_class, entry)
         if entry is None or offset is None:
@@ -669,20 +674,20 @@ class Objects:
         if put.pins & Pin.SOFT:
             self._soft[self.slabs.unit_of(offset)] += 1
         if self._holdings is not None:
-            self._holdings.take(entry, tenant, cell_bytes)
+            self._holdings.take(entry, tenant, self._charge(size_class))
         self._fence(entry, self.generation[entry] + 1)
         if not put.pins & Pin.UPSERT:
             self._writing[key] = entry
         return Grant(Code.OK, entry, offset, self.generation[entry])
 
-    def _make_own_room(self, tenant: int, cell_bytes: int) -> bool:
+    def _make_own_room(self, tenant: int, more_bytes: int) -> bool:
         """Evict values of a tenant that would be over its quota else; False where that does not help."""
         holdings = self._holdings
         if holdings is None or (quota := holdings.quotas[tenant]) == 0:
             return True
-        if cell_bytes > quota:
+        if more_bytes > quota:
             return False
-        while holdings.over(tenant, cell_bytes) > 0:
+        while holdings.over(tenant, more_bytes) > 0:
             # What is being written to disk goes last: that work is then in vain.
             free = (each for each in holdings.coldest(tenant) if each not in self._held)
             entry = next(free, None) or next(holdings.coldest(tenant), None)
@@ -855,7 +860,7 @@ class Objects:
         if self._pin[entry] & _SOFT:
             self._soft[unit] -= 1
         if self._holdings is not None:
-            self._holdings.give(entry, self.slabs.sizes[self._class[entry]])
+            self._holdings.give(entry, self._charge(self._class[entry]))
         self.slabs.give(self._offset[entry])
         self._free_entries.append(entry)
 

@@ -33,8 +33,9 @@ class StoreTenant:
     readers: tuple[str, ...] = ()
     """Names of keys that may read there."""
     dram_bytes: int = 0
-    """Of each store's memory, cells that are being written included; 0: as much as there is. Over it, the tenant's own values
-    make room, those used longest ago first; where all are leased or pinned hard, a put gets none."""
+    """Of each store's memory, cells that are being written included; 0: as much as there is. A value counts as
+    `object_bytes` / `max_objects` at least, so that this is a share of the rows as well. Over it, the tenant's own values make
+    room, those used longest ago first; where all are leased or pinned hard, a put gets none."""
     ssd_bytes: int = 0
     """Of each store's disk, by the sizes of values; 0: as much as there is. Over it, those that memory does not have go."""
 
