@@ -1,5 +1,7 @@
 """Tenants of a store: nobody reads, lists, replaces or removes what is another's, and nobody has more than his quota."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ from mooncake_zmq.store.events import (
 from mooncake_zmq.store.node import StoreFacts, StoreNode
 from mooncake_zmq.store.rules.cold_end import MAX_STEPS
 from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.store.rules.object_record import ObjectRecord
+from mooncake_zmq.store.rules.object_record import ObjectRecord, taken_bytes
 from mooncake_zmq.store.rules.objects import Code, ObjectSettings, Pin
 from mooncake_zmq.store.rules.tenants import Reach, StoreTenant, Tenants, check_tenants
 from mooncake_zmq.store.stream_messages import Attach, Get, Promote, Put, Recheck
@@ -40,13 +42,16 @@ RED = StoreTenant(name="red", namespaces=("red/", "scarlet/"), clients=("ruby", 
 BLUE = StoreTenant(name="blue", namespaces=("blue/",), clients=("sky",), readers=("eye",))
 SSD = ObjectSsdSettings(directory="x", bytes=64 * SLAB, ahead=1.0)
 INVALID, MISSING = int(Code.INVALID), int(Code.NOT_FOUND)
+RECORD = taken_bytes(b"red/0", 1000)
 
 
 class Store:
     """A node with clients by name, each with a stream; `None` is the machine's own user."""
 
     def __init__(self, *tenants, on_disk=(), slabs=8, ssd=False, **sizes):
-        log = ObjectLog(SSD) if ssd or on_disk else None
+        """`ssd`: its settings; True: `SSD`."""
+        ssd = SSD if ssd is True or on_disk else ssd or ObjectSsdSettings()
+        log = ObjectLog(ssd) if ssd.directory else None
         if log is not None and on_disk:
             rows = [(key, ObjectRecord(number, 1, number * 4096, 1000, 7, 0)) for number, key in enumerate(on_disk, 1)]
             log.restore({1: 4 * SLAB}, rows)
@@ -55,7 +60,7 @@ class Store:
                 object_bytes=slabs * SLAB,
                 slab_bytes=SLAB,
                 max_client_share=1.0,
-                ssd=SSD if log is not None else ObjectSsdSettings(),
+                ssd=ssd,
                 tenants=tenants,
                 **sizes,
             ),
@@ -328,18 +333,35 @@ def test_what_is_being_written_counts_and_what_is_given_up_does_not():
 
 
 def test_over_its_quota_on_disk_a_tenant_loses_what_memory_does_not_have_and_nobody_else_anything():
-    store = Store(limited(ssd=3000), BLUE, on_disk=("red/a", "red/b", "red/c", "blue/a", "else"))
+    store = Store(limited(ssd=3 * RECORD), BLUE, on_disk=("red/a", "red/b", "red/c", "blue/a", "else"))
     assert store.put("ruby", "red/d") == [0]
     assert store.put("sky", "blue/b") == [0]
     for _ in range(3):
         store.look()
-    assert held(store, tier="ssd_") == 3000
+    assert held(store, tier="ssd_") == 3 * RECORD
     assert sorted(store.log.by_key) == ["blue/a", "blue/b", "else", "red/b", "red/c", "red/d"]
     assert store.node.counts["ssd_outgrown"] == 1
 
 
+def test_keys_and_headers_count_on_disk():
+    store = Store(limited(ssd=20_000), ssd=True)
+    for number in range(100):
+        store.put("ruby", f"red/{number}".ljust(1000, "x"), size=1)
+    store.look()
+    assert len(store.log.by_key) == 20_000 // taken_bytes(bytes(1000), 1) == 18
+
+
+def test_a_tenant_within_its_quota_on_disk_is_within_its_share_of_the_rows_there():
+    store = Store(limited(ssd=16 * SLAB), BLUE, ssd=replace(SSD, max_objects=256), max_objects=128)
+    assert store.put("sky", *(f"blue/{number}" for number in range(60))) == [0] * 60
+    assert store.put("ruby", *(f"red/{number}" for number in range(68)), size=1) == [0] * 68
+    for _ in range(4):
+        store.look()
+    assert len(store.log.by_key) == 60 + 64, "a quarter of the disk, a quarter of its rows"
+
+
 def test_what_has_no_room_on_disk_stays_in_memory_alone_and_is_not_written_again_and_again():
-    store = Store(limited(ssd=2500), BLUE, ssd=True)
+    store = Store(limited(ssd=5 * RECORD // 2), BLUE, ssd=True)
     store.put("ruby", *(f"red/{number}" for number in range(4)))
     store.put("ruby", "red/large", size=3000)
     store.put("sky", "blue/1")
@@ -349,13 +371,13 @@ def test_what_has_no_room_on_disk_stays_in_memory_alone_and_is_not_written_again
     for _ in range(4):
         store.look()
     assert store.node.counts["demoted"] == demoted == 3
-    assert held(store, tier="ssd_") == 2000
+    assert held(store, tier="ssd_") == 2 * RECORD
     assert "blue/1" in store.log.by_key
     assert store.get("ruby", "red/3", "red/large") == [1000, 3000]
 
 
 def test_a_tenant_without_room_on_disk_keeps_nobody_else_from_it():
-    store = Store(limited(ssd=2500), BLUE, ssd=True, slabs=16)
+    store = Store(limited(ssd=5 * RECORD // 2), BLUE, ssd=True, slabs=16)
     store.node.check = lambda: None
     for number in range(MAX_STEPS + 100):
         assert store.put("ruby", f"red/{number}", size=600) == [0]
@@ -373,7 +395,7 @@ def test_a_tenant_without_room_on_disk_keeps_nobody_else_from_it():
 
 @pytest.mark.parametrize("goes", ["from the store", "from memory"])
 def test_what_had_no_room_on_disk_is_written_once_there_is_some(goes):
-    store = Store(limited(ssd=2500), ssd=True)
+    store = Store(limited(ssd=5 * RECORD // 2), ssd=True)
     store.put("ruby", "red/0", "red/1")
     store.look()
     store.put("ruby", "red/2", "red/3")
@@ -412,14 +434,14 @@ def drain(store):
 
 
 def test_a_quota_that_became_smaller_holds_after_the_restart():
-    store = Store(limited(ssd=2000), on_disk=tuple(f"red/{number}" for number in range(5)))
+    store = Store(limited(ssd=2 * RECORD), on_disk=tuple(f"red/{number}" for number in range(5)))
     store.look()
-    assert held(store, tier="ssd_") == 2000
+    assert held(store, tier="ssd_") == 2 * RECORD
     assert sorted(store.log.by_key) == ["red/3", "red/4"]
 
 
 def test_a_disk_that_cannot_forget_keeps_what_it_has_and_takes_no_more():
-    store = Store(limited(ssd=3000), on_disk=("red/a", "red/b", "red/c"))
+    store = Store(limited(ssd=3 * RECORD), on_disk=("red/a", "red/b", "red/c"))
     store.full = True
     store.put("ruby", "red/d")
     store.look()

@@ -249,7 +249,7 @@ class Objects:
             self._holdings = Holdings(self.tenants, quotas, rows=self._first_entry, kinds=2)
             if log is not None:
                 log.divide(self.tenants)
-                self._disk_quotas = DiskQuotas(self._holdings, log, self._size, self.by_key)
+                self._disk_quotas = DiskQuotas(self._holdings, log, self._key, self._size, self.by_key)
         tenant_of = self._holdings.of if self._holdings is not None else ()
         self._cold = ColdEnd(self._first_entry, self._size, tenant_of) if log is not None else None
         self._held: set[int] = set()
