@@ -217,6 +217,21 @@ def test_nobody_removes_what_is_anothers(store):
     assert store.get(None, "red/1", "scarlet/1", "blue/1", "else") == [0, 0, 1000, 1000]
 
 
+class Unseen(dict):
+    def __iter__(self):
+        raise AssertionError("looked through")
+
+
+def test_for_who_may_use_nothing_nothing_is_looked_through(store):
+    store.node.check = lambda: None
+    store.node.objects.by_key = Unseen(store.node.objects.by_key)
+    store.node.objects.keys = Unseen().__iter__
+    for user in ("eye", "nobody"):
+        assert store.ask(user, protocol.RemoveAll(next(store.ids))).numbers == [0]
+    listed = store.ask("nobody", protocol.ListKeys(next(store.ids), 0, 1024))
+    assert (listed.keys, listed.cursor) == ([], 0)
+
+
 def test_who_may_not_use_all_does_not_map_the_memory(store):
     welcome = store.meet("ruby", shared=True)
     assert (welcome.path, welcome.shared) == ("", False)

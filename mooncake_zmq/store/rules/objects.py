@@ -429,6 +429,8 @@ class Objects:
 
     def some_keys(self, limit: int, within: tuple[str, ...] | None = None) -> list[str]:
         """Up to `limit` keys that are here, of the namespaces `within` if any are given; fewer only if that is all."""
+        if within == ():
+            return []
         keys = list(itertools.islice(_within(self.by_key, within), limit))
         if self.log is not None and len(keys) < limit:
             others = (key for key in _within(self.log.by_key, within) if key not in self.by_key)
