@@ -35,6 +35,8 @@ from mooncake_zmq.store.events import (
 )
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.node import EXPIRE
+from mooncake_zmq.store.rules.object_log import ObjectLog
+from mooncake_zmq.store.rules.object_record import taken_bytes
 
 if TYPE_CHECKING:
     from mooncake_zmq.simulation.store_disk import StoreDisk
@@ -273,13 +275,14 @@ class StoreChecker:
             puts = [put for holder in objects._clients.values() for put in holder.puts.values()]
             names = {grant.entry: key for put in puts for key, grant in zip(put.keys, put.grants, strict=True)}
             names |= {entry: key for entry, key in enumerate(objects._key) if key is not None}
-            used = sum(size for entry, _, size in objects.slabs.cells() if names.get(entry, "").startswith(tenant.namespaces))
+            sizes = [size for entry, _, size in objects.slabs.cells() if names.get(entry, "").startswith(tenant.namespaces)]
+            row_bytes = objects.settings.object_bytes // objects.settings.max_objects
+            used = sum(max(size, row_bytes) for size in sizes)
             if used > tenant.dram_bytes:
                 raise Violation("I7", f"{store.name}: {tenant.name} has {used} bytes of memory, not {tenant.dram_bytes}")
             if objects.log is None:
                 continue
-            records = [objects.log.record(key) for key in objects.log.by_key if key.startswith(tenant.namespaces)]
-            used = sum(record.size for record in records if record is not None)
+            used = _taken_on_disk(objects.log, tenant.namespaces)
             if used > max(tenant.ssd_bytes, books.on_disk.get(tenant.name, used)):
                 raise Violation("I7", f"{store.name}: {tenant.name} has {used} bytes of disk, not {tenant.ssd_bytes}")
             books.on_disk[tenant.name] = used
@@ -400,3 +403,10 @@ class StoreChecker:
         self.covered["put" if value is not None else "removed"] += 1
         books.values[key] = value
         books.since.setdefault(key, []).append((self._clock(), value))
+
+
+def _taken_on_disk(log: ObjectLog, namespaces: tuple[str, ...]) -> int:
+    """By what stands there: header, key and bytes of each value, and its share of the rows at least."""
+    row_bytes = log.settings.bytes // log.settings.max_objects
+    records = [(key.encode(), log.record(key)) for key in log.by_key if key.startswith(namespaces)]
+    return sum(max(row_bytes, taken_bytes(key, record.size)) for key, record in records if record is not None)

@@ -260,6 +260,8 @@ class StoreNode:
             case protocol.SizesOf(id, keys):
                 sizes = [objects.size_of(key) for key in keys]
                 return protocol.Numbers(id, [Code.NOT_FOUND if size is None else size for size in sizes])
+            case protocol.ListKeys(id) if client.reach is not None and not client.reach.reads:
+                return protocol.KeysListed(id, [], 0)
             case protocol.ListKeys(id, cursor, limit):
                 found, cursor = objects.keys(cursor, limit)
                 if client.reach is not None:

@@ -47,6 +47,8 @@ BATCH_RECORDS = 128
 """Written at a time: each takes a page, or all of a small value, in the disk's buffer."""
 LOOK_S = 0.05
 """From the first change of what memory holds to a look at what is to be written."""
+GO_ON_S = 1e-3
+"""From one look to the next when all is to be written and one was not enough: others have their turns in between."""
 FULL_S = 30.0
 """A disk that was full is written again after so long, in case somebody has made room."""
 MOVED_SHARE = 0.5
@@ -142,7 +144,7 @@ class Tiers:
         """Something may have become cold, or new: look soon."""
         if not self._looks:
             self._looks = True
-            self._turn.effects.append(SetTimer(LOOK, LOOK_S))
+            self._turn.effects.append(SetTimer(LOOK, GO_ON_S if self._draining else LOOK_S))
 
     def look(self) -> None:
         """Begin what is to be done on disk, if nothing is under way."""
@@ -154,17 +156,17 @@ class Tiers:
                 self._begin(ForgetValues(tuple(record.sequence for _, record in self._forgetting)))
                 return
             self._changes.make()
-        if self._demote() or not self._draining:
+        if self._demote():
             return
-        self.drained = True
+        if self.writable and self._objects.is_unfinished:
+            self.changed()
+        else:
+            self.drained = self._draining
 
     def look_is_due(self) -> None:
         """The timer has fired."""
         self._looks = False
-        cold_bytes = self._objects.cold_bytes
         self.look()
-        if self._writing is None and self._objects.cold_bytes != cold_bytes:
-            self.changed()
 
     def retry(self) -> None:
         """The disk was full a while ago."""

@@ -31,6 +31,8 @@ MAX_UNATTACHED = 256
 ATTACH_S = 5.0
 ENDING_S = 0.02
 """With all at work, how long a further stream waits for one that has just sent its answer, and so has a client that goes on."""
+SHUT_S = 0.2
+"""How long it waits for the end of the stream that is ended for it."""
 ACCEPT_AGAIN_S = 0.1
 """Pause after an accept that failed, as for want of file descriptors."""
 ACCEPTED_AT_ONCE = 64
@@ -100,8 +102,12 @@ class StreamHost:
         self._on_crash = on_crash
         self._name = name
         self._lock = threading.Lock()
-        """Guards `_counts` and `_open`."""
+        """Guards `_counts`, `_open` and `_shut`."""
+        self._ended = threading.Condition(self._lock)
+        """One more stream is over."""
         self._open: dict[threading.Thread, Served] = {}
+        self._shut: set[threading.Thread] = set()
+        """Of these, those that were ended for others."""
         self._unattached: dict[int, _Unattached] = {}
         """By descriptor, in the order in which they came."""
         self._listener, self.endpoint = listen_beside(endpoint, port)
@@ -240,19 +246,24 @@ class StreamHost:
     def _make_room(self) -> None:
         if len(self._open) < MAX_STREAMS:
             return
-        waiting = self._waits_longest()
-        if waiting is None:
+        if not self._end_one_that_waits():
             time.sleep(ENDING_S)
-            waiting = self._waits_longest()
-        if waiting is None:
-            raise RuntimeError(f"{MAX_STREAMS} streams are at work")
-        waiting.shut()
+            self._end_one_that_waits()
+        with self._ended:
+            if not self._ended.wait_for(lambda: len(self._open) < MAX_STREAMS, SHUT_S if self._shut else 0):
+                raise RuntimeError(f"{MAX_STREAMS} streams are at work")
 
-    def _waits_longest(self) -> Served | None:
-        """For a request."""
+    def _end_one_that_waits(self) -> bool:
+        """Of those that wait for a request, the one that does for longest. False: none does."""
         with self._lock:
-            oldest = min(self._open.values(), key=lambda served: served.waits_since, default=None)
-        return None if oldest is None or oldest.waits_since == math.inf else oldest
+            waiting = [(served.waits_since, thread) for thread, served in self._open.items() if thread not in self._shut]
+            since, thread = min(waiting, key=lambda each: each[0], default=(math.inf, None))
+            if thread is None or since == math.inf:
+                return False
+            self._shut.add(thread)
+            oldest = self._open[thread]
+        oldest.shut()
+        return True
 
     def _begin(self, served: Served) -> None:
         thread = threading.Thread(target=self._serve, args=(served,), name=self._name, daemon=True)
@@ -272,6 +283,8 @@ class StreamHost:
             log.critical("stream_crashed", streams=self._name, exc_info=error)
             self._on_crash(error)
         finally:
-            with self._lock:
+            with self._ended:
                 del self._open[threading.current_thread()]
+                self._shut.discard(threading.current_thread())
+                self._ended.notify()
             served.close()

@@ -150,14 +150,15 @@ def test_what_cannot_be_read_is_not_found_but_still_known():
 
 
 class ColdEndMachine(RuleBasedStateMachine):
-    """The model: a list in the order of use, and what of it is saved."""
+    """The model: a list in the order of use, what of it is saved, and the tenants, by odd and even rows, that have no room."""
 
     ROWS = range(2, 12)
 
     def __init__(self):
         super().__init__()
         self.sizes = array("Q", (10 * row for row in range(12)))
-        self.cold = ColdEnd(12, self.sizes)
+        self.cold = ColdEnd(12, self.sizes, [row % 2 for row in range(12)])
+        self.full = set()
         self.order = []
         self.saved = set()
 
@@ -175,6 +176,8 @@ class ColdEndMachine(RuleBasedStateMachine):
     @rule(row=st.sampled_from(ROWS), what=st.sampled_from(["remove", "save", "lapse"]))
     def change(self, row, what):
         if row in self.order:
+            if what == "save" and row not in self.cold._order:  # it has no room
+                return
             getattr(self.cold, what)(row)
             if what == "remove":
                 self.order.remove(row)
@@ -183,15 +186,26 @@ class ColdEndMachine(RuleBasedStateMachine):
             else:
                 self.saved.discard(row)
 
+    @rule(tenant=st.integers(0, 1), is_full=st.booleans())
+    def room_comes_and_goes(self, tenant, is_full):
+        if is_full:
+            self.full.add(tenant)
+        else:
+            self.full.discard(tenant)
+            self.cold.look_again(tenant)
+
     @rule(share=st.integers(0, 900), limit_bytes=st.integers(0, 500), limit=st.integers(1, 12))
     def what_is_due_is_unsaved_and_within_the_limits(self, share, limit_bytes, limit):
-        rows = self.cold.unsaved(share, limit_bytes, limit)
+        rows = self.cold.unsaved(share, limit_bytes, limit, lambda row: row % 2 in self.full)
+        assert not {row % 2 for row in rows} & self.full
         assert len(rows) == len(set(rows)) <= limit
         assert not set(rows) & self.saved
         assert set(rows) <= set(self.order)
         assert len(rows) < 2 or sum(self.sizes[row] for row in rows) <= limit_bytes
         before, due = 0, []
         for row in self.order:
+            if row % 2 in self.full and row not in self.saved:
+                continue
             if before < share and row not in self.saved:
                 due.append(row)
             before += self.sizes[row]
@@ -202,6 +216,7 @@ class ColdEndMachine(RuleBasedStateMachine):
     @invariant()
     def it_agrees_with_itself(self):
         self.cold.check(self.order)
+        assert not self.cold.is_unfinished or self.cold.unsaved_bytes
         assert self.cold.unsaved_bytes == sum(self.sizes[row] for row in self.order if row not in self.saved)
         assert all(self.cold.is_saved(row) == (row in self.saved) for row in self.order)
 

@@ -1,10 +1,12 @@
 """Tenants of a store: nobody reads, lists, replaces or removes what is another's, and nobody has more than his quota."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake_zmq.core.actor import Started, TimerFired
+from mooncake_zmq.core.actor import Drained, DrainWanted, Started, TimerFired
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.events import (
     Asked,
@@ -27,8 +29,9 @@ from mooncake_zmq.store.events import (
     WriteValues,
 )
 from mooncake_zmq.store.node import StoreFacts, StoreNode
+from mooncake_zmq.store.rules.cold_end import MAX_STEPS
 from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.store.rules.object_record import ObjectRecord
+from mooncake_zmq.store.rules.object_record import ObjectRecord, taken_bytes
 from mooncake_zmq.store.rules.objects import Code, ObjectSettings, Pin
 from mooncake_zmq.store.rules.tenants import Reach, StoreTenant, Tenants, check_tenants
 from mooncake_zmq.store.stream_messages import Attach, Get, Promote, Put, Recheck
@@ -39,13 +42,16 @@ RED = StoreTenant(name="red", namespaces=("red/", "scarlet/"), clients=("ruby", 
 BLUE = StoreTenant(name="blue", namespaces=("blue/",), clients=("sky",), readers=("eye",))
 SSD = ObjectSsdSettings(directory="x", bytes=64 * SLAB, ahead=1.0)
 INVALID, MISSING = int(Code.INVALID), int(Code.NOT_FOUND)
+RECORD = taken_bytes(b"red/0", 1000)
 
 
 class Store:
     """A node with clients by name, each with a stream; `None` is the machine's own user."""
 
-    def __init__(self, *tenants, on_disk=(), slabs=8, ssd=False):
-        log = ObjectLog(SSD) if ssd or on_disk else None
+    def __init__(self, *tenants, on_disk=(), slabs=8, ssd=False, **sizes):
+        """`ssd`: its settings; True: `SSD`."""
+        ssd = SSD if ssd is True or on_disk else ssd or ObjectSsdSettings()
+        log = ObjectLog(ssd) if ssd.directory else None
         if log is not None and on_disk:
             rows = [(key, ObjectRecord(number, 1, number * 4096, 1000, 7, 0)) for number, key in enumerate(on_disk, 1)]
             log.restore({1: 4 * SLAB}, rows)
@@ -54,8 +60,9 @@ class Store:
                 object_bytes=slabs * SLAB,
                 slab_bytes=SLAB,
                 max_client_share=1.0,
-                ssd=SSD if log is not None else ObjectSsdSettings(),
+                ssd=ssd,
                 tenants=tenants,
+                **sizes,
             ),
             StoreFacts(name="n", cluster="c", incarnation=1),
             log,
@@ -210,6 +217,21 @@ def test_nobody_removes_what_is_anothers(store):
     assert store.get(None, "red/1", "scarlet/1", "blue/1", "else") == [0, 0, 1000, 1000]
 
 
+class Unseen(dict):
+    def __iter__(self):
+        raise AssertionError("looked through")
+
+
+def test_for_who_may_use_nothing_nothing_is_looked_through(store):
+    store.node.check = lambda: None
+    store.node.objects.by_key = Unseen(store.node.objects.by_key)
+    store.node.objects.keys = Unseen().__iter__
+    for user in ("eye", "nobody"):
+        assert store.ask(user, protocol.RemoveAll(next(store.ids))).numbers == [0]
+    listed = store.ask("nobody", protocol.ListKeys(next(store.ids), 0, 1024))
+    assert (listed.keys, listed.cursor) == ([], 0)
+
+
 def test_who_may_not_use_all_does_not_map_the_memory(store):
     welcome = store.meet("ruby", shared=True)
     assert (welcome.path, welcome.shared) == ("", False)
@@ -281,6 +303,19 @@ def test_over_its_quota_a_tenants_own_coldest_values_make_room():
     assert store.node.counts["evicted_over_quota"] > 0
 
 
+@pytest.mark.parametrize("pins", [Pin.NONE, Pin.HARD])
+def test_a_tenant_within_its_quota_is_within_its_share_of_the_rows(pins):
+    share = StoreTenant(name="blue", namespaces=("blue/",), clients=("sky",), dram_bytes=6 * SLAB)
+    store = Store(limited(dram=2 * SLAB), share, max_objects=64)  # of 8 slabs: 16 KiB a row
+    assert store.put("sky", *(f"blue/{number}" for number in range(48))) == [0] * 48
+    for number in range(100):
+        store.put("ruby", f"red/{number}", size=1, pins=pins)
+    assert sum(store.get("sky", *(f"blue/{number}" for number in range(48)))) == 48 * 1000
+    assert len(store.node.objects.by_key) == 64
+    assert held(store) == 2 * SLAB
+    assert store.put("ruby", "red/too large", size=1 + SLAB, pins=pins) == [INVALID]
+
+
 def test_where_all_of_its_own_is_held_a_tenant_gets_no_room_and_others_do():
     store = Store(limited(dram=2 * 1152), BLUE)
     assert store.put("ruby", "red/1", "red/2", pins=Pin.HARD) == [0, 0]
@@ -313,18 +348,35 @@ def test_what_is_being_written_counts_and_what_is_given_up_does_not():
 
 
 def test_over_its_quota_on_disk_a_tenant_loses_what_memory_does_not_have_and_nobody_else_anything():
-    store = Store(limited(ssd=3000), BLUE, on_disk=("red/a", "red/b", "red/c", "blue/a", "else"))
+    store = Store(limited(ssd=3 * RECORD), BLUE, on_disk=("red/a", "red/b", "red/c", "blue/a", "else"))
     assert store.put("ruby", "red/d") == [0]
     assert store.put("sky", "blue/b") == [0]
     for _ in range(3):
         store.look()
-    assert held(store, tier="ssd_") == 3000
+    assert held(store, tier="ssd_") == 3 * RECORD
     assert sorted(store.log.by_key) == ["blue/a", "blue/b", "else", "red/b", "red/c", "red/d"]
     assert store.node.counts["ssd_outgrown"] == 1
 
 
+def test_keys_and_headers_count_on_disk():
+    store = Store(limited(ssd=20_000), ssd=True)
+    for number in range(100):
+        store.put("ruby", f"red/{number}".ljust(1000, "x"), size=1)
+    store.look()
+    assert len(store.log.by_key) == 20_000 // taken_bytes(bytes(1000), 1) == 18
+
+
+def test_a_tenant_within_its_quota_on_disk_is_within_its_share_of_the_rows_there():
+    store = Store(limited(ssd=16 * SLAB), BLUE, ssd=replace(SSD, max_objects=256), max_objects=128)
+    assert store.put("sky", *(f"blue/{number}" for number in range(60))) == [0] * 60
+    assert store.put("ruby", *(f"red/{number}" for number in range(68)), size=1) == [0] * 68
+    for _ in range(4):
+        store.look()
+    assert len(store.log.by_key) == 60 + 64, "a quarter of the disk, a quarter of its rows"
+
+
 def test_what_has_no_room_on_disk_stays_in_memory_alone_and_is_not_written_again_and_again():
-    store = Store(limited(ssd=2500), BLUE, ssd=True)
+    store = Store(limited(ssd=5 * RECORD // 2), BLUE, ssd=True)
     store.put("ruby", *(f"red/{number}" for number in range(4)))
     store.put("ruby", "red/large", size=3000)
     store.put("sky", "blue/1")
@@ -334,20 +386,77 @@ def test_what_has_no_room_on_disk_stays_in_memory_alone_and_is_not_written_again
     for _ in range(4):
         store.look()
     assert store.node.counts["demoted"] == demoted == 3
-    assert held(store, tier="ssd_") == 2000
+    assert held(store, tier="ssd_") == 2 * RECORD
     assert "blue/1" in store.log.by_key
     assert store.get("ruby", "red/3", "red/large") == [1000, 3000]
 
 
-def test_a_quota_that_became_smaller_holds_after_the_restart():
-    store = Store(limited(ssd=2000), on_disk=tuple(f"red/{number}" for number in range(5)))
+def test_a_tenant_without_room_on_disk_keeps_nobody_else_from_it():
+    store = Store(limited(ssd=5 * RECORD // 2), BLUE, ssd=True, slabs=16)
+    store.node.check = lambda: None
+    for number in range(MAX_STEPS + 100):
+        assert store.put("ruby", f"red/{number}", size=600) == [0]
+    for number in range(20):
+        assert store.put("sky", f"blue/{number}", size=600) == [0]
+    for _ in range(4):
+        store.look()
+    assert sum(key.startswith("blue/") for key in store.log.by_key) == 20
+    del store.node.check
+    store.node.check()
+    drain(store)
+    gauges = store.node.gauges()
+    assert gauges["ssd_unsaved_bytes"] == gauges["ssd_without_room_bytes"] > 600 * MAX_STEPS, "nothing else is left"
+
+
+@pytest.mark.parametrize("goes", ["from the store", "from memory"])
+def test_what_had_no_room_on_disk_is_written_once_there_is_some(goes):
+    store = Store(limited(ssd=5 * RECORD // 2), ssd=True)
+    store.put("ruby", "red/0", "red/1")
     store.look()
-    assert held(store, tier="ssd_") == 2000
+    store.put("ruby", "red/2", "red/3")
+    store.look()
+    assert sorted(store.log.by_key) == ["red/0", "red/1"]
+    if goes == "from the store":
+        store.ask("ruby", protocol.Remove(next(store.ids), ["red/0"]))
+    else:
+        store.node.objects._evict(store.node.objects.by_key["red/0"])
+    store.look()
+    assert sorted(store.log.by_key) == ["red/1", "red/2"]
+
+
+def test_a_drain_is_over_when_all_is_saved_however_many_values_it_looks_at():
+    store = Store(ssd=True, slabs=16)
+    store.node.check = lambda: None
+    keys = [f"red/{number}" for number in range(2 * MAX_STEPS + 100)]
+    store.put(None, *keys, size=10)
+    while store.node.objects.unsaved_bytes:
+        store.look()
+    for key in keys:
+        store.node.objects.find(key)
+    store.put(None, "red/last")
+    drain(store)
+    assert store.node.objects.unsaved_bytes == 0
+
+
+def drain(store):
+    """Until it says that it is over."""
+    effects = store.take(DrainWanted()) + store.settle()
+    for _ in range(100):
+        if any(isinstance(effect, Drained) for effect in effects):
+            return
+        effects = store.take(TimerFired(LOOK)) + store.settle()
+    raise AssertionError("it goes on")
+
+
+def test_a_quota_that_became_smaller_holds_after_the_restart():
+    store = Store(limited(ssd=2 * RECORD), on_disk=tuple(f"red/{number}" for number in range(5)))
+    store.look()
+    assert held(store, tier="ssd_") == 2 * RECORD
     assert sorted(store.log.by_key) == ["red/3", "red/4"]
 
 
 def test_a_disk_that_cannot_forget_keeps_what_it_has_and_takes_no_more():
-    store = Store(limited(ssd=3000), on_disk=("red/a", "red/b", "red/c"))
+    store = Store(limited(ssd=3 * RECORD), on_disk=("red/a", "red/b", "red/c"))
     store.full = True
     store.put("ruby", "red/d")
     store.look()

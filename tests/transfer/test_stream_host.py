@@ -183,6 +183,26 @@ def test_silence_at_the_door_ends(house, monkeypatch):
     assert house.answers()
 
 
+def test_newcomers_in_quick_succession_do_not_exceed_the_limit(house, monkeypatch):
+    monkeypatch.setattr(stream_host, "MAX_STREAMS", 4)
+    open_at_once = []
+    begin = house.host._begin
+
+    def watched(served):
+        begin(served)
+        open_at_once.append(len(house.host._open))
+
+    monkeypatch.setattr(house.host, "_begin", watched)
+    with contextlib.ExitStack() as stack:
+        tickets = [house.tickets.make() for _ in range(40)]
+        for ticket in tickets:
+            stack.enter_context(house.stream(ticket))
+        eventually(lambda: house.counts["streams"] == 40 == len(open_at_once) + house.counts["streams_refused"])
+        eventually(lambda: all(served.waits_since < math.inf for served in list(house.host._open.values())))
+        assert house.answers()
+    assert max(open_at_once) == 4
+
+
 def test_closing_ends_streams_and_who_stands_at_the_door(house):
     with house.stream() as stream, house.connect() as connection:
         stream.send(1)

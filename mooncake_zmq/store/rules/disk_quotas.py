@@ -6,7 +6,7 @@ all in memory has the rest of them there alone, and one that goes on writing los
 
 import itertools
 from array import array
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from mooncake_zmq.store.rules.object_log import ObjectLog
 from mooncake_zmq.store.rules.object_record import ObjectRecord
@@ -17,12 +17,19 @@ MAX_STEPS = 1024
 
 
 class DiskQuotas:
-    """Entries are those of the owner's table, whose `sizes` it shares, as it does its keys: what is `in_memory`."""
+    """Entries are those of the owner's table, whose `keys` and `sizes` it shares, as it does what is `in_memory`."""
 
-    def __init__(self, entries: Holdings, log: ObjectLog, sizes: "array[int]", in_memory: Container[str]) -> None:
+    def __init__(
+        self,
+        entries: Holdings,
+        log: ObjectLog,
+        keys: Sequence[str | None],
+        sizes: "array[int]",
+        in_memory: Container[str],
+    ) -> None:
         assert log.holdings is not None
         self._entries, self._log, self._on_disk = entries, log, log.holdings
-        self._sizes, self._in_memory = sizes, in_memory
+        self._keys, self._sizes, self._in_memory = keys, sizes, in_memory
         self._crowded = [0] * len(self._on_disk.quotas)
         """Bytes of values that were to be written and had no room, by tenant."""
 
@@ -32,12 +39,14 @@ class DiskQuotas:
         self._crowded = [0] * len(self._crowded)
 
         def has_no_room(entry: int) -> bool:
-            tenant, size = self._entries.of[entry], self._sizes[entry]
-            if self._on_disk.over(tenant, planned[tenant] + size) <= 0:
-                planned[tenant] += size
+            tenant, key = self._entries.of[entry], self._keys[entry]
+            assert key is not None
+            taken = self._log.charge(key, self._sizes[entry])
+            if self._on_disk.over(tenant, planned[tenant] + taken) <= 0:
+                planned[tenant] += taken
                 return False
-            if size <= self._on_disk.quotas[tenant]:
-                self._crowded[tenant] += size
+            if taken <= self._on_disk.quotas[tenant]:
+                self._crowded[tenant] += taken
             return True
 
         return has_no_room
@@ -56,5 +65,5 @@ class DiskQuotas:
                 return
             record = self._log.record(key)
             if record is not None and key not in self._in_memory:
-                size_bytes -= record.size
+                size_bytes -= self._log.charge(key, record.size)
                 yield key, record

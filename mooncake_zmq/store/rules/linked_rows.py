@@ -20,6 +20,10 @@ class LinkedRows:
         self._next[last] = self._previous[index] = row
         self._previous[row], self._next[row] = last, index
 
+    def insert(self, before: int, row: int) -> None:
+        """Right behind a row of a list, or its sentinel."""
+        self.append(self._next[before], row)
+
     def remove(self, row: int) -> None:
         before, after = self._previous[row], self._next[row]
         self._next[before], self._previous[after] = after, before

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
-from mooncake_zmq.store.rules.object_record import ObjectRecord, place, round_up
+from mooncake_zmq.store.rules.object_record import ObjectRecord, place, round_up, taken_bytes
 from mooncake_zmq.store.rules.tenants import Holdings, Tenants
 
 SEGMENT_BYTES = 256 << 20
@@ -207,7 +207,7 @@ class ObjectLog:
             self.bytes -= self._size[row]
             if self.holdings is not None:
                 self.holdings.remove(row)
-                self.holdings.give(row, self._size[row])
+                self.holdings.give(row, self.charge(key, self._size[row]))
             self._key[row] = None
             self._free.append(row)
 
@@ -253,8 +253,13 @@ class ObjectLog:
         for key, row in self.by_key.items():
             self._hold(self.holdings, row, key)
 
+    def charge(self, key: str, size: int) -> int:
+        """Bytes of its tenant's quota that a value takes: its record, and its share of the rows at least, as those run out
+        too."""
+        return max(taken_bytes(key.encode(), size), self.settings.bytes // self.settings.max_objects)
+
     def _hold(self, holdings: Holdings, row: int, key: str) -> None:
-        holdings.take(row, holdings.tenants.of(key), self._size[row])
+        holdings.take(row, holdings.tenants.of(key), self.charge(key, self._size[row]))
         holdings.append(row)
 
     # --- a restart
@@ -303,7 +308,7 @@ class ObjectLog:
             sums = [0] * len(self.holdings.bytes)
             for key, row in self.by_key.items():
                 assert self.holdings.of[row] == self.holdings.tenants.of(key)
-                sums[self.holdings.of[row]] += self._size[row]
+                sums[self.holdings.of[row]] += self.charge(key, self._size[row])
             assert sums == self.holdings.bytes
             held = [row for tenant in range(len(sums)) for row in self.holdings.coldest(tenant)]
             assert sorted(held) == sorted(self.by_key.values())

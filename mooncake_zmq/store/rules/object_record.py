@@ -45,6 +45,11 @@ def record_bytes(key: bytes, size: int) -> int:
     return header_bytes(key, size) + (round_up(size, PAGE_BYTES) if size >= LARGE_BYTES else size)
 
 
+def taken_bytes(key: bytes, size: int) -> int:
+    """Of the disk: the whole record, and what fills up to where the next one may begin in the same write."""
+    return round_up(record_bytes(key, size), ALIGN_BYTES)
+
+
 def place(values: Iterable[tuple[bytes, int]], start: int) -> tuple[list[int], int]:
     """The offsets of records of these (key, size), one after another from a page boundary on; and the next page boundary."""
     offsets = []

@@ -240,7 +240,6 @@ class Objects:
         self._writing: dict[str, int] = {}
         """Keys of plain puts under way."""
         self._object_bytes = 0
-        self._cold = ColdEnd(self._first_entry, self._size) if log else None
         self.tenants = Tenants(settings.tenants)
         self._disk_quotas: DiskQuotas | None = None
         self._holdings: Holdings | None = None
@@ -250,7 +249,9 @@ class Objects:
             self._holdings = Holdings(self.tenants, quotas, rows=self._first_entry, kinds=2)
             if log is not None:
                 log.divide(self.tenants)
-                self._disk_quotas = DiskQuotas(self._holdings, log, self._size, self.by_key)
+                self._disk_quotas = DiskQuotas(self._holdings, log, self._key, self._size, self.by_key)
+        tenant_of = self._holdings.of if self._holdings is not None else ()
+        self._cold = ColdEnd(self._first_entry, self._size, tenant_of) if log is not None else None
         self._held: set[int] = set()
         """Entries being written to disk: not evicted meanwhile, so that the work is not in vain."""
 
@@ -262,6 +263,10 @@ class Objects:
         """What a value of this size takes."""
         size_class = self.slabs.class_of(size)
         return self.slabs.slab_bytes if size_class is None else self.slabs.sizes[size_class]
+
+    def _charge(self, size_class: int) -> int:
+        """Bytes of a tenant's quota that a value takes: its cell, and its share of the rows at least, as those run out too."""
+        return max(self.slabs.sizes[size_class], self.settings.object_bytes // self.settings.max_objects)
 
     @property
     def table_entries(self) -> int:
@@ -424,6 +429,8 @@ class Objects:
 
     def some_keys(self, limit: int, within: tuple[str, ...] | None = None) -> list[str]:
         """Up to `limit` keys that are here, of the namespaces `within` if any are given; fewer only if that is all."""
+        if within == ():
+            return []
         keys = list(itertools.islice(_within(self.by_key, within), limit))
         if self.log is not None and len(keys) < limit:
             others = (key for key in _within(self.log.by_key, within) if key not in self.by_key)
@@ -479,17 +486,19 @@ class Objects:
 
     def outgrown(self, limit: int) -> list[tuple[str, ObjectRecord]]:
         """Copies that have to go from disk before `unsaved` may be asked again: see `DiskQuotas`."""
-        return self._disk_quotas.outgrown(limit) if self._disk_quotas is not None else []
-
-    @property
-    def cold_bytes(self) -> int:
-        """How far the cold end is known to be saved: it takes several looks to find out."""
-        return self._tiers[1].cold_bytes
+        found = self._disk_quotas.outgrown(limit) if self._disk_quotas is not None else []
+        self._look_again(key for key, _ in found)
+        return found
 
     @property
     def unsaved_bytes(self) -> int:
         """Of values that memory alone holds."""
         return self._tiers[1].unsaved_bytes
+
+    @property
+    def is_unfinished(self) -> bool:
+        """`unsaved` had to stop before it had looked at all that may be due: ask it once more."""
+        return self._tiers[1].is_unfinished
 
     def are_whole(self, batch: Sequence[Unsaved]) -> list[bool]:
         """The bytes of these were read: which of them are still those of the value?"""
@@ -517,6 +526,7 @@ class Objects:
         log, cold = self._tiers
         for key in keys:
             log.remove(key)
+            self._look_again([key])
             entry = self.by_key.get(key)
             if entry is not None:
                 cold.lapse(entry)
@@ -625,10 +635,11 @@ class Objects:
 
     def _check_holdings(self, holdings: Holdings, cells: dict[int, int]) -> None:
         taken = [0] * len(holdings.quotas)
+        row_bytes = self.settings.object_bytes // self.settings.max_objects
         for entry, cell_bytes in cells.items():
             key = self._key[entry]
             assert key is None or holdings.of[entry] == self.tenants.of(key)
-            taken[holdings.of[entry]] += cell_bytes
+            taken[holdings.of[entry]] += max(cell_bytes, row_bytes)
         assert taken == holdings.bytes
         shelved = [entry for tenant in range(len(taken)) for entry in holdings.coldest(tenant)]
         assert sorted(shelved) == [entry for entry in range(self._first_entry, len(self._key)) if entry in self._lru]
@@ -648,7 +659,7 @@ class Objects:
         cell_bytes = self.slabs.sizes[size_class]
         limit = max(self.settings.max_client_share * self.settings.object_bytes, self.slabs.slab_bytes)
         tenant = self.tenants.of(key) if self._holdings is not None else NOBODY
-        within = holder.reserved_bytes + cell_bytes <= limit and self._make_own_room(tenant, cell_bytes)
+        within = holder.reserved_bytes + cell_bytes <= limit and self._make_own_room(tenant, self._charge(size_class))
         entry = self._take_entry() if within else None
         offset = None if entry is None else self._take_cell(size_class, entry)
         if entry is None or offset is None:
@@ -665,20 +676,20 @@ class Objects:
         if put.pins & Pin.SOFT:
             self._soft[self.slabs.unit_of(offset)] += 1
         if self._holdings is not None:
-            self._holdings.take(entry, tenant, cell_bytes)
+            self._holdings.take(entry, tenant, self._charge(size_class))
         self._fence(entry, self.generation[entry] + 1)
         if not put.pins & Pin.UPSERT:
             self._writing[key] = entry
         return Grant(Code.OK, entry, offset, self.generation[entry])
 
-    def _make_own_room(self, tenant: int, cell_bytes: int) -> bool:
+    def _make_own_room(self, tenant: int, more_bytes: int) -> bool:
         """Evict values of a tenant that would be over its quota else; False where that does not help."""
         holdings = self._holdings
         if holdings is None or (quota := holdings.quotas[tenant]) == 0:
             return True
-        if cell_bytes > quota:
+        if more_bytes > quota:
             return False
-        while holdings.over(tenant, cell_bytes) > 0:
+        while holdings.over(tenant, more_bytes) > 0:
             # What is being written to disk goes last: that work is then in vain.
             free = (each for each in holdings.coldest(tenant) if each not in self._held)
             entry = next(free, None) or next(holdings.coldest(tenant), None)
@@ -833,6 +844,8 @@ class Objects:
         self._object_bytes -= self._size[entry]
         if self._cold is not None:
             self._cold.remove(entry)
+            if self._cold.is_saved(entry):  # a copy that memory does not have makes room for others of its tenant
+                self._look_again([key])
         if entry in self._held:
             self._let_go(entry)
         if entry in self._lru:
@@ -849,7 +862,7 @@ class Objects:
         if self._pin[entry] & _SOFT:
             self._soft[unit] -= 1
         if self._holdings is not None:
-            self._holdings.give(entry, self.slabs.sizes[self._class[entry]])
+            self._holdings.give(entry, self._charge(self._class[entry]))
         self.slabs.give(self._offset[entry])
         self._free_entries.append(entry)
 
@@ -878,13 +891,20 @@ class Objects:
         self._held.discard(entry)
         self._blocked[self.slabs.unit_of(self._offset[entry])] -= 1
 
+    def _look_again(self, keys: Iterable[str]) -> None:
+        """Tenants of these may have room on disk now."""
+        if self._cold is not None and self._holdings is not None:
+            for key in keys:
+                self._cold.look_again(self.tenants.of(key))
+
     def _is_on_disk_only(self, key: str, pins: Pin) -> bool:
         return self.log is not None and not pins & Pin.PROMOTION and key in self.log.readable
 
     def _disk_gauges(self) -> dict[str, float]:
         if self.log is None or self._cold is None:
             return {}
-        return {**self.log.gauges(), "ssd_unsaved_bytes": self._cold.unsaved_bytes, "ssd_demoting": len(self._held)}
+        unsaved = {"ssd_unsaved_bytes": self._cold.unsaved_bytes, "ssd_without_room_bytes": self._cold.parked_bytes}
+        return {**self.log.gauges(), **unsaved, "ssd_demoting": len(self._held)}
 
     def _tenants_gauges(self) -> dict[str, float]:
         told: dict[str, float] = {}

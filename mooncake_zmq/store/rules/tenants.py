@@ -33,10 +33,14 @@ class StoreTenant:
     readers: tuple[str, ...] = ()
     """Names of keys that may read there."""
     dram_bytes: int = 0
-    """Of each store's memory, cells that are being written included; 0: as much as there is. Over it, the tenant's own values
-    make room, those used longest ago first; where all are leased or pinned hard, a put gets none."""
+    """Of each store's memory, cells that are being written included; 0: as much as there is. A value counts as
+    `object_bytes` / `max_objects` at least, so that this is a share of the rows as well. Over it, the tenant's own values make
+    room, those used longest ago first; where all are leased or pinned hard, a put gets none."""
     ssd_bytes: int = 0
-    """Of each store's disk, by the sizes of values; 0: as much as there is. Over it, those that memory does not have go."""
+    """Of each store's disk, records with their headers and keys, each counted as `ssd.bytes` / `ssd.max_objects` at least;
+    0: as much as there is. Over it, those that memory does not have go. It limits and guarantees nothing: all share one log,
+    whose oldest segment goes when there is no room for another, so a tenant within its quota loses its oldest values where
+    others write fast, but for what was read since it was written, as far as half a segment goes."""
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.clients, *self.readers):

@@ -158,8 +158,9 @@ class StoreServer:
             while not self._drained.wait(HURRY_S) and time.monotonic() < until and not is_hurried():
                 pass
         gauges = self.gauges()
-        if gauges["ssd_unsaved_bytes"]:
-            unsaved, writable = gauges["ssd_unsaved_bytes"], bool(gauges["ssd_writable"])
+        unsaved = gauges["ssd_unsaved_bytes"] - gauges["ssd_without_room_bytes"]
+        if unsaved:
+            writable = bool(gauges["ssd_writable"])
             log.warning("store_drain_incomplete", unsaved_bytes=unsaved, writable=writable)
 
     @property
