@@ -53,7 +53,7 @@ def main() -> None:
         router = sockets.listening(zmq.ROUTER, ANYWHERE, "control", LIMITS)
         router.bind(ANYWHERE)
         threading.Thread(target=return_frames, args=(router, bool(order["keys"])), daemon=True).start()
-        directory = stack.enter_context(TemporaryDirectory(dir="/dev/shm"))
+        directory = stack.enter_context(TemporaryDirectory(prefix="mczmq-bench-", dir="/dev/shm"))
         segment = Segment.create(directory, "bench", FAR, LAYOUT, BLOCKS, 1)
         stack.callback(segment.close)
         server = DataServer(segment, ANYWHERE, on_crash=fail, sockets=sockets)
@@ -87,7 +87,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
         sys.stdin.read()
-        os._exit(0)  # the thread is in a receive
+    os._exit(0)  # threads are in a receive
 
 
 def return_frames(router: "zmq.Socket[bytes]", keyed: bool) -> None:

@@ -1,6 +1,7 @@
 """The pool's benchmark: it measures what it says, notices wrong bytes, and its processes end with it."""
 
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 import pytest
@@ -183,6 +184,8 @@ def test_leases_are_measured_at_a_live_cache_node():
 def test_the_cost_of_keys_is_measured_with_and_without_them(monkeypatch):
     monkeypatch.setattr(pool_keys, "ROUND_TRIPS", 10)
     monkeypatch.setattr(pool_keys, "FRAMES", 100)
+    before = set(Path("/dev/shm").glob("mczmq-bench-*"))
     report = bench_pool(PoolBench(rounds=1), parts=("keys",), progress=lambda _: None)
+    assert set(Path("/dev/shm").glob("mczmq-bench-*")) <= before, "its far sides leave nothing behind"
     assert [row.unit for row in report.rows] == ["us", "frames/s", *["GB/s"] * 7]
     assert all(row.value > 0 and row.reference > 0 for row in report.rows)
