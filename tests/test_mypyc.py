@@ -12,6 +12,7 @@ import pytest
 import mooncake_zmq
 from mooncake_zmq.mypyc_code import MODULES, is_complete
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 DECISIONS = """
 import hashlib
 from mooncake_zmq.bench.schedule import COSTS, LAYOUT, generated
@@ -71,6 +72,8 @@ def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
     assert int(as_python[1]) > 300
     run("-m", "mooncake_zmq", "compile")
     assert run("-c", DECISIONS) == ["so", *as_python[1:]]
+    checked = run("-m", "mooncake_zmq", "config", "check", str(CONFIGS / "chaos.toml"))
+    assert checked[-1] == "ok", "costs set in part have their defaults"
     a_cluster, same = run("-c", SEEDS), run("-c", SEEDS, switch="0")
     assert (a_cluster[0], same[0]) == ("so", "py")
     assert int(same[1]) > 1000
