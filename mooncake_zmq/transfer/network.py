@@ -281,9 +281,7 @@ class RemoteReader:
                 lane.close()
         elif lane is None:
             self._rest(life, reason)
-            self.counts["lost_links"] += 1
-            for read in self._drop_link(life):
-                self._end(read, ReadFailure.UNREACHED)
+            self._fail_link(life)
         else:
             link.lane = lane
             self._poll.register(lane.fileno(), select.EPOLLIN)
@@ -299,6 +297,9 @@ class RemoteReader:
 
     def _lose_link(self, life: Life, reason: str) -> None:
         log.warning("data_link_lost", node=life[0], incarnation=life[1], reason=reason)
+        self._fail_link(life)
+
+    def _fail_link(self, life: Life) -> None:
         self.counts["lost_links"] += 1
         for read in self._drop_link(life):
             self._end(read, ReadFailure.UNREACHED)
