@@ -1,8 +1,8 @@
 """The far side of `bench pool --only keys`: a process that returns control frames, and serves blocks and values, over TCP.
 
 Its argument is a JSON object with `keys`, a directory or "" for none, and `encrypt_bulk`. It answers one line when it serves,
-and ends with its input. Beside what is measured it sends the blocks' memory over a bare socket and as
-frames, to whoever asks for it.
+and ends with its input. Beside what is measured it sends the blocks' memory over a bare socket and as frames, to whoever asks
+for it.
 """
 
 import json

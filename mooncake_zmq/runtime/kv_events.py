@@ -24,7 +24,7 @@ import structlog
 import zmq
 
 from mooncake_zmq.kv.events import AllBlocksCleared, EventEncoder, EventFormat, KvEvent
-from mooncake_zmq.transfer.connections import Connections, came_by, cut
+from mooncake_zmq.transfer.connections import Connections, came_by, cut, receive
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 
 log = structlog.get_logger()
@@ -203,7 +203,7 @@ class KvEventPublisher:
     def _read_subscriptions(self) -> bool:
         """True: more may be waiting."""
         for _ in range(REQUESTS_PER_TURN):
-            message = self._take(self._pub)
+            message = receive(self._pub, self._connections.get(self._pub))
             if message is None:
                 return False
             frame, told = message[0], message[0].bytes
@@ -216,20 +216,6 @@ class KvEventPublisher:
                 self.counts["subscribers_cut"] += 1
                 cut(self._pub, descriptor)
         return True
-
-    def _take(self, socket: "zmq.Socket[bytes]") -> "list[zmq.Frame] | None":
-        """What has come next; None: nothing is left. Whoever bounds the bytes of connections is told of it."""
-        connections = self._connections.get(socket)
-        try:
-            frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            if connections is not None:
-                connections.drained()
-            return None
-        if connections is not None:
-            for frame in frames[socket.type == zmq.ROUTER :]:  # the first of a ROUTER's names the peer, and did not come
-                connections.took(came_by(frame), len(frame))
-        return frames
 
     def _publish_some(self) -> bool:
         """True: more is queued."""
@@ -256,7 +242,7 @@ class KvEventPublisher:
     def _receive_requests(self, router: "zmq.Socket[bytes]") -> bool:
         """True: more may be waiting."""
         for _ in range(REQUESTS_PER_TURN):
-            message = self._take(router)
+            message = receive(router, self._connections.get(router))
             if message is None:
                 return False
             peer, *frames = (frame.bytes for frame in message)

@@ -156,6 +156,20 @@ class Connections:
         cut(self._listening, descriptor)
 
 
+def receive(listening: "zmq.Socket[bytes]", connections: Connections | None) -> list[zmq.Frame] | None:
+    """The next message of a listening socket, or None: nothing is left. Who watches it, if anybody, is told of either."""
+    try:
+        frames = listening.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        if connections is not None:
+            connections.drained()
+        return None
+    if connections is not None:
+        for frame in frames[listening.type == zmq.ROUTER :]:  # the first of a ROUTER's names the peer, and did not come
+            connections.took(came_by(frame), len(frame))
+    return frames
+
+
 def came_by(frame: zmq.Frame) -> int:
     """The descriptor of the connection that a frame came by; -1: that has ended."""
     try:

@@ -35,7 +35,7 @@ from mooncake_zmq.transfer.block_messages import (
     decode_request,
     decode_wanted,
 )
-from mooncake_zmq.transfer.connections import Connections, came_by
+from mooncake_zmq.transfer.connections import Connections, receive
 from mooncake_zmq.transfer.cuda import DeviceSegment
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
@@ -136,15 +136,9 @@ class DataServer:
 
     def _drain(self) -> None:
         for _ in range(MAX_QUEUED):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                if self._connections is not None:
-                    self._connections.drained()
+            frames = receive(self._socket, self._connections)
+            if frames is None:
                 return
-            if self._connections is not None:
-                for frame in frames[1:]:  # the first one names the connection, and came by none
-                    self._connections.took(came_by(frame), len(frame))
             try:
                 peer, raw = (frame.bytes for frame in frames)
                 wanted = decode_wanted(raw)
