@@ -114,16 +114,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path, sockets: Callable[[st
                 stack.callback(data.close)
                 yield Served(data.endpoint, zmq.DEALER, (b"x",), lambda: data.counts["garbage"], "b", "reader")
             case "store":
-                store = StoreServer(
-                    settings=ObjectSettings(object_bytes=8 << 20, slab_bytes=4 << 20, max_objects=64),
-                    directory=tmp_path,
-                    cluster="test",
-                    node="a",
-                    incarnation=1,
-                    endpoint="tcp://127.0.0.1:*",
-                    on_crash=pytest.fail,
-                    sockets=ours,
-                )
+                store = store_server(tmp_path, ours)
                 stack.callback(store.close)
                 yield Served(store.endpoint, zmq.DEALER, (b"x",), lambda: int(store.counts["garbage"]), "reader", "b")
             case _:
@@ -203,17 +194,21 @@ def test_a_key_is_rotated_and_dropped_while_the_others_run(directory: Path, sock
             assert key_files.drop(directory, "b") == 1
 
 
-def test_a_store_client_reads_and_writes_by_its_key(directory: Path, tmp_path: Path, sockets: Callable[[str], Sockets]) -> None:
-    server = StoreServer(
-        settings=ObjectSettings(object_bytes=8 << 20, slab_bytes=4 << 20, max_objects=64),
-        directory=tmp_path,
+def store_server(directory: Path, sockets: Sockets, object_bytes: int = 8 << 20, **settings: Any) -> StoreServer:
+    return StoreServer(
+        settings=ObjectSettings(object_bytes=object_bytes, slab_bytes=4 << 20, max_objects=64, **settings),
+        directory=directory,
         cluster="test",
         node="a",
         incarnation=1,
         endpoint="tcp://127.0.0.1:*",
         on_crash=pytest.fail,
-        sockets=sockets("a"),
+        sockets=sockets,
     )
+
+
+def test_a_store_client_reads_and_writes_by_its_key(directory: Path, tmp_path: Path, sockets: Callable[[str], Sockets]) -> None:
+    server = store_server(tmp_path, sockets("a"))
     port = server.endpoint.rpartition(":")[2]
     store = MooncakeDistributedStore()
     common = {"keys": str(directory), "key_name": "reader", "share_memory": False, "setup_timeout_s": 1.0}
@@ -234,16 +229,7 @@ def test_what_a_store_client_may_use_the_name_of_its_key_tells(
     key_files.make(directory, [(name, ("store",)) for name in ("ruby", "sky")])
     red = StoreTenant(name="red", namespaces=("red/",), clients=("ruby",), readers=("reader",), dram_bytes=4 << 20)
     blue = StoreTenant(name="blue", namespaces=("blue/",), clients=("sky",))
-    server = StoreServer(
-        settings=ObjectSettings(object_bytes=16 << 20, slab_bytes=4 << 20, max_objects=64, tenants=(red, blue)),
-        directory=tmp_path,
-        cluster="test",
-        node="a",
-        incarnation=1,
-        endpoint="tcp://127.0.0.1:*",
-        on_crash=pytest.fail,
-        sockets=sockets("a"),
-    )
+    server = store_server(tmp_path, sockets("a"), object_bytes=16 << 20, tenants=(red, blue))
     port = server.endpoint.rpartition(":")[2]
     stores = {name: MooncakeDistributedStore() for name in ("ruby", "sky", "reader")}
     try:
@@ -285,9 +271,7 @@ def test_bytes_in_bulk_are_encrypted_unless_told_and_tickets_asked_for_always(
 
     monkeypatch.setattr(Stream, "_received", listen_in)
     ours = Sockets(key_files.load(directory, "a"), encrypt_bulk=encrypt_bulk)
-    settings = ObjectSettings(object_bytes=8 << 20, slab_bytes=4 << 20, max_objects=64)
-    places = {"directory": tmp_path, "cluster": "test", "node": "a", "incarnation": 1, "endpoint": "tcp://127.0.0.1:*"}
-    server = StoreServer(settings=settings, on_crash=pytest.fail, sockets=ours, **places)  # type: ignore[arg-type]
+    server = store_server(tmp_path, ours)
     store = MooncakeDistributedStore()
     address = f"a@127.0.0.1:{server.endpoint.rpartition(':')[2]}"
     config = {"keys": str(directory), "key_name": "reader", "share_memory": False, "master_server_addr": address}

@@ -264,25 +264,33 @@ def test_what_comes_in_takes_only_its_share_of_a_turn(monkeypatch):
     assert max(taken) <= 2
 
 
+LONG_ANSWERS = {
+    "script": lambda _request, _number: [[*(TokenOut(index, 511) for index in range(3000)), finished("length")]],
+    "settings": EdgeSettings(send_timeout_s=0.3, max_echo_chars=1 << 24),
+    "connections": ConnectionSettings(head_timeout_s=0.2),
+    "max_model_len": 1 << 22,
+}
+
+
+async def ask_for_much_and_read_nothing(actor, writer):
+    """Returns once the door has given the connection up."""
+    body = json.dumps({"prompt": "a" * 1_500_000, "echo": True, "n": 8, "max_tokens": 3000}).encode()
+    writer.transport.pause_reading()
+    writer.write(HEAD + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+    await actor.until(lambda: len(actor.requests) == 8)
+    async with asyncio.timeout(15):
+        while actor.door.connections:
+            await asyncio.sleep(0.02)
+    writer.transport.abort()
+
+
 def test_a_whole_answer_that_nobody_reads_is_given_up():
     """What an answer leaves in a closing connection does not stay for good."""
-    actor = ScriptedActor(
-        lambda _request, _number: [[*(TokenOut(index, 511) for index in range(3000)), finished("length")]],
-        settings=EdgeSettings(send_timeout_s=0.3, max_echo_chars=1 << 24),
-        connections=ConnectionSettings(head_timeout_s=0.2),
-        max_model_len=1 << 22,
-    )
+    actor = ScriptedActor(**LONG_ANSWERS)
 
     async def client(port):
-        body = json.dumps({"prompt": "a" * 1_500_000, "echo": True, "n": 8, "max_tokens": 3000}).encode()
         _, writer = await connect(port)
-        writer.transport.pause_reading()
-        writer.write(HEAD + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
-        await actor.until(lambda: len(actor.requests) == 8)
-        async with asyncio.timeout(15):
-            while actor.door.connections:
-                await asyncio.sleep(0.02)
-        writer.transport.abort()
+        await ask_for_much_and_read_nothing(actor, writer)
 
     actor.serve(client)
 

@@ -1,19 +1,17 @@
 """TLS at the door: who speaks something else, or never ends to greet, has no more room and time than in clear."""
 
 import asyncio
-import json
 import ssl
 from random import Random
 
 import certificates
 import httpx
 import pytest
-from scripted_actor import ScriptedActor, finished
-from test_door import HEAD, until_closed
+from scripted_actor import ScriptedActor
+from test_door import LONG_ANSWERS, ask_for_much_and_read_nothing, until_closed
 
 from mooncake_zmq.gateway import door as door_module
-from mooncake_zmq.gateway.requests import TokenOut
-from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
+from mooncake_zmq.gateway.settings import ConnectionSettings
 from mooncake_zmq.runtime.tls import Tls, trusting
 
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -221,24 +219,11 @@ def test_the_caps_hold_for_who_has_greeted(files):
 
 
 def test_a_whole_answer_that_nobody_reads_is_given_up(files):
-    actor, _ = behind(
-        files,
-        script=lambda _request, _number: [[*(TokenOut(index, 511) for index in range(3000)), finished("length")]],
-        settings=EdgeSettings(send_timeout_s=0.3, max_echo_chars=1 << 24),
-        connections=ConnectionSettings(head_timeout_s=0.2),
-        max_model_len=1 << 22,
-    )
+    actor, _ = behind(files, **LONG_ANSWERS)
 
     async def client(port):
-        body = json.dumps({"prompt": "a" * 1_500_000, "echo": True, "n": 8, "max_tokens": 3000}).encode()
         _, writer = await speaking(files, port)
-        writer.transport.pause_reading()
-        writer.write(HEAD + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
-        await actor.until(lambda: len(actor.requests) == 8)
-        async with asyncio.timeout(15):
-            while actor.door.connections:
-                await asyncio.sleep(0.02)
-        writer.transport.abort()
+        await ask_for_much_and_read_nothing(actor, writer)
 
     actor.serve(client)
 
