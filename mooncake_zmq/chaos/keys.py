@@ -1,6 +1,5 @@
 """The keys of a run: made in one place, copied to hosts as an operator copies them, and rotated."""
 
-import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -69,6 +68,4 @@ class RunKeys:
 
     def _hand_over(self, name: str) -> None:
         secret = f"{name}.secret"
-        shutil.copyfile(self._directory / secret, (new := self._hosts[self._nodes[name]] / f"{secret}.new"))
-        new.chmod(0o600)
-        new.replace(new.with_suffix(""))
+        replace_own(self._hosts[self._nodes[name]] / secret, (self._directory / secret).read_bytes())
