@@ -374,7 +374,8 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environme
         _override(raw, sources, dotted, value, "command line")
     profiled = _profiled(raw.get("costs"), shown, "costs.profile")
     sources |= {f"costs.{key}": f"profile {raw['costs']['profile']}" for key in profiled}
-    config: Config = _convert(_merge(raw, {"costs": profiled}) if profiled else raw, Config, shown, sources)
+    every_cost = asdict(Costs()) | profiled  # msgspec finds no defaults in a class of machine code
+    config: Config = _convert(_merge({"costs": every_cost}, raw), Config, shown, sources)
     loaded = Loaded(shown, config, sources, raw)
     for position, node in enumerate(config.nodes):
         if node.modelled:

@@ -18,13 +18,12 @@ import xxhash
 
 PACKAGE = Path(__file__).parent
 MODULES = (
-    *(f"core.{name}" for name in ("gaps", "shell")),
+    *(f"core.{name}" for name in ("costs", "gaps", "shell")),
     *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "bookings", "choices", "conductor")),
     *(f"conductor.{name}" for name in ("corrections", "decodes", "membership", "placement", "plans", "prefills")),
     *(f"conductor.{name}" for name in ("prefix_index", "ranking", "recent", "routing", "sources", "transfers")),
 )
-"""Not among them: modules whose classes are msgspec's, which mypyc does not know, or are made by msgspec, which finds no
-defaults in a compiled one: `core.costs`."""
+"""Not among them: modules whose classes are msgspec's, which mypyc does not know."""
 ROOMS = ("core", "conductor", "kv")
 """What those modules are made of: a change in any of it makes them stale."""
 SWITCH = "MOONCAKE_ZMQ_MYPYC"
