@@ -86,8 +86,12 @@ def tell(text: str) -> None:
 
 
 @click.group(epilog=EXAMPLES)
-def bench() -> None:
+@click.pass_context
+def bench(context: click.Context) -> None:
     """Measure; each row stands beside its reference from the same run, and a ratio above 1 is better than it."""
+    from mooncake_zmq.bench.report import warnings_only
+
+    context.with_resource(warnings_only())
 
 
 @bench.command()

@@ -6,7 +6,9 @@ with the CPU's and every block's bytes with those that were written before anyth
 """
 
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -20,8 +22,10 @@ from typing import Any
 import click
 import numpy as np
 
+from mooncake_zmq.bench.block_fetch import send_bare
 from mooncake_zmq.bench.engine import head_weights, layer_weights, prefill_flops
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
+from mooncake_zmq.bench.keys_driver import ANYWHERE, fail
 from mooncake_zmq.bench.peers import Peer, driver_process
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.core.messages import SlotRef
@@ -34,6 +38,7 @@ from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer.block_copy import copy_block, load_blocks, store_parts
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
+from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError
 
 BLOCK_TOKENS, BLOCKS = 32, 64
@@ -134,7 +139,7 @@ def _block_rows(cuda: Cuda, layout: BlockLayout, bench: GpuBench, progress: Prog
         ways.put()
         ways.load(ways.pool, verify=True)
         ways.check("from the pool")
-        neighbour = stack.enter_context(_neighbour(ways.slab))
+        neighbour = stack.enter_context(_neighbour(ways, stack))
         sides = _bare_copies(cuda, BLOCKS * layout.block_bytes) | {
             "store": lambda: _timed(ways.store),
             "put": lambda: _timed(ways.put),
@@ -142,6 +147,8 @@ def _block_rows(cuda: Cuda, layout: BlockLayout, bench: GpuBench, progress: Prog
             "load unverified": lambda: _timed(lambda: ways.load(ways.pool, verify=False)),
             "neighbour": lambda: float(neighbour.ask("load", verify=True)["s"]),
             "neighbour unverified": lambda: float(neighbour.ask("load", verify=False)["s"]),
+            "fetch": lambda: float(neighbour.ask("fetch")["s"]),
+            STREAM: lambda: float(neighbour.ask("receive")["s"]),
         }
         # The slab is not written while the neighbour reads: the sides take turns.
         took = _rounds(sides, bench.rounds, progress)
@@ -149,7 +156,7 @@ def _block_rows(cuda: Cuda, layout: BlockLayout, bench: GpuBench, progress: Prog
     return [_row(f"{what} / {against}", "GB/s", rates[way], rates[against]) for what, way, against in WAYS]
 
 
-INTO, OUT_OF, WITHIN = "pinned copy to the GPU", "pinned copy from the GPU", "copy within the GPU"
+INTO, OUT_OF, WITHIN, STREAM = "pinned copy to the GPU", "pinned copy from the GPU", "copy within the GPU", "bare TCP stream"
 WAYS = (
     ("sequence to slab, sealed", "store", OUT_OF),
     ("slab to pool in DRAM", "put", OUT_OF),
@@ -157,6 +164,7 @@ WAYS = (
     ("pool in DRAM to sequence, not verified", "load unverified", INTO),
     ("slab to a neighbour's sequence", "neighbour", OUT_OF),
     ("slab to a neighbour's sequence, not verified", "neighbour unverified", WITHIN),
+    ("slab to another host, over loopback", "fetch", STREAM),
 )
 """(what, side, the reference): verified copies between sequences are hashed in host memory, so they go out of the GPU once."""
 
@@ -223,8 +231,17 @@ def _writing(segment: Segment, slot: int) -> Iterator[SlotGrant]:
 
 
 @contextmanager
-def _neighbour(slab: DeviceSegment) -> Iterator[Peer]:
+def _neighbour(ways: _Ways, stack: ExitStack) -> Iterator[Peer]:
+    """Ended with the context; what serves it, with `stack`."""
+    slab, pool = ways.slab, ways.pool
+    server = DataServer(slab, ANYWHERE, on_crash=fail)
+    stack.callback(server.close)
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    blocks = [pool.layers_view(slot, 0, pool.layout.layers) for slot in range(pool.slots)]
+    threading.Thread(target=send_bare, args=(listener, blocks), daemon=True).start()
     order = {
+        "data": server.endpoint,
+        "bare": listener.getsockname()[1],
         "path": str(slab.path),
         "device": slab.device.hex(),
         "handle": slab.handle.hex(),

@@ -1,14 +1,18 @@
-"""The other process of `bench gpu`: a decode's side, which opens a prefill's slab by its handle and loads its blocks.
+"""The other process of `bench gpu`: a decode's side, which opens a prefill's slab by its handle and loads its blocks, or
+fetches them over a stream as if it were on another host.
 
-Its argument is a JSON object: where the slab is. It answers one line when ready, and one for each request; see `bench.peers`.
+Its argument is a JSON object: where the slab is, and who serves it. It answers one line when ready, and one for each request;
+see `bench.peers`.
 """
 
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from mooncake_zmq.bench.gpu import BLOCK_TOKENS, LIFE, load_all, new_sequence
+from mooncake_zmq.bench.block_fetch import BareStream, BlockFetch
+from mooncake_zmq.bench.gpu import BLOCK_TOKENS, LIFE, NODE, load_all, new_sequence, references
+from mooncake_zmq.bench.keys_driver import fail
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
 
@@ -21,11 +25,23 @@ def main(arguments: Sequence[str]) -> None:
     device, handle = bytes.fromhex(order["device"]), bytes.fromhex(order["handle"])
     slab = DeviceSegment.open(cuda, order["path"], layout, LIFE, device, handle)
     sequence = new_sequence(cuda, layout)
+    fetch = BlockFetch(layout, slab.slots, (NODE, LIFE), order["data"], on_crash=fail)
+    bare = BareStream(order["bare"])
+
+    def load(*, verify: bool) -> float:
+        began = time.perf_counter()
+        load_all(sequence, slab, verify=verify)
+        return time.perf_counter() - began
+
+    ways: dict[str, Callable[..., float]] = {
+        "load": load,
+        "fetch": lambda: fetch.fetch_s(references(slab)),
+        "receive": lambda: bare.fetch_s(fetch.memory),
+    }
     _tell({})
     for line in sys.stdin:
-        began = time.perf_counter()
-        load_all(sequence, slab, verify=json.loads(line)["verify"])
-        _tell({"s": time.perf_counter() - began})
+        asked = json.loads(line)
+        _tell({"s": ways[asked.pop("do")](**asked)})
 
 
 def _tell(answer: dict[str, float]) -> None:

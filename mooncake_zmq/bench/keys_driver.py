@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from mooncake_zmq.bench.block_fetch import send_bare
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
@@ -60,7 +61,8 @@ def main() -> None:
         stack.callback(server.close)
         checksums = [fill(segment, slot).checksum for slot in range(BLOCKS)]
         bare = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=send_bare, args=(bare, segment), daemon=True).start()
+        views = [segment.layers_view(slot, 0, LAYOUT.layers) for slot in range(BLOCKS)]
+        threading.Thread(target=send_bare, args=(bare, views), daemon=True).start()
         framing = sockets.listening(zmq.ROUTER, ANYWHERE, "data", BULK)
         framing.router_mandatory = True  # it waits where it would drop
         framing.bind(ANYWHERE)
@@ -98,15 +100,6 @@ def return_frames(router: "zmq.Socket[bytes]", keyed: bool) -> None:
         assert not keyed or frame.get(USER_ID) == NEAR
         if frame.bytes.startswith(WANTED):
             router.send_multipart((sender, frame.bytes))
-
-
-def send_bare(listener: socket.socket, segment: Segment) -> None:
-    """All blocks' bytes for each byte that comes."""
-    connection, _ = listener.accept()
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while connection.recv(1):
-        for slot in range(BLOCKS):
-            connection.sendall(segment.layers_view(slot, 0, LAYOUT.layers))
 
 
 def send_frames(router: "zmq.Socket[bytes]", segment: Segment) -> None:

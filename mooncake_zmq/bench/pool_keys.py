@@ -2,13 +2,10 @@
 and with them but what is in bulk in clear. Beside each, the same blocks over a bare socket, and as frames of ZeroMQ.
 """
 
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -16,16 +13,14 @@ from typing import Any
 
 import zmq
 
+from mooncake_zmq.bench.block_fetch import BareStream, BlockFetch
 from mooncake_zmq.bench.keys_driver import BLOCKS, BULK, FAR, LAYOUT, NEAR, WANTED, fail, open_sockets
 from mooncake_zmq.bench.peers import driver_process
 from mooncake_zmq.core.messages import SlotRef
-from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.runtime.zmq_runtime import LIMITS
 from mooncake_zmq.store import MooncakeDistributedStore
 from mooncake_zmq.store.memory import address_of
 from mooncake_zmq.transfer import key_files
-from mooncake_zmq.transfer.network import RemoteReader
-from mooncake_zmq.transfer.reading_lane import RemoteRead
 
 DRIVER = Path(__file__).with_name("keys_driver.py")
 FRAME_BYTES = 256
@@ -37,25 +32,6 @@ SIDES = {"clear": (False, True), "attached": (True, False), "encrypted": (True, 
 VALUES_PER_CALL = 16
 
 
-@dataclass(slots=True)
-class Sink:
-    """Takes a block into memory of its own. Keeps whether it came whole."""
-
-    memory: memoryview
-    failure: ReadFailure | None = None
-
-    def buffer(self) -> memoryview | None:
-        """See `reading_lane.ReadSink`."""
-        return self.memory
-
-    def part(self, layer: int, payload: memoryview, checksum: int) -> None:
-        """See `reading_lane.ReadSink`."""
-
-    def end(self, failure: ReadFailure | None) -> None:
-        """See `reading_lane.ReadSink`."""
-        self.failure = failure
-
-
 class Near:
     """Our side of one far process."""
 
@@ -64,11 +40,10 @@ class Near:
         self._socket, _ = self._sockets.connecting(zmq.DEALER, told["control"], "control", LIMITS, server=FAR)
         self._socket.rcvtimeo = self._socket.sndtimeo = int(TIMEOUT_S * 1000)
         self._socket.connect(told["control"])
-        self._reader = RemoteReader(LAYOUT, on_crash=fail, sockets=self._sockets)
-        self._reader.learn((FAR, 1), told["data"])
-        self._refs = [SlotRef(FAR, 1, slot, 2, checksum) for slot, checksum in enumerate(told["checksums"])]
-        self._memory = memoryview(bytearray(BLOCKS * LAYOUT.block_bytes))
-        self._bare = socket.create_connection(("127.0.0.1", told["bare"]))
+        self._blocks = [SlotRef(FAR, 1, slot, 2, checksum) for slot, checksum in enumerate(told["checksums"])]
+        self._fetch = BlockFetch(LAYOUT, BLOCKS, (FAR, 1), told["data"], on_crash=fail, sockets=self._sockets)
+        self._memory = self._fetch.memory
+        self._bare = BareStream(told["bare"])
         self._framed, _ = self._sockets.connecting(zmq.DEALER, told["framed"], "data", BULK, server=FAR)
         self._framed.connect(told["framed"])
         self._store = MooncakeDistributedStore()
@@ -86,7 +61,7 @@ class Near:
         self._store.close()
         self._bare.close()
         self._framed.close()
-        self._reader.close()
+        self._fetch.close()
         self._socket.close()
         self._sockets.give_back()
 
@@ -116,16 +91,7 @@ class Near:
         self._socket.recv()
 
     def _blocks_gb_per_s(self) -> float:
-        size = LAYOUT.block_bytes
-        sinks = [Sink(self._memory[size * slot : size * (slot + 1)]) for slot in range(BLOCKS)]
-        reads = [RemoteRead(ref, range(LAYOUT.layers), sink) for ref, sink in zip(self._refs, sinks, strict=True)]
-        ended = threading.Event()
-        began = time.perf_counter()
-        self._reader.submit(reads, time.monotonic() + TIMEOUT_S, ended.set)
-        ended.wait()
-        took = time.perf_counter() - began
-        assert not any(sink.failure for sink in sinks), "a block did not come"
-        return BLOCKS * size / took / 1e9
+        return len(self._memory) / self._fetch.fetch_s(self._blocks) / 1e9
 
     def _values_gb_per_s(self) -> float:
         size = LAYOUT.block_bytes
@@ -139,12 +105,7 @@ class Near:
         return BLOCKS * size / (time.perf_counter() - began) / 1e9
 
     def _bare_gb_per_s(self) -> float:
-        began = time.perf_counter()
-        self._bare.send(b"!")
-        left = self._memory
-        while left:
-            left = left[self._bare.recv_into(left) :]
-        return len(self._memory) / (time.perf_counter() - began) / 1e9
+        return len(self._memory) / self._bare.fetch_s(self._memory) / 1e9
 
     def _framed_gb_per_s(self) -> float:
         size = LAYOUT.block_bytes

@@ -1,15 +1,19 @@
 """The one shape of every benchmark's result: a table, one JSON object, a plot."""
 
 import json
+import logging
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
+import structlog
 from rich.console import Console
 from rich.table import Table
 
@@ -113,6 +117,18 @@ def new_figure(width: float, height: float) -> Any:
     except ImportError:
         raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+@contextmanager
+def warnings_only() -> Iterator[None]:
+    """Log lines below that are not written, and these go to standard error: standard output is the report's."""
+    before = structlog.get_config()
+    warnings = structlog.make_filtering_bound_logger(logging.WARNING)
+    structlog.configure(wrapper_class=warnings, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def commit() -> str:

@@ -4,7 +4,6 @@ Every node is a session of its own: the gateways ask at a steady rate, prefills,
 A time counts from when the request was due, so that a late sender hides nothing. Both sides share one machine.
 """
 
-import sys
 import tempfile
 import threading
 import time
@@ -13,14 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import click
-import structlog
 
 from mooncake_zmq.bench.opposite import Opposite, role_process, runtime_of
 from mooncake_zmq.bench.schedule_load import Asked
 from mooncake_zmq.config import Config, load
 from mooncake_zmq.core.actor import Effect, Event, PeerUp, Received, Send, SetTimer, TimerFired
 from mooncake_zmq.core.messages import Placed, Rejected, RequestEnded, Schedule
-from mooncake_zmq.runtime.log import LEVELS
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 
 CONDUCTOR = "conductor-0"
@@ -116,7 +113,6 @@ def times_over_zmq(asked: Sequence[Asked], per_s: float) -> tuple[list[float], f
         greeted = threading.Semaphore(0)
         gateways = [Asking(greeted, asked[number::GATEWAYS], per_s / GATEWAYS) for number in range(GATEWAYS)]
         with (
-            _quiet(),
             role_process("conductor", CONDUCTOR, path, overrides) as (process, words),
             _nodes(config, gateways, greeted) as runtimes,
         ):
@@ -135,18 +131,6 @@ def times_over_zmq(asked: Sequence[Asked], per_s: float) -> tuple[list[float], f
         raise click.ClickException("the conductor refused requests of a cluster that is idle")
     took_s = [each for gateway in gateways for each in gateway.took_s]
     return took_s, sum([gateway.answered_per_s for gateway in gateways])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Only warnings, and those on standard error: standard output is the report's."""
-    before = structlog.get_config()
-    warnings = structlog.make_filtering_bound_logger(LEVELS["warning"])
-    structlog.configure(wrapper_class=warnings, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    try:
-        yield
-    finally:
-        structlog.configure(**before)
 
 
 def _config() -> str:

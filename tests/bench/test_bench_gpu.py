@@ -17,6 +17,6 @@ def test_every_way_of_a_block_is_taken_and_compared(tmp_path):
     told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert told.returncode == 0, told.stderr
     report = json.loads(told.stdout)
-    assert [row["unit"] for row in report["rows"]] == ["GB/s"] * 6
+    assert [row["unit"] for row in report["rows"]] == ["GB/s"] * 7
     assert all(row["value"] > 0 for row in report["rows"])
     assert report["notes"] == ["stand-in, CUDA 13.0, CuPy 14"]
