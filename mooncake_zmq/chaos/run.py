@@ -227,10 +227,11 @@ class Run:
         while True:
             await asyncio.sleep(TOLD_EVERY_S)
             score = clients.score
+            ill = ", ".join(f"{count} {verdict}" for verdict, count in score.verdicts.items()) or "all right"
             worst = max((pause.seconds for pause in (*score.pauses, *score.pauses_amid_several)), default=0.0)
             self._say(
                 f"{score.answered} answers, {score.tokens:,} tokens, {score.resumed} resumed, {score.cut} cut, "
-                f"{score.refused} refused, wrong {sum(score.verdicts.values())}, longest pause {worst:.1f} s"
+                f"{score.refused} refused, {ill}, longest pause {worst:.1f} s"
             )
 
     # --- what holds afterwards

@@ -13,7 +13,8 @@ import httpx
 
 MODEL = "toy"
 REFUSALS = (429, 503)
-CONNECT_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_S = 10.0
+"""A gateway that was left alone is reached by then, on a machine with ten times the work it can do too."""
 SILENCE_S = 90.0
 """A stream that says nothing for this long is given up: longer than a gateway lets an attempt stall."""
 
