@@ -319,20 +319,16 @@ class Gatherer:
     def _copy(
         self, now: float, fetch_id: int, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]], time_left: float
     ) -> list[Effect]:
-        for key, source in blocks:
-            if self._dram.held(key):
-                continue
-            slot = self._dram.reserve(key)
-            if slot is None:
-                self._counts.add("fetches_denied[reason=no_room]")
-                gathering = self.gatherings.get(fetch.holder)
-                if gathering is not None:
-                    gathering.limits.pop(fetch.source, None)
-                break
-            if isinstance(source, DiskBlock):
-                self._disk.slots.pin((source.slot,))
-            fetch.copies.append((key, slot, source))
-            self._flying.add(key)
+        keys = [key for key, _ in blocks]
+        slots, held = self._dram.reserve_missing(keys, len(keys))
+        if len(slots) + held < len(keys):
+            self._counts.add("fetches_denied[reason=no_room]")
+            gathering = self.gatherings.get(fetch.holder)
+            if gathering is not None:
+                gathering.limits.pop(fetch.source, None)
+        fetch.copies = [(blocks[index][0], slot, blocks[index][1]) for index, slot in slots.items()]
+        self._disk.slots.pin([source.slot for _, _, source in fetch.copies if isinstance(source, DiskBlock)])
+        self._flying.update([key for key, _, _ in fetch.copies])
         if not fetch.copies:
             return self._close(fetch_id)
         work_id = self._new_id()

@@ -80,7 +80,7 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots, SlotState
 from mooncake_zmq.prefill.chunking import chunk_stop
 from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState
-from mooncake_zmq.prefill.pipeline import Group, grants, refusal, release, written
+from mooncake_zmq.prefill.pipeline import Group, grants, refusal, release, reserve, written
 from mooncake_zmq.prefill.queue import Turns
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.prefill.stages import DEADLINE, Stages
@@ -493,12 +493,7 @@ class Prefill:
         blocks = self._layout.blocks_for(job.length) - len(job.prefix)
         if blocks > self.slots.available:
             return []
-        for index in range(len(job.prefix), len(job.prefix) + blocks):
-            key = job.request.keys[index] if index < len(job.request.keys) else None
-            slot = self.slots.reserve(None if key is None or self.slots.held(key) else key)
-            assert slot is not None
-            job.new_slots.append(slot)
-        self.slots.pin(job.new_slots)
+        job.new_slots = reserve(self.slots, blocks)
         return self._prepared(job, job.held_blocks)
 
     def _prepared(self, job: Job, held_blocks: int) -> list[Effect]:
@@ -732,8 +727,8 @@ class Prefill:
         effects: list[Effect] = [Send(job.gateway, first), Send(request.decode, done), CloseSequence(job.sequence)]
         job.sequence = None
         whole = [] if job.group else list(zip(job.new_slots, request.keys[base:], strict=False))
-        for slot, key in whole:
-            if self.slots.key_of(slot) is None:
+        if self._settings.own_reuse:  # what nobody will look for needs no name
+            for slot, key in whole:
                 self.slots.name(slot, key)
         if whole:
             self.slots.commit_all([slot for slot, _ in whole], job.checksums[: len(whole)])
