@@ -161,10 +161,11 @@ class CacheNode:
         while self._gatherer.finished:
             effects += self._answer(now, self._gatherer.finished.pop(0))
         effects += self.disk.demote()
-        fences = self.slots.take_fences()
-        self.disk.slots.take_fences()  # its slots are files' places: nobody maps them
-        head: list[Effect] = [Fence(fences)] if fences else []
-        return head + effects + self._announce() + self._begin_reports() + self._drained()
+        head: list[Effect] = [Fence(self.slots.take_fences())] if self.slots.fences else []
+        self.disk.slots.fences.clear()  # its slots are files' places: nobody maps them
+        effects += self._announce()
+        effects += self._begin_reports()
+        return head + effects + self._drained()
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
@@ -476,12 +477,13 @@ class CacheNode:
                 slots.append(slot)
             else:
                 self.slots.free(slot)
+        effects: list[Effect] = [CancelTimer(("put", writer.node, writer.incarnation, writer.number))]
         if not stored:
-            return []
+            return effects
         self.slots.commit_all(slots, [checksums[index] for index in stored])
         self._chains.touch(put.parent, slots)
         self._tell_stored(put, stored)
-        return self._gatherer.advance_waiting(now, [put.keys[index] for index in stored])
+        return effects + self._gatherer.advance_waiting(now, [put.keys[index] for index in stored])
 
     def _tell_stored(self, put: _Put, stored: Sequence[int]) -> None:
         """One event for each unbroken part of the put's chain."""

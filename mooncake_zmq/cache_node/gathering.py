@@ -211,10 +211,12 @@ class Gatherer:
         if len(run) == len(missing) and not gathering.ahead:
             return
         self._dram.unpin([gathering.ahead.pop(key) for key in missing[: len(run)] if key in gathering.ahead])
-        for key in missing[len(run) :]:
-            if key not in gathering.ahead and (present := self._dram.committed(key)) is not None:
-                self._dram.pin((present,))
-                gathering.ahead[key] = present
+        after = missing[len(run) :]
+        ahead = {key: slot for key, slot in zip(after, self._dram.present(after), strict=True) if slot is not None}
+        for key in gathering.ahead.keys() & ahead.keys():
+            del ahead[key]
+        self._dram.pin(list(ahead.values()))
+        gathering.ahead.update(ahead)
 
     def _may_come(self, now: float, gathering: Gathering) -> bool:
         """Is the first missing block on its way for anybody, or can it still be asked for? (A put's writer owes no haste.)"""

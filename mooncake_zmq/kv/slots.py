@@ -147,6 +147,19 @@ class Slots:
             run.append(slot)
         return run
 
+    def leading_committed(self, slots: Sequence[int]) -> Sequence[int]:
+        """The leading ones of `slots` that are readable."""
+        states = self._state
+        for index, slot in enumerate(slots):
+            if states[slot] != COMMITTED:
+                return slots[:index]
+        return slots
+
+    def being_written(self, slots: Sequence[int]) -> list[int]:
+        """Those of `slots` that somebody may write."""
+        states = self._state
+        return [slot for slot in slots if states[slot] == WRITING]
+
     def reserve(self, key: Key | None) -> int | None:
         """A slot to write, evicting the policy's next victim if none is free; None if all are pinned, written or retired."""
         assert key is None or not self.held(key), "a key is stored once"

@@ -6,7 +6,6 @@ It owns its slab (the slots its KV is handed off and reused from) and its queue.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
@@ -157,9 +156,9 @@ class Prefill:
         effects = self._dispatch(now, event)
         effects += self._schedule(now)
         self.slots.evicted.clear()
-        fences = self.slots.take_fences()
-        head: list[Effect] = [Fence(fences)] if fences else []
-        return head + effects + self._drained()
+        if self._leaving.draining:
+            effects += self._drained()
+        return [Fence(self.slots.take_fences()), *effects] if self.slots.fences else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
@@ -404,7 +403,7 @@ class Prefill:
         own = self.slots.leading_run(reusable if self._settings.own_reuse else ())
         self.slots.pin(own)
         job.own_slots += own
-        job.prefix += [self._ref(slot) for slot in own]
+        job.prefix += self._refs(own)
         effects: list[Effect] = []
         unreused = request.request_id in self._unreused
         self._unreused.pop(request.request_id, None)
@@ -740,12 +739,12 @@ class Prefill:
         effects: list[Effect] = []
         for first, slots in ((0, job.own_slots), (base, job.new_slots)):
             stop = min(first + len(slots), len(job.request.keys))
-            chain = list(takewhile(lambda slot: self.slots.state_of(slot) is SlotState.COMMITTED, slots[: stop - first]))
+            chain = self.slots.leading_committed(slots[: stop - first])
             if chain:
                 effects += self._offer_chain(now, job.request, first, chain)
         return effects
 
-    def _offer_chain(self, now: float, request: StartPrefill, first: int, slots: list[int]) -> list[Effect]:
+    def _offer_chain(self, now: float, request: StartPrefill, first: int, slots: Sequence[int]) -> list[Effect]:
         """Put the blocks from index `first` on, which stand in `slots`."""
         stop, size = first + len(slots), self._layout.block_tokens * 4
         self.slots.pin(slots)
@@ -753,7 +752,7 @@ class Prefill:
             now,
             self._ids.new(),
             request.keys[first:stop],
-            [self._ref(slot) for slot in slots],
+            self._refs(slots),
             tuple(slots),
             parent=request.keys[first - 1] if first else None,
             tokens=request.tokens[first * size : stop * size],
@@ -844,10 +843,10 @@ class Prefill:
         if job.sequence is not None:
             effects.append(CloseSequence(job.sequence))
             job.sequence = None
-        self.slots.unpin(job.held_slots)
-        for slot in job.held_slots:
-            if self.slots.state_of(slot) is SlotState.WRITING:
-                self.slots.free(slot)
+        held = job.held_slots
+        self.slots.unpin(held)
+        for slot in self.slots.being_written(held):
+            self.slots.free(slot)
         return effects
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
@@ -900,15 +899,13 @@ class Prefill:
     def _written(self, slots: Sequence[int]) -> tuple[SlotRef, ...]:
         return written(self.name, self.incarnation, self.slots, slots)
 
-    def _ref(self, slot: int) -> SlotRef:
-        committed = self.slots.state_of(slot) is SlotState.COMMITTED
-        return SlotRef(
-            node=self.name,
-            incarnation=self.incarnation,
-            slot=slot,
-            generation=self.slots.generation[slot],
-            checksum=self.slots.checksum[slot] if committed else 0,
-        )
+    def _refs(self, slots: Sequence[int]) -> list[SlotRef]:
+        """The own slots, committed, as readers name them."""
+        name, incarnation, generations, checksums = self.name, self.incarnation, self.slots.generation, self.slots.checksum
+        return [
+            SlotRef(node=name, incarnation=incarnation, slot=slot, generation=generations[slot], checksum=checksums[slot])
+            for slot in slots
+        ]
 
     def _failed(
         self, gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str, refused_for_s: float | None = None
