@@ -472,7 +472,7 @@ class CacheNode:
         for index, slot in put.slots.items():
             if index in checksums:
                 parent = put.keys[index - 1] if index else put.parent
-                self._contents.put(slot, parent, put.tokens[index * size : (index + 1) * size])
+                self._contents.put(slot, parent, put.tokens[index * size : (index + 1) * size] if size else b"")
                 stored.append(index)
                 slots.append(slot)
             else:

@@ -373,7 +373,7 @@ class Gatherer:
             self._measure(now, fetch, len(came))
         if gathering is not None:
             gathering.came_from.update(dict.fromkeys(came, fetch.source))
-        self._note(came, gathering)
+        self._note(came, [slot for slot, _ in whole], gathering)
         self._stored(list(came))
         if isinstance(result, BlocksCopied) and result.fault:
             # After that: what came is on disk too until then, and only by this in DRAM alone.
@@ -381,13 +381,11 @@ class Gatherer:
         effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
         return effects + self._close(fetch_id) + self.advance_waiting(now, fetch.keys)
 
-    def _note(self, came: Mapping[Key, Content], gathering: Gathering | None) -> None:
+    def _note(self, came: Mapping[Key, Content], slots: Sequence[int], gathering: Gathering | None) -> None:
         """Keep what these blocks hold; where that is not known, what they follow in the chain that was asked for, if any."""
         keys = gathering.keys if gathering is not None else ()
         before = {key: parent for parent, key in pairwise(keys) if key in came}
-        for key, content in came.items():
-            slot = self._dram.committed(key)
-            assert slot is not None
+        for (key, content), slot in zip(came.items(), slots, strict=True):
             self._contents.put(slot, content.parent if content.tokens else before.get(key), content.tokens)
 
     def _measure(self, now: float, fetch: _Fetch, blocks: int) -> None:

@@ -299,10 +299,12 @@ class Slots:
 
     def touch(self, slots: Sequence[int], depth: int = 0) -> None:
         """Mark a chain as used just now, root last, so that children are evicted before their parents; `depth` as above."""
-        for index in range(len(slots) - 1, -1, -1):
-            slot = slots[index]
-            if self._state[slot] == COMMITTED and self.pins[slot] == 0:
-                self._evictable.touch(slot, depth + index)
+        states, pins = self._state, self.pins
+        used: dict[int, int] = {}
+        for index, slot in enumerate(slots, depth):
+            if states[slot] == COMMITTED and not pins[slot]:
+                used.setdefault(slot, index)
+        self._evictable.touch(list(used)[::-1], list(used.values())[::-1])
 
     def coldest(self, limit: int) -> list[int]:
         """Up to `limit` slots in the order in which `reserve` would evict them; changes nothing."""

@@ -283,12 +283,14 @@ class Group:
 
 def grants(name: str, incarnation: int, slots: Slots, granted: Iterable[int]) -> tuple[SlotGrant, ...]:
     """The own slots as works name them."""
-    return tuple(SlotGrant(name, incarnation, slot, slots.generation[slot]) for slot in granted)
+    generations = slots.generation
+    return tuple([SlotGrant(name, incarnation, slot, generations[slot]) for slot in granted])
 
 
 def written(name: str, incarnation: int, slots: Slots, written_slots: Iterable[int]) -> tuple[SlotRef, ...]:
     """The own slots, written and not committed, as readers name them."""
-    return tuple(
-        SlotRef(node=name, incarnation=incarnation, slot=slot, generation=slots.generation[slot], checksum=0)
+    generations = slots.generation
+    return tuple([
+        SlotRef(node=name, incarnation=incarnation, slot=slot, generation=generations[slot], checksum=0)
         for slot in written_slots
-    )
+    ])
