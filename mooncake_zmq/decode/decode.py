@@ -156,6 +156,7 @@ class Decode:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
                 self._pool.peer_up(up)
+                self._reports.peer_up(up)
                 return []
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
@@ -736,6 +737,7 @@ class Decode:
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
+        self._reports.peer_down(peer)
         effects = self._put_ended(self._pool.peer_down(peer))
         for request in list(self._requests.values()):
             unverified = request.state in (RequestState.RESERVING, RequestState.LOADING)
@@ -765,7 +767,7 @@ class Decode:
             bookings=tuple(bookings[:MAX_REPORTED]),
             draining=self._leaving.draining,
         )
-        return self._reports.send(now, load, self._peers)
+        return self._reports.send(now, load)
 
     def _drained(self) -> list[Effect]:
         idle = not (self._requests or self._closing or self._pool.puts)

@@ -290,7 +290,9 @@ def grants(name: str, incarnation: int, slots: Slots, granted: Iterable[int]) ->
 def written(name: str, incarnation: int, slots: Slots, written_slots: Iterable[int]) -> tuple[SlotRef, ...]:
     """The own slots, written and not committed, as readers name them."""
     generations = slots.generation
-    return tuple([
-        SlotRef(node=name, incarnation=incarnation, slot=slot, generation=generations[slot], checksum=0)
-        for slot in written_slots
-    ])
+    return tuple(
+        [
+            SlotRef(node=name, incarnation=incarnation, slot=slot, generation=generations[slot], checksum=0)
+            for slot in written_slots
+        ]
+    )

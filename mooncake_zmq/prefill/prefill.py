@@ -173,6 +173,7 @@ class Prefill:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
                 self._pool.peer_up(up)
+                self._reports.peer_up(up)
                 return []
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
@@ -851,6 +852,7 @@ class Prefill:
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
+        self._reports.peer_down(peer)
         effects = self._put_ended(self._pool.peer_down(peer))
         for job in list(self._jobs.values()):
             if job.gateway == peer:
@@ -868,7 +870,7 @@ class Prefill:
         jobs = [job for job in self._turns if job.state is not JobState.ABANDONED]
         stages = self._stages.report(now)
         load = self._workload.report(now, jobs, room=room, draining=self._leaving.draining, stages=stages)
-        return self._reports.send(now, load, self._peers)
+        return self._reports.send(now, load)
 
     def _drained(self) -> list[Effect]:
         idle = not (self._jobs or self._abandoned or self._pool.puts or len(self._stages))
