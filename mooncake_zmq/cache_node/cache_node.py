@@ -72,10 +72,10 @@ WISH_S = 30.0
 
 @dataclass(slots=True)
 class _Put:
-    """A client's reserved slots: index in its request -> (key, slot). `chain`: what to tell of them once they stand."""
+    """A client's reserved slots by index in its request, and what to tell of them once they stand."""
 
     keys: tuple[Key, ...]
-    slots: dict[int, tuple[Key, int]]
+    slots: dict[int, int]
     parent: Key | None
     tokens: bytes
     quarantined: bool = False
@@ -161,10 +161,11 @@ class CacheNode:
         while self._gatherer.finished:
             effects += self._answer(now, self._gatherer.finished.pop(0))
         effects += self.disk.demote()
-        fences = self.slots.take_fences()
-        self.disk.slots.take_fences()  # its slots are files' places: nobody maps them
-        head: list[Effect] = [Fence(fences)] if fences else []
-        return head + effects + self._announce() + self._begin_reports() + self._drained()
+        head: list[Effect] = [Fence(self.slots.take_fences())] if self.slots.fences else []
+        self.disk.slots.fences.clear()  # its slots are files' places: nobody maps them
+        effects += self._announce()
+        effects += self._begin_reports()
+        return head + effects + self._drained()
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
@@ -240,7 +241,7 @@ class CacheNode:
             for slot in gathering.pinned:
                 pins[slot] += 1
         assert pins == list(self.slots.pins), "every pin is a lease's or a gathering's"
-        writing = sorted([slot for put in self._puts.values() for _, slot in put.slots.values()] + self._gatherer.writing)
+        writing = sorted([slot for put in self._puts.values() for slot in put.slots.values()] + self._gatherer.writing)
         states = (SlotState.WRITING, SlotState.QUARANTINED)
         assert writing == [s for s in range(self.slots.capacity) if self.slots.state_of(s) in states]
 
@@ -430,18 +431,10 @@ class CacheNode:
         # Used before room is made: a put must not evict the chain that it continues.
         present = self.slots.present(message.keys)
         self._chains.touch(message.parent, [slot for slot in present if slot is not None])
-        grants: list[GrantedSlot] = []
-        held = 0
-        put = _Put(message.keys, {}, message.parent, self._fitting_tokens(message))
-        room = 0 if self._draining else self._room_for_puts(sender)
-        for index, key in enumerate(message.keys):
-            if self.slots.held(key):
-                held += 1
-                continue
-            slot = self.slots.reserve(key) if len(grants) < room else None
-            if slot is not None:
-                put.slots[index] = (key, slot)
-                grants.append(GrantedSlot(index=index, slot=slot, generation=self.slots.generation[slot]))
+        tokens = self._fitting_tokens(message)
+        slots, held = self.slots.reserve_missing(message.keys, 0 if self._draining else self._room_for_puts(sender))
+        generations = self.slots.generation
+        grants = [GrantedSlot(index=index, slot=slot, generation=generations[slot]) for index, slot in slots.items()]
         self.counts.add("put_blocks[result=granted]", len(grants))
         self.counts.add("put_blocks[result=held]", held)
         self.counts.add("put_blocks[result=denied]", len(message.keys) - held - len(grants))
@@ -449,7 +442,7 @@ class CacheNode:
         reply = Send(sender, SlotsReserved(put_id=message.put_id, grants=tuple(grants)))
         if not grants:
             return [reply]
-        self._puts[writer] = put
+        self._puts[writer] = _Put(message.keys, slots, message.parent, tokens)
         ttl_s = min(message.ttl_s, self._settings.max_lease_s)
         return [SetTimer(("put", writer.node, writer.incarnation, writer.number), ttl_s), reply]
 
@@ -476,20 +469,21 @@ class CacheNode:
         stored: list[int] = []
         slots: list[int] = []
         size = self._contents.token_bytes
-        for index, (_, slot) in put.slots.items():
+        for index, slot in put.slots.items():
             if index in checksums:
                 parent = put.keys[index - 1] if index else put.parent
-                self._contents.put(slot, parent, put.tokens[index * size : (index + 1) * size])
+                self._contents.put(slot, parent, put.tokens[index * size : (index + 1) * size] if size else b"")
                 stored.append(index)
                 slots.append(slot)
             else:
                 self.slots.free(slot)
+        effects: list[Effect] = [CancelTimer(("put", writer.node, writer.incarnation, writer.number))]
         if not stored:
-            return []
+            return effects
         self.slots.commit_all(slots, [checksums[index] for index in stored])
         self._chains.touch(put.parent, slots)
         self._tell_stored(put, stored)
-        return self._gatherer.advance_waiting(now, [put.keys[index] for index in stored])
+        return effects + self._gatherer.advance_waiting(now, [put.keys[index] for index in stored])
 
     def _tell_stored(self, put: _Put, stored: Sequence[int]) -> None:
         """One event for each unbroken part of the put's chain."""
@@ -519,7 +513,7 @@ class CacheNode:
         if not put.quarantined:
             put.quarantined = True
             self.counts.add("puts_quarantined")
-            for _, slot in put.slots.values():
+            for slot in put.slots.values():
                 self.slots.quarantine(slot)
         probe_id = self._ids.new()
         self._probes[probe_id] = (writer.node, writer.incarnation)
@@ -543,7 +537,7 @@ class CacheNode:
         for holder in [h for h in self._gatherer.gatherings if h.node == node and h.incarnation in incarnations]:
             self._gatherer.drop(holder)
         for writer in [w for w in self._puts if w.node == node and w.incarnation in incarnations]:
-            for _, slot in self._puts.pop(writer).slots.values():
+            for slot in self._puts.pop(writer).slots.values():
                 self.slots.free(slot)
 
     # --- peers

@@ -23,11 +23,9 @@ class Chains:
 
     def _up_to(self, key: Key | None) -> list[int]:
         ancestors: list[int] = []
-        while key is not None and len(ancestors) < MAX_ANCESTORS:
-            slot = self._slots.committed(key)
-            if slot is None:
-                break
+        find, parent_of = self._slots.committed, self._contents.parent
+        while key is not None and len(ancestors) < MAX_ANCESTORS and (slot := find(key)) is not None:
             ancestors.append(slot)
-            key = self._contents.parent(slot)
+            key = parent_of(slot)
         ancestors.reverse()
         return ancestors

@@ -226,9 +226,8 @@ class PoolClient:
         put.copying = True
         put.indexes = [grant.index for grant in message.grants]
         self._copies[work_id] = message.put_id
-        copies = tuple(
-            (put.sources[g.index], SlotGrant(self.node, self._incarnation, g.slot, g.generation)) for g in message.grants
-        )
+        sources, node, incarnation = put.sources, self.node, self._incarnation
+        copies = tuple([(sources[g.index], SlotGrant(node, incarnation, g.slot, g.generation)) for g in message.grants])
         ended.effects.append(Start(work_id, CopyBlocks(copies), time_left))
         return ended
 

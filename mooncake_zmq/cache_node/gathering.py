@@ -211,10 +211,12 @@ class Gatherer:
         if len(run) == len(missing) and not gathering.ahead:
             return
         self._dram.unpin([gathering.ahead.pop(key) for key in missing[: len(run)] if key in gathering.ahead])
-        for key in missing[len(run) :]:
-            if key not in gathering.ahead and (present := self._dram.committed(key)) is not None:
-                self._dram.pin((present,))
-                gathering.ahead[key] = present
+        after = missing[len(run) :]
+        ahead = {key: slot for key, slot in zip(after, self._dram.present(after), strict=True) if slot is not None}
+        for key in gathering.ahead.keys() & ahead.keys():
+            del ahead[key]
+        self._dram.pin(list(ahead.values()))
+        gathering.ahead.update(ahead)
 
     def _may_come(self, now: float, gathering: Gathering) -> bool:
         """Is the first missing block on its way for anybody, or can it still be asked for? (A put's writer owes no haste.)"""
@@ -319,20 +321,16 @@ class Gatherer:
     def _copy(
         self, now: float, fetch_id: int, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]], time_left: float
     ) -> list[Effect]:
-        for key, source in blocks:
-            if self._dram.held(key):
-                continue
-            slot = self._dram.reserve(key)
-            if slot is None:
-                self._counts.add("fetches_denied[reason=no_room]")
-                gathering = self.gatherings.get(fetch.holder)
-                if gathering is not None:
-                    gathering.limits.pop(fetch.source, None)
-                break
-            if isinstance(source, DiskBlock):
-                self._disk.slots.pin((source.slot,))
-            fetch.copies.append((key, slot, source))
-            self._flying.add(key)
+        keys = [key for key, _ in blocks]
+        slots, held = self._dram.reserve_missing(keys, len(keys))
+        if len(slots) + held < len(keys):
+            self._counts.add("fetches_denied[reason=no_room]")
+            gathering = self.gatherings.get(fetch.holder)
+            if gathering is not None:
+                gathering.limits.pop(fetch.source, None)
+        fetch.copies = [(blocks[index][0], slot, blocks[index][1]) for index, slot in slots.items()]
+        self._disk.slots.pin([source.slot for _, _, source in fetch.copies if isinstance(source, DiskBlock)])
+        self._flying.update([key for key, _, _ in fetch.copies])
         if not fetch.copies:
             return self._close(fetch_id)
         work_id = self._new_id()
@@ -375,7 +373,7 @@ class Gatherer:
             self._measure(now, fetch, len(came))
         if gathering is not None:
             gathering.came_from.update(dict.fromkeys(came, fetch.source))
-        self._note(came, gathering)
+        self._note(came, [slot for slot, _ in whole], gathering)
         self._stored(list(came))
         if isinstance(result, BlocksCopied) and result.fault:
             # After that: what came is on disk too until then, and only by this in DRAM alone.
@@ -383,13 +381,11 @@ class Gatherer:
         effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
         return effects + self._close(fetch_id) + self.advance_waiting(now, fetch.keys)
 
-    def _note(self, came: Mapping[Key, Content], gathering: Gathering | None) -> None:
+    def _note(self, came: Mapping[Key, Content], slots: Sequence[int], gathering: Gathering | None) -> None:
         """Keep what these blocks hold; where that is not known, what they follow in the chain that was asked for, if any."""
         keys = gathering.keys if gathering is not None else ()
         before = {key: parent for parent, key in pairwise(keys) if key in came}
-        for key, content in came.items():
-            slot = self._dram.committed(key)
-            assert slot is not None
+        for (key, content), slot in zip(came.items(), slots, strict=True):
             self._contents.put(slot, content.parent if content.tokens else before.get(key), content.tokens)
 
     def _measure(self, now: float, fetch: _Fetch, blocks: int) -> None:

@@ -1,9 +1,7 @@
 """When a node tells its load to the conductors. PURE."""
 
-from collections.abc import Iterable, Mapping
-
-from mooncake_zmq.core.actor import Effect, Send, SetTimer
-from mooncake_zmq.core.messages import Hello, Message
+from mooncake_zmq.core.actor import Effect, PeerUp, Send, SetTimer
+from mooncake_zmq.core.messages import Message
 
 REPORT = ("report",)
 SOONER = 4
@@ -18,6 +16,18 @@ class Reports:
         self._interval_s = interval_s
         self._sent_at = -interval_s
         self._hurried = False
+        self._conductors: list[str] = []
+
+    def peer_up(self, up: PeerUp) -> None:
+        """Somebody appeared."""
+        self.peer_down(up.peer)
+        if up.hello.role == "conductor":
+            self._conductors.append(up.peer)
+
+    def peer_down(self, peer: str) -> None:
+        """Somebody is gone."""
+        if peer in self._conductors:
+            self._conductors.remove(peer)
 
     def begin(self) -> SetTimer:
         """Arm the timer for the first time."""
@@ -30,12 +40,7 @@ class Reports:
         self._hurried = True
         return [SetTimer(REPORT, max(0.0, self._sent_at + self._interval_s / SOONER - now))]
 
-    def send(self, now: float, message: Message, peers: Mapping[str, Hello]) -> list[Effect]:
-        """Tell every conductor, and arm the timer again."""
+    def send(self, now: float, message: Message) -> list[Effect]:
+        """Tell every conductor, and arm the timer again. A report may be lost: the next one says it all again."""
         self._sent_at, self._hurried = now, False
-        return [*to_conductors(message, peers), SetTimer(REPORT, self._interval_s)]
-
-
-def to_conductors(message: Message, peers: Mapping[str, Hello]) -> Iterable[Effect]:
-    """A report may be lost: the next one says it all again."""
-    return [Send(name, message, lossy=True) for name, hello in peers.items() if hello.role == "conductor"]
+        return [*[Send(name, message, lossy=True) for name in self._conductors], SetTimer(REPORT, self._interval_s)]

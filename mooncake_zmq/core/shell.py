@@ -52,7 +52,8 @@ class Lifecycle(Generic[S, E]):
     def after(self, state: S, event: E) -> S:
         """The next state. Raises KeyError if nothing like that may happen."""
         following, name = self._moves[state, event]
-        self._taken.add(name)
+        taken = self._taken
+        taken[name] = taken.get(name, 0) + 1
         return following
 
 

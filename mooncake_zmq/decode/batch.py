@@ -1,7 +1,8 @@
 """The continuous batch's rules: who is in the next step, who is preempted when KV runs short, who may not join. PURE."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from mooncake_zmq.core.costs import Costs
@@ -19,11 +20,12 @@ class Member(Protocol):
 
 
 M = TypeVar("M", bound=Member)
+BY_ORDER: Callable[[Member], int] = attrgetter("order")
 
 
 def step_members(ready: Iterable[M], max_batch: int) -> list[M]:
     """The oldest `max_batch` requests: those running stay, a new one joins as soon as there is a place."""
-    return sorted(ready, key=lambda member: member.order)[:max_batch]
+    return sorted(ready, key=BY_ORDER)[:max_batch]
 
 
 def victim(members: Sequence[M]) -> M | None:

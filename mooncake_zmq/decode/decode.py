@@ -63,7 +63,6 @@ from mooncake_zmq.core.pace import Pace
 from mooncake_zmq.core.reports import REPORT, Reports
 from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
 from mooncake_zmq.core.work import (
-    BlockLoad,
     BlocksCopied,
     BlocksPulled,
     DecodeStep,
@@ -76,7 +75,7 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.decode.batch import Place, retry_after_s, step_members, victim
 from mooncake_zmq.decode.request import MISSING, NEXT_STATE, Group, Request, RequestEvent, RequestState
 from mooncake_zmq.decode.settings import DecodeSettings
-from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.kv.checksum import block_checksum, block_checksums
 from mooncake_zmq.kv.layout import BlockLayout
 
 STEP_MEMORY_S = 4.0
@@ -140,7 +139,9 @@ class Decode:
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
         effects = self._dispatch(now, event)
-        return effects + self._begin_step(now) + self._drained()
+        if self._step is None and self._requests:
+            effects += self._begin_step(now)
+        return effects + self._drained() if self._leaving.draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
@@ -155,6 +156,7 @@ class Decode:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
                 self._pool.peer_up(up)
+                self._reports.peer_up(up)
                 return []
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
@@ -334,9 +336,8 @@ class Decode:
         if request is None or request.state is not RequestState.RESERVING:
             return self._pool.release(message.lease_id)
         sources = sources[: len(request.request.reuse_keys)]  # no more than were asked for
-        for block, source in enumerate(sources):
-            request.sources[block] = source
-            request.want(block, 0, self._layout.layers)
+        request.sources.update(enumerate(sources))
+        request.want(range(len(sources)), 0, self._layout.layers, self._layout.block_tokens)
         request.held_pull = bool(sources)
         return self._reserved(request, len(sources)) + self._pull(now, request)
 
@@ -362,11 +363,10 @@ class Decode:
             return self._fail(now, request, "layers that the model does not have")
         if not message.ready:
             request.groups[message.first_block] = Group(stop)
-        for block, source in enumerate(message.sources, message.first_block):
-            if block >= request.held_blocks:
-                request.sources[block] = source
-                if message.ready:
-                    request.want(block, first_layer, stop_layer)
+        begin = max(message.first_block, request.held_blocks)
+        request.sources.update(enumerate(message.sources[begin - message.first_block :], begin))
+        if message.ready:
+            request.want(range(begin, stop), first_layer, stop_layer, self._layout.block_tokens)
         if request.wants_twice:
             return self._fail(now, request, "blocks handed off twice")
         if stop == self._layout.blocks_for(request.request.tokens) and not request.promised:
@@ -411,8 +411,8 @@ class Decode:
         group = None if request is None else request.groups.get(message.first_block)
         if request is None or group is None or not group.wanted_layers < message.stop_layer <= self._layout.layers:
             return []
-        for block in range(max(message.first_block, request.held_blocks), group.stop_block):
-            request.want(block, group.wanted_layers, message.stop_layer)
+        blocks = range(max(message.first_block, request.held_blocks), group.stop_block)
+        request.want(blocks, group.wanted_layers, message.stop_layer, self._layout.block_tokens)
         group.wanted_layers = message.stop_layer
         return self._fail(now, request, "blocks handed off twice") if request.wants_twice else self._pull(now, request)
 
@@ -420,17 +420,12 @@ class Decode:
         """Copy what is ready. One copy at a time per request: what becomes ready meanwhile goes into the next one."""
         if request.pulling or not request.wanted:
             return []
-        size, tokens = self._layout.block_tokens, request.request.tokens
-        loads = tuple(
-            BlockLoad(block, source, first, stop, min(size, tokens - block * size))
-            for block, first, stop, source in request.wanted
-        )
         deadline_s = self._settings.pull_deadline_s
         if request.held_pull:
             deadline_s = min(deadline_s, self._pool.reading_time_s(now, request.lease_id))
             if deadline_s <= 0:
                 return self._fail(now, request, "lease ended before the held blocks were loaded")
-        request.wanted = []
+        loads, request.wanted = tuple(request.wanted), []
         request.pulling = True
         request.in_flight += 1
         work_id = self._ids.new()
@@ -485,8 +480,7 @@ class Decode:
         parts = request.parts
         if MISSING in parts:
             return self._fail(now, request, "handoff is incomplete")
-        folded = [block_checksum(parts[at : at + layers]) for at in range(request.held_blocks * layers, len(parts), layers)]
-        if block_checksum(folded) != done.checksum:
+        if block_checksum(block_checksums(parts[request.held_blocks * layers :], layers)) != done.checksum:
             self.counts.add("handoffs_corrupt")
             return self._fail(now, request, "handoff checksum differs")
         self._move(request, RequestEvent.VERIFIED)
@@ -532,11 +526,10 @@ class Decode:
     # --- the batch
 
     def _begin_step(self, now: float) -> list[Effect]:
-        if self._step is not None or not self._requests:
-            return []
         effects: list[Effect] = []
         while True:
-            ready = [r for r in self._requests.values() if r.state is RequestState.READY]
+            state = RequestState.READY
+            ready = [r for r in self._requests.values() if r.state is state]
             members = step_members(ready, self._settings.max_batch)
             short = [r for r in members if not self._grow(r)]
             if not short or self._closing:  # what is closing gives its KV back: wait for that rather than preempt more
@@ -552,7 +545,7 @@ class Decode:
             request.in_flight += 1
             entries.append(StepEntry(request.sequence, request.last, request.position, request.request.sampling))
         work_id = self._ids.new()
-        self._step = _Step(work_id, members, steps, sum(request.context for request in members))
+        self._step = _Step(work_id, members, steps, sum([request.context for request in members]))
         return [*effects, Start(work_id, DecodeStep(tuple(entries), steps), self._settings.step_deadline_s)]
 
     def _run_length(self, members: Sequence[Request]) -> int:
@@ -576,6 +569,8 @@ class Decode:
     def _grow(self, request: Request) -> bool:
         """Make sure there is KV for the token to be fed; False if none is left."""
         more = self._growth(request, 1)
+        if not more:
+            return True
         if more > self._free_tokens:
             return False
         self._free_tokens -= more
@@ -627,6 +622,7 @@ class Decode:
             effects += self._take_tokens(now, request, tokens, batches)
             if step.steps > 1 and request.state is RequestState.READY:
                 self._shrink(request)
+        self.counts.add("generation_tokens", sum([len(taken) for each in batches.values() for *_, taken in each]))
         sends: list[Effect] = [Send(gateway, TokensDecoded(entries=tuple(entries))) for gateway, entries in batches.items()]
         return sends + effects
 
@@ -657,7 +653,6 @@ class Decode:
         else:
             request.made += stop
             request.last = taken[-1]
-        self.counts.add("generation_tokens", stop)
         batches.setdefault(message.gateway, []).append((message.request_id, message.attempt, first, taken))
         return effects + self._close(now, request) if ended else effects
 
@@ -742,6 +737,7 @@ class Decode:
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
+        self._reports.peer_down(peer)
         effects = self._put_ended(self._pool.peer_down(peer))
         for request in list(self._requests.values()):
             unverified = request.state in (RequestState.RESERVING, RequestState.LOADING)
@@ -755,14 +751,15 @@ class Decode:
         return effects
 
     def _report(self, now: float) -> list[Effect]:
-        running = [r for r in self._requests.values() if r.state in (RequestState.READY, RequestState.STEPPING)]
-        bookings = [r.request.booking for r in self._requests.values() if r.request.booking]
+        requests = self._requests.values()
+        running = [r for r in requests if r.state in (RequestState.READY, RequestState.STEPPING)]
+        bookings = [booking for r in requests if (booking := r.request.booking)]
         load = DecodeLoad(
             running=len(running),
             reserved=len(self._requests) - len(running),
             free_tokens=self._free_tokens,
             capacity_tokens=self._capacity_tokens,
-            context_tokens=sum(request.context for request in running),
+            context_tokens=sum([request.context for request in running]),
             max_batch=self._settings.max_batch,
             room=max(0, self._settings.max_requests - len(self._requests) - len(self._closing)),
             step_s=self._step_s,
@@ -770,7 +767,7 @@ class Decode:
             bookings=tuple(bookings[:MAX_REPORTED]),
             draining=self._leaving.draining,
         )
-        return self._reports.send(now, load, self._peers)
+        return self._reports.send(now, load)
 
     def _drained(self) -> list[Effect]:
         idle = not (self._requests or self._closing or self._pool.puts)

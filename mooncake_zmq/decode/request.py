@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from mooncake_zmq.core.gaps import longest_step_s
 from mooncake_zmq.core.messages import HandoffDone, ReserveDecode, SlotRef
 from mooncake_zmq.core.shell import Named
+from mooncake_zmq.core.work import BlockLoad
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 
 MISSING = -1
@@ -77,8 +78,8 @@ class Request:
     """Handed-off blocks announced so far."""
     groups: dict[int, Group] = field(default_factory=dict)
     """By first block: blocks announced before their layers were ready."""
-    wanted: list[tuple[int, int, int, SlotRef]] = field(default_factory=list)
-    """(block, first layer, stop layer, where) that can be copied now."""
+    wanted: list[BlockLoad] = field(default_factory=list)
+    """What can be copied now."""
     wanted_parts: int = 0
     """Layers of blocks that were ever wanted."""
     pulling: bool = False
@@ -128,10 +129,14 @@ class Request:
         """Was something handed off again? Else each layer of each block is wanted once."""
         return self.wanted_parts > len(self.parts)
 
-    def want(self, block: int, first_layer: int, stop_layer: int) -> None:
-        """Some layers of a block whose source is known can be copied."""
-        self.wanted.append((block, first_layer, stop_layer, self.sources[block]))
-        self.wanted_parts += stop_layer - first_layer
+    def want(self, blocks: range, first_layer: int, stop_layer: int, block_tokens: int) -> None:
+        """Some layers of blocks whose sources are known can be copied."""
+        sources, tokens = self.sources, self.request.tokens
+        self.wanted += [
+            BlockLoad(block, sources[block], first_layer, stop_layer, min(block_tokens, tokens - block * block_tokens))
+            for block in blocks
+        ]
+        self.wanted_parts += len(blocks) * (stop_layer - first_layer)
 
     def take(self, tokens: Sequence[int], block_tokens: int) -> list[Key]:
         """More output: `tokens` were sampled, so the KV of the last one before them and of all but the last of them is there.

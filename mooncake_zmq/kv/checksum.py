@@ -24,3 +24,9 @@ def part_checksums(payload: Buffer, part_bytes: int) -> list[int]:
 def block_checksum(parts: Sequence[int]) -> int:
     """xxh3-64 over the little-endian part checksums of all layers, in order."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(parts)}Q", *parts))
+
+
+def block_checksums(parts: Sequence[int], layers: int) -> list[int]:
+    """Of several blocks, whose part checksums stand one block after the other."""
+    packed, size = struct.pack(f"<{len(parts)}Q", *parts), 8 * layers
+    return [xxhash.xxh3_64_intdigest(packed[start : start + size]) for start in range(0, len(packed), size)]

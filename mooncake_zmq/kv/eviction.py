@@ -25,8 +25,8 @@ class Eviction(Protocol):
         """`slots` may be evicted from now on, used just now, one after the other; the block of each stands at its depth in its
         chain, as far as is known."""
 
-    def touch(self, slot: int, depth: int = 0) -> None:
-        """A slot in here was used just now."""
+    def touch(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+        """Different slots in here were used just now, one after the other, as with `insert`."""
 
     def remove(self, slots: Sequence[int]) -> None:
         """Slots in here may not be evicted for now; what is known of their blocks stays."""
@@ -78,9 +78,9 @@ class Lru:
         previous[self._end] = hottest
         self._count += len(slots)
 
-    def touch(self, slot: int, depth: int = 0) -> None:
-        self.remove((slot,))
-        self.insert((slot,), (depth,))
+    def touch(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+        self.remove(slots)
+        self.insert(slots, depths)
 
     def remove(self, slots: Sequence[int]) -> None:
         following, previous = self._next, self._previous
@@ -230,9 +230,10 @@ class Sieve(Lru):
                 self._held -= 1
                 self._use[slot] = self.USED
 
-    def touch(self, slot: int, depth: int = 0) -> None:
-        assert slot in self, "not evictable"
-        self._use[slot] = self.USED
+    def touch(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+        for slot in slots:
+            assert slot in self, "not evictable"
+            self._use[slot] = self.USED
 
     def remove(self, slots: Sequence[int]) -> None:
         for slot in slots:

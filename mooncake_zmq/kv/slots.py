@@ -147,21 +147,47 @@ class Slots:
             run.append(slot)
         return run
 
+    def leading_committed(self, slots: Sequence[int]) -> Sequence[int]:
+        """The leading ones of `slots` that are readable."""
+        states = self._state
+        for index, slot in enumerate(slots):
+            if states[slot] != COMMITTED:
+                return slots[:index]
+        return slots
+
+    def being_written(self, slots: Sequence[int]) -> list[int]:
+        """Those of `slots` that somebody may write."""
+        states = self._state
+        return [slot for slot in slots if states[slot] == WRITING]
+
     def reserve(self, key: Key | None) -> int | None:
         """A slot to write, evicting the policy's next victim if none is free; None if all are pinned, written or retired."""
         assert key is None or not self.held(key), "a key is stored once"
-        if self._counts[FREE]:
-            slot = self._take_free()
-        elif self._evictable:
-            slot = self._evictable.pop()
-            self._unname(slot)
-        else:
+        slots = self._take(1)
+        if not slots:
             return None
-        self._move(slot, SlotEvent.RESERVE)
-        self._set_generation(slot, self.generation[slot] + 1)
         if key is not None:
+            self._by_key.insert(key, slots[0])
+        return slots[0]
+
+    def reserve_missing(self, keys: Sequence[Key], most: int) -> tuple[dict[int, int], int]:
+        """As `reserve` of those of `keys` that are not held, as far as there is room, of `most` at most: slots by index in
+        `keys`. And how many are held: what this evicts for them was."""
+        missing: dict[Key, int] = {}
+        for index, slot in enumerate(self._by_key.slots_of(keys)):
+            if slot == EMPTY:
+                missing.setdefault(keys[index], index)
+        granted: dict[int, int] = {}
+        for (key, index), slot in zip(missing.items(), self._take(min(most, len(missing))), strict=False):
             self._by_key.insert(key, slot)
-        return slot
+            granted[index] = slot
+        return granted, len(keys) - len(missing)
+
+    def reserve_anonymous(self, count: int) -> list[int]:
+        """As `reserve` of so many without a key; there is room for them."""
+        slots = self._take(count)
+        assert len(slots) == count, "no room"
+        return slots
 
     def restore(self, slot: int, key: Key, checksum: int) -> None:
         """A copy that survived on its medium is readable again, the generation as it is; call it for the coldest first.
@@ -273,10 +299,12 @@ class Slots:
 
     def touch(self, slots: Sequence[int], depth: int = 0) -> None:
         """Mark a chain as used just now, root last, so that children are evicted before their parents; `depth` as above."""
-        for index in range(len(slots) - 1, -1, -1):
-            slot = slots[index]
-            if self._state[slot] == COMMITTED and self.pins[slot] == 0:
-                self._evictable.touch(slot, depth + index)
+        states, pins = self._state, self.pins
+        used: dict[int, int] = {}
+        for index, slot in enumerate(slots, depth):
+            if states[slot] == COMMITTED and not pins[slot]:
+                used.setdefault(slot, index)
+        self._evictable.touch(list(used)[::-1], list(used.values())[::-1])
 
     def coldest(self, limit: int) -> list[int]:
         """Up to `limit` slots in the order in which `reserve` would evict them; changes nothing."""
@@ -309,6 +337,27 @@ class Slots:
         assert len(self._free) == len(set(self._free)) == self._state.count(FREE, 0, self._untouched)
         assert all(self._state[slot] == FREE for slot in self._free)
 
+    def _take(self, most: int) -> list[int]:
+        """Up to `most` slots to write, which hold nothing: those that are free, then the policy's victims."""
+        free = max(0, min(most, self._counts[FREE]))
+        slots = [self._take_free() for _ in range(free)]
+        slots += [self._evict() for _ in range(min(most - free, len(self._evictable)))]
+        states, generations, fences = self._state, self.generation, self.fences
+        for slot in slots:
+            states[slot] = WRITING
+            generation = generations[slot] = generations[slot] + 1
+            fences.append((slot, generation))
+        moves = MOVES[SlotEvent.RESERVE]
+        self._count(FREE, *moves[FREE], free)
+        self._count(COMMITTED, *moves[COMMITTED], len(slots) - free)
+        return slots
+
+    def _evict(self) -> int:
+        slot = self._evictable.pop()
+        self.evicted.append(self._by_key.remove(slot))
+        self._evictable.forget(slot)
+        return slot
+
     def _take_free(self) -> int:
         """The slot freed last, which may still be in a cache; else the first that was never used."""
         if self._free:
@@ -322,13 +371,20 @@ class Slots:
         if self._by_key.all_named(slots):
             self._evictable.insert(slots, depths)
             return
-        for slot, depth in zip(slots, depths, strict=True):
-            if self._by_key.is_named(slot):
-                self._evictable.insert((slot,), (depth,))
-            else:
-                self._move(slot, SlotEvent.FREE)
-                self._set_generation(slot, self.generation[slot] + 2)
-                self._put_back(slot)
+        named = self._by_key.is_named
+        kept = [(slot, depth) for slot, depth in zip(slots, depths, strict=True) if named(slot)]
+        self._evictable.insert([slot for slot, _ in kept], [depth for _, depth in kept])
+        self._vacate([slot for slot in slots if not named(slot)])
+
+    def _vacate(self, slots: Sequence[int]) -> None:
+        """Committed slots that nobody could find are free."""
+        states, generations, fences = self._state, self.generation, self.fences
+        for slot in slots:
+            states[slot] = FREE
+            generation = generations[slot] = generations[slot] + 2
+            fences.append((slot, generation))
+            self._put_back(slot)
+        self._count(COMMITTED, *MOVES[SlotEvent.FREE][COMMITTED], len(slots))
 
     def _put_back(self, slot: int) -> None:
         if slot < self._untouched:  # else it was restored, and its turn as one never handed out is still to come
@@ -348,9 +404,10 @@ class Slots:
         self._count(before, after, name, 1)
 
     def _count(self, before: int, after: int, name: str, moved: int) -> None:
-        self._counts[before] -= moved
-        self._counts[after] += moved
-        self.transitions[name] = self.transitions.get(name, 0) + moved
+        if moved:
+            self._counts[before] -= moved
+            self._counts[after] += moved
+            self.transitions[name] = self.transitions.get(name, 0) + moved
 
     def _set_generation(self, slot: int, generation: int) -> None:
         self.generation[slot] = generation

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import (
     CancelTimer,
@@ -76,13 +77,8 @@ class _Request:
     resumed_at: int = 0
     paid_s: float = 0.0
     """Engine time behind the first token of this attempt."""
-    first_times: list[float] = field(default_factory=list)
-    """When the first token of each attempt came."""
-    rows: list[int] = field(default_factory=list)
-    """Rows of the steps that made the others, see `recorder`; of the last one, so many tokens."""
-    last_steps: int = 0
-    cuts: list[tuple[int, int]] = field(default_factory=list)
-    """Where an attempt ended before the last: so many rows, and tokens of the last of them."""
+    times: list[NDArray[np.float64]] = field(default_factory=list)
+    """When its tokens came, in pieces as they were told."""
 
 
 class Arrivals:
@@ -98,7 +94,6 @@ class Arrivals:
         speed: float,
         block_tokens: int,
         recorder: Recorder,
-        delay_s: float,
         encoded: bool,
         ended: Callable[[int, RequestRecord], None],
     ) -> None:
@@ -115,12 +110,10 @@ class Arrivals:
         self._speed = speed
         self._block_tokens = block_tokens
         self._recorder = recorder
-        self._delay_s = delay_s
         self._encoded = encoded
         self._ended = ended
         self._number = 0
         self._peers: dict[str, str] = {}
-        recorder.open_rows = lambda: [request.rows[0] for request in self.open.values() if request.rows]
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -295,22 +288,19 @@ class Arrivals:
             record.hit_disk = disk
             record.queue_s, record.prefill_s = message.queue_s, message.prefill_s
         request.paid_s, self._recorder.engine_s[request.name] = self._recorder.engine_s[request.name], 0.0
-        if request.rows:
-            request.cuts.append((len(request.rows), request.last_steps))
-        request.first_times.append(now)
+        request.times.append(np.array((now,)))
         request.tokens += 1
         return self._finish(now, request) if request.tokens >= request.max_tokens else []
 
     def _on_tokens(self, now: float, sender: str, entries: tuple[tuple[str, int, int, tuple[int, ...]], ...]) -> list[Effect]:
-        row = self._recorder.told[sender].popleft()
+        times = self._recorder.told[sender].popleft()
         effects: list[Effect] = []
         for name, attempt, first, tokens in entries:
             request = self.open.get(name)
             if request is None or request.attempt != attempt or request.waiting:
                 effects.append(Send(sender, CancelRequest(request_id=name, attempt=attempt)))
             elif first == request.tokens:
-                request.rows.append(row)
-                request.last_steps = len(tokens)
+                request.times.append(times[: len(tokens)])
                 request.tokens += len(tokens)
                 if request.tokens >= request.max_tokens:
                     effects += self._finish(now, request)
@@ -318,11 +308,13 @@ class Arrivals:
 
     def _finish(self, now: float, request: _Request) -> list[Effect]:
         record = request.record
-        times = self._times(request)
+        times = np.concatenate(request.times)
+        if request.resumed_at:
+            times.sort()
         record.tbt_s = longest_tenth_s(times)
         record.end_s = float(times[-1]) - request.arrived_at
         outcome = Outcome(
-            ttft_s=request.first_times[0] - request.arrived_at,
+            ttft_s=record.ttft_s,
             predicted_ttft_s=max(0.0, record.predicted_ttft_s),
             tbt_s=record.tbt_s,
             predicted_tbt_s=max(0.0, record.predicted_tbt_s),
@@ -331,15 +323,6 @@ class Arrivals:
             ended=True,
         )
         return self._end(request, "finished", "", outcome)
-
-    def _times(self, request: _Request) -> Any:
-        """When each token came here."""
-        rows, parts, begin = self._recorder.rows, [np.array(request.first_times)], 0
-        for stop, last_steps in (*request.cuts, (len(request.rows), request.last_steps)):
-            if stop > begin:
-                parts.append(rows.times(request.rows[begin:stop], last_steps) + self._delay_s)
-            begin = stop
-        return np.sort(np.concatenate(parts)) if len(parts) > 2 else np.concatenate(parts)
 
     # --- ends
 

@@ -15,4 +15,4 @@ def longest_tenth_s(gaps: NDArray[np.float64]) -> float:
         return float(gaps.max())
     ordered = gaps.copy()
     ordered.partition(len(gaps) - count)
-    return float(ordered[-count:].mean())
+    return float(ordered[-count:].sum()) / count

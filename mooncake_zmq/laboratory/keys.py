@@ -1,6 +1,7 @@
 """Block keys and prompt bytes of a trace's requests, made when they are needed: a trace of any length takes no memory. PURE."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import xxhash
 
@@ -60,5 +61,11 @@ class Prompt:
         first, last = start // 4, max(start, stop) // 4
         own = range(max(first, self._shared), min(last, self._prompt_tokens))
         if not own:
-            return bytes(4 * (last - first))
+            return _zeros(4 * (last - first))
         return bytes(4 * (own.start - first)) + self._own * len(own) + bytes(4 * (last - own.stop))
+
+
+@lru_cache(64)
+def _zeros(size: int) -> bytes:
+    """A chunk's worth, or a put's, again and again: to write them anew takes longer than all else that is done with them."""
+    return bytes(size)

@@ -1,12 +1,10 @@
 """Looks on at the nodes of a run and writes down what no message tells: the time of every decode step, which engine time served
 which request, the loads that nodes report. Never changes what happens.
 
-A step is kept once for all its members, in columns; a request keeps the rows of the steps it was in.
+The times of one work's steps are made once for all its members, who keep them as long as they are open.
 """
 
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -27,47 +25,12 @@ from mooncake_zmq.laboratory import gaps
 from mooncake_zmq.laboratory.machine import ModelledMachine, StepRun
 from mooncake_zmq.simulation.world import Observe, Process
 
-ROWS_KEPT = 1 << 17
-"""Rows of steps after which those that no open request needs are dropped."""
 
-
-class StepRows:
-    """Decode steps of all decodes, one row for those of one work."""
-
-    def __init__(self) -> None:
-        self.first = 0
-        """Number of the first row that is kept."""
-        self._runs = array("d")
-        """Begin, first step's time and growth of each row, one row after the other."""
-        self._steps = array("q")
-
-    @property
-    def next(self) -> int:
-        """Number of the next row."""
-        return self.first + len(self._steps)
-
-    def add(self, run: StepRun) -> int:
-        """A work ended; returns its row."""
-        self._runs.extend((run.begin_s, run.first_s, run.growth_s))
-        self._steps.append(run.steps)
-        return self.next - 1
-
-    def forget_before(self, row: int) -> None:
-        """Nobody asks for earlier rows any more."""
-        gone = max(0, row - self.first)
-        del self._runs[: 3 * gone], self._steps[:gone]
-        self.first = max(self.first, row)
-
-    def times(self, rows: Sequence[int], last_steps: int) -> NDArray[np.float64]:
-        """When the tokens of these rows were sampled; of the last row only so many count."""
-        at = np.array(rows, np.int64) - self.first
-        steps = np.frombuffer(self._steps, np.int64)[at]
-        steps[-1] = last_steps
-        stops = steps.cumsum()
-        made = np.arange(1, stops[-1] + 1) - (stops - steps).repeat(steps)
-        begin, first, growth = np.frombuffer(self._runs, np.float64).reshape(-1, 3)[at.repeat(steps)].T
-        times: NDArray[np.float64] = begin + made * first + growth * (made * (made - 1) / 2)
-        return times
+def step_times(run: StepRun) -> NDArray[np.float64]:
+    """When the tokens of these steps were sampled."""
+    made = np.arange(1.0, run.steps + 1)
+    times: NDArray[np.float64] = run.begin_s + made * run.first_s + run.growth_s * (made * (made - 1) / 2)
+    return times
 
 
 def longest_tenth_s(times: NDArray[np.float64]) -> float:
@@ -76,21 +39,19 @@ def longest_tenth_s(times: NDArray[np.float64]) -> float:
 
 
 class Recorder:
-    """Of one run. `ttft_slo_s`, `tbt_slo_s`: what loads are shares of."""
+    """Of one run. `ttft_slo_s`, `tbt_slo_s`: what loads are shares of; `delay_s`: of a message."""
 
-    def __init__(self, *, ttft_slo_s: float, tbt_slo_s: float, with_disk: bool) -> None:
-        self.rows = StepRows()
-        self.told: dict[str, deque[int]] = {}
-        """By decode: rows whose tokens are on their way to the gateway, in order."""
+    def __init__(self, *, ttft_slo_s: float, tbt_slo_s: float, with_disk: bool, delay_s: float) -> None:
+        self.told: dict[str, deque[NDArray[np.float64]]] = {}
+        """By decode, in order: when the tokens of steps, told to the gateway, would be there if each were told at once."""
         self.engine_s: dict[str, float] = {}
         """By open request: engine time of prefills since its last first token."""
         self.from_disk: dict[str, int] = {}
         """By open request: blocks that its host's pool had to read from its SSD."""
-        self.open_rows: Callable[[], Iterable[int]] = lambda: ()
-        """First rows of the open requests."""
         self._with_disk = with_disk
+        self._delay_s = delay_s
         self._slo_s = {"prefill": ttft_slo_s, "decode": tbt_slo_s}
-        self._loads: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
+        self._loads: dict[str, dict[str, PrefillLoad | DecodeLoad]] = {"prefill": {}, "decode": {}}
         self._chunks: dict[tuple[str, int], str] = {}
         self._leases: dict[tuple[str, int], str] = {}
         """By prefill and lease: the request that waits for its answer."""
@@ -110,30 +71,22 @@ class Recorder:
 
     def mean_load(self, role: str) -> float:
         """Of all nodes of a role, as they last told, as a share of its SLO."""
-        loads = self._loads[role]
-        return sum(loads.values()) / len(loads) if loads else 0.0
+        loads, slo_s = self._loads[role].values(), self._slo_s[role]
+        return sum([_load_s(told) / slo_s for told in loads]) / len(loads) if loads else 0.0
 
     def _decode_did(self, process: Process[ModelledMachine], event: Event, effects: list[Effect]) -> None:
         if type(event) is WorkDone and isinstance(event.result, StepDecoded):
             assert process.life is not None
             run = process.life.machine.last_run
             assert run is not None
-            row = -1
+            times = step_times(run) + self._delay_s
             for effect in effects:
                 if type(effect) is Send and isinstance(effect.message, TokensDecoded):
-                    row = self._add(run) if row < 0 else row
-                    self.told[process.name].append(row)
+                    self.told[process.name].append(times)
             return
         for effect in effects:
             if type(effect) is Send and isinstance(effect.message, DecodeLoad):
-                self._loads["decode"][process.name] = effect.message.step_s / self._slo_s["decode"]
-
-    def _add(self, run: StepRun) -> int:
-        rows = self.rows
-        if rows.next - rows.first >= ROWS_KEPT:
-            waiting = [told[0] for told in self.told.values() if told]
-            rows.forget_before(min([*self.open_rows(), *waiting], default=rows.next))
-        return rows.add(run)
+                self._loads["decode"][process.name] = effect.message
 
     def _prefill_did(self, name: str, event: Event, effects: list[Effect]) -> None:
         if type(event) is WorkDone:
@@ -153,8 +106,7 @@ class Recorder:
                         self._leases[name, lease_id] = message.request_id
                     lease_id = 0
                 elif isinstance(message, PrefillLoad):
-                    left_s = sum([job.left_s for job in message.jobs])
-                    self._loads["prefill"][name] = left_s / self._slo_s["prefill"]
+                    self._loads["prefill"][name] = message
             elif type(effect) is Start and isinstance(effect.work, ComputeChunk):
                 self._chunks[name, effect.work_id] = request
 
@@ -169,3 +121,7 @@ class Recorder:
                 request = self._leases.pop((effect.to, effect.message.lease_id), "")
                 if blocks and request in self.engine_s:
                     self.from_disk[request] = blocks
+
+
+def _load_s(told: PrefillLoad | DecodeLoad) -> float:
+    return sum([job.left_s for job in told.jobs]) if isinstance(told, PrefillLoad) else told.step_s

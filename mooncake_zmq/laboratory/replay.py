@@ -58,7 +58,12 @@ class Replay:
         self._result = RunResult(setup, [])
         self._records: dict[int, RequestRecord] = {}
         self._ended_at = 0.0
-        self.recorder = Recorder(ttft_slo_s=setup.ttft_slo_s, tbt_slo_s=setup.tbt_slo_s, with_disk=self.cluster.disk_blocks > 0)
+        self.recorder = Recorder(
+            ttft_slo_s=setup.ttft_slo_s,
+            tbt_slo_s=setup.tbt_slo_s,
+            with_disk=self.cluster.disk_blocks > 0,
+            delay_s=self.cluster.lab.message_s,
+        )
         self._engines: list[tuple[str, str, ModelledMachine]] = []
         """Name, role and machine of every life with an engine."""
         self.gateway = self._gateway(encoded=link != "direct")
@@ -102,7 +107,6 @@ class Replay:
             speed=self._setup.speed,
             block_tokens=self._setup.block_tokens,
             recorder=self.recorder,
-            delay_s=self.cluster.lab.message_s,
             encoded=encoded,
             ended=self._on_ended,
         )

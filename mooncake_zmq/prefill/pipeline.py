@@ -49,8 +49,7 @@ class HiddenSlots:
 
     def reserve(self, slots: Slots, each: int) -> None:
         """Take the slots, for which there is room."""
-        for _ in range(BUFFERS * each):
-            self.slots.append(_reserve(slots))
+        self.slots += reserve(slots, BUFFERS * each)
 
     def take(self, slots: Slots, chunk: int, count: int) -> list[int]:
         """The slots for the hidden states of a chunk. Their generations are new, so that none of their former readers can take
@@ -59,14 +58,16 @@ class HiddenSlots:
         for index in range(first, first + count):
             if index in self._used:
                 release(slots, [self.slots[index]])
-                self.slots[index] = _reserve(slots)
+                self.slots[index] = reserve(slots, 1)[0]
             self._used.add(index)
         return self.slots[first : first + count]
 
 
 def reserve(slots: Slots, count: int) -> list[int]:
     """Anonymous slots, pinned, for which there is room."""
-    return [_reserve(slots) for _ in range(count)]
+    taken = slots.reserve_anonymous(count)
+    slots.pin(taken)
+    return taken
 
 
 def release(slots: Slots, held: Iterable[int]) -> None:
@@ -282,19 +283,16 @@ class Group:
 
 def grants(name: str, incarnation: int, slots: Slots, granted: Iterable[int]) -> tuple[SlotGrant, ...]:
     """The own slots as works name them."""
-    return tuple(SlotGrant(name, incarnation, slot, slots.generation[slot]) for slot in granted)
+    generations = slots.generation
+    return tuple([SlotGrant(name, incarnation, slot, generations[slot]) for slot in granted])
 
 
 def written(name: str, incarnation: int, slots: Slots, written_slots: Iterable[int]) -> tuple[SlotRef, ...]:
     """The own slots, written and not committed, as readers name them."""
+    generations = slots.generation
     return tuple(
-        SlotRef(node=name, incarnation=incarnation, slot=slot, generation=slots.generation[slot], checksum=0)
-        for slot in written_slots
+        [
+            SlotRef(node=name, incarnation=incarnation, slot=slot, generation=generations[slot], checksum=0)
+            for slot in written_slots
+        ]
     )
-
-
-def _reserve(slots: Slots) -> int:
-    slot = slots.reserve(None)
-    assert slot is not None, "there was room"
-    slots.pin((slot,))
-    return slot

@@ -6,7 +6,6 @@ It owns its slab (the slots its KV is handed off and reused from) and its queue.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
@@ -80,7 +79,7 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots, SlotState
 from mooncake_zmq.prefill.chunking import chunk_stop
 from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState
-from mooncake_zmq.prefill.pipeline import Group, grants, refusal, release, written
+from mooncake_zmq.prefill.pipeline import Group, grants, refusal, release, reserve, written
 from mooncake_zmq.prefill.queue import Turns
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.prefill.stages import DEADLINE, Stages
@@ -157,9 +156,9 @@ class Prefill:
         effects = self._dispatch(now, event)
         effects += self._schedule(now)
         self.slots.evicted.clear()
-        fences = self.slots.take_fences()
-        head: list[Effect] = [Fence(fences)] if fences else []
-        return head + effects + self._drained()
+        if self._leaving.draining:
+            effects += self._drained()
+        return [Fence(self.slots.take_fences()), *effects] if self.slots.fences else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
@@ -174,6 +173,7 @@ class Prefill:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
                 self._pool.peer_up(up)
+                self._reports.peer_up(up)
                 return []
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
@@ -404,7 +404,7 @@ class Prefill:
         own = self.slots.leading_run(reusable if self._settings.own_reuse else ())
         self.slots.pin(own)
         job.own_slots += own
-        job.prefix += [self._ref(slot) for slot in own]
+        job.prefix += self._refs(own)
         effects: list[Effect] = []
         unreused = request.request_id in self._unreused
         self._unreused.pop(request.request_id, None)
@@ -493,12 +493,7 @@ class Prefill:
         blocks = self._layout.blocks_for(job.length) - len(job.prefix)
         if blocks > self.slots.available:
             return []
-        for index in range(len(job.prefix), len(job.prefix) + blocks):
-            key = job.request.keys[index] if index < len(job.request.keys) else None
-            slot = self.slots.reserve(None if key is None or self.slots.held(key) else key)
-            assert slot is not None
-            job.new_slots.append(slot)
-        self.slots.pin(job.new_slots)
+        job.new_slots = reserve(self.slots, blocks)
         return self._prepared(job, job.held_blocks)
 
     def _prepared(self, job: Job, held_blocks: int) -> list[Effect]:
@@ -732,8 +727,8 @@ class Prefill:
         effects: list[Effect] = [Send(job.gateway, first), Send(request.decode, done), CloseSequence(job.sequence)]
         job.sequence = None
         whole = [] if job.group else list(zip(job.new_slots, request.keys[base:], strict=False))
-        for slot, key in whole:
-            if self.slots.key_of(slot) is None:
+        if self._settings.own_reuse:  # what nobody will look for needs no name
+            for slot, key in whole:
                 self.slots.name(slot, key)
         if whole:
             self.slots.commit_all([slot for slot, _ in whole], job.checksums[: len(whole)])
@@ -745,12 +740,12 @@ class Prefill:
         effects: list[Effect] = []
         for first, slots in ((0, job.own_slots), (base, job.new_slots)):
             stop = min(first + len(slots), len(job.request.keys))
-            chain = list(takewhile(lambda slot: self.slots.state_of(slot) is SlotState.COMMITTED, slots[: stop - first]))
+            chain = self.slots.leading_committed(slots[: stop - first])
             if chain:
                 effects += self._offer_chain(now, job.request, first, chain)
         return effects
 
-    def _offer_chain(self, now: float, request: StartPrefill, first: int, slots: list[int]) -> list[Effect]:
+    def _offer_chain(self, now: float, request: StartPrefill, first: int, slots: Sequence[int]) -> list[Effect]:
         """Put the blocks from index `first` on, which stand in `slots`."""
         stop, size = first + len(slots), self._layout.block_tokens * 4
         self.slots.pin(slots)
@@ -758,7 +753,7 @@ class Prefill:
             now,
             self._ids.new(),
             request.keys[first:stop],
-            [self._ref(slot) for slot in slots],
+            self._refs(slots),
             tuple(slots),
             parent=request.keys[first - 1] if first else None,
             tokens=request.tokens[first * size : stop * size],
@@ -849,14 +844,15 @@ class Prefill:
         if job.sequence is not None:
             effects.append(CloseSequence(job.sequence))
             job.sequence = None
-        self.slots.unpin(job.held_slots)
-        for slot in job.held_slots:
-            if self.slots.state_of(slot) is SlotState.WRITING:
-                self.slots.free(slot)
+        held = job.held_slots
+        self.slots.unpin(held)
+        for slot in self.slots.being_written(held):
+            self.slots.free(slot)
         return effects
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
+        self._reports.peer_down(peer)
         effects = self._put_ended(self._pool.peer_down(peer))
         for job in list(self._jobs.values()):
             if job.gateway == peer:
@@ -874,7 +870,7 @@ class Prefill:
         jobs = [job for job in self._turns if job.state is not JobState.ABANDONED]
         stages = self._stages.report(now)
         load = self._workload.report(now, jobs, room=room, draining=self._leaving.draining, stages=stages)
-        return self._reports.send(now, load, self._peers)
+        return self._reports.send(now, load)
 
     def _drained(self) -> list[Effect]:
         idle = not (self._jobs or self._abandoned or self._pool.puts or len(self._stages))
@@ -905,15 +901,13 @@ class Prefill:
     def _written(self, slots: Sequence[int]) -> tuple[SlotRef, ...]:
         return written(self.name, self.incarnation, self.slots, slots)
 
-    def _ref(self, slot: int) -> SlotRef:
-        committed = self.slots.state_of(slot) is SlotState.COMMITTED
-        return SlotRef(
-            node=self.name,
-            incarnation=self.incarnation,
-            slot=slot,
-            generation=self.slots.generation[slot],
-            checksum=self.slots.checksum[slot] if committed else 0,
-        )
+    def _refs(self, slots: Sequence[int]) -> list[SlotRef]:
+        """The own slots, committed, as readers name them."""
+        name, incarnation, generations, checksums = self.name, self.incarnation, self.slots.generation, self.slots.checksum
+        return [
+            SlotRef(node=name, incarnation=incarnation, slot=slot, generation=generations[slot], checksum=checksums[slot])
+            for slot in slots
+        ]
 
     def _failed(
         self, gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str, refused_for_s: float | None = None

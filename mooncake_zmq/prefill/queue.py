@@ -66,7 +66,10 @@ class Turns(Generic[J]):
 
     def first(self, wanted: Callable[[J], bool]) -> J | None:
         """The first active job for which `wanted` holds."""
-        return next((job for _, _, job in self._active if wanted(job)), None)
+        for _, _, job in self._active:
+            if wanted(job):
+                return job
+        return None
 
     def active(self) -> list[J]:
         """Those that hold a place, by rank."""

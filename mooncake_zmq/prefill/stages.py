@@ -296,6 +296,8 @@ class Stages:
 
     def first(self) -> Stage | None:
         """The stage whose turn it is among those here."""
+        if not self._stages:
+            return None
         waiting = [stage for stage in self._stages.values() if stage.state is StageState.READY and stage.chunks]
         return min(waiting, key=lambda stage: (stage.rank, stage.order), default=None)
 

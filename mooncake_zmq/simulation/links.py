@@ -204,16 +204,18 @@ class Direct:
         """See `world.Link`."""
         life, world = process.life, self._world
         assert life is not None
-        effects = life.actor.handle(world.now, event)
+        now = world.now
+        effects = life.actor.handle(now, event)
         if life.observe is not None:
             life.observe(event, effects)
+        processes, acts = world.processes, world.acts
         for effect in effects:
             if type(effect) is Send:
-                life.sent_at = world.now
-                to = world.processes[effect.to]
-                world.post(world.now + self._delay_s, self._deliver, to, to.lives, process, process.lives, effect.message)
+                life.sent_at = now
+                to = processes[effect.to]
+                world.post(now + self._delay_s, self._deliver, (to, to.lives, process, process.lives, effect.message))
             else:
-                world.carry_out(process, life, effect)
+                acts[type(effect)](process, life, effect)
 
     def pending(self, process: Process[Any]) -> int:
         """See `world.Link`."""

@@ -154,7 +154,7 @@ def _late_writer() -> Replacements:
 
     def on_put_expired(self: CacheNode, writer: HolderId) -> list[Effect]:
         put = self._puts.pop(writer, None)
-        for _, slot in put.slots.values() if put else ():
+        for slot in put.slots.values() if put else ():
             self.slots.free(slot)
         return []
 

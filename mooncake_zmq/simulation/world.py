@@ -167,7 +167,7 @@ class World(Generic[M]):
         self._order = 0
         self._stale = 0
         """Timers in the heap that were replaced or cancelled."""
-        self._acts: dict[type[Effect], Callable[[Process[M], Life[M], Any], None]] = {
+        self.acts: dict[type[Effect], Callable[[Process[M], Life[M], Any], None]] = {
             SetTimer: self._set_timer,
             CancelTimer: self._cancel_timer,
             Start: lambda process, life, effect: life.machine.start(effect.work_id, effect.work, effect.deadline_s),
@@ -190,7 +190,7 @@ class World(Generic[M]):
         self._order += 1
         heappush(self._heap, (time, self._order, action, arguments))
 
-    def post(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+    def post(self, time: float, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """As `at`, for what never comes before anything that was posted earlier."""
         self._order += 1
         self._mail.append((time, self._order, action, arguments))
@@ -217,8 +217,13 @@ class World(Generic[M]):
         self.now = time
 
     def _alive(self, process: Process[M], lives: int, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        if process.life is not None and process.lives == lives:
-            self.let(process.life, action, arguments)
+        life = process.life
+        if life is None or process.lives != lives:
+            return
+        if life.paused or life.postponed:
+            life.postponed.append((action, arguments))
+        else:
+            action(*arguments)
 
     def let(self, life: Life[M], action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Act now, or in turn once the process has caught up."""
@@ -318,7 +323,7 @@ class World(Generic[M]):
 
     def carry_out(self, process: Process[M], life: Life[M], effect: Effect) -> None:
         """Do what an actor asks for; sending is the link's."""
-        self._acts[type(effect)](process, life, effect)
+        self.acts[type(effect)](process, life, effect)
 
     def _set_timer(self, process: Process[M], life: Life[M], effect: SetTimer) -> None:
         self._order = order = self._order + 1

@@ -239,6 +239,11 @@ def test_no_lease_is_longer_than_the_longest_allowed(pool):
     assert pool.busy() == {}
 
 
+def test_a_committed_put_leaves_no_timer(pool):
+    pool.store(1, 2)
+    assert not [key for key in pool.timers if key[0] == "put"]
+
+
 def test_a_lease_timer_that_fires_early_does_not_lose_the_lease(pool):
     pool.store(1)
     pool.leased(1, ttl_s=10.0)

@@ -140,7 +140,7 @@ def machine_of(name):
         @rule(data=st.data(), depth=st.integers(0, 3))
         def touch(self, data, depth):
             slot = self.pick(data, inside=True)
-            self.policy.touch(slot, depth)
+            self.policy.touch((slot,), (depth,))
             self.model.remove(slot)
             self.model.insert(slot, depth)
 
@@ -196,7 +196,7 @@ def test_children_go_before_parents(name, data):
             policy.remove(chain)
         for depth, slot in reversed(list(enumerate(chain))):
             if how == "touch":
-                policy.touch(slot, depth)
+                policy.touch((slot,), (depth,))
         if how != "touch":
             policy.insert(chain[::-1], range(len(chain))[::-1])
 
@@ -216,7 +216,7 @@ def test_what_is_coldest_is_what_is_popped(name, uses):
     for slot, count in enumerate(uses):
         policy.insert((slot,), (count,))
         for _ in range(count):
-            policy.touch(slot)
+            policy.touch((slot,), (0,))
     coldest = policy.coldest(len(uses))
     assert [policy.pop() for _ in uses] == coldest
     with pytest.raises(AssertionError):
@@ -239,7 +239,7 @@ def test_counts_and_depths_saturate():
     for slot in (0, 1):
         lfu.insert((slot,), (0,))
         for _ in range(MAX_USES + slot):
-            lfu.touch(slot)
+            lfu.touch((slot,), (0,))
     assert lfu.coldest(2) == [0, 1]
     length_aware = make_policy("length_aware", 2)
     length_aware.insert((0, 1), (MAX_DEPTH + 9, MAX_DEPTH))

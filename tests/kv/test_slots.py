@@ -212,6 +212,47 @@ def filled(count, policy="lru"):
     return slots, chain
 
 
+def test_of_several_keys_those_that_are_held_are_told_and_the_others_get_slots_as_far_as_there_is_room():
+    slots = Slots(4)
+    held = slots.reserve(key(0))
+    assert slots.reserve_missing([key(0), key(1), key(1), key(2), key(3)], 2) == ({1: 1, 3: 2}, 1 + 1), "a key once"
+    assert [slots.key_of(slot) for slot in (held, 1, 2)] == [key(0), key(1), key(2)]
+    assert slots.reserve_missing([key(4), key(5)], 9) == ({0: 3}, 0)
+    assert slots.reserve_missing([key(5)], -1) == ({}, 0)
+    slots.check()
+
+
+def test_room_for_several_is_made_by_evicting_the_coldest():
+    slots, chain = filled(3)
+    granted, held = slots.reserve_missing([key(0), key(7), key(8)], 3)
+    assert (granted, held) == ({1: chain[2], 2: chain[1]}, 1)
+    assert slots.evicted == [key(2), key(1)]
+    slots.check()
+
+
+def test_slots_taken_at_once_are_fenced_and_anonymous():
+    slots = Slots(3)
+    taken = slots.reserve_anonymous(2)
+    assert slots.take_fences() == tuple((slot, 1) for slot in taken)
+    assert slots.being_written([*taken, 2]) == taken
+    assert [slots.key_of(slot) for slot in taken] == [None, None]
+    slots.commit(taken[0], 9)
+    slots.check()
+
+
+def test_only_the_leading_slots_that_are_readable_count():
+    slots, chain = filled(3)
+    slots.retire(chain[1])
+    assert list(slots.leading_committed(chain)) == chain[:1]
+    assert list(slots.leading_committed(chain[:1])) == chain[:1]
+
+
+def test_a_slot_that_a_chain_names_twice_is_touched_once():
+    slots, chain = filled(3)
+    slots.touch([chain[2], chain[1], chain[2]])
+    assert slots.coldest(3) == [chain[0], chain[1], chain[2]]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_chain_is_evicted_from_its_leaf(policy):
     slots, _ = filled(3, policy)

@@ -5,26 +5,12 @@ import pytest
 
 from mooncake_zmq.laboratory.keys import Prompt, block_keys
 from mooncake_zmq.laboratory.machine import StepRun
-from mooncake_zmq.laboratory.recorder import StepRows, longest_tenth_s
+from mooncake_zmq.laboratory.recorder import longest_tenth_s, step_times
 
 
-def test_times_of_tokens_come_from_the_steps_of_each_row() -> None:
-    rows = StepRows()
-    first = rows.add(StepRun(10.0, 1.0, 0.5, 3))
-    other = rows.add(StepRun(20.0, 9.0, 0.0, 2))
-    last = rows.add(StepRun(30.0, 2.0, 1.0, 5))
-    assert rows.times([first, last], 2).tolist() == [11.0, 12.5, 14.5, 32.0, 35.0]
-    assert rows.times([other], 1).tolist() == [29.0]
-
-
-def test_rows_that_nobody_needs_go_and_the_others_stay_what_they_are() -> None:
-    rows = StepRows()
-    numbers = [rows.add(StepRun(float(at), 1.0, 0.0, 1)) for at in range(10)]
-    rows.forget_before(numbers[6])
-    assert rows.times(numbers[7:9], 1).tolist() == [8.0, 9.0]
-    assert rows.add(StepRun(50.0, 1.0, 0.0, 1)) == 10
-    rows.forget_before(numbers[2])
-    assert rows.times([10], 1).tolist() == [51.0]
+def test_the_steps_of_a_work_grow_by_the_same_each() -> None:
+    assert step_times(StepRun(10.0, 1.0, 0.5, 3)).tolist() == [11.0, 12.5, 14.5]
+    assert step_times(StepRun(20.0, 9.0, 0.0, 1)).tolist() == [29.0]
 
 
 @pytest.mark.parametrize(

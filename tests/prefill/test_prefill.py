@@ -325,6 +325,17 @@ def test_a_rank_is_kept_whatever_is_measured_or_computed_later(node):
     assert node.actor._jobs["a"].rank == rank
 
 
+def test_blocks_that_nobody_will_look_for_here_are_free_once_they_are_handed_off():
+    for own_reuse, kept in ((False, 0), (True, 2)):
+        node = Node(own_reuse=own_reuse)
+        node.ready()
+        node.finish()
+        node.put_all()
+        node.received()
+        assert node.actor.gauges(0.0)["cached_blocks"] == kept
+        assert node.actor.slots.available == node.actor.slots.capacity
+
+
 def test_what_the_plan_reuses_is_no_work_of_its_own(node):
     node.start("a", prompt(20), reuse_blocks=3)
     assert node.actor._jobs["a"].rank == pytest.approx(node.now + COSTS.compute_s(20, 12))
