@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from mooncake_zmq.core.asks import Answer, Ask
-from mooncake_zmq.core.messages import Hello, Message
+from mooncake_zmq.core.messages import Hello, Message, Sampling
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Progress, Result, Work
 from mooncake_zmq.kv.events import KvEvent
@@ -137,10 +137,12 @@ class Fence(Struct, frozen=True):
 
 
 class OpenSequence(Struct, frozen=True):
-    """Allocate the KV of a running sequence."""
+    """Allocate the KV of a running sequence. `past`: what `sampling` reads of the tokens before those that are fed singly."""
 
     sequence: int
     capacity_tokens: int
+    sampling: Sampling | None = None
+    past: bytes = b""
 
 
 class CloseSequence(Struct, frozen=True):

@@ -33,6 +33,13 @@ Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 MAX_RUN = 4096
 """Tokens of one request that one message may bring."""
 RunOfTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_RUN)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+MAX_LOGPROBS = 20
+"""Of the likeliest tokens at one position."""
+LEAST_LOGPROB = -1e30
+Logprob = Annotated[float, Meta(ge=LEAST_LOGPROB, le=0)]
+TokenLogprob = tuple[Logprob, Annotated[tuple[tuple[Token, Logprob], ...], Meta(max_length=MAX_LOGPROBS)]]
+"""A token's logarithmic probability as the model gave it, and the likeliest tokens with theirs, in order."""
 Slo = Annotated[float, Meta(ge=0, le=1e7)] | None
 """A bound in seconds; None: the deployment's own; 0: none."""
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
@@ -67,6 +74,43 @@ class Sampling(_Record, frozen=True):
     top_k: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Tokens with less than this share of the likeliest one's probability are cut."""
+    presence_penalty: Penalty = 0.0
+    """Off the logit of each token that the answer has."""
+    frequency_penalty: Penalty = 0.0
+    """Off it once more for each time."""
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    """By this the logits of tokens in prompt or answer are divided, or multiplied where negative."""
+    logit_bias: Annotated[tuple[tuple[Token, Annotated[float, Meta(ge=-100, le=100)]], ...], Meta(max_length=1024)] = ()
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Tell each token's logarithmic probability, and so many of the likeliest ones'. None: tell nothing."""
+    prompt_tokens: Count = 0
+    """Where the answer begins: the same in every attempt."""
+
+    @property
+    def reads_past(self) -> bool:
+        """Does a choice depend on more of the tokens before it than their KV tells?"""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def past_from(self) -> int:
+        """The first token that it depends on."""
+        return 0 if self.repetition_penalty != 1.0 else self.prompt_tokens
+
+    def past(self, tokens: bytes) -> bytes:
+        """What it depends on, of a prompt and the answer so far (int32 bytes)."""
+        return tokens[4 * self.past_from :] if self.reads_past else b""
+
+    def fits(self, past: bytes, tokens: int) -> bool:
+        """Can this be the past of `tokens` tokens?"""
+        wanted = tokens - self.past_from if self.reads_past else 0
+        return self.prompt_tokens <= tokens and len(past) == 4 * wanted
+
+    @property
+    def largest_token(self) -> int:
+        """Of those it names."""
+        return max((token for token, _ in self.logit_bias), default=0)
 
 
 def clip(reason: str) -> str:
@@ -358,6 +402,7 @@ class FirstToken(_Message, frozen=True):
     remote: Count
     queue_s: Seconds
     prefill_s: Seconds
+    logprob: TokenLogprob | None = None
 
 
 class AttemptFailed(_Message, frozen=True):
@@ -405,6 +450,8 @@ class ReserveDecode(_Message, frozen=True):
     booking: Count = 0
     tbt_slo_s: Seconds = 0.0
     """See `Placed`."""
+    past: Tokens = b""
+    """See `Sampling.past`: of the prompt tokens."""
 
 
 class DecodeReserved(_Message, frozen=True):
@@ -491,6 +538,8 @@ class TokensDecoded(_Message, frozen=True):
     """The tokens of one work, mostly of one step, for one gateway: (request_id, attempt, output index of the first, tokens)."""
 
     entries: Annotated[tuple[tuple[RequestId, Count, Count, RunOfTokens], ...], Meta(max_length=4096)]
+    logprobs: Annotated[tuple[Annotated[tuple[TokenLogprob, ...], Meta(max_length=MAX_RUN)], ...], Meta(max_length=4096)] = ()
+    """Of each entry's tokens, nothing of those that did not ask; empty where nobody did."""
 
 
 # --- clients of a cache-node: prefill, decode, other cache-nodes
@@ -648,6 +697,8 @@ class StartStage(_Message, frozen=True):
     deadline_s: Seconds
     booking: Count = 0
     priority: Priority = 0
+    past: Tokens = b""
+    """See `Sampling.past`."""
 
 
 class StageReady(_Message, frozen=True):
@@ -680,6 +731,7 @@ class StageDone(_Message, frozen=True):
     parts: Annotated[tuple[Checksum, ...], Meta(max_length=1 << 16)]
     leaving: Slots = ()
     token: Token | None = None
+    logprob: TokenLogprob | None = None
 
 
 class StageFailed(_Message, frozen=True):

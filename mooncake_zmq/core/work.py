@@ -9,7 +9,7 @@ import math
 
 from msgspec import Struct
 
-from mooncake_zmq.core.messages import Sampling, SlotRef
+from mooncake_zmq.core.messages import Sampling, SlotRef, TokenLogprob
 from mooncake_zmq.kv.block_hash import Key
 
 
@@ -74,6 +74,7 @@ class ChunkComputed(Struct, frozen=True):
     """How long after the start the last of the prefix was loaded, if the engine knows."""
     waited_s: float = 0.0
     """Part of `elapsed_s` in which computing stood still for it."""
+    logprob: TokenLogprob | None = None
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
@@ -119,6 +120,7 @@ class StageComputed(Struct, frozen=True):
     corrupt: tuple[int, ...] = ()
     loaded_s: float = 0.0
     waited_s: float = 0.0
+    logprob: TokenLogprob | None = None
 
 
 class PullBlocks(Struct, frozen=True):
@@ -162,6 +164,8 @@ class StepDecoded(Struct, frozen=True):
 
     tokens: tuple[tuple[int, ...], ...]
     elapsed_s: float
+    logprobs: tuple[tuple[TokenLogprob | None, ...], ...] = ()
+    """Alike; empty where no entry asks."""
 
 
 class SequenceBlock(Struct, frozen=True, gc=False):

@@ -56,6 +56,7 @@ from mooncake_zmq.core.messages import (
     ReportCorrupt,
     ReserveDecode,
     SlotsReserved,
+    TokenLogprob,
     TokensDecoded,
     clip,
 )
@@ -96,6 +97,15 @@ class _Step:
     context: int
     """Tokens of KV that its first step reads."""
     cancelled: bool = False
+
+
+_Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...]]
+"""What `TokensDecoded` tells of one request."""
+
+
+def _decoded(entries: Sequence[_Entry]) -> TokensDecoded:
+    logprobs = tuple([each for _, each in entries])
+    return TokensDecoded(entries=tuple([told for told, _ in entries]), logprobs=logprobs if any(logprobs) else ())
 
 
 class Decode:
@@ -295,7 +305,8 @@ class Decode:
         self._requests[message.request_id] = request
         remaining = message.stop.max_tokens - message.first_index
         # What a request asks for is no reason to have more than the budget can ever give it.
-        effects.append(OpenSequence(request.sequence, min(message.tokens + max(1, remaining), self._capacity_tokens)))
+        capacity = min(message.tokens + max(1, remaining), self._capacity_tokens)
+        effects.append(OpenSequence(request.sequence, capacity, message.sampling, message.past))
         effects.append(SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s))
         elsewhere = self._peers[sender].host != self.host
         if elsewhere and message.reuse_keys and self._pool.node is not None:
@@ -323,8 +334,11 @@ class Decode:
             or len(message.reuse_keys) * size > message.tokens
         ):
             return "tail or keys do not match tokens"
-        if not self._layout.has_tokens(message.tail):
+        if not self._layout.has_tokens(message.tail) or not self._layout.has_tokens(message.past):
             return "tokens that the model does not have"
+        sampling = message.sampling
+        if not self._layout.has_token(sampling.largest_token) or not sampling.fits(message.past, message.tokens):
+            return "sampling does not match tokens"
         return None if budget <= self._capacity_tokens else "prompt is longer than the KV budget"
 
     def _on_leased(self, now: float, message: BlocksLeased) -> list[Effect]:
@@ -605,12 +619,14 @@ class Decode:
         step, self._step = self._step, None
         assert step is not None
         columns: Sequence[tuple[int, ...]] = [()] * len(step.members)
+        told: Sequence[tuple[TokenLogprob | None, ...]] = [()] * len(step.members)
         if isinstance(result, StepDecoded):
             self._measure(now, step, result)
             columns = list(zip(*result.tokens, strict=True))
+            told = list(zip(*result.logprobs, strict=True)) or told
         effects: list[Effect] = []
-        batches: dict[str, list[tuple[str, int, int, tuple[int, ...]]]] = {}
-        for request, tokens in zip(step.members, columns, strict=True):
+        batches: dict[str, list[_Entry]] = {}
+        for request, tokens, logprobs in zip(step.members, columns, told, strict=True):
             request.in_flight -= 1
             if request.state is RequestState.CLOSING:
                 effects += self._try_end(request)
@@ -619,11 +635,11 @@ class Decode:
             if isinstance(result, WorkFailed):
                 effects += self._fail(now, request, f"step failed: {result.reason}")
                 continue
-            effects += self._take_tokens(now, request, tokens, batches)
+            effects += self._take_tokens(now, request, tokens, logprobs, batches)
             if step.steps > 1 and request.state is RequestState.READY:
                 self._shrink(request)
-        self.counts.add("generation_tokens", sum([len(taken) for each in batches.values() for *_, taken in each]))
-        sends: list[Effect] = [Send(gateway, TokensDecoded(entries=tuple(entries))) for gateway, entries in batches.items()]
+        self.counts.add("generation_tokens", sum([len(told[-1]) for each in batches.values() for told, _ in each]))
+        sends: list[Effect] = [Send(gateway, _decoded(entries)) for gateway, entries in batches.items()]
         return sends + effects
 
     def _measure(self, now: float, step: _Step, result: StepDecoded) -> None:
@@ -641,7 +657,8 @@ class Decode:
         now: float,
         request: Request,
         tokens: tuple[int, ...],
-        batches: dict[str, list[tuple[str, int, int, tuple[int, ...]]]],
+        logprobs: tuple[TokenLogprob | None, ...],
+        batches: dict[str, list[_Entry]],
     ) -> list[Effect]:
         """What the steps of one work sampled for one request; what comes after its end is not its."""
         message, first = request.request, request.count
@@ -653,7 +670,9 @@ class Decode:
         else:
             request.made += stop
             request.last = taken[-1]
-        batches.setdefault(message.gateway, []).append((message.request_id, message.attempt, first, taken))
+        entry = (message.request_id, message.attempt, first, taken)
+        told = logprobs and tuple([each for each in logprobs[:stop] if each is not None])
+        batches.setdefault(message.gateway, []).append((entry, told))
         return effects + self._close(now, request) if ended else effects
 
     def _store(self, now: float, request: Request, taken: Sequence[int]) -> list[Effect]:

@@ -1,50 +1,127 @@
 """Choosing the next token. The random numbers depend on (seed, position) alone, so a resumed request repeats itself."""
 
+import math
+from collections import Counter
+
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
-from mooncake_zmq.core.messages import Sampling
+from mooncake_zmq.core.messages import LEAST_LOGPROB, Sampling, TokenLogprob
 
 TIE_MARGIN = 0.01  # I3: a choice whose score leads by less may differ between batch shapes
 CUTOFF_MARGIN = 1e-3  # I3: so may one with a top-k or top-p cutoff this near
 NUCLEUS_TRY = 1024
 
 
-def sample(logits: NDArray[np.float32], sampling: Sampling, position: int) -> int:
-    """The id of the token at `position` (index in the whole sequence, prompt included)."""
+class Past:
+    """The tokens before the next one, as far as penalties read them."""
+
+    def __init__(self, sampling: Sampling, tokens: bytes) -> None:
+        """`tokens`: see `Sampling.past`."""
+        ids = np.frombuffer(tokens, "<i4")
+        answer = max(0, sampling.prompt_tokens - sampling.past_from)
+        self._next = sampling.past_from + len(ids)
+        self._prompt = set(ids[:answer].tolist())
+        self._answer = Counter(ids[answer:].tolist())
+
+    def feed(self, token: int, position: int) -> None:
+        """It stands there. Raises ValueError where another one would come next."""
+        if position != self._next:
+            raise ValueError(f"a token at {position} where that at {self._next} comes next")
+        self._answer[token] += 1
+        self._next += 1
+
+    def penalize(self, logits: NDArray[np.float32], sampling: Sampling) -> None:
+        """In place. The order is vLLM's."""
+        if sampling.repetition_penalty != 1.0:
+            seen = np.fromiter(self._prompt | self._answer.keys(), np.int64)
+            values = logits[seen]
+            logits[seen] = np.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+        if self._answer:
+            made = np.fromiter(self._answer.keys(), np.int64, len(self._answer))
+            times = np.fromiter(self._answer.values(), np.float32, len(self._answer))
+            logits[made] -= sampling.frequency_penalty * times + np.float32(sampling.presence_penalty)
+
+
+def choose(
+    logits: NDArray[np.float32], sampling: Sampling, position: int, past: Past | None = None
+) -> tuple[int, TokenLogprob | None]:
+    """The token at `position`, and its probability if that is asked for."""
+    token = sample(logits, sampling, position, past)
+    return token, None if sampling.logprobs is None else logprob(logits, token, sampling.logprobs)
+
+
+def sample(logits: NDArray[np.float32], sampling: Sampling, position: int, past: Past | None = None) -> int:
+    """The id of the token at `position` (index in the whole sequence, prompt included). `past`: where penalties need it."""
     if sampling.temperature == 0.0:
-        return int(logits.argmax())
-    return int(scores(logits, sampling, position).argmax())
+        return int(_adjusted(logits, sampling, past).argmax())
+    return int(scores(logits, sampling, position, past).argmax())
 
 
-def scores(logits: NDArray[np.float32], sampling: Sampling, position: int) -> NDArray[np.float64]:
-    """What `sample` maximizes, one score per id, minus infinity where top-k or top-p cuts.
+def logprob(logits: NDArray[np.float32], token: int, likeliest: int) -> TokenLogprob:
+    """Of the model's own distribution: before bias, penalties and temperature, as vLLM tells it. Equal ones by id."""
+    best = logits.max()
+    total = float(best) + math.log(float(np.exp(logits.astype(np.float64) - best).sum()))
+    count = min(likeliest, len(logits))
+    head = np.flatnonzero(logits >= np.partition(logits, -count)[-count]) if count else np.empty(0, np.int64)
+    order = head[np.lexsort((head, -logits[head]))][:count]
+    return _at_most_0(float(logits[token]) - total), tuple((int(id_), _at_most_0(float(logits[id_]) - total)) for id_ in order)
+
+
+def scores(logits: NDArray[np.float32], sampling: Sampling, position: int, past: Past | None = None) -> NDArray[np.float64]:
+    """What `sample` maximizes, one score per id, minus infinity where min-p, top-k or top-p cuts.
 
     Gumbel-max: the largest of (logit / temperature + Gumbel noise) is distributed as softmax. Unlike an inverse CDF, a
     change of 1e-6 in the logits then matters only where two scores lie that close, which is what I3 measures.
     """
+    logits = _adjusted(logits, sampling, past)
     if sampling.temperature == 0.0:
         return logits.astype(np.float64)
     scaled = _scaled(logits, sampling)
     noise = _gumbel(sampling.seed, position, len(scaled))
     noise += scaled
-    if sampling.top_k or sampling.top_p < 1.0:
+    if _cuts(sampling):
         noise[scaled < _cutoff(scaled, sampling)] = -np.inf
     return noise
 
 
-def near_tie(logits: NDArray[np.float32], sampling: Sampling, position: int) -> bool:
+def near_tie(logits: NDArray[np.float32], sampling: Sampling, position: int, past: Past | None = None) -> bool:
     """Whether I3 lets the choice differ: two best scores within 0.01, or a cutoff within 1e-3 of a logit."""
-    score = scores(logits, sampling, position)
+    logits = _adjusted(logits, sampling, past)
+    plain = structs.replace(sampling, logit_bias=(), presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+    score = scores(logits, plain, position)
     second, best = np.partition(score, -2)[-2:]
     if best - second < TIE_MARGIN:
         return True
-    if sampling.temperature == 0.0 or (sampling.top_k == 0 and sampling.top_p == 1.0):
+    if sampling.temperature == 0.0 or not _cuts(sampling):
         return False
     scaled = _scaled(logits, sampling)
     threshold = _cutoff(scaled, sampling)
     below = scaled[scaled < threshold]
     return bool(below.size and threshold - below.max() < CUTOFF_MARGIN)
+
+
+def _adjusted(logits: NDArray[np.float32], sampling: Sampling, past: Past | None) -> NDArray[np.float32]:
+    """With bias and penalties."""
+    if not (sampling.logit_bias or sampling.reads_past):
+        return logits
+    adjusted = logits.copy()
+    for token, bias in sampling.logit_bias:
+        adjusted[token] += bias
+    if sampling.reads_past:
+        assert past is not None, "penalties read the past"
+        past.penalize(adjusted, sampling)
+    return adjusted
+
+
+def _at_most_0(value: float) -> float:
+    """A probability is no more than 1, however it was rounded."""
+    return max(LEAST_LOGPROB, min(0.0, value))
+
+
+def _cuts(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
 def _scaled(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float64]:
@@ -57,8 +134,11 @@ def _scaled(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float
 
 
 def _cutoff(scaled: NDArray[np.float64], sampling: Sampling) -> float:
-    """The smallest score that survives top-k, then top-p of what top-k left. Ties with it survive too."""
+    """The smallest score that survives min-p, then top-k, then top-p of what these left. Ties with it survive too."""
     threshold = -np.inf
+    if sampling.min_p > 0.0:
+        threshold = math.log(sampling.min_p)
+        scaled = scaled[scaled >= threshold]
     if 0 < sampling.top_k < len(scaled):
         threshold = float(np.partition(scaled, -sampling.top_k)[-sampling.top_k])
         scaled = scaled[scaled >= threshold]

@@ -26,6 +26,22 @@ REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 PENDING_TOKENS_MAX = 16  # a character has at most 4 bytes, so 16 tokens that end in none are invalid bytes: let them out
 
 
+WORD_BEGINS = "\u2581"
+"""How SentencePiece writes a space."""
+BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+"""And a byte for which it has no token."""
+
+
+def _byte_of() -> dict[str, int]:
+    """GPT-2's way of writing bytes as printable characters: those that are, as themselves, the others from U+0100 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_of()
+
+
 class TemplateFailed(ValueError):
     """The model's chat template refused these messages, or tried something the sandbox forbids."""
 
@@ -53,6 +69,8 @@ class Vocabulary(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def piece(self, token: int) -> bytes:
+        """The bytes that it stands for: perhaps a part of a character. A special token's are those of its name."""
 
 
 class Tokenizer:
@@ -76,6 +94,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
         return self._vocabulary.decode(ids)
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that it stands for: perhaps a part of a character. A special token's are those of its name."""
+        return self._vocabulary.piece(token)
 
     def stream(self) -> "TokenStream":
         return TokenStream(self._vocabulary)
@@ -137,6 +159,9 @@ class BpeVocabulary:
         self._tokenizer = tokenizer
         self.size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.longest_token: int = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
+        self._of_bytes = b"ByteLevel" in decoder
+        self._added = frozenset(tokenizer.get_added_tokens_decoder())
 
     def encode(self, text: str) -> list[int]:
         # A batch, even of one: it lets go of the interpreter while it works, and `encode` does not.
@@ -147,6 +172,16 @@ class BpeVocabulary:
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def piece(self, token: int) -> bytes:
+        name: str = self._tokenizer.id_to_token(token) or ""
+        if token in self._added:
+            return name.encode()
+        if self._of_bytes:
+            return bytes(BYTE_OF[char] for char in name if char in BYTE_OF)
+        if found := BYTE_FALLBACK.fullmatch(name):
+            return bytes([int(found[1], 16)])
+        return name.replace(WORD_BEGINS, " ").encode()
 
 
 class ByteVocabulary:
@@ -172,6 +207,10 @@ class ByteVocabulary:
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(self._pieces[token] for token in ids).decode("utf-8", errors="replace")
+
+    def piece(self, token: int) -> bytes:
+        special = token - 256
+        return self.SPECIAL[special].encode() if 0 <= special < len(self.SPECIAL) else self._pieces[token]
 
 
 BYTE_TEMPLATE = (

@@ -178,7 +178,14 @@ def _prepare(kind: Any, raw: bytes) -> object:
 def _bodies(**asked: object) -> list[bytes]:
     common = {"model": "toy", "max_tokens": 3, "temperature": 0.5, "seed": 1, "stop": ["x"], "stream": True, "n": 2}
     more = {"stream_options": {"include_usage": True}, "top_p": 0.9, "top_k": 3, "cache_salt": "s", "ignore_eos": True}
-    bodies = [asked, asked | common, asked | common | more, asked | {"echo": True, "logprobs": 1, "user": "u", "priority": 2}]
+    penalties = {"presence_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.1, "logit_bias": {"7": -3}}
+    bodies = [
+        asked,
+        asked | common,
+        asked | common | more,
+        asked | penalties,
+        asked | {"user": "u", "priority": 2, "tools": []},
+    ]
     return [json.dumps(body).encode() for body in bodies]
 
 

@@ -40,6 +40,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def piece(self, token: int) -> bytes:
+        """The bytes that it stands for: perhaps a part of a character."""
+
     def stream(self) -> TextStream: ...
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Raises ValueError when the chat template refuses the messages."""

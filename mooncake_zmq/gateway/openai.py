@@ -10,16 +10,19 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from mooncake_zmq.core.messages import Priority, Sampling, Slo, StopRule
+from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule, TokenLogprob
 from mooncake_zmq.gateway.edge import ServedModel
+from mooncake_zmq.gateway.logprobs import of_chat, of_completion
 from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenant
+from mooncake_zmq.gateway.unsupported import Unsupported, UnsupportedOfMessage, asked, asked_of_message
 from mooncake_zmq.kv.block_hash import pack_tokens
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use the whole context."""
 SEEDS = 1 << 63
+UNSUPPORTED = "unsupported_parameter"
 QUOTED_CHARS = 200
 """Of what a client sent, in an error: it may be megabytes."""
 
@@ -99,11 +102,13 @@ def _of_a_library(error: Exception) -> str:
     return text if len(text) <= QUOTED_CHARS else f"{text[:QUOTED_CHARS]}..."
 
 
-# --- what clients send; unknown fields are ignored, null means absent
+# --- what clients send; unknown fields are refused, null means absent
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 STOPS, STOP_CHARS = 16, 1024
 Filled = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 TokenCount = Annotated[int, Meta(ge=1, le=1 << 48)]
 ChatTurn = dict[str, Any]
 Prompt = str | list[int] | list[ChatTurn]
@@ -111,6 +116,9 @@ Prompt = str | list[int] | list[ChatTurn]
 _stops = msgspec.json.Decoder(Filled | Annotated[list[Filled], Meta(max_length=STOPS)] | None)
 STOPS_BYTES = 2 * STOPS * STOP_CHARS * len(r"\ud83d\ude42")
 """As JSON, in whatever way it is written; more is not even read."""
+BIASES = 1024
+_biases = msgspec.json.Decoder(Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES)] | None)
+BIASES_BYTES = 64 * BIASES
 _text = msgspec.json.Decoder(str)
 _texts = msgspec.json.Decoder(list[str])
 _ids = msgspec.json.Decoder(list[TokenId])
@@ -126,7 +134,7 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class Body(Struct, frozen=True, kw_only=True):
+class Body(Unsupported, frozen=True, kw_only=True):
     """What both endpoints accept. vLLM's extensions: top_k, ignore_eos, min_tokens, return_token_ids, cache_salt, priority (a
     lower one is earlier). Ours: ttft_slo and tbt_slo, bounds in seconds in place of the deployment's, 0 for none."""
 
@@ -144,6 +152,11 @@ class Body(Struct, frozen=True, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
     n: Annotated[int, Meta(ge=1, le=8)] | None = None
     return_token_ids: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    logit_bias: msgspec.Raw = msgspec.Raw(b"null")
     cache_salt: Filled | None = None
     priority: Priority | None = None
     ttft_slo: Slo = None
@@ -170,14 +183,37 @@ class Body(Struct, frozen=True, kw_only=True):
     def continuous_usage(self) -> bool:
         return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def sampling(self, seed: int) -> Sampling:
-        """OpenAI samples at temperature 1 unless told otherwise."""
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens' probabilities are wanted beside that of each token; None: none at all."""
+        raise NotImplementedError
+
+    def sampling(self, seed: int, prompt_tokens: int, model: ServedModel) -> Sampling:
+        """OpenAI samples at temperature 1 unless told otherwise. Raises RequestError."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(0, self.top_k or 0),
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=seed,
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=self._biases(model),
+            logprobs=self.likeliest,
+            prompt_tokens=prompt_tokens,
         )
+
+    def _biases(self, model: ServedModel) -> tuple[tuple[int, float], ...]:
+        given = bytes(self.logit_bias)
+        if len(given) > BIASES_BYTES:
+            raise _invalid("logit_bias", f"at most {BIASES} tokens")
+        with _json_errors("logit_bias"):
+            found = _biases.decode(given) or {}
+        for token in found:
+            if not token.isdecimal() or len(token) > 10 or int(token) >= model.vocab_size:
+                raise _invalid("logit_bias", f"{quoted(token)} is no token id: the vocabulary has {model.vocab_size} ids")
+        return tuple(sorted((int(token), bias) for token, bias in found.items()))
 
     def stop_rule(self, prompt_tokens: int, default_tokens: int, model: ServedModel, param: str) -> StopRule:
         """Fit the output into the model's context: a wish that does not fit is an error, a default is clipped."""
@@ -202,9 +238,17 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
     prompt: msgspec.Raw
     echo: bool | None = None
+    logprobs: Likeliest | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """See `Body`."""
+        return self.logprobs
 
     def prompts(self, model: ServedModel, max_prompts: int) -> list[Prompt]:
         """One prompt, or a list of them; a list of ids is one prompt."""
+        if self.echo and self.logprobs is not None:
+            raise _invalid("logprobs", "logprobs of the prompt, by echo, are not supported", UNSUPPORTED)
         given = bytes(self.prompt)
         opening = _OPENING.match(given)
         first = opening[1] if opening else b""
@@ -243,30 +287,42 @@ class TextPart(Struct, frozen=True, gc=False):
 _content = msgspec.json.Decoder(str | list[TextPart] | None)
 
 
-class ChatMessage(Struct, frozen=True, gc=False):
+class ChatMessage(UnsupportedOfMessage, frozen=True, gc=False, kw_only=True):
     """One turn of a conversation. Its content is read once it is known that there are not too many of them: lists by the
     hundred thousand wake the garbage collector, in one call that nobody else can run beside."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: msgspec.Raw = msgspec.Raw(b"null")
+    name: Annotated[str, Meta(max_length=64)] | None = None
 
     def turn(self) -> ChatTurn:
         """As chat templates read it. Text parts are joined by line breaks, as vLLM does."""
+        if (name := asked_of_message(self)) is not None:
+            raise _invalid("messages", f"{name} of a message is not supported", UNSUPPORTED)
         with _json_errors("messages"):
             content = _content.decode(self.content)
-        if not isinstance(content, list):
-            return {"role": self.role, "content": content or ""}
-        for part in content:
+        parts = content if isinstance(content, list) else []
+        for part in parts:
             if part.type != "text" or part.text is None:
                 kind = f"content parts of type {quoted(part.type)}"
                 raise _invalid("messages", f"{kind} are not supported: only 'text' with a text")
-        return {"role": self.role, "content": "\n".join(part.text or "" for part in content)}
+        text = "\n".join(part.text or "" for part in parts) if isinstance(content, list) else content or ""
+        return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Likeliest | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """See `Body`."""
+        if not self.logprobs and self.top_logprobs:
+            raise _invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompts(self, model: ServedModel, max_prompts: int) -> list[Prompt]:
         """The conversation is one prompt."""
@@ -294,7 +350,10 @@ def _json_errors(param: str | None = None) -> Iterator[None]:
 
 def _parse(raw: bytes | bytearray, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
     with _json_errors():
-        return msgspec.json.decode(raw, type=kind)
+        body = msgspec.json.decode(raw, type=kind)
+    if (name := asked(body)) is not None:
+        raise _invalid(name, f"{name} is not supported", UNSUPPORTED)
+    return body
 
 
 # --- one HTTP body to requests
@@ -346,7 +405,7 @@ def prepare(
             raise _invalid("echo", f"an answer repeats at most {settings.max_echo_chars} characters of its prompts")
         for nth in range(n):
             index = len(prepared.choices)
-            sampling = body.sampling((seed + nth) % SEEDS)
+            sampling = body.sampling((seed + nth) % SEEDS, len(ids), model)
             request = ClientRequest(
                 tokens=tokens,
                 root=root,
@@ -469,6 +528,10 @@ class Piece:
 
     text: str
     token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    """Of the tokens, if they are wanted."""
+    offsets: list[int]
+    """Where in the text each of these begins, in characters."""
 
 
 class Choice:
@@ -494,6 +557,10 @@ class Choice:
         self._min_tokens = min_tokens
         self._text = [echo]
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._offsets: list[int] = []
+        self._chars = len(echo)
+        """Of the text so far, whether it may go out or not."""
 
     def accept(self, output: TokenOut | Finished) -> None:
         """Take the actor's next output; the text of an end-of-sequence token is no part of the answer."""
@@ -503,6 +570,9 @@ class Choice:
             assert output.index == self.completion_tokens, f"token {output.index} after {self.completion_tokens} tokens"
             self.completion_tokens += 1
             self._token_ids.append(output.token)
+            if output.logprob is not None:
+                self._logprobs.append(output.logprob)
+                self._offsets.append(self._chars)
             if output.token not in self._eos_ids:
                 self._add(self._detokenizer.push(output.token))
             return
@@ -518,13 +588,14 @@ class Choice:
         self.finished = output if isinstance(output, Finished) else None
 
     def take(self) -> Piece:
-        piece = Piece("".join(self._text), self._token_ids)
-        self._text, self._token_ids, self.has_news = [], [], False
+        piece = Piece("".join(self._text), self._token_ids, self._logprobs, self._offsets)
+        self._text, self._token_ids, self._logprobs, self._offsets, self.has_news = [], [], [], [], False
         self.pieces_taken += 1
         return piece
 
     def _add(self, text: str) -> None:
         stopped = False
+        self._chars += len(text)
         if self.completion_tokens > self._min_tokens:
             text, stopped = self._scanner.push(text)
         self._text.append(text)
@@ -541,6 +612,7 @@ class Reply:
     def __init__(self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int) -> None:
         self.body = prepared.body
         self.choices = prepared.choices
+        self._model = model
         self._chat = isinstance(self.body, ChatBody)
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
@@ -575,7 +647,7 @@ class Reply:
             if self.body.return_token_ids:
                 chunk["prompt_token_ids"] = choice.prompt_ids
             yield chunk
-        told = self.body.return_token_ids or self.body.continuous_usage
+        told = self.body.return_token_ids or self.body.continuous_usage or piece.logprobs
         if not (piece.text or choice.finish_reason or (first and not self._chat) or (told and piece.token_ids)):
             return
         content = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
@@ -584,7 +656,7 @@ class Reply:
             ids["token_ids"] = piece.token_ids
             if first and not self._chat:
                 ids["prompt_token_ids"] = choice.prompt_ids
-        yield self._chunk(choice, content, choice.finish_reason, ids)
+        yield self._chunk(choice, content, piece, ids)
 
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk before [DONE], when asked for."""
@@ -593,20 +665,29 @@ class Reply:
     def _choice(self, choice: Choice) -> dict[str, Any]:
         piece = choice.take()
         text = {"message": {"role": "assistant", "content": piece.text}} if self._chat else {"text": piece.text}
-        whole: dict[str, Any] = {"index": choice.index, **text, "logprobs": None, "finish_reason": choice.finish_reason}
+        told = {"logprobs": self._logprobs(piece), "finish_reason": choice.finish_reason}
+        whole: dict[str, Any] = {"index": choice.index, **text, **told}
         if self.body.return_token_ids:
             whole["token_ids"] = piece.token_ids
             if not self._chat:
                 whole["prompt_token_ids"] = choice.prompt_ids
         return whole
 
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if self.body.likeliest is None:
+            return None
+        if self._chat:
+            return of_chat(piece.token_ids, piece.logprobs, self._model.tokenizer.piece)
+        return of_completion(piece.token_ids, piece.logprobs, piece.offsets, self._model.tokenizer.piece)
+
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
 
     def _chunk(
-        self, choice: Choice, content: dict[str, Any], finish_reason: str | None = None, ids: dict[str, Any] | None = None
+        self, choice: Choice, content: dict[str, Any], piece: Piece | None = None, ids: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        said = {"index": choice.index, **content, "logprobs": None, "finish_reason": finish_reason, **(ids or {})}
+        told = {"logprobs": piece and self._logprobs(piece), "finish_reason": piece and choice.finish_reason}
+        said = {"index": choice.index, **content, **told, **(ids or {})}
         chunk = {**self._chunk_head(), "choices": [said]}
         if self.body.continuous_usage:
             chunk["usage"] = _usage(len(choice.prompt_ids), choice.completion_tokens)

@@ -5,6 +5,7 @@ the prompt and the tokens so far, so the client sees a pause, never an error or 
 """
 
 from dataclasses import asdict, dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 from mooncake_zmq.core.actor import (
@@ -42,6 +43,7 @@ from mooncake_zmq.core.messages import (
     Schedule,
     StartPrefill,
     StopRule,
+    TokenLogprob,
     TokensDecoded,
 )
 from mooncake_zmq.core.shell import Lifecycle, Named, Tally
@@ -88,6 +90,7 @@ class TokenOut:
 
     index: int
     token: int
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +189,7 @@ class _Request:
     prefill: str = ""
     decode: str = ""
     output: list[int] = field(default_factory=list)
-    early: dict[int, int] = field(default_factory=dict)
+    early: dict[int, tuple[int, TokenLogprob | None]] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
     cached: tuple[int, int, int] | None = None
     prefill_times: tuple[float, float] = (0.0, 0.0)
@@ -482,34 +485,45 @@ class Requests:
         request = self._current(message.request_id, message.attempt)
         if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING:
             return []
-        if not self._layout.has_token(message.token):
+        logprobs = () if message.logprob is None else (message.logprob,)
+        if not self._makes_sense(request, (message.token,), logprobs):
             return self._on_nonsense(now, request, sender)
         self._move(request, RequestEvent.FIRST_TOKEN)
         if request.cached is None:
             request.cached = (message.own, message.local, message.remote)
         request.prefill_times = (message.queue_s, message.prefill_s)
-        return self._take_run(now, request, message.index, (message.token,))
+        return self._take_run(now, request, message.index, (message.token,), logprobs)
 
     def _on_tokens(self, now: float, sender: str, message: TokensDecoded) -> list[Effect]:
         effects: list[Effect] = []
-        for request_id, attempt, first, tokens in message.entries:
+        told = chain(message.logprobs, repeat(()))
+        for (request_id, attempt, first, tokens), logprobs in zip(message.entries, told, strict=False):
             request = self._current(request_id, attempt)
-            if request is not None and request.decode == sender and not self._layout.has_token(max(tokens, default=0)):
+            if request is not None and request.decode == sender and not self._makes_sense(request, tokens, logprobs):
                 effects += self._on_nonsense(now, request, sender)
             elif request is not None and request.decode == sender:
-                effects += self._take_run(now, request, first, tokens)
+                effects += self._take_run(now, request, first, tokens, logprobs)
             elif request is None:  # our cancel overtook the prefill's reservation there: without another it runs to its end
                 effects.append(Send(sender, CancelRequest(request_id=request_id, attempt=attempt)))
         return effects
 
-    def _take_run(self, now: float, request: _Request, first: int, tokens: tuple[int, ...]) -> list[Effect]:
+    def _makes_sense(self, request: _Request, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> bool:
+        """Are these tokens of the model, with their probabilities where these were asked for?"""
+        if len(logprobs) != (0 if request.client.sampling.logprobs is None else len(tokens)):
+            return False
+        ids = [*tokens, *(token for _, likeliest in logprobs for token, _ in likeliest)] if logprobs else tokens
+        return self._layout.has_token(max(ids, default=0))
+
+    def _take_run(
+        self, now: float, request: _Request, first: int, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> list[Effect]:
         effects: list[Effect] = []
         request.heard_at = now
         self._time(now, request, first, len(tokens))
-        for index, token in enumerate(tokens, first):
+        for index, (token, logprob) in enumerate(zip(tokens, logprobs or repeat(None), strict=False), first):
             if request.state is RequestState.ENDED:
                 break
-            effects += self._take(request, index, token)
+            effects += self._take(request, index, token, logprob)
         return effects
 
     def _time(self, now: float, request: _Request, first: int, tokens: int) -> None:
@@ -526,24 +540,24 @@ class Requests:
             request.gaps.add(gap_s, new)
         request.token_at = now
 
-    def _take(self, request: _Request, index: int, token: int) -> list[Effect]:
+    def _take(self, request: _Request, index: int, token: int, logprob: TokenLogprob | None) -> list[Effect]:
         """Token `index` of the current attempt: passed on in order, once."""
         if index < len(request.output):
             self.counts.add("duplicate_tokens")
             return []
         if index == len(request.output) or len(request.early) < EARLY_TOKENS:
-            request.early[index] = token
+            request.early[index] = token, logprob
         else:
             self.counts.add("early_tokens_dropped")
         effects: list[Effect] = []
         while len(request.output) in request.early:
-            effects += self._emit(request, request.early.pop(len(request.output)))
+            effects += self._emit(request, *request.early.pop(len(request.output)))
             if request.state is RequestState.ENDED:
                 return effects
         return effects
 
-    def _emit(self, request: _Request, token: int) -> list[Effect]:
-        effects: list[Effect] = [ToClient(request.request_id, TokenOut(len(request.output), token))]
+    def _emit(self, request: _Request, token: int, logprob: TokenLogprob | None) -> list[Effect]:
+        effects: list[Effect] = [ToClient(request.request_id, TokenOut(len(request.output), token, logprob))]
         request.output.append(token)
         reason = request.client.stop.reason(token, len(request.output))
         return (

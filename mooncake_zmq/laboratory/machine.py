@@ -120,7 +120,7 @@ class ModelledMachine:
     def fence(self, generations: Sequence[tuple[int, int]]) -> None:
         """See `world.Carrier`."""
 
-    def open(self, sequence: int, capacity_tokens: int) -> None:
+    def open(self, sequence: int, capacity_tokens: int, past: bytes) -> None:
         """See `world.Carrier`."""
 
     def close(self, sequence: int) -> None:

@@ -144,6 +144,7 @@ class Group:
                     deadline_s=deadline_s,
                     booking=request.booking,
                     priority=request.priority,
+                    past=request.sampling.past(request.tokens),
                 ),
             )
             for name, layers in zip(self.names, self._layers[1:], strict=True)

@@ -60,6 +60,7 @@ from mooncake_zmq.core.messages import (
     StageReady,
     StartPrefill,
     StartStage,
+    TokenLogprob,
     clip,
 )
 from mooncake_zmq.core.reports import REPORT, Reports
@@ -339,6 +340,8 @@ class Prefill:
             return "no tokens"
         if not self._layout.has_tokens(message.tokens):
             return "tokens that the model does not have"
+        if not self._layout.has_token(message.sampling.largest_token) or message.sampling.prompt_tokens > length:
+            return "sampling does not match tokens"
         if len(message.keys) != length // self._layout.block_tokens:
             return "keys do not match tokens"
         if self._layout.blocks_for(length) > self.slots.capacity:
@@ -435,6 +438,7 @@ class Prefill:
             deadline_s=max(0.0, job.arrived_at + request.deadline_s - now),
             booking=request.booking,
             tbt_slo_s=request.tbt_slo_s,
+            past=request.sampling.past(request.tokens),
         )
         return [*effects, Send(request.decode, reserve)]
 
@@ -501,7 +505,8 @@ class Prefill:
         job.computed = len(job.prefix) * self._layout.block_tokens
         job.sequence = self._ids.new()
         job.chunk_first_block = len(job.prefix)
-        effects: list[Effect] = [OpenSequence(job.sequence, job.length)]
+        sampling = job.request.sampling
+        effects: list[Effect] = [OpenSequence(job.sequence, job.length, sampling, sampling.past(job.request.tokens))]
         first = min(held_blocks, len(job.prefix))
         if first < len(job.prefix):
             effects.append(self._handoff_blocks(job, first, tuple(job.prefix[first:]), ready=True))
@@ -561,7 +566,7 @@ class Prefill:
             return effects
         assert message.token is not None
         job.checksums = job.group.checksums()
-        return effects + self._finish(now, job, message.token)
+        return effects + self._finish(now, job, message.token, message.logprob)
 
     def _on_stage_failed(self, now: float, sender: str, message: StageFailed) -> list[Effect]:
         job = self._led(sender, message.request_id, message.attempt)
@@ -661,7 +666,7 @@ class Prefill:
             self._move(job, JobEvent.CHUNK_DONE)
             return []
         assert result.token is not None
-        return self._finish(now, job, result.token)
+        return self._finish(now, job, result.token, result.logprob)
 
     def _on_prefix_failed(self, now: float, job: Job, result: ChunkComputed | StageComputed) -> list[Effect]:
         """Reused blocks were not loaded: nobody shall find corrupt copies again, and the request is placed anew."""
@@ -690,7 +695,7 @@ class Prefill:
 
     # --- handing off
 
-    def _finish(self, now: float, job: Job, token: int) -> list[Effect]:
+    def _finish(self, now: float, job: Job, token: int, logprob: TokenLogprob | None) -> list[Effect]:
         """Token to the gateway, proof of completeness to the decode, full blocks to own reuse and to the pool."""
         self._move(job, JobEvent.ALL_DONE)
         self._turns.leave(job)
@@ -708,6 +713,7 @@ class Prefill:
             remote=job.remote_blocks * size,
             queue_s=max(0.0, job.started_at - job.arrived_at),
             prefill_s=max(0.0, now - job.started_at),
+            logprob=logprob,
         )
         self.counts.add("prompt_tokens_cached[source=own]", own)
         self.counts.add("prompt_tokens_cached[source=local]", first.local)

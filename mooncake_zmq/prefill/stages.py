@@ -223,6 +223,10 @@ class Stages:
             return "no such stage of this model"
         if not 0 < message.chunk_tokens <= message.tokens or len(message.keys) * self._layout.block_tokens >= message.tokens:
             return "chunks or keys do not match tokens"
+        sampling = message.sampling
+        known = self._layout.has_tokens(message.past) and self._layout.has_token(sampling.largest_token)
+        if not known or not sampling.fits(message.past, message.tokens):
+            return "sampling does not match tokens"
         return "prompt is longer than the slab" if self._room(message) > self._slots.capacity else None
 
     def _lack(self, message: StartStage, *, draining: bool) -> str | None:
@@ -263,7 +267,7 @@ class Stages:
         stage.sequence = self._ids.new()
         request = stage.request
         ready = StageReady(request_id=request.request_id, attempt=request.attempt, blocks=len(stage.prefix))
-        return [OpenSequence(stage.sequence, request.tokens), Send(stage.leader, ready)]
+        return [OpenSequence(stage.sequence, request.tokens, request.sampling, request.past), Send(stage.leader, ready)]
 
     # --- chunks
 
@@ -371,6 +375,7 @@ class Stages:
             parts=result.parts,
             leaving=written(self._name, self._incarnation, self._slots, stage.leaving),
             token=result.token,
+            logprob=result.logprob,
         )
         return [Send(stage.leader, done)]
 

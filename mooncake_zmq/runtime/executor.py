@@ -25,7 +25,7 @@ import structlog
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
-from mooncake_zmq.core.messages import Hello, SlotRef
+from mooncake_zmq.core.messages import Hello, Sampling, SlotRef
 from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
@@ -51,7 +51,7 @@ from mooncake_zmq.core.work import (
     WriteToDisk,
 )
 from mooncake_zmq.engine.kv_cache import SequenceKV
-from mooncake_zmq.engine.sampling import sample
+from mooncake_zmq.engine.sampling import Past, choose
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
@@ -173,7 +173,8 @@ class Executor:
         for slot, generation in generations:
             self._segment.set_generation(slot, generation)
 
-    def open_sequence(self, sequence: int, capacity_tokens: int) -> None:
+    def open_sequence(self, sequence: int, capacity_tokens: int, sampling: Sampling | None = None, past: bytes = b"") -> None:
+        """See `core.actor.OpenSequence`."""
         assert self._engine, "a node without an engine has no sequences"
         assert sequence not in self._sequences, f"sequence {sequence} is open already"
         try:
@@ -181,6 +182,8 @@ class Executor:
         except MemoryError as error:  # a GPU's, which is taken at once; works with the sequence fail
             log.warning("no_memory_for_sequence", tokens=capacity_tokens, error=str(error))
             opened = _OpenSequence(None)
+        if sampling is not None and sampling.reads_past:
+            opened.past = Past(sampling, past)
         with self._lock:
             self._sequences[sequence] = opened
 
@@ -419,13 +422,15 @@ class Executor:
                 job.before_layer(layer)
         except _PrefixFailed as failure:
             return ChunkComputed((), None, time.perf_counter() - began, *_split_failures(failure.blocks))
-        token = None
+        token = logprob = None
         if work.sampling is not None:
             assert logits is not None
-            token = sample(logits[0], work.sampling, work.start + len(tokens))
+            past = job.sequences[work.sequence].past
+            token, logprob = choose(logits[0], work.sampling, work.start + len(tokens), past)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s = time.perf_counter() - began
-        return ChunkComputed(self._output_checksums(work), token, elapsed_s, loaded_s=loaded_s, waited_s=job.waited_s)
+        checksums = self._output_checksums(work)
+        return ChunkComputed(checksums, token, elapsed_s, loaded_s=loaded_s, waited_s=job.waited_s, logprob=logprob)
 
     def _compute_stage(self, job: "_Job", stage: ComputeStage, sequence: SequenceKV) -> Result:
         assert self._engine
@@ -457,7 +462,7 @@ class Executor:
                 job.before_layer(layer)
         except _PrefixFailed as failure:
             return StageComputed((), None, time.perf_counter() - began, *_split_failures(failure.blocks))
-        token = None
+        token = logprob = None
         if stage.leaving:
             assert out is not None
             assert self._segment
@@ -465,10 +470,12 @@ class Executor:
                 return WorkFailed("the slots for hidden states are no longer granted")
         elif chunk.sampling is not None:
             assert out is not None
-            token = sample(out[0], chunk.sampling, chunk.start + stage.count)
+            past = job.sequences[chunk.sequence].past
+            token, logprob = choose(out[0], chunk.sampling, chunk.start + stage.count, past)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s, waited_s = time.perf_counter() - began, job.waited_s + computes - began
-        return StageComputed(self._stage_parts(stage), token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s)
+        parts = self._stage_parts(stage)
+        return StageComputed(parts, token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s, logprob=logprob)
 
     def _stage_parts(self, stage: ComputeStage) -> tuple[int, ...]:
         assert self._segment
@@ -500,14 +507,24 @@ class Executor:
         for sequence, entry in zip(sequences, work.entries, strict=True):
             if sequence.length != entry.position:
                 sequence.set_length(entry.position)
-        fed, made = tuple(entry.token for entry in work.entries), []
-        for step in range(1, work.steps + 1):
+        pasts = [job.sequences[entry.sequence].past for entry in work.entries]
+        fed, made, told = tuple(entry.token for entry in work.entries), [], []
+        for step in range(work.steps):
+            for past, entry, token in zip(pasts, work.entries, fed, strict=True):
+                if past is not None:
+                    past.feed(token, entry.position + step)
             logits = self._engine.decode(sequences, np.array(fed, np.int32))
-            fed = tuple(sample(logits[row], entry.sampling, entry.position + step) for row, entry in enumerate(work.entries))
+            chosen = [
+                choose(logits[row], entry.sampling, entry.position + step + 1, pasts[row])
+                for row, entry in enumerate(work.entries)
+            ]
+            fed = tuple(token for token, _ in chosen)
             made.append(fed)
+            told.append(tuple(logprob for _, logprob in chosen))
             if job.cut or job.stopped or job.is_late():
                 break
-        return StepDecoded(tuple(made), time.perf_counter() - began)
+        asked = any(entry.sampling.logprobs is not None for entry in work.entries)
+        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(told) if asked else ())
 
     # --- copying whole blocks
 
@@ -636,6 +653,8 @@ class _PrefixFailed(Exception):
 class _OpenSequence:
     memory: SequenceKV | None
     """None: there was none for it."""
+    past: Past | None = None
+    """Where choices read it."""
     uses: int = 0
     closing: bool = False
 

@@ -46,7 +46,7 @@ from mooncake_zmq.core.actor import (
     TimerFired,
     ToClient,
 )
-from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES, Hello
+from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES, Hello, Sampling
 from mooncake_zmq.core.node import Node, Outer, Transmit
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
@@ -89,7 +89,7 @@ class WorkExecutor(Protocol):
     def start(self, work_id: int, work: Work, deadline_s: float) -> None: ...
     def cancel(self, work_id: int) -> None: ...
     def fence(self, generations: tuple[tuple[int, int], ...]) -> None: ...
-    def open_sequence(self, sequence: int, capacity_tokens: int) -> None: ...
+    def open_sequence(self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes) -> None: ...
     def close_sequence(self, sequence: int) -> None: ...
     def learn_peer(self, name: str, incarnation: int, hello: Hello) -> None: ...
     def forget_peer(self, name: str) -> None: ...
@@ -474,8 +474,8 @@ class ZmqRuntime:
                 self._executor.cancel(work_id)
             case Fence(generations):
                 self._executor.fence(generations)
-            case OpenSequence(sequence, capacity_tokens):
-                self._executor.open_sequence(sequence, capacity_tokens)
+            case OpenSequence(sequence, capacity_tokens, sampling, past):
+                self._executor.open_sequence(sequence, capacity_tokens, sampling, past)
             case CloseSequence(sequence):
                 self._executor.close_sequence(sequence)
             case _:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mooncake_zmq.gateway.requests import ClientGone, Failed, Finished, TokenOut
 from mooncake_zmq.simulation.checkers import Violation
+from mooncake_zmq.simulation.engine import logprob_of
 from mooncake_zmq.simulation.simulator import Simulator
 from mooncake_zmq.simulation.traces import Chat, Turn
 
@@ -72,8 +73,11 @@ class Client:
             raise Violation("I3", f"{request_id} is sent {output} after its end ({self.ids[request_id]})")
         turn = self._chat.turns[self._turn]
         match output:
-            case TokenOut(index, token):
+            case TokenOut(index, token, logprob):
                 self._token(turn, request, index, token)
+                length = len(turn.request.tokens) // 4 + index
+                if logprob != logprob_of(token, length, turn.request.sampling):
+                    raise Violation("I3", f"{request.request_id} token {index} is told with {logprob}")
             case Finished():
                 self._finished(turn, request, output)
             case Failed(status=status, retry_after_s=retry_after_s):

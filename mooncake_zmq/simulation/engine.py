@@ -8,7 +8,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mooncake_zmq.core.messages import Sampling
+from mooncake_zmq.core.messages import Sampling, TokenLogprob
+from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 1, 2
@@ -33,10 +34,12 @@ def sim_layout(block_tokens: int) -> BlockLayout:
 class SimSequence:
     """One sequence's KV as `[layer, k/v, token, head_dim]`."""
 
-    __slots__ = ("capacity", "kv")
+    __slots__ = ("capacity", "kv", "past")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, past: bytes = b"") -> None:
         self.capacity = capacity
+        self.past = past
+        """What choices read of the tokens before the next one, as `Sampling.past` says."""
         self.kv = np.zeros((LAYERS, 2, capacity, HEAD_DIM), dtype=np.uint32)
 
     def write_part(self, layer: int, start: int, tokens: int, part: bytes) -> None:
@@ -70,7 +73,12 @@ class SimSequence:
 
     def next_token(self, length: int, sampling: Sampling) -> int:
         """The token at position `length`: greedy depends on the KV alone, sampled on (seed, position) as well."""
-        return token_of(self.hash_kv(range(LAYERS), length), length, sampling)
+        return token_of(self.hash_kv(range(LAYERS), length), length, sampling, self.past)
+
+    def feed(self, token: int, position: int, sampling: Sampling) -> None:
+        """It stands there now."""
+        if sampling.reads_past and len(self.past) == 4 * (position - sampling.past_from):
+            self.past += pack_tokens((token,))
 
     def hash_kv(self, layers: range, length: int, before: int = 0) -> int:
         """Of all KV of these layers, after those that hash to `before`."""
@@ -79,11 +87,18 @@ class SimSequence:
         return before
 
 
-def token_of(kv_hash: int, length: int, sampling: Sampling) -> int:
+def token_of(kv_hash: int, length: int, sampling: Sampling, past: bytes) -> int:
     """The token at position `length` behind KV that hashes to this."""
+    if sampling.reads_past:
+        kv_hash = xxhash.xxh3_64_intdigest(past, seed=kv_hash)
     if sampling.temperature > 0:
         kv_hash = xxhash.xxh3_64_intdigest(b"%d %d" % (sampling.seed, length), seed=kv_hash)
     return kv_hash % VOCABULARY
+
+
+def logprob_of(token: int, length: int, sampling: Sampling) -> TokenLogprob | None:
+    """What is told of it."""
+    return None if sampling.logprobs is None else (-float(token + length), ((token, -float(length)),) * sampling.logprobs)
 
 
 def hidden_states(tokens: NDArray[np.uint32], kv_hash: int) -> bytes:

@@ -45,7 +45,7 @@ from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
 from mooncake_zmq.simulation.disk import SimDisk
-from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_states, hidden_states, token_of
+from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_states, hidden_states, logprob_of, token_of
 
 NO_ANSWER = "no answer"
 """Why a work stops that waited for a silent peer: its blocks were not reached."""
@@ -217,11 +217,11 @@ class Machine:
                 self.segment.flipped.discard(slot)
         return None
 
-    def open(self, sequence: int, capacity_tokens: int) -> None:
+    def open(self, sequence: int, capacity_tokens: int, past: bytes) -> None:
         """Allocate a sequence's KV."""
         if sequence in self.sequences:
             self.world.watcher.broken(self, f"opens sequence {sequence} twice")
-        self.sequences[sequence] = SimSequence(capacity_tokens)
+        self.sequences[sequence] = SimSequence(capacity_tokens, past)
 
     def close(self, sequence: int) -> None:
         """Free a sequence's KV; nothing may be using it."""
@@ -314,9 +314,10 @@ class Machine:
         end = work.start + len(tokens)
         sampling = work.sampling
         token = None if sampling is None else self.sequences[work.sequence].next_token(end, sampling)
+        logprob = None if sampling is None or token is None else logprob_of(token, end, sampling)
         assert self.segment is not None or not work.outputs
         checksums = tuple(block_checksum(self.segment.parts[grant.slot]) for grant in work.outputs if self.segment)
-        return ChunkComputed(checksums, token, self.world.now - began_at)
+        return ChunkComputed(checksums, token, self.world.now - began_at, logprob=logprob)
 
     def _compute_stage(self, running: Running, work: ComputeStage) -> Steps:
         hardware, chunk, segment = self.world.hardware, work.chunk, self.segment
@@ -342,9 +343,12 @@ class Machine:
         kv_hash = self.sequences[chunk.sequence].hash_kv(work.layers, end, before)
         if work.leaving:
             self._write_states(running, hidden_states(tokens, kv_hash), work.leaving)
-        token = None if chunk.sampling is None else token_of(kv_hash, end, chunk.sampling)
+        token = logprob = None
+        if chunk.sampling is not None:
+            token = token_of(kv_hash, end, chunk.sampling, self.sequences[chunk.sequence].past)
+            logprob = logprob_of(token, end, chunk.sampling)
         parts = [part for grant in chunk.outputs for part in segment.parts[grant.slot][work.first_layer : work.stop_layer]]
-        return StageComputed(tuple(parts), token, self.world.now - began_at)
+        return StageComputed(tuple(parts), token, self.world.now - began_at, logprob=logprob)
 
     def _read_states(self, running: Running, work: ComputeStage) -> Generator[float, str | None, bytes | None]:
         size = work.count * self.layout.hidden_bytes
@@ -456,11 +460,16 @@ class Machine:
             rows.append(tuple(self._step(entry, made, token) for entry, token in zip(work.entries, fed, strict=True)))
             if stop:  # whoever asked waits for no more than the next border
                 break
-        return StepDecoded(tuple(rows), self.world.now - began_at)
+        logprobs = tuple(
+            tuple(logprob_of(token, each.position + made, each.sampling) for each, token in zip(work.entries, row, strict=True))
+            for made, row in enumerate(rows, 1)
+        )
+        return StepDecoded(tuple(rows), self.world.now - began_at, logprobs)
 
     def _step(self, entry: StepEntry, made: int, token: int) -> int:
         sequence, position = self.sequences[entry.sequence], entry.position + made
         sequence.run(position, np.array([token], dtype=np.uint32))
+        sequence.feed(token, position, entry.sampling)
         return sequence.next_token(position + 1, entry.sampling)
 
     def _copy(self, running: Running, work: CopyBlocks) -> Steps:

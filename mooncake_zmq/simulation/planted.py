@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from msgspec import structs
+
 from mooncake_zmq.cache_node import cache_node, client, disk_tier
 from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
@@ -26,6 +28,7 @@ from mooncake_zmq.core.messages import (
     LeaseRenewed,
     ReleaseLease,
     SlotsReserved,
+    StartPrefill,
     TokensDecoded,
 )
 from mooncake_zmq.core.session import Session
@@ -182,8 +185,8 @@ def _duplicate_token() -> Replacements:
         again = sequence < peer.expected
         return accept(self, now, peer, sequence, body) + (self._deliver(now, peer, body) if again else [])
 
-    def take(self: Requests, request: Any, index: int, token: int) -> list[Effect]:
-        return self._emit(request, token)
+    def take(self: Requests, request: Any, index: int, token: int, logprob: Any) -> list[Effect]:
+        return self._emit(request, token, logprob)
 
     return [(Session, "_accept", accept_all), (Requests, "_take", take)]
 
@@ -195,7 +198,7 @@ def _stale_attempt() -> Replacements:
     def first_of_any(self: Requests, now: float, sender: str, message: FirstToken) -> list[Effect]:
         request = self._requests.get(message.request_id)
         if request is not None and request.attempt > message.attempt:
-            return self._take(request, message.index, message.token)
+            return self._take(request, message.index, message.token, message.logprob)
         return on_first_token(self, now, sender, message)
 
     def tokens_of_any(self: Requests, now: float, sender: str, message: TokensDecoded) -> list[Effect]:
@@ -203,10 +206,26 @@ def _stale_attempt() -> Replacements:
         for request_id, attempt, first, tokens in message.entries:
             request = self._requests.get(request_id)
             if request is not None and request.attempt > attempt:
-                effects += self._take_run(now, request, first, tokens)
+                effects += self._take_run(now, request, first, tokens, ())
         return effects + on_tokens(self, now, sender, message)
 
     return [(Requests, "_on_first_token", first_of_any), (Requests, "_on_tokens", tokens_of_any)]
+
+
+def _answer_forgotten() -> Replacements:
+    """A resumed request takes its tokens so far for a part of the prompt."""
+    on_placed = Requests._on_placed
+
+    def as_prompt(self: Requests, now: float, sender: str, message: Any) -> list[Effect]:
+        effects = on_placed(self, now, sender, message)
+        for index, effect in enumerate(effects):
+            if isinstance(effect, Send) and isinstance(effect.message, StartPrefill):
+                start = effect.message
+                sampling = structs.replace(start.sampling, prompt_tokens=len(start.tokens) // 4)
+                effects[index] = Send(effect.to, structs.replace(start, sampling=sampling))
+        return effects
+
+    return [(Requests, "_on_placed", as_prompt)]
 
 
 def _index_lies() -> Replacements:
@@ -386,6 +405,7 @@ PLANTED: dict[str, Planted] = {
     "stale_attempt": Planted(
         "stale attempt accepted", ("I3",), (K.DELAY, K.DELAY, K.DELAY, K.COPY_TEAR, K.COPY_TEAR, K.COPY_TEAR), _stale_attempt
     ),
+    "answer_forgotten": Planted("an answer resumed as prompt", ("I3",), (K.CRASH, K.CRASH), _answer_forgotten),
     "index_lies": Planted("index keeps what is gone", ("I5",), (), _index_lies),
     "announce_early": Planted("announced before it is held", ("I5",), (), _announce_early),
     "contents_stale": Planted("events tell what a slot held before", ("I5",), (), _contents_stale),

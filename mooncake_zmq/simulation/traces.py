@@ -105,7 +105,14 @@ def _question_length(random: Random, workload: Workload, layout: BlockLayout, so
 
 def _turn(random: Random, workload: Workload, layout: BlockLayout, trace: Trace, root: bytes, prompt: list[int]) -> Turn:
     temperature = random.choice((0.0, 0.0, 0.8))
-    sampling = Sampling(temperature=temperature, seed=random.randrange(1, 1 << 32) if temperature else 0)
+    sampling = Sampling(
+        temperature=temperature,
+        seed=random.randrange(1, 1 << 32) if temperature else 0,
+        presence_penalty=random.choice((0.0, 0.0, 0.5)),
+        repetition_penalty=random.choice((1.0, 1.0, 1.1)),
+        logprobs=random.choice((None, None, 0, 2)),
+        prompt_tokens=len(prompt),
+    )
     stop = StopRule(
         max_tokens=random.randint(1, workload.max_answer),
         min_tokens=random.choice((0, 0, 4)),
@@ -138,6 +145,7 @@ def reference(
     sequence.run(0, np.array(tokens, dtype=np.uint32))
     prompt_length = len(tokens)
     while True:
+        sequence.past = sampling.past(pack_tokens(tokens))
         token = sequence.next_token(len(tokens), sampling)
         sequence.run(len(tokens), np.array([token], dtype=np.uint32))
         tokens.append(token)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mooncake_zmq.core.messages import Sampling
-from mooncake_zmq.engine.sampling import near_tie, sample, scores
+from mooncake_zmq.engine.sampling import Past, choose, logprob, near_tie, sample, scores
+from mooncake_zmq.kv.block_hash import pack_tokens
 
 LOGITS = np.random.default_rng(11).normal(scale=3, size=2000).astype(np.float32)
 DRAWN_BY_THE_FIRST_VERSION = [896, 370, 195, 345, 165, 60, 732, 709]
@@ -70,3 +71,82 @@ def test_near_ties():
 def test_a_temperature_near_zero_is_greedy():
     for temperature in (1e-3, 1e-30, 5e-324):
         assert sample(LOGITS, Sampling(temperature=temperature, top_p=0.9, seed=1), 3) == LOGITS.argmax()
+
+
+def literally_penalized(logits, sampling, prompt, answer):
+    """Token by token, as vLLM's documentation says it."""
+    expected = [float(each) for each in logits]
+    for token, bias in sampling.logit_bias:
+        expected[token] += bias
+    for token in {*prompt, *answer}:
+        rate = sampling.repetition_penalty
+        expected[token] = expected[token] / rate if expected[token] > 0 else expected[token] * rate
+    for token in set(answer):
+        expected[token] -= sampling.presence_penalty + sampling.frequency_penalty * answer.count(token)
+    return expected
+
+
+PROMPT, ANSWER = [3, 5, 5, 900], [5, 7, 7, 7, 1999]
+ALL = Sampling(
+    presence_penalty=-2,
+    frequency_penalty=2,
+    repetition_penalty=0.5,
+    logit_bias=((7, 9.0), (3, -4.0)),
+    prompt_tokens=4,
+)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(presence_penalty=1.5, prompt_tokens=4),
+        Sampling(frequency_penalty=-0.7, prompt_tokens=4),
+        Sampling(repetition_penalty=1.3, prompt_tokens=4),
+        ALL,
+    ],
+)
+def test_penalties_are_those_of_the_formula_wherever_the_answer_was_resumed(sampling):
+    expected = literally_penalized(LOGITS, sampling, PROMPT, ANSWER)
+    for resumed_at in range(len(ANSWER) + 1):
+        past = Past(sampling, sampling.past(pack_tokens(PROMPT + ANSWER[:resumed_at])))
+        for index in range(resumed_at, len(ANSWER)):
+            past.feed(ANSWER[index], len(PROMPT) + index)
+        np.testing.assert_allclose(scores(LOGITS, sampling, 9, past), expected, rtol=1e-5, atol=1e-5)
+        assert sample(LOGITS, sampling, 9, past) == int(np.argmax(expected))
+
+
+def test_a_token_that_is_not_the_next_one_is_an_error():
+    past = Past(Sampling(presence_penalty=1.0, prompt_tokens=4), b"")
+    past.feed(5, 4)
+    with pytest.raises(ValueError, match="at 4 where that at 5"):
+        past.feed(5, 4)
+
+
+def test_a_bias_forces_and_forbids():
+    assert sample(LOGITS, Sampling(logit_bias=((17, 100.0),)), 3) == 17
+    best = int(LOGITS.argmax())
+    assert sample(LOGITS, Sampling(logit_bias=((best, -100.0),)), 3) != best
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_best():
+    sampling = Sampling(temperature=1.0, seed=5, min_p=0.1)
+    kept = set(np.flatnonzero(np.exp(LOGITS - LOGITS.max()) >= 0.1))
+    assert {sample(LOGITS, sampling, position) for position in range(3000)} == kept
+    assert len(kept) > 1
+
+
+def test_probabilities_are_the_models_own_whatever_the_choice():
+    sampling = Sampling(temperature=2.0, seed=1, logit_bias=((4, 90.0),), logprobs=3)
+    token, told = choose(LOGITS, sampling, 7)
+    softmax = LOGITS.astype(np.float64) - np.log(np.exp(LOGITS.astype(np.float64)).sum())
+    best = np.argsort(-softmax)[:3]
+    assert token == 4
+    assert told[0] == pytest.approx(softmax[4])
+    assert [each for each, _ in told[1]] == best.tolist()
+    assert [value for _, value in told[1]] == pytest.approx(softmax[best].tolist())
+    assert choose(LOGITS, Sampling(), 7) == (int(LOGITS.argmax()), None)
+
+
+def test_equal_probabilities_come_in_the_order_of_their_ids():
+    assert [token for token, _ in logprob(np.zeros(50, np.float32), 9, 5)[1]] == [0, 1, 2, 3, 4]
+    assert logprob(np.array([0.0, -3e38], np.float32), 0, 0) == (0.0, ())

@@ -35,7 +35,7 @@ from mooncake_zmq.core.actor import (
     TimerFired,
     WorkDone,
 )
-from mooncake_zmq.core.messages import Hello, ReleaseLease
+from mooncake_zmq.core.messages import Hello, ReleaseLease, Sampling
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.talk import Member
@@ -359,7 +359,7 @@ class Threads:
     def fence(self, generations: Any) -> None:
         self.calls.append(("fence", generations))
 
-    def open_sequence(self, sequence: int, capacity_tokens: int) -> None: ...
+    def open_sequence(self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes) -> None: ...
 
     def close_sequence(self, sequence: int) -> None: ...
 

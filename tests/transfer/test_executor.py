@@ -283,6 +283,28 @@ def test_a_decode_pulls_layers_before_the_commit(make_rig, host):
     assert rig.decode(1, token) == more
 
 
+def test_penalties_read_the_prompt_and_what_was_decoded_and_probabilities_are_told(make_rig):
+    sampling = Sampling(repetition_penalty=1.5, frequency_penalty=1.0, logprobs=2, prompt_tokens=len(PROMPT))
+    rig = make_rig("a")
+    rig.executor.open_sequence(1, 32, sampling, sampling.past(PROMPT.tobytes()))
+    chunk = rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
+    answer, told = [chunk.token], [chunk.logprob]
+    for position in range(len(PROMPT), len(PROMPT) + 6):
+        step = rig.run(DecodeStep((StepEntry(1, answer[-1], position, sampling),)))
+        answer.append(step.tokens[0][0])
+        told.append(step.logprobs[0][0])
+    resumed = np.append(PROMPT, answer[:3]).astype(np.int32)
+    rig.executor.open_sequence(2, 32, sampling, sampling.past(resumed.tobytes()))
+    again = rig.result(rig.compute(2, 0, resumed, sampling=sampling))
+    assert (again.token, again.logprob) == (answer[3], told[3])
+    run = rig.run(DecodeStep((StepEntry(2, answer[3], len(resumed), sampling),), steps=3))
+    assert [row[0] for row in run.tokens] == answer[4:]
+    rig.executor.open_sequence(3, 32, GREEDY)
+    plain = rig.result(rig.compute(3, 0, PROMPT, sampling=GREEDY))
+    assert plain.logprob is None
+    assert rig.run(DecodeStep((StepEntry(3, plain.token, len(PROMPT), GREEDY),))).logprobs == ()
+
+
 @pytest.mark.parametrize("host", ["here", "there"])
 def test_failed_blocks_are_named_and_the_others_arrive(make_rig, host):
     source, rig = make_rig("a", host=host, serve=True), make_rig("b")

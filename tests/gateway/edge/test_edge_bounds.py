@@ -192,8 +192,8 @@ def test_bodies_are_made_into_requests_by_other_threads_long_ones_by_their_own(m
             return real(*arguments)
 
         monkeypatch.setattr(module, name, spy)
-    assert actor.complete(unknown="x" * filler, stop="x").status_code == 200
-    assert actor.chat(unknown="x" * filler, stop="x").status_code == 200
+    assert actor.complete(user="x" * filler, stop="x").status_code == 200
+    assert actor.chat(user="x" * filler, stop="x").status_code == 200
     assert len(seen) == 6
     assert all(name.startswith(lane) for name in seen)
 
@@ -212,7 +212,7 @@ def test_a_long_body_keeps_no_short_one_waiting():
     async def go():
         transport = httpx.ASGITransport(app=actor.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-            bodies = [{"prompt": "long", "unknown": "x" * 2000}] * 3
+            bodies = [{"prompt": "long", "user": "x" * 2000}] * 3
             long = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
             await actor.until(lambda: actor.edge.slots_taken == 3)
             assert (await http.post("/v1/completions", json={"prompt": "short"})).status_code == 200

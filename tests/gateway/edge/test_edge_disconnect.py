@@ -27,7 +27,8 @@ async def send_request(port, body, path="/v1/completions"):
 @pytest.mark.parametrize("outputs", [0, 3])
 def test_hanging_up_cancels(path, stream, outputs):
     actor = ScriptedActor(lambda _request, _number: one_by_one(tokens("abc"[:outputs])))
-    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": stream, "n": 2}
+    asked = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    body = {**asked, "stream": stream, "n": 2}
 
     async def client(port):
         reader, writer = await send_request(port, body, path)

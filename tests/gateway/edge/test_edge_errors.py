@@ -143,7 +143,7 @@ def test_too_long_for_the_context():
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"nonsense", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"a":' * 5000, b'{"prompt": NaN}']
+    "raw", [b"", b"{", b"nonsense", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"metadata":' * 5000, b'{"prompt": NaN}']
 )
 def test_bad_json(raw):
     refused(ScriptedActor().call("POST", "/v1/completions", content=raw), None, "invalid_json")

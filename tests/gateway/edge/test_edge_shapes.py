@@ -185,12 +185,19 @@ def test_the_request_as_the_actor_sees_it():
         ignore_eos=True,
         min_tokens=2,
         cache_salt="tenant",
-        **{"unknown": 1, "logprobs": 5, "user": "x", "presence_penalty": 0.1, "repetition_penalty": 1, "priority": 3},
+        user="x",
+        presence_penalty=0.1,
+        repetition_penalty=1.5,
+        min_p=0.2,
+        logit_bias={"7": 3},
+        priority=3,
     )
     request = actor.only
     assert (request.stop.max_tokens, request.stop.min_tokens, request.stop.eos_ids) == (7, 2, ())
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.9, 0)
     assert request.sampling.seed == (1 << 63) - 1
+    assert (request.sampling.presence_penalty, request.sampling.repetition_penalty, request.sampling.min_p) == (0.1, 1.5, 0.2)
+    assert (request.sampling.logit_bias, request.sampling.prompt_tokens) == (((7, 3.0),), 10)
     root = namespace(model="weights", layout="layout", salt="tenant")
     assert request.root == root != namespace(model="weights", layout="layout")
     assert request.keys == tuple(extend_keys(root, pack_tokens(list(b"0123456789")), 4))

@@ -1,0 +1,48 @@
+"""Tokens' logarithmic probabilities in the two shapes that OpenAI gives them. PURE."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mooncake_zmq.core.messages import TokenLogprob
+
+Piece = Callable[[int], bytes]
+"""The bytes that a token stands for: perhaps a part of a character."""
+
+
+def of_completion(
+    tokens: Sequence[int], logprobs: Sequence[TokenLogprob], offsets: Sequence[int], piece: Piece
+) -> dict[str, Any]:
+    """As /v1/completions tells it: parallel lists. The likeliest tokens come with the one that was chosen."""
+    texts = [_text(piece(token)) for token in tokens]
+    likeliest = [
+        {_text(piece(each)): value for each, value in [*best, (token, own)]}
+        for token, (own, best) in zip(tokens, logprobs, strict=True)
+    ]
+    return {
+        "tokens": texts,
+        "token_logprobs": [own for own, _ in logprobs],
+        "top_logprobs": likeliest,
+        "text_offset": list(offsets),
+    }
+
+
+def of_chat(tokens: Sequence[int], logprobs: Sequence[TokenLogprob], piece: Piece) -> dict[str, Any]:
+    """As /v1/chat/completions tells it: an entry for each token."""
+    content = [
+        {**_entry(token, own, piece), "top_logprobs": [_entry(each, value, piece) for each, value in best]}
+        for token, (own, best) in zip(tokens, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(token: int, logprob: float, piece: Piece) -> dict[str, Any]:
+    raw = piece(token)
+    return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+def _text(raw: bytes) -> str:
+    """Where there is no `bytes` beside it, parts of characters are told apart as OpenAI does."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

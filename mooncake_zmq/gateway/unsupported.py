@@ -1,0 +1,142 @@
+"""What OpenAI's or vLLM's API has and this one has not: each may be given as long as it asks for nothing. PURE.
+
+An unknown parameter is refused too: what is answered is what was asked.
+"""
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+NULL = Raw(b"null")
+LONGEST_NEUTRAL = 64
+"""Bytes of a value that may ask for nothing."""
+
+
+class Harmless(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What has no part in an answer: names and hints."""
+
+    user: Raw = NULL
+    metadata: Raw = NULL
+    safety_identifier: Raw = NULL
+    prompt_cache_key: Raw = NULL
+    prompt_cache_retention: Raw = NULL
+    parallel_tool_calls: Raw = NULL
+
+
+class Unsupported(Harmless, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What would."""
+
+    add_generation_prompt: Raw = NULL
+    add_special_tokens: Raw = NULL
+    allowed_token_ids: Raw = NULL
+    audio: Raw = NULL
+    bad_words: Raw = NULL
+    best_of: Raw = NULL
+    chat_template: Raw = NULL
+    chat_template_kwargs: Raw = NULL
+    continue_final_message: Raw = NULL
+    documents: Raw = NULL
+    early_stopping: Raw = NULL
+    function_call: Raw = NULL
+    functions: Raw = NULL
+    guided_choice: Raw = NULL
+    guided_decoding_backend: Raw = NULL
+    guided_grammar: Raw = NULL
+    guided_json: Raw = NULL
+    guided_regex: Raw = NULL
+    include_stop_str_in_output: Raw = NULL
+    kv_transfer_params: Raw = NULL
+    length_penalty: Raw = NULL
+    logits_processors: Raw = NULL
+    modalities: Raw = NULL
+    prediction: Raw = NULL
+    prompt_logprobs: Raw = NULL
+    reasoning_effort: Raw = NULL
+    response_format: Raw = NULL
+    service_tier: Raw = NULL
+    skip_special_tokens: Raw = NULL
+    spaces_between_special_tokens: Raw = NULL
+    stop_token_ids: Raw = NULL
+    store: Raw = NULL
+    structured_outputs: Raw = NULL
+    suffix: Raw = NULL
+    tool_choice: Raw = NULL
+    tools: Raw = NULL
+    truncate_prompt_tokens: Raw = NULL
+    use_beam_search: Raw = NULL
+    verbosity: Raw = NULL
+    web_search_options: Raw = NULL
+
+
+class UnsupportedOfMessage(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """The same of a turn: clients send back what they were answered, nulls and all."""
+
+    annotations: Raw = NULL
+    audio: Raw = NULL
+    function_call: Raw = NULL
+    reasoning: Raw = NULL
+    reasoning_content: Raw = NULL
+    refusal: Raw = NULL
+    tool_call_id: Raw = NULL
+    tool_calls: Raw = NULL
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "annotations": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "stop_token_ids": ([],),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+}
+"""What asks for nothing beside null."""
+NAMES = tuple(sorted(set(Unsupported.__struct_fields__) - set(Harmless.__struct_fields__)))
+MESSAGE_NAMES = UnsupportedOfMessage.__struct_fields__
+
+
+def asked(given: Unsupported) -> str | None:
+    """The first parameter that asks for what is not done here."""
+    return _first(given, NAMES)
+
+
+def asked_of_message(given: UnsupportedOfMessage) -> str | None:
+    """The first such part of a turn."""
+    return _first(given, MESSAGE_NAMES)
+
+
+def _first(given: Struct, names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if (raw := getattr(given, name)) is not NULL and not _asks_nothing(name, raw)), None)
+
+
+def _asks_nothing(name: str, raw: Raw) -> bool:
+    said = bytes(raw)
+    if said == b"null":
+        return True
+    if len(said) > LONGEST_NEUTRAL:
+        return False
+    try:
+        value = msgspec.json.decode(said)
+    except msgspec.DecodeError:
+        return False
+    return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL.get(name, ()))

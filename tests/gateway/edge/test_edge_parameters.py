@@ -1,0 +1,133 @@
+"""What is asked is done or refused: parameters without effect, tokens' probabilities, biases."""
+
+import pytest
+from scripted_actor import EOS, ScriptedActor, events, finished
+
+from mooncake_zmq.gateway import unsupported
+from mooncake_zmq.gateway.requests import TokenOut
+
+ASKING = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "response_format": {"type": "json_object"},
+    "guided_regex": "a+",
+    "best_of": 3,
+    "suffix": "end",
+    "store": True,
+    "reasoning_effort": "high",
+    "stop_token_ids": [3],
+    "use_beam_search": True,
+    "skip_special_tokens": False,
+    "service_tier": "priority",
+    "modalities": ["audio"],
+    "truncate_prompt_tokens": 1,
+}
+
+
+@pytest.mark.parametrize("name", sorted(ASKING))
+def test_what_is_not_done_is_refused_by_its_name(name):
+    for call in (ScriptedActor().complete, ScriptedActor().chat):
+        response = call(**{name: ASKING[name]})
+        assert response.status_code == 400
+        assert response.json()["error"] == {
+            "message": f"{name} is not supported",
+            "type": "invalid_request_error",
+            "param": name,
+            "code": "unsupported_parameter",
+        }
+
+
+def test_what_asks_for_nothing_is_taken():
+    asked = {name: values[0] for name, values in unsupported.NEUTRAL.items() if name in unsupported.NAMES}
+    nothing = dict.fromkeys(unsupported.NAMES)
+    for call in (ScriptedActor().complete, ScriptedActor().chat):
+        assert call(**asked).status_code == call(**nothing).status_code == 200
+        assert call(user="me", metadata={"a": "b"}, safety_identifier="x", prompt_cache_key="y").status_code == 200
+
+
+def test_an_unknown_parameter_is_refused():
+    response = ScriptedActor().complete(temprature=0.5)
+    assert response.status_code == 400
+    assert "temprature" in response.json()["error"]["message"]
+
+
+def test_a_truth_is_no_number_and_a_long_value_is_not_read():
+    assert ScriptedActor().complete(best_of=True).status_code == 400
+    assert ScriptedActor().complete(suffix=" " * 1000).status_code == 400
+
+
+def test_a_turn_as_clients_send_it_back_is_taken_and_one_with_a_call_is_refused():
+    answer = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "annotations": [], "audio": None}
+    turns = [{"role": "user", "content": "hi", "name": "me"}, answer, {"role": "user", "content": "go on"}]
+    assert ScriptedActor().chat(messages=turns).status_code == 200
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    response = ScriptedActor().chat(messages=[turns[0], called])
+    assert response.status_code == 400
+    assert "tool_calls" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", "much"),
+        ("repetition_penalty", 0),
+        ("min_p", 1.1),
+        ("logit_bias", {"512": 1}),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {str(token): 0 for token in range(1025)}),
+        ("logit_bias", {"1" * 100_000: 0}),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name, value):
+    response = ScriptedActor().complete(**{name: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == name
+
+
+def test_probabilities_out_of_range():
+    for asked in ({"logprobs": 21}, {"logprobs": "banana"}, {"logprobs": True}):
+        assert ScriptedActor().complete(**asked).status_code == 400
+    for asked in ({"logprobs": 2}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
+        assert ScriptedActor().chat(**asked).status_code == 400
+    assert ScriptedActor().complete(echo=True, logprobs=1).status_code == 400
+
+
+def told(_request, _number):
+    """The two bytes of an e with an accent, a letter, the end."""
+    accent = (TokenOut(0, 0xC3, (-0.5, ((0xC3, -0.5), (ord("x"), -1.0)))), TokenOut(1, 0xA9, (-0.25, ((ord("y"), -0.125),))))
+    return [[each] for each in (*accent, TokenOut(2, ord("!"), (-1.0, ())), TokenOut(3, EOS, (0.0, ())), finished())]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_tell_probabilities_in_parallel_lists(stream):
+    actor = ScriptedActor(told)
+    response = actor.complete(logprobs=2, stream=stream)
+    assert actor.only.sampling.logprobs == 2
+    bodies = events(response)[:-1] if stream else [response.json()]
+    parts = [part for body in bodies if (part := body["choices"][0]["logprobs"])]
+    assert {name: sum((part[name] for part in parts), []) for name in parts[0]} == {
+        "tokens": ["bytes:\\xc3", "bytes:\\xa9", "!", "<|end|>"],
+        "token_logprobs": [-0.5, -0.25, -1.0, 0.0],
+        "top_logprobs": [
+            {"bytes:\\xc3": -0.5, "x": -1.0},
+            {"y": -0.125, "bytes:\\xa9": -0.25},
+            {"!": -1.0},
+            {"<|end|>": 0.0},
+        ],
+        "text_offset": [0, 0, 1, 2],
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats_tell_probabilities_token_by_token(stream):
+    actor = ScriptedActor(told)
+    response = actor.chat(logprobs=True, top_logprobs=2, stream=stream)
+    assert actor.only.sampling.logprobs == 2
+    bodies = events(response)[:-1] if stream else [response.json()]
+    content = [entry for body in bodies if (part := body["choices"][0]["logprobs"]) for entry in part["content"]]
+    assert [entry["logprob"] for entry in content] == [-0.5, -0.25, -1.0, 0.0]
+    assert bytes(byte for entry in content[:3] for byte in entry["bytes"]).decode() == "\u00e9!"
+    assert content[1]["top_logprobs"] == [{"token": "y", "logprob": -0.125, "bytes": [ord("y")]}]
+    assert ScriptedActor(told).chat().json()["choices"][0]["logprobs"] is None
