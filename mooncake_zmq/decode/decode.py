@@ -671,7 +671,7 @@ class Decode:
             request.made += stop
             request.last = taken[-1]
         entry = (message.request_id, message.attempt, first, taken)
-        told = logprobs and tuple([each for each in logprobs[:stop] if each is not None])
+        told = tuple([each for each in logprobs[:stop] if each is not None]) if logprobs else ()
         batches.setdefault(message.gateway, []).append((entry, told))
         return effects + self._close(now, request) if ended else effects
 
