@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.kv.eviction import make_policy
+from mooncake_zmq.kv.eviction import Evictable, make_policy
 from mooncake_zmq.kv.key_table import EMPTY, KeyTable
+from mooncake_zmq.kv.shares import NOBODY, Shares
 
 
 class SlotState(Enum):
@@ -64,9 +65,10 @@ for (_before, _event), _after in NEXT_STATE.items():
 
 
 class Slots:
-    """A key names at most one slot; a slot may be anonymous (no key). `policy`: who goes first, see `kv.eviction`."""
+    """A key names at most one slot; a slot may be anonymous (no key). `policy`: who goes first, see `kv.eviction`. `most`: what
+    each owner may have, see `kv.shares`; with none, all slots are nobody's."""
 
-    def __init__(self, capacity: int, policy: str = "lru") -> None:
+    def __init__(self, capacity: int, policy: str = "lru", most: Sequence[int] = ()) -> None:
         self.capacity = capacity
         self.generation = array("Q", [0]) * capacity
         self.checksum = array("Q", [0]) * capacity
@@ -80,7 +82,9 @@ class Slots:
         self._counts = [capacity] + [0] * (len(STATES) - 1)
         self._pinned = 0
         self._by_key = KeyTable(capacity)
-        self._evictable = make_policy(policy, capacity)
+        self._order = make_policy(policy, capacity)
+        self.shares = Shares(self._order, capacity, most) if most else None
+        self._evictable: Evictable = self._order if self.shares is None else self.shares
         """Committed slots with a key and without a pin."""
         self._untouched = 0
         """Slots from here on have never been handed out in this life: free, or restored."""
@@ -147,29 +151,45 @@ class Slots:
             run.append(slot)
         return run
 
-    def reserve(self, key: Key | None) -> int | None:
-        """A slot to write, evicting the policy's next victim if none is free; None if all are pinned, written or retired."""
+    def owner_of(self, slot: int) -> int:
+        """Whose a slot is that is not free."""
+        return self.shares.of[slot] if self.shares is not None else NOBODY
+
+    def reserve(self, key: Key | None, owner: int = NOBODY) -> int | None:
+        """A slot to write, evicting the policy's next victim if none is free; None if all are pinned, written or retired, or
+        other owners'."""
         assert key is None or not self.held(key), "a key is stored once"
-        if self._counts[FREE]:
+        victims = None if self._counts[FREE] else self._order
+        if self.shares is not None:
+            victims = self.shares.victims(owner, free=self._counts[FREE] > 0)
+        if victims is None:
             slot = self._take_free()
-        elif self._evictable:
-            slot = self._evictable.pop()
+        elif victims:
+            slot = victims.pop()
             self._unname(slot)
+            self._disown(slot)
         else:
             return None
+        if self.shares is not None:
+            self.shares.take(slot, owner)
         self._move(slot, SlotEvent.RESERVE)
         self._set_generation(slot, self.generation[slot] + 1)
         if key is not None:
             self._by_key.insert(key, slot)
         return slot
 
-    def restore(self, slot: int, key: Key, checksum: int) -> None:
-        """A copy that survived on its medium is readable again, the generation as it is; call it for the coldest first.
+    def restore(self, slot: int, key: Key, checksum: int, owner: int = NOBODY) -> None:
+        """A copy that survived on its medium is readable again, the generation as it is. Call it for the coldest first: of
+        what is more than its owner's share, the coldest go.
 
         Only for slots never handed out in this life, so before the first `reserve`: what was handed out was overwritten.
         """
         assert slot >= self._untouched, "handed out before"
         assert not self.held(key), "a key is stored once"
+        if self.shares is not None:
+            if colder := self.shares.victims(owner, free=True):
+                self._drop(colder.pop())
+            self.shares.take(slot, owner)
         self._by_key.insert(key, slot)
         self._move(slot, SlotEvent.RESTORE)
         self.checksum[slot] = checksum
@@ -206,6 +226,7 @@ class Slots:
         """Give a reserved or quarantined slot back; whatever was written there was never visible."""
         assert self.pins[slot] == 0
         self._unname(slot, announce=False)
+        self._disown(slot)
         self._move(slot, SlotEvent.FREE)
         self._set_generation(slot, self.generation[slot] + 1)
         self._put_back(slot)
@@ -221,6 +242,7 @@ class Slots:
         self._move(slot, SlotEvent.RETIRE)
         self._evictable.remove((slot,))
         self._unname(slot)
+        self._disown(slot)
         self._set_generation(slot, self.generation[slot] + 2)
 
     def forget(self, slot: int) -> None:
@@ -279,8 +301,23 @@ class Slots:
                 self._evictable.touch(slot, depth + index)
 
     def coldest(self, limit: int) -> list[int]:
-        """Up to `limit` slots in the order in which `reserve` would evict them; changes nothing."""
+        """Up to `limit` slots in the order in which `reserve` would evict them, if all are nobody's; changes nothing."""
         return self._evictable.coldest(limit)
+
+    def windows(self, share: float) -> list[int]:
+        """How many evictable slots are the coldest `share` of the room, those that are free being as good: of each order, as
+        there are several where owners have shares."""
+        if self.shares is not None:
+            return self.shares.windows(share)
+        return [max(0, int(self.capacity * share) - self._counts[FREE])]
+
+    def cold_ends(self, windows: Sequence[int]) -> list[int]:
+        """So many of the coldest evictable slots of each order."""
+        return self.shares.cold_ends(windows) if self.shares is not None else self._order.coldest(*windows)
+
+    def room(self, owner: int) -> int:
+        """Slots that an owner can count on."""
+        return self.shares.room(owner) if self.shares is not None else self.capacity
 
     def demote(self, slot: int) -> None:
         """Make an unpinned committed slot the next victim."""
@@ -308,6 +345,9 @@ class Slots:
         assert len(self._by_key) == sum(map(bool, self._by_key.named()))
         assert len(self._free) == len(set(self._free)) == self._state.count(FREE, 0, self._untouched)
         assert all(self._state[slot] == FREE for slot in self._free)
+        if self.shares is not None:
+            gone = (FREE, STATES.index(SlotState.RETIRED))
+            self.shares.check([slot for slot in range(self.capacity) if self._state[slot] not in gone])
 
     def _take_free(self) -> int:
         """The slot freed last, which may still be in a cache; else the first that was never used."""
@@ -326,9 +366,19 @@ class Slots:
             if self._by_key.is_named(slot):
                 self._evictable.insert((slot,), (depth,))
             else:
-                self._move(slot, SlotEvent.FREE)
-                self._set_generation(slot, self.generation[slot] + 2)
-                self._put_back(slot)
+                self._drop(slot)
+
+    def _drop(self, slot: int) -> None:
+        """Nobody finds a committed slot any more, and none may read it: it is free."""
+        self._unname(slot, announce=False)
+        self._disown(slot)
+        self._move(slot, SlotEvent.FREE)
+        self._set_generation(slot, self.generation[slot] + 2)
+        self._put_back(slot)
+
+    def _disown(self, slot: int) -> None:
+        if self.shares is not None:
+            self.shares.give(slot)
 
     def _put_back(self, slot: int) -> None:
         if slot < self._untouched:  # else it was restored, and its turn as one never handed out is still to come

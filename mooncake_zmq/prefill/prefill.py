@@ -435,6 +435,7 @@ class Prefill:
             deadline_s=max(0.0, job.arrived_at + request.deadline_s - now),
             booking=request.booking,
             tbt_slo_s=request.tbt_slo_s,
+            tenant=request.tenant,
         )
         return [*effects, Send(request.decode, reserve)]
 
@@ -762,6 +763,7 @@ class Prefill:
             tuple(slots),
             parent=request.keys[first - 1] if first else None,
             tokens=request.tokens[first * size : stop * size],
+            tenant=request.tenant,
         )
         if effects is None:
             self.slots.unpin(slots)
