@@ -167,8 +167,33 @@ def test_further_clients_than_the_limit_are_strangers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(node_module, "MAX_CLIENTS", 1)
     other = b"c" + b"o" * 16 + b"1234"
     hello = protocol.Hello(5, protocol.PROTOCOL_VERSION, "", False)
-    assert store.take(1.0, Greeted(other, hello, "", False, TOKEN, "")) == [Reply(other, protocol.Stranger(5))]
+    refused = protocol.Stranger(5, "1 clients are there")
+    assert store.take(1.0, Greeted(other, hello, "", False, TOKEN, "")) == [Reply(other, refused)]
     assert store.take(1.0, Asked(other, protocol.Exist(6, ["k"]))) == [Reply(other, protocol.Stranger(6))]
+
+
+def test_the_holder_of_one_key_does_not_take_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    monkeypatch.setattr(node_module, "MAX_CLIENTS_OF_A_KEY", 2)
+    hello = protocol.Hello(5, protocol.PROTOCOL_VERSION, "", False)
+
+    def greeted(number: int, user: str) -> protocol.Reply:
+        connection = b"c" + bytes([number]) * 16 + b"1234"
+        (reply,) = (
+            each
+            for each in store.take(number, Greeted(connection, hello, "", False, TOKEN, "", user))
+            if isinstance(each, Reply)
+        )
+        return reply.reply
+
+    assert isinstance(greeted(1, "ruby"), protocol.Welcome)
+    assert isinstance(greeted(2, "ruby"), protocol.Welcome)
+    assert isinstance(greeted(2, "ruby"), protocol.Welcome), "it is known"
+    assert greeted(3, "ruby") == protocol.Stranger(5, "2 clients with the key of ruby are there")
+    assert isinstance(greeted(4, "sky"), protocol.Welcome)
+    assert store.node.counts["clients_refused"] == 1
+    store.take(1 + node_module.IDLE_S + 1, TimerFired(node_module.PROBE))
+    assert isinstance(greeted(90, "ruby"), protocol.Welcome), "one has gone"
 
 
 def test_an_idle_store_does_not_look_at_its_disk_again_and_again() -> None:
