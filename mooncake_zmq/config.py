@@ -609,6 +609,7 @@ def warnings(loaded: Loaded) -> Iterator[str]:
         )
     yield from _profile_warnings(loaded)
     yield from _plain_warnings(loaded)
+    yield from _quota_warnings(loaded)
     for node in config.of_role("gateway"):
         yield from (f"{node.name}: {text}" for text in gateway_warnings(loaded.section(node)))
     pools = {node.host for node in config.of_role("cache-node")}
@@ -652,6 +653,18 @@ def _certificate_warnings(files: TlsFiles) -> Iterator[str]:
     else:
         if left < SOON_DAYS:
             yield f"{files.certificate} expires in {left} days"
+
+
+def _quota_warnings(loaded: Loaded) -> Iterator[str]:
+    """Quotas of a store's disk that are more than can be kept free of others."""
+    for node in loaded.config.of_role("cache-node"):
+        objects = loaded.section(node).objects
+        quotas, promised = sum(each.ssd_bytes for each in objects.tenants), objects.ssd.promised_bytes(objects.slab_bytes)
+        if node.store_endpoint and objects.ssd.directory and quotas > promised:
+            yield (
+                f"{node.name}: its store's tenants have disk quotas of {quotas} bytes, which are promises up to {promised} of "
+                "these `ssd.bytes`: others may push out what is within them"
+            )
 
 
 def _plain_warnings(loaded: Loaded) -> Iterator[str]:

@@ -310,6 +310,13 @@ def test_tenants_of_a_store_are_a_list_of_tables_whose_keys_are_known(write: Any
     assert any("may use nothing" in line for line in warnings(loaded))
 
 
+@pytest.mark.parametrize(("quota", "promised"), [(8_000_000_000, True), (9_000_000_000, False)])
+def test_disk_quotas_that_are_no_promise_are_told(write: Any, quota: int, promised: bool) -> None:
+    ssd = '[cache_node.objects.ssd]\ndirectory = "/ssd"\n'
+    loaded = load(write(ssd + TENANTS.format(more=f"ssd_bytes = {quota}")), environment={})
+    assert any("may push out" in line for line in warnings(loaded)) is not promised
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -391,6 +391,34 @@ def test_what_has_no_room_on_disk_stays_in_memory_alone_and_is_not_written_again
     assert store.get("ruby", "red/3", "red/large") == [1000, 3000]
 
 
+def test_within_its_quota_a_tenant_loses_nothing_on_disk_however_fast_others_write():
+    ssd = replace(SSD, bytes=24 * SLAB, max_objects=1 << 10)
+    assert ssd.promised_bytes(SLAB) >= 8 * SLAB
+    store = Store(limited(ssd=8 * SLAB), BLUE, ssd=ssd, slabs=4, max_objects=256)
+    keys = [f"red/{number}" for number in range(7)]
+    for key in keys:
+        store.put("ruby", key, size=SLAB - 5000)
+        store.put("sky", f"blue/beside {key}", size=100)
+        store.look()
+    for number in range(200):
+        store.put("sky", f"blue/{number}", size=SLAB - 5000 if number % 3 else 100)
+        store.look()
+    assert [key for key in keys if key not in store.log.by_key] == []
+    counts = store.node.counts
+    assert counts["ssd_segments_dropped"] > 10
+    assert counts["ssd_dropped_in_quota"] == 0
+    assert 0 < counts["ssd_moved"] < 100
+
+
+def test_what_more_than_can_be_promised_is_lost_is_counted():
+    store = Store(limited(ssd=20 * SLAB), BLUE, ssd=replace(SSD, bytes=24 * SLAB), slabs=4, max_objects=256)
+    for number in range(60):
+        store.put("ruby", f"red/{number}", size=SLAB - 5000)
+        store.put("sky", f"blue/{number}", size=SLAB - 5000)
+        store.look()
+    assert store.node.counts["ssd_dropped_in_quota"] > 0
+
+
 def test_a_tenant_without_room_on_disk_keeps_nobody_else_from_it():
     store = Store(limited(ssd=5 * RECORD // 2), BLUE, ssd=True, slabs=16)
     store.node.check = lambda: None
