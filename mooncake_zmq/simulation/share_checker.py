@@ -28,7 +28,7 @@ class ShareChecker:
 
     def observed(self, name: str, incarnation: int, actor: Any, event: Event, effects: Sequence[Effect]) -> None:
         """A cache-node handled an event; its effects are not carried out yet."""
-        held = self._held.setdefault((name, incarnation), {medium: set() for medium in self.shares})
+        held = self._held.setdefault((name, incarnation), {medium: set() for medium in Medium})
         told = [each for effect in effects if isinstance(effect, Publish) for each in effect.events]
         left: dict[Medium, Counter[str]] = {medium: Counter() for medium in held}
         for each in told:
@@ -64,7 +64,7 @@ class ShareChecker:
 
     def _came(self, actor: Any, event: Event, effects: Sequence[Effect]) -> dict[Medium, Counter[str]]:
         """Slots reserved, by tenant."""
-        keys: dict[Medium, list[Key]] = {medium: [] for medium in self.shares}
+        keys: dict[Medium, list[Key]] = {medium: [] for medium in Medium}
         for effect in effects:
             match effect:
                 case Send(_, SlotsReserved(grants=grants)) if isinstance(event, Received):
