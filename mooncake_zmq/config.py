@@ -5,7 +5,6 @@ errors.
 """
 
 import os
-import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -30,8 +29,9 @@ from mooncake_zmq.engine.cpu import Backend, Device
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.runtime.api_keys import api_keys_of
+from mooncake_zmq.runtime.exposure import Judgement, judged
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
-from mooncake_zmq.runtime.tls import SOON_DAYS, TlsFiles, days_left, presented, tls_files_of
+from mooncake_zmq.runtime.tls import tls_files_of
 from mooncake_zmq.transfer.key_files import directory_of
 from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint, is_loopback
 
@@ -610,6 +610,7 @@ def warnings(loaded: Loaded) -> Iterator[str]:
         )
     yield from _profile_warnings(loaded)
     yield from _plain_warnings(loaded)
+    yield from _quota_warnings(loaded)
     for node in config.of_role("gateway"):
         yield from (f"{node.name}: {text}" for text in gateway_warnings(loaded.section(node)))
     pools = {node.host for node in config.of_role("cache-node")}
@@ -633,26 +634,30 @@ def is_tls(section: GatewaySettings) -> bool:
 
 
 def gateway_warnings(section: GatewaySettings) -> Iterator[str]:
-    """Who may call this gateway, and who listens in."""
-    open_to = "" if is_loopback(f"tcp://{section.http_host}:0") else f"http_host {section.http_host} is not loopback"
-    guarded = api_keys_of(section.api_keys) is not None
-    if open_to and not guarded:
-        yield f"{open_to}, and without gateway.api_keys whoever reaches it may call it and see its metrics"
-    if open_to and not is_tls(section):
-        what = "prompts, answers and API keys" if guarded else "prompts and answers"
-        yield f"{open_to}, and without gateway.tls_certificate {what} go in clear"
-    if section.tls_certificate:
-        yield from _certificate_warnings(TlsFiles(Path(section.tls_certificate), Path(section.tls_key)))
+    """Who may call this gateway, and who listens in, where that is not well."""
+    yield from (judgement.found for judgement in exposure_of(section) if judgement.level != "ok")
 
 
-def _certificate_warnings(files: TlsFiles) -> Iterator[str]:
-    try:
-        left = days_left(presented(files).until, time.time())
-    except KeysError as error:
-        yield str(error)
-    else:
-        if left < SOON_DAYS:
-            yield f"{files.certificate} expires in {left} days"
+def exposure_of(section: GatewaySettings) -> Iterator[Judgement]:
+    """What it shows, and to whom."""
+    return judged(
+        http_host=section.http_host,
+        api_keys=section.api_keys,
+        tls_certificate=section.tls_certificate,
+        tls_key=section.tls_key,
+    )
+
+
+def _quota_warnings(loaded: Loaded) -> Iterator[str]:
+    """Quotas of a store's disk that are more than can be kept free of others."""
+    for node in loaded.config.of_role("cache-node"):
+        objects = loaded.section(node).objects
+        quotas, promised = sum(each.ssd_bytes for each in objects.tenants), objects.ssd.promised_bytes(objects.slab_bytes)
+        if node.store_endpoint and objects.ssd.directory and quotas > promised:
+            yield (
+                f"{node.name}: its store's tenants have disk quotas of {quotas} bytes, which are promises up to {promised} of "
+                "these `ssd.bytes`: others may push out what is within them"
+            )
 
 
 def _plain_warnings(loaded: Loaded) -> Iterator[str]:

@@ -310,6 +310,13 @@ def test_tenants_of_a_store_are_a_list_of_tables_whose_keys_are_known(write: Any
     assert any("may use nothing" in line for line in warnings(loaded))
 
 
+@pytest.mark.parametrize(("quota", "promised"), [(8_000_000_000, True), (9_000_000_000, False)])
+def test_disk_quotas_that_are_no_promise_are_told(write: Any, quota: int, promised: bool) -> None:
+    ssd = '[cache_node.objects.ssd]\ndirectory = "/ssd"\n'
+    loaded = load(write(ssd + TENANTS.format(more=f"ssd_bytes = {quota}")), environment={})
+    assert any("may push out" in line for line in warnings(loaded)) is not promised
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -323,6 +330,47 @@ def test_a_tenant_that_cannot_be_followed_is_the_operators_mistake(write: Any, m
     text = text.replace('namespaces = ["team-b/"]\n', "") if "namespaces" in more else text
     with pytest.raises(ConfigError) as caught:
         load(write(text), environment={})
+    assert said in str(caught.value)
+
+
+SHARES = """
+[cache_node]
+pool_bytes = 1_000_000
+ssd = {{ directory = "/ssd", bytes = 4_000_000 }}
+[[cache_node.tenants]]
+name = "alice"
+dram_bytes = 600_000
+ssd_bytes = 4_000_000
+[[cache_node.tenants]]
+name = "bob"
+{more}
+[[nodes]]
+name = "pool"
+role = "cache-node"
+"""
+
+
+def test_shares_of_a_pool_are_a_list_of_tables(write: Any) -> None:
+    loaded = load(write(SHARES.format(more="dram_bytes = 400_000")), environment={})
+    alice, bob = loaded.section(loaded.config.nodes[0]).tenants
+    assert (alice.name, alice.dram_bytes, alice.ssd_bytes) == ("alice", 600_000, 4_000_000)
+    assert (bob.dram_bytes, bob.ssd_bytes) == (400_000, 0)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("dram_bytes = 400_001", "dram_bytes are more than pool_bytes"),
+        ("ssd_bytes = 1", "ssd_bytes are more than ssd.bytes"),
+        ("dram_bytes = -1", "at least 0"),
+        ("share = 1", "cache_node.tenants[1].share: unknown key"),
+        ('[[cache_node.tenants]]\nname = "alice"', "alice is there twice"),
+        ('[[cache_node.tenants]]\nname = "a b"', "is no name"),
+    ],
+)
+def test_shares_that_cannot_be_kept_are_the_operators_mistake(write: Any, more: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(SHARES.format(more=more)), environment={})
     assert said in str(caught.value)
 
 

@@ -20,10 +20,10 @@ from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.kv.slots import Slots
-from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
+from mooncake_zmq.store.rules.object_log import MOVED_SHARE, ObjectLog, ObjectSsdSettings
 from mooncake_zmq.store.rules.object_record import ObjectRecord, record_bytes
 from mooncake_zmq.store.server.object_index import ObjectIndex
-from mooncake_zmq.store.tiers import MAX_MOVED, MOVED_SHARE
+from mooncake_zmq.store.tiers import MAX_MOVED
 from mooncake_zmq.transfer.disk_index import DiskIndex
 
 MEMORY_SHARE = 8

@@ -15,6 +15,7 @@ from mooncake_zmq.cache_node.contents import UNKNOWN, Contents, in_chains
 from mooncake_zmq.cache_node.disk_tier import RETRY, DiskContents, DiskTier
 from mooncake_zmq.cache_node.gathering import DISK, Gatherer, Gathering
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
+from mooncake_zmq.cache_node.tenants import PoolTenants, slots_of
 from mooncake_zmq.core.actor import (
     CancelTimer,
     Drained,
@@ -60,6 +61,7 @@ from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import BlocksStored, Medium
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.lease import GrantedLease, HolderId
+from mooncake_zmq.kv.shares import NOBODY
 from mooncake_zmq.kv.slots import Slots, SlotState
 
 __all__ = ["CacheNode", "CacheNodeSettings", "DiskContents", "KvEventsSettings", "SsdSettings"]
@@ -104,7 +106,10 @@ class CacheNode:
         self.host = host
         self.incarnation = incarnation
         self.counts = Tally()
-        self.slots = Slots(settings.pool_bytes // layout.slot_bytes, settings.eviction)
+        self._tenants = PoolTenants(settings.tenants)
+        slots = settings.pool_bytes // layout.slot_bytes
+        most = slots_of([each.dram_bytes for each in settings.tenants], settings.pool_bytes, slots)
+        self.slots = Slots(slots, settings.eviction, most)
         self._settings = settings
         self._layout = layout
         self._ids = Ids()
@@ -115,6 +120,8 @@ class CacheNode:
             self.slots,
             self._contents,
             policy=settings.eviction,
+            tenants=self._tenants,
+            most=slots_of([each.ssd_bytes for each in settings.tenants], settings.ssd.bytes, disk.slots),
             ref=self._ref,
             new_id=self._ids.new,
             counts=self.counts,
@@ -126,6 +133,7 @@ class CacheNode:
             self.slots,
             self._contents,
             self.disk,
+            tenants=self._tenants,
             grant=self._grant,
             new_id=self._ids.new,
             stored=self._copied_here,
@@ -262,7 +270,19 @@ class CacheNode:
             "demoting_blocks": self.disk.demoting,
             **{f"disk_degraded[what={what}]": degraded for what, degraded in self.disk.degraded.items()},
             "fetches": self._gatherer.fetches,
+            **self._by_tenant(),
         }
+
+    def _by_tenant(self) -> dict[str, float]:
+        """What each tenant has in both tiers, and its shares: 0 where it has none."""
+        told: dict[str, float] = {}
+        for tier, shares in (("dram", self.slots.shares), ("disk", self.disk.slots.shares)):
+            columns = zip(self._tenants.names, shares.held, shares.most, strict=True) if shares is not None else ()
+            for name, held, most in columns:
+                if name:
+                    told[f"cached_tenant_blocks[tenant={name},tier={tier}]"] = held
+                    told[f"capacity_tenant_blocks[tenant={name},tier={tier}]"] = most
+        return told
 
     def dump(self, now: float) -> dict[str, Any]:
         """See `core.actor`."""
@@ -334,6 +354,7 @@ class CacheNode:
             remote=remote,
             parents=parents,
             tokens=tokens,
+            tenants=self._owners(holder.node, slots),
         )
         reply = Send(holder.node, leased)
         if not run:
@@ -341,6 +362,13 @@ class CacheNode:
         self.disk.used(len(run))
         self._leases[holder] = GrantedLease(slots, now + gathering.ttl_s)
         return [reply, SetTimer(("lease", holder.node, holder.incarnation, holder.number), gathering.ttl_s)]
+
+    def _owners(self, holder: str, slots: Sequence[int]) -> tuple[str, ...]:
+        """Whose these blocks are, for another cache-node, which will have copies of them."""
+        if self.slots.shares is None or self._peers[holder].role != "cache-node":
+            return ()
+        owners = [self.slots.owner_of(slot) for slot in slots]
+        return tuple([self._tenants.names[owner] for owner in owners]) if any(owners) else ()
 
     def _told(self, slots: Sequence[int]) -> tuple[tuple[Key | None, ...], tuple[bytes, ...]]:
         """What these blocks follow and hold, in columns, as far as a message has room; none if nothing is known."""
@@ -432,12 +460,18 @@ class CacheNode:
         present = self.slots.present(message.keys)
         self._chains.touch(message.parent, [slot for slot in present if slot is not None])
         tokens = self._fitting_tokens(message)
-        slots, held = self.slots.reserve_missing(message.keys, 0 if self._draining else self._room_for_puts(sender))
+        owner = self._tenants.number(message.tenant)
+        room = 0 if self._draining else self._room_for_puts(sender)
+        slots, held = self.slots.reserve_missing(message.keys, room, [owner] * len(message.keys) if owner != NOBODY else ())
         generations = self.slots.generation
         grants = [GrantedSlot(index=index, slot=slot, generation=generations[slot]) for index, slot in slots.items()]
+        denied = len(message.keys) - held - len(grants)
         self.counts.add("put_blocks[result=granted]", len(grants))
         self.counts.add("put_blocks[result=held]", held)
-        self.counts.add("put_blocks[result=denied]", len(message.keys) - held - len(grants))
+        self.counts.add("put_blocks[result=denied]", denied)
+        if owner != NOBODY:
+            self.counts.add(f"tenant_put_blocks[tenant={message.tenant},result=granted]", len(grants))
+            self.counts.add(f"tenant_put_blocks[tenant={message.tenant},result=denied]", denied)
         self.counts.add("dedup_saved_bytes", held * self._layout.block_bytes)
         reply = Send(sender, SlotsReserved(put_id=message.put_id, grants=tuple(grants)))
         if not grants:

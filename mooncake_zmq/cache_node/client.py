@@ -197,8 +197,10 @@ class PoolClient:
         *,
         parent: Key | None,
         tokens: bytes,
+        tenant: str,
     ) -> list[Effect] | None:
-        """Offer a chain of blocks after the block `parent` (None: from the beginning), of `tokens` (int32 bytes), to the pool.
+        """Offer a chain of a tenant's blocks after the block `parent` (None: from the beginning), of `tokens` (int32 bytes), to
+        the pool.
 
         None if it was skipped; else `token` returns in `PutEnded.tokens` when the sources may go.
         """
@@ -207,8 +209,15 @@ class PoolClient:
                 self._counts.add("puts_skipped", len(keys))
             return None
         self._puts[put_id] = _Put(token, tuple(keys), tuple(sources), now)
-        ttl_s = self.settings.lease_ttl_s
-        return [Send(self.node, ReserveSlots(put_id=put_id, keys=tuple(keys), ttl_s=ttl_s, parent=parent, tokens=tokens))]
+        reserve = ReserveSlots(
+            put_id=put_id,
+            keys=tuple(keys),
+            ttl_s=self.settings.lease_ttl_s,
+            parent=parent,
+            tokens=tokens,
+            tenant=tenant,
+        )
+        return [Send(self.node, reserve)]
 
     def on_reserved(self, now: float, message: SlotsReserved, work_id: int) -> PutEnded:
         """Copy into the granted slots, as work `work_id`."""

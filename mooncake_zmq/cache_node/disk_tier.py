@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from mooncake_zmq.cache_node.contents import UNKNOWN, Content, Contents
 from mooncake_zmq.cache_node.settings import RETRY_S, SsdSettings
+from mooncake_zmq.cache_node.tenants import PoolTenants
 from mooncake_zmq.core.actor import Effect, SetTimer, Start
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.shell import Tally
@@ -55,11 +56,15 @@ class DiskTier:
         dram_contents: Contents,
         *,
         policy: str,
+        tenants: PoolTenants,
+        most: Sequence[int],
         ref: Callable[[int], SlotRef],
         new_id: Callable[[], int],
         counts: Tally,
     ) -> None:
-        self.slots = Slots(contents.slots, policy)
+        """`most`: blocks that each of the `tenants` may have here."""
+        self.slots = Slots(contents.slots, policy, most)
+        self._tenants = tenants
         self.readable = self.writable = contents.slots > 0
         self.fault = ""
         """Why the tier is off, or was when it was last written; empty once a write was good again."""
@@ -88,8 +93,10 @@ class DiskTier:
         """(DRAM slot, generation) to be written, the coldest first."""
         self._writing: dict[int, list[_Demotion]] = {}
         for block in contents.blocks:
-            self.slots.restore(block.slot, block.key, block.checksum)
-            self._note(block)
+            self.slots.restore(block.slot, block.key, block.checksum, tenants.number(block.tenant))
+        for block in contents.blocks:
+            if self.slots.shares is None or self.slots.held(block.key):  # else the share of its tenant has become smaller
+                self._note(block)
 
     @property
     def capacity(self) -> int:
@@ -131,7 +138,7 @@ class DiskTier:
         effects: list[Effect] = [SetTimer(RETRY, self._retry_s)] if self._retry_s else []
         self._retry_s = 0.0
         while self.writable and len(self._writing) < BATCHES:
-            if not self._todo and not self._draining and self.unsaved > 0 and self._clean <= self._window() * 3 // 4:
+            if not self._todo and not self._draining and self.unsaved > 0 and self._clean <= sum(self._windows()) * 3 // 4:
                 self._look()
             if self._writing and len(self._todo) < self._settings.batch_blocks:
                 break
@@ -152,10 +159,14 @@ class DiskTier:
             key = self._dram.key_of(slot)
             if self._dram.generation[slot] != generation or key is None or self.slots.held(key):
                 continue
-            target = self.slots.reserve(key)
+            owner = self._dram.owner_of(slot)
+            target = self.slots.reserve(key, owner)
             if target is None:
-                break
-            demotions.append(_Demotion(slot, DiskBlock(target, key, self._dram.checksum[slot], *self._content_above(slot))))
+                if self.slots.shares is None:
+                    break
+                continue  # others may have room
+            content, tenant = self._content_above(slot), self._tenants.names[owner]
+            demotions.append(_Demotion(slot, DiskBlock(target, key, self._dram.checksum[slot], *content, tenant)))
         return demotions
 
     def _content_above(self, slot: int) -> Content:
@@ -165,11 +176,16 @@ class DiskTier:
 
     def _look(self) -> None:
         """Find what of the cold end of DRAM is not on disk. Looked at again only when a quarter of that is used up."""
-        window = self._window()
-        self._clean = window
-        for slot in self._dram.coldest(window):
+        windows = self._windows()
+        self._clean = sum(windows)
+        due: dict[int, int] = {}
+        for slot in self._dram.cold_ends(windows):
             key = self._dram.key_of(slot)
-            if key is not None and not self.slots.held(key):
+            if key is None or self.slots.held(key):
+                continue
+            owner = self._dram.owner_of(slot)
+            due[owner] = due.get(owner, 0) + 1
+            if due[owner] <= self.slots.room(owner) // 2:
                 self._todo.append((slot, self._dram.generation[slot]))
 
     def writes(self, work_id: int) -> bool:
@@ -258,14 +274,14 @@ class DiskTier:
                 lost += 1
         self.unsaved += sum(slot is not None for slot in self._dram.present(disk)) - lost
         self._counts.add("evicted_unsaved_blocks", lost if self.slots.capacity else 0)
+        if lost and self._dram.shares is not None:
+            self._clean = 0  # one tenant's cold end may be used up long before those of all
 
-    def _window(self) -> int:
-        """How many of the coldest evictable slots are to be on disk as well, those that are free being as good.
+    def _windows(self) -> list[int]:
+        """How many of the coldest evictable slots of each order are to be on disk as well, those that are free being as good.
 
         At most half of the disk's slots: else writing one block could take the place of another that is then due again.
         """
-        most = self.slots.capacity // 2
-        if self._draining:
-            return min(self._dram.capacity, most)
-        share = int(self._dram.capacity * self._settings.ahead)
-        return max(0, min(share - self._dram.count(SlotState.FREE), MAX_SCAN, most))
+        windows = self._dram.windows(1.0 if self._draining else self._settings.ahead)
+        most, total = min(self.slots.capacity // 2, self._dram.capacity if self._draining else MAX_SCAN), sum(windows)
+        return windows if total <= most else [window * most // total for window in windows]

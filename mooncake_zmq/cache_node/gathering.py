@@ -13,12 +13,14 @@ from itertools import pairwise
 from mooncake_zmq.cache_node.contents import UNKNOWN, Content, Contents
 from mooncake_zmq.cache_node.disk_tier import DiskTier
 from mooncake_zmq.cache_node.settings import CacheNodeSettings
+from mooncake_zmq.cache_node.tenants import PoolTenants
 from mooncake_zmq.core.actor import Effect, Send, Start
 from mooncake_zmq.core.messages import BlocksLeased, LeaseBlocks, ReleaseLease, ReportCorrupt, SlotRef, SourceRate
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskBlock, SlotGrant, WorkFailed
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.lease import HolderId
+from mooncake_zmq.kv.shares import NOBODY
 from mooncake_zmq.kv.slots import Slots
 
 DISK = ""
@@ -84,6 +86,8 @@ class _Fetch:
     copies: list[tuple[Key, int, SlotRef | DiskBlock]] = field(default_factory=list)
     told: dict[Key, Content] = field(default_factory=dict)
     """What the source says that its blocks hold."""
+    owners: dict[Key, int] = field(default_factory=dict)
+    """Whose it says they are; none if they are nobody's."""
 
 
 @dataclass(slots=True)
@@ -109,6 +113,7 @@ class Gatherer:
         contents: Contents,
         disk: DiskTier,
         *,
+        tenants: PoolTenants,
         grant: Callable[[int], SlotGrant],
         new_id: Callable[[], int],
         stored: Callable[[Sequence[Key]], None],
@@ -121,6 +126,7 @@ class Gatherer:
         self._dram = dram
         self._contents = contents
         self._disk = disk
+        self._tenants = tenants
         self._grant = grant
         self._new_id = new_id
         self._stored = stored
@@ -306,6 +312,7 @@ class Gatherer:
         if gathering is not None and time_left > 0 and leased:
             blocks = list(zip(fetch.keys, message.sources, strict=False))
             fetch.told = self._fitting_contents(fetch.keys, message)
+            fetch.owners = dict(zip(fetch.keys, map(self._tenants.number, message.tenants), strict=False))
         effects = self._copy(now, message.lease_id, fetch, blocks, time_left)
         return effects + (self._advance(now, gathering) if gathering is not None else [])
 
@@ -318,11 +325,18 @@ class Gatherer:
             return {}
         return dict(zip(keys, map(Content, message.parents, message.tokens), strict=False))
 
+    def _owners(self, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]]) -> list[int]:
+        """Whose each of them is; none if it is known that all are nobody's."""
+        if self._dram.shares is None:
+            return []
+        of_disk, told = self._disk.slots.owner_of, fetch.owners
+        return [of_disk(each.slot) if isinstance(each, DiskBlock) else told.get(key, NOBODY) for key, each in blocks]
+
     def _copy(
         self, now: float, fetch_id: int, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]], time_left: float
     ) -> list[Effect]:
         keys = [key for key, _ in blocks]
-        slots, held = self._dram.reserve_missing(keys, len(keys))
+        slots, held = self._dram.reserve_missing(keys, len(keys), self._owners(fetch, blocks))
         if len(slots) + held < len(keys):
             self._counts.add("fetches_denied[reason=no_room]")
             gathering = self.gatherings.get(fetch.holder)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from mooncake_zmq.cache_node.tenants import PoolTenant, check_shares
 from mooncake_zmq.core.messages import MAX_BLOCKS
 from mooncake_zmq.kv.eviction import POLICIES
 from mooncake_zmq.store.rules.objects import ObjectSettings
@@ -88,6 +89,8 @@ class CacheNodeSettings:
     max_wishes: int = 8
     """A conductor's wishes for copies worked on at a time; further ones are left."""
     ssd: SsdSettings = field(default_factory=SsdSettings)
+    tenants: tuple[PoolTenant, ...] = ()
+    """Shares of the pool, by the names of API keys. Blocks of all others are nobody's."""
     kv_events: KvEventsSettings = field(default_factory=KvEventsSettings)
     objects: ObjectSettings = field(default_factory=ObjectSettings)
     """Of the store for other engines, which a node serves if it has a `store_endpoint`."""
@@ -95,6 +98,7 @@ class CacheNodeSettings:
     def __post_init__(self) -> None:
         if self.pool_bytes <= 0:
             raise ValueError("pool_bytes must be positive")
+        check_shares(self.tenants, self.pool_bytes, self.ssd.bytes if self.ssd.directory else 0)
         if self.eviction not in POLICIES:
             raise ValueError(f"eviction must be one of {', '.join(sorted(POLICIES))}")
         if min(self.max_lease_s, self.fetch_lease_s, self.probe_s, self.report_s) <= 0:

@@ -20,6 +20,8 @@ MAX_BLOCKS = 16_384
 """Blocks one message may name; longer lists are split by the sender."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
+Tenant = Annotated[str, Meta(max_length=64)]
+"""Name of an API key, whose shares of the pools a request's blocks are charged to; empty: nobody's."""
 MAX_TEXT = 512
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -388,6 +390,7 @@ class StartPrefill(_Message, frozen=True):
     tbt_slo_s: Seconds = 0.0
     stages: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
     """See `Placed`."""
+    tenant: Tenant = ""
 
 
 class FirstToken(_Message, frozen=True):
@@ -452,6 +455,7 @@ class ReserveDecode(_Message, frozen=True):
     """See `Placed`."""
     past: Tokens = b""
     """See `Sampling.past`: of the prompt tokens."""
+    tenant: Tenant = ""
 
 
 class DecodeReserved(_Message, frozen=True):
@@ -578,6 +582,8 @@ class BlocksLeased(_Message, frozen=True):
     tokens: Annotated[tuple[Tokens, ...], Meta(max_length=MAX_BLOCKS)] = ()
     """If asked for: what each block follows (none: it begins a prompt) and holds, nothing where that is not known. No columns
     if it is not known of any. At most `MAX_TOKENS` in all."""
+    tenants: Annotated[tuple[Tenant, ...], Meta(max_length=MAX_BLOCKS)] = ()
+    """For another cache-node: whose each block is; no column if all are nobody's."""
 
     def __post_init__(self) -> None:
         blocks = len(self.slots)
@@ -588,6 +594,8 @@ class BlocksLeased(_Message, frozen=True):
                 raise ValueError("columns of different lengths")
             if sum(map(len, self.tokens)) > 4 * MAX_TOKENS:
                 raise ValueError(f"more than {MAX_TOKENS} tokens")
+        if self.tenants and len(self.tenants) != blocks:
+            raise ValueError("columns of different lengths")
 
     @property
     def sources(self) -> tuple[SlotRef, ...]:
@@ -625,6 +633,7 @@ class ReserveSlots(_Message, frozen=True):
     parent: Key | None = None
     tokens: Tokens = b""
     """What the blocks hold, for KV events, and the block they follow (none: they begin a prompt): `keys` are a chain."""
+    tenant: Tenant = ""
 
 
 class GrantedSlot(_Record, frozen=True):

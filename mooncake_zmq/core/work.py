@@ -184,6 +184,8 @@ class DiskBlock(Struct, frozen=True, gc=False):
     parent: Key | None = None
     tokens: bytes = b""
     """What is known of the block when it is written, and after a restart; nothing depends on it but KV events."""
+    tenant: str = ""
+    """Whose it is, after a restart too."""
 
 
 class CopyBlocks(Struct, frozen=True):

@@ -76,6 +76,7 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.decode.batch import Place, retry_after_s, step_members, victim
 from mooncake_zmq.decode.request import MISSING, NEXT_STATE, Group, Request, RequestEvent, RequestState
 from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.checksum import block_checksum, block_checksums
 from mooncake_zmq.kv.layout import BlockLayout
 
@@ -516,12 +517,7 @@ class Decode:
         if not keys or len(keys) > complete or len(done.block_tokens) != len(keys) * size * 4:
             return []
         sources = [SequenceBlock(request.sequence, block) for block in range(complete - len(keys), complete)]
-        parent, tokens = done.parent, done.block_tokens
-        effects = self._pool.put(now, self._ids.new(), keys, sources, request, parent=parent, tokens=tokens)
-        if effects is None:
-            return []
-        request.in_flight += 1
-        return effects
+        return self._put(now, request, keys, sources, done.parent, done.block_tokens)
 
     def _on_handoff_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:
         request = self._requests.get(message.request_id)
@@ -687,7 +683,20 @@ class Decode:
         tokens = request.tail[:told]
         request.parent, request.tail = keys[-1], request.tail[told:]
         request.keyed_blocks += len(keys)
-        effects = self._pool.put(now, self._ids.new(), keys, sources, request, parent=before, tokens=tokens)
+        return self._put(now, request, keys, sources, before, tokens)
+
+    def _put(
+        self,
+        now: float,
+        request: Request,
+        keys: Sequence[Key],
+        sources: Sequence[SequenceBlock],
+        parent: Key | None,
+        tokens: bytes,
+    ) -> list[Effect]:
+        """Offer blocks of its sequence, which a copy then uses."""
+        put_id, tenant = self._ids.new(), request.request.tenant
+        effects = self._pool.put(now, put_id, keys, sources, request, parent=parent, tokens=tokens, tenant=tenant)
         if effects is None:
             return []
         request.in_flight += 1

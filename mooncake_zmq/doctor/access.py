@@ -1,21 +1,16 @@
 """Who is let in: keys of this machine's nodes, API keys and certificates of its gateways. Nothing is told of secrets."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mooncake_zmq.config import NodeSettings
+from mooncake_zmq.config import NodeSettings, exposure_of
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.doctor.finding import Finding, Here
 from mooncake_zmq.doctor.places import units_installed
-from mooncake_zmq.runtime import api_keys, tls
-from mooncake_zmq.runtime.tls import TlsFiles
 from mooncake_zmq.transfer import key_files
-from mooncake_zmq.transfer.sockets import is_loopback
 
 AREA = "access"
-UNSEEN = " (credentials of its unit are not seen here)"
 
 
 def examine(here: Here) -> Iterator[Finding]:
@@ -26,15 +21,8 @@ def examine(here: Here) -> Iterator[Finding]:
             yield node_key(directory, node.name, units_installed())
             yield from tenants_clients(directory, node, here.section(node))
     for node in here.of_role("gateway"):
-        section = here.section(node)
-        far = not is_loopback(f"tcp://{section.http_host}:0")
-        yield callers(node, section.api_keys, far)
-        try:
-            files = tls.tls_files_of(section.tls_certificate, section.tls_key)
-        except KeysError as error:
-            yield Finding(AREA, "problem", f"{node.name}: {error}", "LoadCredential= for both in the unit")
-            continue
-        yield in_clear(node, far) if files is None else certificate(node, files, time.time())
+        for judgement in exposure_of(here.section(node)):
+            yield Finding(AREA, judgement.level, f"{node.name}: {judgement.found}", judgement.advice)
 
 
 def node_key(directory: Path, name: str, units: bool) -> Finding:
@@ -68,40 +56,3 @@ def tenants_clients(directory: Path, node: NodeSettings, section: Any) -> Iterat
         yield Finding(
             AREA, "ok", f"{node.name}: its store has {len(tenants)} tenants, and {len(wanted)} clients of theirs a key"
         )
-
-
-def callers(node: NodeSettings, setting: str, far: bool) -> Finding:
-    """Of a gateway."""
-    path = api_keys.api_keys_of(setting)
-    if path is None:
-        if not far:
-            return Finding(AREA, "ok", f"{node.name}: no API keys, and it listens on this machine alone")
-        advice = f"gateway.api_keys = FILE; `mooncake-zmq keys api NAME --in FILE` makes them{UNSEEN}"
-        return Finding(AREA, "warning", f"{node.name}: whoever reaches it may call it, and see its metrics", advice)
-    try:
-        return Finding(AREA, "ok", f"{node.name}: {len(api_keys.read(path))} API keys in {path}")
-    except KeysError as error:
-        return Finding(AREA, "problem", f"{node.name}: {error}", "`mooncake-zmq keys api NAME --in FILE` makes the file")
-
-
-def in_clear(node: NodeSettings, far: bool) -> Finding:
-    """A gateway without TLS."""
-    if not far:
-        return Finding(AREA, "ok", f"{node.name}: HTTP, on this machine alone")
-    advice = "gateway.tls_certificate and gateway.tls_key, or a proxy before it on this machine" + UNSEEN
-    return Finding(AREA, "warning", f"{node.name}: HTTP beyond this machine: what is asked and answered goes in clear", advice)
-
-
-def certificate(node: NodeSettings, files: TlsFiles, now: float) -> Finding:
-    """What clients would say of it."""
-    try:
-        shown = tls.presented(files)
-    except KeysError as error:
-        return Finding(
-            AREA, "problem", f"{node.name}: {error}", "put a new certificate and its key there; no restart is needed"
-        )
-    left = tls.days_left(shown.until, now)
-    found = f"{node.name}: {files.certificate} for {', '.join(shown.names) or 'no name'}, good for {left} days"
-    if left >= tls.SOON_DAYS:
-        return Finding(AREA, "ok", found)
-    return Finding(AREA, "warning", found, "have it renewed: the gateway reads the files anew when they change")

@@ -223,7 +223,7 @@ def _forget_beside(path: Path) -> None:
 def _index_seeds() -> list[bytes]:
     path = _directory() / "seed.sqlite"
     index = DiskIndex.open(path, "fingerprint", 64)
-    index.put([(BLOCK, 1), (DiskBlock(4, KEY[::-1], 1 << 63, KEY, b""), 2)])
+    index.put([(BLOCK, 1), (DiskBlock(4, KEY[::-1], 1 << 63, KEY, b"", "a-tenant"), 2)])
     index.close()
     return [path.read_bytes()]
 

@@ -415,6 +415,7 @@ def prepare(
                 ttft_slo_s=body.ttft_slo,
                 tbt_slo_s=body.tbt_slo,
                 priority=body.priority or 0,
+                tenant="" if tenant is None else tenant.name,
             )
             prepared.requests.append(request)
             prepared.choices.append(Choice(index, ids, model, stops=stops, min_tokens=stop.min_tokens, echo=echo))

@@ -69,6 +69,8 @@ class ClientRequest:
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     priority: int = 0
+    tenant: str = ""
+    """Whose shares of the pools its blocks are charged to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +435,7 @@ class Requests:
             priority=client.priority,
             tbt_slo_s=message.tbt_slo_s,
             stages=message.stages,
+            tenant=client.tenant,
         )
         return [*effects, Send(message.prefill, start)]
 

@@ -7,8 +7,9 @@ ends the block itself. Chains are inserted and touched from the leaf to the root
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, Self
 
 OUT = -1
 """In place of a link: the slot is in no list."""
@@ -18,8 +19,8 @@ MAX_DEPTH = 4095
 """Deeper blocks count as this deep: 2 million tokens at 512 a block."""
 
 
-class Eviction(Protocol):
-    """The evictable slots of one tier in the order in which they go."""
+class Evictable(Protocol):
+    """The evictable slots of one tier, each of which has its turn."""
 
     def insert(self, slots: Sequence[int], depths: Sequence[int]) -> None:
         """`slots` may be evicted from now on, used just now, one after the other; the block of each stands at its depth in its
@@ -34,11 +35,8 @@ class Eviction(Protocol):
     def forget(self, slot: int) -> None:
         """The block of a slot that is not in here is gone: what comes next there is new."""
 
-    def pop(self) -> int:
-        """Take the next victim out; there must be one."""
-
     def coldest(self, limit: int) -> list[int]:
-        """What up to `limit` calls of `pop` would answer; changes nothing."""
+        """Up to `limit` slots that are next to go; changes nothing."""
 
     def demote(self, slot: int) -> None:
         """Make a slot in here the next victim."""
@@ -48,17 +46,41 @@ class Eviction(Protocol):
     def __contains__(self, slot: int) -> bool: ...
 
 
+class Eviction(Evictable, Protocol):
+    """All in one order: what `coldest` answers is what as many calls of `pop` would."""
+
+    def pop(self) -> int:
+        """Take the next victim out; there must be one."""
+
+    def sibling(self) -> Self:
+        """One more order over the same slots and columns, empty: a slot is in one of them, until its block is forgotten."""
+
+
 class Lru:
     """Least recently used first: a doubly linked ring through two int32 columns, 8 bytes a slot.
 
-    Node `capacity` is the ring's beginning and end; `next` leads from there to the coldest slot, and on to the hottest.
+    Node `end`, behind the slots, is the ring's beginning and end; `next` leads from there to the coldest slot, and on to the
+    hottest.
     """
 
     def __init__(self, capacity: int, rings: int = 1) -> None:
-        self._end = capacity
-        self._next = array("i", [OUT]) * capacity + array("i", range(capacity, capacity + rings))
+        self._next = array("i", [OUT]) * capacity
         self._previous = self._next[:]
+        self._rings = rings
+        self._begin()
+
+    def _begin(self) -> None:
+        """Empty, with rings of its own."""
+        self._end = len(self._next)
+        own = range(self._end, self._end + self._rings)
+        self._next.extend(own)
+        self._previous.extend(own)
         self._count = 0
+
+    def sibling(self) -> Self:
+        other = copy(self)
+        other._begin()
+        return other
 
     def __len__(self) -> int:
         return self._count
@@ -131,6 +153,9 @@ class _Ranked(Lru):
 
     def __init__(self, capacity: int, ranks: int) -> None:
         super().__init__(capacity, rings=ranks)
+
+    def _begin(self) -> None:
+        super()._begin()
         self._in_use = 0
         """Bit r is set while some slot has rank r."""
 
@@ -209,9 +234,12 @@ class Sieve(Lru):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._use = bytearray(capacity)
+
+    def _begin(self) -> None:
+        super()._begin()
         self._held = 0
         """Slots in the ring that may not be evicted for now."""
-        self._hand = capacity
+        self._hand = self._end
         """Where to look next; at the ring's own node, it begins again at the oldest."""
 
     def __len__(self) -> int:

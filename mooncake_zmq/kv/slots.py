@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.kv.eviction import make_policy
+from mooncake_zmq.kv.eviction import Evictable, Eviction, make_policy
 from mooncake_zmq.kv.key_table import EMPTY, KeyTable
+from mooncake_zmq.kv.shares import NOBODY, Shares
 
 
 class SlotState(Enum):
@@ -64,9 +65,10 @@ for (_before, _event), _after in NEXT_STATE.items():
 
 
 class Slots:
-    """A key names at most one slot; a slot may be anonymous (no key). `policy`: who goes first, see `kv.eviction`."""
+    """A key names at most one slot; a slot may be anonymous (no key). `policy`: who goes first, see `kv.eviction`. `most`: what
+    each owner may have, see `kv.shares`; with none, all slots are nobody's."""
 
-    def __init__(self, capacity: int, policy: str = "lru") -> None:
+    def __init__(self, capacity: int, policy: str = "lru", most: Sequence[int] = ()) -> None:
         self.capacity = capacity
         self.generation = array("Q", [0]) * capacity
         self.checksum = array("Q", [0]) * capacity
@@ -80,7 +82,9 @@ class Slots:
         self._counts = [capacity] + [0] * (len(STATES) - 1)
         self._pinned = 0
         self._by_key = KeyTable(capacity)
-        self._evictable = make_policy(policy, capacity)
+        self._order = make_policy(policy, capacity)
+        self.shares = Shares(self._order, capacity, most) if most else None
+        self._evictable: Evictable = self._order if self.shares is None else self.shares
         """Committed slots with a key and without a pin."""
         self._untouched = 0
         """Slots from here on have never been handed out in this life: free, or restored."""
@@ -160,42 +164,57 @@ class Slots:
         states = self._state
         return [slot for slot in slots if states[slot] == WRITING]
 
-    def reserve(self, key: Key | None) -> int | None:
-        """A slot to write, evicting the policy's next victim if none is free; None if all are pinned, written or retired."""
+    def owner_of(self, slot: int) -> int:
+        """Whose a slot is that is not free."""
+        return self.shares.of[slot] if self.shares is not None else NOBODY
+
+    def reserve(self, key: Key | None, owner: int = NOBODY) -> int | None:
+        """A slot to write, evicting the policy's next victim if none is free; None if all are pinned, written or retired, or
+        other owners'."""
         assert key is None or not self.held(key), "a key is stored once"
-        slots = self._take(1)
+        slots = self._take(1) if self.shares is None else self._take_shared(self.shares, (owner,))
         if not slots:
             return None
         if key is not None:
             self._by_key.insert(key, slots[0])
         return slots[0]
 
-    def reserve_missing(self, keys: Sequence[Key], most: int) -> tuple[dict[int, int], int]:
+    def reserve_missing(self, keys: Sequence[Key], most: int, owners: Sequence[int] = ()) -> tuple[dict[int, int], int]:
         """As `reserve` of those of `keys` that are not held, as far as there is room, of `most` at most: slots by index in
-        `keys`. And how many are held: what this evicts for them was."""
+        `keys`. And how many are held: what this evicts for them was. `owners`: of each key; none: nobody's."""
         missing: dict[Key, int] = {}
         for index, slot in enumerate(self._by_key.slots_of(keys)):
             if slot == EMPTY:
                 missing.setdefault(keys[index], index)
+        wanted = list(missing.items())[: max(0, most)]
+        if self.shares is None:
+            slots = self._take(len(wanted))
+        else:
+            slots = self._take_shared(self.shares, [owners[index] if owners else NOBODY for _, index in wanted])
         granted: dict[int, int] = {}
-        for (key, index), slot in zip(missing.items(), self._take(min(most, len(missing))), strict=False):
+        for (key, index), slot in zip(wanted, slots, strict=False):
             self._by_key.insert(key, slot)
             granted[index] = slot
         return granted, len(keys) - len(missing)
 
     def reserve_anonymous(self, count: int) -> list[int]:
         """As `reserve` of so many without a key; there is room for them."""
-        slots = self._take(count)
+        slots = self._take(count) if self.shares is None else self._take_shared(self.shares, [NOBODY] * count)
         assert len(slots) == count, "no room"
         return slots
 
-    def restore(self, slot: int, key: Key, checksum: int) -> None:
-        """A copy that survived on its medium is readable again, the generation as it is; call it for the coldest first.
+    def restore(self, slot: int, key: Key, checksum: int, owner: int = NOBODY) -> None:
+        """A copy that survived on its medium is readable again, the generation as it is. Call it for the coldest first: of
+        what is more than its owner's share, the coldest go.
 
         Only for slots never handed out in this life, so before the first `reserve`: what was handed out was overwritten.
         """
         assert slot >= self._untouched, "handed out before"
         assert not self.held(key), "a key is stored once"
+        if self.shares is not None:
+            if colder := self.shares.victims(owner, free=True):
+                self._drop(colder.pop())
+            self.shares.take(slot, owner)
         self._by_key.insert(key, slot)
         self._move(slot, SlotEvent.RESTORE)
         self.checksum[slot] = checksum
@@ -232,6 +251,7 @@ class Slots:
         """Give a reserved or quarantined slot back; whatever was written there was never visible."""
         assert self.pins[slot] == 0
         self._unname(slot, announce=False)
+        self._disown(slot)
         self._move(slot, SlotEvent.FREE)
         self._set_generation(slot, self.generation[slot] + 1)
         self._put_back(slot)
@@ -247,6 +267,7 @@ class Slots:
         self._move(slot, SlotEvent.RETIRE)
         self._evictable.remove((slot,))
         self._unname(slot)
+        self._disown(slot)
         self._set_generation(slot, self.generation[slot] + 2)
 
     def forget(self, slot: int) -> None:
@@ -307,8 +328,23 @@ class Slots:
         self._evictable.touch(list(used)[::-1], list(used.values())[::-1])
 
     def coldest(self, limit: int) -> list[int]:
-        """Up to `limit` slots in the order in which `reserve` would evict them; changes nothing."""
+        """Up to `limit` slots in the order in which `reserve` would evict them, if all are nobody's; changes nothing."""
         return self._evictable.coldest(limit)
+
+    def windows(self, share: float) -> list[int]:
+        """How many evictable slots are the coldest `share` of the room, those that are free being as good: of each order, as
+        there are several where owners have shares."""
+        if self.shares is not None:
+            return self.shares.windows(share)
+        return [max(0, int(self.capacity * share) - self._counts[FREE])]
+
+    def cold_ends(self, windows: Sequence[int]) -> list[int]:
+        """So many of the coldest evictable slots of each order."""
+        return self.shares.cold_ends(windows) if self.shares is not None else self._order.coldest(*windows)
+
+    def room(self, owner: int) -> int:
+        """Slots that an owner can count on."""
+        return self.shares.room(owner) if self.shares is not None else self.capacity
 
     def demote(self, slot: int) -> None:
         """Make an unpinned committed slot the next victim."""
@@ -336,12 +372,39 @@ class Slots:
         assert len(self._by_key) == sum(map(bool, self._by_key.named()))
         assert len(self._free) == len(set(self._free)) == self._state.count(FREE, 0, self._untouched)
         assert all(self._state[slot] == FREE for slot in self._free)
+        if self.shares is not None:
+            gone = (FREE, STATES.index(SlotState.RETIRED))
+            self.shares.check([slot for slot in range(self.capacity) if self._state[slot] not in gone])
 
     def _take(self, most: int) -> list[int]:
         """Up to `most` slots to write, which hold nothing: those that are free, then the policy's victims."""
         free = max(0, min(most, self._counts[FREE]))
         slots = [self._take_free() for _ in range(free)]
-        slots += [self._evict() for _ in range(min(most - free, len(self._evictable)))]
+        slots += [self._evict(self._order) for _ in range(min(most - free, len(self._evictable)))]
+        self._written_anew(slots, free)
+        return slots
+
+    def _take_shared(self, shares: Shares, owners: Sequence[int]) -> list[int]:
+        """Likewise a slot for each of `owners`, as their shares allow; the first that gets none ends it."""
+        slots: list[int] = []
+        free = 0
+        for owner in owners:
+            victims = shares.victims(owner, free=self._counts[FREE] > free)
+            if victims is None:
+                slot = self._take_free()
+                free += 1
+            elif victims:
+                slot = self._evict(victims)
+                shares.give(slot)
+            else:
+                break
+            shares.take(slot, owner)
+            slots.append(slot)
+        self._written_anew(slots, free)
+        return slots
+
+    def _written_anew(self, slots: Sequence[int], free: int) -> None:
+        """So many of them were free, the others are evicted."""
         states, generations, fences = self._state, self.generation, self.fences
         for slot in slots:
             states[slot] = WRITING
@@ -350,10 +413,9 @@ class Slots:
         moves = MOVES[SlotEvent.RESERVE]
         self._count(FREE, *moves[FREE], free)
         self._count(COMMITTED, *moves[COMMITTED], len(slots) - free)
-        return slots
 
-    def _evict(self) -> int:
-        slot = self._evictable.pop()
+    def _evict(self, order: Eviction) -> int:
+        slot = order.pop()
         self.evicted.append(self._by_key.remove(slot))
         self._evictable.forget(slot)
         return slot
@@ -374,7 +436,11 @@ class Slots:
         named = self._by_key.is_named
         kept = [(slot, depth) for slot, depth in zip(slots, depths, strict=True) if named(slot)]
         self._evictable.insert([slot for slot, _ in kept], [depth for _, depth in kept])
-        self._vacate([slot for slot in slots if not named(slot)])
+        lost = [slot for slot in slots if not named(slot)]
+        if self.shares is not None:
+            for slot in lost:
+                self.shares.give(slot)
+        self._vacate(lost)
 
     def _vacate(self, slots: Sequence[int]) -> None:
         """Committed slots that nobody could find are free."""
@@ -385,6 +451,16 @@ class Slots:
             fences.append((slot, generation))
             self._put_back(slot)
         self._count(COMMITTED, *MOVES[SlotEvent.FREE][COMMITTED], len(slots))
+
+    def _drop(self, slot: int) -> None:
+        """Nobody finds a committed slot any more, and none may read it: it is free."""
+        self._unname(slot, announce=False)
+        self._disown(slot)
+        self._vacate((slot,))
+
+    def _disown(self, slot: int) -> None:
+        if self.shares is not None:
+            self.shares.give(slot)
 
     def _put_back(self, slot: int) -> None:
         if slot < self._untouched:  # else it was restored, and its turn as one never handed out is still to come

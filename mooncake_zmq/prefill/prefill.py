@@ -439,6 +439,7 @@ class Prefill:
             booking=request.booking,
             tbt_slo_s=request.tbt_slo_s,
             past=request.sampling.past(request.tokens),
+            tenant=request.tenant,
         )
         return [*effects, Send(request.decode, reserve)]
 
@@ -763,6 +764,7 @@ class Prefill:
             tuple(slots),
             parent=request.keys[first - 1] if first else None,
             tokens=request.tokens[first * size : stop * size],
+            tenant=request.tenant,
         )
         if effects is None:
             self.slots.unpin(slots)

@@ -51,8 +51,8 @@ from mooncake_zmq.core.node import Node, Outer, Transmit
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent
-from mooncake_zmq.transfer.connections import Connections, came_by
-from mooncake_zmq.transfer.sockets import USER_ID, BadEndpoint, Limits, Sockets, check_endpoint
+from mooncake_zmq.transfer.connections import Connections, skip_rest, take_part
+from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets, check_endpoint
 
 log = structlog.get_logger()
 
@@ -397,14 +397,12 @@ class ZmqRuntime:
                 self._router.recv(zmq.DONTWAIT)  # the connection's identity; who speaks, the envelope tells
             except zmq.Again:
                 return self._drained_all()
-            frame, key_of = self._take_frame()
+            frame, key_of = take_part(self._router, self._connections, keyed=self._keyed)
             self._count("frames_received")
-            if self._router.get(zmq.RCVMORE):
-                while self._router.get(zmq.RCVMORE):
-                    self._take_frame()
+            if skip_rest(self._router, self._connections):
                 self._count("frames_dropped[reason=not_single_part]")
-                continue
-            self._carry_out(self.node.receive(time.monotonic(), frame, key_of))
+            else:
+                self._carry_out(self.node.receive(time.monotonic(), frame, key_of))
         return True
 
     def _drained_all(self) -> bool:
@@ -412,14 +410,6 @@ class ZmqRuntime:
         if self._connections is not None:
             self._connections.drained()
         return False
-
-    def _take_frame(self) -> tuple[bytes, str | None]:
-        """The next part of the message at hand, and whose key its connection has; None: nobody had to show one."""
-        if self._connections is None:
-            return self._router.recv(zmq.DONTWAIT), None
-        frame = self._router.recv(zmq.DONTWAIT, copy=False)
-        self._connections.took(came_by(frame), len(frame))
-        return frame.bytes, str(frame.get(USER_ID)) if self._keyed else None
 
     def _tick(self) -> None:
         self._carry_out(self.node.tick(time.monotonic()))

@@ -1,6 +1,7 @@
 """The invariants I1 to I6, watched from outside: at the actors' edge, in the memory, at the clients. Nothing trusts an actor.
 
 The checkers keep their own picture of every lease and put, made from the messages alone, and hold the memory against it.
+I7 is watched by `share_checker`.
 """
 
 from collections import Counter
@@ -45,6 +46,7 @@ from mooncake_zmq.kv.events import BlocksStored
 from mooncake_zmq.simulation.hardware import Machine, Running, Segment
 
 if TYPE_CHECKING:
+    from mooncake_zmq.simulation.share_checker import ShareChecker
     from mooncake_zmq.simulation.simulator import ProcessSpec, Simulator
     from mooncake_zmq.simulation.world import Life, Process
 
@@ -99,9 +101,17 @@ class _Pool:
 
 class Checkers:
     """All checkers of one run. `blocks`: what every key's block must hold; `roots`: what prompts begin after; `max_lease_s`:
-    the longest lease granted."""
+    the longest lease granted; `shares`: the tenants' of every pool."""
 
-    def __init__(self, *, blocks: Mapping[Key, bytes], roots: Sequence[bytes], block_tokens: int, max_lease_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        blocks: Mapping[Key, bytes],
+        roots: Sequence[bytes],
+        block_tokens: int,
+        max_lease_s: float,
+        shares: "ShareChecker",
+    ) -> None:
         self.messages: Counter[str] = Counter()
         self.works: Counter[str] = Counter()
         self.transitions: Counter[str] = Counter()
@@ -112,6 +122,7 @@ class Checkers:
         self._roots = roots
         self._block_tokens = block_tokens
         self._max_lease_s = max_lease_s
+        self._shares = shares
         self._attempts: dict[str, int] = {}
         """The latest attempt of each request."""
         self._pools: dict[LifeId, _Pool] = {}
@@ -140,6 +151,7 @@ class Checkers:
             pool = self._pools.setdefault((spec.name, incarnation), _Pool())
             self._pool_heard(pool, event)
             self._pool_said((spec.name, incarnation), pool, event, effects)
+            self._shares.observed(spec.name, incarnation, actor, event, effects)
 
     def _gateway_did(self, event: Event, effects: Sequence[Effect]) -> None:
         """I3: what an attempt that was given up still sends reaches no client."""

@@ -7,6 +7,7 @@ from typing import Any
 from mooncake_zmq.cache_node.client import PoolClientSettings
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
+from mooncake_zmq.cache_node.tenants import PoolTenant
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
@@ -15,6 +16,7 @@ from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.core.talk import may_talk
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
+from mooncake_zmq.kv.events import Medium
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.roles import PARTS, make_actor
@@ -70,6 +72,10 @@ class ClusterSettings:
         fetch_batch_blocks=4,
         probe_s=0.5,
         ssd=SsdSettings(bytes=40 * SLOT_BYTES, ahead=0.5, batch_blocks=6, write_s=3.0, retry_max_s=2.0),
+        tenants=(
+            PoolTenant(name="blue", dram_bytes=8 * SLOT_BYTES, ssd_bytes=10 * SLOT_BYTES),
+            PoolTenant(name="red", dram_bytes=6 * SLOT_BYTES),
+        ),
         kv_events=KvEventsSettings(endpoint="the checkers"),
     )
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
@@ -94,6 +100,14 @@ class ClusterSettings:
     def of_role(self, role: Role) -> Any:
         """The settings of one role's nodes."""
         return getattr(self, role.replace("-", "_"))
+
+
+def shares_of(settings: CacheNodeSettings) -> dict[Medium, dict[str, int]]:
+    """Blocks that each tenant may have of each tier of a pool."""
+    return {
+        Medium.CPU: {each.name: each.dram_bytes // SLOT_BYTES for each in settings.tenants if each.dram_bytes},
+        Medium.DISK: {each.name: each.ssd_bytes // SLOT_BYTES for each in settings.tenants if each.ssd_bytes},
+    }
 
 
 def processes(settings: ClusterSettings) -> list[ProcessSpec]:

@@ -37,7 +37,9 @@ from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.gateway.requests import Requests
 from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.eviction import Eviction
 from mooncake_zmq.kv.lease import HolderId
+from mooncake_zmq.kv.shares import Shares
 from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill
@@ -390,6 +392,26 @@ def _disk_stays_off() -> Replacements:
     return [(disk_tier.DiskTier, "retry", ignore)]
 
 
+def _share_ignored() -> Replacements:
+    """Who is below its share takes from whoever has most."""
+    victims = Shares.victims
+
+    def of_anybody(self: Shares, owner: int, *, free: bool) -> Eviction | None:
+        order = victims(self, owner, free=free)
+        return order if order is None or self.held[owner] >= self.most[owner] > 0 else max(self._orders, key=len)
+
+    return [(Shares, "victims", of_anybody), (CacheNode, "check", silent)]
+
+
+def _copies_are_nobodys() -> Replacements:
+    """Whose the blocks are that another host fetches is not told."""
+
+    def untold(self: CacheNode, *_: object) -> tuple[str, ...]:
+        return ()
+
+    return [(CacheNode, "_owners", untold)]
+
+
 STORES = "store_"
 """What the names of the bugs in stores begin with."""
 K = FaultKind
@@ -411,6 +433,8 @@ PLANTED: dict[str, Planted] = {
     "contents_stale": Planted("events tell what a slot held before", ("I5",), (), _contents_stale),
     "contents_lost": Planted("events of fetched blocks tell nothing", ("I5",), (), _contents_lost),
     "disk_stays_off": Planted("a disk that was full stays off", ("I4",), (K.DISK_FULL, K.DISK_FAIL), _disk_stays_off),
+    "share_ignored": Planted("room is made at whoever's cost", ("I7",), (), _share_ignored),
+    "copies_are_nobodys": Planted("fetched blocks count for nobody", ("I7",), (), _copies_are_nobodys),
     "lease_leak": Planted("lease leak", ("I2", "I4"), (), _lease_leak),
     "closed_under_copy": Planted("sequence closed under a copy", ("I2",), (), _closed_under_copy),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),

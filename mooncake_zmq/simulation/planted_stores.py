@@ -9,6 +9,7 @@ from mooncake_zmq.store.events import GOOD
 from mooncake_zmq.store.node import StoreNode
 from mooncake_zmq.store.rules.changes import Change, Changes, copies_on_disk
 from mooncake_zmq.store.rules.disk_quotas import DiskQuotas
+from mooncake_zmq.store.rules.object_log import ObjectLog
 from mooncake_zmq.store.rules.objects import Code, Objects
 from mooncake_zmq.store.rules.tenants import Tenants
 from mooncake_zmq.store.streaming import Streaming
@@ -164,6 +165,11 @@ def disk_quota_ignored() -> Replacements:
     return [(DiskQuotas, "judge", lambda *_: lambda _entry: False)]
 
 
+def disk_quota_no_promise() -> Replacements:
+    """The oldest segment goes with all that was not read of it, whosever that is."""
+    return [(ObjectLog, "_is_promised", lambda *_: False)]
+
+
 K = FaultKind
 PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[], Replacements]]] = {
     "old_value": ("replaced before the disk forgot", ("I1",), (K.CRASH, K.CRASH), forgotten_in_memory_only),
@@ -178,6 +184,7 @@ PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[
     "reach_ignored": ("namespaces ignored", ("I7",), (), reach_ignored),
     "quota_ignored": ("quotas of memory ignored", ("I7",), (), quota_ignored),
     "disk_quota_ignored": ("quotas of disk ignored", ("I7",), (), disk_quota_ignored),
+    "disk_quota_no_promise": ("a tenant within its quota pushed out", ("I7",), (), disk_quota_no_promise),
     "given_up": ("given up and committed", ("I1",), (), given_up_is_committed),
 }
 """What it is, which invariants' checkers notice, the faults that bring it out, and what to replace."""

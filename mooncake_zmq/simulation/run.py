@@ -12,10 +12,11 @@ from random import Random
 
 from mooncake_zmq.simulation.checkers import Checkers, Violation
 from mooncake_zmq.simulation.clients import Clients
-from mooncake_zmq.simulation.cluster import ClusterSettings, processes
+from mooncake_zmq.simulation.cluster import ClusterSettings, processes, shares_of
 from mooncake_zmq.simulation.faults import STORE_FAULTS, FaultKind, draw_faults
 from mooncake_zmq.simulation.hardware import Hardware
 from mooncake_zmq.simulation.planted import PLANTED, STORES, planting
+from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.simulator import Simulator
 from mooncake_zmq.simulation.store_clients import clients_of
 from mooncake_zmq.simulation.stores import Stores
@@ -85,8 +86,13 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
     faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress, kinds=kinds)
     result.faults = [str(fault) for fault in faults]
     roots = tuple(workload.roots(settings.layout).values())
-    max_lease_s = settings.cache_node.max_lease_s
-    checkers = Checkers(blocks=work.blocks, roots=roots, block_tokens=settings.layout.block_tokens, max_lease_s=max_lease_s)
+    checkers = Checkers(
+        blocks=work.blocks,
+        roots=roots,
+        block_tokens=settings.layout.block_tokens,
+        max_lease_s=settings.cache_node.max_lease_s,
+        shares=ShareChecker(work.owners | probes.owners, shares_of(settings.cache_node)),
+    )
     simulator = Simulator(
         random=random,
         specs=specs,

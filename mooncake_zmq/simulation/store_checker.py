@@ -3,7 +3,8 @@
 A key has one value at a time. It changes in the turn in which the store answers the put or the removal, and with nothing else:
 not with a crash, not with what the disk brings back. Whoever reads a key finds that value, or nothing.
 
-I7: nobody is told of a key in another's namespace, or changes what it has; no tenant has more memory or disk than its quota.
+I7: nobody is told of a key in another's namespace, or changes what it has; no tenant has more memory or disk than its quota,
+and none within its quota of the disk loses a value there to make room for others.
 """
 
 from collections import Counter
@@ -21,12 +22,14 @@ from mooncake_zmq.store.events import (
     Effect,
     Event,
     Hear,
+    MoveValues,
     ReceiveValues,
     RemoveSegments,
     Reply,
     Result,
     Say,
     SendValues,
+    Start,
     StreamAsked,
     StreamEnded,
     ValuesSent,
@@ -165,6 +168,8 @@ class StoreChecker:
                     self._said(store, books, stream, codes)
                 case Hear(stream):
                     books.asked.pop(stream, None)
+                case Start(_, MoveValues() as work):
+                    self._keeps_promises(store, work)
         if isinstance(event, TimerFired) and event.key == EXPIRE:
             self._expired(store, books)
         if isinstance(event, WorkDone) or any(isinstance(effect, Fence) for effect in effects):
@@ -286,6 +291,16 @@ class StoreChecker:
             if used > max(tenant.ssd_bytes, books.on_disk.get(tenant.name, used)):
                 raise Violation("I7", f"{store.name}: {tenant.name} has {used} bytes of disk, not {tenant.ssd_bytes}")
             books.on_disk[tenant.name] = used
+
+    def _keeps_promises(self, store: "StoreLife", work: MoveValues) -> None:
+        """I7: of what goes with its segment, nothing is a tenant's that is within its quota, as they all are."""
+        log = store.node.objects.log
+        assert log is not None
+        goes = {record.sequence: key for key in log.by_key if (record := log.record(key)) is not None} if work.gone else {}
+        for tenant in store.node.objects.settings.tenants:
+            lost = [goes[sequence] for sequence in work.gone if goes.get(sequence, "").startswith(tenant.namespaces)]
+            if lost and tenant.ssd_bytes:
+                raise Violation("I7", f"{store.name}: {tenant.name} loses {lost[0]}, to make room for others")
 
     def _leased(
         self, store: "StoreLife", books: _Books, client: bytes, request: protocol.Lease, reply: protocol.Leased

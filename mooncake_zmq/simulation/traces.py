@@ -29,7 +29,7 @@ class Workload:
     cancel_share: float = 0.12
     think_s: float = 0.6
     starts_at: float = 0.0
-    tenants: tuple[str, ...] = ("", "", "blue")
+    tenants: tuple[str, ...] = ("", "red", "blue")
 
     def roots(self, layout: BlockLayout) -> dict[str, bytes]:
         """Each tenant's namespace, after which its prompts begin."""
@@ -63,6 +63,8 @@ class Trace:
 
     chats: tuple[Chat, ...]
     blocks: dict[Key, bytes] = field(default_factory=dict)
+    owners: dict[Key, str] = field(default_factory=dict)
+    """The tenant of each of them."""
 
 
 def generate(random: Random, workload: Workload, layout: BlockLayout, blocks: dict[Key, bytes] | None = None) -> Trace:
@@ -83,14 +85,16 @@ def generate(random: Random, workload: Workload, layout: BlockLayout, blocks: di
 def _turns(
     random: Random, workload: Workload, layout: BlockLayout, trace: Trace, systems: list[list[int]], count: int
 ) -> tuple[Turn, ...]:
-    root = workload.roots(layout)[random.choice(workload.tenants)]
+    tenant = random.choice(workload.tenants)
+    root = workload.roots(layout)[tenant]
     prompt = list(random.choice(systems)) if random.random() < 0.8 else []
     turns: list[Turn] = []
     for _ in range(count):
         prompt = prompt + _tokens(random, _question_length(random, workload, layout, len(prompt)))
-        turn = _turn(random, workload, layout, trace, root, prompt)
+        turn = _turn(random, workload, layout, trace, root, tenant, prompt)
         turns.append(turn)
         prompt = prompt + list(turn.answer)
+        trace.owners |= dict.fromkeys(extend_keys(root, pack_tokens(prompt), layout.block_tokens), tenant)
     return tuple(turns)
 
 
@@ -103,7 +107,9 @@ def _question_length(random: Random, workload: Workload, layout: BlockLayout, so
     return max(1, length)
 
 
-def _turn(random: Random, workload: Workload, layout: BlockLayout, trace: Trace, root: bytes, prompt: list[int]) -> Turn:
+def _turn(
+    random: Random, workload: Workload, layout: BlockLayout, trace: Trace, root: bytes, tenant: str, prompt: list[int]
+) -> Turn:
     temperature = random.choice((0.0, 0.0, 0.8))
     sampling = Sampling(
         temperature=temperature,
@@ -126,6 +132,7 @@ def _turn(random: Random, workload: Workload, layout: BlockLayout, trace: Trace,
         keys=tuple(extend_keys(root, tokens, layout.block_tokens)),
         sampling=sampling,
         stop=stop,
+        tenant=tenant,
     )
     after_s, after_tokens = None, None
     if random.random() < workload.cancel_share:

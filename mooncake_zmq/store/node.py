@@ -9,6 +9,7 @@ else of a turn. The bytes of others pass by on streams.
 
 import hmac
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,8 @@ from mooncake_zmq.store.tiers import LOOK, RETRY, Tiers
 
 NOTHING = Found(0, 0, 0, 0, 0)
 MAX_CLIENTS = 4096
+MAX_CLIENTS_OF_A_KEY = MAX_CLIENTS // 4
+"""So that the holder of one key does not take all places."""
 IDLE_S = 60.0
 """A client of another host not heard of for so long is forgotten; if it lives, it will say Hello again."""
 PROBE_AFTER_S = 5.0
@@ -86,7 +89,9 @@ class StoreNode:
         self._facts = facts
         self._turn = Turn()
         self._clients: dict[bytes, _Client] = {}
-        self._counts = dict.fromkeys(("requests", "dropped", "strangers", "clients_died"), 0)
+        self._clients_of: Counter[str | None] = Counter()
+        """By the name of their key."""
+        self._counts = dict.fromkeys(("requests", "dropped", "strangers", "clients_died", "clients_refused"), 0)
         self._changes = Changes(self.objects)
         self._tiers = Tiers(self._turn, self.objects, log, self._changes) if log is not None else None
         self._streaming = Streaming(self._turn, self.objects, self._changes, self._tiers)
@@ -144,6 +149,7 @@ class StoreNode:
         if self._tiers is not None:
             self._tiers.check()
         assert self.objects.next_expiry() >= self._expires_at
+        assert self._clients_of == Counter(client.user for client in self._clients.values())
 
     @property
     def readers(self) -> int:
@@ -158,17 +164,15 @@ class StoreNode:
 
     def _on_greeted(self, event: Greeted) -> None:
         name, hello = _name(event.connection), event.hello
-        known = self._clients.get(name)
-        if known is not None and known.user != event.user:
-            self._counts["strangers"] += 1
-            self._reply(event.connection, protocol.Stranger(hello.id))
-            return
-        if hello.protocol != protocol.PROTOCOL_VERSION or (known is None and len(self._clients) >= MAX_CLIENTS):
-            self._counts["strangers"] += 1
-            self._reply(event.connection, protocol.Stranger(hello.id))
+        refused = self._refusal(event, name)
+        if refused:
+            self._reply(event.connection, protocol.Stranger(hello.id, refused))
             return
         reach = self.objects.tenants.reach_of(event.user)
-        client = self._clients.setdefault(name, _Client(event.token, self._turn.now, event.user, reach))
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = _Client(event.token, self._turn.now, event.user, reach)
+            self._clients_of[event.user] += 1
         client.heard_at = self._turn.now
         # Who maps the memory reads all of it: whoever may not gets his values on streams, on this host too.
         client.shared = client.shared or (hello.shared and event.lives and reach is None)
@@ -191,12 +195,35 @@ class StoreNode:
         )
         self._reply(event.connection, welcome)
 
+    def _refusal(self, event: Greeted, name: bytes) -> str:
+        """Why this client is not taken; empty: it is. What is refused is counted."""
+        known = self._clients.get(name)
+        if known is not None and known.user != event.user:
+            what, why = "strangers", "this name is another's"
+        elif event.hello.protocol != protocol.PROTOCOL_VERSION:
+            what, why = "strangers", f"the store speaks protocol {protocol.PROTOCOL_VERSION}"
+        elif known is None and len(self._clients) >= MAX_CLIENTS:
+            what, why = "clients_refused", f"{MAX_CLIENTS} clients are there"
+        elif known is None and event.user and self._clients_of[event.user] >= MAX_CLIENTS_OF_A_KEY:
+            what, why = "clients_refused", f"{MAX_CLIENTS_OF_A_KEY} clients with the key of {event.user} are there"
+        else:
+            return ""
+        self._counts[what] += 1
+        return why
+
+    def _forget(self, name: bytes) -> None:
+        """A client is gone; what it held goes too."""
+        user = self._clients.pop(name).user
+        self._clients_of[user] -= 1
+        if not self._clients_of[user]:
+            del self._clients_of[user]
+        self.objects.bury(name)
+
     def _on_client_died(self, event: ClientDied) -> None:
         client = self._clients.get(event.client)
         if client is not None and not client.streams:
-            del self._clients[event.client]
+            self._forget(event.client)
             self._counts["clients_died"] += not event.closed
-            self.objects.bury(event.client)
 
     def _on_stream_began(self, event: StreamBegan) -> None:
         client = self._clients.get(event.attach.client)
@@ -383,8 +410,7 @@ class StoreNode:
             if client.shared and (idle or name in holders):
                 shared.append(name)
             elif not client.shared and idle:
-                del self._clients[name]
-                self.objects.bury(name)
+                self._forget(name)
         if shared:
             self._turn.effects.append(Probe(shared))
         self._probe_later()

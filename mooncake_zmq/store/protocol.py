@@ -78,9 +78,11 @@ class Welcome(_Message, frozen=True, tag=2):
 
 
 class Stranger(_Message, frozen=True, tag=3):
-    """The server does not know this connection: say Hello (it restarted, or forgot an idle client)."""
+    """The server does not know this connection: say Hello (it restarted, or forgot an idle client). In answer to that: it does
+    not take this client, for a `reason`."""
 
     id: Id
+    reason: Text = ""
 
 
 class Exist(_Message, frozen=True, tag=4):

@@ -37,8 +37,8 @@ from mooncake_zmq.store.events import (
     WrittenValue,
 )
 from mooncake_zmq.store.rules.changes import Change, Changes
-from mooncake_zmq.store.rules.object_log import ObjectLog, Place
-from mooncake_zmq.store.rules.object_record import ObjectRecord, record_bytes, round_up
+from mooncake_zmq.store.rules.object_log import MOVED_SHARE, ObjectLog, Place
+from mooncake_zmq.store.rules.object_record import ObjectRecord, moved_bytes, record_bytes, round_up
 from mooncake_zmq.store.rules.objects import Code, Objects, Pin, Unsaved
 
 BATCH_BYTES = 16 << 20
@@ -51,10 +51,8 @@ GO_ON_S = 1e-3
 """From one look to the next when all is to be written and one was not enough: others have their turns in between."""
 FULL_S = 30.0
 """A disk that was full is written again after so long, in case somebody has made room."""
-MOVED_SHARE = 0.5
-"""Of a new segment, and of all that may be on disk, what is moved there at most."""
 MAX_MOVED = 2048
-"""Values moved to a new segment, each a read and a write."""
+"""Values moved to a new segment because they were read, each a read and a write."""
 TRIES = 3
 """To read a value that moves on disk meanwhile."""
 PROMOTER = b"ssd"
@@ -73,10 +71,12 @@ class _Promotion:
 
 @dataclass(slots=True)
 class _Room:
-    """Room being made: the segment that goes, and how many bytes and values of it, or of none, may still move."""
+    """Room being made: the segment that goes, and how many bytes and values of it, or of none, may still move.
+    `promised_bytes`: what of these is for values that tenants were promised; `values` is for others alone."""
 
     bytes: int
     values: int
+    promised_bytes: int = 0
     victim: int = 0
     steps: Iterator[list[tuple[str, ObjectRecord, bool]]] = field(default_factory=lambda: iter(()))
     going: list[str] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Tiers:
         self._log = log
         self._changes = changes
         self.counts = dict.fromkeys(
-            ("moved", "dropped", "segments_dropped", "promotions_denied", "may_come_back", "outgrown"), 0
+            ("moved", "dropped", "dropped_in_quota", "segments_dropped", "promotions_denied", "may_come_back", "outgrown"), 0
         )
         self.writable = True
         self.drained = False
@@ -132,8 +132,8 @@ class Tiers:
         """Promotions that each stream waits for."""
 
     def start(self) -> None:
-        """The first event of a life: the tier may have become smaller."""
-        self._make_room(_Room(0, 0))
+        """The first event of a life: the tier may have become smaller, or the last life have ended as it made room."""
+        self._make_room(_Room(self._log.left_bytes, 0))
 
     def drain(self) -> None:
         """Write all that memory alone holds."""
@@ -352,7 +352,7 @@ class Tiers:
                 if self._forgetting:
                     self._drop_forgotten()
                 else:
-                    self._make_room(_Room(0, 0))
+                    self._make_room(_Room(self._room.bytes if self._room is not None else 0, 0))
             case WriteValues(values):
                 assert isinstance(result, ValuesWritten)
                 self._on_written(values, result.checksums)
@@ -445,16 +445,18 @@ class Tiers:
     def _make_room(self, room: _Room) -> None:
         """Let segments go until another one fits in, and then write what it is for."""
         self._room = None
-        victim = self._log.victim()
+        victim = self._log.victim(room.bytes)
         if victim is not None:
             room.victim, room.steps = victim, self._log.standing(victim)
+            room.promised_bytes = self._log.promised_bytes(victim)
             self._room = room
             self._move(room)
         elif self._batch and not self._write():
             raise AssertionError("a new segment holds any value beside what was moved there")
 
     def _move(self, room: _Room) -> None:
-        """The next rows of the segment that goes: move what was read of it, and memory has not, as far as there is room."""
+        """The next rows of the segment that goes: move what tenants were promised, and what was read of it and memory has not,
+        as far as there is room."""
         step = next(room.steps, None)
         if step is None:
             self._close(room.victim)
@@ -463,22 +465,27 @@ class Tiers:
         moved, room.going = [], []
         gone: list[int] = []
         for key, record, used in step:
-            to = self._place_moved(room, key, record) if used and key not in self._objects.by_key else None
+            promised = self._log.is_promised(key)
+            worth_it = promised or (used and key not in self._objects.by_key)
+            to = self._place_moved(room, key, record, promised=promised) if worth_it else None
             if to is None:
+                self.counts["dropped_in_quota"] += promised
                 gone.append(record.sequence)
                 room.going.append(key)
             else:
                 moved.append((key, record, to))
         self._begin(MoveValues(tuple(moved), tuple(gone)))
 
-    def _place_moved(self, room: _Room, key: str, record: ObjectRecord) -> ObjectRecord | None:
-        size = round_up(record.offset % PAGE_BYTES + record_bytes(key.encode(), record.size), PAGE_BYTES)
-        place = self._log.place_pages(size) if size <= room.bytes and room.values else None
+    def _place_moved(self, room: _Room, key: str, record: ObjectRecord, *, promised: bool) -> ObjectRecord | None:
+        size = moved_bytes(key.encode(), record.offset, record.size)
+        room.promised_bytes -= size if promised else 0
+        may = size <= room.bytes if promised else size <= room.bytes - room.promised_bytes and room.values
+        place = self._log.place_pages(size) if may else None
         if place is None:
             return None
         self._log.take(place)
         room.bytes -= size
-        room.values -= 1
+        room.values -= not promised
         return record._replace(segment=place.segment, offset=place.offsets[0] + record.offset % PAGE_BYTES)
 
     def _on_moved(self, moved: Sequence[tuple[str, ObjectRecord, ObjectRecord]]) -> None:

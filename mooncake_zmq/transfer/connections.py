@@ -24,6 +24,8 @@ import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from mooncake_zmq.transfer.sockets import USER_ID
+
 log = structlog.get_logger()
 
 MAX_UNTAKEN_BYTES = 16 << 20
@@ -168,6 +170,27 @@ def receive(listening: "zmq.Socket[bytes]", connections: Connections | None) -> 
         for frame in frames[listening.type == zmq.ROUTER :]:  # the first of a ROUTER's names the peer, and did not come
             connections.took(came_by(frame), len(frame))
     return frames
+
+
+def take_part(
+    listening: "zmq.Socket[bytes]", connections: Connections | None, *, keyed: bool = False
+) -> tuple[bytes, str | None]:
+    """The next part of a message that goes on, and if `keyed` whose key its connection has; else None. Who watches the socket
+    is told."""
+    if connections is None:
+        return listening.recv(), None
+    frame = listening.recv(copy=False)
+    connections.took(came_by(frame), len(frame))
+    return frame.bytes, str(frame.get(USER_ID)) if keyed else None
+
+
+def skip_rest(listening: "zmq.Socket[bytes]", connections: Connections | None) -> bool:
+    """Take the parts of a message that none of ours has; were there any?"""
+    longer = False
+    while listening.get(zmq.RCVMORE):
+        take_part(listening, connections)
+        longer = True
+    return longer
 
 
 def came_by(frame: zmq.Frame) -> int:

@@ -38,7 +38,7 @@ from mooncake_zmq.transfer.block_messages import (
 from mooncake_zmq.transfer.connections import Connections, receive
 from mooncake_zmq.transfer.cuda import DeviceSegment
 from mooncake_zmq.transfer.shared_memory import Segment
-from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
+from mooncake_zmq.transfer.sockets import USER_ID, BadEndpoint, Limits, Sockets
 from mooncake_zmq.transfer.stream import Stream, StreamError, StreamGarbage
 from mooncake_zmq.transfer.stream_host import Guest, StreamHost
 from mooncake_zmq.transfer.tickets import Tickets
@@ -83,6 +83,7 @@ class DataServer:
         except BadEndpoint:
             self._sockets.give_back()
             raise
+        self._keyed = self._sockets.keys is not None and endpoint.startswith("tcp://")
         self._tickets = Tickets(sealed=self._sockets.seals(endpoint), life_s=TICKET_S)
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._socket.router_mandatory = True
@@ -145,12 +146,13 @@ class DataServer:
             except (ValueError, NotAMessage):
                 self._host.count("garbage")
             else:
-                self._offer(peer, wanted.protocol, wanted.incarnation)
+                holder = str(frames[1].get(USER_ID)) if self._keyed else ""
+                self._offer(peer, holder, wanted.protocol, wanted.incarnation)
 
-    def _offer(self, peer: bytes, protocol: int, incarnation: int) -> None:
+    def _offer(self, peer: bytes, holder: str, protocol: int, incarnation: int) -> None:
         answer: StreamOffered | StreamDenied
         if (protocol, incarnation) == (PROTOCOL_VERSION, self._segment.incarnation):
-            ticket = self._tickets.make()
+            ticket = self._tickets.make(holder)
             answer = StreamOffered(self._host.endpoint, ticket.token, ticket.secret, ticket.sealed)
         else:
             answer = StreamDenied(PROTOCOL_VERSION, self._segment.incarnation)

@@ -1,9 +1,10 @@
 """The index of an SSD tier: which block stands in which slot of its segment files, in one SQLite database.
 
-A row is (slot, key, checksum, sequence, parent, tokens), written after the bytes it tells of. The last two are what is known
-of the block for KV events: NULL where that is nothing, parent also where the block begins a prompt. SQLite keeps a row whole
-through kill -9 and power loss (write-ahead log, synced at each commit). It may still outlive its bytes, when its slot is being
-written again: the reader tells by the slot's own header and checksum.
+A row is (slot, key, checksum, sequence, parent, tokens, tenant), written after the bytes it tells of. Parent and tokens are
+what is known of the block for KV events: NULL where that is nothing, parent also where the block begins a prompt; tenant is
+NULL for a block that is nobody's. SQLite keeps a row whole through kill -9 and power loss (write-ahead log, synced at each
+commit). It may still outlive its bytes, when its slot is being written again: the reader tells by the slot's own header and
+checksum.
 
 SQLite beside LMDB, medians on a 2-core EPYC with a virtual disk, 1 M rows: 64 replacements committed and synced 0.78 ms
 against 1.8 ms (in slot order 0.28 against 0.31), loading all rows 0.5 s against 0.4 s, 73 MB against 49 MB. No reason to
@@ -25,7 +26,7 @@ from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv.block_hash import KEY_BYTES
 from mooncake_zmq.transfer.own_files import open_own
 
-VERSION = 2
+VERSION = 3
 """Of the rows, and of the slots' headers."""
 ROWS_PER_PIECE = 10_000
 ROWS_PER_STATEMENT = 200
@@ -35,12 +36,15 @@ _U64 = (1 << 64) - 1
 _SCHEMA = (
     "CREATE TABLE tier (fingerprint TEXT NOT NULL, segment_slots INTEGER NOT NULL) STRICT",
     "CREATE TABLE blocks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, checksum INTEGER NOT NULL, sequence INTEGER NOT NULL,"
-    " parent BLOB, tokens BLOB) STRICT",
+    " parent BLOB, tokens BLOB, tenant TEXT) STRICT",
 )
 _MAYBE = (bytes, type(None))
-_ROWS = frozenset((int, bytes, int, parent, tokens, int) for parent in _MAYBE for tokens in _MAYBE)
+_ROWS = frozenset(
+    (int, bytes, int, parent, tokens, tenant, int) for parent in _MAYBE for tokens in _MAYBE for tenant in (str, type(None))
+)
 """The types of a row as `load` reads it."""
-_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+"""The last says of statements that are known to be good that the tables are not those that they name."""
 
 IndexFault = sqlite3.Error
 """The database cannot be read or written now: disk full, failing, read-only."""
@@ -71,20 +75,22 @@ class DiskIndex:
         `progress(done, total)` is called before the first and after every `ROWS_PER_PIECE` rows.
         """
         with self._lock, damage_told("the index"):
-            columns = "slot, key, checksum, parent, tokens, sequence"
+            columns = "slot, key, checksum, parent, tokens, tenant, sequence"
             rows = in_order(self._db, "blocks", columns, _ROWS, progress)
-            for slot, key, checksum, parent, tokens, sequence in rows:
+            for slot, key, checksum, parent, tokens, tenant, sequence in rows:
                 if slot < 0 or not _is_key(key) or not (parent is None or _is_key(parent)):
                     raise IndexUnusable(f"slot {slot} has key {key!r} after {parent!r}")
-                yield DiskBlock(slot, key, checksum & _U64, parent, tokens or b""), sequence
+                yield DiskBlock(slot, key, checksum & _U64, parent, tokens or b"", tenant or ""), sequence
 
     def put(self, rows: Iterable[tuple[DiskBlock, int]]) -> None:
         """Add (block, sequence), each in place of what its slot held; all of them or none, durable on return."""
-        values = [(b.slot, b.key, signed(b.checksum), sequence, b.parent, b.tokens or None) for b, sequence in rows]
+        values = [
+            (b.slot, b.key, signed(b.checksum), sequence, b.parent, b.tokens or None, b.tenant or None) for b, sequence in rows
+        ]
         with self._lock, self._db:
             for start in range(0, len(values), ROWS_PER_STATEMENT):
                 some = values[start : start + ROWS_PER_STATEMENT]
-                places = ", ".join(["(?, ?, ?, ?, ?, ?)"] * len(some))
+                places = ", ".join(["(?, ?, ?, ?, ?, ?, ?)"] * len(some))
                 self._db.execute(f"REPLACE INTO blocks VALUES {places}", [*chain(*some)])
 
     def delete(self, blocks: Iterable[DiskBlock]) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,8 @@ log = structlog.get_logger()
 MAX_STREAMS = 512
 """Threads. For a further stream the one that waits longest for a request is ended, of which its client makes a new one when it
 needs it; with all at work the further one is refused, and its client's call fails."""
+MAX_STREAMS_OF_A_KEY = MAX_STREAMS // 4
+"""Likewise of the holder of one key, whose own make room: he has no other's place."""
 MAX_UNATTACHED = 256
 ATTACH_S = 5.0
 ENDING_S = 0.02
@@ -45,6 +48,8 @@ class Guest:
     connection: socket.socket
     token: bytes
     keys: StreamKeys
+    holder: str
+    """Name of the key to which the ticket was handed; empty: none had to be shown."""
 
 
 class Served(Protocol):
@@ -78,6 +83,12 @@ class _Unattached:
         return (PROOF_BYTES if self.challenge else OPENING_BYTES) - len(self.said)
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    served: Served
+    holder: str
+
+
 class StreamHost:
     """Takes streams beside a ZeroMQ endpoint from construction until `close`. Raises OSError where it cannot listen."""
 
@@ -95,7 +106,7 @@ class StreamHost:
         """`make` is called at the door, and only to make. `counts`: the owner's, added to here; `name`: of the threads, and in
         logs."""
         self._counts = counts
-        for what in ("streams", "streams_refused", "strangers_at_door", "silent_at_door"):
+        for what in ("streams", "streams_refused", "streams_over_share", "strangers_at_door", "silent_at_door"):
             counts.setdefault(what, 0)
         self._tickets = tickets
         self._make = make
@@ -105,7 +116,7 @@ class StreamHost:
         """Guards `_counts`, `_open` and `_shut`."""
         self._ended = threading.Condition(self._lock)
         """One more stream is over."""
-        self._open: dict[threading.Thread, Served] = {}
+        self._open: dict[threading.Thread, _Open] = {}
         self._shut: set[threading.Thread] = set()
         """Of these, those that were ended for others."""
         self._unattached: dict[int, _Unattached] = {}
@@ -127,8 +138,8 @@ class StreamHost:
         self._door.join()
         with self._lock:
             open_now = dict(self._open)
-        for served in open_now.values():
-            served.shut()
+        for each in open_now.values():
+            each.served.shut()
         for thread in open_now:
             thread.join()
         for unattached in self._unattached.values():
@@ -216,13 +227,14 @@ class StreamHost:
         self._forget(unattached)
         self.count("streams")
         connection = unattached.connection
+        holder = self._tickets.holder_of(challenge.token)
         try:
-            self._make_room()
+            self._make_room(holder)
             tune(connection)
-            self._begin(self._make(Guest(connection, challenge.token, challenge.keys)))
+            self._begin(self._make(Guest(connection, challenge.token, challenge.keys, holder)), holder)
         except (OSError, RuntimeError) as error:  # the latter: the system has no thread for us
             self.count("streams_refused")
-            log.warning("stream_refused", streams=self._name, reason=str(error))
+            log.warning("stream_refused", streams=self._name, key=holder, reason=str(error))
             connection.close()
 
     def _expire(self, now: float) -> None:
@@ -243,32 +255,42 @@ class StreamHost:
 
     # --- streams
 
-    def _make_room(self) -> None:
-        if len(self._open) < MAX_STREAMS:
-            return
-        if not self._end_one_that_waits():
-            time.sleep(ENDING_S)
-            self._end_one_that_waits()
-        with self._ended:
-            if not self._ended.wait_for(lambda: len(self._open) < MAX_STREAMS, SHUT_S if self._shut else 0):
-                raise RuntimeError(f"{MAX_STREAMS} streams are at work")
+    def _make_room(self, holder: str) -> None:
+        """Raises RuntimeError."""
+        if holder and len(self._of(holder)) >= MAX_STREAMS_OF_A_KEY:
+            self.count("streams_over_share")
+            self._wait_for_room(partial(self._of, holder), MAX_STREAMS_OF_A_KEY)
+        if len(self._open) >= MAX_STREAMS:
+            self._wait_for_room(lambda: list(self._open), MAX_STREAMS)
 
-    def _end_one_that_waits(self) -> bool:
+    def _of(self, holder: str) -> list[threading.Thread]:
+        return [thread for thread, each in self._open.copy().items() if each.holder == holder]
+
+    def _wait_for_room(self, streams: Callable[[], list[threading.Thread]], limit: int) -> None:
+        """One of these is ended, if any waits for a request. Raises RuntimeError."""
+        if not self._end_one_that_waits(streams):
+            time.sleep(ENDING_S)
+            self._end_one_that_waits(streams)
+        with self._ended:
+            if not self._ended.wait_for(lambda: len(streams()) < limit, SHUT_S if self._shut else 0):
+                raise RuntimeError(f"{limit} streams are at work")
+
+    def _end_one_that_waits(self, streams: Callable[[], list[threading.Thread]]) -> bool:
         """Of those that wait for a request, the one that does for longest. False: none does."""
         with self._lock:
-            waiting = [(served.waits_since, thread) for thread, served in self._open.items() if thread not in self._shut]
+            waiting = [(self._open[thread].served.waits_since, thread) for thread in streams() if thread not in self._shut]
             since, thread = min(waiting, key=lambda each: each[0], default=(math.inf, None))
             if thread is None or since == math.inf:
                 return False
             self._shut.add(thread)
-            oldest = self._open[thread]
+            oldest = self._open[thread].served
         oldest.shut()
         return True
 
-    def _begin(self, served: Served) -> None:
+    def _begin(self, served: Served, holder: str) -> None:
         thread = threading.Thread(target=self._serve, args=(served,), name=self._name, daemon=True)
         with self._lock:
-            self._open[thread] = served
+            self._open[thread] = _Open(served, holder)
         try:
             thread.start()
         except RuntimeError:

@@ -8,7 +8,8 @@ Both nonces and the secret make three keys (HKDF, RFC 5869), new ones for each s
 direction of what is sealed. So neither a token seen on the wire nor a handshake recorded there lets anybody in. Without
 sealing, who can change packets under way can still take over a stream that is attached: checksums do not stop him.
 
-Tickets cost their server no memory: it knows its own by their form, and makes the secret of one again when it comes back.
+Tickets cost their server no memory: it knows its own by their form, and makes the secret of one again when it comes back. A
+token tells its server, and nobody else, whose key it was handed to.
 """
 
 import hmac
@@ -26,8 +27,11 @@ NONCE_BYTES = PROOF_BYTES = SECRET_BYTES = KEY_BYTES = 32
 TOKEN_BYTES = 40
 OPENING_BYTES = len(MAGIC) + TOKEN_BYTES + NONCE_BYTES
 CHALLENGE_BYTES = NONCE_BYTES + PROOF_BYTES
-_SALT_BYTES, _MARK_BYTES = 16, 16
-_MADE_AT = struct.Struct(">d")
+_SALT_BYTES, _MARK_BYTES = 14, 16
+_MADE = struct.Struct(">Hd")
+"""Number of the holder, and when."""
+MAX_HOLDERS = 1 << 16
+"""Tickets of further ones tell of none."""
 
 
 class Refused(Exception):
@@ -60,10 +64,17 @@ class Tickets:
         self.sealed = sealed
         self._life_s = life_s
         self._master = os.urandom(SECRET_BYTES)
+        self._holders = [""]
+        """Names of keys by their number: as many as there are keys."""
+        self._numbers = {"": 0}
 
-    def make(self) -> Ticket:
-        """A new one."""
-        body = os.urandom(_SALT_BYTES) + _MADE_AT.pack(time.monotonic())
+    def make(self, holder: str = "") -> Ticket:
+        """A new one, for the holder of this key; empty: none had to be shown."""
+        number = self._numbers.get(holder)
+        if number is None and len(self._holders) < MAX_HOLDERS:
+            number = self._numbers[holder] = len(self._holders)
+            self._holders.append(holder)
+        body = os.urandom(_SALT_BYTES) + _MADE.pack(number or 0, time.monotonic())
         token = body + self._mark(body)
         return Ticket(token, self.secret_of(token), self.sealed)
 
@@ -76,8 +87,13 @@ class Tickets:
         body, mark = token[:-_MARK_BYTES], token[-_MARK_BYTES:]
         if len(token) != TOKEN_BYTES or not hmac.compare_digest(mark, self._mark(body)):
             return False
-        (made_at,) = _MADE_AT.unpack_from(body, _SALT_BYTES)
+        _, made_at = _MADE.unpack_from(body, _SALT_BYTES)
         return bool(time.monotonic() - made_at <= self._life_s)
+
+    def holder_of(self, token: bytes) -> str:
+        """Of a token that was made here."""
+        number: int = _MADE.unpack_from(token, _SALT_BYTES)[0]
+        return self._holders[number]
 
     def _mark(self, body: bytes) -> bytes:
         return hmac.digest(self._master, b"token" + body, "sha256")[:_MARK_BYTES]

@@ -11,6 +11,7 @@ from mooncake_zmq.cache_node import cache_node
 from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
+from mooncake_zmq.cache_node.tenants import PoolTenant
 from mooncake_zmq.core.actor import Publish, Started
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
@@ -119,14 +120,14 @@ class Pool(Harness):
                 here = dict.fromkeys(on_disk, Medium.DISK) | dict.fromkeys(in_dram, Medium.CPU)
                 assert index == here, "the index says what is here, and in which tier"
 
-    def put(self, *numbers, client="p0", put_id=None, parent=None):
+    def put(self, *numbers, client="p0", put_id=None, parent=None, tenant=""):
         put_id = put_id or self.fresh()
         known = {"parent": parent, "tokens": tokens(*numbers)} if self.tells else {}
-        self.say(client, ReserveSlots(put_id=put_id, keys=keys(*numbers), ttl_s=15.0, **known))
+        self.say(client, ReserveSlots(put_id=put_id, keys=keys(*numbers), ttl_s=15.0, tenant=tenant, **known))
         return put_id, self.one(SlotsReserved, client)
 
-    def store(self, *numbers, parent=None):
-        put_id, reserved = self.put(*numbers, parent=parent)
+    def store(self, *numbers, parent=None, tenant=""):
+        put_id, reserved = self.put(*numbers, parent=parent, tenant=tenant)
         sums = tuple((grant.index, 1000 + numbers[grant.index]) for grant in reserved.grants)
         self.say("p0", CommitSlots(put_id=put_id, checksums=sums))
 
@@ -160,6 +161,14 @@ class Pool(Harness):
         work_id, work = self.batches()[0]
         self.done(work_id, DiskWritten(tuple(i not in fail for i in range(len(work.blocks))), fault))
         return tuple(int.from_bytes(block.key, "big") for _, block in work.blocks)
+
+    def rows(self):
+        """What is on disk, as a restart would find it."""
+        slots, names = self.actor.disk.slots, self.actor._tenants.names
+        order = [slot for slot in slots.coldest(slots.capacity) if slots.key_of(slot)]
+        return tuple(
+            DiskBlock(slot, slots.key_of(slot), slots.checksum[slot], tenant=names[slots.owner_of(slot)]) for slot in order
+        )
 
     def batches(self):
         """The demotions under way, the oldest first: (id, work)."""
@@ -673,6 +682,103 @@ def test_a_conductor_is_told_when_it_has_heard_the_whole_set(held):
     said.clear()
     pool.store(7)
     assert [message.complete for message in said] == [False], "what changes later is told as it comes"
+
+
+# --- tenants
+
+
+ALICE = PoolTenant(name="alice", dram_bytes=3 * LAYOUT.slot_bytes)
+BOB = PoolTenant(name="bob", dram_bytes=2 * LAYOUT.slot_bytes)
+
+
+def of_tenant(pool, tenant, tier="dram"):
+    return pool.actor.gauges(pool.now)[f"cached_tenant_blocks[tenant={tenant},tier={tier}]"]
+
+
+def test_a_tenant_over_its_share_makes_room_among_its_own_blocks():
+    pool = Pool(tenants=(ALICE, BOB))
+    pool.store(1, 2, tenant="bob")
+    pool.store(3, 4, 5, tenant="alice")
+    pool.store(6, tenant="alice")
+    assert pool.held() == {1, 2, 3, 4, 6}, "its leaf went, though slots are free"
+    pool.store(*range(10, 18), tenant="alice")
+    assert len(pool.held()) == 5
+    assert {1, 2} < pool.held()
+    assert (of_tenant(pool, "alice"), of_tenant(pool, "bob")) == (3, 2)
+    assert pool.actor.counts["tenant_put_blocks[tenant=alice,result=denied]"] == 5
+
+
+def test_within_its_share_a_tenant_loses_nothing_to_puts_of_others():
+    pool = Pool(tenants=(ALICE, BOB))
+    pool.store(1, 2, 3, tenant="alice")
+    for number in range(10, 30):
+        pool.store(number, tenant="stranger" if number % 2 else "")
+    assert {1, 2, 3} < pool.held()
+    pool.store(4, 5, tenant="bob")
+    assert {1, 2, 3, 4, 5} < pool.held(), "its share comes from those who have none"
+
+
+def test_what_is_being_read_is_not_the_room_of_its_tenant():
+    pool = Pool(tenants=(ALICE,))
+    pool.store(1, 2, 3, tenant="alice")
+    pool.lease(1, 2)
+    pool.store(4, 5, tenant="alice")
+    assert pool.held() == {1, 2, 4}
+
+
+def test_copies_from_another_host_are_whose_they_are_there():
+    pool = Pool(tenants=(ALICE, BOB))
+    pool.lease(*range(1, 6), sources=("c1",))
+    ask = pool.one(LeaseBlocks, "c1")
+    refs = [SlotRef(node="c1", incarnation=1, slot=i, generation=2, checksum=1000 + i) for i in range(1, 6)]
+    told = ("alice", "alice", "stranger", "alice", "alice")
+    pool.say("c1", structs.replace(leased(ask.lease_id, refs, node="c1"), tenants=told))
+    pool.copied()
+    assert pool.held() == {1, 2, 3, 4}, "all that are asked for are pinned, and there is no room for the last of hers"
+    assert of_tenant(pool, "alice") == 3
+
+
+def test_another_cache_node_is_told_whose_blocks_are_and_nobody_else_is():
+    pool = Pool(tenants=(ALICE,))
+    pool.store(1, tenant="alice")
+    pool.store(2, 3)
+    for client, told in (("p0", ()), ("c1", ("alice", "", ""))):
+        pool.lease(1, 2, 3, client=client)
+        assert pool.one(BlocksLeased, client).tenants == told
+    pool.lease(2, 3, client="c1")
+    assert pool.take(BlocksLeased, "c1")[-1].tenants == ()
+
+
+def test_a_tenants_blocks_on_disk_are_its_own_after_a_restart_and_no_more_than_its_share():
+    ssd = SsdSettings(ahead=1.0, batch_blocks=3, directory="d", bytes=20)
+    tenants = (replace(ALICE, ssd_bytes=4), replace(BOB, ssd_bytes=8))
+    pool = Pool(disk=DiskContents(20), ssd=ssd, tenants=tenants)
+    for number in range(1, 11):
+        pool.store(number, tenant="alice")
+        pool.store(100 + number, tenant="bob" if number < 3 else "")
+        while pool.batches():
+            pool.written()
+    assert (of_tenant(pool, "alice", "disk"), of_tenant(pool, "bob", "disk")) == (4, 2)
+    assert {101, 102} < pool.on_disk()
+    rows = pool.rows()
+    again = Pool(disk=DiskContents(20, rows), ssd=ssd, tenants=tenants)
+    assert again.on_disk() == pool.on_disk()
+    assert (of_tenant(again, "alice", "disk"), of_tenant(again, "bob", "disk")) == (4, 2)
+    again.lease(102)
+    again.copied()
+    assert of_tenant(again, "bob") == 1, "promoted"
+    less = Pool(disk=DiskContents(20, rows), ssd=ssd, tenants=(replace(ALICE, ssd_bytes=1),))
+    assert of_tenant(less, "alice", "disk") == 1
+    assert len(less.on_disk()) == len(rows) - 3
+
+
+def test_a_tenant_at_its_share_of_a_pool_that_is_empty_otherwise_goes_to_disk_ahead_of_need():
+    pool = Pool(disk=DiskContents(20), ssd=SsdSettings(ahead=0.5, batch_blocks=1, directory="d", bytes=20), tenants=(ALICE,))
+    pool.store(1, 2, 3, tenant="alice")
+    assert pool.written() == (3,)
+    pool.store(4, tenant="alice")
+    assert pool.on_disk() == {3}
+    assert "evicted_unsaved_blocks" not in pool.actor.counts
 
 
 # --- SSD

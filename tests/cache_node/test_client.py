@@ -106,8 +106,8 @@ def test_a_released_or_empty_lease_is_over(client):
 
 
 def test_a_put_copies_for_less_than_its_time_and_commits_what_was_written(client):
-    assert client.put(0.0, 5, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS) == [
-        Send("c", ReserveSlots(put_id=5, keys=KEYS, ttl_s=10.0, parent=ROOT, tokens=TOKENS))
+    assert client.put(0.0, 5, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS, tenant="alice") == [
+        Send("c", ReserveSlots(put_id=5, keys=KEYS, ttl_s=10.0, parent=ROOT, tokens=TOKENS, tenant="alice"))
     ]
     (start,) = grant(client, now=1.0, index=1).effects
     assert start.deadline_s == pytest.approx(6.5)
@@ -120,28 +120,28 @@ def test_a_put_copies_for_less_than_its_time_and_commits_what_was_written(client
 
 @pytest.mark.parametrize("result", [WorkFailed("test"), BlocksCopied((None,))])
 def test_a_failed_copy_gives_the_slots_back(client, result):
-    client.put(0.0, 5, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS)
+    client.put(0.0, 5, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS, tenant="alice")
     grant(client)
     assert client.on_copied(77, result).effects == [Send("c", CommitSlots(put_id=5, checksums=()))]
 
 
 @pytest.mark.parametrize("late", [{"now": 7.6}, {"index": 2}])
 def test_a_grant_that_comes_too_late_or_makes_no_sense_is_given_back(client, late):
-    client.put(0.0, 5, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS)
+    client.put(0.0, 5, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS, tenant="alice")
     ended = grant(client, **late)
     assert ended.effects == [Send("c", CommitSlots(put_id=5, checksums=()))]
     assert ended.tokens == ["token"]
 
 
 def test_a_put_of_nothing_new_ends_at_once(client):
-    client.put(0.0, 5, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS)
+    client.put(0.0, 5, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS, tenant="alice")
     ended = client.on_reserved(1.0, SlotsReserved(put_id=5, grants=()), 77)
     assert (ended.effects, ended.tokens) == ([], ["token"])
 
 
 def test_a_pool_that_dies_ends_puts_but_not_their_copies_in_flight(client):
-    client.put(0.0, 5, KEYS, (REF, REF), "copying", parent=ROOT, tokens=TOKENS)
-    client.put(0.0, 6, KEYS, (REF, REF), "asked", parent=ROOT, tokens=TOKENS)
+    client.put(0.0, 5, KEYS, (REF, REF), "copying", parent=ROOT, tokens=TOKENS, tenant="alice")
+    client.put(0.0, 6, KEYS, (REF, REF), "asked", parent=ROOT, tokens=TOKENS, tenant="alice")
     grant(client)
     assert client.peer_down("c").tokens == ["asked"]
     assert client.puts == 1
@@ -152,11 +152,11 @@ def test_a_pool_that_dies_ends_puts_but_not_their_copies_in_flight(client):
 
 def test_puts_are_skipped_when_there_are_too_many_or_no_pool(client):
     for put_id in (5, 6):
-        assert client.put(0.0, put_id, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS)
-    assert client.put(0.0, 7, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS) is None
+        assert client.put(0.0, put_id, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS, tenant="alice")
+    assert client.put(0.0, 7, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS, tenant="alice") is None
     client.peer_down("c")
-    assert client.put(0.0, 8, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS) is None
-    assert client.put(0.0, 9, (), (), "token", parent=ROOT, tokens=TOKENS) is None
+    assert client.put(0.0, 8, KEYS, (REF, REF), "token", parent=ROOT, tokens=TOKENS, tenant="alice") is None
+    assert client.put(0.0, 9, (), (), "token", parent=ROOT, tokens=TOKENS, tenant="alice") is None
 
 
 def test_only_the_pools_own_copies_are_reported_to_it(client):

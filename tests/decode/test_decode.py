@@ -520,7 +520,7 @@ def test_the_oldest_fill_the_batch():
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
 def test_full_blocks_go_to_the_pool_under_the_keys_of_the_whole_text(node, length):
-    node.run(length=length, max_tokens=14)
+    node.run(length=length, max_tokens=14, tenant="alice")
     outputs = [5]
     token = 20
     puts = []
@@ -530,6 +530,7 @@ def test_full_blocks_go_to_the_pool_under_the_keys_of_the_whole_text(node, lengt
         token += 1
         for reserve in [m for _, m in node.sent if isinstance(m, ReserveSlots)]:
             puts += reserve.keys
+            assert reserve.tenant == "alice"
         node.put_all()
         node.blocks_put += [source.block for work in node.copied for source, _ in work.copies]
         node.copied.clear()

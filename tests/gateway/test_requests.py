@@ -155,6 +155,16 @@ STATES = ["no conductor", "placing", "prefilling", "decoding", "pausing"]
 # --- the undisturbed way
 
 
+def test_whose_a_request_is_goes_with_every_attempt(node):
+    node.ask(tenant="alice")
+    node.place()
+    assert node.one(StartPrefill, "p0").tenant == "alice"
+    node.fail(1)
+    node.advance(1.0)
+    node.place()
+    assert node.one(StartPrefill, "p0").tenant == "alice"
+
+
 def test_a_request_runs_to_its_end(node):
     node.ask()
     schedule = node.place()

@@ -229,7 +229,7 @@ def test_a_slot_is_inserted_once_and_removed_once(name):
     policy.insert((0,), (0,))
     with pytest.raises(AssertionError):
         policy.insert((0,), (0,))
-    for breach in (lambda slot: policy.remove((slot,)), policy.touch, policy.demote):
+    for breach in (lambda slot: policy.remove((slot,)), lambda slot: policy.touch((slot,), (0,)), policy.demote):
         with pytest.raises(AssertionError):
             breach(1)
 

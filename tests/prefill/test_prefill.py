@@ -693,6 +693,16 @@ def test_a_put_whose_pool_dies_in_the_copy_keeps_its_sources_until_the_copy_ends
     assert node.one(CommitSlots).checksums == ()
 
 
+def test_a_requests_blocks_and_its_decode_are_told_whose_it_is(node):
+    node.start(tenant="alice")
+    assert node.one(ReserveDecode, "d").tenant == "alice"
+    node.lease(0)
+    node.reserve()
+    node.finish()
+    node.received()
+    assert {reserve.tenant for reserve in node.take(ReserveSlots)} == {"alice"}
+
+
 def test_puts_are_bounded(node):
     node = Node(pool=PoolClientSettings(max_puts=1))
     run = [("r0", prompt(5)), ("r1", prompt(5, base=50))]

@@ -16,6 +16,7 @@ from test_zmq_runtime import HELLO, SETTINGS, Echo, running
 
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.records import encode
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.talk import Member
 from mooncake_zmq.kv.layout import BlockLayout
@@ -25,7 +26,8 @@ from mooncake_zmq.store import MooncakeDistributedStore
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.rules.tenants import StoreTenant
 from mooncake_zmq.store.server.server import StoreServer
-from mooncake_zmq.transfer import key_files
+from mooncake_zmq.transfer import data_server, key_files
+from mooncake_zmq.transfer.block_messages import PROTOCOL_VERSION, StreamOffered, StreamWanted, decode_offer
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets, connect_beside, is_loopback
@@ -194,6 +196,26 @@ def test_a_key_is_rotated_and_dropped_while_the_others_run(directory: Path, sock
             assert key_files.drop(directory, "b") == 1
 
 
+def test_a_data_server_knows_whose_its_streams_are(tmp_path: Path, sockets: Callable[[str], Sockets]) -> None:
+    layout = BlockLayout(layers=2, block_tokens=4, kv_heads=1, head_dim=8)
+    segment = Segment.create(tmp_path, "test", "a", layout, 4, 1)
+    server = DataServer(segment, "tcp://127.0.0.1:*", on_crash=pytest.fail, sockets=sockets("a"))
+    reader, _ = sockets("b").connecting(zmq.DEALER, server.endpoint, "data", data_server.LIMITS, server="a")
+    reader.connect(server.endpoint)
+    try:
+        reader.send(encode(StreamWanted(PROTOCOL_VERSION, 1)))
+        assert reader.poll(PATIENCE_S * 1000)
+        offered = decode_offer(reader.recv())
+        assert isinstance(offered, StreamOffered)
+        with closing(Stream(connect_beside(offered.where, server.endpoint, PATIENCE_S), lambda _: None, slice_s=1.0)) as stream:
+            stream.attach(Ticket(offered.token, offered.secret, offered.sealed))
+            eventually(lambda: [each.holder for each in server._host._open.values()] == ["b"])
+    finally:
+        reader.close()
+        server.close()
+        segment.close()
+
+
 def store_server(directory: Path, sockets: Sockets, object_bytes: int = 8 << 20, **settings: Any) -> StoreServer:
     return StoreServer(
         settings=ObjectSettings(object_bytes=object_bytes, slab_bytes=4 << 20, max_objects=64, **settings),
@@ -239,6 +261,7 @@ def test_what_a_store_client_may_use_the_name_of_its_key_tells(
             assert store.setup(config) == 0
         ruby, sky, reader = stores.values()
         assert ruby.put("red/1", b"r" * 1000) == sky.put("blue/1", b"b" * 1000) == 0
+        assert {each.holder for each in server._streams._host._open.values()} == {"ruby", "sky"}
         assert (ruby.get("red/1"), ruby.get("blue/1"), reader.get("red/1"), reader.get("blue/1")) == (b"r" * 1000, b"") * 2
         assert sky.put("red/2", b"x") == sky.upsert("red/1", b"x") == sky.remove("red/1") == reader.remove("red/1") == -600
         assert reader.put("red/2", b"x") == ruby.put("else", b"x") == -600

@@ -10,6 +10,7 @@ from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.engine import sim_layout
 from mooncake_zmq.simulation.hardware import Hardware
+from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.simulator import ProcessSpec, Simulator
 
 LAYOUT = sim_layout(4)
@@ -49,7 +50,13 @@ class World:
         self, places: dict[str, str], *, slots: int = 4, role: str = "prefill", seed: int = 1, blocks: Any = None
     ) -> None:
         self.puppets: dict[str, list[Puppet]] = {name: [] for name in places}
-        self.checkers = Checkers(blocks=blocks or {}, roots=(), block_tokens=LAYOUT.block_tokens, max_lease_s=10.0)
+        self.checkers = Checkers(
+            blocks=blocks or {},
+            roots=(),
+            block_tokens=LAYOUT.block_tokens,
+            max_lease_s=10.0,
+            shares=ShareChecker({}, {}),
+        )
         specs = [
             ProcessSpec(
                 name=name,

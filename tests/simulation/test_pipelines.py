@@ -13,6 +13,7 @@ from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes
 from mooncake_zmq.simulation.hardware import Hardware
 from mooncake_zmq.simulation.run import run_seed
+from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.simulator import Simulator
 from mooncake_zmq.simulation.traces import Workload, reference
 
@@ -27,7 +28,13 @@ def first_token_s(length: int, stages: int) -> tuple[float, int]:
     blocks: dict[bytes, bytes] = {}
     root, stop, prompt = Workload().roots(settings.layout)[""], StopRule(max_tokens=4), list(range(3, 3 + length))
     answer, _ = reference(root, prompt, Sampling(), stop, settings.layout, blocks)
-    checkers = Checkers(blocks=blocks, roots=(root,), block_tokens=settings.layout.block_tokens, max_lease_s=8.0)
+    checkers = Checkers(
+        blocks=blocks,
+        roots=(root,),
+        block_tokens=settings.layout.block_tokens,
+        max_lease_s=8.0,
+        shares=ShareChecker({}, {}),
+    )
     simulator = Simulator(
         random=Random(1),
         specs=processes(settings),

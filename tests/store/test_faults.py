@@ -507,7 +507,8 @@ def test_garbage_strangers_and_foreign_versions_are_dropped_and_counted(server):
         assert protocol.decode_reply(dealer.recv()) == protocol.Stranger(1)
         dealer.send(protocol.encode(protocol.Hello(2, 999, "", False)))
         assert dealer.poll(10_000)
-        assert protocol.decode_reply(dealer.recv()) == protocol.Stranger(2)
+        refused = protocol.Stranger(2, f"the store speaks protocol {protocol.PROTOCOL_VERSION}")
+        assert protocol.decode_reply(dealer.recv()) == refused
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.routing_id = b"too short"

@@ -12,6 +12,7 @@ from mooncake_zmq.store.rules.cold_end import ColdEnd
 from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
 from mooncake_zmq.store.rules.object_record import ObjectRecord
 from mooncake_zmq.store.rules.objects import Code, Objects, ObjectSettings, Pin
+from mooncake_zmq.store.rules.tenants import StoreTenant, Tenants
 
 SLAB = 1 << 16
 ME = b"me"
@@ -89,6 +90,42 @@ def test_a_segment_in_which_nothing_stands_goes_before_the_oldest():
     for key in ("a3", "b3"):
         log.remove(key)
     assert log.victim() == 4
+
+
+def quotas(log, **ssd_bytes):
+    """Tenants by the first letter of their keys."""
+    tenants = [StoreTenant(name=name, namespaces=(name,), ssd_bytes=quota) for name, quota in ssd_bytes.items()]
+    log.divide(Tenants(tenants))
+    return log
+
+
+def test_the_oldest_segment_goes_whose_promised_values_have_room_elsewhere():
+    log = quotas(make_log(8), a=1 << 20)
+    assert [log.victim(room) for room in (0, 61_439, 61_440, 1 << 20)] == [1, 1, 1, 1], "all have the same"
+    assert log.promised_bytes(1) == 61_440, "pages"
+    log.remove("a2")
+    assert (log.victim(61_439), log.victim(61_440)) == (3, 1)
+    assert (log.is_promised("a0"), log.is_promised("b0")) == (True, False)
+    log.remove("b2")
+    assert log.victim(1 << 20) == 3, "where nothing stands nothing has to move"
+    log.check()
+
+
+def test_without_a_quota_nothing_is_promised():
+    log = quotas(make_log(8), a=0)
+    assert log.promised_bytes(1) == 0
+    assert not log.is_promised("a0")
+    log.check()
+
+
+def test_a_row_that_served_two_values_of_a_segment_is_told_once():
+    log = make_log(0)
+    begin(log)
+    for key in ("first", "second"):
+        append(log, key)
+        if key == "first":
+            log.remove(key)
+    assert [[key for key, _, _ in step] for step in log.standing(1)] == [["second"]]
 
 
 def test_past_max_objects_the_oldest_segments_go():

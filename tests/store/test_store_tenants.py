@@ -5,137 +5,27 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from node_harness import SLAB, SSD, Store
 
-from mooncake_zmq.core.actor import Drained, DrainWanted, Started, TimerFired
+from mooncake_zmq.core.actor import Drained, DrainWanted, TimerFired
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.events import (
     Asked,
-    DiskFailed,
-    Done,
-    ForgetValues,
     Greeted,
-    ReceiveValues,
-    Reply,
-    Say,
-    SendValues,
-    Start,
     StreamAsked,
-    StreamBegan,
     StreamEnded,
-    ValuesCame,
-    ValuesSent,
-    ValuesWritten,
-    WorkDone,
-    WriteValues,
 )
-from mooncake_zmq.store.node import StoreFacts, StoreNode
 from mooncake_zmq.store.rules.cold_end import MAX_STEPS
-from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.store.rules.object_record import ObjectRecord, taken_bytes
-from mooncake_zmq.store.rules.objects import Code, ObjectSettings, Pin
+from mooncake_zmq.store.rules.object_record import taken_bytes
+from mooncake_zmq.store.rules.objects import Code, Pin
 from mooncake_zmq.store.rules.tenants import Reach, StoreTenant, Tenants, check_tenants
-from mooncake_zmq.store.stream_messages import Attach, Get, Promote, Put, Recheck
+from mooncake_zmq.store.stream_messages import Promote, Recheck
 from mooncake_zmq.store.tiers import LOOK
 
-SLAB = 1 << 17
 RED = StoreTenant(name="red", namespaces=("red/", "scarlet/"), clients=("ruby", "rose"), readers=("eye",))
 BLUE = StoreTenant(name="blue", namespaces=("blue/",), clients=("sky",), readers=("eye",))
-SSD = ObjectSsdSettings(directory="x", bytes=64 * SLAB, ahead=1.0)
 INVALID, MISSING = int(Code.INVALID), int(Code.NOT_FOUND)
 RECORD = taken_bytes(b"red/0", 1000)
-
-
-class Store:
-    """A node with clients by name, each with a stream; `None` is the machine's own user."""
-
-    def __init__(self, *tenants, on_disk=(), slabs=8, ssd=False, **sizes):
-        """`ssd`: its settings; True: `SSD`."""
-        ssd = SSD if ssd is True or on_disk else ssd or ObjectSsdSettings()
-        log = ObjectLog(ssd) if ssd.directory else None
-        if log is not None and on_disk:
-            rows = [(key, ObjectRecord(number, 1, number * 4096, 1000, 7, 0)) for number, key in enumerate(on_disk, 1)]
-            log.restore({1: 4 * SLAB}, rows)
-        self.node = StoreNode(
-            ObjectSettings(
-                object_bytes=slabs * SLAB,
-                slab_bytes=SLAB,
-                max_client_share=1.0,
-                ssd=ssd,
-                tenants=tenants,
-                **sizes,
-            ),
-            StoreFacts(name="n", cluster="c", incarnation=1),
-            log,
-        )
-        self.log = log
-        self.works = []
-        self.full = False
-        self.names = {}
-        self.ids = iter(range(1, 1 << 60))
-        self.take(Started())
-
-    def take(self, event, now=0.0):
-        effects = self.node.handle(now, event)
-        self.node.check()
-        self.works += [effect for effect in effects if isinstance(effect, Start)]
-        return effects
-
-    def connection(self, user):
-        return b"c" + str(user).encode().ljust(16, b"_") + b"1234"
-
-    def meet(self, user, *, shared=False):
-        """Its Welcome, and its stream's number."""
-        hello = protocol.Hello(next(self.ids), protocol.PROTOCOL_VERSION, "", shared)
-        (said,) = [
-            effect.reply
-            for effect in self.take(Greeted(self.connection(user), hello, "path", shared, bytes(16), "s", user))
-            if isinstance(effect, Reply)
-        ]
-        if user not in self.names:
-            self.names[user] = next(self.ids)
-            self.take(StreamBegan(self.names[user], Attach(self.connection(user)[1:17], bytes(16))))
-        return said
-
-    def ask(self, user, request):
-        effects = self.take(Asked(self.connection(user), request, user))
-        effects += self.settle()
-        replies = [effect.reply for effect in effects if isinstance(effect, Reply)]
-        return replies[-1] if replies else None
-
-    def put(self, user, *keys, size=1000, pins=Pin.NONE):
-        """The codes; over the client's stream."""
-        if user not in self.names:
-            self.meet(user)
-        effects = self.take(StreamAsked(self.names[user], Put(list(keys), [size] * len(keys), int(pins), 30.0, [], False)))
-        (receive,) = [effect for effect in effects if isinstance(effect, ReceiveValues)]
-        effects = self.take(ValuesCame(self.names[user], [7] * len(receive.sizes), [7] * len(receive.sizes)))
-        effects += self.settle()
-        (ended,) = [effect.message for effect in effects if isinstance(effect, Say)]
-        return ended.codes
-
-    def get(self, user, *keys):
-        """The sizes told."""
-        effects = self.take(StreamAsked(self.names[user], Get(list(keys), [], 30.0))) + self.settle()
-        (sent,) = [effect for effect in effects if isinstance(effect, SendValues)]
-        self.take(ValuesSent(self.names[user]))
-        return sent.sizes
-
-    def settle(self):
-        """Carry out all works; what they lead to."""
-        effects = []
-        while self.works:
-            start = self.works.pop(0)
-            result = Done()
-            if isinstance(start.work, WriteValues):
-                result = ValuesWritten(tuple(7 for _ in start.work.values))
-            elif self.full and isinstance(start.work, ForgetValues):
-                result = DiskFailed("full", full=True)
-            effects += self.take(WorkDone(start.work_id, result))
-        return effects
-
-    def look(self):
-        self.take(TimerFired(LOOK))
-        self.settle()
 
 
 @pytest.fixture
@@ -389,6 +279,34 @@ def test_what_has_no_room_on_disk_stays_in_memory_alone_and_is_not_written_again
     assert held(store, tier="ssd_") == 2 * RECORD
     assert "blue/1" in store.log.by_key
     assert store.get("ruby", "red/3", "red/large") == [1000, 3000]
+
+
+def test_within_its_quota_a_tenant_loses_nothing_on_disk_however_fast_others_write():
+    ssd = replace(SSD, bytes=24 * SLAB, max_objects=1 << 10)
+    assert ssd.promised_bytes(SLAB) >= 8 * SLAB
+    store = Store(limited(ssd=8 * SLAB), BLUE, ssd=ssd, slabs=4, max_objects=256)
+    keys = [f"red/{number}" for number in range(7)]
+    for key in keys:
+        store.put("ruby", key, size=SLAB - 5000)
+        store.put("sky", f"blue/beside {key}", size=100)
+        store.look()
+    for number in range(200):
+        store.put("sky", f"blue/{number}", size=SLAB - 5000 if number % 3 else 100)
+        store.look()
+    assert [key for key in keys if key not in store.log.by_key] == []
+    counts = store.node.counts
+    assert counts["ssd_segments_dropped"] > 10
+    assert counts["ssd_dropped_in_quota"] == 0
+    assert 0 < counts["ssd_moved"] < 100
+
+
+def test_what_more_than_can_be_promised_is_lost_is_counted():
+    store = Store(limited(ssd=20 * SLAB), BLUE, ssd=replace(SSD, bytes=24 * SLAB), slabs=4, max_objects=256)
+    for number in range(60):
+        store.put("ruby", f"red/{number}", size=SLAB - 5000)
+        store.put("sky", f"blue/{number}", size=SLAB - 5000)
+        store.look()
+    assert store.node.counts["ssd_dropped_in_quota"] > 0
 
 
 def test_a_tenant_without_room_on_disk_keeps_nobody_else_from_it():

@@ -21,7 +21,7 @@ def damage(path: Path, statement: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "damaged", ["checksum = 'x'", "sequence = 'x'", "tokens = 7", "parent = 1.5", "slot = 'x'", "key = x'00'"]
+    "damaged", ["checksum = 'x'", "sequence = 'x'", "tokens = 7", "parent = 1.5", "tenant = x'00'", "slot = 'x'", "key = x'00'"]
 )
 def test_a_row_of_blocks_that_is_none_is_unusable(tmp_path: Path, damaged: str) -> None:
     path = tmp_path / "index.sqlite"
@@ -30,7 +30,7 @@ def test_a_row_of_blocks_that_is_none_is_unusable(tmp_path: Path, damaged: str) 
     index.close()
     if damaged.startswith("slot"):
         damage(path, "ALTER TABLE blocks RENAME TO former")
-        damage(path, "CREATE TABLE blocks AS SELECT 'x' AS slot, key, checksum, sequence, parent, tokens FROM former")
+        damage(path, "CREATE TABLE blocks AS SELECT 'x' AS slot, key, checksum, sequence, parent, tokens, tenant FROM former")
     else:
         damage(path, f"UPDATE blocks SET {damaged}")
     index = DiskIndex.open(path, "layout", 64)

@@ -161,10 +161,10 @@ def test_a_restart_finds_the_blocks_the_oldest_first(home):
 def test_a_restart_finds_what_was_known_of_the_blocks(home):
     disk = open_disk(home)
     slab = Slab()
-    known = ((None, b""), (None, b"root"), (key(9), b"tokens"), (key(9), b""))
+    known = ((None, b"", ""), (None, b"root", "alice"), (key(9), b"tokens", ""), (key(9), b"", "bob"))
     blocks = []
-    for slot, (parent, tokens) in enumerate(known):
-        block = replace(slab.fill(slot, slot, key(slot)), parent=parent, tokens=tokens)
+    for slot, (parent, tokens, tenant) in enumerate(known):
+        block = replace(slab.fill(slot, slot, key(slot)), parent=parent, tokens=tokens, tenant=tenant)
         disk.commit([(block, *disk.write([(block, slab.view)]))])
         blocks.append(block)
     disk.close()
@@ -336,7 +336,7 @@ def test_a_tier_without_room_for_a_block_is_refused(home):
         Disk.open(home, LAYOUT, STRIDE - 1)
 
 
-@pytest.mark.parametrize("damage", ["layout", "version", "garbage", "page", "rows", "parents", "shape"])
+@pytest.mark.parametrize("damage", ["layout", "version", "garbage", "page", "rows", "parents", "shape", "columns"])
 def test_an_index_of_no_use_is_set_aside_and_the_tier_starts_empty(home, damage):
     layout = OTHER if damage == "layout" else LAYOUT
     disk = open_disk(home, layout=layout)
@@ -347,10 +347,11 @@ def test_an_index_of_no_use_is_set_aside_and_the_tier_starts_empty(home, damage)
     disk.close()
     path = home / "index.sqlite"
     statements = {
-        "version": "PRAGMA user_version = 1",  # whose rows did not tell what blocks hold
+        "version": "PRAGMA user_version = 2",  # whose rows did not tell whose blocks are
         "rows": "UPDATE blocks SET key = x'00' WHERE slot = 3",
         "parents": "UPDATE blocks SET parent = x'00' WHERE slot = 3",
         "shape": "DELETE FROM tier",
+        "columns": "ALTER TABLE blocks DROP COLUMN tenant",
     }
     if damage in statements:
         with sqlite3.connect(path) as db:

@@ -374,7 +374,7 @@ def a_glutton(server, layers):
     with by_hand(server, SO_RCVBUF=4096) as stream:
         for _ in range(400):
             stream.send(ReadRequest(1, 0, 2, True, 0, layers))
-        eventually(lambda: any(served.waits_since == math.inf for served in server._host._open.values()))
+        eventually(lambda: any(each.served.waits_since == math.inf for each in server._host._open.values()))
         yield
 
 

@@ -188,8 +188,8 @@ def test_newcomers_in_quick_succession_do_not_exceed_the_limit(house, monkeypatc
     open_at_once = []
     begin = house.host._begin
 
-    def watched(served):
-        begin(served)
+    def watched(served, holder):
+        begin(served, holder)
         open_at_once.append(len(house.host._open))
 
     monkeypatch.setattr(house.host, "_begin", watched)
@@ -198,9 +198,42 @@ def test_newcomers_in_quick_succession_do_not_exceed_the_limit(house, monkeypatc
         for ticket in tickets:
             stack.enter_context(house.stream(ticket))
         eventually(lambda: house.counts["streams"] == 40 == len(open_at_once) + house.counts["streams_refused"])
-        eventually(lambda: all(served.waits_since < math.inf for served in list(house.host._open.values())))
+        eventually(lambda: all(each.served.waits_since < math.inf for each in list(house.host._open.values())))
         assert house.answers()
     assert max(open_at_once) == 4
+
+
+def test_the_holder_of_one_key_makes_room_among_his_own(house, monkeypatch):
+    monkeypatch.setattr(stream_host, "MAX_STREAMS_OF_A_KEY", 2)
+    with contextlib.ExitStack() as stack:
+        others, his = (
+            [stack.enter_context(house.stream(house.tickets.make(who))) for _ in range(2)] for who in ("sky", "ruby")
+        )
+        eventually(lambda: len(house.host._open) == 4)
+        eventually(lambda: all(each.served.waits_since < math.inf for each in list(house.host._open.values())))
+        his.append(stack.enter_context(house.stream(house.tickets.make("ruby"))))
+        for stream in (*others, *his[1:]):
+            stream.send(3)
+            assert stream.receive(decode_number) == 3
+        with pytest.raises(StreamError):
+            his[0].receive(decode_number)
+        assert house.counts["streams_over_share"] == 1
+        assert house.answers(), "who has shown no key has no share"
+
+
+def test_a_further_stream_of_a_key_whose_streams_are_all_at_work_is_refused(house, monkeypatch):
+    monkeypatch.setattr(stream_host, "MAX_STREAMS_OF_A_KEY", 1)
+    with house.stream(house.tickets.make("ruby")):
+        eventually(lambda: house.counts["streams"] == 1 == len(house.host._open))
+        (busy,) = house.host._open.values()
+        eventually(lambda: busy.served.waits_since < math.inf)
+        busy.served.waits_since = math.inf
+        with house.stream(house.tickets.make("ruby")) as further, pytest.raises(StreamError):
+            further.receive(decode_number)
+        assert house.counts["streams_refused"] == house.counts["streams_over_share"] == 1
+        with house.stream(house.tickets.make("sky")) as stream:
+            stream.send(3)
+            assert stream.receive(decode_number) == 3
 
 
 def test_closing_ends_streams_and_who_stands_at_the_door(house):

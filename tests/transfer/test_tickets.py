@@ -95,3 +95,12 @@ def test_no_secret_and_no_key_is_shown():
     keys, _ = shaken(tickets, ticket)
     for secret in (ticket.secret, keys.proof, keys.to_server, keys.to_client):
         assert repr(secret) not in repr((ticket, keys))
+
+
+def test_a_ticket_tells_its_server_whose_key_it_was_handed_to(monkeypatch):
+    tickets = Tickets(sealed=True)
+    tokens = {holder: tickets.make(holder).token for holder in ("ruby", "sky", "")}
+    assert {holder: tickets.holder_of(token) for holder, token in tokens.items()} == {each: each for each in tokens}
+    monkeypatch.setattr(tickets_module, "MAX_HOLDERS", 3)
+    assert tickets.holder_of(tickets.make("one too many").token) == ""
+    assert tickets.holder_of(tickets.make("ruby").token) == "ruby"

@@ -98,7 +98,7 @@ class Link:
                 raise Unreached(f"an answer that is none: {error}") from error
             else:
                 if isinstance(reply, protocol.Stranger):
-                    raise Forgotten
+                    raise Forgotten(reply.reason)
                 return reply
 
     def ask(self, request: protocol.Identified, expected: type[ReplyT], deadline: float) -> ReplyT:

@@ -240,8 +240,8 @@ class Peer:
                 if not welcome.shared:
                     segment = None
             broken = False
-        except Forgotten:
-            raise Unreached(f"refused: not of protocol {protocol.PROTOCOL_VERSION}, or full of clients") from None
+        except Forgotten as error:
+            raise Unreached(f"refused: {error}") from None
         finally:
             self._links.put_back(link, broken=broken)
         if segment is None and self.settings.tune_malloc:

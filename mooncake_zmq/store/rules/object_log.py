@@ -1,8 +1,9 @@
 """The SSD tier of one host's store: which value stands where in a log of segments, and which segment goes next. PURE.
 
 Values are appended, never overwritten. Where there is no room for another segment the oldest goes as a whole; what was read
-of it since it was written, and memory does not have, is moved to the new one first, within limits. So a log needs neither a
-list of free places nor an order of use, and the disk sees long sequential writes only.
+of it since it was written, and memory does not have, is moved to the new one first, within limits, and before that what belongs
+to tenants with a quota: of these the segment that goes has no more than can be moved. So a log needs neither a list of free
+places nor an order of use, and the disk sees long sequential writes only.
 """
 
 import itertools
@@ -12,15 +13,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
-from mooncake_zmq.store.rules.object_record import ObjectRecord, place, round_up, taken_bytes
+from mooncake_zmq.store.rules.object_record import ObjectRecord, moved_bytes, place, round_up, taken_bytes
 from mooncake_zmq.store.rules.tenants import Holdings, Tenants
 
 SEGMENT_BYTES = 256 << 20
 MIN_SEGMENTS = 8
 """Smaller tiers get smaller segments: what goes at a time is an eighth at most."""
 _NOWHERE = 1 << 62
+MOVED_SHARE = 0.5
+"""Of a new segment, and of all that may be on disk, what is moved there at most."""
 ROWS_AT_ONCE = 4096
-"""Rows of a segment that goes, dropped in one step: others wait for it."""
+"""Rows of a segment that goes, moved or dropped in one step: others wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +58,15 @@ class ObjectSsdSettings:
 
     @property
     def kept_bytes(self) -> int:
-        """Of values' bytes, how many the tier keeps for sure while it goes on writing: headers, rounding and the segment
-        that makes room for the next one take the rest."""
+        """How many bytes of what memory has are written as well, at most: with more, one value's copy would make another's go,
+        which would be due again. No copy is promised to stay by this."""
         return (self.bytes - 2 * self.segment_bytes) // 2
+
+    def promised_bytes(self, largest_bytes: int) -> int:
+        """Disk quotas of so many bytes together are promises, where values take up to `largest_bytes`: of all segments but the
+        newest, the one with the least of them has no more than can be moved on."""
+        room = min(int(self.segment_bytes * MOVED_SHARE), self.segment_bytes - round_up(largest_bytes, PAGE_BYTES) - PAGE_BYTES)
+        return (self.bytes // self.segment_bytes - 1) * max(0, room)
 
 
 class Place(NamedTuple):
@@ -74,6 +83,8 @@ class _Segment:
     rows: "array[int]"
     """Rows that were put here, the oldest first; some of them may have gone, or serve another value by now."""
     live: int = 0
+    promised_bytes: int = 0
+    """What values of tenants with a quota would take elsewhere, of those that stand here."""
 
 
 class ObjectLog:
@@ -195,7 +206,7 @@ class ObjectLog:
         """The value stands elsewhere, durably; unless it went meanwhile."""
         row = self.by_key.get(key)
         if row is not None and self._sequence[row] == sequence:
-            self._segments[self._segment[row]].live -= 1
+            self._leave(row)
             self._used[row] = False
             self._stand(row, segment, offset)
 
@@ -203,7 +214,7 @@ class ObjectLog:
         """Its row went."""
         row = self.by_key.pop(key, None)
         if row is not None:
-            self._segments[self._segment[row]].live -= 1
+            self._leave(row)
             self.bytes -= self._size[row]
             if self.holdings is not None:
                 self.holdings.remove(row)
@@ -213,22 +224,42 @@ class ObjectLog:
 
     # --- making room
 
-    def victim(self) -> int | None:
-        """The segment that is to go now, so that another one fits in beside the newest; None if none has to."""
+    def victim(self, room_bytes: int = 0) -> int | None:
+        """The segment that is to go now, so that another one fits in beside the newest; None if none has to. One in which
+        nothing stands, else the oldest of which what is promised finds room elsewhere, else that in which the least is."""
         if len(self._segments) < 2:
             return None
         old = list(self._segments)[:-1]
         total = sum(segment.length for segment in self._segments.values())
         if total + self.settings.segment_bytes <= self.settings.bytes and len(self.by_key) < self.settings.max_objects:
             return None
-        return next((number for number in old if self._segments[number].live == 0), old[0])
+        if empty := [number for number in old if self._segments[number].live == 0]:
+            return empty[0]
+        fitting = (number for number in old if self._segments[number].promised_bytes <= room_bytes)
+        return next(fitting, min(old, key=lambda number: self._segments[number].promised_bytes))
+
+    @property
+    def left_bytes(self) -> int:
+        """Of the newest segment."""
+        newest = next(reversed(self._segments.values()), None)
+        return max(0, newest.length - self._end) if newest is not None else 0
+
+    def promised_bytes(self, segment: int) -> int:
+        """What of it is to move on when it goes."""
+        return self._segments[segment].promised_bytes
+
+    def is_promised(self, key: str) -> bool:
+        """Is the value one of a tenant with a quota? It stands here."""
+        return self._is_promised(self.by_key[key])
 
     def standing(self, segment: int) -> Iterator[list[tuple[str, ObjectRecord, bool]]]:
         """(key, record, read since it was written) of what stands there, some at a time: between two steps rows may go."""
         rows = self._segments[segment].rows
         seen: set[int] = set()
         for start in range(0, len(rows), ROWS_AT_ONCE):
-            some = [row for row in rows[start : start + ROWS_AT_ONCE] if row not in seen and self._segment[row] == segment]
+            # A row is there once for each value that it served.
+            some = [row for row in dict.fromkeys(rows[start : start + ROWS_AT_ONCE]) if row not in seen]
+            some = [row for row in some if self._segment[row] == segment]
             seen.update(some)
             standing = [(key, self._record(row), bool(self._used[row])) for row in some if (key := self._key[row]) is not None]
             yield standing
@@ -252,6 +283,7 @@ class ObjectLog:
         self.holdings = Holdings(tenants, quotas, rows=len(self._key))
         for key, row in self.by_key.items():
             self._hold(self.holdings, row, key)
+            self._segments[self._segment[row]].promised_bytes += self._promised_bytes(row)
 
     def charge(self, key: str, size: int) -> int:
         """Bytes of its tenant's quota that a value takes: its record, and its share of the rows at least, as those run out
@@ -288,15 +320,17 @@ class ObjectLog:
 
     def check(self) -> None:
         """Assert the invariants. Slow: for tests."""
-        live = dict.fromkeys(self._segments, 0)
+        live, promised = dict.fromkeys(self._segments, 0), dict.fromkeys(self._segments, 0)
         ranges: dict[int, list[tuple[int, int]]] = {segment: [] for segment in self._segments}
         for key, row in self.by_key.items():
             assert self._key[row] == key
             segment = self._segment[row]
             live[segment] += 1
+            promised[segment] += self._promised_bytes(row)
             ranges[segment].append((self._offset[row], self._offset[row] + self._size[row]))
             assert row in self._segments[segment].rows
         assert live == {number: segment.live for number, segment in self._segments.items()}
+        assert promised == {number: segment.promised_bytes for number, segment in self._segments.items()}
         for taken in ranges.values():
             taken.sort()
             assert all(before[1] <= after[0] for before, after in zip(taken, taken[1:], strict=False)), "no two overlap"
@@ -323,6 +357,20 @@ class ObjectLog:
         self._segment[row], self._offset[row] = segment, offset
         self._segments[segment].rows.append(row)
         self._segments[segment].live += 1
+        self._segments[segment].promised_bytes += self._promised_bytes(row)
+
+    def _leave(self, row: int) -> None:
+        """It stands no more where it stood."""
+        segment = self._segments[self._segment[row]]
+        segment.live -= 1
+        segment.promised_bytes -= self._promised_bytes(row)
+
+    def _is_promised(self, row: int) -> bool:
+        return self.holdings is not None and self.holdings.quotas[self.holdings.of[row]] > 0
+
+    def _promised_bytes(self, row: int) -> int:
+        key = self._key[row]
+        return moved_bytes(key.encode(), self._offset[row], self._size[row]) if key and self._is_promised(row) else 0
 
     def _add_row(self) -> int:
         for column in (self._sequence, self._segment, self._offset, self._size, self._checksum, self._pin, self._used):

@@ -50,6 +50,11 @@ def taken_bytes(key: bytes, size: int) -> int:
     return round_up(record_bytes(key, size), ALIGN_BYTES)
 
 
+def moved_bytes(key: bytes, offset: int, size: int) -> int:
+    """What a record at this offset takes elsewhere: the pages that it is in."""
+    return round_up(offset % PAGE_BYTES + record_bytes(key, size), PAGE_BYTES)
+
+
 def place(values: Iterable[tuple[bytes, int]], start: int) -> tuple[list[int], int]:
     """The offsets of records of these (key, size), one after another from a page boundary on; and the next page boundary."""
     offsets = []

@@ -38,9 +38,10 @@ class StoreTenant:
     room, those used longest ago first; where all are leased or pinned hard, a put gets none."""
     ssd_bytes: int = 0
     """Of each store's disk, records with their headers and keys, each counted as `ssd.bytes` / `ssd.max_objects` at least;
-    0: as much as there is. Over it, those that memory does not have go. It limits and guarantees nothing: all share one log,
-    whose oldest segment goes when there is no room for another, so a tenant within its quota loses its oldest values where
-    others write fast, but for what was read since it was written, as far as half a segment goes."""
+    0: as much as there is. Over it, those that memory does not have go. Within it, none goes for others: all share one log,
+    and of a segment that goes, to make room for another, what belongs to tenants with a quota moves on. That is a promise as
+    long as the quotas together are no more than `ObjectSsdSettings.promised_bytes`, nearly half of the disk, in which a value
+    of less than a page counts as one or two."""
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.clients, *self.readers):

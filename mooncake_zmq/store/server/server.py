@@ -35,8 +35,8 @@ from mooncake_zmq.store.server.disk_works import DiskWorks
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.streams import StoreStreams
 from mooncake_zmq.store.server.turns import Timers, Turns
-from mooncake_zmq.transfer.connections import Connections, came_by
-from mooncake_zmq.transfer.sockets import USER_ID, BadEndpoint, Limits, Sockets
+from mooncake_zmq.transfer.connections import Connections, skip_rest, take_part
+from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 from mooncake_zmq.transfer.tickets import Tickets
 
 log = structlog.get_logger()
@@ -104,10 +104,10 @@ class StoreServer:
             self._sockets.give_back()
             segment.close()
             raise
-        # Who connects by ipc is this user of the machine. Over TCP without keys nobody is anybody.
         by_tcp = endpoint.startswith("tcp://")
-        self._asks_who = bool(settings.tenants) and by_tcp
-        self._keyed = self._sockets.keys is not None
+        self._keyed = by_tcp and self._sockets.keys is not None
+        self._keyless = "" if by_tcp and settings.tenants else None
+        """Who has shown no key: over TCP nobody, where it matters who one is; by ipc, this user of the machine."""
         self._connections = Connections(self._socket, self._counts, on_crash) if by_tcp else None
         self._socket.router_mandatory = True
         self._socket.router_handover = True  # a connection's name holds 128 random bits: nobody takes it by accident
@@ -213,29 +213,18 @@ class StoreServer:
             self._connections.drained()
         return self._socket.recv()
 
-    def _next_frame(self, peer: bytes) -> tuple[bytes, str | None]:
-        """Of the message that goes on, and whose it is: see `Greeted.user`."""
-        if self._connections is None:
-            return self._socket.recv(), None
-        frame = self._socket.recv(copy=False)
-        self._connections.took(came_by(frame), len(frame))
-        if not self._asks_who or len(peer) != ROUTING_ID_BYTES:  # the waker has no key
-            return frame.bytes, None
-        return frame.bytes, str(frame.get(USER_ID)) if self._keyed else ""
-
-    def _more(self) -> int:
-        """Does the message go on?"""
-        return int(self._socket.getsockopt(zmq.RCVMORE))
-
     def _receive(self, peer: bytes) -> None:
-        content, user = self._next_frame(peer) if self._more() else (b"", None)
+        content, user = b"", None
+        if self._socket.getsockopt(zmq.RCVMORE):
+            keyed = self._keyed and len(peer) == ROUTING_ID_BYTES  # the waker has no key
+            content, user = take_part(self._socket, self._connections, keyed=keyed)
         try:
             request = protocol.decode_request(content)
         except protocol.NotAMessage:
             request = None
-        while self._more():  # frames that no message of ours has
-            self._next_frame(peer)
+        skip_rest(self._socket, self._connections)
         if request is not None and len(peer) == ROUTING_ID_BYTES:
+            user = self._keyless if user is None else user
             if isinstance(request, protocol.Hello):
                 self._turns.take(self._greeted(peer, request, user))
             else:
@@ -247,7 +236,7 @@ class StoreServer:
         same_host = hello.boot_id == self._boot_id != ""
         path = str(self._turns.segment.path) if same_host else ""
         lives = hello.shared and same_host and is_lived(self._life_of(peer[1:17]))
-        return Greeted(peer, hello, path, lives, self._tickets.make().token, self._streams.endpoint, user)
+        return Greeted(peer, hello, path, lives, self._tickets.make(user or "").token, self._streams.endpoint, user)
 
     def _send(self, reply: Reply) -> None:
         message = reply.reply

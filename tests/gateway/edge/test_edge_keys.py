@@ -110,11 +110,13 @@ def test_tenants_share_no_block_keys_whatever_salt_they_wish():
     for key, salt in (("alice", None), ("alice", None), ("bob", None), ("bob", "tenant/alice/"), ("alice", "x")):
         assert ask(actor, key, **({"cache_salt": salt} if salt else {})).status_code == 200
     keys = [request.keys for request in actor.requests.values()]
+    assert [request.tenant for request in actor.requests.values()] == ["alice", "alice", "bob", "bob", "alice"]
     assert keys[0] == keys[1]
     assert len(set(keys[1:])) == 4
     open_to_all = ScriptedActor()
     ask(open_to_all, None)
     assert open_to_all.only.keys not in keys
+    assert open_to_all.only.tenant == ""
 
 
 def test_what_each_tenant_has_of_the_gateway_is_counted_by_name():

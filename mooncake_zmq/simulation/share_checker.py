@@ -1,0 +1,87 @@
+"""Invariant I7, watched from outside: no tenant has more of a tier than its share, and within it loses nothing to others."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mooncake_zmq.core.actor import Effect, Event, Publish, Received, Send, Start, WorkDone
+from mooncake_zmq.core.messages import ReportCorrupt, ReserveSlots, SlotsReserved
+from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskWritten, WriteToDisk
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.events import BlocksRemoved, BlocksStored, Medium
+from mooncake_zmq.simulation.checkers import Violation
+
+Shares = Mapping[Medium, Mapping[str, int]]
+"""Blocks that each tenant may have of each tier; who is not named has no share."""
+Held = dict[Medium, set[Key]]
+
+
+@dataclass(slots=True)
+class ShareChecker:
+    """`owners`: whose each key is, by its salt; what the actors say of that does not count."""
+
+    owners: Mapping[Key, str]
+    shares: Shares
+    _held: dict[tuple[str, int], Held] = field(default_factory=dict)
+    """What each life of a cache-node told by its KV events."""
+
+    def observed(self, name: str, incarnation: int, actor: Any, event: Event, effects: Sequence[Effect]) -> None:
+        """A cache-node handled an event; its effects are not carried out yet."""
+        held = self._held.setdefault((name, incarnation), {medium: set() for medium in Medium})
+        told = [each for effect in effects if isinstance(effect, Publish) for each in effect.events]
+        left: dict[Medium, Counter[str]] = {medium: Counter() for medium in held}
+        for each in told:
+            if isinstance(each, BlocksStored):
+                held[each.medium].update(each.keys)
+            elif isinstance(each, BlocksRemoved):
+                held[each.medium].difference_update(each.keys)
+                left[each.medium].update(map(self._owner, each.keys))
+        if told:
+            self._check_limits(name, held)
+        if any(left.values()) and not _tells_of_damage(event):
+            self._check_promises(name, left, self._came(actor, event, effects))
+
+    def _owner(self, key: Key) -> str:
+        return self.owners.get(key, "")
+
+    def _check_limits(self, name: str, held: Held) -> None:
+        for medium, shares in self.shares.items():
+            has = Counter(map(self._owner, held[medium]))
+            for tenant, share in shares.items():
+                if has[tenant] > share:
+                    raise Violation("I7", f"{name} has {has[tenant]} blocks of {tenant} on {medium.value}, {share} at most")
+
+    def _check_promises(self, name: str, left: Mapping[Medium, Counter[str]], came: Mapping[Medium, Counter[str]]) -> None:
+        """What went of a tenant with a share made room for blocks of its own."""
+        for medium, shares in self.shares.items():
+            for tenant in shares:
+                went, room_for = left[medium][tenant], came[medium][tenant]
+                if went > room_for:
+                    raise Violation(
+                        "I7", f"{name} takes {went} blocks of {tenant} from {medium.value} for {room_for} of its own"
+                    )
+
+    def _came(self, actor: Any, event: Event, effects: Sequence[Effect]) -> dict[Medium, Counter[str]]:
+        """Slots reserved, by tenant."""
+        keys: dict[Medium, list[Key]] = {medium: [] for medium in Medium}
+        for effect in effects:
+            match effect:
+                case Send(_, SlotsReserved(grants=grants)) if isinstance(event, Received):
+                    assert isinstance(event.message, ReserveSlots)
+                    keys[Medium.CPU] += [event.message.keys[grant.index] for grant in grants]
+                case Start(_, CopyBlocks(copies)):
+                    keys[Medium.CPU] += [actor.slots.key_of(grant.slot) for _, grant in copies]
+                case Start(_, WriteToDisk(blocks)):
+                    keys[Medium.DISK] += [block.key for _, block in blocks]
+        return {medium: Counter(map(self._owner, some)) for medium, some in keys.items()}
+
+
+def _tells_of_damage(event: Event) -> bool:
+    """Copies go because they are bad, whosever they are."""
+    match event:
+        case Received(_, ReportCorrupt()):
+            return True
+        case WorkDone(_, BlocksCopied() | DiskWritten() as done):
+            return bool(done.corrupt or done.fault)
+    return False
