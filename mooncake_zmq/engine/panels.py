@@ -48,7 +48,7 @@ def linear(xp: Any, x: Any, panels: Any, out: Any, count: int) -> None:
     x: [rows, in]. panels: [panels, in, 64]. out: [rows, 64 * panels].
     """
     inputs, by_panel = _views(xp, x, out, count, len(panels))
-    xp.matmul(inputs, panels[:, None], out=by_panel)
+    _multiply(xp, inputs, panels, by_panel)
 
 
 def shared_linear(team: Team, xp: Any, x: Any, panels: Any, out: Any, count: int) -> None:
@@ -62,9 +62,19 @@ def shared_linear(team: Team, xp: Any, x: Any, panels: Any, out: Any, count: int
 
     def share(rank: int) -> None:
         part = slice(bounds[rank], bounds[rank + 1])
-        xp.matmul(inputs, panels[part, None], out=by_panel[part])
+        _multiply(xp, inputs, panels[part], by_panel[part])
 
     team.run(share)
+
+
+def _multiply(xp: Any, inputs: Any, panels: Any, out: Any) -> None:
+    """Panel after panel, so that each is read from memory once and by all further chunks from the cache. Left to itself NumPy
+    follows the memory of `out`, where a chunk's panels lie side by side, and reads all panels again for every chunk: measured
+    at 512 rows, 0.55 to 0.7 of the speed."""
+    if xp is np:
+        np.matmul(inputs, panels[:, None], out=out, order="C")
+    else:
+        xp.matmul(inputs, panels[:, None], out=out)
 
 
 def _views(xp: Any, x: Any, out: Any, count: int, panels: int) -> tuple[Any, Any]:
