@@ -585,7 +585,7 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 what += f", API keys of {keys}" if keys else ", no API keys"
         totals[node.device] += size
         where = f"threads {node.threads}" if node.device == "cpu" else node.device
-        computes = f", {where}, {node.backend}" if node.computes else f", {node.backend}"
+        computes = f", {where}, {node.prepared_for}" if node.computes else f", {node.backend}"
         engine = computes if node.role in ENGINE_ROLES else ""
         also = f", may become a {node.may_become}" if node.may_become else ""
         yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{engine}{also}"

@@ -116,12 +116,12 @@ class _Product:
         if len(self.sums) > SUM_FIRST_ROWS:
             self._add_input_by_input(weights, at)
             return
-        weights = list(weights)
+        held = list(weights)
         for x_row, total in zip(self.x_rows, self.sums, strict=True):
             values = [emit.read_one(x_row, builder.add(at, _LONG(step))) for step in range(steps)]
             # A sum of its own for each turn: turns then overlap instead of waiting for one another.
             result = emit.filled(_FLOAT, 0.0)
-            for weight, value in zip(weights, values, strict=True):
+            for weight, value in zip(held, values, strict=True):
                 result = emit.multiply_add(weight, emit.spread(value), result)
             if self.sum_first:
                 result = emit.multiply_add(result, scale, builder.load(total))

@@ -190,11 +190,11 @@ def test_replicas_say_in_which_store_a_value_is(server, connect):
 
 
 def test_what_is_not_supported_says_its_name(store):
-    for name in ("put_tensor", "query_task", "mount_segment"):
+    for name in ("put_tensor_with_tp", "query_task", "mount_segment"):
         with pytest.raises(NotImplementedError, match=name):
             getattr(store, name)("x")
-    with pytest.raises(NotImplementedError, match="group_ids"):
-        store.put("k", b"x", ReplicateConfig(group_ids=["g"]))
+    with pytest.raises(NotImplementedError, match="nof_replica_num"):
+        store.put("k", b"x", ReplicateConfig(nof_replica_num=1))
     with pytest.raises(AttributeError, match="no_such_call"):
         store.no_such_call()
 
