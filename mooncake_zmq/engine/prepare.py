@@ -36,14 +36,19 @@ def default_cache_dir() -> Path:
 
 
 def prepare(
-    model: str, cache_dir: Path | str, progress: Progress = lambda what, share: None, *, backend: Backend = "numpy"
+    model: str,
+    cache_dir: Path | str,
+    progress: Progress = lambda what, share: None,
+    *,
+    backend: Backend = "numpy",
+    kernels: bool = True,
 ) -> Path:
     """The prepared directory of `model`, made if needed. Raises ModelError.
 
     `model` is "default", a .gguf file, a Hugging Face directory, "dummy:SHAPE" or "toy" (nothing to prepare).
     `cache_dir`: as in the setting `model.cache_dir`; empty: the default one.
-    `backend`: "compiled" has its compact.bin added, from the model's source once more if that is another day, and the machine
-    code made. "auto" that is this goes without compact.bin where the source cannot be had once more.
+    `backend`: "compiled" has its compact.bin added, from the model's source once more if that is another day, and, with
+    `kernels`, the machine code made. "auto" that is this goes without compact.bin where the source cannot be had once more.
     """
     if model == "toy":
         return Path("toy")
@@ -56,7 +61,7 @@ def prepare(
         if not (backend == "auto" and compacted and is_prepared(target)):
             raise
         log.warning("decode reads float32: the model has no shorter form here", path=str(target), reason=error.message)
-    if compacted:
+    if compacted and kernels:
         _make_kernels(cache_dir, progress)
     return target
 
