@@ -94,6 +94,11 @@ def test_memory_that_nobody_can_reach_is_refused_in_one_line(store):
     assert "\n" not in line["reason"]
     assert "gpu-cu12" in line["reason"]
     assert store.unregister_buffer(unreadable) == -600
+    # A connector that goes on all the same gets an answer, and its process lives.
+    assert store.batch_put_from(["k"], [unreadable], [8]) == [-600]
+    assert store.put("k", b"12345678") == 0
+    assert store.get_into("k", unreadable + 8, 8) == -600
+    assert store.get_into_ranges([unreadable], [["k"]], [[[0]]], [[[0]]], [[[8]]]) == [[[-600]]]
 
 
 def test_host_memory_needs_no_gpu(store):

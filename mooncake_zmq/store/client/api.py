@@ -149,8 +149,8 @@ class MooncakeDistributedStore:
     # --- memory
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """A GPU's memory must be registered, and needs the extra gpu-cu12 or gpu-cu13: else -600, the reason logged. Any memory
-        of the host can be read and written without."""
+        """A GPU's memory must be registered, and needs the extra gpu-cu12 or gpu-cu13: else -600, the reason logged, here and
+        in every call that names it. Any memory of the host can be read and written without."""
         if self._client is None:
             return UNREACHED
         if buffer_ptr <= 0 or size <= 0:
@@ -394,7 +394,7 @@ class MooncakeDistributedStore:
         client = self._client
         if client is None:
             return [UNREACHED] * len(keys)
-        if len(keys) != len(values) or config.replica_num < 1 or not config.is_consistent:
+        if len(keys) != len(values) or config.replica_num < 1 or not config.is_consistent or self._device.refuses(values):
             return [INVALID] * max(1, len(keys))
 
         def put(some: Sequence[int], of_some: Sequence[Value]) -> list[int]:
@@ -433,6 +433,8 @@ class MooncakeDistributedStore:
         client = self._client
         if client is None:
             return [UNREACHED] * len(keys)
+        if self._device.refuses(places):
+            return [INVALID] * len(keys)
 
         def fetch(some: Sequence[int], of_some: Sequence[Value]) -> list[int]:
             caps = [sum(length for _, length in spans) for spans in of_some]
@@ -469,6 +471,7 @@ class MooncakeDistributedStore:
         found = []
         for target, start, size in zip(to, of, sizes, strict=True):
             fits = target >= 0 and start >= 0 and 0 <= size <= len(value) - start
+            fits = fits and not self._device.refuses([[(buffer_ptr + target, size)]])
             if fits and size:
                 self._device.copy(buffer_ptr + target, address_of(value) + start, size)
             found.append(size if fits else INVALID)

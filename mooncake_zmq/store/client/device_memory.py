@@ -13,6 +13,9 @@ from mooncake_zmq.transfer.cuda import DeviceCopies
 STAGING_BYTES = 64 << 20
 """Pinned, of each thread that moves such values; a larger value gets its own size."""
 
+MAX_REFUSED = 4096
+"""The latest: a connector registers a buffer or two a layer."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -27,23 +30,31 @@ class DeviceMemory:
         self._open_copies = open_copies
         self._copies: DeviceCopies | None = None
         self._ranges: tuple[tuple[int, int], ...] = ()
+        self._refused: tuple[tuple[int, int], ...] = ()
+        """What callers registered in vain: they may use it all the same, and reading it would end the process."""
         self._own = threading.local()
 
     def admit(self, address: int, size: int) -> None:
         """Find out what memory this is. Raises NotOurs with one line that says what to do."""
+        self._refused = tuple(each for each in self._refused if each[1] <= address or address + size <= each[0])
         if is_readable(address) and is_readable(address + size - 1):
             return
         try:
             self._copies = self._copies or self._open_copies()
+            if not self._copies.holds(address):
+                raise ValueError("nor the GPU's")
         except ValueError as error:
+            self._refused = (*self._refused, (address, address + size))[-MAX_REFUSED:]
             raise NotOurs(f"memory at {address:#x} is not the host's: {error}") from error
-        if not self._copies.holds(address):
-            raise NotOurs(f"memory at {address:#x} is neither the host's nor the GPU's")
         self._ranges += ((address, address + size),)
 
     def forget(self, address: int) -> None:
         """No buffer begins there any more."""
         self._ranges = tuple(each for each in self._ranges if each[0] != address)
+
+    def refuses(self, values: Sequence[Value]) -> bool:
+        """Whether any part of these lies in memory that `admit` refused."""
+        return bool(self._refused) and any(_lies_in(self._refused, address) for value in values for address, _ in value)
 
     def holds(self, values: Sequence[Value]) -> bool:
         """Whether any part of these lies in a GPU's memory."""
@@ -113,7 +124,11 @@ class DeviceMemory:
             self._copies.settle()
 
     def _is_device(self, address: int) -> bool:
-        return any(start <= address < stop for start, stop in self._ranges)
+        return _lies_in(self._ranges, address)
+
+
+def _lies_in(ranges: tuple[tuple[int, int], ...], address: int) -> bool:
+    return any(start <= address < stop for start, stop in ranges)
 
 
 def is_readable(address: int) -> bool:
