@@ -74,9 +74,9 @@ def _make_kernels(cache_dir: Path, progress: Progress) -> None:
         return
     if machine_code.is_kept(cache_dir):
         return
-    with _locked(
-        cache_dir / f".{machine_code.DIRECTORY}.lock", progress, "waiting for another process that compiles the kernels"
-    ):
+    waiting = "waiting for another process that compiles the kernels"
+    with contextlib.suppress(OSError), _locked(cache_dir / f".{machine_code.DIRECTORY}.lock", progress, waiting):
+        # Where nothing can be kept, each engine makes its own as it is loaded.
         if not machine_code.is_kept(cache_dir):
             progress("compiling the kernels for this CPU: half a minute, once", 0.0)
             machine_code.keep(cache_dir)

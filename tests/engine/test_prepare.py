@@ -138,6 +138,14 @@ def test_kernels_are_made_once_and_that_is_told(tmp_path, monkeypatch):
     assert machine_code.kept(machine_code._path(tmp_path), lambda: pytest.fail("made again")) == b"code"
 
 
+def test_where_no_kernels_can_be_kept_the_model_is_ready_all_the_same(tmp_path, monkeypatch):
+    machine_code = pytest.importorskip("mooncake_zmq.engine.machine_code", reason="needs Numba")
+    monkeypatch.undo()
+    monkeypatch.setattr(machine_code, "make", lambda: pytest.fail("made for nobody"))
+    (tmp_path / f".{machine_code.DIRECTORY}.lock").mkdir()  # it cannot be written
+    prepare._make_kernels(tmp_path, lambda what, share: None)
+
+
 # What lasts: a file's bytes are on the disk before the file has the name that others look for.
 
 
