@@ -23,9 +23,20 @@ def chosen(backend: Backend) -> Literal["numpy", "compiled"]:
     return "numpy" if lacking() else "compiled"
 
 
+_found_broken: list[str] = []
+
+
+def found_broken(reason: str) -> None:
+    """The compiler is there and cannot be used: from now on "auto" is NumPy in this process."""
+    _found_broken.append(reason)
+    lacking.cache_clear()
+
+
 @functools.cache
 def lacking() -> str:
-    """Why "auto" is NumPy here; empty: it is not."""
+    """Why "auto" is NumPy here; empty: it is not. Imports nothing: that takes seconds, and is left to who compiles."""
+    if _found_broken:
+        return _found_broken[0]
     missing = [name for name in ("numba", "llvmlite") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed: the extra 'compiled' has it"

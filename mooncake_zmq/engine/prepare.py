@@ -19,7 +19,7 @@ import structlog
 
 from mooncake_zmq.engine import compact, tokenizer
 from mooncake_zmq.engine.convert import compact_matrices, write_weights
-from mooncake_zmq.engine.cpu import Backend, chosen
+from mooncake_zmq.engine.cpu import Backend, chosen, found_broken
 from mooncake_zmq.engine.disk import check_space, sync
 from mooncake_zmq.engine.download import DEFAULT_NAME, DEFAULT_SHA256, Progress, obtain_default
 from mooncake_zmq.engine.errors import ModelError
@@ -62,7 +62,12 @@ def prepare(
             raise
         log.warning("decode reads float32: the model has no shorter form here", path=str(target), reason=error.message)
     if compacted and kernels:
-        _make_kernels(cache_dir, progress)
+        try:
+            _make_kernels(cache_dir, progress)
+        except ImportError as error:
+            if backend != "auto":
+                raise ModelError(f"backend 'compiled' needs Numba, which cannot be imported: {error}") from error
+            found_broken(f"Numba cannot be imported: {error}")
     return target
 
 

@@ -146,6 +146,26 @@ def test_where_no_kernels_can_be_kept_the_model_is_ready_all_the_same(tmp_path, 
     prepare._make_kernels(tmp_path, lambda what, share: None)
 
 
+def test_a_compiler_that_cannot_be_imported_makes_auto_numpy(tmp_path, monkeypatch):
+    def broken(*_):
+        raise ImportError("Numba needs NumPy 2.4 or less")
+
+    monkeypatch.setattr(prepare, "_make_kernels", broken)
+    monkeypatch.setattr(cpu, "_found_broken", [])
+    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name: name)
+    cpu.lacking.cache_clear()
+    try:
+        with pytest.raises(ModelError, match="cannot be imported: Numba needs NumPy 2.4"):
+            prepare.prepare("dummy:tiny", tmp_path, backend="compiled")
+        assert cpu.chosen("auto") == "compiled"
+        path = prepare.prepare("dummy:tiny", tmp_path, backend="auto")
+        assert cpu.chosen("auto") == "numpy"
+        assert "NumPy 2.4" in cpu.lacking()
+        assert type(weights.load_engine(path, backend="auto")) is weights.Llama
+    finally:
+        cpu.lacking.cache_clear()
+
+
 # What lasts: a file's bytes are on the disk before the file has the name that others look for.
 
 
