@@ -296,7 +296,7 @@ class MooncakeDistributedStore:
             try:
                 encoded.append(tensors.Encoded(tensor))
             except tensors.NotATensor as error:
-                log.error("store_tensor_refused", reason=str(error))
+                log.warning("store_tensor_refused", reason=str(error))
                 encoded.append(None)
         return self._put(keys, [[] if each is None else each.spans for each in encoded], config)
 
@@ -310,7 +310,7 @@ class MooncakeDistributedStore:
             try:
                 found.append(None if value is None else tensors.decode(value))
             except tensors.NotATensor as error:
-                log.error("store_tensor_refused", key=key, reason=str(error))
+                log.warning("store_tensor_refused", key=key, reason=str(error))
                 found.append(None)
         return found
 
