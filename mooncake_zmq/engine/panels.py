@@ -3,8 +3,8 @@
 Products are kept small on purpose: below SMALL_PRODUCT multiply-adds OpenBLAS (on AVX-512) reads both operands in place
 instead of packing copies of them. Rows are taken in chunks to fit. On other CPUs and libraries the same code is merely an
 ordinary blocked product. By measurement (one thread of an EPYC, SmolLM2-135M's shapes) a decode step of 8 moves its weights at
-20 GB/s instead of 7, and prefill runs at 110 GFLOP/s where whole-matrix products reach 105. A Xeon that makes 146 of those makes
-120 here: there `compiled` multiplies panels by itself, at 160. One layout serves all.
+20 GB/s instead of 7, and prefill runs at 110 GFLOP/s where whole-matrix products reach 105. A Xeon that makes 146 of those
+makes 120 here: there `compiled` multiplies panels by itself, at 160. One layout serves all.
 """
 
 from collections.abc import Callable
