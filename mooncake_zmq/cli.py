@@ -247,7 +247,7 @@ def card(path: str, cache_dir: str, directory: Path | None) -> None:
     from mooncake_zmq.engine.prepare import prepare
 
     try:
-        prepared = prepare(path, cache_dir)
+        prepared = prepare(path, cache_dir, backend="auto", kernels=False)  # lest the first engine downloads it once more
         if directory is None:
             click.echo(cards.encode(cards.of_prepared(prepared)).decode(), nl=False)
         else:

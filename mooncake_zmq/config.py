@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import structs
@@ -25,7 +25,7 @@ from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, ROLES, Role
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.engine.backend import array_namespace
-from mooncake_zmq.engine.cpu import Backend, Device
+from mooncake_zmq.engine.cpu import Backend, Device, chosen
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.runtime.api_keys import api_keys_of
@@ -128,10 +128,11 @@ class NodeSettings:
     has to let it through."""
     threads: int = 1
     """Threads that compute; with the backend "numpy", decode uses more than one for its largest products alone."""
-    backend: str = "numpy"
-    """What a prefill or decode computes with. "compiled" decodes quantised models several times faster; it needs the extra of
-    that name. "modelled:PROFILE" computes nothing, but takes the time that other hardware would, with KV of the model's layout:
-    to try a deployment under load. PROFILE: a file that `mooncake-zmq profile` wrote there, or a name as a800-llama3-70b."""
+    backend: str = "auto"
+    """What a prefill or decode computes with. "compiled" is machine code made for this CPU: decode is several times faster; it
+    needs the extra of that name. "numpy" needs nothing. "auto" is "compiled" where that can be had, else "numpy".
+    "modelled:PROFILE" computes nothing, but takes the time that other hardware would, with KV of the model's layout: to try a
+    deployment under load. PROFILE: a file that `mooncake-zmq profile` wrote there, or a name as a800-llama3-70b."""
     device: Device = "cpu"
     """Where a prefill or decode computes and keeps its KV, a prefill its slab too. "cuda" is the first GPU that the process
     sees (CUDA_VISIBLE_DEVICES) and needs the extra gpu-cu12 or gpu-cu13. Written without a GPU at hand, not yet run on one."""
@@ -154,8 +155,8 @@ class NodeSettings:
         if self.store_stream_port and not self.store_endpoint.startswith("tcp://"):
             raise ValueError("store_stream_port goes with a store_endpoint of tcp://")
         if self.backend not in get_args(Backend) and not self.modelled:
-            raise ValueError(f"{self.name}: backend {self.backend!r} is none of numpy, compiled, modelled:PROFILE")
-        if self.backend != "numpy" and self.role not in ENGINE_ROLES:
+            raise ValueError(f"{self.name}: backend {self.backend!r} is none of auto, numpy, compiled, modelled:PROFILE")
+        if self.backend not in ("auto", "numpy") and self.role not in ENGINE_ROLES:
             raise ValueError(
                 f"{self.name}: backend {self.backend!r} is for prefill and decode nodes, and this is a {self.role}"
             )
@@ -187,7 +188,9 @@ class NodeSettings:
     @property
     def prepared_for(self) -> Backend:
         """The form in which it needs the model's weights."""
-        return "compiled" if self.backend == "compiled" else "numpy"
+        if self.modelled or self.device != "cpu" or self.role not in ENGINE_ROLES:
+            return "numpy"
+        return cast(Backend, self.backend)
 
     @property
     def computes(self) -> bool:
@@ -197,7 +200,7 @@ class NodeSettings:
     def _check_device(self) -> None:
         if self.role not in ENGINE_ROLES:
             raise ValueError(f"{self.name}: device {self.device!r} is for prefill and decode nodes, and this is a {self.role}")
-        if self.backend != "numpy":
+        if self.backend not in ("auto", "numpy"):
             raise ValueError(f"{self.name}: device {self.device!r} needs backend 'numpy'; {self.backend!r} computes on the CPU")
         if self.threads != 1:
             raise ValueError(f"{self.name}: device {self.device!r} computes from one thread; leave threads at 1")
@@ -307,8 +310,9 @@ class Config:
 
     @property
     def backend(self) -> Backend:
-        """What the model is to be prepared for: "compiled" if any node computes with that."""
-        return "compiled" if any(node.prepared_for == "compiled" for node in self.nodes) else "numpy"
+        """What the model is to be prepared for: "compiled" if any node computes with that, else "auto" if one does."""
+        wanted = {node.prepared_for for node in self.nodes}
+        return "compiled" if "compiled" in wanted else "auto" if "auto" in wanted else "numpy"
 
     def endpoint(self, node: NodeSettings) -> str:
         """Where `node` listens for messages."""
@@ -582,7 +586,7 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 what += f", API keys of {keys}" if keys else ", no API keys"
         totals[node.device] += size
         where = f"threads {node.threads}" if node.device == "cpu" else node.device
-        computes = f", {where}, {node.backend}" if node.computes else f", {node.backend}"
+        computes = f", {where}, {node.prepared_for}" if node.computes else f", {node.backend}"
         engine = computes if node.role in ENGINE_ROLES else ""
         also = f", may become a {node.may_become}" if node.may_become else ""
         yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{engine}{also}"
@@ -682,7 +686,7 @@ def _profile_warnings(loaded: Loaded) -> Iterator[str]:
     """Whether profiles measured what runs here. The weights themselves are compared when the conductor starts."""
     model = loaded.config.model.path
     threads = sorted({node.threads for node in loaded.config.nodes if node.computes})
-    backends = sorted({node.backend for node in loaded.config.nodes if node.computes})
+    backends = sorted({chosen(node.prepared_for) for node in loaded.config.nodes if node.computes})
     if (path := loaded.config.costs.profile) and path not in HARDWARE:
         profile = read_profile(path)
         if profile.model != model:

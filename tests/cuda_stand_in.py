@@ -87,6 +87,9 @@ class Runtime:
         assert (attribute, device) == (91, 0)
         return self.reads_registered
 
+    def pointerGetAttributes(self, address):  # noqa: N802
+        return types.SimpleNamespace(type=2 if self.owner(address, 1) is not None else 0)
+
     def runtimeGetVersion(self):  # noqa: N802
         return 13000
 

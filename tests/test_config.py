@@ -173,9 +173,12 @@ def test_only_prefills_and_decodes_compute_with_another_backend(write: Any, role
 
 
 def test_the_model_is_prepared_for_any_node_that_computes_with_another_backend(write: Any) -> None:
-    assert load(write(""), {}, {}).config.backend == "numpy"
+    assert load(write(""), {}, {}).config.backend == "auto"
     another = '\n[[nodes]]\nname = "d2"\nrole = "decode"\nbackend = "compiled"\n'
     assert load(write("", NODES + another), {}, {}).config.backend == "compiled"
+    numpy = NODES.replace('role = "decode"', 'role = "decode"\nbackend = "numpy"')
+    numpy = numpy.replace('role = "prefill"', 'role = "prefill"\nbackend = "numpy"')
+    assert load(write("", numpy), {}, {}).config.backend == "numpy"
 
 
 MODELLED = '\n[[nodes]]\nname = "m"\nrole = "prefill"\nbackend = "modelled:%s"\nthreads = 512\n'
@@ -192,7 +195,7 @@ def test_a_modelled_engine_holds_no_weights_and_takes_no_cores(write: Any) -> No
 @pytest.mark.parametrize("backend", ["modelled", "modelled:", "vectors"])
 def test_a_backend_that_is_none_is_told(write: Any, backend: str) -> None:
     nodes = f'\n[[nodes]]\nname = "odd"\nrole = "decode"\nbackend = "{backend}"\n'
-    assert f"odd: backend '{backend}' is none of numpy, compiled, modelled:PROFILE" in fails(write("", nodes))
+    assert f"odd: backend '{backend}' is none of auto, numpy, compiled, modelled:PROFILE" in fails(write("", nodes))
 
 
 def test_a_modelled_engines_profile_must_be_there(write: Any) -> None:

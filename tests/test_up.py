@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mooncake_zmq import up as up_module
 from mooncake_zmq.config import load
+from mooncake_zmq.engine import cpu
 from mooncake_zmq.transfer.process_lock import ProcessLock
 from mooncake_zmq.up import Up, _Child
 
@@ -100,7 +101,8 @@ def test_ram_of_what_has_just_vanished_is_none(up: Up) -> None:
     assert up.ram_bytes() == pytest.approx(alone, rel=0.2)
 
 
-def test_models_of_earlier_versions_are_removed_and_that_is_said(tmp_path: Path) -> None:
+def test_models_of_earlier_versions_are_removed_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "lacking", lambda: "kernels take half a minute")
     settings = {"cluster.runtime_dir": str(tmp_path), "model.path": "dummy:tiny", "model.cache_dir": str(tmp_path / "cache")}
     up = Up(load(TOY, settings, {}), str(TOY), None, ())
     up.console = Console(file=io.StringIO(), width=400)

@@ -50,7 +50,7 @@ model_option = click.option(
 )
 cache_dir_option = click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
 backend_option = click.option(
-    "--backend", type=click.Choice(get_args(Backend)), default="numpy", show_default=True, help="Of our engine."
+    "--backend", type=click.Choice(get_args(Backend)), default="auto", show_default=True, help="Of our engine."
 )
 
 

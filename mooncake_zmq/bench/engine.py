@@ -1,8 +1,9 @@
 """`bench engine`: our engine against other engines on the same CPU, and against what the machine can do.
 
 Every side is a process of its own that holds the same weights and computes only when asked, so the sides of a row take
-turns, round by round, and only one of them ever computes. All hold them in float32; our compiled backend decodes from fewer
-bits wherever those give the very same numbers. See `engine_driver` for what exactly each of them does.
+turns, round by round, and only one of them ever computes. All hold them in float32, and vLLM once more in bfloat16, which
+rounds them; our compiled backend decodes from fewer bits wherever those give the very same numbers. See `engine_driver` for
+what exactly each of them does.
 """
 
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import click
 
-from mooncake_zmq.bench.engine_peers import MACHINE, OURS, TRANSFORMERS, VLLM, engine_process
+from mooncake_zmq.bench.engine_peers import MACHINE, OURS, TRANSFORMERS, VLLM, VLLM_BFLOAT16, engine_process
 from mooncake_zmq.bench.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.memory import cpu_s, footprint
 from mooncake_zmq.bench.peers import Peer
@@ -68,7 +69,7 @@ class EngineBench:
     cache_dir: str = ""
     rounds: int = 5
     threads: int = 2
-    backend: Backend = "numpy"
+    backend: Backend = "auto"
     steps: int = STEPS
     vllm_python: str | None = None
     vllm_eager: bool = False
@@ -141,9 +142,11 @@ def _start(
 ) -> dict[str, Peer]:
     """A process for each side there is."""
     longest, batch = max(case.tokens for case in cases), max(case.batch for case in cases)
+    vllm = {"model": str(directory), "max_context": longest, "eager": bench.vllm_eager}
     orders: dict[str, tuple[str | None, dict[str, Any]]] = {
         OURS: (None, {"model": str(path), "backend": bench.backend}),
-        VLLM: (bench.vllm_python, {"model": str(directory), "max_context": longest, "eager": bench.vllm_eager}),
+        VLLM: (bench.vllm_python, vllm | {"dtype": "float32"}),
+        VLLM_BFLOAT16: (bench.vllm_python, vllm | {"dtype": "bfloat16"}),
         TRANSFORMERS: (bench.transformers_python, {"model": str(directory)}),
         MACHINE: (None, {"weight_bytes": step_bytes(spec)}),
     }
@@ -202,7 +205,7 @@ def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: Mod
         bound, bound_s = "sgemv of the weights", median(took[MACHINE, "gemv_s"])
     else:
         bound, bound_s = "GEMM rate", prefill_flops(spec, case.tokens) / median(took[MACHINE, "gemm_flops"])
-    others = {name: median(took[name, case.name]) for name in (VLLM, TRANSFORMERS) if (name, case.name) in took}
+    others = {name: median(took[name, case.name]) for name in (VLLM, VLLM_BFLOAT16, TRANSFORMERS) if (name, case.name) in took}
     ours_s = median(took[OURS, case.name])
     return [
         Row(

@@ -6,6 +6,7 @@ It answers one line when ready, then one for each request `{"do": method, **argu
 and output. Whatever else an engine prints goes to standard error. The end of the input ends the process.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -23,6 +24,8 @@ GEMM_SIZE = 2048
 GEMM_TRIES = 5
 GEMV_TRIES = 3
 GEMV_COLUMNS = (1024, 2048, 4096, 8192)
+OPENBLAS_CORE_NAMES = [f"{first}openblas_get_corename{last}" for first in ("scipy_", "") for last in ("64_", "")]
+"""NumPy's own build of it and a distribution's have other names for the same."""
 VLLM_BLOCK_TOKENS = 32
 VLLM_SPARE_TOKENS = 128
 """Output beyond the counted steps: while the last prompts of a batch are prefilled in chunks, the first already decode."""
@@ -49,9 +52,8 @@ class Mooncake:
     def __init__(self, order: dict[str, Any]) -> None:
         sys.path.insert(0, str(Path(__file__).parents[2]))
         numpy = importlib.import_module("numpy")
-        self.version = (
-            f"{importlib.import_module('mooncake_zmq').__version__} on numpy {numpy.__version__}, backend {order['backend']}"
-        )
+        backend = importlib.import_module("mooncake_zmq.engine.cpu").chosen(order["backend"])
+        self.version = f"{importlib.import_module('mooncake_zmq').__version__} on numpy {numpy.__version__}, backend {backend}"
         self._timing = importlib.import_module("mooncake_zmq.bench.engine_timing")
         self._engine = importlib.import_module("mooncake_zmq.engine.weights").load_engine(
             order["model"], threads=order["threads"], backend=order["backend"]
@@ -89,11 +91,11 @@ class Vllm:
             "HF_HUB_OFFLINE": "1",
         }
         vllm = importlib.import_module("vllm")
-        self.version = f"{vllm.__version__}, {'eager' if order['eager'] else 'compiled'}"
+        self.version = f"{vllm.__version__}, {order['dtype']}, {'eager' if order['eager'] else 'compiled'}"
         self._sampling_params = vllm.SamplingParams
         self._engine = vllm.LLM(
             model=order["model"],
-            dtype="float32",
+            dtype=order["dtype"],
             block_size=VLLM_BLOCK_TOKENS,
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
@@ -198,7 +200,7 @@ class Machine:
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._numpy: Any = importlib.import_module("numpy")
-        self.version = f"numpy {self._numpy.__version__}"
+        self.version = f"numpy {self._numpy.__version__} on {_blas(self._numpy)}"
         rng = self._numpy.random.default_rng(0)
         self._left, self._right = (rng.standard_normal((GEMM_SIZE, GEMM_SIZE), dtype="float32") for _ in range(2))
         self._out = self._numpy.empty_like(self._left)
@@ -238,9 +240,25 @@ class Machine:
         return float(took_s * len(self._weights) / pieces.size)  # rows are whole; at most a row of each is left out
 
 
+def _blas(numpy: Any) -> str:
+    """The library behind NumPy's products, and the kernel that OpenBLAS has chosen for this CPU."""
+    built = numpy.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {})
+    shown = f"{built.get('name', 'an unknown BLAS')} {built.get('version', '')}".strip()
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if "openblas" in line}
+    for path in sorted(paths):
+        library = ctypes.CDLL(path)
+        for name in OPENBLAS_CORE_NAMES:
+            if asked := getattr(library, name, None):
+                asked.restype = ctypes.c_char_p
+                return f"{shown}, its kernel for {asked().decode()}"
+    return shown
+
+
 SIDES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "mooncake_zmq": Mooncake,
     "vLLM": Vllm,
+    "vLLM bfloat16": Vllm,
     "transformers": Transformers,
     "machine": Machine,
 }

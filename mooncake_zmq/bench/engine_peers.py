@@ -10,7 +10,8 @@ from typing import Any
 from mooncake_zmq.bench.peers import Peer, driver_process
 from mooncake_zmq.engine.cpu import blas_environment
 
-OURS, VLLM, TRANSFORMERS, MACHINE = "mooncake_zmq", "vLLM", "transformers", "machine"
+OURS, TRANSFORMERS, MACHINE = "mooncake_zmq", "transformers", "machine"
+VLLM, VLLM_BFLOAT16 = "vLLM", "vLLM bfloat16"
 DRIVER = Path(__file__).with_name("engine_driver.py")
 ANSWER_TIMEOUT_S = 900.0
 """The first answer of an engine that compiles its kernels takes minutes."""
@@ -20,7 +21,7 @@ def engine_process(order: dict[str, Any], *, python: str | None) -> AbstractCont
     """The side `order["engine"]` with `order["threads"]` threads, in the Python at `python` or this one."""
     name = order["engine"]
     environment = os.environ | blas_environment(1 if name == OURS else order["threads"])
-    if name == VLLM and python is not None and (preloads := _vllm_preloads(Path(python))):
+    if name in (VLLM, VLLM_BFLOAT16) and python is not None and (preloads := _vllm_preloads(Path(python))):
         environment["LD_PRELOAD"] = " ".join(preloads)
     return driver_process(
         DRIVER, order, python=python or sys.executable, what=name, timeout_s=ANSWER_TIMEOUT_S, environment=environment

@@ -17,7 +17,7 @@ from rich.table import Table
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
 from mooncake_zmq.bench.report import machine, new_figure
 from mooncake_zmq.core.profile import PrefillTime, Profile, StepTime, fit
-from mooncake_zmq.engine.cpu import Backend
+from mooncake_zmq.engine.cpu import Backend, chosen
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.spec import Engine
@@ -37,7 +37,7 @@ class ProfilePlan:
     model: str = "default"
     cache_dir: str = ""
     threads: int = 1
-    backend: Backend = "numpy"
+    backend: Backend = "auto"
     rounds: int = 3
     lengths: tuple[int, ...] = (64, 256, 512, 1024, 2048)
     prefixes: tuple[int, ...] = (0, 1024, 2048)
@@ -64,7 +64,7 @@ def measure(plan: ProfilePlan, progress: Progress) -> Profile:
         model=plan.model,
         fingerprint=engine.spec.fingerprint,
         threads=plan.threads,
-        backend=plan.backend,
+        backend=chosen(plan.backend),
         machine=machine(),
         prefill=_measure_prefill(plan, engine, random, progress),
         decode=_measure_decode(plan, engine, random, progress),

@@ -1,6 +1,5 @@
 """Cores, what the CPU can, machine code, GPUs: what this machine's engines compute with."""
 
-import importlib.util
 import os
 import platform
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.doctor.finding import Finding, Here
 from mooncake_zmq.doctor.places import UNIT_DIRECTORIES, units_installed
 from mooncake_zmq.engine.backend import array_namespace
+from mooncake_zmq.engine.cpu import lacking
 
 AREA = "compute"
 FEATURES = {"x86_64": ("avx2", "avx512f", "avx512_bf16"), "aarch64": ("asimd", "asimddp", "sve")}
@@ -24,8 +24,9 @@ def examine(here: Here) -> Iterator[Finding]:
     if computing:
         yield cores(sum(node.threads for node in computing), len(os.sched_getaffinity(0)))
         yield features(cpu_features())
-    if any(node.prepared_for == "compiled" for node in computing):
-        yield machine_code()
+    asked = {node.prepared_for for node in computing}
+    if asked & {"auto", "compiled"}:
+        yield machine_code(needed="compiled" in asked)
     if names := [node.name for node in engines if node.device == "cuda"]:
         yield from _gpu(names)
     elif DRIVER.exists():
@@ -56,13 +57,15 @@ def features(found: list[str]) -> Finding:
     return Finding(AREA, "warning", shown, "a virtual machine may hide it: set its CPU type to host")
 
 
-def machine_code() -> Finding:
-    """The library behind backend = "compiled"."""
-    missing = [name for name in ("numba", "llvmlite") if importlib.util.find_spec(name) is None]
-    if not missing:
-        return Finding(AREA, "ok", 'backend "compiled" has its compiler')
+def machine_code(*, needed: bool) -> Finding:
+    """What backend = "auto" is here, and whether "compiled" can be had if some node needs that."""
+    reason = lacking()
+    if not reason:
+        return Finding(AREA, "ok", 'machine code can be made and run: backend "auto" is "compiled"')
     advice = 'bin/install --extra compiled, or backend = "numpy"'
-    return Finding(AREA, "problem", f'backend "compiled" lacks {" and ".join(missing)}', advice)
+    if needed:
+        return Finding(AREA, "problem", f'backend "compiled" cannot be had: {reason}', advice)
+    return Finding(AREA, "warning", f'backend "auto" is "numpy", which decodes several times slower: {reason}', advice)
 
 
 def _gpu(names: list[str]) -> Iterator[Finding]:

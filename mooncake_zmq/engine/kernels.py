@@ -9,7 +9,15 @@ from numba import njit, types
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.memory_access import atomic_read, fetch_add, floats, integers
-from mooncake_zmq.engine.products import OPTIONS, linear, multiply_2, multiply_16, multiply_32, multiply_float32
+from mooncake_zmq.engine.products import (
+    OPTIONS,
+    linear,
+    multiply_2,
+    multiply_16,
+    multiply_32,
+    multiply_float32,
+    multiply_panels,
+)
 from mooncake_zmq.engine.row_kernels import (
     activate_rows,
     exp,
@@ -313,3 +321,5 @@ def run(what, thread, table):
         activate_rows(numbers)
     elif what == What.EXPONENTIATE:
         exponentiate_rows(numbers)
+    elif what == What.PRODUCT:
+        multiply_panels(numbers)

@@ -58,7 +58,21 @@ class MachineCode:
 
 def load(cache_dir: Path) -> MachineCode:
     """The code kept in `cache_dir`, or made (some seconds) and kept there where that can be."""
-    return MachineCode(kept(cache_dir / DIRECTORY / f"{digest()}.o", make))
+    return MachineCode(kept(_path(cache_dir), make))
+
+
+def is_kept(cache_dir: Path) -> bool:
+    """Whether there is a file of it; `load` finds out whether it is whole."""
+    return _path(cache_dir).exists()
+
+
+def keep(cache_dir: Path) -> None:
+    """Make it and keep it, where that can be, without loading it."""
+    kept(_path(cache_dir), make)
+
+
+def _path(cache_dir: Path) -> Path:
+    return cache_dir / DIRECTORY / f"{digest()}.o"
 
 
 def digest() -> str:

@@ -15,14 +15,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import structlog
+
 from mooncake_zmq.engine import compact, tokenizer
 from mooncake_zmq.engine.convert import compact_matrices, write_weights
-from mooncake_zmq.engine.cpu import Backend
+from mooncake_zmq.engine.cpu import Backend, chosen, found_broken
 from mooncake_zmq.engine.disk import check_space, sync
 from mooncake_zmq.engine.download import DEFAULT_NAME, DEFAULT_SHA256, Progress, obtain_default
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource, Source
 from mooncake_zmq.engine.weights import FORMAT, HEADER_FILE, WEIGHTS_FILE, compiled_engine, prepared_bytes
+
+log = structlog.get_logger()
 
 
 def default_cache_dir() -> Path:
@@ -32,18 +36,58 @@ def default_cache_dir() -> Path:
 
 
 def prepare(
-    model: str, cache_dir: Path | str, progress: Progress = lambda what, share: None, *, backend: Backend = "numpy"
+    model: str,
+    cache_dir: Path | str,
+    progress: Progress = lambda what, share: None,
+    *,
+    backend: Backend = "numpy",
+    kernels: bool = True,
 ) -> Path:
     """The prepared directory of `model`, made if needed. Raises ModelError.
 
     `model` is "default", a .gguf file, a Hugging Face directory, "dummy:SHAPE" or "toy" (nothing to prepare).
     `cache_dir`: as in the setting `model.cache_dir`; empty: the default one.
-    `backend`: "compiled" has its compact.bin added, from the model's source once more if that is another day.
+    `backend`: "compiled" has its compact.bin added, from the model's source once more if that is another day, and, with
+    `kernels`, the machine code made. "auto" that is this goes without compact.bin where the source cannot be had once more.
     """
     if model == "toy":
         return Path("toy")
-    compacted = backend == "compiled"
     cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
+    compacted = chosen(backend) == "compiled"
+    try:
+        target = _prepared(model, cache_dir, progress, compacted=compacted)
+    except ModelError as error:
+        target = locate(model, cache_dir)
+        if not (backend == "auto" and compacted and is_prepared(target)):
+            raise
+        log.warning("decode reads float32: the model has no shorter form here", path=str(target), reason=error.message)
+    if compacted and kernels:
+        try:
+            _make_kernels(cache_dir, progress)
+        except ImportError as error:
+            if backend != "auto":
+                raise ModelError(f"backend 'compiled' needs Numba, which cannot be imported: {error}") from error
+            found_broken(f"Numba cannot be imported: {error}")
+    return target
+
+
+def _make_kernels(cache_dir: Path, progress: Progress) -> None:
+    """The machine code, kept beside the models, so that no engine makes it when it is asked for something."""
+    try:
+        from mooncake_zmq.engine import machine_code
+    except ImportError:  # whoever loads the engine says so
+        return
+    if machine_code.is_kept(cache_dir):
+        return
+    waiting = "waiting for another process that compiles the kernels"
+    with contextlib.suppress(OSError), _locked(cache_dir / f".{machine_code.DIRECTORY}.lock", progress, waiting):
+        # Where nothing can be kept, each engine makes its own as it is loaded.
+        if not machine_code.is_kept(cache_dir):
+            progress("compiling the kernels for this CPU: half a minute, once", 0.0)
+            machine_code.keep(cache_dir)
+
+
+def _prepared(model: str, cache_dir: Path, progress: Progress, *, compacted: bool) -> Path:
     target = locate(model, cache_dir)
     if is_prepared(target, compacted=compacted):
         return target
@@ -139,13 +183,15 @@ def _digest(identity: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
+def _locked(
+    path: Path, progress: Progress, waiting: str = "waiting for another process that prepares this model"
+) -> Iterator[None]:
     """Hold the lock file; the kernel frees it if we die. The file itself stays, so that all lock the same one."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress("waiting for another process that prepares this model", 0.0)
+            progress(waiting, 0.0)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -47,3 +47,4 @@ class What(IntEnum):
     NORMALIZE = 1  # x, stride, weight, out, stride, rows, width, eps
     ACTIVATE = 2  # gate, stride, up, stride, out, stride, rows, width
     EXPONENTIATE = 3  # scores, width, heads, tokens, group, visible, totals, shift
+    PRODUCT = 4  # x, stride, panels, out, stride, rows, depth, how many panels

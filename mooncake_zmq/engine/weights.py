@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine import compact
-from mooncake_zmq.engine.cpu import Backend, Device
+from mooncake_zmq.engine.cpu import Backend, Device, chosen
 from mooncake_zmq.engine.device import DeviceLlama
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import NewSequence
@@ -50,8 +50,8 @@ def load_engine(
     """The engine of a directory prepared for `backend`, or of "toy". `sequences`: what makes those of a device."""
     if str(model) == "toy":
         return ToyEngine()
-    if backend == "compiled":
-        return open_compiled(Path(model), threads=threads)
+    if chosen(backend) == "compiled":
+        return open_compiled(Path(model), threads=threads, compacted=backend == "compiled")
     return open_model(Path(model), device=device, threads=threads, sequences=sequences)
 
 
@@ -63,11 +63,12 @@ def open_model(path: Path, *, device: Device = "cpu", threads: int = 1, sequence
     return Llama(spec, tensors, threads=threads, sequences=sequences)
 
 
-def open_compiled(path: Path, *, threads: int = 1) -> "CompiledLlama":
-    """As `open_model`, in machine code; seconds where no process on this machine has made that yet."""
+def open_compiled(path: Path, *, threads: int = 1, compacted: bool = True) -> "CompiledLlama":
+    """As `open_model`, in machine code; seconds where no process on this machine has made that yet. `compacted`: the model
+    must have its compact form; else, where it has none, decode reads float32."""
     engine = compiled_engine()
     spec, tensors = _map_tensors(path)
-    panels = compact.read(path, _matrix_shapes(spec))
+    panels = compact.read(path, _matrix_shapes(spec)) if compacted or compact.exists(path) else {}
     return engine(spec, tensors, panels, threads=threads, cache_dir=path.parent)
 
 

@@ -72,8 +72,13 @@ def prepared(config: Config, backend: Backend = "numpy") -> Model:
     """Convert the model if nobody has yet. Raises ModelError."""
     from mooncake_zmq.engine.prepare import prepare, remove_former  # maps BLAS: only after the thread count is set
 
+    said = ""
+
     def progress(what: str, share: float) -> None:
-        log.debug("model", what=what, share=share)
+        nonlocal said
+        if what != said:
+            said = what
+            log.info("model", what=what)
         notify.status(f"{what}, {share:.0%}")
 
     path = prepare(config.model.path, config.model.cache_dir, progress, backend=backend)

@@ -249,6 +249,7 @@ class _Process:
         return sockets
 
     def _load_engine(self) -> Engine:
+        from mooncake_zmq.engine.cpu import chosen, lacking
         from mooncake_zmq.engine.modelled import ModelledEngine
         from mooncake_zmq.engine.weights import load_engine
 
@@ -256,6 +257,10 @@ class _Process:
         if node.modelled:
             return ModelledEngine(self.model.spec, costs_of(node.modelled, f"{node.name}: backend"))
         sequences = partial(DeviceSequence, self.cuda) if self.cuda else None
+        backend = chosen(node.prepared_for)
+        why = {"reason": lacking()} if node.prepared_for == "auto" and backend == "numpy" else {}
+        if str(self.model.path) != "toy":
+            log.info("engine", backend=backend, device=node.device, threads=node.threads, **why)
         engine = load_engine(
             self.model.path, device=node.device, threads=node.threads, backend=node.prepared_for, sequences=sequences
         )

@@ -51,6 +51,8 @@ PARTS_AT_ONCE = 256
 """Of one launch: some 30 MiB of a 1B model's, which take half a millisecond over PCIe 5, a launch's time forty times over."""
 THREADS, PIECE_ELEMENTS = 256, 2048
 """A block of threads copies so many elements of a part's half."""
+MEMORY_TYPE_DEVICE = 2
+"""CUDA's number of what a pointer's attributes call memory of a GPU."""
 REGISTERED_AS_IS = 91
 """CUDA's number of the attribute that a kernel may use the host's address of registered memory."""
 SOURCE = Path(__file__).with_name("parts.cu")
@@ -358,6 +360,50 @@ class Cuda:
         """As CuPy tells it: up to the first zero byte. Never that of host memory."""
         uuid = bytes(self._runtime.getDeviceProperties(device)["uuid"])[:UUID_BYTES].ljust(UUID_BYTES, b"\0")
         return uuid if uuid != HOST else b"\1" + uuid[1:]
+
+
+class DeviceCopies:
+    """Copies between pinned host memory and memory that others allocated on this process's GPU, by address. Thread-safe."""
+
+    def __init__(self, cupy: Any) -> None:
+        """`cupy`: the module, or a stand-in."""
+        self._xp, self._runtime = cupy, cupy.cuda.runtime
+        self._own = threading.local()
+
+    @classmethod
+    def open(cls) -> Self:
+        """Raises ValueError with one line that says what to do."""
+        return cls(array_namespace("cuda"))
+
+    def holds(self, address: int) -> bool:
+        """Whether it is a GPU's memory."""
+        try:
+            kind = self._runtime.pointerGetAttributes(address).type
+        except self._runtime.CUDARuntimeError:
+            return False
+        return bool(kind == MEMORY_TYPE_DEVICE)
+
+    def pinned(self, size_bytes: int, *, former: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """Host memory that the GPU copies to and from by itself; `former`, which nothing uses any more, goes back."""
+        if former is not None:
+            self._runtime.freeHost(former.ctypes.data)
+        address = self._runtime.hostAlloc(size_bytes, 0)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+
+    def start(self, target: int, source: int, size_bytes: int, *, to_device: bool) -> None:
+        """One side is the GPU's and the other pinned. It is there after `settle`."""
+        kind = self._runtime.memcpyHostToDevice if to_device else self._runtime.memcpyDeviceToHost
+        self._runtime.memcpyAsync(target, source, size_bytes, kind, self._stream().ptr)
+
+    def settle(self) -> None:
+        """Return once all that this thread started is done."""
+        self._stream().synchronize()
+
+    def _stream(self) -> Any:
+        stream = getattr(self._own, "stream", None)
+        if stream is None:
+            stream = self._own.stream = self._xp.cuda.Stream(non_blocking=True)
+        return stream
 
 
 class DeviceSegment(Segment):

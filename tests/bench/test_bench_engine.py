@@ -1,6 +1,7 @@
 """The engine's benchmark: its arithmetic, its turns, its processes; and the model it hands to others."""
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 from mooncake_zmq.bench import engine as bench_module
 from mooncake_zmq.bench.command import bench as bench_command
 from mooncake_zmq.bench.engine import Case, EngineBench, bench_engine, layer_weights, prefill_flops, step_bytes
-from mooncake_zmq.bench.engine_peers import MACHINE, OURS, TRANSFORMERS, VLLM, engine_process
+from mooncake_zmq.bench.engine_peers import MACHINE, OURS, TRANSFORMERS, VLLM, VLLM_BFLOAT16, engine_process
 from mooncake_zmq.bench.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.memory import Footprint
 from mooncake_zmq.engine.errors import ModelError
@@ -38,7 +39,7 @@ class Answers:
         self.pid = 0
         self.ready = {"version": f"{name} 1"}
         self._name = name
-        self._took_s = {OURS: 0.5, VLLM: 1.0, TRANSFORMERS: 2.0, MACHINE: 0.0}[name]
+        self._took_s = {OURS: 0.5, VLLM: 1.0, VLLM_BFLOAT16: 0.25, TRANSFORMERS: 2.0, MACHINE: 0.0}[name]
 
     def ask(self, method, **arguments):
         if method == "machine":
@@ -71,7 +72,8 @@ def asked(monkeypatch):
 
 
 def run(tmp_path, **settings):
-    bench = EngineBench(model="dummy:tiny", cache_dir=str(tmp_path), threads=1, cases=SMALL, steps=2, **settings)
+    settings = {"backend": "numpy", "cases": SMALL, "steps": 2, "threads": 1} | settings
+    bench = EngineBench(model="dummy:tiny", cache_dir=str(tmp_path), **settings)
     return bench_engine(bench, parts=PARTS, progress=lambda _: None)
 
 
@@ -79,11 +81,12 @@ def test_every_engine_gets_its_rows_and_the_machine_its_own(asked, tmp_path):
     report = run(tmp_path, rounds=2, vllm_python="a", transformers_python="b")
     ratios = {row.name: row.ratio for row in report.rows}
     assert ratios["prefill, 32 tokens / vLLM"] == ratios["decode, batch 2, context 16 / vLLM"] == 2.0
+    assert ratios["prefill, 32 tokens / vLLM bfloat16"] == 0.5
     assert ratios["decode, batch 1, context 16 / transformers"] == 4.0
     assert ratios["decode, batch 1, context 16 / sgemv of the weights"] == 0.5, "a step takes twice as long as the sgemv"
     flops = prefill_flops(DUMMY_SHAPES["tiny"], 32)
     assert ratios["prefill, 32 tokens / GEMM rate"] == pytest.approx(flops / 0.5 / 1e9)
-    assert [each.name for each in report.memory] == [OURS, VLLM, TRANSFORMERS]
+    assert [each.name for each in report.memory] == [OURS, VLLM, VLLM_BFLOAT16, TRANSFORMERS]
     assert "vLLM: the same 32 greedy tokens as ours" in report.notes
     assert any("transformers: greedy tokens part at token 21" in note for note in report.notes)
 
@@ -91,7 +94,7 @@ def test_every_engine_gets_its_rows_and_the_machine_its_own(asked, tmp_path):
 def test_the_sides_take_turns(asked, tmp_path):
     run(tmp_path, rounds=2, vllm_python="a")
     timed = [side for side, method in asked if method in PARTS]
-    assert timed == [OURS, VLLM] * 9, "three cases, in two rounds and the one that warms up"
+    assert timed == [OURS, VLLM, VLLM_BFLOAT16] * 9, "three cases, in two rounds and the one that warms up"
     assert [side for side, method in asked if method == "machine"] == [MACHINE] * 3
 
 
@@ -102,6 +105,7 @@ def test_without_other_engines_the_rows_are_those_against_the_machine(asked, tmp
 def test_real_processes_measure_a_tiny_model(tmp_path):
     report = run(tmp_path, rounds=1)
     assert len(report.rows) == 3
+    assert any(re.match(r"machine numpy [0-9.]+\S* on \S", note) for note in report.notes), "the BLAS is named"
     assert all(row.value > 0 and row.reference > 0 for row in report.rows)
     (ours,) = report.memory
     assert 0 < ours.private_bytes <= ours.peak_bytes
@@ -143,7 +147,7 @@ def test_a_model_that_cannot_be_measured_is_refused_in_one_line(tmp_path, model)
 
 
 def test_a_model_with_too_few_positions_is_refused(tmp_path):
-    bench = EngineBench(model='dummy:{"max_positions": 1024}', cache_dir=str(tmp_path))
+    bench = EngineBench(model='dummy:{"max_positions": 1024}', cache_dir=str(tmp_path), backend="numpy")
     with pytest.raises(click.ClickException, match="1024 positions, and these rows need 2048"):
         bench_engine(bench, parts=PARTS, progress=lambda _: None)
 
@@ -174,7 +178,18 @@ def test_what_cannot_be_written_for_others_is_refused(tmp_path, monkeypatch):
 
 
 def test_json_holds_every_row(asked, tmp_path):
-    arguments = ["engine", "--model", "dummy:135m", "--cache-dir", str(tmp_path), "--rounds", "1", "--json"]
+    arguments = [
+        "engine",
+        "--model",
+        "dummy:135m",
+        "--cache-dir",
+        str(tmp_path),
+        "--rounds",
+        "1",
+        "--json",
+        "--backend",
+        "numpy",
+    ]
     ran = CliRunner().invoke(bench_command, arguments)
     assert ran.exit_code == 0, ran.output
     shown = json.loads(ran.stdout)

@@ -13,7 +13,8 @@ QUICK = ["--lengths", "16,64,128", "--prefixes", "0,32", "--batches", "1,4", "--
 
 
 def run(tmp_path, *arguments):
-    return CliRunner().invoke(command, ["--model", "dummy:tiny", "--cache-dir", str(tmp_path), *QUICK, *arguments])
+    options = ["--model", "dummy:tiny", "--backend", "numpy", "--cache-dir", str(tmp_path)]
+    return CliRunner().invoke(command, [*options, *QUICK, *arguments])
 
 
 def test_the_file_that_is_written_is_what_a_deployment_reads(tmp_path):

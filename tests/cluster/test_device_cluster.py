@@ -56,6 +56,7 @@ settings = {{ max_requests = 2 }}
 [[nodes]]
 name = "decode-b"
 role = "decode"
+backend = "numpy"
 [[nodes]]
 name = "gateway-0"
 role = "gateway"

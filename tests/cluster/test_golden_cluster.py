@@ -33,7 +33,7 @@ class Reference:
 
     def is_near_tie(self, index: int) -> bool:
         """Whether I3 lets the choice of token `index` differ. Only asked after a difference: the engine takes seconds."""
-        engine = weights.load_engine(prepare("default", default_cache_dir()))
+        engine = weights.load_engine(prepare("default", default_cache_dir(), backend="auto"))
         so_far = self.prompt + self.tokens[:index]
         sequence = engine.new_sequence(len(so_far))
         logits = engine.prefill(sequence, np.array(so_far, np.int32))

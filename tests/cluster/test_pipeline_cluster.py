@@ -100,8 +100,8 @@ def test_the_next_turn_reuses_what_a_pipeline_computed(cluster: ToyCluster) -> N
 
 def test_the_default_model_in_a_pipeline_follows_its_engine() -> None:
     """Its own arithmetic, over float32 hidden states; the first tokens of a greedy run."""
-    path = prepare("default", default_cache_dir())
-    engine = weights.load_engine(path)
+    path = prepare("default", default_cache_dir(), backend="auto")
+    engine = weights.load_engine(path, backend="auto")
     prompt = [int(token) for token in np.random.default_rng(3).integers(100, 20_000, 600)]
     sequence = engine.new_sequence(len(prompt) + 8)
     for start in range(0, len(prompt), 128):

@@ -10,6 +10,7 @@ from planted_profile import COSTS, planted
 from mooncake_zmq.config import ConfigError, effective, load, summary, warnings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.profile import encode
+from mooncake_zmq.engine import cpu
 
 NODES = """
 [[nodes]]
@@ -72,6 +73,12 @@ def test_a_profile_setting_of_another_type_is_refused(write):
         load(write("[costs]\nprofile = 3\n"), {}, {})
 
 
+@pytest.fixture
+def numpy_is_chosen(monkeypatch):
+    monkeypatch.setattr(cpu, "lacking", lambda: "nothing is installed")
+
+
+@pytest.mark.usefixtures("numpy_is_chosen")
 def test_config_check_shows_the_costs_and_warns_of_other_models_threads_and_backends(write):
     fits = load(write("[costs]\nprofile = 'PROFILE'\n"), {}, {})
     assert [line for line in summary(fits) if "costs of" in line and "prefill 2 ms per token" in line]
@@ -84,6 +91,7 @@ def test_config_check_shows_the_costs_and_warns_of_other_models_threads_and_back
     assert told[2].endswith("p.json was measured with backend compiled, and the engines here have numpy")
 
 
+@pytest.mark.usefixtures("numpy_is_chosen")
 def test_a_profile_of_the_backend_that_decodes_is_no_reason_to_warn(write):
     nodes = NODES.replace('role = "decode"', 'role = "decode"\nbackend = "compiled"')
     for backend, warned in (("compiled", False), ("numpy", True)):

@@ -248,8 +248,10 @@ def test_every_address_that_a_node_listens_on_is_looked_at(tmp_path: Path) -> No
 def test_more_threads_than_cores_and_a_missing_compiler_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compute.cores(3, 2).level == "warning"
     assert compute.features([]).level == "warning"
-    monkeypatch.setattr(compute.importlib.util, "find_spec", lambda _: None)
-    assert compute.machine_code().level == "problem"
+    for reason, levels in (("", ("ok", "ok")), ("numba not installed", ("problem", "warning"))):
+        monkeypatch.setattr(compute, "lacking", lambda reason=reason: reason)
+        assert tuple(compute.machine_code(needed=needed).level for needed in (True, False)) == levels
+        assert reason in compute.machine_code(needed=False).found
 
 
 def test_a_gpu_that_is_wanted_and_not_there_is_told(toy: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def engine(request, tiny_path, tiny):
 
 @pytest.fixture(scope="session")
 def default_path():
-    return prepare("default", default_cache_dir())
+    return prepare("default", default_cache_dir(), backend="auto")  # one download for all backends
 
 
 @pytest.fixture(scope="session")

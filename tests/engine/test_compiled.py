@@ -1,6 +1,7 @@
 """Machine code against NumPy: every shape, form of weights, batch and number of threads."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from mooncake_zmq.core.messages import Sampling
+from mooncake_zmq.engine import prepare as prepare_module
 from mooncake_zmq.engine import quantized, weights
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.panels import to_panels
@@ -30,7 +32,13 @@ LENGTHS = [1, 63, 64, 65, 128, 2, 510, 30, 600]  # about tiles, and spans of eig
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
+    """With the machine code that this user's engines have: it is made once."""
+    directory, code, kept = tmp_path_factory.mktemp("models"), compiled.machine_code, default_cache_dir()
+    kept.mkdir(parents=True, exist_ok=True)
+    prepare_module._make_kernels(kept, lambda *_: None)
+    if code.is_kept(kept):
+        shutil.copytree(kept / code.DIRECTORY, directory / code.DIRECTORY)
+    return directory
 
 
 def open_both(path, threads, panels=None):

@@ -1,5 +1,8 @@
 """Products with panels: the matrix product, for any sizes, by one thread or by a team."""
 
+import itertools
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,6 +35,34 @@ def test_a_product_is_the_matrix_product_however_it_is_shared_out(count, depth, 
         patch.setattr(panels, "SHARED_BYTES", 0)
         shared = product(lambda *rest: shared_linear(TEAMS[team], *rest), weights, x, into=into)
     np.testing.assert_array_equal(shared, product(linear, weights, x, into=into))
+
+
+class Weight:
+    """A number that notes in which thread it is multiplied with, and of which panel it is."""
+
+    def __init__(self, panel, read):
+        self.panel, self.read = panel, read
+
+    def __rmul__(self, other):
+        self.read.setdefault(threading.get_ident(), []).append(self.panel)
+        return 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_panel_is_finished_before_the_next(monkeypatch, size):
+    """It comes from memory once, and all further chunks of rows find it in the cache."""
+    monkeypatch.setattr(panels, "SMALL_PRODUCT", 2 * PANEL_COLUMNS)
+    monkeypatch.setattr(panels, "SHARED_BYTES", 0)
+    count, total, read = 10, 6, {}
+    assert panels.row_chunks(np, count, 1) == (5, 2)
+    weights = np.array([[[Weight(panel, read)] * PANEL_COLUMNS] for panel in range(total)], dtype=object)
+    out = np.zeros((count, total * PANEL_COLUMNS), dtype=object)
+    shared_linear(TEAMS[size], np, np.ones((count, 1), dtype=object), weights, out, count)
+    assert len(read) == size
+    assert sum(map(len, read.values())) == count * total * PANEL_COLUMNS
+    for order in read.values():
+        met = [panel for panel, _ in itertools.groupby(order)]
+        assert met == sorted(set(met)), "a panel was left and read again"
 
 
 def test_only_a_product_worth_waking_a_thread_is_shared_out():

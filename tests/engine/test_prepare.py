@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 from model_files import save_gguf, stored
+from structlog.testing import capture_logs
 
-from mooncake_zmq.engine import compact, prepare, weights
+from mooncake_zmq.engine import compact, cpu, prepare, weights
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.sources import DummySource
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Where kernels were made: here none are, which takes half a minute."""
+    made = []
+    monkeypatch.setattr(prepare, "_make_kernels", lambda cache_dir, _: made.append(cache_dir))
+    return made
 
 
 def entries(directory):
@@ -89,6 +98,72 @@ def test_a_second_download_that_fails_says_the_way_out_and_harms_nothing(default
     assert prepare.prepare("default", cache) == path
     weights.open_model(path)
     assert entries(cache) == [path.name]
+
+
+def test_auto_goes_without_the_short_form_where_the_file_cannot_be_had_once_more(default_without_network, monkeypatch):
+    cache, _ = default_without_network
+    path = prepare.prepare("default", cache, backend="numpy")
+    for reason, warned in (("", 1), ("nothing is installed", 0)):
+        monkeypatch.setattr(cpu, "lacking", lambda reason=reason: reason)
+        with capture_logs() as lines:
+            assert prepare.prepare("default", cache, backend="auto") == path
+        assert [line["reason"] for line in lines].count("pip cannot download it") == 0
+        assert len(lines) == warned
+    assert not compact.exists(path)
+
+
+def test_auto_takes_one_download(default_without_network, monkeypatch):
+    cache, downloads = default_without_network
+    monkeypatch.setattr(cpu, "lacking", lambda: "")
+    path = prepare.prepare("default", cache, backend="auto")
+    assert compact.exists(path)
+    assert not downloads
+    assert prepare.prepare("default", cache, backend="numpy") == path
+
+
+def test_a_model_is_ready_with_its_kernels(tmp_path, kernels):
+    for backend in ("numpy", "compiled", "compiled"):
+        prepare.prepare("dummy:tiny", tmp_path, backend=backend)
+    assert kernels == [tmp_path, tmp_path]
+
+
+def test_kernels_are_made_once_and_that_is_told(tmp_path, monkeypatch):
+    machine_code = pytest.importorskip("mooncake_zmq.engine.machine_code", reason="needs Numba")
+    monkeypatch.undo()
+    monkeypatch.setattr(machine_code, "make", lambda: b"code")
+    told = []
+    for _ in range(2):
+        prepare._make_kernels(tmp_path, lambda what, share: told.append(what))
+    assert told == ["compiling the kernels for this CPU: half a minute, once"]
+    assert machine_code.kept(machine_code._path(tmp_path), lambda: pytest.fail("made again")) == b"code"
+
+
+def test_where_no_kernels_can_be_kept_the_model_is_ready_all_the_same(tmp_path, monkeypatch):
+    machine_code = pytest.importorskip("mooncake_zmq.engine.machine_code", reason="needs Numba")
+    monkeypatch.undo()
+    monkeypatch.setattr(machine_code, "make", lambda: pytest.fail("made for nobody"))
+    (tmp_path / f".{machine_code.DIRECTORY}.lock").mkdir()  # it cannot be written
+    prepare._make_kernels(tmp_path, lambda what, share: None)
+
+
+def test_a_compiler_that_cannot_be_imported_makes_auto_numpy(tmp_path, monkeypatch):
+    def broken(*_):
+        raise ImportError("Numba needs NumPy 2.4 or less")
+
+    monkeypatch.setattr(prepare, "_make_kernels", broken)
+    monkeypatch.setattr(cpu, "_found_broken", [])
+    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name: name)
+    cpu.lacking.cache_clear()
+    try:
+        with pytest.raises(ModelError, match="cannot be imported: Numba needs NumPy 2.4"):
+            prepare.prepare("dummy:tiny", tmp_path, backend="compiled")
+        assert cpu.chosen("auto") == "compiled"
+        path = prepare.prepare("dummy:tiny", tmp_path, backend="auto")
+        assert cpu.chosen("auto") == "numpy"
+        assert "NumPy 2.4" in cpu.lacking()
+        assert type(weights.load_engine(path, backend="auto")) is weights.Llama
+    finally:
+        cpu.lacking.cache_clear()
 
 
 # What lasts: a file's bytes are on the disk before the file has the name that others look for.

@@ -37,7 +37,7 @@ def card(made: Path, tmp_path: Path) -> Path:
 
 
 def config_of(tmp_path: Path, *roles: str, card: Path | str = "", model: str = MODEL) -> Config:
-    nodes = tuple(NodeSettings(name=role, role=role, host="a") for role in roles)  # type: ignore[arg-type]
+    nodes = tuple(NodeSettings(name=role, role=role, host="a", backend="numpy") for role in roles)  # type: ignore[arg-type]
     return Config(model=ModelSettings(path=model, cache_dir=str(tmp_path / "cache"), card=str(card)), nodes=nodes)
 
 

@@ -22,7 +22,7 @@ PREFIX_BLOCKS = 12
 
 @pytest.fixture(scope="module")
 def model():
-    return weights.load_engine(prepare("default", default_cache_dir()))
+    return weights.load_engine(prepare("default", default_cache_dir(), backend="auto", kernels=False))
 
 
 def test_a_prefix_loaded_from_blocks_gives_the_golden_logits(model, tmp_path):

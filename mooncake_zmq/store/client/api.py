@@ -16,8 +16,10 @@ from typing import Any, NoReturn
 import structlog
 
 from mooncake_zmq.core.keys import KeysError
+from mooncake_zmq.store import tensors
 from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import UNREACHED, StoreClient
+from mooncake_zmq.store.client.device_memory import DeviceMemory, NotOurs
 from mooncake_zmq.store.client.peer import ClientSettings
 from mooncake_zmq.store.client.replicas import Descriptor, MemoryDescriptor, ReplicaDescriptor, ReplicateConfig
 from mooncake_zmq.store.memory import Buffer, Span, address_of, new_bytes
@@ -38,19 +40,18 @@ IGNORED_SETTINGS = frozenset(
 """Of Mooncake's setup: memory, disks and transports are the cache-nodes' own affair here."""
 _UNSUPPORTED_NAMES = """
     alloc_from_mem_pool allocate_and_mount_segment batch_get_into_multi_buffer_ranges batch_get_session_end
-    batch_get_session_start batch_get_tensor batch_get_tensor_into batch_get_tensor_into_cuda
-    batch_get_tensor_with_parallelism batch_get_tensor_with_parallelism_into batch_get_tensor_with_tp
-    batch_get_tensor_with_tp_into batch_pub_tensor batch_pub_tensor_with_tp batch_put_from_multi_buffer_ranges
-    batch_put_session_end batch_put_session_revoke batch_put_session_start batch_put_tensor batch_put_tensor_from
-    batch_put_tensor_with_parallelism batch_put_tensor_with_parallelism_from batch_put_tensor_with_tp
-    batch_put_tensor_with_tp_from batch_replica_clear batch_upsert_pub_tensor batch_upsert_tensor batch_upsert_tensor_from
+    batch_get_session_start batch_get_tensor_into batch_get_tensor_into_cuda batch_get_tensor_with_parallelism
+    batch_get_tensor_with_parallelism_into batch_get_tensor_with_tp batch_get_tensor_with_tp_into batch_pub_tensor
+    batch_pub_tensor_with_tp batch_put_from_multi_buffer_ranges batch_put_session_end batch_put_session_revoke
+    batch_put_session_start batch_put_tensor_from batch_put_tensor_with_parallelism batch_put_tensor_with_parallelism_from
+    batch_put_tensor_with_tp batch_put_tensor_with_tp_from batch_upsert_pub_tensor batch_upsert_tensor batch_upsert_tensor_from
     batch_upsert_tensor_with_parallelism batch_upsert_tensor_with_parallelism_from create_copy_task create_move_task
-    get_into_ranges get_offload_rpc_read_count get_tensor get_tensor_into get_tensor_into_cuda get_tensor_with_parallelism
-    get_tensor_with_parallelism_into get_tensor_with_tp get_tensor_with_tp_into init_all load_tensor_from_safetensor
-    mount_segment pub_tensor pub_tensor_with_tp put_from_with_metadata put_tensor put_tensor_from
-    put_tensor_with_parallelism put_tensor_with_parallelism_from put_tensor_with_tp put_tensor_with_tp_from query_task
-    save_tensor_to_safetensor setup_dummy unmount_and_free_segment unmount_local_disk_segment unmount_segment
-    upsert_pub_tensor upsert_tensor upsert_tensor_from upsert_tensor_with_parallelism upsert_tensor_with_parallelism_from
+    get_offload_rpc_read_count get_tensor_into get_tensor_into_cuda get_tensor_with_parallelism get_tensor_with_parallelism_into
+    get_tensor_with_tp get_tensor_with_tp_into init_all load_tensor_from_safetensor mount_segment pub_tensor pub_tensor_with_tp
+    put_from_with_metadata put_tensor_from put_tensor_with_parallelism put_tensor_with_parallelism_from put_tensor_with_tp
+    put_tensor_with_tp_from query_task save_tensor_to_safetensor setup_dummy unmount_and_free_segment unmount_local_disk_segment
+    unmount_segment upsert_pub_tensor upsert_tensor upsert_tensor_from upsert_tensor_with_parallelism
+    upsert_tensor_with_parallelism_from
 """
 UNSUPPORTED = frozenset(_UNSUPPORTED_NAMES.split())
 """Calls of Mooncake's store that raise NotImplementedError here."""
@@ -75,6 +76,7 @@ class MooncakeDistributedStore:
         self._lock = threading.Lock()
         self._buffers: list[tuple[int, int]] = []
         """Registered (start, stop) addresses, in order."""
+        self._device = DeviceMemory()
 
     def setup(
         self,
@@ -102,6 +104,7 @@ class MooncakeDistributedStore:
             config = dict(local_hostname)
         else:
             config = {"local_hostname": local_hostname, "master_server_addr": master_server_addr, "tenant_id": tenant_id}
+            config |= {"global_segment_size": global_segment_size, "local_buffer_size": local_buffer_size}
         try:
             hostname, endpoints, settings = _read_setup(config)
         except ValueError as error:
@@ -146,10 +149,16 @@ class MooncakeDistributedStore:
     # --- memory
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Kept for connectors: any memory of this process can be read and written without."""
+        """A GPU's memory must be registered, and needs the extra gpu-cu12 or gpu-cu13: else -600, the reason logged, here and
+        in every call that names it. Any memory of the host can be read and written without."""
         if self._client is None:
             return UNREACHED
         if buffer_ptr <= 0 or size <= 0:
+            return INVALID
+        try:
+            self._device.admit(buffer_ptr, size)
+        except NotOurs as error:
+            log.error("store_buffer_refused", reason=str(error))
             return INVALID
         with self._lock:
             at = bisect.bisect_left(self._buffers, (buffer_ptr, 0))
@@ -165,6 +174,7 @@ class MooncakeDistributedStore:
             for index, (start, _) in enumerate(self._buffers):
                 if start == buffer_ptr:
                     del self._buffers[index]
+                    self._device.forget(buffer_ptr)
                     return 0
         return INVALID
 
@@ -255,6 +265,55 @@ class MooncakeDistributedStore:
         places = _zip_spans(keys, all_buffer_ptrs, all_sizes)
         return [INVALID] * len(keys) if places is None else self._get_into(keys, places)
 
+    def get_into_ranges(
+        self,
+        buffer_ptrs: Sequence[int],
+        all_keys: Sequence[Sequence[str]],
+        all_dst_offsets: Sequence[Sequence[Sequence[int]]],
+        all_src_offsets: Sequence[Sequence[Sequence[int]]],
+        all_sizes: Sequence[Sequence[Sequence[int]]],
+    ) -> list[list[list[int]]]:
+        """For each buffer and each of its keys, parts of the value to places in the buffer: the size of each part or a code.
+        A value is read and verified as a whole, once for each buffer that names it."""
+        rows = (buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes)
+        if len(set(map(len, rows))) > 1:
+            return [[[INVALID] * len(sizes) for sizes in of_keys] for of_keys in all_sizes]
+        return [self._get_ranges(*row) for row in zip(*rows, strict=True)]
+
+    # --- tensors
+
+    def put_tensor(self, key: str, tensor: Any, config: ReplicateConfig | None = None) -> int:
+        """A NumPy array or a torch tensor, of numbers; -600 for what is neither."""
+        return self.batch_put_tensor([key], [tensor], config)[0]
+
+    def batch_put_tensor(
+        self, keys: Sequence[str], tensors_list: Sequence[Any], config: ReplicateConfig | None = None
+    ) -> list[int]:
+        if len(keys) != len(tensors_list):
+            return [INVALID] * len(keys)
+        encoded: list[tensors.Encoded | None] = []
+        for tensor in tensors_list:
+            try:
+                encoded.append(tensors.Encoded(tensor))
+            except tensors.NotATensor as error:
+                log.warning("store_tensor_refused", reason=str(error))
+                encoded.append(None)
+        return self._put(keys, [[] if each is None else each.spans for each in encoded], config)
+
+    def get_tensor(self, key: str) -> Any:
+        """What `put_tensor` was given, in host memory; None if it is not here or no tensor."""
+        return self.batch_get_tensor([key])[0]
+
+    def batch_get_tensor(self, keys: Sequence[str]) -> list[Any]:
+        found: list[Any] = []
+        for key, value in zip(keys, self._get(keys, bytearray), strict=True):
+            try:
+                found.append(None if value is None else tensors.decode(value))
+            except tensors.NotATensor as error:
+                log.warning("store_tensor_refused", key=key, reason=str(error))
+                found.append(None)
+        return found
+
     # --- questions and removal
 
     def is_exist(self, key: str) -> int:
@@ -289,6 +348,13 @@ class MooncakeDistributedStore:
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         client = self._client
         return [UNREACHED] * len(keys) if client is None else client.remove(keys)
+
+    def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
+        """Forget the copies in the store of that name, as `get_hostname` or a replica descriptor tells it, or in all; the keys
+        that had one. Who reads may finish."""
+        client = self._client
+        codes = [] if client is None else client.remove(keys, segment_name)
+        return [key for key, code in zip(keys, codes, strict=False) if code == 0]
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
         """How many keys went; -600 for a bad pattern. Matched here: a costly pattern is the caller's own time."""
@@ -328,9 +394,14 @@ class MooncakeDistributedStore:
         client = self._client
         if client is None:
             return [UNREACHED] * len(keys)
-        if len(keys) != len(values) or config.replica_num < 1:
+        if len(keys) != len(values) or config.replica_num < 1 or not config.is_consistent or self._device.refuses(values):
             return [INVALID] * max(1, len(keys))
-        return client.put(keys, values, pins, replicas=config.replica_num, preferred=config.preferred)
+
+        def put(some: Sequence[int], of_some: Sequence[Value]) -> list[int]:
+            named = [keys[index] for index in some]
+            return client.put(named, of_some, pins, replicas=config.replica_num, preferred=config.preferred)
+
+        return self._device.put(values, put) if self._device.holds(values) else put(range(len(keys)), values)
 
     def _put_from(
         self,
@@ -362,8 +433,49 @@ class MooncakeDistributedStore:
         client = self._client
         if client is None:
             return [UNREACHED] * len(keys)
-        caps = [sum(length for _, length in spans) for spans in places]
-        return client.fetch(keys, lambda index, size: places[index] if size <= caps[index] else None, caps)
+        if self._device.refuses(places):
+            return [INVALID] * len(keys)
+
+        def fetch(some: Sequence[int], of_some: Sequence[Value]) -> list[int]:
+            caps = [sum(length for _, length in spans) for spans in of_some]
+            named = [keys[index] for index in some]
+            return client.fetch(named, lambda index, size: of_some[index] if size <= caps[index] else None, caps)
+
+        return self._device.fetch(places, fetch) if self._device.holds(places) else fetch(range(len(keys)), places)
+
+    def _get_ranges(
+        self,
+        buffer_ptr: int,
+        keys: Sequence[str],
+        to: Sequence[Sequence[int]],
+        of: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+    ) -> list[list[int]]:
+        """Of one buffer."""
+        if len({len(keys), len(to), len(of), len(sizes)}) > 1:
+            return [[INVALID] * len(each) for each in sizes]
+        results: list[list[int]] = []
+        for key, *parts in zip(keys, to, of, sizes, strict=True):
+            if len(set(map(len, parts))) > 1:
+                results.append([INVALID] * len(parts[2]))
+                continue
+            value = self._get([key], bytearray)[0]
+            code = NOT_FOUND if self._client is not None else UNREACHED
+            found = [code] * len(parts[2]) if value is None else self._copy_parts(value, buffer_ptr, *parts)
+            results.append(found)
+        return results
+
+    def _copy_parts(
+        self, value: bytearray, buffer_ptr: int, to: Sequence[int], of: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        found = []
+        for target, start, size in zip(to, of, sizes, strict=True):
+            fits = target >= 0 and start >= 0 and 0 <= size <= len(value) - start
+            fits = fits and not self._device.refuses([[(buffer_ptr + target, size)]])
+            if fits and size:
+                self._device.copy(buffer_ptr + target, address_of(value) + start, size)
+            found.append(size if fits else INVALID)
+        return found
 
 
 def _spans(value: Buffer) -> list[Span]:
@@ -404,6 +516,9 @@ def _read_setup(config: dict[str, Any]) -> tuple[str, list[str], ClientSettings]
         raise ValueError("tenant_id: there are no tenants here")
     if str(config.get("enable_ssd_offload", "")).lower() in ("1", "true"):
         log.warning("store_setting_ignored", setting="enable_ssd_offload")
+    for name, value in config.items():
+        if isinstance(value, str) and value.strip().endswith("%"):
+            raise ValueError(f"{name} {value!r}: there is nothing here that it could be a share of; give bytes")
     known = {each.name: each for each in fields(ClientSettings)}
     settings: dict[str, Any] = {}
     for name, value in config.items():

@@ -161,13 +161,13 @@ class StoreClient:
                 continue
         return found
 
-    def remove(self, keys: Sequence[str]) -> list[int]:
-        """0 or a code a key: every store forgets it."""
+    def remove(self, keys: Sequence[str], named: str = "") -> list[int]:
+        """0 or a code a key: every store forgets it, or the one of that name."""
         valid = [index for index, key in enumerate(keys) if is_key(key)]
         codes = [int(Code.NOT_FOUND)] * len(keys)
         for index in valid:
             codes[index] = UNREACHED
-        for peer in self._peers:
+        for peer in self._peers if not named else [peer for peer in self._peers if self._is_named(peer, [named])]:
             for index, code in zip(valid, self._remove_at(peer, [keys[index] for index in valid]), strict=True):
                 codes[index] = max(codes[index], code)  # 0 once any store had it, else NOT_FOUND once any was asked
         return codes

@@ -57,20 +57,37 @@ class ReplicateConfig:
     """The store on this host is preferred anyway."""
     soft_pin_action: SoftPinAction = SoftPinAction.PRESERVE
     soft_pin_ttl_ms: int | None = None
+    """With a soft pin: 0 is none; any other time is as long as the value lives, as a soft pin only says who is evicted last."""
     data_type: ObjectDataType = ObjectDataType.UNKNOWN
     group_ids: list[str] | None = None
+    """A hint that changes nothing here: each value is evicted by itself."""
     nof_replica_num: int = 0
     dfs_replica_num: int = 0
     preferred_nof_segments: list[str] = field(default_factory=list)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Raises TypeError for a `soft_pin_ttl_ms` that is no time."""
+        if name == "soft_pin_ttl_ms" and value is not None and not (isinstance(value, int) and 0 <= value < 1 << 64):
+            raise TypeError(f"soft_pin_ttl_ms must be None or a whole number from 0 to 2**64 - 1, not {value!r}")
+        object.__setattr__(self, name, value)
+
+    @property
+    def is_consistent(self) -> bool:
+        """A time without a soft pin to end is refused."""
+        return self.soft_pin_ttl_ms is None or self._pins_softly
+
     @property
     def pins(self) -> Pin:
         """Raises NotImplementedError for what is not supported."""
-        for name in ("group_ids", "nof_replica_num", "dfs_replica_num", "preferred_nof_segments", "soft_pin_ttl_ms"):
+        for name in ("nof_replica_num", "dfs_replica_num", "preferred_nof_segments"):
             if getattr(self, name):
                 raise NotImplementedError(f"ReplicateConfig.{name}")
-        soft = self.with_soft_pin or self.soft_pin_action is SoftPinAction.ENABLE
+        soft = self._pins_softly and self.soft_pin_ttl_ms != 0
         return (Pin.SOFT if soft else Pin.NONE) | (Pin.HARD if self.with_hard_pin else Pin.NONE)
+
+    @property
+    def _pins_softly(self) -> bool:
+        return self.with_soft_pin or self.soft_pin_action is SoftPinAction.ENABLE
 
     @property
     def preferred(self) -> list[str]:
