@@ -78,7 +78,7 @@ class PoolStats(KVConnectorStats):  # type: ignore[misc]
     """Counts by name, added up."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         self.data = dict(Counter(self.data) + Counter(other.data))
