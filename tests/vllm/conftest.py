@@ -22,7 +22,9 @@ def make_pool(tmp_path: Path) -> Iterator[Callable[..., StoreServer]]:
     def make(
         name: str = "pool", *, endpoint: str = "", incarnation: int = 1, slabs: int = 32, ssd_bytes: int = 0
     ) -> StoreServer:
-        ssd = ObjectSsdSettings(directory=str(tmp_path / "ssd"), bytes=ssd_bytes) if ssd_bytes else ObjectSsdSettings()
+        ssd = (
+            ObjectSsdSettings(directory=str(tmp_path / "ssd"), bytes=ssd_bytes, ahead=1.0) if ssd_bytes else ObjectSsdSettings()
+        )
         settings = ObjectSettings(object_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, max_objects=4096, ssd=ssd)
         server = StoreServer(
             settings=settings,

@@ -107,6 +107,18 @@ def answer(lookup: Lookup) -> int:
     return found
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_memory(server: StoreServer, names: list[str]) -> list[bool]:
+    with server._turns as node:
+        return [name in node.objects.by_key for name in names]
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_blocks_come_back_into_other_blocks_as_they_were(make_pool, engine, shared):
     one = engine(make_pool(), ClientSettings(share_memory=shared))
@@ -122,16 +134,16 @@ def test_blocks_that_are_on_disk_alone_come_too(make_pool, engine, lookups):
     server = make_pool(slabs=1, ssd_bytes=64 << 20)
     one = engine(server, ClientSettings())
     one.save(0, 1, 2, 3)
+    until(lambda: server.gauges()["ssd_unsaved_bytes"] == 0)
     filler = StoreClient([server.endpoint])
     filler.connect()
-    while server.gauges()["ssd_objects"] < 4 or server.counts["evicted"] < 4:
-        value = np.random.default_rng(0).bytes(200_000)
-        memory = np.frombuffer(value, np.uint8)
-        filler.put([f"other-{time.monotonic_ns()}"], [[(memory.__array_interface__["data"][0], len(value))]])
-        time.sleep(0.01)
+    other = np.zeros(200_000, np.uint8)
+    names = object_names([SHELF], KEYS[:4])
+    while set(in_memory(server, names)) != {False}:
+        filler.put([f"other-{time.monotonic_ns()}"], [[(other.__array_interface__["data"][0], len(other))]])
     filler.close()
     one.wipe()
-    assert answer(lookups(server).ask(object_names([SHELF], KEYS[:4]))) == 4
+    assert answer(lookups(server).ask(names)) == 4
     assert one.load(4, 5, 6, 7) == set()
     assert one.same(4, 5, 6, 7)
 
@@ -198,6 +210,22 @@ def test_a_pool_that_is_gone_costs_an_end_in_time_and_one_that_came_back_serves(
     assert one.same(6, 7)
 
 
+def test_a_pool_that_is_stopped_keeps_nobody_waiting_but_the_threads(make_pool, engine, lookups):
+    server = make_pool()
+    one, asks = engine(server), lookups(server)
+    one.save(0, 1)
+    with server._turns:  # it hears, and does not answer
+        lookup = asks.ask(object_names([SHELF], KEYS[:2]))
+        asked = Load("r", KEYS[:2], (4, 5))
+        one.mover.load(asked)
+        assert lookup.answer() is None, "after moments"
+        assert one.mover.take() == Moved()
+        assert answer(lookup) == 0
+        assert one.ended(lambda moved: bool(moved.loaded)).failed_blocks == {4, 5}
+        one.save(2, 3)
+    until(lambda: one.load(4, 5) == set())
+
+
 def test_a_pool_that_never_was_costs_no_more(engine, lookups, tmp_path):
     address = f"ipc://{tmp_path}/nobody.sock"
     assert engine(address).load(4, 5) == {4, 5}
@@ -238,10 +266,7 @@ def test_a_lookup_released_before_its_answer_holds_nothing(make_pool, engine, lo
     last = asks.ask(object_names([SHELF], KEYS[:2]))
     assert answer(last) == 2
     asks.release(last)
-    deadline = time.monotonic() + 20
-    while server.gauges()["leases"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not server.gauges()["leases"])
 
 
 def test_both_halves_together(make_pool, engine, lookups):
@@ -273,10 +298,7 @@ def test_both_halves_together(make_pool, engine, lookups):
     assert not moved.failed_blocks
     assert np.array_equal(one.layers[1][10], one.was[1][2])
     ledger.finished("b")
-    deadline = time.monotonic() + 20
-    while server.gauges()["leases"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not server.gauges()["leases"])
 
 
 # --- lanes

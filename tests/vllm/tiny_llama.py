@@ -21,7 +21,7 @@ def write_model(directory: Path, seed: int = 0, positions: int = 4096) -> Path:
     random = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
-        return random.standard_normal(shape, dtype=np.float32) * np.float32(1.4 / np.sqrt(shape[-1]))
+        return random.standard_normal(shape, dtype=np.float32) * np.float32(3 / np.sqrt(shape[-1]))
 
     tensors = {"model.embed_tokens.weight": normal(VOCAB, HIDDEN), "lm_head.weight": normal(VOCAB, HIDDEN)}
     tensors["model.norm.weight"] = np.ones(HIDDEN, np.float32)
