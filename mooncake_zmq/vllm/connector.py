@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import vllm
+from prometheus_client import Counter as PrometheusCounter
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -27,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -91,6 +92,22 @@ class PoolStats(KVConnectorStats):  # type: ignore[misc]
         return not any(self.data.values())
 
 
+class PoolMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """`vllm:mooncake_zmq_pool_total`, by `what`: the counts of both halves."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counter = metric_types[PrometheusCounter](
+            name="vllm:mooncake_zmq_pool_total",
+            documentation="What became of KV blocks and questions between this engine and its pool.",
+            labelnames=[*labelnames, "what"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for what, count in (transfer_stats_data or {}).items():
+            self._counter.labels(*self.per_engine_labelvalues[engine_idx], what).inc(count)
+
+
 class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Either half, as vLLM makes one of each. Raises ValueError in one line for what cannot work."""
 
@@ -112,12 +129,18 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         half = self._scheduler or self._worker
-        counts = half.take_counts() if half is not None else None
+        counts = +half.take_counts() if half is not None else None
         return PoolStats(data=dict(counts)) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         return PoolStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics | None:
+        return PoolMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- the scheduler's half
 

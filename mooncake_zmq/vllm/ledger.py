@@ -189,12 +189,11 @@ class Ledger:
             request = self._requests.get(request_id)
             if request is not None and request.load is not None:
                 self._let_go(request)
-                missed = sum(block in failed for block in request.load.blocks)
-                if missed:
+                if not failed.isdisjoint(request.load.blocks):
                     # Once is enough: a pool that promises what it cannot give would keep the request waiting for ever.
                     request.refused = True
                     request.saved = min(request.saved, request.own)
-                    self.counts["failed_blocks"] += missed
+                    self.counts["failed_loads"] += 1
                 request.load = None
 
     def saved(self, numbers: Iterable[int], ranks: int) -> list[int]:

@@ -75,6 +75,7 @@ class Mover:
         """Guards what follows."""
         self._moved = Moved()
         self._counts: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()
         self._under_way = 0
         self._loads = Lane("kv-loads", self._load, lambda load: self._end_load(load, 0), MAX_WAITING)
         self._saves = Lane("kv-saves", self._save, self._end_save, MAX_WAITING)
@@ -102,9 +103,12 @@ class Mover:
             return moved
 
     def take_counts(self) -> Counter[str]:
-        """What was counted since the last call."""
+        """What was counted since the last call, by the store's client too."""
+        told = Counter(self._client.counts)
         with self._changed:
             counts, self._counts = self._counts, Counter()
+            counts.update({name: count - self._told[name] for name, count in told.items()})
+            self._told = told
             return counts
 
     def close(self) -> None:

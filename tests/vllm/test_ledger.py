@@ -156,7 +156,7 @@ def test_blocks_that_did_not_come_are_offered_again_and_the_pool_is_not_asked_tw
     world.ledger.allocated("r", 6 * B, world.blocks["r"])
     world.step()
     world.ledger.loaded(["r"], {4, 5, 6})
-    assert world.ledger.counts["failed_blocks"] == 3
+    assert world.ledger.counts["failed_loads"] == 1
     assert world.matched() == 0
     assert world.pool.asked == 1
     assert [save.blocks for save in world.step(computed=6 * B).saves] == [(1, 2, 3, 4, 5, 6)]

@@ -60,6 +60,7 @@ class Vllm:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
             **(environment or {}),
         }
         with log.open("ab") as out:
@@ -111,11 +112,16 @@ class Vllm:
                         yield from choice["token_ids"]
 
     def forget(self) -> None:
-        """Its own prefix cache."""
-        deadline = time.monotonic() + 20
-        while httpx.post(f"{self.url}/reset_prefix_cache", timeout=30.0).status_code != 200:
+        """Its own prefix cache, once all saves are over, which keep their blocks."""
+        deadline = time.monotonic() + 60
+        while not httpx.post(f"{self.url}/reset_prefix_cache", timeout=60.0).json()["success"]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a Prometheus metric's samples, of those with this label if one is given."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=60.0).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{") and label in line)
 
 
 def _body(prompt: Sequence[int], count: int, **more: Any) -> dict[str, Any]:
