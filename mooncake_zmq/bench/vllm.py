@@ -29,7 +29,7 @@ from mooncake_zmq.store.shim import install
 DRIVER = Path(__file__).with_name("vllm_driver.py")
 PLAIN, OURS, THEIRS = "vLLM", "mooncake_zmq", "MooncakeStoreConnector"
 LENGTHS = (2048, 3840)
-BLOCKS = 100
+BLOCKS = 200
 """Of 128 tokens, vLLM's default on CPUs: prompts of one round and what is being saved."""
 BEYOND_BLOCKS = 9
 """Tokens of a prompt beyond complete blocks, which even its own cache computes."""

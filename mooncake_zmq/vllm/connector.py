@@ -45,7 +45,7 @@ from mooncake_zmq.vllm.weights import fingerprint
 
 log = init_logger("vllm.mooncake_zmq")  # under vLLM's own, or nobody would see it
 
-SAVING_SHARE = 0.25
+SAVING_SHARE = 0.5
 """Of the engine's blocks, kept for saving at most."""
 IDLE_WAIT_S = 4e-3
 """How long a step that computes nothing waits for a copy to end: the engine would else ask a thousand times a second."""

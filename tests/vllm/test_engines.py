@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,10 +174,9 @@ def test_a_pool_that_is_stopped_is_a_miss(pool: Pool, engine: Vllm) -> None:
 
 def test_requests_that_take_each_others_blocks_say_what_each_says_alone(engine: Vllm) -> None:
     several = [prompt(number, 230) for number in range(70, 76)]
-    with ThreadPoolExecutor(len(several)) as threads:
-        together = [answer[0] for answer in threads.map(lambda each: engine.ask(each, 200), several)]
+    together = engine.ask_together(several, 300)
     assert engine.metric("vllm:num_preemptions_total") > 0
-    assert together == [engine.ask(each, 200, cache_salt="alone")[0] for each in several]
+    assert together == [engine.ask(each, 300, cache_salt="alone")[0] for each in several]
 
 
 def test_tenants_do_not_share(engine: Vllm) -> None:
