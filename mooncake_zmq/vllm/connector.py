@@ -244,9 +244,8 @@ class _SchedulerHalf:
         self.block_pool: Any = None
         self._requests: dict[str, Any] = {}
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._model = settings.model or _identity(vllm_config)
         self._anew = ""
-        """Part of every salt since the engine was told that its KV is no longer good."""
+        """In every chain's root since the engine was told that its KV is no longer good."""
         self._lookups = Lookups(_connected(settings, settings.asking))
         self.ledger = Ledger(
             block_tokens=self._block_tokens,
@@ -254,11 +253,12 @@ class _SchedulerHalf:
             may_load=transfer.is_kv_consumer,
             may_save=transfer.is_kv_producer,
             most_saving=max(1, int(kv_cache_config.num_blocks * SAVING_SHARE)),
+            lookup_s=2 * settings.lookup_timeout_s,
         )
 
     def meet(self, shelves: Sequence[str]) -> None:
         self.ledger.shelves = tuple(shelves)
-        log.info("KV blocks of %s are in the pool as %s", self._model, ", ".join(shelves))
+        log.info("KV blocks are in the pool as %s", ", ".join(shelves))
 
     def add(self, request: Any) -> None:
         if not request.resumable:  # its tokens may change
@@ -303,7 +303,7 @@ class _SchedulerHalf:
                 yield Progress(request_id, request.num_computed_tokens + tokens, len(request.all_token_ids))
 
     def _keys(self, request: Any) -> BlockKeys:
-        root = chain_root(self._model, f"{request.cache_salt or ''}{self._anew}")
+        root = chain_root(request.cache_salt or "", self._anew)
         if request.lora_request or request.mm_features or request.prompt_embeds is not None:
             return derived_keys(root, request.block_hashes)
         return token_keys(root, request.all_token_ids, self._block_tokens)
@@ -324,7 +324,8 @@ class _WorkerHalf:
         """Raises ValueError."""
         tensors = _unshared(kv_caches)
         kinds = {tensor.device.type for tensor in tensors.values()}
-        order = _byte_order(self._config, self._cache, tensors)
+        weights = self._settings.model or _identity(self._config)
+        order = _byte_order(weights, self._config, self._cache, tensors)
         self.shelf = order.shelf(f"{get_pp_group().rank_in_group}.{get_tp_group().rank_in_group}", self._settings.prefix)
         memories: tuple[Memory, Memory]
         if kinds == {"cpu"}:
@@ -336,7 +337,7 @@ class _WorkerHalf:
             memories = (self._device[0], self._device[1])
         else:
             raise ValueError(f"MooncakeZmqConnector: KV on {sorted(kinds)} is not supported; on cpu or cuda it is")
-        self._mover = Mover(_connected(self._settings, self._settings.moving), self.shelf, *memories)
+        self._mover = Mover(_connected(self._settings, self._settings.client), self.shelf, *memories)
 
     def start_loads(self, orders: Orders) -> None:
         if orders.loads and self._mover is not None:
@@ -496,7 +497,7 @@ def _config_digest(vllm_config: Any) -> str:
     return sha256(dumps([described, ways], sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _byte_order(vllm_config: Any, kv_cache_config: Any, tensors: dict[str, torch.Tensor]) -> ByteOrder:
+def _byte_order(weights: str, vllm_config: Any, kv_cache_config: Any, tensors: dict[str, torch.Tensor]) -> ByteOrder:
     layers = [vllm_config.compilation_config.static_forward_context[name] for name in tensors]
     device = next(iter(tensors.values())).device.type
     sets = {str(getattr(layer, "isa", "")) for layer in layers}
@@ -505,6 +506,7 @@ def _byte_order(vllm_config: Any, kv_cache_config: Any, tensors: dict[str, torch
     parallel = vllm_config.parallel_config
     return ByteOrder(
         engine=f"vllm {vllm.__version__}",
+        weights=weights,
         config=_config_digest(vllm_config),
         device=device,
         layout=str(kv_cache_config.kv_cache_layout),

@@ -13,8 +13,6 @@ from typing import Protocol
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.vllm.names import BlockKeys, object_names
 
-LOOKUP_S = 1.0
-"""A lookup not answered by then is a miss."""
 HOLD_LEFT_S = 2.0
 """A promise that holds no longer than this is asked for again."""
 REOFFER_S = 60.0
@@ -102,13 +100,15 @@ class _Request:
 
 @dataclass(slots=True)
 class Ledger:
-    """See the module. `most_saving`: blocks that may be kept for saving at a time; the others wait for a later step."""
+    """See the module. `most_saving`: blocks that may be kept for saving at a time; the others wait for a later step.
+    `lookup_s`: a lookup not answered by then is a miss."""
 
     block_tokens: int
     pool: Pool
     may_load: bool
     may_save: bool
     most_saving: int
+    lookup_s: float = 1.0
     shelves: tuple[str, ...] = ()
     """One a rank; until they are told nothing is looked up or saved."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -146,7 +146,7 @@ class Ledger:
             promise = self._ask(now, request, own, stop)
         found = promise.lookup.answer()
         if found is None:
-            if now - promise.asked_at < LOOKUP_S:
+            if now - promise.asked_at < self.lookup_s:
                 return None
             self.counts["lookups_slow"] += 1
             self._let_go(request)

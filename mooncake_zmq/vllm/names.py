@@ -1,8 +1,8 @@
-"""What the KV blocks of a vLLM engine are called in the pool: a chain of keys says what they hold, a shelf says what orders
-their bytes. Two engines that differ in either never share a name. PURE.
+"""What the KV blocks of a vLLM engine are called in the pool: a chain of keys says which tokens they hold, a shelf of which
+weights and in which order of bytes. Two engines that differ in any of it never share a name. PURE.
 
-    name = PREFIX vllm / DIGEST of the byte order / RANK / KEY of the block
-           \\------------- shelf --------------------/
+    name = PREFIX vllm / DIGEST / RANK / KEY of the block
+           \\-------- shelf -------/
 """
 
 import hashlib
@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from mooncake_zmq.kv.block_hash import KEY_BYTES, Key, extend_keys, namespace, pack_tokens
+from mooncake_zmq.kv.block_hash import KEY_BYTES, Key, extend_keys, namespace, pack_tokens, root_of_salt
 
 CHAIN = "vllm"
-"""The layout in the chain's root: what really orders the bytes stands in the shelf."""
+"""In the root of chains that no gateway of ours has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,15 @@ class LayerOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteOrder:
-    """All that decides which bytes one rank's part of a block has, besides the weights and the tokens.
+    """All that decides which bytes one rank's part of a block has, besides the tokens.
 
-    `config`: digest of the model's settings as the engine runs it. `backends`, `instruction_sets`: of its attention layers; the
-    latter order the bytes on CPUs, though no shape tells. `ranks`: how many share the model, in each way of sharing it.
+    `weights`: their identity. `config`: digest of the model's settings as the engine has it. `backends`, `instruction_sets`: of
+    its attention layers; the latter order the bytes on CPUs, though no shape tells. `ranks`: how many share the model, in each
+    way of sharing it.
     """
 
     engine: str
+    weights: str
     config: str
     device: str
     layout: str
@@ -54,9 +56,22 @@ class ByteOrder:
         return f"{prefix}vllm/{self.digest}/{rank}/"
 
 
-def chain_root(model: str, salt: str = "") -> bytes:
-    """Where the keys of a request begin. `model`: identity of the weights; `salt`: the request's `cache_salt`."""
-    return namespace(model=model, layout=CHAIN, salt=salt)
+def chain_root(salt: str = "", anew: str = "") -> bytes:
+    """Where the keys of a request begin. `salt`: its `cache_salt`, which holds the root where a gateway of ours has hashed the
+    prompt: the keys are then the gateway's. `anew`: not empty once earlier KV is no longer good."""
+    root = root_of_salt(salt) or namespace(model="", layout=CHAIN, salt=salt)
+    return root if not anew else namespace(model=root.hex(), layout=CHAIN, salt=anew)
+
+
+def block_key(name: str) -> Key | None:
+    """Of the object `name`, if it is the first rank's part of a block."""
+    parts = name.rsplit("/", 3)
+    if len(parts) != 4 or not parts[0].endswith("vllm") or parts[2] != "0.0" or len(parts[3]) != 2 * KEY_BYTES:
+        return None
+    try:
+        return bytes.fromhex(parts[3])
+    except ValueError:
+        return None
 
 
 def object_names(shelves: Sequence[str], keys: Iterable[Key]) -> list[str]:

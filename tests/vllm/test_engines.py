@@ -75,7 +75,8 @@ def start(model: Path, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> 
 
     def make(**changes: object) -> Vllm:
         log = tmp_path_factory.mktemp("life") / "log"
-        lives.append(Vllm(PYTHON, model, log, stores=pool.endpoint, **({"arguments": SMALL} | changes)))
+        patient = {"lookup_timeout_s": 5.0, "timeout_s": 5.0}
+        lives.append(Vllm(PYTHON, model, log, stores=pool.endpoint, extra=patient, **({"arguments": SMALL} | changes)))
         return lives[-1].wait()
 
     yield make

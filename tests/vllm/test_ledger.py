@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mooncake_zmq.vllm.ledger import HOLD_LEFT_S, LOOKUP_S, REOFFER_S, Ledger, Progress
+from mooncake_zmq.vllm.ledger import HOLD_LEFT_S, REOFFER_S, Ledger, Progress
 from mooncake_zmq.vllm.names import chain_root, object_names, token_keys
 
 B = 4
@@ -46,17 +46,17 @@ class World:
     def __init__(self, ranks: int = 1, most_saving: int = 100, may_load: bool = True, may_save: bool = True) -> None:
         self.pool = FakePool()
         self.shelves = tuple(f"{rank}/" for rank in range(ranks))
-        self.ledger = Ledger(B, self.pool, may_load, may_save, most_saving, self.shelves)
+        self.ledger = Ledger(B, self.pool, may_load, may_save, most_saving, shelves=self.shelves)
         self.blocks: dict[str, list[int]] = {}
         self.now = 0.0
 
     def add(self, name: str = "r", tokens: list[int] = TOKENS, blocks: list[int] | None = None) -> None:
-        self.ledger.add(name, token_keys(chain_root("m"), tokens, B))
+        self.ledger.add(name, token_keys(chain_root(), tokens, B))
         self.blocks[name] = blocks or list(range(1, 20))
 
     def fill(self, count: int, tokens: list[int] = TOKENS) -> None:
         """The pool has the first `count` blocks."""
-        self.pool.there |= set(object_names(self.shelves, token_keys(chain_root("m"), tokens, B).upto(count)))
+        self.pool.there |= set(object_names(self.shelves, token_keys(chain_root(), tokens, B).upto(count)))
 
     def matched(self, own: int = 0, name: str = "r", tokens: int = len(TOKENS)) -> int | None:
         return self.ledger.matched(self.now, name, own, tokens)
@@ -86,7 +86,7 @@ def test_what_the_pool_has_beyond_the_engines_own_is_promised_and_held_until_loa
 def test_one_rank_without_its_part_is_a_block_less():
     world = World(ranks=2)
     world.fill(5)
-    world.pool.there.discard(object_names(["1/"], token_keys(chain_root("m"), TOKENS, B).upto(4))[3])
+    world.pool.there.discard(object_names(["1/"], token_keys(chain_root(), TOKENS, B).upto(4))[3])
     world.add()
     assert world.matched() == 3 * B
 
@@ -106,14 +106,14 @@ def test_a_question_without_answer_is_asked_again_and_in_the_end_a_miss():
     world.pool.slow = True
     world.add()
     assert world.matched() is None
-    world.now += LOOKUP_S / 2
+    world.now += world.ledger.lookup_s / 2
     assert world.matched() is None
     assert world.pool.asked == 1
     world.pool.held[0].count = 3
     assert world.matched() == 3 * B
     world.add("other")
     assert world.matched(name="other") is None
-    world.now += LOOKUP_S
+    world.now += world.ledger.lookup_s
     assert world.matched(name="other") == 0
     assert world.ledger.counts["lookups_slow"] == 1
 

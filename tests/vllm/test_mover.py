@@ -21,7 +21,7 @@ BLOCKS = 12
 SLAB = 1 << 20
 SHELF = "vllm/digest/0.0/"
 TOKENS = list(range(65))
-KEYS = tuple(token_keys(chain_root("m"), TOKENS, 8).upto(8))
+KEYS = tuple(token_keys(chain_root(), TOKENS, 8).upto(8))
 QUICK = ClientSettings(timeout_s=0.3, setup_timeout_s=0.3)
 
 
@@ -277,14 +277,14 @@ def test_both_halves_together(make_pool, engine, lookups):
         return Ledger(8, asks, may_load=True, may_save=True, most_saving=100, shelves=(SHELF,))
 
     ledger = plan()
-    ledger.add("a", token_keys(chain_root("m"), TOKENS, 8))
+    ledger.add("a", token_keys(chain_root(), TOKENS, 8))
     assert ledger.matched(time.monotonic(), "a", 0, 65) == 0
     (save,) = ledger.step(time.monotonic(), [Progress("a", 65, 65)], lambda _: range(1, 10)).saves
     assert save.keys == KEYS
     one.mover.save(save)
     assert ledger.saved(one.ended(lambda moved: bool(moved.saved)).saved, 1) == list(range(1, 9))
     ledger = plan()
-    ledger.add("b", token_keys(chain_root("m"), TOKENS, 8))
+    ledger.add("b", token_keys(chain_root(), TOKENS, 8))
     deadline = time.monotonic() + 20
     while (found := ledger.matched(time.monotonic(), "b", 8, 65)) is None:
         assert time.monotonic() < deadline

@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from mooncake_zmq.vllm.names import ByteOrder, LayerOrder, chain_root, derived_keys, object_names, token_keys
-from mooncake_zmq.vllm.settings import LOOKUP_TIMEOUT_S, read_settings
+from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, salt_of
+from mooncake_zmq.vllm.names import ByteOrder, LayerOrder, block_key, chain_root, derived_keys, object_names, token_keys
+from mooncake_zmq.vllm.settings import LOOKUP_TIMEOUT_S, MOVE_TIMEOUT_S, read_settings
 from mooncake_zmq.vllm.spans import BlockSpans, layer_spans, runs_of
 from mooncake_zmq.vllm.weights import fingerprint
 
 ORDER = ByteOrder(
     engine="vllm 0.32.0",
+    weights="w",
     config="c",
     device="cpu",
     layout="LBHNC",
@@ -31,6 +33,7 @@ ORDER = ByteOrder(
 LAYER = ORDER.layers[0]
 OTHERS = [
     replace(ORDER, engine="vllm 0.33.0"),
+    replace(ORDER, weights="x"),
     replace(ORDER, config="d"),
     replace(ORDER, device="cuda"),
     replace(ORDER, layout="LBNHC"),
@@ -63,7 +66,7 @@ def test_no_two_orders_give_one_text():
 
 @given(st.lists(st.integers(0, 500), max_size=200), st.integers(1, 40), st.data())
 def test_keys_made_bit_by_bit_are_those_made_at_once(tokens, block_tokens, data):
-    root = chain_root("m", "s")
+    root = chain_root("s")
     complete = len(tokens) // block_tokens
     whole = token_keys(root, tokens, block_tokens).upto(complete)
     growing: list[int] = []
@@ -75,37 +78,61 @@ def test_keys_made_bit_by_bit_are_those_made_at_once(tokens, block_tokens, data)
     assert keys.upto(complete) == whole
 
 
-def test_model_salt_and_any_token_before_change_every_key():
+def test_salt_and_any_token_before_change_every_key():
     tokens = list(range(64))
-    base = token_keys(chain_root("m"), tokens, 16).upto(4)
+    base = token_keys(chain_root(), tokens, 16).upto(4)
     for other in (
-        token_keys(chain_root("n"), tokens, 16),
-        token_keys(chain_root("m", "tenant"), tokens, 16),
-        token_keys(chain_root("m"), [7, *tokens[1:]], 16),
+        token_keys(chain_root(anew="n"), tokens, 16),
+        token_keys(chain_root("tenant"), tokens, 16),
+        token_keys(chain_root(), [7, *tokens[1:]], 16),
     ):
         assert not set(base) & set(other.upto(4))
     assert len(set(base)) == 4
-    tail = token_keys(chain_root("m"), [*tokens[:-1], 7], 16).upto(4)
+    tail = token_keys(chain_root(), [*tokens[:-1], 7], 16).upto(4)
     assert tail[:3] == base[:3]
     assert tail[3] != base[3]
 
 
 def test_what_is_more_than_text_is_named_by_the_engines_own_hashes():
     hashes = [bytes([number]) * 32 for number in range(3)]
-    keys = derived_keys(chain_root("m"), hashes).upto(3)
-    assert keys == derived_keys(chain_root("m"), hashes).upto(3)
-    assert not set(keys) & set(derived_keys(chain_root("m", "salt"), hashes).upto(3))
-    assert not set(keys) & set(derived_keys(chain_root("n"), hashes).upto(3))
+    keys = derived_keys(chain_root(), hashes).upto(3)
+    assert keys == derived_keys(chain_root(), hashes).upto(3)
+    assert not set(keys) & set(derived_keys(chain_root("salt"), hashes).upto(3))
+    assert not set(keys) & set(derived_keys(chain_root(anew="n"), hashes).upto(3))
 
 
 def test_each_rank_has_a_name_for_each_block():
-    keys = token_keys(chain_root("m"), list(range(8)), 4).upto(2)
+    keys = token_keys(chain_root(), list(range(8)), 4).upto(2)
     assert object_names(["a/", "b/"], keys) == [
         f"a/{keys[0].hex()}",
         f"b/{keys[0].hex()}",
         f"a/{keys[1].hex()}",
         f"b/{keys[1].hex()}",
     ]
+
+
+def test_keys_under_a_gateways_salt_are_the_gateways_own():
+    root = namespace(model="fingerprint", layout="blocks of 16", salt="tenant")
+    tokens = list(range(64))
+    assert token_keys(chain_root(salt_of(root)), tokens, 16).upto(4) == extend_keys(root, pack_tokens(tokens), 16)
+    assert chain_root(salt_of(root), "anew") != root
+    assert chain_root(salt_of(root) + "0") != root
+
+
+def test_a_name_tells_its_blocks_key():
+    (key,) = token_keys(chain_root(), [1, 2], 2).upto(1)
+    for prefix in ("", "team-a/"):
+        (name,) = object_names([ORDER.shelf("0.0", prefix)], [key])
+        assert block_key(name) == key
+    for name in (
+        object_names([ORDER.shelf("0.1")], [key])[0],
+        "",
+        "vllm/a/0.0/00",
+        f"vllm/a/0.0/{'x' * 32}",
+        f"b/a/0.0/{'0' * 32}",
+        "kv/" + "0" * 32,
+    ):
+        assert block_key(name) is None
 
 
 # --- weights
@@ -187,7 +214,9 @@ def test_settings_are_read_or_refused():
     assert settings.prefix == "team-a/"
     assert settings.client.timeout_s == 5.0
     assert settings.asking.timeout_s == LOOKUP_TIMEOUT_S
-    assert settings.moving.share_memory
+    assert not settings.asking.share_memory
+    assert read_settings({"stores": "a:1"}).client.timeout_s == MOVE_TIMEOUT_S
+    assert read_settings({"stores": "a:1", "lookup_timeout_s": 3}).asking.timeout_s == 3.0
     for told in ({}, {"stores": ""}, {"stores": "a:1", "colour": "red"}, {"stores": "a:1", "staging_bytes": "many"}):
         with pytest.raises(ValueError):
             read_settings(told)
