@@ -357,7 +357,7 @@ def engine(
 def vllm(python: str, model: str, rounds: int, lengths: tuple[int, ...], as_json: bool, plot: Path | None) -> None:
     """The pool under vLLM against its own prefix cache and against MooncakeStoreConnector, in CPU seconds of the engine.
 
-    Ten minutes and 12 GB of memory.
+    Ten minutes and 8 GB of memory.
     """
     limit_blas()
     from mooncake_zmq.bench.vllm import VllmBench, bench_vllm
