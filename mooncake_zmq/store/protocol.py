@@ -145,6 +145,7 @@ class Lease(_Message, frozen=True, tag=10):
 
 class Leased(_Message, frozen=True, tag=11):
     """Columns, one row a key: size (0: not here), entry (0: on disk only), offset, generation, checksum (0: none was made).
+    A client that does not map the memory gets the sizes alone.
 
     What is on disk only is not leased; a stream takes a `Promote`.
     """

@@ -483,9 +483,11 @@ def test_a_report_that_does_not_leave_costs_nothing_that_came(server, connect, m
     assert store.get_batch(["good", "bad"]) == [b"g" * 9999, b""]
 
 
-def test_a_remote_client_gets_no_lease_and_no_cell_and_a_server_forgets_no_shared_writer(server, raw):
+def test_a_remote_client_gets_no_place_and_no_cell_and_a_server_forgets_no_shared_writer(server, raw, connect):
+    assert connect(server).put("there", b"1234") == 0
     peer = raw(False)
-    assert ask(peer, protocol.Lease(peer.next_id(), ["k"], 1.0), protocol.Codes).codes == b""
+    leased = ask(peer, protocol.Lease(peer.next_id(), ["there", "no"], 1.0), protocol.Leased)
+    assert (leased.sizes, leased.entries, leased.offsets, leased.generations, leased.checksums) == ([4, 0], *[[0, 0]] * 4)
     assert ask(peer, protocol.Reserve(peer.next_id(), ["k"], [1], 0, 1.0), protocol.Codes).codes == b""
     assert ask(peer, protocol.Commit(peer.next_id(), 1, [0], [1]), protocol.Codes).codes == b""
     peer = raw(True)

@@ -127,7 +127,7 @@ def test_who_may_not_use_all_does_not_map_the_memory(store):
     assert (welcome.path, welcome.shared) == ("", False)
     lease = store.ask("ruby", protocol.Lease(next(store.ids), ["red/1", "blue/1"], 5.0))
     reserve = store.ask("ruby", protocol.Reserve(next(store.ids), ["red/9"], [10], 0, 5.0))
-    assert lease == protocol.Codes(lease.id, b"")
+    assert lease == protocol.Leased(lease.id, [1000, 0], *[[0, 0]] * 4), "its own stay where they are, wherever that is"
     assert reserve == protocol.Codes(reserve.id, b"")
     found = store.node.objects.find("blue/1")
     store.ask("ruby", protocol.ReportCorrupt([found.entry], [found.generation]))

@@ -106,7 +106,7 @@ class MooncakeDistributedStore:
             config = {"local_hostname": local_hostname, "master_server_addr": master_server_addr, "tenant_id": tenant_id}
             config |= {"global_segment_size": global_segment_size, "local_buffer_size": local_buffer_size}
         try:
-            hostname, endpoints, settings = _read_setup(config)
+            hostname, endpoints, settings = read_setup(config)
         except ValueError as error:
             log.error("store_setup_failed", reason=str(error))
             return INVALID
@@ -504,7 +504,7 @@ def _first_error(codes: Sequence[int]) -> int:
     return next((code for code in codes if code != 0), 0)
 
 
-def _read_setup(config: dict[str, Any]) -> tuple[str, list[str], ClientSettings]:
+def read_setup(config: dict[str, Any]) -> tuple[str, list[str], ClientSettings]:
     """(host name, endpoints, settings). Raises ValueError for what cannot be followed."""
     address = str(config.pop("master_server_addr", "") or config.pop("master_server_address", ""))
     config.pop("master_server_address", None)

@@ -7,6 +7,8 @@ mapped segment; with others it exchanges bytes on streams.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +32,15 @@ CLOSE_S = 5.0
 SEND_BYTES = 64 << 10
 CHUNK_BYTES = 64 << 20
 """Bytes put or leased at a time: bounds what one call keeps others from evicting, and how long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """The first `count` of some values can be read, and those in memory are not evicted before `until` (monotonic clock)."""
+
+    count: int
+    until: float
+    leases: tuple[tuple[Peer, int], ...] = ()
 
 
 class StoreClient:
@@ -144,6 +155,41 @@ class StoreClient:
         """Sizes or codes."""
         answers = self._lookup(keys, self._sizes_at, int(Code.NOT_FOUND))
         return [UNREACHED if answer == -1 else answer for answer in answers]
+
+    def hold(self, keys: Sequence[str]) -> Hold:
+        """Lease what is in memory of the values under `keys`, for whoever reads them later: any client may. What is on disk
+        alone counts too."""
+        found = [False] * len(keys)
+        until = time.monotonic() + self.settings.ttl_s
+        leases: list[tuple[Peer, int]] = []
+        for peer in self._peers:
+            left = [index for index, there in enumerate(found) if not there and is_key(keys[index])]
+            for chunk in chunks(left, None, CHUNK_BYTES):
+                request = protocol.Lease(peer.next_id(), [keys[index] for index in chunk], self.settings.ttl_s)
+                began = time.monotonic()
+                try:
+                    sizes, ttl_s = peer.call(partial(_lease, request))
+                except Unreached:
+                    break
+                leases.append((peer, request.id))
+                until = min(until, began + ttl_s)
+                for index, size in zip(chunk, sizes, strict=True):
+                    found[index] = size > 0
+                if not any(sizes):  # nor will what follows be here
+                    break
+        return Hold(found.index(False) if False in found else len(keys), until, tuple(leases))
+
+    def release(self, hold: Hold) -> None:
+        """The values may be evicted again; without this they may `until` the hold is over."""
+        for peer in dict.fromkeys(peer for peer, _ in hold.leases):
+            ids = [number for at, number in hold.leases if at is peer]
+            with suppress(Unreached):
+                peer.call(partial(_release, ids))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What did not go well in all stores together, see `Peer.counts`."""
+        return {name: sum(peer.counts[name] for peer in self._peers) for name in ("corrupt", "stale", "expired")}
 
     def locate(self, keys: Sequence[str]) -> list[list[tuple[str, int]]]:
         """For each key the (store name, size) of its copies."""
@@ -267,6 +313,18 @@ class StoreClient:
                 streamed_copy.read(call, indexes, wanted)
 
         peer.call(work)
+
+
+def _lease(request: protocol.Lease, call: Call) -> tuple[list[int], float]:
+    """Sizes, 0 where nothing is, and how long those in memory stay there."""
+    leased = call.link.ask(request, protocol.Leased, call.deadline)
+    if len(leased.sizes) != len(request.keys):
+        raise Unreached(f"{len(leased.sizes)} sizes for {len(request.keys)} keys")
+    return leased.sizes, call.session.ttl_s
+
+
+def _release(ids: list[int], call: Call) -> None:
+    call.link.tell(protocol.Release(ids, []))
 
 
 def _put(batch: Batch, call: Call) -> list[int]:

@@ -1,0 +1,180 @@
+"""`bench vllm`: what the pool under vLLM saves, and what saving costs, against vLLM's own prefix cache and another connector.
+
+Three engines hold the same model in processes of their own: vLLM alone, with our connector, and with vLLM's own for Mooncake
+over our pool by its shim. Each computes only when asked, on one thread, and only one of them ever computes; rounds are
+interleaved. Figures are CPU seconds of an engine with all its threads and processes, the store's included in none. What saving
+takes is metered within the engine, in all that our connector does: the difference of two colds varies by more than that.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import click
+
+from mooncake_zmq.bench.hugging_face import hugging_face_directory
+from mooncake_zmq.bench.memory import cpu_s
+from mooncake_zmq.bench.peers import Peer, driver_process
+from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.store.shim import install
+
+DRIVER = Path(__file__).with_name("vllm_driver.py")
+PLAIN, OURS, THEIRS = "vLLM", "mooncake_zmq", "MooncakeStoreConnector"
+LENGTHS = (2048, 3840)
+BLOCKS = 80
+"""Of 128 tokens, vLLM's default on CPUs: prompts of one round and what is being saved."""
+BEYOND_BLOCKS = 9
+"""Tokens of a prompt beyond complete blocks, which even its own cache computes."""
+OBJECT_BYTES = 1 << 30
+ANSWER_TIMEOUT_S = 1200.0
+QUIET_S, QUIET_CPU_S, QUIET_TIMEOUT_S = 0.2, 0.03, 60.0
+"""An engine rests if it uses less CPU time in this long."""
+
+Progress = Callable[[str], None]
+Took = dict[tuple[str, str, int], list[float]]
+"""(side, "cold", "warm" or "saving", tokens) -> CPU seconds of each round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmBench:
+    """What to run."""
+
+    python: str
+    model: str = "default"
+    rounds: int = 3
+    lengths: tuple[int, ...] = LENGTHS
+
+
+def bench_vllm(bench: VllmBench, *, progress: Progress) -> Report:
+    """Run it all. Raises click.ClickException when a side cannot be started, dies, or says other tokens than the others."""
+    with TemporaryDirectory(prefix="mczmq-bench-") as scratch, ExitStack() as stack:
+        try:
+            directory = hugging_face_directory(bench.model, Path(scratch))
+        except ModelError as error:
+            raise click.ClickException(error.message) from None
+        vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
+        store = _store(Path(scratch))
+        stack.callback(store.close)
+        sides = _start(bench, directory, store.endpoint, Path(scratch), stack, progress)
+        took: Took = {}
+        for number in range(bench.rounds + 1):
+            for tokens in bench.lengths:
+                _round(sides, number, tokens + BEYOND_BLOCKS, tokens, vocab_size, took, progress)
+        report = Report("vllm")
+        report.rows += [row for tokens in bench.lengths for row in _rows(took, tokens)]
+        report.notes += _notes(sides, took, bench)
+    return report
+
+
+def _store(scratch: Path) -> StoreServer:
+    return StoreServer(
+        settings=ObjectSettings(object_bytes=OBJECT_BYTES, slab_bytes=64 << 20),
+        directory="/dev/shm",
+        cluster=f"bench-{os.getpid()}",
+        node="pool",
+        incarnation=1,
+        endpoint=f"ipc://{scratch}/store.sock",
+        on_crash=lambda _: None,
+    )
+
+
+def _start(bench: VllmBench, model: Path, stores: str, scratch: Path, stack: ExitStack, progress: Progress) -> dict[str, Peer]:
+    shim = scratch / "shim"
+    shim.mkdir()
+    install(shim)
+    config = {"metadata_server": "", "master_server_address": stores, "protocol": "tcp", "local_buffer_size": 1 << 20}
+    (scratch / "mooncake.json").write_text(json.dumps(config))
+    package = str(Path(__file__).parents[2])
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([package, str(shim)]),
+        "MOONCAKE_CONFIG_PATH": str(scratch / "mooncake.json"),
+        "PYTHONHASHSEED": "0",
+    }
+    sides = {}
+    for name in (PLAIN, OURS, THEIRS):
+        progress(f"starting {name}")
+        order = {"side": name, "model": str(model), "stores": stores, "longest": max(bench.lengths), "blocks": BLOCKS}
+        sides[name] = stack.enter_context(
+            driver_process(DRIVER, order, python=bench.python, what=name, timeout_s=ANSWER_TIMEOUT_S, environment=environment)
+        )
+    return sides
+
+
+def _round(
+    sides: Mapping[str, Peer], number: int, length: int, tokens: int, vocab_size: int, took: Took, progress: Progress
+) -> None:
+    """Each side computes the same new prompt, then answers it from what it kept. Round 0 does not count."""
+    told = set()
+    for name, side in sides.items():
+        arguments = {"tokens": length, "vocab_size": vocab_size, "seed": 1000 * number + tokens}
+        for what in ("cold", "warm"):
+            began = cpu_s(side.pid)
+            answer = side.ask("first", **arguments)
+            used = cpu_s(side.pid) - began
+            _rest(name, side)
+            told.add(answer["token"])
+            computed = length - answer["cached"]
+            own = side.ask("connector")["s"]
+            progress(f"round {number}: {tokens:,} {name} {what} {used:.3f} s, {own:.3f} of the connector, {computed} computed")
+            if (what == "warm") == (computed > length // 2):
+                raise click.ClickException(f"{name}, {what}: {computed} of {length} tokens were computed")
+            if number:
+                took.setdefault((name, what, tokens), []).append(used)
+                if what == "cold":
+                    took.setdefault((name, "saving", tokens), []).append(own)
+            if what == "cold" and name != PLAIN:
+                side.ask("forget")
+    if len(told) > 1:
+        raise click.ClickException(f"the sides say different tokens: {sorted(told)}")
+
+
+def _rest(name: str, side: Peer) -> None:
+    """Wait until it does: what it saves goes on after the first token."""
+    deadline = time.monotonic() + QUIET_TIMEOUT_S
+    used = cpu_s(side.pid)
+    while time.monotonic() < deadline:
+        time.sleep(QUIET_S)
+        before, used = used, cpu_s(side.pid)
+        if used - before < QUIET_CPU_S:
+            return
+    raise click.ClickException(f"{name} computes though nobody asks: no figure would be worth anything")
+
+
+def _rows(took: Took, tokens: int) -> list[Row]:
+    """Medians, each beside what it is to be compared with."""
+
+    def row(name: str, value: tuple[str, str], reference: tuple[str, str]) -> Row:
+        values = [median(took[(*each, tokens)]) for each in (value, reference)]
+        return Row(
+            name=f"{name}, {tokens:,} tokens", unit="CPU s", value=values[0], reference=values[1], higher_is_better=False
+        )
+
+    return [
+        row("warm from the pool / cold", (OURS, "warm"), (PLAIN, "cold")),
+        row("warm from the pool / own cache", (OURS, "warm"), (PLAIN, "warm")),
+        row(f"{THEIRS}, warm / cold", (THEIRS, "warm"), (PLAIN, "cold")),
+        row("what saving takes / cold", (OURS, "saving"), (PLAIN, "cold")),
+    ]
+
+
+def _notes(sides: Mapping[str, Peer], took: Took, bench: VllmBench) -> list[str]:
+    notes = [f"vLLM {sides[PLAIN].ready['version']}, float32, eager, one thread; medians of {bench.rounds} interleaved rounds"]
+    for tokens in bench.lengths:
+        cold, own, ours, theirs = (
+            median(took[(*each, tokens)]) for each in ((PLAIN, "cold"), (PLAIN, "warm"), (OURS, "warm"), (THEIRS, "warm"))
+        )
+        saving = median(took[OURS, "saving", tokens]) / cold
+        notes.append(
+            f"{tokens:,} tokens: ours {ours / cold:.3f} of cold and {ours / own:.2f} of its own cache ({own / cold:.3f}), "
+            f"{THEIRS} {theirs / cold:.3f}; saving {100 * saving:.1f} % of cold"
+        )
+    return notes

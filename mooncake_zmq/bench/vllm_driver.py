@@ -1,0 +1,159 @@
+"""One side of `bench vllm`: a vLLM engine with one KV connector, or none, that computes when asked.
+
+Run by path, in vLLM's Python. Its argument is a JSON object: `side` (one of CONNECTORS), `model` (a directory), `stores` (an
+endpoint), `longest` (tokens of a prompt), `blocks`. Requests and answers are lines of JSON, as in `engine_driver`.
+"""
+
+import importlib
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+FIRST_ID = 100
+"""Ids below are special in many vocabularies, and no text."""
+CONNECTORS: dict[str, dict[str, Any] | None] = {
+    "vLLM": None,
+    "mooncake_zmq": {
+        "kv_connector": "MooncakeZmqConnector",
+        "kv_connector_module_path": "mooncake_zmq.vllm.connector",
+        "kv_role": "kv_both",
+    },
+    "MooncakeStoreConnector": {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"},
+}
+
+
+METERED = {
+    "connector.MooncakeZmqConnector": (
+        *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
+        *("update_connector_output", "request_finished", "start_load_kv", "wait_for_save", "get_finished"),
+        *("get_block_ids_with_load_errors", "build_connector_worker_meta", "get_kv_connector_stats"),
+    ),
+    "mover.Mover": ("_load", "_save"),
+    "lookups.Lookups": ("_work",),
+}
+"""All that our connector does, on the engine's thread and on its own."""
+
+
+class Meter:
+    """CPU time of whatever threads spend in the functions of METERED."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used_s = 0.0
+
+    def install(self) -> None:
+        for place, names in METERED.items():
+            module, _, of = place.partition(".")
+            kind = getattr(importlib.import_module(f"mooncake_zmq.vllm.{module}"), of)
+            for name in names:
+                setattr(kind, name, self._metered(getattr(kind, name)))
+
+    def take_s(self) -> float:
+        with self._lock:
+            used_s, self._used_s = self._used_s, 0.0
+            return used_s
+
+    def _metered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def metered(*arguments: Any, **more: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*arguments, **more)
+            finally:
+                with self._lock:
+                    self._used_s += time.thread_time() - began
+
+        return metered
+
+
+class Engine:
+    """vLLM's engine, driven step by step."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        os.environ |= {
+            "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        vllm = importlib.import_module("vllm")
+        self.version = vllm.__version__
+        self._sampling_params = vllm.SamplingParams
+        self.meter = Meter()
+        transfer = CONNECTORS[order["side"]]
+        if transfer is not None and "kv_connector_module_path" in transfer:
+            self.meter.install()
+        if transfer is not None:
+            extra = {"stores": order["stores"]} if "kv_connector_module_path" in transfer else {}
+            transfer = {**transfer, "kv_connector_extra_config": extra}
+        self._engine = vllm.LLM(
+            model=order["model"],
+            dtype="float32",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=order["longest"] + 128,
+            max_num_batched_tokens=order["longest"] + 128,
+            num_gpu_blocks_override=order["blocks"],
+            kv_transfer_config=transfer,
+        ).llm_engine
+        self._requests = 0
+
+    def first_token(self, prompt: list[int]) -> dict[str, Any]:
+        """Wall time until it, the token, and how much of the prompt was not computed."""
+        wanted = self._sampling_params(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        self._requests += 1
+        began = time.perf_counter()
+        self._engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, wanted)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                last = output
+        took_s = time.perf_counter() - began
+        return {"s": took_s, "token": last.outputs[0].token_ids[0], "cached": last.num_cached_tokens or 0}
+
+    def forget(self) -> None:
+        """Its own prefix cache, once nothing keeps its blocks."""
+        deadline = time.monotonic() + 60
+        core = self._engine.engine_core.engine_core
+        while not self._engine.reset_prefix_cache():
+            if time.monotonic() > deadline:
+                raise TimeoutError("vLLM's prefix cache cannot be emptied")
+            core.step_fn()
+            time.sleep(0.01)
+
+
+def _prompt(tokens: int, vocab_size: int, seed: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(min(FIRST_ID, vocab_size // 2), vocab_size) for _ in range(tokens)]
+
+
+def main(arguments: Sequence[str]) -> None:
+    order = json.loads(arguments[0])
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines print on standard output
+    engine = Engine(order)
+    answers.write(json.dumps({"version": engine.version}) + "\n")
+    answers.flush()
+    for line in sys.stdin:
+        match json.loads(line):
+            case {"do": "first", "tokens": tokens, "vocab_size": vocab_size, "seed": seed}:
+                answer = engine.first_token(_prompt(tokens, vocab_size, seed))
+            case {"do": "forget"}:
+                engine.forget()
+                answer = {}
+            case {"do": "connector"}:
+                answer = {"s": engine.meter.take_s()}
+            case request:
+                raise ValueError(f"there is no request {request}")
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose modules would stand before others of their names
+    main(sys.argv[1:])

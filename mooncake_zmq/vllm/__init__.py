@@ -1,0 +1,1 @@
+"""Our pool under vLLM: a KV connector for its engines. Only `connector.py` imports vLLM or torch."""

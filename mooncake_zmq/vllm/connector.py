@@ -1,0 +1,549 @@
+"""vLLM's KV connector on our pool: `MooncakeZmqConnector`. It translates; `ledger.py` decides and `mover.py` copies. The only
+module that imports vLLM and torch. Written against vLLM 0.32; with KV on a GPU it has not been run yet.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "MooncakeZmqConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "mooncake_zmq.vllm.connector", "kv_connector_extra_config": {"stores": "127.0.0.1:7300"}}'
+
+No hook waits for the pool: loads are asynchronous to the engine's steps, saves hold their blocks until they are over.
+"""
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from prometheus_client import Counter as PrometheusCounter
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from mooncake_zmq.store.client.batch import Value
+from mooncake_zmq.store.client.client import StoreClient
+from mooncake_zmq.vllm.ledger import Ledger, Orders, Progress
+from mooncake_zmq.vllm.lookups import Lookups
+from mooncake_zmq.vllm.mover import HostMemory, Memory, Mover
+from mooncake_zmq.vllm.names import BlockKeys, ByteOrder, LayerOrder, chain_root, derived_keys, token_keys
+from mooncake_zmq.vllm.settings import ConnectorSettings, read_settings
+from mooncake_zmq.vllm.spans import BlockSpans, layer_spans
+from mooncake_zmq.vllm.weights import fingerprint
+
+log = init_logger("vllm.mooncake_zmq")  # under vLLM's own, or nobody would see it
+
+SAVING_SHARE = 0.5
+"""Of the engine's blocks, kept for saving at most."""
+IDLE_WAIT_S = 4e-3
+"""How long a step that computes nothing waits for a copy to end: the engine would else ask a thousand times a second."""
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to the workers."""
+
+    orders: Orders = field(default_factory=Orders)
+
+
+@dataclass
+class SavesOver(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers to the scheduler: the number of a save once for each rank that is done with it."""
+
+    numbers: list[int]
+
+    def aggregate(self, other: "SavesOver") -> "SavesOver":
+        return SavesOver(self.numbers + other.numbers)
+
+
+@dataclass
+class RankShelf(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What the names of one rank's blocks begin with."""
+
+    shelf: str
+
+
+class PoolStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts by name, added up."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        self.data = dict(Counter(self.data) + Counter(other.data))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(sorted(self.data.items()))
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class PoolMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """`vllm:mooncake_zmq_pool_total`, by `what`: the counts of both halves."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counter = metric_types[PrometheusCounter](
+            name="vllm:mooncake_zmq_pool_total",
+            documentation="What became of KV blocks and questions between this engine and its pool.",
+            labelnames=[*labelnames, "what"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for what, count in (transfer_stats_data or {}).items():
+            self._counter.labels(*self.per_engine_labelvalues[engine_idx], what).inc(count)
+
+
+class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Either half, as vLLM makes one of each. Raises ValueError in one line for what cannot work."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = _checked(vllm_config, kv_cache_config)
+        self._scheduler = _SchedulerHalf(vllm_config, kv_cache_config, settings) if role is KVConnectorRole.SCHEDULER else None
+        self._worker = _WorkerHalf(vllm_config, kv_cache_config, settings) if role is KVConnectorRole.WORKER else None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss, later."""
+        return False
+
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.close()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        half = self._scheduler or self._worker
+        counts = +half.take_counts() if half is not None else None
+        return PoolStats(data=dict(counts)) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return PoolStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics | None:
+        return PoolMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # --- the scheduler's half
+
+    @property
+    def _planning(self) -> "_SchedulerHalf":
+        assert self._scheduler is not None, "called on the worker's half"
+        return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._planning.block_pool = gpu_block_pool
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+        self._planning.meet([metadata[rank].shelf for rank in sorted(metadata)])
+
+    def on_new_request(self, request: Any) -> None:
+        self._planning.add(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        ledger = self._planning.ledger
+        found = ledger.matched(time.monotonic(), request.request_id, num_computed_tokens, request.num_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._planning.ledger.allocated(request.request_id, num_external_tokens, blocks.get_block_ids()[0])
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return StepOrders(self._planning.plan(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        half = self._planning
+        half.ledger.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+        over = connector_output.kv_connector_worker_meta
+        if isinstance(over, SavesOver):
+            half.let_go(over.numbers)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._planning.finished(request.request_id)
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        return self._planning.can_free()
+
+    def has_pending_push_work(self) -> bool:
+        return self._planning.ledger.saving > 0
+
+    def reset_cache(self) -> bool:
+        self._planning.start_anew()
+        return True
+
+    # --- the worker's half
+
+    @property
+    def _moving(self) -> "_WorkerHalf":
+        assert self._worker is not None, "called on the scheduler's half"
+        return self._worker
+
+    @property
+    def _orders(self) -> Orders:
+        metadata = self._connector_metadata
+        return metadata.orders if isinstance(metadata, StepOrders) else Orders()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._moving.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return RankShelf(self._moving.shelf)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._moving.start_loads(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request waits for its load before it is computed."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole steps are saved, so that CUDA graphs need not be cut at each layer."""
+
+    def wait_for_save(self) -> None:
+        self._moving.start_saves(self._orders)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._moving.take(self._orders) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._moving.take_failed()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        numbers = self._moving.take_saved()
+        return SavesOver(numbers) if numbers else None
+
+
+class _SchedulerHalf:
+    """The ledger among vLLM's requests and blocks."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            log.info("kv_load_failure_policy is set to 'recompute': blocks that do not come are computed")
+            transfer.kv_load_failure_policy = "recompute"
+        self.block_pool: Any = None
+        self._requests: dict[str, Any] = {}
+        self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._anew = ""
+        """In every chain's root since the engine was told that its KV is no longer good."""
+        self._lookups = Lookups(_connected(settings, settings.asking))
+        self.ledger = Ledger(
+            block_tokens=self._block_tokens,
+            pool=self._lookups,
+            may_load=transfer.is_kv_consumer,
+            may_save=transfer.is_kv_producer,
+            most_saving=max(1, int(kv_cache_config.num_blocks * SAVING_SHARE)),
+            lookup_s=2 * settings.lookup_timeout_s,
+        )
+
+    def meet(self, shelves: Sequence[str]) -> None:
+        self.ledger.shelves = tuple(shelves)
+        log.info("KV blocks are in the pool as %s", ", ".join(shelves))
+
+    def add(self, request: Any) -> None:
+        if not request.resumable:  # its tokens may change
+            self._requests[request.request_id] = request
+            self.ledger.add(request.request_id, self._keys(request))
+
+    def finished(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self.ledger.finished(request_id)
+
+    def plan(self, scheduler_output: Any) -> Orders:
+        state = scheduler_output.kv_connector_block_state
+        scheduled = self._progress(scheduler_output)
+        orders = self.ledger.step(time.monotonic(), scheduled, lambda request_id: state.get_block_ids(request_id)[0])
+        for save in orders.saves:
+            self.block_pool.touch([self.block_pool.blocks[block] for block in save.blocks])
+        return orders
+
+    def let_go(self, numbers: Iterable[int]) -> None:
+        over = self.ledger.saved(numbers, len(self.ledger.shelves))
+        self.block_pool.free_blocks([self.block_pool.blocks[block] for block in reversed(over)])
+
+    def can_free(self) -> bool:
+        """Is a block kept that nobody but us keeps?"""
+        return any(self.block_pool.blocks[block].ref_cnt == 1 for block in self.ledger.kept())
+
+    def start_anew(self) -> None:
+        """The weights may be others now, which their files do not tell: what is saved from here on is our own alone."""
+        self._anew = os.urandom(16).hex()
+
+    def take_counts(self) -> Counter[str]:
+        counts, self.ledger.counts = self.ledger.counts, Counter()
+        return counts
+
+    def close(self) -> None:
+        self._lookups.close()
+
+    def _progress(self, scheduler_output: Any) -> Iterable[Progress]:
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                yield Progress(request_id, request.num_computed_tokens + tokens, len(request.all_token_ids))
+
+    def _keys(self, request: Any) -> BlockKeys:
+        root = chain_root(request.cache_salt or "", self._anew)
+        if request.lora_request or request.mm_features or request.prompt_embeds is not None:
+            return derived_keys(root, request.block_hashes)
+        return token_keys(root, request.all_token_ids, self._block_tokens)
+
+
+class _WorkerHalf:
+    """The mover beside one rank's KV."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
+        self._config, self._cache, self._settings = vllm_config, kv_cache_config, settings
+        self._mover: Mover | None = None
+        self._device: list[_DeviceMemory] = []
+        self._failed: set[int] = set()
+        self._saved: list[int] = []
+        self.shelf = ""
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError."""
+        tensors = _unshared(kv_caches)
+        kinds = {tensor.device.type for tensor in tensors.values()}
+        weights = self._settings.model or _identity(self._config)
+        order = _byte_order(weights, self._config, self._cache, tensors)
+        self.shelf = order.shelf(f"{get_pp_group().rank_in_group}.{get_tp_group().rank_in_group}", self._settings.prefix)
+        memories: tuple[Memory, Memory]
+        if kinds == {"cpu"}:
+            host = HostMemory(_spans(tensors, self._cache.num_blocks))
+            memories = (host, host)
+        elif kinds == {"cuda"}:
+            staging = self._settings.staging_bytes
+            self._device = [_DeviceMemory(list(tensors.values()), self._cache.num_blocks, staging) for _ in range(2)]
+            memories = (self._device[0], self._device[1])
+        else:
+            raise ValueError(f"MooncakeZmqConnector: KV on {sorted(kinds)} is not supported; on cpu or cuda it is")
+        self._mover = Mover(_connected(self._settings, self._settings.client), self.shelf, *memories)
+
+    def start_loads(self, orders: Orders) -> None:
+        if orders.loads and self._mover is not None:
+            self._fence()
+            for load in orders.loads:
+                self._mover.load(load)
+
+    def start_saves(self, orders: Orders) -> None:
+        if orders.saves and self._mover is not None:
+            self._fence()
+            for save in orders.saves:
+                self._mover.save(save)
+
+    def take(self, orders: Orders) -> set[str]:
+        """Requests whose loads are over."""
+        if self._mover is None:
+            return set()
+        moved = self._mover.take(IDLE_WAIT_S if orders.idle else 0.0)
+        self._failed |= moved.failed_blocks
+        self._saved += moved.saved
+        return moved.loaded
+
+    def take_failed(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_saved(self) -> list[int]:
+        saved, self._saved = self._saved, []
+        return saved
+
+    def take_counts(self) -> Counter[str]:
+        return self._mover.take_counts() if self._mover is not None else Counter()
+
+    def close(self) -> None:
+        if self._mover is not None:
+            self._mover.close()
+
+    def _fence(self) -> None:
+        """Copies ordered from now on come after what the device was told before."""
+        for memory in self._device:
+            memory.fence()
+
+
+class _DeviceMemory:
+    """Blocks on a GPU, copied through pinned memory on a stream of their own. Untested on a GPU."""
+
+    def __init__(self, tensors: list[torch.Tensor], num_blocks: int, staging_bytes: int) -> None:
+        self._device = tensors[0].device
+        self._tensors = [tensor.view(torch.uint8) for tensor in tensors]
+        self._pieces = [tensor.shape[0] // num_blocks for tensor in tensors]
+        """What a kernel cuts a block into."""
+        sizes = [tensor[0].numel() * pieces for tensor, pieces in zip(self._tensors, self._pieces, strict=True)]
+        self.value_bytes = sum(sizes)
+        self.most = max(1, staging_bytes // self.value_bytes)
+        self._staging = [torch.empty((self.most, size), dtype=torch.uint8, pin_memory=True) for size in sizes]
+        self._stream = torch.cuda.Stream(self._device)
+        self._told = torch.cuda.Event()
+        self._lock = threading.Lock()
+
+    def fence(self) -> None:
+        """On the engine's thread: what comes next waits for what its stream was told by now."""
+        told = torch.cuda.Event()
+        told.record(torch.cuda.current_stream(self._device))
+        with self._lock:
+            self._told = told
+
+    def sources(self, blocks: Sequence[int]) -> list[Value]:
+        with torch.cuda.stream(self._stream):
+            self._wait()
+            for tensor, pieces, staged in zip(self._tensors, self._pieces, self._staging, strict=True):
+                gathered = tensor.index_select(0, self._rows(blocks, pieces))
+                staged[: len(blocks)].copy_(gathered.reshape(len(blocks), -1), non_blocking=True)
+        self._stream.synchronize()
+        return self.targets(blocks)
+
+    def targets(self, blocks: Sequence[int]) -> list[Value]:
+        return [[(staged[row].data_ptr(), staged.shape[1]) for staged in self._staging] for row in range(len(blocks))]
+
+    def arrived(self, blocks: Sequence[int]) -> None:
+        with torch.cuda.stream(self._stream):
+            self._wait()
+            for tensor, pieces, staged in zip(self._tensors, self._pieces, self._staging, strict=True):
+                values = staged[: len(blocks)].to(self._device, non_blocking=True)
+                tensor.index_copy_(0, self._rows(blocks, pieces), values.reshape(-1, *tensor.shape[1:]))
+        self._stream.synchronize()
+
+    def _wait(self) -> None:
+        with self._lock:
+            self._stream.wait_event(self._told)
+
+    def _rows(self, blocks: Sequence[int], pieces: int) -> torch.Tensor:
+        return torch.tensor([block * pieces + piece for block in blocks for piece in range(pieces)], device=self._device)
+
+
+def _checked(vllm_config: Any, kv_cache_config: Any) -> ConnectorSettings:
+    """Raises ValueError, in one line, for what this connector cannot do."""
+
+    def refuse(reason: str) -> ValueError:
+        return ValueError(f"MooncakeZmqConnector: {reason}")
+
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise refuse(f"the model has {len(groups)} KV cache groups; only one is supported")
+    spec = groups[0].kv_cache_spec
+    specs = list(getattr(spec, "kv_cache_specs", {"": spec}).values())
+    if not all(isinstance(each, FullAttentionSpec) for each in specs):
+        raise refuse(f"KV of kind {', '.join(sorted({type(each).__name__ for each in specs}))} is not supported")
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise refuse("context parallelism is not supported")
+    if kv_cache_config.hash_block_size not in (None, spec.block_size):
+        raise refuse(f"block hashes are of {kv_cache_config.hash_block_size} tokens, blocks of {spec.block_size}")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise refuse("calculate_kv_scales makes scales that blocks do not carry")
+    try:
+        return read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    except ValueError as error:
+        raise refuse(f"kv_connector_extra_config: {error}") from error
+
+
+def _connected(settings: ConnectorSettings, client: Any) -> StoreClient:
+    """Met on a thread of its own: an engine starts without its pool. Raises KeysError."""
+    store = StoreClient(settings.endpoints, client)
+
+    def meet() -> None:
+        reason = store.connect()
+        if reason is not None:
+            log.warning("no store of %s answers yet: %s", ", ".join(settings.endpoints), reason)
+
+    threading.Thread(target=meet, name="kv-connect", daemon=True).start()
+    return store
+
+
+def _identity(vllm_config: Any) -> str:
+    """Of the weights, by their files; of a model that is not at hand as files, by its name and revision."""
+    model = vllm_config.model_config
+    if vllm_config.load_config.load_format == "dummy":
+        return f"dummy {model.seed} {_config_digest(vllm_config)}"
+    place = Path(model.model)
+    if not place.exists():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            place = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+        except (LocalEntryNotFoundError, ValueError, OSError):
+            log.warning("the files of %s are not at hand: its name stands for its weights", model.model)
+            return f"{model.model}@{model.revision}"
+    return fingerprint(place)
+
+
+def _config_digest(vllm_config: Any) -> str:
+    """Of how the model is run, as far as it changes KV."""
+    model = vllm_config.model_config
+    described = {k: v for k, v in model.hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    ways = (str(model.dtype), str(model.quantization), str(vllm_config.cache_config.cache_dtype))
+    return sha256(dumps([described, ways], sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _byte_order(weights: str, vllm_config: Any, kv_cache_config: Any, tensors: dict[str, torch.Tensor]) -> ByteOrder:
+    layers = [vllm_config.compilation_config.static_forward_context[name] for name in tensors]
+    device = next(iter(tensors.values())).device.type
+    sets = {str(getattr(layer, "isa", "")) for layer in layers}
+    if device == "cpu":
+        sets.add(torch.backends.cpu.get_cpu_capability())
+    parallel = vllm_config.parallel_config
+    return ByteOrder(
+        engine=f"vllm {vllm.__version__}",
+        weights=weights,
+        config=_config_digest(vllm_config),
+        device=device,
+        layout=str(kv_cache_config.kv_cache_layout),
+        backends=tuple(sorted({layer.get_attn_backend().get_name() for layer in layers})),
+        instruction_sets=tuple(sorted(sets)),
+        block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        ranks=(parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
+        layers=tuple(
+            LayerOrder(
+                name,
+                (tensor.shape[0] // kv_cache_config.num_blocks, *tensor.shape[1:]),
+                tuple(sorted(range(1, tensor.dim()), key=lambda axis, at=tensor: -at.stride(axis))),  # type: ignore[misc]
+                str(tensor.dtype),
+            )
+            for name, tensor in tensors.items()
+        ),
+    )
+
+
+def _unshared(kv_caches: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """By layer, without those that use another's. Raises ValueError where one is no tensor."""
+    if not all(isinstance(each, torch.Tensor) for each in kv_caches.values()):
+        raise ValueError("MooncakeZmqConnector: a layer's KV is more than one tensor, which is not supported")
+    by_place = {tensor.data_ptr(): name for name, tensor in reversed(kv_caches.items())}
+    return {name: tensor for name, tensor in kv_caches.items() if by_place[tensor.data_ptr()] == name}
+
+
+def _spans(tensors: dict[str, torch.Tensor], num_blocks: int) -> BlockSpans:
+    return BlockSpans(
+        [
+            layer_spans(
+                tensor.data_ptr(),
+                tuple(tensor.shape),
+                tuple(stride * tensor.element_size() for stride in tensor.stride()),
+                tensor.element_size(),
+                num_blocks,
+            )
+            for tensor in tensors.values()
+        ]
+    )

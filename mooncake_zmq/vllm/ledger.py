@@ -1,0 +1,269 @@
+"""The scheduler's half, without vLLM: what each request was promised from the pool, which blocks are being loaded and saved.
+PURE: it decides; who looks up and who copies are told to it.
+
+A promise is a lookup that holds what it found in the pool, from the scheduler's question until the blocks are loaded or the
+request goes another way. Blocks that are being saved are named to the caller, who keeps them from being used anew meanwhile.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.vllm.names import BlockKeys, object_names
+
+HOLD_LEFT_S = 2.0
+"""A promise that holds no longer than this is asked for again."""
+REOFFER_S = 60.0
+"""A block offered to the pool is not offered again for so long, whoever has it."""
+RECENT_KEYS = 1 << 16
+MAX_REQUESTS = 1 << 16
+"""Requests followed at a time; others are neither looked up nor saved."""
+
+
+class Lookup(Protocol):
+    """A question to the pool."""
+
+    def answer(self) -> int | None:
+        """How many of the leading names are there, and held; None while that is not known. Waits for moments at most."""
+
+    @property
+    def until(self) -> float:
+        """When the hold ends by itself (monotonic clock), once there is an answer."""
+
+
+class Pool(Protocol):
+    """Where blocks are looked up."""
+
+    def ask(self, names: list[str]) -> Lookup: ...
+
+    def release(self, lookup: Lookup) -> None:
+        """Whatever it holds need not be held any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks of one request to fill from the pool."""
+
+    request_id: str
+    keys: tuple[Key, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Blocks to offer to the pool once this step is computed."""
+
+    number: int
+    keys: tuple[Key, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the workers do beside one step. `idle`: the step computes nothing."""
+
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+    idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One request of a step. `computed`: tokens whose KV is there after it; `known`: tokens that are certain, unlike drafts."""
+
+    request_id: str
+    computed: int
+    known: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    first: int
+    stop: int
+    lookup: Lookup
+    asked_at: float
+
+
+@dataclass(slots=True)
+class _Request:
+    """`own`: blocks that the engine's own cache had when last asked. `saved`: blocks offered to the pool, or from it."""
+
+    keys: BlockKeys
+    own: int = 0
+    saved: int = 0
+    promise: _Promise | None = None
+    load: Load | None = None
+    refused: bool = False
+
+
+@dataclass(slots=True)
+class Ledger:
+    """See the module. `most_saving`: blocks that may be kept for saving at a time; the others wait for a later step.
+    `lookup_s`: a lookup not answered by then is a miss."""
+
+    block_tokens: int
+    pool: Pool
+    may_load: bool
+    may_save: bool
+    most_saving: int
+    lookup_s: float = 1.0
+    shelves: tuple[str, ...] = ()
+    """One a rank; until they are told nothing is looked up or saved."""
+    counts: Counter[str] = field(default_factory=Counter)
+    _requests: dict[str, _Request] = field(default_factory=dict)
+    _loads: list[Load] = field(default_factory=list)
+    _saves: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _reports: Counter[int] = field(default_factory=Counter)
+    _saving: int = 0
+    _number: int = 0
+    _recent: OrderedDict[Key, float] = field(default_factory=OrderedDict)
+
+    def add(self, request_id: str, keys: BlockKeys) -> None:
+        """A new request."""
+        if len(self._requests) < MAX_REQUESTS:
+            self._requests[request_id] = _Request(keys)
+        else:
+            self.counts["unfollowed"] += 1
+
+    def matched(self, now: float, request_id: str, own_tokens: int, tokens: int) -> int | None:
+        """How many tokens, beyond `own_tokens`, the pool has of a request of `tokens`; None: ask again later.
+
+        As in the engine's own cache, the last token is always computed.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not self.shelves or not self.may_load:
+            return 0
+        own, partial = divmod(own_tokens, self.block_tokens)
+        stop = (tokens - 1) // self.block_tokens
+        if partial or request.refused or stop <= own:
+            self._let_go(request)
+            return 0
+        request.own = own
+        promise = request.promise
+        if promise is None or promise.first > own or promise.stop != stop or self._is_stale(promise, now):
+            promise = self._ask(now, request, own, stop)
+        found = promise.lookup.answer()
+        if found is None:
+            if now - promise.asked_at < self.lookup_s:
+                return None
+            self.counts["lookups_slow"] += 1
+            self._let_go(request)
+            return 0
+        return max(0, promise.first + found // len(self.shelves) - own) * self.block_tokens
+
+    def allocated(self, request_id: str, external_tokens: int, blocks: Sequence[int]) -> None:
+        """The request has `blocks`, all it needs by now; the pool's part of them is to be loaded."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if external_tokens:
+            stop = request.own + external_tokens // self.block_tokens
+            keys = request.keys.upto(stop)[request.own :]
+            request.load = Load(request_id, tuple(keys), tuple(blocks[request.own : stop]))
+            self._loads.append(request.load)
+            request.saved = max(request.saved, stop)
+            self.counts["promised_blocks"] += len(keys)
+        elif request.load is None:
+            self._let_go(request)
+
+    def step(self, now: float, scheduled: Iterable[Progress], blocks_of: Callable[[str], Sequence[int]]) -> Orders:
+        """What is to be done beside a step that computes for `scheduled`. `blocks_of`: all blocks of one of these requests."""
+        saves: list[Save] = []
+        idle = True
+        for progress in scheduled:
+            idle = False
+            request = self._requests.get(progress.request_id)
+            if request is not None and self.may_save and self.shelves:
+                stop = min(progress.computed, progress.known) // self.block_tokens
+                stop = min(stop, request.saved + self.most_saving - self._saving)
+                if stop > request.saved:
+                    saves += self._save(now, request, stop, blocks_of(progress.request_id))
+        loads, self._loads = self._loads, []
+        return Orders(tuple(loads), tuple(saves), idle)
+
+    def loaded(self, request_ids: Iterable[str], failed: set[int]) -> None:
+        """These loads are over; `failed`: blocks that did not come, which are computed."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None and request.load is not None:
+                self._let_go(request)
+                if not failed.isdisjoint(request.load.blocks):
+                    # Once is enough: a pool that promises what it cannot give would keep the request waiting for ever.
+                    request.refused = True
+                    request.saved = min(request.saved, request.own)
+                    self.counts["failed_loads"] += 1
+                request.load = None
+
+    def saved(self, numbers: Iterable[int], ranks: int) -> list[int]:
+        """Each rank reports its part of each save once. Answers the blocks of those that are over: they may be used anew."""
+        over: list[int] = []
+        for number in numbers:
+            if number in self._saves:
+                self._reports[number] += 1
+                if self._reports[number] == ranks:
+                    del self._reports[number]
+                    over += self._saves.pop(number)
+        self._saving -= len(over)
+        return over
+
+    def finished(self, request_id: str) -> None:
+        """Ended, whichever way. What is being saved of it goes on."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._let_go(request)
+
+    def kept(self) -> Iterable[int]:
+        """Blocks kept for saving."""
+        return (block for blocks in self._saves.values() for block in blocks)
+
+    @property
+    def saving(self) -> int:
+        """How many blocks are kept for saving."""
+        return self._saving
+
+    @property
+    def following(self) -> int:
+        """Requests not finished."""
+        return len(self._requests)
+
+    # --- inside
+
+    def _ask(self, now: float, request: _Request, first: int, stop: int) -> _Promise:
+        self._let_go(request)
+        names = object_names(self.shelves, request.keys.upto(stop)[first:])
+        request.promise = _Promise(first, stop, self.pool.ask(names), now)
+        return request.promise
+
+    def _is_stale(self, promise: _Promise, now: float) -> bool:
+        return promise.lookup.answer() is not None and now > promise.lookup.until - HOLD_LEFT_S
+
+    def _let_go(self, request: _Request) -> None:
+        promise, request.promise = request.promise, None
+        if promise is not None:
+            self.pool.release(promise.lookup)
+
+    def _save(self, now: float, request: _Request, stop: int, blocks: Sequence[int]) -> list[Save]:
+        first, request.saved = request.saved, stop
+        keys = request.keys.upto(stop)
+        # Block 0 stands for one that the engine has let go of.
+        wanted = [index for index in range(first, stop) if blocks[index] and self._is_news(now, keys[index])]
+        if not wanted:
+            return []
+        self._number += 1
+        save = Save(self._number, tuple(keys[index] for index in wanted), tuple(blocks[index] for index in wanted))
+        self._saves[save.number] = save.blocks
+        self._saving += len(wanted)
+        return [save]
+
+    def _is_news(self, now: float, key: Key) -> bool:
+        """Not offered of late."""
+        offered_at = self._recent.get(key)
+        if offered_at is not None and now - offered_at < REOFFER_S:
+            return False
+        self._recent[key] = now
+        self._recent.move_to_end(key)
+        if len(self._recent) > RECENT_KEYS:
+            self._recent.popitem(last=False)
+        return True

@@ -1,0 +1,77 @@
+"""Questions to the pool on a thread of their own: what of a prompt is there, kept there until it was read."""
+
+import threading
+import time
+
+from mooncake_zmq.store.client.client import Hold, StoreClient
+from mooncake_zmq.vllm import ledger
+from mooncake_zmq.vllm.lane import Lane
+
+PATIENCE_S = 4e-3
+"""How long the first look at an answer waits for it: a pool on this host takes some 0.2 ms."""
+MAX_WAITING = 256
+_NOTHING = Hold(0, 0.0)
+
+
+class Lookup:
+    """One question. `release` may come before its answer."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.hold = _NOTHING
+        self.released = False
+        self._done = threading.Event()
+        self._patience_s = PATIENCE_S
+
+    def answer(self) -> int | None:
+        patience_s, self._patience_s = self._patience_s, 0.0
+        return self.hold.count if self._done.wait(patience_s) else None
+
+    @property
+    def until(self) -> float:
+        return self.hold.until
+
+    def end(self, hold: Hold = _NOTHING) -> None:
+        """The answer."""
+        self.hold = hold
+        self._done.set()
+
+
+class Lookups:
+    """A `ledger.Pool` over a client of stores."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._lane = Lane("kv-lookups", self._work, Lookup.end, MAX_WAITING)
+
+    def ask(self, names: list[str]) -> Lookup:
+        """Answered with 0 at once where too many wait already."""
+        lookup = Lookup(names)
+        if not self._lane.offer(lookup):
+            lookup.end()
+        return lookup
+
+    def release(self, lookup: ledger.Lookup) -> None:
+        assert isinstance(lookup, Lookup)
+        with self._lock:
+            lookup.released = True
+            held = bool(lookup.hold.leases)
+        if held:
+            self._lane.offer(lookup)  # if refused, the hold ends by itself
+
+    def close(self) -> None:
+        self._lane.close()
+        self._client.close()
+
+    def _work(self, lookup: Lookup) -> None:
+        hold = lookup.hold
+        try:
+            if not hold.leases and not lookup.released:
+                hold = self._client.hold(lookup.names)
+        finally:
+            with self._lock:
+                lookup.end(hold)
+                released = lookup.released
+        if released and hold.leases and time.monotonic() < hold.until:
+            self._client.release(hold)

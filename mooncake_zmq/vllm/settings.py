@@ -1,0 +1,48 @@
+"""What an operator says in `kv_connector_extra_config`. PURE but for the key variables of a store's client."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mooncake_zmq.store.client.api import read_setup
+from mooncake_zmq.store.client.peer import ClientSettings
+
+STAGING_BYTES = 64 << 20
+LOOKUP_TIMEOUT_S = 0.5
+MOVE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """`endpoints`: said as `stores`, as `MooncakeDistributedStore.setup` takes them. `client`: each of its settings by name;
+    its `timeout_s`, 2 unless said, is the longest silence of a store while blocks are copied."""
+
+    endpoints: tuple[str, ...]
+    client: ClientSettings
+    prefix: str = ""
+    """Before every name: a tenant's namespace."""
+    model: str = ""
+    """Identity of the weights, where their files do not tell; two models must not have the same."""
+    staging_bytes: int = STAGING_BYTES
+    """Pinned host memory for loads, and as much for saves, where the KV is on a GPU."""
+    lookup_timeout_s: float = LOOKUP_TIMEOUT_S
+    """Of a question; a store that takes longer has nothing. It costs a request so much once a second, the engine nothing."""
+
+    @property
+    def asking(self) -> ClientSettings:
+        """For lookups, which touch no values."""
+        return replace(self.client, timeout_s=self.lookup_timeout_s, share_memory=False)
+
+
+def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
+    """Raises ValueError for what cannot be followed."""
+    told = dict(extra)
+    stores = told.pop("stores", "")
+    addresses = stores if isinstance(stores, str) else ",".join(map(str, stores))
+    own: dict[str, Any] = {"prefix": str(told.pop("prefix", "")), "model": str(told.pop("model", ""))}
+    own["staging_bytes"] = int(told.pop("staging_bytes", STAGING_BYTES))
+    own["lookup_timeout_s"] = float(told.pop("lookup_timeout_s", LOOKUP_TIMEOUT_S))
+    if not addresses:
+        raise ValueError("stores: names no store")
+    _, endpoints, client = read_setup({"master_server_addr": addresses, "timeout_s": MOVE_TIMEOUT_S, **told})
+    return ConnectorSettings(tuple(endpoints), client, **own)

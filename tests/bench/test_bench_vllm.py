@@ -1,0 +1,99 @@
+"""The benchmark of the pool under vLLM: its turns and its arithmetic, without vLLM."""
+
+from contextlib import contextmanager
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from mooncake_zmq.bench import vllm as bench_module
+from mooncake_zmq.bench.command import bench as bench_command
+from mooncake_zmq.bench.vllm import OURS, PLAIN, THEIRS, VllmBench, bench_vllm
+
+COLD_S, SAVING_S = 10.0, {PLAIN: 0.0, OURS: 0.2, THEIRS: 0.4}
+WARM_S = {PLAIN: 0.4, OURS: 0.5, THEIRS: 0.8}
+
+
+class Side:
+    """An engine whose CPU time passes as it is asked."""
+
+    def __init__(self, name: str, calls: list[tuple[str, str]]) -> None:
+        self.pid = name
+        self.ready = {"version": "0"}
+        self.used_s = self.after_s = 0.0
+        self.known: set[int] = set()
+        self.token = 7
+        self.remembers = True
+        self._calls = calls
+
+    def ask(self, method, **arguments):
+        self._calls.append((self.pid, method))
+        if method == "forget":
+            return {}
+        if method == "connector":
+            return {"s": self.after_s}
+        warm = arguments["seed"] in self.known
+        self.known.add(arguments["seed"])
+        self.used_s += WARM_S[self.pid] if warm else COLD_S
+        self.after_s = 0.0 if warm else SAVING_S[self.pid]
+        return {"s": 1.0, "token": self.token, "cached": arguments["tokens"] - 9 if warm and self.remembers else 0}
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """(sides by name, calls in order)."""
+    sides: dict[str, Side] = {}
+    calls: list[tuple[str, str]] = []
+
+    @contextmanager
+    def start(driver, order, **_):
+        sides[order["side"]] = sides.get(order["side"]) or Side(order["side"], calls)
+        yield sides[order["side"]]
+
+    monkeypatch.setattr(bench_module, "driver_process", start)
+    monkeypatch.setattr(bench_module, "cpu_s", lambda name: sides[name].used_s)
+    monkeypatch.setattr(bench_module, "QUIET_S", 0.0)
+    monkeypatch.setattr(bench_module, "OBJECT_BYTES", 64 << 20)
+    return sides, calls, Side
+
+
+def run(rounds=2):
+    return bench_vllm(VllmBench(python="p", model="dummy:tiny", rounds=rounds, lengths=(2048,)), progress=lambda _: None)
+
+
+def test_each_figure_stands_beside_what_it_is_compared_with(world):
+    report = run()
+    assert {row.name: (round(row.value, 6), round(row.reference, 6)) for row in report.rows} == {
+        "warm from the pool / cold, 2,048 tokens": (0.5, 10.0),
+        "warm from the pool / own cache, 2,048 tokens": (0.5, 0.4),
+        "MooncakeStoreConnector, warm / cold, 2,048 tokens": (0.8, 10.0),
+        "what saving takes / cold, 2,048 tokens": (0.2, 10.0),
+    }
+    assert "ours 0.050 of cold and 1.25 of its own cache (0.040)" in report.notes[-1]
+    assert "saving 2.0 % of cold" in report.notes[-1]
+
+
+def test_the_sides_take_turns_and_forget_what_their_own_caches_have(world):
+    run(rounds=1)
+    plain = [(PLAIN, "first"), (PLAIN, "connector")] * 2
+    others = [(side, what) for side in (OURS, THEIRS) for what in ("first", "connector", "forget", "first", "connector")]
+    assert world[1] == [*plain, *others] * 2
+
+
+def test_figures_of_engines_that_say_something_else_or_kept_nothing_are_no_figures(world):
+    sides, calls, side = world
+    sides[THEIRS] = side(THEIRS, calls)
+    sides[THEIRS].token = 8
+    with pytest.raises(click.ClickException, match="different tokens"):
+        run()
+    sides.clear()
+    sides[OURS] = side(OURS, calls)
+    sides[OURS].remembers = False
+    with pytest.raises(click.ClickException, match="mooncake_zmq, warm: 2057 of 2057 tokens were computed"):
+        run()
+
+
+def test_the_command_says_what_it_lacks():
+    result = CliRunner().invoke(bench_command, ["vllm"])
+    assert result.exit_code == 2
+    assert "--python" in result.output

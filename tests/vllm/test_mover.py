@@ -1,0 +1,337 @@
+"""The threads of both halves against real stores: what is saved comes back as it was, and what a store does to it is a miss."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from mooncake_zmq.store.client.client import StoreClient
+from mooncake_zmq.store.client.peer import ClientSettings
+from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.vllm.lane import Lane
+from mooncake_zmq.vllm.ledger import Ledger, Load, Progress, Save
+from mooncake_zmq.vllm.lookups import Lookup, Lookups
+from mooncake_zmq.vllm.mover import HostMemory, Moved, Mover
+from mooncake_zmq.vllm.names import chain_root, object_names, token_keys
+from mooncake_zmq.vllm.spans import BlockSpans, layer_spans
+
+BLOCKS = 12
+SLAB = 1 << 20
+SHELF = "vllm/digest/0.0/"
+TOKENS = list(range(65))
+KEYS = tuple(token_keys(chain_root(), TOKENS, 8).upto(8))
+QUICK = ClientSettings(timeout_s=0.3, setup_timeout_s=0.3)
+
+
+class Engine:
+    """Two layers of KV as NumPy arrays, and a worker's half beside them."""
+
+    def __init__(self, address: str, settings: ClientSettings = QUICK, shelf: str = SHELF) -> None:
+        random = np.random.default_rng(7)
+        self.layers = [random.standard_normal((BLOCKS, 2, 8, 16), dtype=np.float32) for _ in range(2)]
+        self.was = [layer.copy() for layer in self.layers]
+        layers = [layer_spans(each.__array_interface__["data"][0], each.shape, each.strides, 4, BLOCKS) for each in self.layers]
+        self.memory = HostMemory(BlockSpans(layers))
+        client = StoreClient([address], settings)
+        client.connect()
+        self.mover = Mover(client, shelf, self.memory, self.memory)
+        self.number = 0
+
+    def save(self, *blocks: int) -> None:
+        self.number += 1
+        self.mover.save(Save(self.number, KEYS[: len(blocks)], blocks))
+        assert self.ended(lambda moved: bool(moved.saved)).saved == [self.number]
+
+    def load(self, *blocks: int) -> set[int]:
+        """The blocks that did not come."""
+        self.mover.load(Load("r", KEYS[: len(blocks)], blocks))
+        moved = self.ended(lambda moved: bool(moved.loaded))
+        assert moved.loaded == {"r"}
+        return moved.failed_blocks
+
+    def ended(self, condition: Callable[[Moved], bool]) -> Moved:
+        deadline = time.monotonic() + 20
+        while not condition(moved := self.mover.take(0.05)):
+            assert time.monotonic() < deadline
+        return moved
+
+    def wipe(self) -> None:
+        for layer in self.layers:
+            layer[:] = np.nan
+
+    def same(self, *blocks: int) -> bool:
+        """Do these hold what the first blocks held in the beginning?"""
+        return all(
+            np.array_equal(layer[block], was[index])
+            for layer, was in zip(self.layers, self.was, strict=True)
+            for index, block in enumerate(blocks)
+        )
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(server: StoreServer | str, *arguments: object, **more: object) -> Engine:
+        made.append(Engine(server if isinstance(server, str) else server.endpoint, *arguments, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.mover.close()
+
+
+@pytest.fixture
+def lookups() -> Iterator[Callable[..., Lookups]]:
+    made: list[Lookups] = []
+
+    def make(server: StoreServer | str, **more: object) -> Lookups:
+        address = server if isinstance(server, str) else server.endpoint
+        client = StoreClient([address], ClientSettings(timeout_s=0.3, setup_timeout_s=0.3, share_memory=False, **more))
+        client.connect()
+        made.append(Lookups(client))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def answer(lookup: Lookup) -> int:
+    deadline = time.monotonic() + 20
+    while (found := lookup.answer()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_memory(server: StoreServer, names: list[str]) -> list[bool]:
+    with server._turns as node:
+        return [name in node.objects.by_key for name in names]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_blocks_come_back_into_other_blocks_as_they_were(make_pool, engine, shared):
+    one = engine(make_pool(), ClientSettings(share_memory=shared))
+    one.save(0, 1, 2, 3)
+    one.wipe()
+    assert one.load(9, 8, 7, 6) == set()
+    assert one.same(9, 8, 7, 6)
+    assert np.isnan(one.layers[0][:6]).all(), "and nowhere else"
+    assert +one.mover.take_counts() == {"saved_blocks": 4, "loaded_blocks": 4}
+
+
+def test_blocks_that_are_on_disk_alone_come_too(make_pool, engine, lookups):
+    server = make_pool(slabs=1, ssd_bytes=64 << 20)
+    one = engine(server, ClientSettings())
+    one.save(0, 1, 2, 3)
+    until(lambda: server.gauges()["ssd_unsaved_bytes"] == 0)
+    filler = StoreClient([server.endpoint])
+    filler.connect()
+    other = np.zeros(200_000, np.uint8)
+    names = object_names([SHELF], KEYS[:4])
+    while set(in_memory(server, names)) != {False}:
+        filler.put([f"other-{time.monotonic_ns()}"], [[(other.__array_interface__["data"][0], len(other))]])
+    filler.close()
+    one.wipe()
+    assert answer(lookups(server).ask(names)) == 4
+    assert one.load(4, 5, 6, 7) == set()
+    assert one.same(4, 5, 6, 7)
+
+
+def test_a_gap_ends_a_load_and_what_follows_is_told_as_failed(make_pool, engine):
+    server = make_pool()
+    one = engine(server)
+    one.save(0, 1, 2, 3)
+    client = StoreClient([server.endpoint])
+    client.connect()
+    client.remove(object_names([SHELF], KEYS[1:2]))
+    client.close()
+    one.wipe()
+    assert one.load(4, 5, 6, 7) == {5, 6, 7}
+    assert one.same(4)
+    assert one.mover.take_counts()["failed_blocks"] == 3
+
+
+def test_a_flipped_byte_is_a_miss_that_is_counted_and_the_copy_goes(make_pool, engine):
+    server = make_pool()
+    one = engine(server)
+    one.save(0, 1, 2)
+    memory = server._turns.segment.memory
+    for at in range(0, len(memory), 512):
+        memory[at] ^= 1
+    one.wipe()
+    assert one.load(4, 5, 6) == {4, 5, 6}
+    assert one.mover.take_counts()["failed_blocks"] == 3
+    assert one.load(4, 5, 6) == {4, 5, 6}, "the store has dropped what did not verify"
+    one.layers[0][:] = one.was[0]
+    one.layers[1][:] = one.was[1]
+    one.save(0, 1, 2)
+    one.wipe()
+    assert one.load(4, 5, 6) == set()
+    assert one.same(4, 5, 6)
+
+
+def test_another_shelf_or_another_size_has_nothing(make_pool, engine, lookups):
+    server = make_pool()
+    engine(server).save(0, 1)
+    other = engine(server, QUICK, shelf="vllm/other/0.0/")
+    assert other.load(0, 1) == {0, 1}
+    assert answer(lookups(server).ask(object_names(["vllm/other/0.0/"], KEYS[:2]))) == 0
+    smaller = engine(server)
+    smaller.memory.value_bytes -= 4
+    assert smaller.load(0, 1) == {0, 1}
+
+
+def test_a_pool_that_is_gone_costs_an_end_in_time_and_one_that_came_back_serves(make_pool, engine, lookups):
+    server = make_pool()
+    one, asks = engine(server), lookups(server)
+    one.save(0, 1)
+    server.close()
+    assert one.load(4, 5) == {4, 5}
+    one.save(0, 1)
+    assert answer(asks.ask(object_names([SHELF], KEYS[:2]))) == 0
+    server = make_pool(endpoint=server.endpoint, incarnation=2)
+    deadline = time.monotonic() + 20
+    while answer(asks.ask(object_names([SHELF], KEYS[:2]))) < 2:  # as soon as it is asked again
+        one.save(0, 1)
+        assert time.monotonic() < deadline
+    one.wipe()
+    assert one.load(6, 7) == set()
+    assert one.same(6, 7)
+
+
+def test_a_pool_that_is_stopped_keeps_nobody_waiting_but_the_threads(make_pool, engine, lookups):
+    server = make_pool()
+    one, asks = engine(server), lookups(server)
+    one.save(0, 1)
+    with server._turns:  # it hears, and does not answer
+        lookup = asks.ask(object_names([SHELF], KEYS[:2]))
+        asked = Load("r", KEYS[:2], (4, 5))
+        one.mover.load(asked)
+        assert lookup.answer() is None, "after moments"
+        assert one.mover.take() == Moved()
+        assert answer(lookup) == 0
+        assert one.ended(lambda moved: bool(moved.loaded)).failed_blocks == {4, 5}
+        one.save(2, 3)
+    until(lambda: one.load(4, 5) == set())
+
+
+def test_a_pool_that_never_was_costs_no_more(engine, lookups, tmp_path):
+    address = f"ipc://{tmp_path}/nobody.sock"
+    assert engine(address).load(4, 5) == {4, 5}
+    assert answer(lookups(address).ask(["a"])) == 0
+
+
+def test_what_a_lookup_found_stays_until_it_is_released(make_pool, engine, lookups):
+    server = make_pool(slabs=2)
+    one, asks = engine(server), lookups(server)
+    one.save(0, 1, 2, 3)
+    names = object_names([SHELF], KEYS[:5])
+    held = asks.ask(names)
+    assert answer(held) == 4
+    assert held.until > time.monotonic() + 10
+    client = StoreClient([server.endpoint])
+    client.connect()
+    big = np.zeros(SLAB, np.uint8)
+    for number in range(8):
+        client.put([f"big-{number}"], [[(big.__array_interface__["data"][0], SLAB)]])
+    assert client.exist(names) == [1, 1, 1, 1, 0]
+    asks.release(held)
+    deadline = time.monotonic() + 20
+    while any(client.exist(names)):
+        assert time.monotonic() < deadline
+        for _ in range(8):
+            client.put([f"bigger-{time.monotonic_ns()}"], [[(big.__array_interface__["data"][0], SLAB)]])
+    client.close()
+    assert server.gauges()["leases"] == 0
+
+
+def test_a_lookup_released_before_its_answer_holds_nothing(make_pool, engine, lookups):
+    server = make_pool()
+    engine(server).save(0, 1)
+    asks = lookups(server)
+    for _ in range(20):
+        lookup = asks.ask(object_names([SHELF], KEYS[:2]))
+        asks.release(lookup)
+    last = asks.ask(object_names([SHELF], KEYS[:2]))
+    assert answer(last) == 2
+    asks.release(last)
+    until(lambda: not server.gauges()["leases"])
+
+
+def test_both_halves_together(make_pool, engine, lookups):
+    server = make_pool()
+    one, asks = engine(server), lookups(server)
+
+    def plan() -> Ledger:
+        return Ledger(8, asks, may_load=True, may_save=True, most_saving=100, shelves=(SHELF,))
+
+    ledger = plan()
+    ledger.add("a", token_keys(chain_root(), TOKENS, 8))
+    assert ledger.matched(time.monotonic(), "a", 0, 65) == 0
+    (save,) = ledger.step(time.monotonic(), [Progress("a", 65, 65)], lambda _: range(1, 10)).saves
+    assert save.keys == KEYS
+    one.mover.save(save)
+    assert ledger.saved(one.ended(lambda moved: bool(moved.saved)).saved, 1) == list(range(1, 9))
+    ledger = plan()
+    ledger.add("b", token_keys(chain_root(), TOKENS, 8))
+    deadline = time.monotonic() + 20
+    while (found := ledger.matched(time.monotonic(), "b", 8, 65)) is None:
+        assert time.monotonic() < deadline
+    assert found == 56
+    ledger.allocated("b", found, list(range(11, 1, -1)))
+    (load,) = ledger.step(time.monotonic(), [], lambda _: ()).loads
+    one.wipe()
+    one.mover.load(load)
+    moved = one.ended(lambda moved: bool(moved.loaded))
+    ledger.loaded(moved.loaded, moved.failed_blocks)
+    assert not moved.failed_blocks
+    assert np.array_equal(one.layers[1][10], one.was[1][2])
+    ledger.finished("b")
+    until(lambda: not server.gauges()["leases"])
+
+
+# --- lanes
+
+
+def test_a_lane_refuses_what_is_too_much_and_loses_no_job():
+    begun, go = threading.Event(), threading.Event()
+    done: list[int] = []
+    dropped: list[int] = []
+
+    def work(job: int) -> None:
+        begun.set()
+        go.wait(20)
+        done.append(job)
+
+    lane: Lane[int] = Lane("test", work, dropped.append, limit=2)
+    assert lane.offer(1)
+    assert begun.wait(20)
+    assert [lane.offer(job) for job in (2, 3, 4)] == [True, True, False]
+    threading.Timer(0.05, go.set).start()
+    lane.close()
+    assert done == [1]
+    assert dropped == [2, 3]
+    assert not lane.offer(5)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_load_whose_thread_dies_of_a_bug_ends_all_the_same(make_pool, engine):
+    one = engine(make_pool())
+
+    def bug(blocks: object) -> None:
+        raise ZeroDivisionError
+
+    one.memory.targets = bug
+    assert one.load(1, 2) == {1, 2}
+    assert one.load(1, 2) == {1, 2}, "at once, as there is nobody to do it"
