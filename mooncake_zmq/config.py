@@ -34,6 +34,7 @@ from mooncake_zmq.runtime.log import LEVELS, LogFormat
 from mooncake_zmq.runtime.tls import SOON_DAYS, TlsFiles, days_left, presented, tls_files_of
 from mooncake_zmq.transfer.key_files import directory_of
 from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint, is_loopback
+from mooncake_zmq.vllm_node.settings import VllmSettings
 
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
 
@@ -82,6 +83,9 @@ class ModelSettings:
 
     path: str = "default"
     """"default", "toy", "dummy:CONFIG", a GGUF file or a Hugging Face directory."""
+    engine: Literal["own", "vllm"] = "own"
+    """"vllm": vLLM alone computes. Only config.json, tokenizer and chat template are read, of any model that vLLM knows, from
+    the Hugging Face directory `path`, which every host needs without its weights."""
     cache_dir: str = ""
     """Where converted weights are kept; empty: the user's cache directory."""
     card: str = ""
@@ -97,6 +101,8 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.block_tokens <= 4096:
             raise ValueError("block_tokens must be between 1 and 4096")
+        if self.engine == "vllm" and self.card:
+            raise ValueError('card is for models that our own engine computes: with engine "vllm" leave it out')
         if self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2")
         most = min(MAX_TOKENS, MAX_BLOCKS * self.block_tokens)
@@ -261,6 +267,7 @@ class Config:
     prefill: PrefillSettings = field(default_factory=PrefillSettings)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
     cache_node: CacheNodeSettings = field(default_factory=CacheNodeSettings)
+    vllm: VllmSettings = field(default_factory=VllmSettings)
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     nodes: tuple[NodeSettings, ...] = ()
 
@@ -282,6 +289,8 @@ class Config:
                 raise ValueError(f"nodes: two of them listen on {endpoint}")
         if self.model.path == "toy" and any(node.device != "cpu" for node in self.nodes):
             raise ValueError("nodes: the toy model computes on the CPU alone: leave device out")
+        if self.model.engine == "vllm" and (own := self.of_role(*ENGINE_ROLES)):
+            raise ValueError(f'nodes: {own[0].name} is a {own[0].role}, and with model.engine "vllm" only vllm nodes compute')
         if self.prefill.chunk_tokens % self.model.block_tokens:
             raise ValueError(f"prefill.chunk_tokens must be a multiple of model.block_tokens, {self.model.block_tokens}")
         self._check_ladder()
@@ -355,7 +364,7 @@ class Loaded:
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
         """Tokens of prompt and output together: what the model takes, and the roomiest decode holds in whole blocks."""
-        blocks = [self.section(node).capacity_tokens // block_tokens for node in self.config.of_role("decode")]
+        blocks = [self.section(node).capacity_tokens // block_tokens for node in self.config.of_role("decode", "vllm")]
         return min(max_model_len, max(blocks) * block_tokens) if blocks else max_model_len
 
 
@@ -572,6 +581,8 @@ def summary(loaded: Loaded) -> Iterator[str]:
             case "decode":
                 size = section.capacity_tokens * config.costs.kv_bytes_per_token
                 what = f"KV of {section.capacity_tokens:,} tokens, {size / mib:,.0f} MiB"
+            case "vllm":
+                what = f"vLLM at {section.url}, {section.max_running} requests at a time"
             case "conductor":
                 if config.costs.profile:
                     what = f"costs of {config.costs.profile}: " + ", ".join(_shown_costs(config.costs))
@@ -615,10 +626,11 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for node in config.of_role(*ENGINE_ROLES):
         if node.host not in pools:
             yield f"{node.name}: no cache-node on host {node.host}: it can neither reuse nor store blocks there"
+    spared = ENGINE_ROLES if config.of_role("vllm") else ("vllm",)
     for role in ROLES:
-        if not config.of_role(role):
+        if role not in spared and not config.of_role(role):
             yield f"there is no {role}"
-    for node in config.of_role("decode"):
+    for node in config.of_role("decode", "vllm"):
         if loaded.section(node).capacity_tokens < config.model.max_model_len:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, is_tls, warnings
-from mooncake_zmq.core.roles import Role
+from mooncake_zmq.core.roles import ENGINE_ROLES, Role
 from mooncake_zmq.runtime.process import (
     BAD_INPUT,
     MISTAKES,
@@ -166,7 +166,8 @@ class Up:
         lock = ProcessLock.acquire(self.runtime_dir, LOCK_NAME)
         stack.callback(lock.release)
         stack.callback(lock.path.unlink, missing_ok=True)  # while it is still held: nobody can have taken it by then
-        needed: tuple[Role, ...] = ("conductor", "prefill", "decode", "gateway")
+        engines: tuple[Role, ...] = ("vllm",) if self.config.of_role("vllm") else ENGINE_ROLES
+        needed: tuple[Role, ...] = ("conductor", *engines, "gateway")
         for role in needed:
             if not self.config.of_role(role):
                 raise ConfigError(f"{self.loaded.path}: there is no {role}: nothing can be served")
@@ -182,7 +183,11 @@ class Up:
         self._sweep()
 
     def _prepare_model(self) -> None:
-        if self.config.model.card and not any(node.computes for node in self.config.nodes):
+        if (
+            self.config.model.engine == "vllm"
+            or self.config.model.card
+            and not any(node.computes for node in self.config.nodes)
+        ):
             return
         from mooncake_zmq.engine.prepare import prepare, remove_former
 
@@ -228,7 +233,7 @@ class Up:
         if "peers" not in detail:  # which only an admin's API key is told; it is healthy once its conductor has heard all
             return True
         there = {name for names in detail["peers"].values() for name in names}
-        return all(node.name in there for node in self.config.of_role("conductor", "prefill", "decode"))
+        return all(node.name in there for node in self.config.of_role("conductor", "vllm", *ENGINE_ROLES))
 
     def _spawn(self, child: _Child) -> None:
         environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}

@@ -491,6 +491,9 @@ class TokensDecoded(_Message, frozen=True):
     """The tokens of one work, mostly of one step, for one gateway: (request_id, attempt, output index of the first, tokens)."""
 
     entries: Annotated[tuple[tuple[RequestId, Count, Count, RunOfTokens], ...], Meta(max_length=4096)]
+    reused: Annotated[tuple[tuple[RequestId, Count, Count], ...], Meta(max_length=4096)] = ()
+    """Of requests whose engine tells it with their last token alone, and so not in `FirstToken`: (request_id, attempt, tokens
+    whose KV was not computed)."""
 
 
 # --- clients of a cache-node: prefill, decode, other cache-nodes

@@ -59,6 +59,10 @@ class Model:
 
 def learn(config: Config, node: NodeSettings, sleep: Callable[[float], None] = time.sleep) -> Model:
     """As `node`'s role needs it: an engine has the model prepared, the others read its card. Raises ModelError."""
+    if config.model.engine == "vllm":
+        from mooncake_zmq.engine.described import describe
+
+        return _bounded(config, *describe(config.model.path, config.model.cache_dir))
     if node.computes or config.model.path == "toy":
         return prepared(config, node.prepared_for)
     if config.model.card:

@@ -50,11 +50,13 @@ from mooncake_zmq.runtime import log as logs
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.api_keys import REFRESH_S, ApiKeys, api_keys_of
 from mooncake_zmq.runtime.executor import Executor
+from mooncake_zmq.runtime.generation import Generation
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.metrics import Snapshot
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.tls import Tls, tls_files_of
+from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.object_disk import ObjectDisk
@@ -98,7 +100,17 @@ class PortInUse(Exception):
     """Somebody else listens where this process wants to."""
 
 
-MISTAKES = (ConfigError, ModelError, ProcessLockError, SharedMemoryError, BadEndpoint, KeysError, DiskError, PortInUse)
+MISTAKES = (
+    ConfigError,
+    ModelError,
+    ProcessLockError,
+    SharedMemoryError,
+    BadEndpoint,
+    KeysError,
+    DiskError,
+    PortInUse,
+    ServerError,
+)
 """What the operator can put right: told in one line."""
 
 
@@ -189,6 +201,9 @@ class _Process:
             segment, segment_ref = self._make_segment()
         if node.may_become:
             self._slots(node.in_role(node.may_become))  # better told now than when it is asked to change
+        if node.role == "vllm":
+            with notify.patience("waiting for vLLM"):
+                await_server(self.settings, self.model.max_model_len)
         engine = None
         if node.role in ENGINE_ROLES:
             with notify.patience("loading the engine"):
@@ -198,8 +213,15 @@ class _Process:
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
         if pool and node.store_endpoint:
             self._serve_store(pool.objects, node)
-        executor = None
-        if node.role != "conductor":
+        executor: Executor | Generation | None = None
+        if node.role == "vllm":
+            executor = Generation(
+                self.settings.url,
+                connect_s=self.settings.probe_timeout_s,
+                emit=lambda event: self.runtime.post(event),
+                on_crash=self._on_crash,
+            )
+        elif node.role != "conductor":
             executor = Executor(
                 node=node.name,
                 incarnation=self.incarnation,
@@ -226,9 +248,10 @@ class _Process:
             sockets=self.sockets,
         )
         self.stack.callback(self.runtime.close)
-        if executor is not None:
+        if isinstance(executor, Executor):
             self.data_counts["data_reader"] = executor.read_counts
             self._executor = executor
+        if executor is not None:
             self.stack.callback(executor.close)  # before the runtime: its threads wake the runtime's loop
         self._attend()
         self.runtime.call(self._ready)
@@ -417,7 +440,7 @@ class _Process:
                 conductors = requests.conductors or tuple(node.name for node in self.config.of_role("conductor"))
                 return replace(requests, conductors=conductors)
             case "conductor" if not settings.members:
-                nodes = self.config.of_role("prefill", "decode", "cache-node")
+                nodes = self.config.of_role("prefill", "decode", "cache-node", "vllm")
                 return replace(settings, members=tuple(node.name for node in nodes))
         return settings
 
