@@ -315,6 +315,8 @@ class BlocksAnnounced(_Message, frozen=True):
     on_disk: Keys = ()
     complete: bool = False
     """The whole set has been sent: the last message of those that follow a PeerUp."""
+    shelf: bool = False
+    """Not of the pool: blocks of vLLMs, in the store. None of our own engines can read them."""
 
 
 # --- gateway <-> prefill
