@@ -22,6 +22,7 @@ PURE = (
     "gateway/settings",
     "gateway/tenants",
     "cache_node/",
+    "vllm_node/",
     "store/rules/",
     *("store/events", "store/node", "store/protocol", "store/stream_messages", "store/streaming", "store/tiers"),
 )
@@ -31,7 +32,7 @@ IMPURE_STANDARD = {
 }
 PURE_THIRD_PARTY = {"msgspec", "msgpack", "numpy", "xxhash"}
 
-ROLES = ("conductor", "prefill", "decode", "cache_node", "gateway")
+ROLES = ("conductor", "prefill", "decode", "cache_node", "vllm_node", "gateway")
 KNOWN_BELOW_ROLES = ("kv", "core")
 ROLE_NEIGHBOURS = {
     # A pool's client half and its actor share a protocol, and so a room; prefill and decode use the former.
