@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from mooncake_zmq.core.messages import Sampling, SlotRef, StopRule
 from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.engine_events import EngineEvent
 
 
 class SlotGrant(Struct, frozen=True, gc=False):
@@ -248,6 +249,16 @@ class Generated(Struct, frozen=True):
     reused: int = 0
 
 
+class WatchEngine(Struct, frozen=True):
+    """Tell which blocks the engine beside this node comes to hold and lets go, until cancelled."""
+
+
+class EngineTold(Struct, frozen=True):
+    """Progress of `WatchEngine`: in the order in which it happened there."""
+
+    events: tuple[EngineEvent, ...]
+
+
 class ProbeEngine(Struct, frozen=True):
     """Does the engine beside this node answer?"""
 
@@ -276,8 +287,19 @@ class WorkFailed(Struct, frozen=True):
     reason: str
 
 
-Work = ComputeChunk | PullBlocks | DecodeStep | CopyBlocks | WriteToDisk | ProbeProcess | ComputeStage | Generate | ProbeEngine
-Progress = LayersComputed | TokensGenerated
+Work = (
+    ComputeChunk
+    | PullBlocks
+    | DecodeStep
+    | CopyBlocks
+    | WriteToDisk
+    | ProbeProcess
+    | ComputeStage
+    | Generate
+    | ProbeEngine
+    | WatchEngine
+)
+Progress = LayersComputed | TokensGenerated | EngineTold
 Result = (
     ChunkComputed
     | BlocksPulled

@@ -18,6 +18,22 @@ def namespace(*, model: str, layout: str, salt: str = "") -> bytes:
     return digest.digest()[:KEY_BYTES]
 
 
+SALT = "mooncake-zmq:"
+
+
+def salt_of(root: bytes) -> str:
+    """The cache salt by which another engine keeps apart what has another root, and can tell the root again."""
+    return SALT + root.hex()
+
+
+def root_of_salt(salt: str) -> bytes | None:
+    """The inverse of `salt_of`; None for any other text."""
+    name, _, text = salt.partition(SALT)
+    if name or len(text) != 2 * KEY_BYTES or not set(text) <= set("0123456789abcdef"):
+        return None
+    return bytes.fromhex(text)
+
+
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Token ids as little-endian int32 bytes, the form in which they travel."""
     return np.asarray(tokens, dtype="<i4").tobytes()

@@ -48,6 +48,7 @@ from mooncake_zmq.core.work import (
     SlotGrant,
     StageComputed,
     StepDecoded,
+    WatchEngine,
     Work,
     WorkFailed,
     WriteToDisk,
@@ -226,7 +227,7 @@ class Executor:
                 self._begin(job, [(self._compute, partial(self._decode, job, work))], [])
             case ProbeProcess():
                 self._begin(job, [(self._copy, partial(self._probe, work))], [])
-            case Generate() | ProbeEngine():
+            case Generate() | ProbeEngine() | WatchEngine():
                 raise TypeError(work)  # a node beside vLLM has `runtime.generation`
 
     def cancel(self, work_id: int) -> None:
@@ -959,5 +960,5 @@ def _sequences_of(work: Work) -> list[int]:
             return list(dict.fromkeys(entry.sequence for entry in work.entries))
         case CopyBlocks():
             return list(dict.fromkeys(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock)))
-        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine():
+        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine():
             return []

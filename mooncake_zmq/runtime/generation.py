@@ -18,8 +18,20 @@ from msgspec import Struct
 
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
 from mooncake_zmq.core.messages import MAX_RUN, Hello
-from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, Result, TokensGenerated, Work, WorkFailed
-from mooncake_zmq.kv.block_hash import unpack_tokens
+from mooncake_zmq.core.work import (
+    EngineProbed,
+    EngineTold,
+    Generate,
+    Generated,
+    ProbeEngine,
+    Result,
+    TokensGenerated,
+    WatchEngine,
+    Work,
+    WorkFailed,
+)
+from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
+from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
 
 log = structlog.get_logger()
 
@@ -155,7 +167,7 @@ def request_body(work: Generate) -> bytes:
         "sampling_params": parameters,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "cache_salt": work.root.hex(),
+        "cache_salt": salt_of(work.root),
     }
     if work.sources:
         body["kv_transfer_params"] = {"mooncake_zmq.sources": list(work.sources)}
@@ -165,8 +177,19 @@ def request_body(work: Generate) -> bytes:
 class Generation:
     """Carries out the works of a node beside vLLM: `start` and `cancel` from the runtime's thread, `emit` from its own."""
 
-    def __init__(self, url: str, *, connect_s: float, emit: Emit, on_crash: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_s: float,
+        emit: Emit,
+        on_crash: Callable[[BaseException], None],
+        subscribe: Callable[[Tell], KvSubscriber] | None = None,
+    ) -> None:
+        """`subscribe`: begins to hear vLLM's KV events, for `WatchEngine`."""
         self._url = url.rstrip("/")
+        self._subscribe = subscribe
+        self._subscriber: KvSubscriber | None = None
         self._connect_s = connect_s
         self._emit = emit
         self._on_crash = on_crash
@@ -179,8 +202,12 @@ class Generation:
         self._thread.start()
 
     def start(self, work_id: int, work: Work, deadline_s: float) -> None:
-        """It ends with exactly one `WorkDone`, whatever happens."""
+        """It ends with exactly one `WorkDone`, whatever happens; a watch, with the process."""
         assert not self._closed, "closed"
+        if isinstance(work, WatchEngine):
+            assert self._subscribe is not None, "nothing to hear"
+            self._subscriber = self._subscribe(lambda events: self._emit(WorkProgress(work_id, EngineTold(events))))
+            return
         self._loop.call_soon_threadsafe(self._begin, work_id, work, deadline_s)
 
     def cancel(self, work_id: int) -> None:
@@ -192,6 +219,8 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        if self._subscriber is not None:
+            self._subscriber.close()
         ended: Future[None] = asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
         ended.result()
         self._loop.call_soon_threadsafe(self._loop.stop)

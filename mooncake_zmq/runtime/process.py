@@ -52,6 +52,7 @@ from mooncake_zmq.runtime.api_keys import REFRESH_S, ApiKeys, api_keys_of
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.generation import Generation
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
+from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
 from mooncake_zmq.runtime.metrics import Snapshot
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
@@ -220,6 +221,7 @@ class _Process:
                 connect_s=self.settings.probe_timeout_s,
                 emit=lambda event: self.runtime.post(event),
                 on_crash=self._on_crash,
+                subscribe=self._subscribe if self.settings.kv_events else None,
             )
         elif node.role != "conductor":
             executor = Executor(
@@ -405,6 +407,21 @@ class _Process:
         self.stack.callback(publisher.close)
         self.data_counts["kv_events"] = publisher.counts
         return publisher
+
+    def _subscribe(self, tell: Tell) -> KvSubscriber:
+        settings = self.settings
+        try:
+            subscriber = KvSubscriber(
+                settings.kv_events,
+                replay_endpoint=settings.kv_events_replay,
+                topic=settings.kv_events_topic,
+                tell=tell,
+                on_crash=self._on_crash,
+            )
+        except zmq.ZMQError as error:
+            raise BadEndpoint(f"vllm.kv_events {settings.kv_events}: {error}") from error
+        self.data_counts["kv_subscriber"] = subscriber.counts
+        return subscriber
 
     def _actor(self, disk: Disk | None = None) -> Actor:
         found = None

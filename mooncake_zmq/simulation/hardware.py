@@ -42,6 +42,7 @@ from mooncake_zmq.core.work import (
     StepDecoded,
     StepEntry,
     TokensGenerated,
+    WatchEngine,
     Work,
     WorkFailed,
     WriteToDisk,
@@ -291,6 +292,8 @@ class Machine:
                 return self._generate(running, work)
             case ProbeEngine():
                 return self._probe_engine()
+            case WatchEngine() as work:
+                raise TypeError(work)  # simulated ones publish nothing
 
     def _disk_block_s(self) -> float:
         return self.world.hardware.disk_block_s * (self.disk.slowness if self.disk else 1.0)
@@ -795,5 +798,5 @@ def _sequences_of(work: Work) -> frozenset[int]:
             return frozenset(entry.sequence for entry in work.entries)
         case CopyBlocks():
             return frozenset(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock))
-        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine():
+        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine():
             return frozenset()

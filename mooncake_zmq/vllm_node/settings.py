@@ -32,11 +32,25 @@ class VllmSettings:
     quiet_s: float = 60.0
     """A request of which vLLM says nothing for so long has failed here and goes on elsewhere: above what the longest prompt
     takes to its first token."""
+    kv_events: str = ""
+    """Where vLLM publishes its KV events, "tcp://127.0.0.1:5557" (`--kv-events-config`, publisher "zmq"): requests then go
+    where its own prefix cache has their beginnings. Empty: nobody listens."""
+    kv_events_replay: str = ""
+    """Its `replay_endpoint`, where what was missed is asked for. Without it, after a gap nothing there is known any more."""
+    kv_events_topic: str = ""
+    """Its `topic`: what begins so is heard."""
+    max_known_blocks: int = 1 << 18
+    """Blocks of vLLM's cache that are kept account of, about 400 bytes each; further ones cost a hit."""
 
     def __post_init__(self) -> None:
         _check_url(self.url)
-        if min(self.max_running, self.max_queued, self.capacity_tokens) < 1:
-            raise ValueError("max_running, max_queued and capacity_tokens must be at least 1")
+        if min(self.max_running, self.max_queued, self.capacity_tokens, self.max_known_blocks) < 1:
+            raise ValueError("max_running, max_queued, capacity_tokens and max_known_blocks must be at least 1")
+        for endpoint in (self.kv_events, self.kv_events_replay):
+            if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
+                raise ValueError(f"kv_events and kv_events_replay are tcp:// or ipc:// endpoints, not {endpoint!r}")
+        if self.kv_events_replay and not self.kv_events:
+            raise ValueError("kv_events_replay goes with kv_events")
         if not (0 <= self.overtake < math.inf and 0 <= self.priority_s < math.inf):
             raise ValueError("overtake and priority_s must be 0 or more, and finite")
         times = (self.report_s, self.measured_half_life_s, self.probe_s, self.probe_timeout_s, self.quiet_s)

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from mooncake_zmq.cache_node.announcer import announcements
 from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
@@ -41,13 +42,26 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.reports import REPORT, Reports, to_conductors
 from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
-from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, TokensGenerated, WorkFailed
+from mooncake_zmq.core.work import (
+    EngineProbed,
+    EngineTold,
+    Generate,
+    Generated,
+    ProbeEngine,
+    TokensGenerated,
+    WatchEngine,
+    WorkFailed,
+)
+from mooncake_zmq.kv.block_hash import root_of_salt
+from mooncake_zmq.kv.engine_events import EngineEvent
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
 from mooncake_zmq.vllm_node.load import Load
+from mooncake_zmq.vllm_node.mirror import Mirror
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 PROBE = ("probe",)
+FOREVER_S = 1e7
 UNKNOWN = "vLLM was not asked yet"
 
 
@@ -79,6 +93,8 @@ class VllmNode:
         """Why vLLM gets nothing new; empty: it does."""
         self._lost = False
         """vLLM did not answer: nobody waits for it here."""
+        self._watch: int | None = None
+        self._mirror = Mirror(layout.block_tokens, settings.max_known_blocks, root_of_salt)
         self._ids = Ids()
         self._leaving = Leaving("", self.counts)
 
@@ -97,9 +113,12 @@ class VllmNode:
                 return self._on_generated(now, self._works.pop(work_id), result)
             case WorkDone(work_id, EngineProbed() | WorkFailed() as result) if work_id == self._probe:
                 return self._on_probed(now, result)
+            case WorkProgress(work_id, EngineTold(events)) if work_id == self._watch:
+                return self._on_told(events)
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
-                return []
+                held = announcements(self._mirror.held) if up.hello.role == "conductor" else []
+                return [Send(up.peer, message) for message in held]
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
             case TimerFired(key) if key == REPORT:
@@ -109,7 +128,7 @@ class VllmNode:
             case TimerFired(("deadline", str(request_id), int(attempt))):
                 return self._on_deadline(now, request_id, attempt)
             case Started():
-                return [self._reports.begin(), *self._ask()]
+                return [self._reports.begin(), *self._ask(), *self._begin_watch()]
             case DrainWanted():
                 self._leaving.drain()
                 return self._report(now)
@@ -142,6 +161,7 @@ class VllmNode:
         assert {id(job) for job in self._works.values()} == {id(job) for job in live if job.work_id is not None}
         assert len(self._works) <= self._settings.max_running
         assert len(self._waiting) <= self._settings.max_queued
+        self._mirror.check()
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
@@ -149,6 +169,7 @@ class VllmNode:
         return {
             "capacity_tokens": self._settings.capacity_tokens,
             "capacity_engines": 0 if self._trouble else 1,
+            "cached_engine_blocks": len(self._mirror),
             "requests_waiting": waiting,
             "requests_running": len(self._jobs) - waiting,
             "requests_closing": len(self._closing),
@@ -341,6 +362,22 @@ class VllmNode:
         for job in self._waiting:
             effects += self._fail(now, job, self._trouble, full=True)
         return effects
+
+    def _begin_watch(self) -> list[Effect]:
+        if not self._settings.kv_events:
+            return []
+        self._watch = self._ids.new()
+        return [Start(self._watch, WatchEngine(), FOREVER_S)]
+
+    def _on_told(self, events: tuple[EngineEvent, ...]) -> list[Effect]:
+        """Blocks in vLLM's own cache: conductors hear of them as of a pool that this node alone reads."""
+        unknown = self._mirror.unknown
+        came, gone = self._mirror.apply(events)
+        self.counts.add("engine_blocks_unknown", self._mirror.unknown - unknown)
+        self.counts.add("announced_blocks[change=stored]", len(came))
+        self.counts.add("announced_blocks[change=removed]", len(gone))
+        conductors = [name for name, hello in self._peers.items() if hello.role == "conductor"]
+        return [Send(conductor, message) for message in announcements(came, gone) for conductor in conductors]
 
     # --- ends
 

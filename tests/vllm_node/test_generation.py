@@ -10,7 +10,7 @@ from stub_vllm import DONE, StubVllm, event, usage
 from mooncake_zmq.core.actor import WorkDone
 from mooncake_zmq.core.messages import MAX_RUN, Sampling, StopRule
 from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, WorkFailed
-from mooncake_zmq.kv.block_hash import pack_tokens
+from mooncake_zmq.kv.block_hash import pack_tokens, salt_of
 from mooncake_zmq.runtime.generation import MAX_LINE_BYTES, Generation, request_body
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.vllm_node.settings import VllmSettings
@@ -90,7 +90,7 @@ def test_events_may_be_cut_anywhere(bench):
 def test_what_vllm_is_asked():
     asked = json.loads(request_body(work(max_tokens=8, count=3, sampling=Sampling(temperature=0.5, top_p=0.9, seed=4))))
     assert asked["token_ids"] == [5, 6]
-    assert asked["cache_salt"] == ROOT.hex()
+    assert asked["cache_salt"] == salt_of(ROOT)
     parameters = asked["sampling_params"]
     assert parameters["max_tokens"] == 5
     assert parameters["stop_token_ids"] == [7]
