@@ -105,7 +105,7 @@ class ClusterSettings:
 
 
 def processes(settings: ClusterSettings) -> list[ProcessSpec]:
-    """2 gateways, 2 conductors, on each of 3 hosts a prefill, a decode and a cache-node, on some a vLLM; who speaks with whom."""
+    """2 gateways, 2 conductors, on each of 3 hosts a prefill, a decode and a cache-node, on some a vLLM; who talks to whom."""
     places = {f"gateway-{i + 1}": HOSTS[i] for i in range(2)} | {name: HOSTS[i] for i, name in enumerate(CONDUCTORS)}
     for role in ("prefill", "decode", "cache-node"):
         places |= {f"{role}-{host}": host for host in HOSTS}
