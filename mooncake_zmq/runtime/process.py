@@ -847,12 +847,17 @@ def _hold_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
 
 
+def follow_parent() -> None:
+    """This process, and what it becomes by exec, is told to end when the thread that started it does."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
 def _follow_parent() -> None:
     """Drain when the `up` that started us dies, however it dies."""
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is None:
         return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    follow_parent()
     if os.getppid() != int(parent):  # it died before we asked
         raise ConfigError("the process that started this one is gone")
 

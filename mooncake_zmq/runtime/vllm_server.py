@@ -1,12 +1,16 @@
 """What a node learns of its vLLM server before it serves: that it is up, can be asked in tokens, and takes requests of the
 deployment's length. It waits for one that still loads; what the operator has to put right ends it in one line."""
 
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import structlog
 
+from mooncake_zmq.config import Config
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.generation import GENERATE
 from mooncake_zmq.vllm_node.settings import VllmSettings
@@ -70,3 +74,24 @@ def _longest(answer: httpx.Response) -> int | None:
     except (ValueError, KeyError, TypeError):
         return None
     return min(found, default=None)
+
+
+def server_command(python: str, config: Config, settings: VllmSettings) -> list[str]:
+    """What starts such a server: by its own Python, for the deployment's model and lengths."""
+    place = urlsplit(settings.url)
+    told = {
+        "--model": config.model.path,
+        "--served-model-name": Path(config.model.path).expanduser().resolve().name,
+        "--host": place.hostname or "127.0.0.1",
+        "--port": place.port or 80,
+        "--max-model-len": config.model.max_model_len,
+        "--block-size": config.model.block_tokens,
+        "--max-num-seqs": settings.max_running,
+    }
+    if settings.kv_events:
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": settings.kv_events}
+        events |= {"replay_endpoint": settings.kv_events_replay or None, "topic": settings.kv_events_topic}
+        told["--kv-events-config"] = json.dumps(events)
+    arguments = [str(part) for name, value in told.items() for part in (name, value)]
+    flags = ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags, *settings.serve_arguments]

@@ -12,6 +12,8 @@ class VllmSettings:
     url: str = "http://127.0.0.1:8001"
     """Where its vLLM serves: `vllm serve MODEL --enable-scale-out --enable-prompt-tokens-details`. Without the latter vLLM does
     not tell what it reused, and answers say that nothing was."""
+    serve_arguments: tuple[str, ...] = ()
+    """What `up --vllm-python` adds to the command line of the vLLM that it starts; nobody else looks at it."""
     max_running: int = 32
     """Requests that vLLM has at a time: its `--max-num-seqs`, so that who waits does so here, in order, and can be moved."""
     max_queued: int = 64
@@ -33,8 +35,9 @@ class VllmSettings:
     """A request of which vLLM says nothing for so long has failed here and goes on elsewhere: above what the longest prompt
     takes to its first token."""
     kv_events: str = ""
-    """Where vLLM publishes its KV events, "tcp://127.0.0.1:5557" (`--kv-events-config`, publisher "zmq"): requests then go
-    where its own prefix cache has their beginnings. Empty: nobody listens."""
+    """Where vLLM publishes its KV events, "tcp://127.0.0.1:5557" or an ipc:// path (`--kv-events-config`, publisher "zmq"; over
+    TCP vLLM has to be told "tcp://*:5557", or it does not listen): requests then go where its own prefix cache has their
+    beginnings. Empty: nobody listens."""
     kv_events_replay: str = ""
     """Its `replay_endpoint`, where what was missed is asked for. Without it, after a gap nothing there is known any more."""
     kv_events_topic: str = ""

@@ -81,6 +81,7 @@ class VllmCluster(ToyCluster):
         for old, new in zip(("http://127.0.0.1:8001", "http://127.0.0.1:8002"), urls, strict=True):
             assert text.count(f'url = "{old}"') == 1
             text = text.replace(f'url = "{old}"', f'url = "{new}"')
+        text = text.replace("ipc:///tmp/", f"ipc://{directory}/")
         text = text.replace("tcp://127.0.0.1:7301", f"tcp://127.0.0.1:{free_port()}").replace("1_073_741_824", "134_217_728")
         config = directory / "vllm.toml"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
