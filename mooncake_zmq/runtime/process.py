@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of, gateway_warnings
 from mooncake_zmq.core import asks
-from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
+from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, ShelfTold
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
@@ -59,6 +60,7 @@ from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.tls import Tls, tls_files_of
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
+from mooncake_zmq.store.events import ShelfChanged
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.server import StoreServer
@@ -168,6 +170,8 @@ class _Process:
         """Counters of the data plane's threads, by part."""
         self.dumps: dict[str, Callable[[], Any]] = {}
         """What beside the actor has something to dump, by part."""
+        self._shelf: deque[ShelfChanged] = deque()
+        """What the store tells and the actor has not heard yet."""
         self._runtime: ZmqRuntime | None = None
         self._store: StoreServer | None = None
         self._executor: Executor | None = None
@@ -256,8 +260,20 @@ class _Process:
         if executor is not None:
             self.stack.callback(executor.close)  # before the runtime: its threads wake the runtime's loop
         self._attend()
+        self.runtime.call(self._tell_of_shelf)
         self.runtime.call(self._ready)
         self.runtime.run()
+
+    def _on_shelf(self, changed: ShelfChanged) -> None:
+        """From the store's threads, and before there is a loop."""
+        self._shelf.append(changed)
+        if self._runtime is not None:
+            self._runtime.call(self._tell_of_shelf)
+
+    def _tell_of_shelf(self) -> None:
+        while self._shelf:
+            changed = self._shelf.popleft()
+            self.runtime.handle(ShelfTold(changed.stored, changed.removed))
 
     def _open_sockets(self) -> Sockets:
         security = self.config.security
@@ -383,6 +399,7 @@ class _Process:
                 on_crash=self._on_crash,
                 disk=disk,
                 sockets=self.sockets,
+                on_shelf=self._on_shelf,
             )
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on store_endpoint {node.store_endpoint}: {error}") from error
