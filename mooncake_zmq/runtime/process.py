@@ -218,32 +218,7 @@ class _Process:
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
         if pool and node.store_endpoint:
             self._serve_store(pool.objects, node)
-        executor: Executor | Generation | None = None
-        if node.role == "vllm":
-            executor = Generation(
-                self.settings.url,
-                connect_s=self.settings.probe_timeout_s,
-                emit=lambda event: self.runtime.post(event),
-                on_crash=self._on_crash,
-                subscribe=self._subscribe if self.settings.kv_events else None,
-            )
-        elif node.role != "conductor":
-            executor = Executor(
-                node=node.name,
-                incarnation=self.incarnation,
-                host=node.host,
-                layout=self.layout,
-                segment=segment,
-                engine=engine,
-                runtime_dir=self.runtime_dir,
-                emit=lambda event: self.runtime.post(event),
-                on_crash=self._on_crash,
-                disk=disk,
-                verify_local=self.settings.pool.verify_local if engine else True,
-                cuda=self.cuda,
-                sockets=self.sockets,
-                shm_dir=Path(config.cluster.shm_dir),
-            )
+        executor = self._make_executor(segment, engine, disk)
         self._runtime = ZmqRuntime(
             Node(self._actor(disk), self._session(segment_ref)),
             endpoint=config.endpoint(node),
@@ -263,6 +238,36 @@ class _Process:
         self.runtime.call(self._tell_of_shelf)
         self.runtime.call(self._ready)
         self.runtime.run()
+
+    def _make_executor(self, segment: Segment | None, engine: Engine | None, disk: Disk | None) -> Executor | Generation | None:
+        """What carries out the actor's works, if it has any."""
+        node = self.node
+        if node.role == "conductor":
+            return None
+        if node.role == "vllm":
+            return Generation(
+                self.settings.url,
+                connect_s=self.settings.probe_timeout_s,
+                emit=lambda event: self.runtime.post(event),
+                on_crash=self._on_crash,
+                subscribe=self._subscribe if self.settings.kv_events else None,
+            )
+        return Executor(
+            node=node.name,
+            incarnation=self.incarnation,
+            host=node.host,
+            layout=self.layout,
+            segment=segment,
+            engine=engine,
+            runtime_dir=self.runtime_dir,
+            emit=lambda event: self.runtime.post(event),
+            on_crash=self._on_crash,
+            disk=disk,
+            verify_local=self.settings.pool.verify_local if engine else True,
+            cuda=self.cuda,
+            sockets=self.sockets,
+            shm_dir=Path(self.config.cluster.shm_dir),
+        )
 
     def _on_shelf(self, changed: ShelfChanged) -> None:
         """From the store's threads, and before there is a loop."""

@@ -20,10 +20,10 @@ from vllm_cluster import VOCABULARY, VllmCluster, cpu_s, write_model
 PYTHON = os.environ.get("REQUIRE_VLLM", "")
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="REQUIRE_VLLM names no Python with vLLM"),
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(3600),
 ]
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, LAYERS = 128, 4, 2, 32, 256, 2
-START_S = 900.0
+START_S = 1800.0
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
