@@ -164,7 +164,8 @@ class Schedule(_Message, frozen=True):
 
 
 class Placed(_Message, frozen=True):
-    """Use this pair. Reuse up to `reuse_blocks` leading blocks; what the prefill's host misses is at `sources`."""
+    """Use this pair, or a vLLM that is both. Reuse up to `reuse_blocks` leading blocks; what the prefill's host misses is at
+    `sources`."""
 
     request_id: RequestId
     attempt: Count
@@ -251,7 +252,7 @@ MAX_REPORTED = 512
 
 
 class PrefillLoad(_Message, frozen=True):
-    """A prefill's load, sent every report interval (lossy)."""
+    """A prefill's load, or a vLLM's as that, sent every report interval (lossy)."""
 
     jobs: Annotated[tuple[QueuedJob, ...], Meta(max_length=MAX_REPORTED)] = ()
     """All that are not computed to their end; past `MAX_REPORTED` their work is added to the last one named."""
@@ -269,7 +270,7 @@ class PrefillLoad(_Message, frozen=True):
 
 
 class DecodeLoad(_Message, frozen=True):
-    """A decode's load, sent every report interval (lossy)."""
+    """A decode's load, or a vLLM's as that, sent every report interval (lossy)."""
 
     running: Count
     """Requests in the batch, those that wait for a place in it too."""
@@ -308,7 +309,7 @@ class CacheLoad(_Message, frozen=True):
 
 class BlocksAnnounced(_Message, frozen=True):
     """Cache-node -> conductors: what its host now holds in DRAM, holds on SSD alone, and no longer holds; a key named anew has
-    changed its tier. After a PeerUp the whole set is sent anew."""
+    changed its tier. After a PeerUp the whole set is sent anew. A vLLM says the same of its own prefix cache."""
 
     stored: Keys = ()
     removed: Keys = ()
