@@ -278,8 +278,7 @@ class Config:
         pools = [node.host for node in self.nodes if node.role == "cache-node"]
         if repeated := sorted({host for host in pools if pools.count(host) > 1}):
             raise ValueError(f"nodes: host {repeated[0]} has two cache-nodes; one process owns a host's pool")
-        endpoints = [where for node in self.nodes for where in (self.endpoint(node), self.data_endpoint(node))]
-        endpoints += [node.store_endpoint for node in self.nodes if node.store_endpoint]
+        endpoints = [where for node in self.nodes for where in self.listens(node)]
         for endpoint in endpoints:
             try:
                 check_endpoint(endpoint)
@@ -323,6 +322,10 @@ class Config:
         """Where `node` listens for messages."""
         return node.endpoint or f"ipc://{self.cluster.runtime_dir}/{node.name}.ipc"
 
+    def listens(self, node: NodeSettings) -> list[str]:
+        """All places where `node` listens by ZeroMQ."""
+        return [self.endpoint(node), self.data_endpoint(node), *([node.store_endpoint] if node.store_endpoint else [])]
+
     def data_endpoint(self, node: NodeSettings) -> str:
         """Where `node` serves its blocks to other hosts."""
         return node.data_endpoint or f"ipc://{self.cluster.runtime_dir}/{node.name}.data.ipc"
@@ -349,7 +352,8 @@ class Loaded:
         return _convert(merged, kind, self.path, self.sources, under=where)
 
     def check_addresses(self) -> None:
-        """Raise ConfigError where gateways of a host listen at one address and not all of them share it."""
+        """Raise ConfigError where gateways of a host listen at one address and not all of them share it, or a vLLM would where a
+        node does."""
         taken: dict[tuple[str, str, int], str] = {}
         for node in self.config.of_role("gateway"):
             section = self.section(node)
@@ -361,6 +365,10 @@ class Loaded:
                     "them ports of their own, or share it by gateway.reuse_port = true"
                 )
             taken[address] = node.name
+        own = {where: node.name for node in self.config.nodes for where in self.config.listens(node)}
+        for node in self.config.of_role("vllm"):
+            if (events := self.section(node).kv_events) in own:
+                raise ConfigError(f"{self.path}: {node.name}: its vLLM would publish at {events}, where {own[events]} listens")
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
         """Tokens of prompt and output together: what the model takes, and the roomiest decode holds in whole blocks."""

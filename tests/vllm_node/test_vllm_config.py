@@ -36,8 +36,9 @@ def test_the_example_is_sound() -> None:
     [
         ('url = "http://127.0.0.1:8001"', 'url = "127.0.0.1:8001"', "url must be"),
         ("max_running = 32 ", "max_running = 0 ", "at least 1"),
-        ('kv_events = "ipc:///tmp/vllm-a.ipc"', 'kv_events = "vllm-a.ipc"', "tcp:// or ipc://"),
-        ('kv_events = "ipc:///tmp/vllm-a.ipc"', 'kv_events_replay = "ipc:///tmp/r.ipc"', "goes with kv_events"),
+        ('kv_events = "ipc:///tmp/vllm-a.events.ipc"', 'kv_events = "vllm-a.ipc"', "tcp:// or ipc://"),
+        ('kv_events = "ipc:///tmp/vllm-a.events.ipc"', 'kv_events_replay = "ipc:///tmp/r.ipc"', "goes with kv_events"),
+        ('kv_events = "ipc:///tmp/vllm-a.events.ipc"', 'kv_events = "tcp://127.0.0.1:7301"', "where cache-a listens"),
         ("max_running = 32 ", "max_runing = 32 ", "unknown key"),
         ('engine = "vllm"', 'engine = "vllm"\ncard = "card.json"', "leave it out"),
         ('role = "vllm"\nhost = "host-a"\nsettings', 'role = "prefill"\nhost = "host-a"\n#', "only vllm nodes compute"),
@@ -59,7 +60,7 @@ def test_up_starts_each_vllm_as_the_settings_say(tmp_path: Path) -> None:
     assert command[:3] == ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
     assert (told["--host"], told["--port"], told["--served-model-name"]) == ("127.0.0.1", "8002", "my-model")
     assert (told["--block-size"], told["--max-model-len"], told["--max-num-seqs"]) == ("32", "4096", "32")
-    assert json.loads(told["--kv-events-config"])["endpoint"] == "ipc:///tmp/vllm-b.ipc"
+    assert json.loads(told["--kv-events-config"])["endpoint"] == "ipc:///tmp/vllm-b.events.ipc"
     assert {"--enable-scale-out", "--enable-prompt-tokens-details"} <= set(command)
     assert command[-2:] == ["--dtype", "float32"]
     assert "--kv-events-config" not in server_command("python", loaded.config, VllmSettings())
