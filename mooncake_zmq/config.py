@@ -352,8 +352,8 @@ class Loaded:
         return _convert(merged, kind, self.path, self.sources, under=where)
 
     def check_addresses(self) -> None:
-        """Raise ConfigError where gateways of a host listen at one address and not all of them share it, or a vLLM would where a
-        node does."""
+        """Raise ConfigError where gateways of a host listen at one address and not all of them share it, or a vLLM would where
+        a node does."""
         taken: dict[tuple[str, str, int], str] = {}
         for node in self.config.of_role("gateway"):
             section = self.section(node)
