@@ -13,6 +13,7 @@ from mooncake_zmq.core.roles import BECOMES, SUMMARIES, Role
 from mooncake_zmq.engine.cpu import limit_blas
 
 DEFAULT_CONFIG = "configs/local.toml"
+VLLM_CONFIG = "configs/vllm.toml"
 """Below the current directory, or else below the project's own."""
 
 config_option = click.option(
@@ -88,7 +89,11 @@ for _role, _summary in SUMMARIES.items():
 @model_option
 @set_option
 @click.option("--demo", is_flag=True, help="Ask questions about one long document, show what was reused, then stop.")
-def up(path: str, model: str | None, assignments: tuple[str, ...], demo: bool) -> None:
+@click.option("--engine", type=click.Choice(["own", "vllm"]), help="Who computes; vllm: with configs/vllm.toml by default.")
+@click.option("--vllm-python", metavar="PYTHON", help="Start a vLLM for each vllm node, by this Python.")
+def up(
+    path: str, model: str | None, assignments: tuple[str, ...], demo: bool, engine: str | None, vllm_python: str | None
+) -> None:
     """Start every node of FILE on this machine, and stop them with Ctrl-C.
 
     \b
@@ -97,16 +102,23 @@ def up(path: str, model: str | None, assignments: tuple[str, ...], demo: bool) -
       mooncake-zmq up --model ~/models/llama.gguf
       mooncake-zmq up --set gateway.http_port=8080
       mooncake-zmq up --demo
+      mooncake-zmq up --engine vllm --vllm-python ~/vllm/bin/python --model ~/models/Qwen3-8B
     """
     limit_blas()
+    if engine == "vllm" and path == _located(DEFAULT_CONFIG):
+        path = _located(VLLM_CONFIG)
+    if engine is not None:
+        assignments = (*assignments, f"model.engine={engine}")
+    if vllm_python is not None and engine != "vllm":
+        _fail("--vllm-python goes with --engine vllm")
     loaded = _load(path, model, assignments)
     from mooncake_zmq.up import Up
 
-    cluster = Up(loaded, path, model, assignments)
+    cluster = Up(loaded, path, model, assignments, vllm_python=vllm_python)
     if demo:
-        from mooncake_zmq.demo import Demo
+        from mooncake_zmq.demo import Demo, VllmDemo
 
-        sys.exit(cluster.run(Demo().run))
+        sys.exit(cluster.run(VllmDemo().run if engine == "vllm" else Demo().run))
     sys.exit(cluster.run())
 
 
@@ -392,7 +404,7 @@ def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
 
 def _located(path: str) -> str:
     own = Path(__file__).parent.parent / path
-    return str(own) if path == DEFAULT_CONFIG and not Path(path).exists() and own.exists() else path
+    return str(own) if path in (DEFAULT_CONFIG, VLLM_CONFIG) and not Path(path).exists() and own.exists() else path
 
 
 def _load(path: str, model: str | None, assignments: tuple[str, ...]) -> Any:

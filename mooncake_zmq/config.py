@@ -34,6 +34,7 @@ from mooncake_zmq.runtime.log import LEVELS, LogFormat
 from mooncake_zmq.runtime.tls import tls_files_of
 from mooncake_zmq.transfer.key_files import directory_of
 from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint, is_loopback
+from mooncake_zmq.vllm_node.settings import VllmSettings
 
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
 
@@ -82,6 +83,9 @@ class ModelSettings:
 
     path: str = "default"
     """"default", "toy", "dummy:CONFIG", a GGUF file or a Hugging Face directory."""
+    engine: Literal["own", "vllm"] = "own"
+    """"vllm": vLLM alone computes. Only config.json, tokenizer and chat template are read, of any model that vLLM knows, from
+    the Hugging Face directory `path`, which every host needs without its weights."""
     cache_dir: str = ""
     """Where converted weights are kept; empty: the user's cache directory."""
     card: str = ""
@@ -97,6 +101,8 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.block_tokens <= 4096:
             raise ValueError("block_tokens must be between 1 and 4096")
+        if self.engine == "vllm" and self.card:
+            raise ValueError('card is for models that our own engine computes: with engine "vllm" leave it out')
         if self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2")
         most = min(MAX_TOKENS, MAX_BLOCKS * self.block_tokens)
@@ -264,6 +270,7 @@ class Config:
     prefill: PrefillSettings = field(default_factory=PrefillSettings)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
     cache_node: CacheNodeSettings = field(default_factory=CacheNodeSettings)
+    vllm: VllmSettings = field(default_factory=VllmSettings)
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     nodes: tuple[NodeSettings, ...] = ()
 
@@ -274,8 +281,7 @@ class Config:
         pools = [node.host for node in self.nodes if node.role == "cache-node"]
         if repeated := sorted({host for host in pools if pools.count(host) > 1}):
             raise ValueError(f"nodes: host {repeated[0]} has two cache-nodes; one process owns a host's pool")
-        endpoints = [where for node in self.nodes for where in (self.endpoint(node), self.data_endpoint(node))]
-        endpoints += [node.store_endpoint for node in self.nodes if node.store_endpoint]
+        endpoints = [where for node in self.nodes for where in self.listens(node)]
         for endpoint in endpoints:
             try:
                 check_endpoint(endpoint)
@@ -285,6 +291,8 @@ class Config:
                 raise ValueError(f"nodes: two of them listen on {endpoint}")
         if self.model.path == "toy" and any(node.device != "cpu" for node in self.nodes):
             raise ValueError("nodes: the toy model computes on the CPU alone: leave device out")
+        if self.model.engine == "vllm" and (own := self.of_role(*ENGINE_ROLES)):
+            raise ValueError(f'nodes: {own[0].name} is a {own[0].role}, and with model.engine "vllm" only vllm nodes compute')
         if self.prefill.chunk_tokens % self.model.block_tokens:
             raise ValueError(f"prefill.chunk_tokens must be a multiple of model.block_tokens, {self.model.block_tokens}")
         self._check_ladder()
@@ -318,6 +326,10 @@ class Config:
         """Where `node` listens for messages."""
         return node.endpoint or f"ipc://{self.cluster.runtime_dir}/{node.name}.ipc"
 
+    def listens(self, node: NodeSettings) -> list[str]:
+        """All places where `node` listens by ZeroMQ."""
+        return [self.endpoint(node), self.data_endpoint(node), *([node.store_endpoint] if node.store_endpoint else [])]
+
     def data_endpoint(self, node: NodeSettings) -> str:
         """Where `node` serves its blocks to other hosts."""
         return node.data_endpoint or f"ipc://{self.cluster.runtime_dir}/{node.name}.data.ipc"
@@ -344,7 +356,8 @@ class Loaded:
         return _convert(merged, kind, self.path, self.sources, under=where)
 
     def check_addresses(self) -> None:
-        """Raise ConfigError where gateways of a host listen at one address and not all of them share it."""
+        """Raise ConfigError where gateways of a host listen at one address and not all of them share it, or a vLLM would where
+        a node does."""
         taken: dict[tuple[str, str, int], str] = {}
         for node in self.config.of_role("gateway"):
             section = self.section(node)
@@ -356,10 +369,14 @@ class Loaded:
                     "them ports of their own, or share it by gateway.reuse_port = true"
                 )
             taken[address] = node.name
+        own = {where: node.name for node in self.config.nodes for where in self.config.listens(node)}
+        for node in self.config.of_role("vllm"):
+            if (events := self.section(node).kv_events) in own:
+                raise ConfigError(f"{self.path}: {node.name}: its vLLM would publish at {events}, where {own[events]} listens")
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
         """Tokens of prompt and output together: what the model takes, and the roomiest decode holds in whole blocks."""
-        blocks = [self.section(node).capacity_tokens // block_tokens for node in self.config.of_role("decode")]
+        blocks = [self.section(node).capacity_tokens // block_tokens for node in self.config.of_role("decode", "vllm")]
         return min(max_model_len, max(blocks) * block_tokens) if blocks else max_model_len
 
 
@@ -577,6 +594,8 @@ def summary(loaded: Loaded) -> Iterator[str]:
             case "decode":
                 size = section.capacity_tokens * config.costs.kv_bytes_per_token
                 what = f"KV of {section.capacity_tokens:,} tokens, {size / mib:,.0f} MiB"
+            case "vllm":
+                what = f"vLLM at {section.url}, {section.max_running} requests at a time"
             case "conductor":
                 if config.costs.profile:
                     what = f"costs of {config.costs.profile}: " + ", ".join(_shown_costs(config.costs))
@@ -621,10 +640,11 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for node in config.of_role(*ENGINE_ROLES):
         if node.host not in pools:
             yield f"{node.name}: no cache-node on host {node.host}: it can neither reuse nor store blocks there"
+    spared = ENGINE_ROLES if config.of_role("vllm") else ("vllm",)
     for role in ROLES:
-        if not config.of_role(role):
+        if role not in spared and not config.of_role(role):
             yield f"there is no {role}"
-    for node in config.of_role("decode"):
+    for node in config.of_role("decode", "vllm"):
         if loaded.section(node).capacity_tokens < config.model.max_model_len:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
 

@@ -7,6 +7,7 @@ other host's cache-node, one after the prefill that serves it was restarted.
 import json
 import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ REUSE_WANTED = 0.9
 REQUEST_TIMEOUT_S = 300.0
 WAIT_S = 60.0
 TRIES = 10
+KILL_S = 0.3
 STORE_S = 1.0
 """Blocks enter the pool off the critical path; a question that comes at once would still be right, only colder."""
 
@@ -211,6 +213,33 @@ class Demo:
             ),
             (any(int(answer.served["cached_remote"]) > 0 for answer in later), "one was served by the other host's cache-node"),
             (after_restart, "one was warm after its prefill process was restarted"),
+        )
+        for good, what in checks:
+            up.say(f"[green]yes[/]  {what}" if good else f"[red]NO[/]   {what}")
+        return 0 if all(good for good, _ in checks) else 1
+
+
+class VllmDemo(Demo):
+    """The same questions, answered by vLLMs, one of which is killed under an answer."""
+
+    def _ask_all(self, up: Up) -> None:
+        up.say(f"one document, {len(QUESTIONS)} questions; every question repeats the whole document")
+        first = self._ask(up, QUESTIONS[0], "cold")
+        self._ask(up, QUESTIONS[1], "again")
+        victim = f"{first.served['prefill']}.server"
+        killed = threading.Timer(KILL_S, lambda: up.signal(victim, signal.SIGKILL))
+        up.say(f"[cyan]kill -9 of {victim}[/], a vLLM, {KILL_S} s after the next question: another goes on with the answer")
+        killed.start()
+        self._ask(up, QUESTIONS[2], "killed")
+        killed.join()
+        self._ask(up, QUESTIONS[3], "without it")
+
+    def _judge(self, up: Up) -> int:
+        first, again, *later = self._answers
+        checks = (
+            (self._reused(again), f"the second question reused at least {REUSE_WANTED:.0%} of the prefix"),
+            (again.served["prefill"] == first.served["prefill"], "it went to the vLLM that had it"),
+            (all(answer.arrivals for answer in later), "with a vLLM killed, every question was answered to its end"),
         )
         for good, what in checks:
             up.say(f"[green]yes[/]  {what}" if good else f"[red]NO[/]   {what}")

@@ -20,6 +20,8 @@ from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.settings import PrefillSettings
+from mooncake_zmq.vllm_node.settings import VllmSettings
+from mooncake_zmq.vllm_node.vllm_node import VllmNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ PARTS: Mapping[Role, Parts] = {
     "prefill": Parts(PrefillSettings, Prefill, "slab_bytes", costs=True),
     "decode": Parts(DecodeSettings, Decode, costs=True),
     "cache-node": Parts(CacheNodeSettings, CacheNode, "pool_bytes"),
+    "vllm": Parts(VllmSettings, VllmNode, costs=True),
     "gateway": Parts(RequestsSettings, Requests),
 }
 

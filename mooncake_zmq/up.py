@@ -19,16 +19,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, is_tls, warnings
-from mooncake_zmq.core.roles import Role
+from mooncake_zmq.core.roles import ENGINE_ROLES, Role
 from mooncake_zmq.runtime.process import (
     BAD_INPUT,
     MISTAKES,
     PARENT_VARIABLE,
     PortInUse,
     claim,
+    follow_parent,
     make_private,
 )
 from mooncake_zmq.runtime.tls import tls_files_of, trusting
+from mooncake_zmq.runtime.vllm_server import server_command
 from mooncake_zmq.transfer.own_files import make_own_directory, open_own, own_files
 from mooncake_zmq.transfer.process_lock import ProcessLock, holder, is_alive
 from mooncake_zmq.transfer.shared_memory import FILE_PREFIX, sweep
@@ -36,6 +38,8 @@ from mooncake_zmq.transfer.shared_memory import FILE_PREFIX, sweep
 LOCK_NAME = "up"
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
+VLLM_START_TIMEOUT_S = 1800.0
+"""Weights are loaded, and on GPUs graphs captured."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 STEADY_S = 30.0
 """A child that lived this long begins its backoff anew."""
@@ -62,13 +66,24 @@ class _Child:
     started_at: float = 0.0
     start_at: float = 0.0
     lives: int = 0
+    server: tuple[str, ...] = ()
+    """The command line of a vLLM, if this is one and not the node beside it."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.node.name}.server" if self.server else self.node.name
 
 
 class Up:
     """One cluster of child processes. Children are started by the main thread alone: their death signal hangs on it."""
 
-    def __init__(self, loaded: Loaded, path: str, model: str | None, assignments: Sequence[str]) -> None:
+    def __init__(
+        self, loaded: Loaded, path: str, model: str | None, assignments: Sequence[str], *, vllm_python: str | None = None
+    ) -> None:
+        """`vllm_python`: the Python of an environment with vLLM, by which each vllm node's server is started here too."""
         self.loaded, self.config = loaded, loaded.config
+        self._vllm_python = vllm_python
+        self._start_timeout_s = START_TIMEOUT_S if vllm_python is None else VLLM_START_TIMEOUT_S
         self.console = Console(highlight=False)
         self.runtime_dir = Path(self.config.cluster.runtime_dir)
         self._arguments = ["--config", path]
@@ -166,7 +181,8 @@ class Up:
         lock = ProcessLock.acquire(self.runtime_dir, LOCK_NAME)
         stack.callback(lock.release)
         stack.callback(lock.path.unlink, missing_ok=True)  # while it is still held: nobody can have taken it by then
-        needed: tuple[Role, ...] = ("conductor", "prefill", "decode", "gateway")
+        engines: tuple[Role, ...] = ("vllm",) if self.config.of_role("vllm") else ENGINE_ROLES
+        needed: tuple[Role, ...] = ("conductor", *engines, "gateway")
         for role in needed:
             if not self.config.of_role(role):
                 raise ConfigError(f"{self.loaded.path}: there is no {role}: nothing can be served")
@@ -182,7 +198,11 @@ class Up:
         self._sweep()
 
     def _prepare_model(self) -> None:
-        if self.config.model.card and not any(node.computes for node in self.config.nodes):
+        if (
+            self.config.model.engine == "vllm"
+            or self.config.model.card
+            and not any(node.computes for node in self.config.nodes)
+        ):
             return
         from mooncake_zmq.engine.prepare import prepare, remove_former
 
@@ -206,19 +226,29 @@ class Up:
         make_own_directory(logs)
         for warning in warnings(self.loaded):
             self.say(f"[yellow]note:[/] {warning}")
-        for node in self.config.nodes:
-            child = self._children[node.name] = _Child(node, logs / f"{node.name}.log")
+        for child in (*self._servers(logs), *(_Child(node, logs / f"{node.name}.log") for node in self.config.nodes)):
+            self._children[child.name] = child
             _turn_over(child.log)
             self._spawn(child)
         self.say(f"started {len(self._children)} processes; logs in {logs}")
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + self._start_timeout_s
         while not self._is_complete():
             self._look_after_children(starting=True)
             if self._stops:
                 return
             if time.monotonic() > deadline:
-                raise StartFailed(f"the gateway is not healthy after {START_TIMEOUT_S:.0f} s; see {logs}")
+                raise StartFailed(f"the gateway is not healthy after {self._start_timeout_s:.0f} s; see {logs}")
             self._wake.wait(POLL_S)
+
+    def _servers(self, logs: Path) -> list[_Child]:
+        """The vLLMs that are ours to start: first, as their nodes wait for them."""
+        if self._vllm_python is None:
+            return []
+        children = []
+        for node in self.config.of_role("vllm"):
+            command = server_command(self._vllm_python, self.config, self.loaded.section(node))
+            children.append(_Child(node, logs / f"{node.name}.server.log", server=tuple(command)))
+        return children
 
     def _is_complete(self) -> bool:
         """Healthy, and with every engine there."""
@@ -228,15 +258,21 @@ class Up:
         if "peers" not in detail:  # which only an admin's API key is told; it is healthy once its conductor has heard all
             return True
         there = {name for names in detail["peers"].values() for name in names}
-        return all(node.name in there for node in self.config.of_role("conductor", "prefill", "decode"))
+        return all(node.name in there for node in self.config.of_role("conductor", "vllm", *ENGINE_ROLES))
 
     def _spawn(self, child: _Child) -> None:
         environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "mooncake_zmq", child.node.role, *self._arguments, "--node", child.node.name]
+        own = [sys.executable, "-m", "mooncake_zmq", child.node.role, *self._arguments, "--node", child.node.name]
         with open(open_own(child.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             # A group of its own: Ctrl-C is for us, who then drain the children in order.
             child.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, process_group=0
+                child.server or own,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                process_group=0,
+                preexec_fn=follow_parent if child.server else None,
             )
         child.started_at = time.monotonic()
         child.lives += 1
@@ -286,7 +322,7 @@ class Up:
                 _turn_over(child.log)
 
     def _explain_end(self, child: _Child, code: int, now: float, *, starting: bool) -> None:
-        name = child.node.name
+        name = child.name
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         late = child.lives == 1 and now - child.started_at < START_TIMEOUT_S  # no gateway waits for a cache-node
         if code == BAD_INPUT and (starting or late):
@@ -304,7 +340,7 @@ class Up:
 
     def _tail(self, child: _Child) -> str:
         lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(f"  {child.node.name} | {line}" for line in lines[-TAIL_LINES:])
+        return "\n".join(f"  {child.name} | {line}" for line in lines[-TAIL_LINES:])
 
     def _last_words(self, child: _Child) -> str:
         lines = child.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -313,13 +349,14 @@ class Up:
     # --- stop
 
     def _stop(self) -> None:
-        """Gateways first: they wait for their requests, which need the others."""
+        """Gateways first: they wait for their requests, which need the others. vLLMs last."""
         running = [child for child in self._children.values() if child.process is not None]
         if running and self._stops:
             self.say("draining; Ctrl-C again stops at once")
         patience_s = self.config.cluster.drain_timeout_s + 5
         gateways = [child for child in running if child.node.role == "gateway"]
-        for group in (gateways, [child for child in running if child not in gateways]):
+        servers = [child for child in running if child.server]
+        for group in (gateways, [child for child in running if child not in (*gateways, *servers)], servers):
             for child in group:
                 _send(child, signal.SIGTERM)
             self._await_end(group, patience_s)
@@ -341,6 +378,9 @@ class Up:
                     _send(child, signal.SIGKILL)
             time.sleep(POLL_S / 4)
         for child in group:
+            if child.server and child.process is not None:
+                with suppress(ProcessLookupError):  # its engine is a process of its own, and may be slow to notice
+                    os.killpg(child.process.pid, signal.SIGKILL)
             child.process = None
 
     def _sweep(self) -> None:

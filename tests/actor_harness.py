@@ -31,7 +31,7 @@ from mooncake_zmq.core.messages import BlocksLeased, Hello, SlotRef, decode, enc
 from mooncake_zmq.kv.layout import BlockLayout
 
 LAYOUT = BlockLayout(layers=2, kv_heads=1, head_dim=2, block_tokens=4)
-ROLES = {"g": "gateway", "k": "conductor", "p": "prefill", "d": "decode", "c": "cache-node"}
+ROLES = {"g": "gateway", "k": "conductor", "p": "prefill", "d": "decode", "c": "cache-node", "v": "vllm"}
 
 
 def leased(lease_id: int, sources: Sequence[SlotRef], *, remote: int = 0, node: str = "c") -> BlocksLeased:

@@ -24,6 +24,7 @@ PURE = (
     "gateway/settings",
     "gateway/tenants",
     "cache_node/",
+    "vllm_node/",
     "store/rules/",
     *("store/events", "store/node", "store/protocol", "store/stream_messages", "store/streaming", "store/tiers"),
     *("vllm/ledger", "vllm/names", "vllm/spans"),
@@ -34,12 +35,14 @@ IMPURE_STANDARD = {
 }
 PURE_THIRD_PARTY = {"msgspec", "msgpack", "numpy", "xxhash"}
 
-ROLES = ("conductor", "prefill", "decode", "cache_node", "gateway")
+ROLES = ("conductor", "prefill", "decode", "cache_node", "vllm_node", "gateway")
 KNOWN_BELOW_ROLES = ("kv", "core")
 ROLE_NEIGHBOURS = {
     # A pool's client half and its actor share a protocol, and so a room; prefill and decode use the former.
     "prefill": ("cache_node.client",),
     "decode": ("cache_node.client",),
+    # Both announce blocks to conductors.
+    "vllm_node": ("cache_node.announcer",),
     # The other half of a cache-node, whose settings stand in the same section.
     "cache_node": ("store.rules",),
 }
@@ -168,7 +171,14 @@ def test_every_module_says_what_it_is(module: Path) -> None:
 
 def test_everything_is_caught_in_one_place_only() -> None:
     """`except Exception` (or wider) elsewhere hides bugs; these have their reason beside them."""
-    threads = {"runtime/executor", "runtime/kv_events", "store/server/server", "store/server/disk_works", "store/server/turns"}
+    threads = {
+        "runtime/executor",
+        "runtime/kv_events",
+        "runtime/kv_subscriber",
+        "store/server/server",
+        "store/server/disk_works",
+        "store/server/turns",
+    }
     threads |= {f"transfer/{name}" for name in ("connections", "data_server", "network", "sockets", "stream_host")}
     allowed = threads | {"runtime/process", "engine/backend", "engine/tokenizer"}
     for module in MODULES:

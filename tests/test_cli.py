@@ -25,11 +25,23 @@ def test_help_loads_nothing_heavy() -> None:
         "assert not {'numpy', 'zmq', 'msgspec', 'rich'} & set(sys.modules), sorted(sys.modules)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for command in ("conductor", "prefill", "decode", "cache-node", "gateway", "up", "config", "dump", "doctor", "simtest"):
+    for command in (
+        "conductor",
+        "prefill",
+        "decode",
+        "cache-node",
+        "vllm",
+        "gateway",
+        "up",
+        "config",
+        "dump",
+        "doctor",
+        "simtest",
+    ):
         assert f"  {command}" in shown
 
 
-@pytest.mark.parametrize("command", ["conductor", "prefill", "decode", "cache-node", "gateway", "up"])
+@pytest.mark.parametrize("command", ["conductor", "prefill", "decode", "cache-node", "vllm", "gateway", "up"])
 def test_every_command_shows_an_example(command: str) -> None:
     result = call(command, "--help")
     assert result.exit_code == 0
@@ -83,7 +95,7 @@ def test_doctor_and_dump_work_without_a_cluster(tmp_path: Path) -> None:
 
 
 def test_launchers_are_thin_and_executable() -> None:
-    for name in ("up", "test", "conductor", "prefill", "decode", "cache-node", "gateway"):
+    for name in ("up", "test", "conductor", "prefill", "decode", "cache-node", "vllm", "gateway"):
         path = ROOT / "bin" / name
         assert os.access(path, os.X_OK), name
         assert len(path.read_text().splitlines()) <= (14 if path.name == "test" else 8), name

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
 from mooncake_zmq.cache_node.announcer import Announcer, announcements
 from mooncake_zmq.cache_node.chains import Chains
 from mooncake_zmq.cache_node.contents import UNKNOWN, Contents, in_chains
@@ -29,6 +31,7 @@ from mooncake_zmq.core.actor import (
     Received,
     Send,
     SetTimer,
+    ShelfTold,
     Start,
     Started,
     TimerFired,
@@ -143,6 +146,8 @@ class CacheNode:
         self._leases: dict[HolderId, GrantedLease] = {}
         self._puts: dict[HolderId, _Put] = {}
         self._probes: dict[int, tuple[str, int]] = {}
+        self._shelf: dict[Key, None] = {}
+        """Blocks of vLLMs in the store beside the pool."""
         self._newcomers: list[str] = []
         """Conductors met in this event."""
         self._reporting = False
@@ -202,6 +207,8 @@ class CacheNode:
                 return self._on_peer_up(up)
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
+            case ShelfTold() as told:
+                return self._on_shelf(told)
             case DrainWanted():
                 self._draining = True
                 for holder in [h for h, g in self._gatherer.gatherings.items() if g.wish]:
@@ -612,10 +619,19 @@ class CacheNode:
             dram = self.slots.committed_keys()
             disk = [key for key in self.disk.slots.committed_keys() if self.slots.committed(key) is None]
             everything = announcements(dram, on_disk=disk if self.disk.readable else ())
+            everything += _of_shelf(list(self._shelf))
             everything.append(BlocksAnnounced(complete=True))
             effects += [Send(newcomer, message) for newcomer in self._newcomers for message in everything]
             self._newcomers.clear()
         return effects
+
+    def _on_shelf(self, told: ShelfTold) -> list[Effect]:
+        """Kept for conductors that come later."""
+        self._shelf |= dict.fromkeys(told.stored)
+        for key in told.removed:
+            self._shelf.pop(key, None)
+        informed = [name for name, peer in self._peers.items() if peer.role == "conductor" and name not in self._newcomers]
+        return [Send(name, message) for message in _of_shelf(told.stored, told.removed) for name in informed]
 
     # --- what fetching takes
 
@@ -664,3 +680,7 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((index, index + 1))
     return runs
+
+
+def _of_shelf(stored: Sequence[Key], removed: Sequence[Key] = ()) -> list[BlocksAnnounced]:
+    return [structs.replace(message, shelf=True) for message in announcements(stored, removed)]

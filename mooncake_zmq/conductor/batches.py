@@ -69,6 +69,12 @@ class Batches:
             node = self._least(joining, host, ())
         return None if node is None else self.promise(joining, node)
 
+    def stay(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
+        """With the node that prefills it: what does not fit there at once waits in its engine."""
+        self.weigh(joining)
+        joining.looked_at[node] = self.gap_s(joining, node)
+        return self.promise(joining, node)
+
     def promise(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
         """What the request is told: by the gap when it joins, what becomes of it while it runs."""
         batch, expected = self.batch(joining, node), joining.expected_tokens

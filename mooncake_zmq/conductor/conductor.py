@@ -65,6 +65,8 @@ REPLICAS = ("replicas",)
 SWEEP = ("sweep",)
 EXPIRY_MIN_DELAY_S = 0.01
 """Rounding may wake the timer a hair early; it must not spin."""
+SHELF: Final = "/store"
+"""Behind a cache-node's name: what its store holds of vLLMs' blocks, which are not of the pool's kind."""
 PAUSE_S = 0.005
 """Between two pieces of a round of replicas."""
 SWEEP_S = 0.01
@@ -130,6 +132,9 @@ class Conductor:
             ("decode", DecodeLoad): self._on_decode_load,
             ("cache-node", CacheLoad): self._on_cache_load,
             ("cache-node", BlocksAnnounced): self._on_blocks,
+            ("vllm", PrefillLoad): self._on_prefill_load,
+            ("vllm", DecodeLoad): self._on_decode_load,
+            ("vllm", BlocksAnnounced): self._on_vllm_blocks,
         }
         """By the sender's role, what each message leads to."""
         self._balance = Balance(
@@ -209,9 +214,11 @@ class Conductor:
         assert self._replicas_armed or not self._settings.replica_interval_s or not self._is_acting(now)
         assert self._sweep_armed or not self._index.is_sweeping
         for node in self._index.counts:
-            assert self._members.role_of(node) == "cache-node", f"the index names {node}"
-        assert [node.name for node in self._prefills.nodes] == [member.name for member in self._members.of_role("prefill")]
-        assert [node.name for node in self._decodes.nodes] == [member.name for member in self._members.of_role("decode")]
+            role = self._members.role_of(node.removesuffix(SHELF))
+            assert role in ("cache-node", "vllm"), f"the index names {node}"
+        for role, nodes in (("prefill", self._prefills.nodes), ("decode", self._decodes.nodes)):
+            members = [member.name for each in (role, "vllm") for member in self._members.of_role(each)]
+            assert [node.name for node in nodes] == sorted(members)
         self._prefills.check(now)
         self._sources.check()
         self._decodes.check(now)
@@ -240,6 +247,10 @@ class Conductor:
                 self._sources.settle([self._prefills.join(member.name, member.host)])
             case "decode":
                 self._decodes.join(member.name, member.host)
+            case "vllm":
+                vllm = self._prefills.join(member.name, member.host, whole=True)
+                self._sources.join_vllm(self._index.join(member.name, pool=False), vllm)
+                self._decodes.join(member.name, member.host, whole=True)
             case "cache-node":
                 self._hosts[member.name] = member.host
                 self._sources.join(self._index.join(member.name), member.name, member.host)
@@ -251,7 +262,7 @@ class Conductor:
         role = self._members.role_of(peer)
         if role is None:
             return []
-        if role in ("gateway", "prefill", "decode"):
+        if role in ("gateway", "prefill", "decode", "vllm"):
             for booking in self._bookings.all():
                 placed = booking.placed
                 if peer in (booking.key[0], placed.prefill, placed.decode) or peer in placed.stages:
@@ -262,7 +273,12 @@ class Conductor:
                 self._prefills.leave(self._prefills.by_name[peer])
             case "decode":
                 self._decodes.leave(self._decodes.by_name[peer])
+            case "vllm":
+                self._forget_apart(peer)
+                self._prefills.leave(self._prefills.by_name[peer])
+                self._decodes.leave(self._decodes.by_name[peer])
             case "cache-node":
+                self._forget_apart(peer + SHELF)
                 bit = self._index.join(peer)
                 self._index.drop(peer)
                 self._transfers.forget(bit)
@@ -305,15 +321,32 @@ class Conductor:
         return []
 
     def _on_blocks(self, _now: float, sender: str, blocks: BlocksAnnounced) -> list[Effect]:
+        holder = sender
+        if blocks.shelf:
+            holder = sender + SHELF
+            self._sources.join_shelf(self._index.join(holder, pool=False), self._hosts[sender])
+        self._announced(holder, blocks)
+        return self._roll_call.announced(sender) if blocks.complete else []
+
+    def _on_vllm_blocks(self, _now: float, sender: str, blocks: BlocksAnnounced) -> list[Effect]:
+        self._announced(sender, blocks)
+        return []
+
+    def _announced(self, holder: str, blocks: BlocksAnnounced) -> None:
         before = self._index.evicted
         if blocks.removed:
-            self._index.removed(sender, blocks.removed)
+            self._index.removed(holder, blocks.removed)
         if blocks.stored:
-            self._index.stored(sender, blocks.stored)
+            self._index.stored(holder, blocks.stored)
         if blocks.on_disk:
-            self._index.on_disk(sender, blocks.on_disk)
+            self._index.on_disk(holder, blocks.on_disk)
         self.counts.add("keys_evicted", self._index.evicted - before)
-        return self._roll_call.announced(sender) if blocks.complete else []
+
+    def _forget_apart(self, holder: str) -> None:
+        """What vLLMs alone could read there."""
+        if holder in self._index.counts:
+            self._sources.leave_apart(self._index.join(holder))
+            self._index.drop(holder)
 
     def _on_sweep(self) -> list[Effect]:
         self._sweep_armed = False

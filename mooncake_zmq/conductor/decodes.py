@@ -38,11 +38,14 @@ class DecodeNode:
         "step",
         "step_s",
         "there",
+        "whole",
     )
 
-    def __init__(self, name: str, host: str, *, half_life_s: float, step_s: float) -> None:
+    def __init__(self, name: str, host: str, *, half_life_s: float, step_s: float, whole: bool) -> None:
         self.name = name
         self.host = host
+        self.whole = whole
+        """It takes what it prefilled itself, and nothing else: no search comes by it."""
         self.draining = False
         self.load: DecodeLoad | None = None
         self.reported_at = 0.0
@@ -91,13 +94,14 @@ class Decodes:
         self._costs = costs
         self._accuracy = accuracy
 
-    def join(self, name: str, host: str) -> None:
+    def join(self, name: str, host: str, *, whole: bool = False) -> None:
         """A conversation began."""
         step_s = self._costs.step_s(1, 0)
-        node = DecodeNode(name, host, half_life_s=self._settings.correction_half_life_s, step_s=step_s)
+        node = DecodeNode(name, host, half_life_s=self._settings.correction_half_life_s, step_s=step_s, whole=whole)
         insort(self.nodes, node, key=lambda each: each.name)
         self.by_name[name] = node
-        self.by_host.setdefault(host, []).append(node)
+        if not whole:
+            self.by_host.setdefault(host, []).append(node)
         self.least_scale = min(self.least_scale, node.scale)
         self._rank(node)
 
@@ -106,11 +110,13 @@ class Decodes:
         self.nodes.remove(node)
         del self.by_name[node.name]
         self.reported.pop(node, None)
+        self.lightest.remove(node)
+        if node.whole:
+            return
         mine = self.by_host[node.host]
         mine.remove(node)
         if not mine:
             del self.by_host[node.host]
-        self.lightest.remove(node)
 
     # --- what is told
 
@@ -130,7 +136,8 @@ class Decodes:
         node.reported_at = now
         if node in self.reported:
             del self.reported[node]
-        self.reported[node] = None
+        if not node.whole:
+            self.reported[node] = None
         self._set_room(node)
         self._rank(node)
 
@@ -160,14 +167,14 @@ class Decodes:
         """The order tells what the nodes do."""
         assert [node.name for node in self.nodes] == sorted(self.by_name)
         self.lightest.check()
-        opened = {node.name for node in self.nodes if not node.draining}
+        opened = {node.name for node in self.nodes if not (node.draining or node.whole)}
         assert {name for _, name, _ in self.lightest.entries} == opened
         times = [node.reported_at for node in self.reported]
         assert times == sorted(times)
-        assert set(self.reported) == {node for node in self.nodes if node.load is not None}
+        assert set(self.reported) == {node for node in self.nodes if node.load is not None and not node.whole}
         for node in self.nodes:
             assert self.by_name[node.name] is node
-            assert node in self.by_host[node.host]
+            assert (node in self.by_host.get(node.host, ())) == (not node.whole)
             assert self.least_scale <= node.scale
             assert all(booking.coming for booking in node.coming)
             unseen = [booking for booking in node.coming if not booking.reserved]
@@ -200,7 +207,7 @@ class Decodes:
             node.places = load.room - len(unseen)
 
     def _rank(self, node: DecodeNode) -> None:
-        if node.draining:
+        if node.draining or node.whole:
             self.lightest.remove(node)
             return
         costs, step_s = self._costs, node.step_s

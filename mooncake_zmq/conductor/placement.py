@@ -9,7 +9,7 @@ from mooncake_zmq.conductor.arrivals import Arrivals
 from mooncake_zmq.conductor.batches import Batches, Joining
 from mooncake_zmq.conductor.booking import Booking, BookingKey
 from mooncake_zmq.conductor.bookings import Bookings
-from mooncake_zmq.conductor.choices import Decision, Limits, PrefillChoice
+from mooncake_zmq.conductor.choices import Decision, DecodeChoice, Limits, PrefillChoice
 from mooncake_zmq.conductor.corrections import Bias, Lateness, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
@@ -86,7 +86,8 @@ class Placement:
         prefill = self._choose_prefill(now, schedule, plan, limits)
         if isinstance(prefill, tuple):
             return prefill
-        if self._pipelines:
+        decode: DecodeChoice | None
+        if self._pipelines and not prefill.node.whole:
             prefill = self._in_pipeline(schedule, plan, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, plan.priority)
         spare = self.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
@@ -103,7 +104,10 @@ class Placement:
             expected_tokens=expected,
             stay_tokens=max(1.0, self._outputs.typical),
         )
-        decode = self.batches.choose(now, joining, prefill.node.host, schedule.exclude)
+        if prefill.node.whole:
+            decode = self.batches.stay(joining, self._decodes.by_name[prefill.node.name])
+        else:
+            decode = self.batches.choose(now, joining, prefill.node.host, schedule.exclude)
         if decode is None:
             return self._no_decode(joining.stay_tokens)
         slow_s = self._admission.slow_decode_s(limits, decode, expected)
@@ -188,7 +192,9 @@ class Placement:
             reuse = choice.reuse_blocks if node is choice.node else weighed.local
             return Candidate(node.name, weighed.queue_s, node.factor, reuse)
 
-        usable = (node for node in self._prefills.nodes if not node.closed and node.name not in schedule.exclude)
+        usable = (
+            node for node in self._prefills.nodes if not (node.closed or node.whole) and node.name not in schedule.exclude
+        )
         pipeline = form_pipeline(
             candidate(choice.node),
             map(candidate, usable),
@@ -232,7 +238,8 @@ class Placement:
 
     def _no_decode(self, stay_tokens: float) -> Refused:
         """None has room: until the first request leaves one; without any decode, until one may be back."""
-        leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for node in self._decodes.nodes if not node.draining]
+        able = [node for node in self._decodes.nodes if not (node.draining or node.whole)]
+        leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for node in able]
         if not leave_s:
             return RejectReason.NO_DECODE, NO_NODE_RETRY_S
         return RejectReason.NO_ROOM, bounded(min(leave_s))

@@ -199,6 +199,8 @@ class Planner:
 
     def _name_source(self, plan: Plan) -> None:
         plan.source = source = self._sources.first(plan.groups[0][0])
+        if source < 0:
+            return
         plan.rates, plan.out_at = self._transfers.rates(source), self._transfers.out_at(source)
 
     def _fetched_s(self, plan: Plan, node: PrefillNode, local: int, work_s: float) -> float:

@@ -53,11 +53,14 @@ class PrefillNode:
         "ranks",
         "room",
         "unseen",
+        "whole",
     )
 
-    def __init__(self, name: str, host: str, *, half_life_s: float, load_token_s: float) -> None:
+    def __init__(self, name: str, host: str, *, half_life_s: float, load_token_s: float, whole: bool) -> None:
         self.name = name
         self.host = host
+        self.whole = whole
+        """It decodes as well what it prefills, and nothing else: a vLLM."""
         self.ranks: list[float] = []
         self.ends: list[float] = []
         self.numbers: list[int] = []
@@ -85,7 +88,7 @@ class PrefillNode:
         self.home = -1
         """The bit of the cache-node on its host, the first by name; -1 if it has none."""
         self.homes = 0
-        """The mask of all of them."""
+        """The mask of all of them; of a vLLM, its own bit and those of its host's stores."""
         self.marks = EVERYONE
         """The same, one bit further, and `EVERYONE`."""
 
@@ -140,9 +143,9 @@ class Prefills:
         self._load_token_s = costs.load_s(1)
         self._accuracy = accuracy
 
-    def join(self, name: str, host: str) -> PrefillNode:
+    def join(self, name: str, host: str, *, whole: bool = False) -> PrefillNode:
         """A conversation began."""
-        node = PrefillNode(name, host, half_life_s=self._half_life_s, load_token_s=self._load_token_s)
+        node = PrefillNode(name, host, half_life_s=self._half_life_s, load_token_s=self._load_token_s, whole=whole)
         insort(self.nodes, node, key=lambda each: each.name)
         self.by_name[name] = node
         self.by_host.setdefault(host, []).append(node)

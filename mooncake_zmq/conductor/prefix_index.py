@@ -52,6 +52,8 @@ class PrefixIndex:
         self._held: list[int] = []
         """Keys held, likewise."""
         self._live = 0
+        self._apart = 0
+        """Bits of those that are no pools."""
         self._dead = 0
         self._sweeping = 0
         self._sweep_left = 0
@@ -74,8 +76,9 @@ class PrefixIndex:
         """Whether `sweep` has anything to do."""
         return bool(self._dead)
 
-    def join(self, node: str) -> int:
-        """The number of the node's bit; a new node gets the lowest free one."""
+    def join(self, node: str, *, pool: bool = True) -> int:
+        """The number of the node's bit; a new node gets the lowest free one. `pool`: whether others can fetch from it, and have
+        copies made there; what an engine holds for itself alone counts in `runs` and nowhere else."""
         bit = self._bits.get(node)
         if bit is None:
             bit = next(bits_of(~(self._live | self._dead)))
@@ -84,6 +87,7 @@ class PrefixIndex:
                 self._held.append(0)
             self._bits[node], self._names[bit] = bit, node
             self._live |= 1 << bit
+            self._apart = self._apart & ~(1 << bit) | (not pool) << bit
         return bit
 
     def name_of(self, bit: int) -> str:
@@ -188,8 +192,8 @@ class PrefixIndex:
                     self._asked[key[0]].add(key)
 
     def holders(self, keys: Sequence[Key]) -> list[str]:
-        """Nodes that hold every one of `keys`, in name order; at least one key."""
-        held = self._mask(keys[-1]) & self._live
+        """Pools that hold every one of `keys`, in name order; at least one key."""
+        held = self._mask(keys[-1]) & self._live & ~self._apart
         for key in keys:
             if not held:
                 return []
@@ -207,8 +211,8 @@ class PrefixIndex:
         return 0 if number is None else self._held[number]
 
     def copies(self, key: Key) -> int:
-        """How many nodes hold this block."""
-        return (self._mask(key) & self._live).bit_count()
+        """How many pools hold this block."""
+        return (self._mask(key) & self._live & ~self._apart).bit_count()
 
     def check(self) -> None:
         """Counts, masks and log agree, and every mask names known nodes only."""

@@ -1,4 +1,5 @@
-"""Which cache-nodes are on which hosts, and whose turn it is to be fetched from. PURE."""
+"""Which cache-nodes are on which hosts, and whose turn it is to be fetched from; and what vLLMs alone can read: what each holds
+itself, and the stores of its host. PURE."""
 
 from collections.abc import Iterable
 
@@ -25,10 +26,15 @@ class Sources:
         self._turns: dict[int, None] = {}
         """The one named longest ago first, of equals in name order."""
         self._turn = 0
+        self._pool_bits = 0
+        self._shelves: dict[int, str] = {}
+        """The host of each store that holds blocks of vLLMs."""
+        self._vllms: dict[int, PrefillNode] = {}
 
     def join(self, bit: int, name: str, host: str) -> None:
         """A cache-node came."""
         self._names[bit], self._hosts[bit], self._named[bit] = name, host, 0
+        self._pool_bits |= 1 << bit
         pool = self._pools.setdefault(host, [])
         pool.append(bit)
         pool.sort(key=self._names.__getitem__)
@@ -39,14 +45,36 @@ class Sources:
         """A cache-node left."""
         host = self._hosts.pop(bit)
         del self._names[bit], self._named[bit], self._turns[bit]
+        self._pool_bits &= ~(1 << bit)
         self._pools[host].remove(bit)
         if not self._pools[host]:
             del self._pools[host]
         self.settle(self._prefills.by_host.get(host, ()))
 
+    def join_vllm(self, bit: int, node: PrefillNode) -> None:
+        """A vLLM came; `bit`: of what it holds itself."""
+        self._vllms[bit] = node
+        self.settle([node])
+
+    def join_shelf(self, bit: int, host: str) -> None:
+        """A store has blocks of vLLMs, which those on its host can read."""
+        self._shelves[bit] = host
+        self.settle(self._prefills.by_host.get(host, ()))
+
+    def leave_apart(self, bit: int) -> None:
+        """A vLLM left, or a store."""
+        self._vllms.pop(bit, None)
+        host = self._shelves.pop(bit, None)
+        if host is not None:
+            self.settle(self._prefills.by_host.get(host, ()))
+
     def settle(self, nodes: Iterable[PrefillNode]) -> None:
         """Tell these prefills which cache-nodes are theirs."""
         for node in nodes:
+            if node.whole:
+                node.homes = self._apart(node)
+                node.marks = node.homes << 1 | EVERYONE
+                continue
             pool = self._pools.get(node.host, ())
             node.home = pool[0] if pool else -1
             node.homes = sum([1 << bit for bit in pool])
@@ -55,10 +83,19 @@ class Sources:
     def readers(self, mask: int) -> list[PrefillNode]:
         """The prefills on the hosts of these cache-nodes; a few of them."""
         by_host, hosts = self._prefills.by_host, self._hosts
-        return [node for bit in bits_of(mask) for node in by_host.get(hosts[bit], ())]
+        pools = mask & self._pool_bits
+        found = [node for bit in bits_of(pools) for node in by_host.get(hosts[bit], ())]
+        if pools != mask:
+            for bit in bits_of(mask & ~pools):
+                vllm = self._vllms.get(bit)
+                found += by_host.get(self._shelves[bit], ()) if vllm is None else (vllm,)
+        return found
 
     def first(self, mask: int) -> int:
-        """Of these cache-nodes, at least one, the one named longest ago."""
+        """Of these cache-nodes, the one named longest ago; -1 if none of them can be fetched from."""
+        mask &= self._pool_bits
+        if not mask:
+            return -1
         if not mask & (mask - 1):
             return mask.bit_length() - 1
         count = mask.bit_count()
@@ -69,7 +106,7 @@ class Sources:
     def order(self, first: int, runs: Iterable[Run], homes: int, blocks: int) -> tuple[int, ...]:
         """`first`, then others of other hosts that hold more than so many blocks: the longest first."""
         sources = [first]
-        without = homes | 1 << first
+        without = homes | 1 << first | ~self._pool_bits
         for longer, mask in reversed(list(runs)):
             mask &= ~without
             if longer > blocks and mask:
@@ -94,9 +131,17 @@ class Sources:
         assert self._names.keys() == self._hosts.keys() == self._named.keys()
         assert sorted(bit for pool in self._pools.values() for bit in pool) == sorted(self._names)
         for node in self._prefills.nodes:
+            if node.whole:
+                assert node.home == -1
+                assert node.homes == self._apart(node)
+                continue
             pool = self._pools.get(node.host, [])
             assert node.homes == sum(1 << bit for bit in pool)
             assert node.home == (pool[0] if pool else -1)
+
+    def _apart(self, vllm: PrefillNode) -> int:
+        own = sum([1 << bit for bit, node in self._vllms.items() if node is vllm])
+        return own | sum([1 << bit for bit, host in self._shelves.items() if host == vllm.host])
 
     def _rank(self, bit: int) -> tuple[int, str]:
         return self._named[bit], self._names[bit]

@@ -12,6 +12,7 @@ from mooncake_zmq.core.asks import Answer, Ask
 from mooncake_zmq.core.messages import Hello, Message, Sampling
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Progress, Result, Work
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import KvEvent
 
 TimerKey = tuple[str | int, ...]
@@ -67,6 +68,13 @@ class DrainTimedOut(Struct, frozen=True):
     """The time that a drain may take is over: hand over what is left, now. The process ends as soon as that is heard."""
 
 
+class ShelfTold(Struct, frozen=True):
+    """Cache-node only: its store came to hold blocks of vLLMs, and to hold some no more."""
+
+    stored: tuple[Key, ...]
+    removed: tuple[Key, ...]
+
+
 class FromClient(Struct, frozen=True):
     """Gateway only: something from the client's connection at the HTTP edge; the types are in `gateway.requests`."""
 
@@ -92,6 +100,7 @@ Event = (
     | DrainWanted
     | DrainTimedOut
     | FromClient
+    | ShelfTold
     | Asked
 )
 

@@ -210,7 +210,8 @@ class Schedule(_Message, frozen=True):
 
 
 class Placed(_Message, frozen=True):
-    """Use this pair. Reuse up to `reuse_blocks` leading blocks; what the prefill's host misses is at `sources`."""
+    """Use this pair, or a vLLM that is both. Reuse up to `reuse_blocks` leading blocks; what the prefill's host misses is at
+    `sources`."""
 
     request_id: RequestId
     attempt: Count
@@ -297,7 +298,7 @@ MAX_REPORTED = 512
 
 
 class PrefillLoad(_Message, frozen=True):
-    """A prefill's load, sent every report interval (lossy)."""
+    """A prefill's load, or a vLLM's as that, sent every report interval (lossy)."""
 
     jobs: Annotated[tuple[QueuedJob, ...], Meta(max_length=MAX_REPORTED)] = ()
     """All that are not computed to their end; past `MAX_REPORTED` their work is added to the last one named."""
@@ -315,7 +316,7 @@ class PrefillLoad(_Message, frozen=True):
 
 
 class DecodeLoad(_Message, frozen=True):
-    """A decode's load, sent every report interval (lossy)."""
+    """A decode's load, or a vLLM's as that, sent every report interval (lossy)."""
 
     running: Count
     """Requests in the batch, those that wait for a place in it too."""
@@ -354,13 +355,15 @@ class CacheLoad(_Message, frozen=True):
 
 class BlocksAnnounced(_Message, frozen=True):
     """Cache-node -> conductors: what its host now holds in DRAM, holds on SSD alone, and no longer holds; a key named anew has
-    changed its tier. After a PeerUp the whole set is sent anew."""
+    changed its tier. After a PeerUp the whole set is sent anew. A vLLM says the same of its own prefix cache."""
 
     stored: Keys = ()
     removed: Keys = ()
     on_disk: Keys = ()
     complete: bool = False
     """The whole set has been sent: the last message of those that follow a PeerUp."""
+    shelf: bool = False
+    """Not of the pool: blocks of vLLMs, in the store. None of our own engines can read them."""
 
 
 # --- gateway <-> prefill
@@ -544,6 +547,9 @@ class TokensDecoded(_Message, frozen=True):
     entries: Annotated[tuple[tuple[RequestId, Count, Count, RunOfTokens], ...], Meta(max_length=4096)]
     logprobs: Annotated[tuple[Annotated[tuple[TokenLogprob, ...], Meta(max_length=MAX_RUN)], ...], Meta(max_length=4096)] = ()
     """Of each entry's tokens, nothing of those that did not ask; empty where nobody did."""
+    reused: Annotated[tuple[tuple[RequestId, Count, Count], ...], Meta(max_length=4096)] = ()
+    """Of requests whose engine tells it with their last token alone, and so not in `FirstToken`: (request_id, attempt, tokens
+    whose KV was not computed)."""
 
 
 # --- clients of a cache-node: prefill, decode, other cache-nodes

@@ -40,7 +40,8 @@ class Reports:
         self._hurried = True
         return [SetTimer(REPORT, max(0.0, self._sent_at + self._interval_s / SOONER - now))]
 
-    def send(self, now: float, message: Message) -> list[Effect]:
+    def send(self, now: float, *messages: Message) -> list[Effect]:
         """Tell every conductor, and arm the timer again. A report may be lost: the next one says it all again."""
         self._sent_at, self._hurried = now, False
-        return [*[Send(name, message, lossy=True) for name in self._conductors], SetTimer(REPORT, self._interval_s)]
+        told = [Send(name, message, lossy=True) for message in messages for name in self._conductors]
+        return [*told, SetTimer(REPORT, self._interval_s)]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-Role = Literal["conductor", "prefill", "decode", "cache-node", "gateway"]
+Role = Literal["conductor", "prefill", "decode", "cache-node", "vllm", "gateway"]
 ROLES: tuple[Role, ...] = get_args(Role)
 ENGINE_ROLES: tuple[Role, ...] = ("prefill", "decode")
 """Those that hold the model's weights."""
@@ -14,5 +14,6 @@ SUMMARIES: dict[Role, str] = {
     "prefill": "Compute the KV of prompts and the first token.",
     "decode": "Produce the later tokens in a continuous batch.",
     "cache-node": "Own one host's pool of KV blocks.",
+    "vllm": "Have a vLLM server beside it compute prompts and answers.",
     "gateway": "Serve the OpenAI-compatible HTTP API; own the requests.",
 }

@@ -1,16 +1,17 @@
 """Every long work an actor can ask for, and how it may end. PURE data: an executor (live or simulated) carries it out.
 
-All of them move or make KV bytes. A failed read never raises in the actor: it is reported per block and is a miss. Only a
-`corrupt` one says something about the copy that was read: its bytes are there and are not what its reader was told. The
-others did not come in time, from where they were said to be, or no longer existed.
+Those of our own engine move or make KV bytes. A failed read never raises in the actor: it is reported per block and is a
+miss. Only a `corrupt` one says something about the copy that was read: its bytes are there and are not what its reader was
+told. The others did not come in time, from where they were said to be, or no longer existed.
 """
 
 import math
 
 from msgspec import Struct
 
-from mooncake_zmq.core.messages import Sampling, SlotRef, TokenLogprob
+from mooncake_zmq.core.messages import Sampling, SlotRef, StopRule, TokenLogprob
 from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.engine_events import EngineEvent
 
 
 class SlotGrant(Struct, frozen=True, gc=False):
@@ -227,6 +228,54 @@ class DiskWritten(Struct, frozen=True):
     """Indices of blocks whose bytes in memory did not verify."""
 
 
+class Generate(Struct, frozen=True):
+    """Have the engine beside this node go on from `tokens` (int32 bytes) until `stop` ends it, `count` output tokens being
+    among them. Its cache is shared by requests of the same `root` alone. What it reuses may stand at `sources`, cache-nodes.
+    No token for `quiet_s`: it has failed."""
+
+    tokens: bytes
+    count: int
+    root: Key
+    sampling: Sampling
+    stop: StopRule
+    sources: tuple[str, ...] = ()
+    quiet_s: float = math.inf
+
+
+class TokensGenerated(Struct, frozen=True, gc=False):
+    """Progress of `Generate`: the next tokens."""
+
+    tokens: tuple[int, ...]
+
+
+class Generated(Struct, frozen=True):
+    """It ended by itself, with these last tokens, at least one. `reused`: tokens at the front whose KV was not computed."""
+
+    tokens: tuple[int, ...]
+    reused: int = 0
+
+
+class WatchEngine(Struct, frozen=True):
+    """Tell which blocks the engine beside this node comes to hold and lets go, until cancelled."""
+
+
+class EngineTold(Struct, frozen=True):
+    """Progress of `WatchEngine`: in the order in which it happened there."""
+
+    events: tuple[EngineEvent, ...]
+
+
+class ProbeEngine(Struct, frozen=True):
+    """Does the engine beside this node answer?"""
+
+
+class EngineProbed(Struct, frozen=True):
+    """`reason`: why not."""
+
+    ready: bool
+    reason: str = ""
+
+
 class ProbeProcess(Struct, frozen=True):
     """Is the life `incarnation` of `node`, on this host, over? Answered by its lock: dropped by the kernel at death only."""
 
@@ -244,6 +293,28 @@ class WorkFailed(Struct, frozen=True):
     reason: str
 
 
-Work = ComputeChunk | PullBlocks | DecodeStep | CopyBlocks | WriteToDisk | ProbeProcess | ComputeStage
-Progress = LayersComputed
-Result = ChunkComputed | BlocksPulled | StepDecoded | BlocksCopied | DiskWritten | ProcessProbed | WorkFailed | StageComputed
+Work = (
+    ComputeChunk
+    | PullBlocks
+    | DecodeStep
+    | CopyBlocks
+    | WriteToDisk
+    | ProbeProcess
+    | ComputeStage
+    | Generate
+    | ProbeEngine
+    | WatchEngine
+)
+Progress = LayersComputed | TokensGenerated | EngineTold
+Result = (
+    ChunkComputed
+    | BlocksPulled
+    | StepDecoded
+    | BlocksCopied
+    | DiskWritten
+    | ProcessProbed
+    | WorkFailed
+    | StageComputed
+    | Generated
+    | EngineProbed
+)

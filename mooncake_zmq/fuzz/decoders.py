@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import gguf
+import msgpack
 import numpy as np
 
 from mooncake_zmq.core import asks, keys, messages, profile
@@ -34,9 +35,12 @@ from mooncake_zmq.fuzz.samples import samples
 from mooncake_zmq.gateway import openai, tenants
 from mooncake_zmq.gateway.edge import ServedModel
 from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.kv.block_hash import root_of_salt, salt_of
+from mooncake_zmq.kv.engine_events import EventError, decode_batch
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.traces import read_trace
+from mooncake_zmq.runtime.generation import Answer, EventLines, Nonsense
 from mooncake_zmq.store import protocol, stream_messages
 from mooncake_zmq.store.rules.object_record import ObjectRecord, header, why_missed
 from mooncake_zmq.store.server.object_index import ObjectIndex
@@ -45,6 +49,7 @@ from mooncake_zmq.transfer.disk_index import DiskIndex, IndexFault, IndexUnusabl
 from mooncake_zmq.transfer.sealing import Broken, Opener, Sealer
 from mooncake_zmq.transfer.shared_memory import SharedMemoryError
 from mooncake_zmq.transfer.tickets import Attaching, Challenge, Refused, Tickets
+from mooncake_zmq.vllm_node.mirror import Mirror
 
 KEY = bytes(range(16))
 LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=2, block_tokens=32)
@@ -422,7 +427,53 @@ def _file(
     return Decoder(name=name, read=_by_file(read, suffix), refusals=refusals, seeds=seeds, max_bytes=max_bytes, quick=False)
 
 
-DECODERS: dict[str, Decoder] = {each.name: each for each in (*_between_nodes(), *_of_stores(), *_of_people(), *_of_files())}
+def _of_vllm() -> Iterable[Decoder]:
+    yield Decoder(name="kv-events", read=_mirrored, refusals=(EventError,), seeds=lambda: [_KV_EVENTS, _KV_EVENTS_ARRAYS])
+    yield Decoder(name="vllm-answer", read=_answered, refusals=(Nonsense,), seeds=lambda: [_VLLM_ANSWER])
+
+
+def _mirrored(raw: bytes) -> None:
+    mirror = Mirror(LAYOUT.block_tokens, 64, root_of_salt)
+    mirror.apply(decode_batch(raw).events)
+    mirror.check()
+
+
+def _answered(raw: bytes) -> Answer:
+    answer = Answer(limit=1 << 20)
+    for data in EventLines().feed(raw):
+        answer.take(data)
+    return answer
+
+
+_STORED = {
+    "type": "BlockStored",
+    "block_hashes": [KEY, 5],
+    "parent_block_hash": None,
+    "token_ids": list(range(32)),
+    "block_size": 16,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+    "extra_keys": [[salt_of(KEY)], None],
+}
+_KV_EVENTS = msgpack.packb([1.5, [_STORED, {"type": "BlockRemoved", "block_hashes": [5]}, {"type": "AllBlocksCleared"}]])
+_KV_EVENTS_ARRAYS = msgpack.packb([1.5, [["BlockStored", *list(_STORED.values())[1:]], ["BlockRemoved", [KEY], "GPU"]], 0])
+_VLLM_ANSWER = (
+    b"".join(
+        b"data: " + json.dumps(each).encode() + b"\n\n"
+        for each in (
+            {"choices": [{"index": 0, "token_ids": [1, 2], "finish_reason": None}]},
+            {"choices": [{"index": 0, "token_ids": [3], "finish_reason": "stop"}]},
+            {"choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}},
+        )
+    )
+    + b"data: [DONE]\n\n"
+)
+
+
+DECODERS: dict[str, Decoder] = {
+    each.name: each for each in (*_between_nodes(), *_of_stores(), *_of_people(), *_of_files(), *_of_vllm())
+}
 
 
 def _planted(raw: bytes) -> None:

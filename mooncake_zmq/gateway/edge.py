@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
-from mooncake_zmq.gateway.readiness import NEEDED, ClusterView
+from mooncake_zmq.gateway.readiness import ClusterView, missing_roles
 from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, StopFound, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenants
@@ -194,11 +194,10 @@ class Edge:
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether the cluster can serve, as far as this gateway knows, and what is missing."""
-        up: dict[str, list[str]] = {role: [] for role in NEEDED}
+        up: dict[str, list[str]] = {"conductor": [], "prefill": [], "decode": []}
         for name, hello in self.backing.peers().items():
-            if hello.role in up:
-                up[hello.role].append(name)
-        missing = [role for role, names in up.items() if not names]
+            up.setdefault(hello.role, []).append(name)
+        missing = missing_roles([role for role, names in up.items() if names])
         cluster = self.backing.cluster()
         status = "draining" if self.draining else "unavailable" if missing else "ok" if cluster.ready else "starting"
         ok = status == "ok"

@@ -1,14 +1,18 @@
 """Whether this gateway may call itself ready, by what its conductor tells of the cluster. Requests do not ask it. PURE."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mooncake_zmq.core.actor import Effect, SetTimer, TimerKey
 from mooncake_zmq.core.messages import Hello, NodesHeard
 
 WAIT: TimerKey = ("ready",)
-NEEDED = ("conductor", "prefill", "decode")
-"""Roles without which nothing can be served."""
+
+
+def missing_roles(there: Collection[str]) -> list[str]:
+    """Roles that lack before anything can be served, beside those whose nodes are there."""
+    engines = () if "vllm" in there else ("prefill", "decode")
+    return [role for role in ("conductor", *engines) if role not in there]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class Readiness:
 
     def changed(self, peers: Mapping[str, Hello]) -> list[Effect]:
         """Look again, now that a peer came or something was heard."""
-        if self._ready or not set(NEEDED) <= {hello.role for hello in peers.values()}:
+        if self._ready or missing_roles({hello.role for hello in peers.values()}):
             return []
         news = self._told.get(self._conductor(peers))
         self._ready = news is not None and not news.missing

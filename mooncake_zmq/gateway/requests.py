@@ -412,7 +412,7 @@ class Requests:
         wanted = (("prefill", message.prefill, RejectReason.NO_PREFILL), ("decode", message.decode, RejectReason.NO_DECODE))
         for role, node, missing in wanted:
             peer = self._peers.get(node)
-            if peer is None or peer.role != role:
+            if peer is None or peer.role not in (role, "vllm"):
                 request.missing = missing.value
                 return self._retry(now, request, exclude=node)
         request.admitted = True
@@ -499,6 +499,10 @@ class Requests:
 
     def _on_tokens(self, now: float, sender: str, message: TokensDecoded) -> list[Effect]:
         effects: list[Effect] = []
+        for request_id, attempt, reused in message.reused:
+            request = self._current(request_id, attempt)
+            if request is not None and request.decode == sender and not request.resumed_at:
+                request.cached = (min(reused, request.prompt_tokens), 0, 0)
         told = chain(message.logprobs, repeat(()))
         for (request_id, attempt, first, tokens), logprobs in zip(message.entries, told, strict=False):
             request = self._current(request_id, attempt)
@@ -650,7 +654,7 @@ class Requests:
         if not request.scheduled:
             return []
         cancel = CancelRequest(request_id=request.request_id, attempt=request.attempt)
-        nodes = [node for node in (request.prefill, request.decode) if node in self._peers]
+        nodes = [node for node in dict.fromkeys((request.prefill, request.decode)) if node in self._peers]
         return [*[Send(node, cancel) for node in nodes], *self._forget_booking(request, ended=ended)]
 
     def _forget_booking(self, request: _Request, *, ended: bool) -> list[Effect]:

@@ -22,7 +22,9 @@ from mooncake_zmq.core.work import (
     DecodeStep,
     DiskBlock,
     DiskWritten,
+    Generate,
     LayersComputed,
+    ProbeEngine,
     ProbeProcess,
     ProcessProbed,
     Progress,
@@ -32,6 +34,7 @@ from mooncake_zmq.core.work import (
     SlotGrant,
     StageComputed,
     StepDecoded,
+    WatchEngine,
     Work,
     WorkFailed,
     WriteToDisk,
@@ -205,6 +208,8 @@ class ModelledMachine:
                 return _Running(work, now, end_s, DiskWritten((True,) * len(blocks)))
             case ProbeProcess(node=node, incarnation=incarnation):
                 return _Running(work, now, now + PROBE_S, ProcessProbed(self._world.alive(node, incarnation)))
+            case Generate() | ProbeEngine() | WatchEngine():
+                raise TypeError(work)  # no trace is replayed on foreign engines
 
     def _plan_steps(self, now: float, work: DecodeStep) -> _Running:
         """Costs grow by the same with each step, as every member's context grows by a token."""

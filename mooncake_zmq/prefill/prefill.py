@@ -71,6 +71,7 @@ from mooncake_zmq.core.work import (
     ChunkComputed,
     ComputeChunk,
     ComputeStage,
+    LayersComputed,
     SlotGrant,
     StageComputed,
     WorkFailed,
@@ -633,12 +634,13 @@ class Prefill:
         job = self._computing[1]
         if job.state is not JobState.COMPUTING:
             return []
-        request = job.request
+        request, progress = job.request, event.progress
+        assert isinstance(progress, LayersComputed)
         ready = LayersReady(
             request_id=request.request_id,
             attempt=request.attempt,
             first_block=job.chunk_first_block,
-            stop_layer=event.progress.stop_layer,
+            stop_layer=progress.stop_layer,
         )
         return [Send(request.decode, ready)]
 

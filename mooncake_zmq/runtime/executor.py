@@ -37,7 +37,9 @@ from mooncake_zmq.core.work import (
     DecodeStep,
     DiskBlock,
     DiskWritten,
+    Generate,
     LayersComputed,
+    ProbeEngine,
     ProbeProcess,
     ProcessProbed,
     PullBlocks,
@@ -46,6 +48,7 @@ from mooncake_zmq.core.work import (
     SlotGrant,
     StageComputed,
     StepDecoded,
+    WatchEngine,
     Work,
     WorkFailed,
     WriteToDisk,
@@ -227,6 +230,8 @@ class Executor:
                 self._begin(job, [(self._compute, partial(self._decode, job, work))], [])
             case ProbeProcess():
                 self._begin(job, [(self._copy, partial(self._probe, work))], [])
+            case Generate() | ProbeEngine() | WatchEngine():
+                raise TypeError(work)  # a node beside vLLM has `runtime.generation`
 
     def cancel(self, work_id: int) -> None:
         """Ask a work to stop early; one that has ended is none. A run of steps ends at its next border, which is no failure."""
@@ -974,5 +979,5 @@ def _sequences_of(work: Work) -> list[int]:
             return list(dict.fromkeys(entry.sequence for entry in work.entries))
         case CopyBlocks():
             return list(dict.fromkeys(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock)))
-        case WriteToDisk() | ProbeProcess():
+        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine():
             return []

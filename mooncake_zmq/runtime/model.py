@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -34,6 +34,8 @@ class Model:
     path: Path
     card: ModelCard
     max_model_len: int
+    foreign: bool = False
+    """Another program computes it, in KV of its own: blocks of ours are as small as can be, and nobody has any."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -46,6 +48,9 @@ class Model:
         return self.card.tokenizer
 
     def layout(self, block_tokens: int) -> BlockLayout:
+        if self.foreign:
+            vocab_size = self.spec.vocab_size
+            return BlockLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=block_tokens, vocab_size=vocab_size)
         return BlockLayout(
             layers=self.spec.layers,
             kv_heads=self.spec.kv_heads,
@@ -59,6 +64,10 @@ class Model:
 
 def learn(config: Config, node: NodeSettings, sleep: Callable[[float], None] = time.sleep) -> Model:
     """As `node`'s role needs it: an engine has the model prepared, the others read its card. Raises ModelError."""
+    if config.model.engine == "vllm":
+        from mooncake_zmq.engine.described import describe
+
+        return replace(_bounded(config, *describe(config.model.path, config.model.cache_dir)), foreign=True)
     if node.computes or config.model.path == "toy":
         return prepared(config, node.prepared_for)
     if config.model.card:

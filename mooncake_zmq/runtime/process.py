@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of, gateway_warnings
 from mooncake_zmq.core import asks
-from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient
+from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, ShelfTold
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
@@ -50,12 +51,16 @@ from mooncake_zmq.runtime import log as logs
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.api_keys import REFRESH_S, ApiKeys, api_keys_of
 from mooncake_zmq.runtime.executor import Executor
+from mooncake_zmq.runtime.generation import Generation
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
+from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
 from mooncake_zmq.runtime.metrics import Snapshot
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.tls import Tls, tls_files_of
+from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
+from mooncake_zmq.store.events import ShelfChanged
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.server import StoreServer
@@ -98,7 +103,17 @@ class PortInUse(Exception):
     """Somebody else listens where this process wants to."""
 
 
-MISTAKES = (ConfigError, ModelError, ProcessLockError, SharedMemoryError, BadEndpoint, KeysError, DiskError, PortInUse)
+MISTAKES = (
+    ConfigError,
+    ModelError,
+    ProcessLockError,
+    SharedMemoryError,
+    BadEndpoint,
+    KeysError,
+    DiskError,
+    PortInUse,
+    ServerError,
+)
 """What the operator can put right: told in one line."""
 
 
@@ -155,6 +170,8 @@ class _Process:
         """Counters of the data plane's threads, by part."""
         self.dumps: dict[str, Callable[[], Any]] = {}
         """What beside the actor has something to dump, by part."""
+        self._shelf: deque[ShelfChanged] = deque()
+        """What the store tells and the actor has not heard yet."""
         self._runtime: ZmqRuntime | None = None
         self._store: StoreServer | None = None
         self._executor: Executor | None = None
@@ -189,6 +206,9 @@ class _Process:
             segment, segment_ref = self._make_segment()
         if node.may_become:
             self._slots(node.in_role(node.may_become))  # better told now than when it is asked to change
+        if node.role == "vllm":
+            with notify.patience("waiting for vLLM"):
+                await_server(self.settings, self.model.max_model_len)
         engine = None
         if node.role in ENGINE_ROLES:
             with notify.patience("loading the engine"):
@@ -198,24 +218,7 @@ class _Process:
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
         if pool and node.store_endpoint:
             self._serve_store(pool.objects, node)
-        executor = None
-        if node.role != "conductor":
-            executor = Executor(
-                node=node.name,
-                incarnation=self.incarnation,
-                host=node.host,
-                layout=self.layout,
-                segment=segment,
-                engine=engine,
-                runtime_dir=self.runtime_dir,
-                emit=lambda event: self.runtime.post(event),
-                on_crash=self._on_crash,
-                disk=disk,
-                verify_local=self.settings.pool.verify_local if engine else True,
-                cuda=self.cuda,
-                sockets=self.sockets,
-                shm_dir=Path(config.cluster.shm_dir),
-            )
+        executor = self._make_executor(segment, engine, disk)
         self._runtime = ZmqRuntime(
             Node(self._actor(disk), self._session(segment_ref)),
             endpoint=config.endpoint(node),
@@ -226,13 +229,56 @@ class _Process:
             sockets=self.sockets,
         )
         self.stack.callback(self.runtime.close)
-        if executor is not None:
+        if isinstance(executor, Executor):
             self.data_counts["data_reader"] = executor.read_counts
             self._executor = executor
+        if executor is not None:
             self.stack.callback(executor.close)  # before the runtime: its threads wake the runtime's loop
         self._attend()
+        self.runtime.call(self._tell_of_shelf)
         self.runtime.call(self._ready)
         self.runtime.run()
+
+    def _make_executor(self, segment: Segment | None, engine: Engine | None, disk: Disk | None) -> Executor | Generation | None:
+        """What carries out the actor's works, if it has any."""
+        node = self.node
+        if node.role == "conductor":
+            return None
+        if node.role == "vllm":
+            return Generation(
+                self.settings.url,
+                connect_s=self.settings.probe_timeout_s,
+                emit=lambda event: self.runtime.post(event),
+                on_crash=self._on_crash,
+                subscribe=self._subscribe if self.settings.kv_events else None,
+            )
+        return Executor(
+            node=node.name,
+            incarnation=self.incarnation,
+            host=node.host,
+            layout=self.layout,
+            segment=segment,
+            engine=engine,
+            runtime_dir=self.runtime_dir,
+            emit=lambda event: self.runtime.post(event),
+            on_crash=self._on_crash,
+            disk=disk,
+            verify_local=self.settings.pool.verify_local if engine else True,
+            cuda=self.cuda,
+            sockets=self.sockets,
+            shm_dir=Path(self.config.cluster.shm_dir),
+        )
+
+    def _on_shelf(self, changed: ShelfChanged) -> None:
+        """From the store's threads, and before there is a loop."""
+        self._shelf.append(changed)
+        if self._runtime is not None:
+            self._runtime.call(self._tell_of_shelf)
+
+    def _tell_of_shelf(self) -> None:
+        while self._shelf:
+            changed = self._shelf.popleft()
+            self.runtime.handle(ShelfTold(changed.stored, changed.removed))
 
     def _open_sockets(self) -> Sockets:
         security = self.config.security
@@ -363,6 +409,7 @@ class _Process:
                 on_crash=self._on_crash,
                 disk=disk,
                 sockets=self.sockets,
+                on_shelf=self._on_shelf,
             )
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on store_endpoint {node.store_endpoint}: {error}") from error
@@ -387,6 +434,21 @@ class _Process:
         self.stack.callback(publisher.close)
         self.data_counts["kv_events"] = publisher.counts
         return publisher
+
+    def _subscribe(self, tell: Tell) -> KvSubscriber:
+        settings = self.settings
+        try:
+            subscriber = KvSubscriber(
+                settings.kv_events,
+                replay_endpoint=settings.kv_events_replay,
+                topic=settings.kv_events_topic,
+                tell=tell,
+                on_crash=self._on_crash,
+            )
+        except zmq.ZMQError as error:
+            raise BadEndpoint(f"vllm.kv_events {settings.kv_events}: {error}") from error
+        self.data_counts["kv_subscriber"] = subscriber.counts
+        return subscriber
 
     def _actor(self, disk: Disk | None = None) -> Actor:
         found = None
@@ -422,7 +484,7 @@ class _Process:
                 conductors = requests.conductors or tuple(node.name for node in self.config.of_role("conductor"))
                 return replace(requests, conductors=conductors)
             case "conductor" if not settings.members:
-                nodes = self.config.of_role("prefill", "decode", "cache-node")
+                nodes = self.config.of_role("prefill", "decode", "cache-node", "vllm")
                 return replace(settings, members=tuple(node.name for node in nodes))
         return settings
 
@@ -812,12 +874,17 @@ def _hold_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
 
 
+def follow_parent() -> None:
+    """This process, and what it becomes by exec, is told to end when the thread that started it does."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
 def _follow_parent() -> None:
     """Drain when the `up` that started us dies, however it dies."""
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is None:
         return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    follow_parent()
     if os.getppid() != int(parent):  # it died before we asked
         raise ConfigError("the process that started this one is gone")
 

@@ -22,12 +22,14 @@ from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.simulation.engine import sim_layout
 from mooncake_zmq.simulation.simulator import ProcessSpec
+from mooncake_zmq.vllm_node.settings import VllmSettings
 
 BLOCK_TOKENS = 8
 SLOT_BYTES = sim_layout(BLOCK_TOKENS).slot_bytes
 HOSTS = ("a", "b", "c")
 CONDUCTORS = ("conductor-1", "conductor-2")
 MEMBERS = tuple(f"{role}-{host}" for role in ("prefill", "decode", "cache-node") for host in HOSTS)
+VLLM_HOSTS = HOSTS[1:]
 CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
 """Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
@@ -78,17 +80,23 @@ class ClusterSettings:
         ),
         kv_events=KvEventsSettings(endpoint="the checkers"),
     )
+    vllm: VllmSettings = VllmSettings(
+        max_running=3, max_queued=3, capacity_tokens=600, probe_s=0.5, probe_timeout_s=0.5, quiet_s=5.0
+    )
+    vllm_hosts: tuple[str, ...] = ()
+    """Those with a vLLM beside our own engines."""
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
     @classmethod
     def of_seed(cls, seed: int) -> "ClusterSettings":
-        """Of three seeds one is plain, one computes longer prompts in pipelines of up to three prefills, one decodes several
-        steps in a work."""
+        """Of three seeds one has vLLMs among the others, one computes longer prompts in pipelines of up to three prefills, one
+        decodes several steps in a work."""
         plain = cls()
         if seed % 3 == 2:
             return replace(plain, decode=replace(plain.decode, max_steps=5))
-        if seed % 3 != 1:
-            return plain
+        if seed % 3 == 0:
+            members = (*MEMBERS, *(f"vllm-{host}" for host in VLLM_HOSTS))
+            return replace(plain, vllm_hosts=VLLM_HOSTS, conductor=replace(plain.conductor, members=members))
         conductor = replace(
             plain.conductor,
             pipeline_stages=3,
@@ -111,10 +119,11 @@ def shares_of(settings: CacheNodeSettings) -> dict[Medium, dict[str, int]]:
 
 
 def processes(settings: ClusterSettings) -> list[ProcessSpec]:
-    """2 gateways, 2 conductors, and on each of 3 hosts a prefill, a decode and a cache-node; who speaks with whom."""
+    """2 gateways, 2 conductors, on each of 3 hosts a prefill, a decode and a cache-node, on some a vLLM; who talks to whom."""
     places = {f"gateway-{i + 1}": HOSTS[i] for i in range(2)} | {name: HOSTS[i] for i, name in enumerate(CONDUCTORS)}
     for role in ("prefill", "decode", "cache-node"):
         places |= {f"{role}-{host}": host for host in HOSTS}
+    places |= {f"vllm-{host}": host for host in settings.vllm_hosts}
     talk = partial(may_talk, pipelines=settings.conductor.pipeline_stages > 1)
     return [
         ProcessSpec(

@@ -26,7 +26,11 @@ from mooncake_zmq.core.work import (
     DecodeStep,
     DiskBlock,
     DiskWritten,
+    EngineProbed,
+    Generate,
+    Generated,
     LayersComputed,
+    ProbeEngine,
     ProbeProcess,
     ProcessProbed,
     Progress,
@@ -37,6 +41,8 @@ from mooncake_zmq.core.work import (
     StageComputed,
     StepDecoded,
     StepEntry,
+    TokensGenerated,
+    WatchEngine,
     Work,
     WorkFailed,
     WriteToDisk,
@@ -49,6 +55,8 @@ from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_stat
 
 NO_ANSWER = "no answer"
 """Why a work stops that waited for a silent peer: its blocks were not reached."""
+ANSWER_LOSSES = 8
+"""A foreign engine loses an answer at one token for so many copies that fail: an answer has many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +288,12 @@ class Machine:
                 return self._write_to_disk(running, work)
             case ProbeProcess() as work:
                 return self._probe(work)
+            case Generate() as work:
+                return self._generate(running, work)
+            case ProbeEngine():
+                return self._probe_engine()
+            case WatchEngine() as work:
+                raise TypeError(work)  # simulated ones publish nothing
 
     def _disk_block_s(self) -> float:
         return self.world.hardware.disk_block_s * (self.disk.slowness if self.disk else 1.0)
@@ -471,6 +485,34 @@ class Machine:
         sequence.run(position, np.array([token], dtype=np.uint32))
         sequence.feed(token, position, entry.sampling)
         return sequence.next_token(position + 1, entry.sampling)
+
+    def _generate(self, running: Running, work: Generate) -> Steps:
+        """A foreign engine: it has KV of its own, and a fault of copies is one that loses an answer under way."""
+        hardware, tokens = self.world.hardware, as_tokens(work.tokens)
+        left, length = work.stop.max_tokens - work.count, len(tokens)
+        sequence = SimSequence(length + left, work.sampling.past(work.tokens))
+        took_s = self._took(hardware.compute_start_s + hardware.compute_token_s * length)
+        start = 0
+        for made in range(1, left + 1):
+            stop = yield self._wait_for_compute(running, took_s)
+            stop = stop or (yield took_s)
+            if stop or self.world.random.random() < self.world.copy_fail / ANSWER_LOSSES:
+                return WorkFailed(stop or "injected failure")
+            sequence.run(start, tokens)
+            start += len(tokens)
+            token = sequence.next_token(start, work.sampling)
+            if work.stop.reason(token, work.count + made) is not None:
+                return Generated((token,))
+            self._progressed(running.work_id, TokensGenerated((token,)))
+            tokens = np.array([token], dtype=np.uint32)
+            sequence.feed(token, start, work.sampling)
+            took_s = self._took(hardware.step_s + hardware.step_entry_s)
+        raise AssertionError("the last token ends an answer")
+
+    def _probe_engine(self) -> Steps:
+        yield self._took(self.world.hardware.probe_s)
+        well = self.world.random.random() >= self.world.copy_fail
+        return EngineProbed(well, "" if well else "injected failure")
 
     def _copy(self, running: Running, work: CopyBlocks) -> Steps:
         layers = self.layout.layers
@@ -766,5 +808,5 @@ def _sequences_of(work: Work) -> frozenset[int]:
             return frozenset(entry.sequence for entry in work.entries)
         case CopyBlocks():
             return frozenset(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock))
-        case WriteToDisk() | ProbeProcess():
+        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine():
             return frozenset()

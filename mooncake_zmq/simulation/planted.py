@@ -18,7 +18,7 @@ from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.cache_node.contents import Content, Contents
 from mooncake_zmq.cache_node.gathering import Gatherer
 from mooncake_zmq.core import session
-from mooncake_zmq.core.actor import Drained, Effect, Received, Send
+from mooncake_zmq.core.actor import Drained, Effect, Received, Send, Start
 from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
@@ -32,7 +32,7 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
 )
 from mooncake_zmq.core.session import Session
-from mooncake_zmq.core.work import DiskBlock
+from mooncake_zmq.core.work import DiskBlock, Generate
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.gateway.requests import Requests
 from mooncake_zmq.kv import reading
@@ -47,6 +47,7 @@ from mooncake_zmq.prefill.stages import Stages
 from mooncake_zmq.simulation import hardware, planted_stores
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted_stores import Replacements, silent
+from mooncake_zmq.vllm_node.vllm_node import VllmNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +384,20 @@ def _stale_hidden() -> Replacements:
     ]
 
 
+def _resume_repeats() -> Replacements:
+    """A vLLM that goes on with an answer is given all but the last token of it, and makes that once more."""
+    handle = VllmNode.handle
+
+    def forgetful(self: VllmNode, now: float, event: Any) -> list[Effect]:
+        effects = handle(self, now, event)
+        for place, effect in enumerate(effects):
+            if isinstance(effect, Start) and isinstance(effect.work, Generate) and effect.work.count:
+                effects[place] = structs.replace(effect, work=structs.replace(effect.work, tokens=effect.work.tokens[:-4]))
+        return effects
+
+    return [(VllmNode, "handle", forgetful)]
+
+
 def _disk_stays_off() -> Replacements:
     """An SSD that was full or failed is never tried again."""
 
@@ -428,6 +443,7 @@ PLANTED: dict[str, Planted] = {
         "stale attempt accepted", ("I3",), (K.DELAY, K.DELAY, K.DELAY, K.COPY_TEAR, K.COPY_TEAR, K.COPY_TEAR), _stale_attempt
     ),
     "answer_forgotten": Planted("an answer resumed as prompt", ("I3",), (K.CRASH, K.CRASH), _answer_forgotten),
+    "resume_repeats": Planted("a resume repeats a token", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_repeats),
     "index_lies": Planted("index keeps what is gone", ("I5",), (), _index_lies),
     "announce_early": Planted("announced before it is held", ("I5",), (), _announce_early),
     "contents_stale": Planted("events tell what a slot held before", ("I5",), (), _contents_stale),

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mooncake_zmq.core.messages import Hello, Message
-from mooncake_zmq.core.work import Work
+from mooncake_zmq.core.work import WatchEngine, Work
 from mooncake_zmq.decode import request as decode_request
 from mooncake_zmq.gateway import requests
 from mooncake_zmq.kv import slots
@@ -25,6 +25,7 @@ from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.run import SeedResult, failing_line, run_seed, run_seeds
 from mooncake_zmq.store import events as store_events
+from mooncake_zmq.vllm_node import job as vllm_job
 
 LAST_LINES = 60
 RAREST = 3
@@ -33,6 +34,7 @@ TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
     ("prefill job", job.NEXT_STATE),
     ("prefill stage", stages.NEXT_STATE),
     ("decode request", decode_request.NEXT_STATE),
+    ("vllm job", vllm_job.NEXT_STATE),
     ("slot", slots.NEXT_STATE),
 )
 
@@ -43,7 +45,7 @@ def possible() -> dict[str, set[str]]:
         "faults": {kind.value for kind in FaultKind},
         "transitions": {f"{what} {a.value} -> {b.value}" for what, table in TABLES for a, b in _moves(table)},
         "messages": {message.__name__ for message in get_args(Message) if message is not Hello},
-        "works": {work.__name__ for work in get_args(Work)},
+        "works": {work.__name__ for work in get_args(Work) if work is not WatchEngine},  # a simulated vLLM publishes nothing
         "store works": {work.__name__ for work in get_args(store_events.Work)},
     }
 

@@ -30,6 +30,8 @@ class Workload:
     think_s: float = 0.6
     starts_at: float = 0.0
     tenants: tuple[str, ...] = ("", "red", "blue")
+    plain: bool = False
+    """Ask nothing that only our own engines do."""
 
     def roots(self, layout: BlockLayout) -> dict[str, bytes]:
         """Each tenant's namespace, after which its prompts begin."""
@@ -114,9 +116,9 @@ def _turn(
     sampling = Sampling(
         temperature=temperature,
         seed=random.randrange(1, 1 << 32) if temperature else 0,
-        presence_penalty=random.choice((0.0, 0.0, 0.5)),
+        presence_penalty=0.0 if workload.plain else random.choice((0.0, 0.0, 0.5)),
         repetition_penalty=random.choice((1.0, 1.0, 1.1)),
-        logprobs=random.choice((None, None, 0, 2)),
+        logprobs=None if workload.plain else random.choice((None, None, 0, 2)),
         prompt_tokens=len(prompt),
     )
     stop = StopRule(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Started, TimerFired
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.store import protocol, stream_messages
 from mooncake_zmq.store.rules.object_record import ObjectRecord
 from mooncake_zmq.store.rules.objects import Found
@@ -204,6 +205,13 @@ Event = (
 # --- effects
 
 
+class ShelfChanged(Struct, frozen=True, gc=False):
+    """Blocks of vLLMs that the store came to hold, and such as it holds no more."""
+
+    stored: tuple[Key, ...]
+    removed: tuple[Key, ...]
+
+
 class Reply(Struct, frozen=True, gc=False):
     connection: bytes
     reply: protocol.Reply
@@ -275,7 +283,7 @@ class Start(Struct, frozen=True, gc=False):
 
 
 ToStream = Say | Hear | SendValues | MakeChecksums | ReceiveValues | Dismiss
-Effect = Fence | Reply | ToStream | Probe | Start | SetTimer | Drained
+Effect = Fence | Reply | ToStream | Probe | Start | SetTimer | Drained | ShelfChanged
 
 
 @dataclass(slots=True)

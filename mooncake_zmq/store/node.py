@@ -29,6 +29,7 @@ from mooncake_zmq.store.events import (
     Greeted,
     Probe,
     Reply,
+    ShelfChanged,
     StreamAsked,
     StreamBegan,
     StreamEnded,
@@ -86,6 +87,8 @@ class StoreNode:
 
     def __init__(self, settings: ObjectSettings, facts: StoreFacts, log: ObjectLog | None = None) -> None:
         self.objects = Objects(settings, log)
+        for key in log.by_key if log is not None else ():
+            self.objects.shelf.touch(key)
         self._facts = facts
         self._turn = Turn()
         self._clients: dict[bytes, _Client] = {}
@@ -125,6 +128,10 @@ class StoreNode:
         if objects.expires_at < self._expires_at:
             self._expires_at = objects.expires_at
             turn.effects.append(SetTimer(EXPIRE, self._expires_at - now + EXPIRY_S))
+        if objects.shelf.is_touched:
+            stored, removed = objects.shelf.changes(objects.exist)
+            if stored or removed:
+                turn.effects.append(ShelfChanged(tuple(stored), tuple(removed)))
         effects, turn.effects = turn.effects, []
         if objects.fences:
             effects.insert(0, Fence(tuple(objects.fences)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from actor_harness import LAYOUT, Harness
 
 from mooncake_zmq.core.messages import NodesHeard
-from mooncake_zmq.gateway.readiness import WAIT
+from mooncake_zmq.gateway.readiness import WAIT, missing_roles
 from mooncake_zmq.gateway.requests import Requests, RequestsSettings
 
 
@@ -76,3 +76,13 @@ def test_a_node_lost_later_makes_it_no_less_ready():
     assert gateway.actor.cluster.missing == ("c1",)
     gateway.advance(20.0)
     assert "ready_waits_over" not in gateway.actor.counts
+
+
+def test_vllms_alone_can_serve():
+    gateway = Gateway("k0", "v0")
+    gateway.hears()
+    assert gateway.ready
+    assert missing_roles(["conductor", "vllm"]) == []
+    assert missing_roles(["vllm"]) == ["conductor"]
+    assert missing_roles(["conductor", "decode"]) == ["prefill"]
+    assert missing_roles([]) == ["conductor", "prefill", "decode"]

@@ -739,3 +739,42 @@ def test_a_drain_that_may_take_no_longer_tells_every_client_and_cancels_at_every
     assert sorted(to for to, message in node.sent if isinstance(message, CancelRequest)) == ["d0", "d0", "p0", "p0"]
     assert sorted(to for to, message in node.sent if isinstance(message, RequestEnded)) == ["k0", "k0"]
     assert node.drained
+
+
+def test_a_vllm_that_is_both_serves_and_tells_at_the_end_what_it_reused():
+    node = Node()
+    node.up("v0")
+    node.ask(max_tokens=3)
+    node.place(to=("v0", "v0"))
+    node.one(StartPrefill, "v0")
+    node.first(sender="v0", own=0)
+    node.tokens(1, sender="v0")
+    node.say("v0", TokensDecoded(entries=(("r", 1, 2, (text(2),)),), reused=(("r", 1, 5),)))
+    (finished,) = [output for _, output in node.clients if isinstance(output, Finished)]
+    assert (finished.cached_own, finished.prefill, finished.decode) == (5, "v0", "v0")
+    assert node.text() == [text(0), text(1), text(2)]
+
+
+def test_a_vllm_is_told_of_a_cancel_once():
+    node = Node()
+    node.up("v0")
+    node.ask()
+    node.place(to=("v0", "v0"))
+    node.client("r", ClientGone())
+    assert len(node.take(CancelRequest, "v0")) == 1
+
+
+def test_what_a_resumed_attempt_reused_is_not_the_prompt_s():
+    node = Node()
+    node.up("v0")
+    node.up("v1")
+    node.ask(max_tokens=3)
+    node.place(to=("v0", "v0"))
+    node.first(sender="v0", own=0)
+    node.down("v0")
+    node.advance(5)
+    node.place(to=("v1", "v1"))
+    node.first(1, attempt=2, sender="v1", own=0)
+    node.say("v1", TokensDecoded(entries=(("r", 2, 2, (text(2),)),), reused=(("r", 2, 6),)))
+    (finished,) = [output for _, output in node.clients if isinstance(output, Finished)]
+    assert finished.cached_own == 0

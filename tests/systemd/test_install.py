@@ -95,7 +95,7 @@ def test_units_verify_and_are_closed_up(installed: Path) -> None:
     before = contents(installed)
     result = checked(installed)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("mooncake-") == 7  # five roles, and two of them with a GPU
+    assert result.stdout.count("mooncake-") == 8  # six roles, and two of them with a GPU
     assert contents(installed) == before
 
 

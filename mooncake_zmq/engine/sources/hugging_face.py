@@ -1,6 +1,5 @@
 """A directory as `save_pretrained` writes it: config.json, *.safetensors in one or many shards, tokenizer.json."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from mooncake_zmq.engine import tokenizer
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.quantized import Quantized
+from mooncake_zmq.engine.sources.directory import ModelDirectory
 from mooncake_zmq.engine.sources.rope import scaled_frequencies
 from mooncake_zmq.engine.sources.safetensors_file import READABLE, SafetensorsFile
 from mooncake_zmq.engine.sources.source import SUPPORTED, StoredTensor, check_tensors
@@ -45,7 +45,8 @@ class HuggingFaceSource:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._config = self._read_json("config.json")
+        self._files_beside = ModelDirectory(directory)
+        self._config = self._files_beside.config
         self._rope = self._rope_settings()
         self._check_architecture()
         self._files = self._map_tensors()
@@ -53,22 +54,7 @@ class HuggingFaceSource:
         self.spec = self._read_spec()
         self._inv_freq = scaled_frequencies(self.spec, self._rope)
         check_tensors(str(directory), self.spec, self.stored, stored_name, READABLE, self._is_redundant)
-        if not (directory / "tokenizer.json").exists():
-            raise ModelError(f"{directory} has no tokenizer.json")
-
-    def _read_json(self, name: str, *, optional: bool = False) -> Any:
-        path = self._directory / name
-        if optional and not path.exists():
-            return {}
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(fields, dict):
-                raise ValueError("it does not hold a JSON object")
-            return fields
-        except FileNotFoundError as error:
-            raise ModelError(f"{self._directory} is not a model directory: it has no {name}") from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"{path} cannot be read: {error}") from error
+        self._files_beside.check_tokenizer()
 
     def _check_architecture(self) -> None:
         config, kind = self._config, self._config.get("model_type")
@@ -90,7 +76,7 @@ class HuggingFaceSource:
 
     def _map_tensors(self) -> dict[str, SafetensorsFile]:
         """The file of each tensor: what the index lists, or else model.safetensors, or else all *.safetensors."""
-        weight_map = self._read_json("model.safetensors.index.json", optional=True).get("weight_map")
+        weight_map = self._files_beside.read_json("model.safetensors.index.json", optional=True).get("weight_map")
         listed = _file_names(self._directory, weight_map)
         names = listed or sorted(path.name for path in self._directory.glob("*.safetensors"))
         if not listed and "model.safetensors" in names:
@@ -132,7 +118,7 @@ class HuggingFaceSource:
                 rope_theta=float(self._rope.get("rope_theta") or 10000.0),
                 norm_eps=float(config["rms_norm_eps"]),
                 tied=bool(config.get("tie_word_embeddings", "lm_head.weight" not in self._files)),
-                eos_ids=self._eos_ids(),
+                eos_ids=self._files_beside.eos_ids(),
                 bos_id=config.get("bos_token_id"),
                 fingerprint="",
                 family=config["model_type"],
@@ -178,13 +164,6 @@ class HuggingFaceSource:
             raise ModelError(f"{self._directory}/config.json makes no sense: sliding_window is {window!r}"[:300])
         return window
 
-    def _eos_ids(self) -> tuple[int, ...]:
-        generation = self._read_json("generation_config.json", optional=True)
-        ids: set[int] = set()
-        for value in (generation.get("eos_token_id"), self._config.get("eos_token_id")):
-            ids |= set(value if isinstance(value, list) else [] if value is None else [value])
-        return tuple(sorted(ids))
-
     def _is_redundant(self, name: str) -> bool:
         return bool(_COMPUTED.fullmatch(name)) or (self.spec.tied and name == _NAMES["head"])
 
@@ -198,35 +177,7 @@ class HuggingFaceSource:
         return None
 
     def read_tokenizer(self) -> tokenizer.TokenizerParts:
-        vocabulary = tokenizer.read_vocabulary(self._directory / "tokenizer.json")
-        settings = self._read_json("tokenizer_config.json", optional=True)
-        bos_token, eos_token = _token_text(settings.get("bos_token")), _token_text(settings.get("eos_token"))
-        bos_id = vocabulary.token_to_id(bos_token) if bos_token else None
-        start = vocabulary.encode("a", add_special_tokens=True).ids[:1]
-        eos_id = vocabulary.token_to_id(eos_token) if eos_token else None
-        conversation = tokenizer.Conversation(
-            template=self._chat_template(settings),
-            eos_ids=tuple(sorted({*self.spec.eos_ids} | ({eos_id} if eos_id is not None else set()))),
-            bos_id=bos_id,
-            bos_token=bos_token,
-            eos_token=eos_token,
-            add_bos=bos_id is not None and start == [bos_id],
-        )
-        return tokenizer.TokenizerParts("tokenizer.json", vocabulary, conversation)
-
-    def _chat_template(self, settings: dict[str, Any]) -> str | None:
-        """chat_template.jinja, or else tokenizer_config.json's one template, or the default of its named ones."""
-        file = self._directory / "chat_template.jinja"
-        try:
-            template = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{file} cannot be read: {error}") from error
-        if isinstance(template, list):
-            named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-            template = named.get("default")
-        if template is not None and not isinstance(template, str):
-            raise ModelError(f"{self._directory}/tokenizer_config.json: its chat_template is no text")
-        return template or None
+        return self._files_beside.read_tokenizer(self.spec.eos_ids)
 
 
 def stored_name(name: str) -> str:
@@ -246,8 +197,3 @@ def _file_names(directory: Path, weight_map: Any) -> list[str]:
     if outside is not None:
         raise ModelError(f"{directory}/model.safetensors.index.json names what is no file of weights in it: {outside!r}")
     return names
-
-
-def _token_text(entry: Any) -> str:
-    """tokenizer_config.json writes a special token as its text or as a record of it."""
-    return str(entry.get("content", "")) if isinstance(entry, dict) else str(entry or "")

@@ -27,6 +27,7 @@ from mooncake_zmq.store.rules.disk_quotas import DiskQuotas
 from mooncake_zmq.store.rules.linked_rows import LinkedRows
 from mooncake_zmq.store.rules.object_log import MIN_SEGMENTS, SEGMENT_BYTES, ObjectLog, ObjectSsdSettings
 from mooncake_zmq.store.rules.object_record import ObjectRecord
+from mooncake_zmq.store.rules.shelf import Shelf
 from mooncake_zmq.store.rules.slab import PARTS, SlabAllocator
 from mooncake_zmq.store.rules.tenants import NOBODY, Holdings, StoreTenant, Tenants, check_tenants
 
@@ -203,6 +204,8 @@ class Objects:
         self.slabs = SlabAllocator(settings.object_bytes, settings.slab_bytes)
         self.by_key: dict[str, int] = {}
         """Readable objects. Others may look keys up in it, and must not change it."""
+        self.shelf = Shelf()
+        """What is there of vLLMs' blocks; the owner asks it for changes."""
         self.fences: list[tuple[int, int]] = []
         """(entry, generation) in the order in which the segment must show them; the owner clears the list."""
         self.counts = dict.fromkeys(
@@ -526,6 +529,7 @@ class Objects:
         log, cold = self._tiers
         for key in keys:
             log.remove(key)
+            self.shelf.touch(key)
             self._look_again([key])
             entry = self.by_key.get(key)
             if entry is not None:
@@ -785,6 +789,7 @@ class Objects:
         self._checksum[entry] = checksum
         self._key[entry] = key
         self.by_key[key] = entry
+        self.shelf.touch(key)
         self._object_bytes += self._size[entry]
         promoted = bool(pins & Pin.PROMOTION)
         self.counts["promoted" if promoted else "puts"] += 1
@@ -840,6 +845,7 @@ class Objects:
         key = self._key[entry]
         assert key is not None
         del self.by_key[key]
+        self.shelf.touch(key)
         self._key[entry] = None
         self._object_bytes -= self._size[entry]
         if self._cold is not None:

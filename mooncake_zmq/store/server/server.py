@@ -25,6 +25,7 @@ from mooncake_zmq.store.events import (
     Greeted,
     Probe,
     Reply,
+    ShelfChanged,
 )
 from mooncake_zmq.store.node import StoreFacts, StoreNode
 from mooncake_zmq.store.protocol import encode
@@ -74,9 +75,10 @@ class StoreServer:
         probe_s: float = 1.0,
         sockets: Sockets | None = None,
         disk: ObjectDisk | None = None,
+        on_shelf: Callable[[ShelfChanged], None] = lambda changed: None,
     ) -> None:
         """`stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port. `disk`: closed with the server.
-        `sockets`: the process's; else one's own."""
+        `sockets`: the process's; else one's own. `on_shelf` is called within turns, from any thread."""
         self._cluster, self._directory = cluster, Path(directory)
         self._on_crash = on_crash
         self._boot_id = boot_id()
@@ -126,7 +128,9 @@ class StoreServer:
             """Where it listens, a wildcard port resolved."""
             if disk is not None:
                 self._works = DiskWorks(self._turns, disk, self._node.readers, on_crash)
-            self._turns.carry_out({Reply: self._reply, Probe: self._probe, Drained: lambda _: self._drained.set()})
+            self._turns.carry_out(
+                {Reply: self._reply, Probe: self._probe, Drained: lambda _: self._drained.set(), ShelfChanged: on_shelf}
+            )
             self._turns.take(Started())
             self._streams = StoreStreams(self._turns, self.endpoint, stream_port, self._tickets, on_crash)
         except BaseException:

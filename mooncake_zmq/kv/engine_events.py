@@ -1,0 +1,146 @@
+"""What a vLLM tells of its own prefix cache, as its KV events come over ZeroMQ. PURE; both shapes of the wire format are read.
+
+Only what can be reused for a request of ours is kept: full-attention blocks in the engine's own memory, of plain text, under a
+cache salt or after such a block. The rest is passed over.
+"""
+
+from typing import Any
+
+import msgpack
+from msgspec import Struct
+
+from mooncake_zmq.kv.block_hash import pack_tokens
+
+MAX_PAYLOAD_BYTES = 8 << 20
+MAX_HASH_BYTES = 64
+MAX_TOKEN = (1 << 31) - 1
+OWN_MEDIA = (None, "GPU", "CPU")
+"""The engine's own memory: a CPU engine's is CPU."""
+FULL_ATTENTION = (None, "full_attention", "mla_attention")
+FIELDS = (
+    *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"),
+    *("group_idx", "kv_cache_spec_kind"),
+)
+"""Of a stored one, in the order in which arrays have them."""
+REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+
+
+class EventError(Exception):
+    """Bytes that are no batch of KV events: in one line."""
+
+
+class EngineStored(Struct, frozen=True, gc=False):
+    """The engine holds these blocks, a chain after the block `parent`; None: they begin a prompt, under `salt`. `tokens`: int32
+    bytes, of `block_tokens` a block."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: bytes
+    block_tokens: int
+    salt: str = ""
+
+
+class EngineRemoved(Struct, frozen=True, gc=False):
+    """It no longer holds these."""
+
+    hashes: tuple[bytes, ...]
+
+
+class EngineCleared(Struct, frozen=True, gc=False):
+    """Nothing said before counts any more."""
+
+
+EngineEvent = EngineStored | EngineRemoved | EngineCleared
+
+
+class EngineBatch(Struct, frozen=True):
+    """The events that matter, in order, and when they happened (seconds since 1970, by the engine's clock)."""
+
+    time_s: float
+    events: tuple[EngineEvent, ...]
+
+
+def decode_batch(payload: bytes) -> EngineBatch:
+    """Raises EventError on anything but a batch."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise EventError(f"a batch of {len(payload)} bytes")
+    most = len(payload)
+    try:
+        batch = msgpack.unpackb(
+            payload,
+            strict_map_key=False,
+            max_array_len=most,
+            max_map_len=most,
+            max_str_len=most,
+            max_bin_len=most,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError, OverflowError, TypeError) as error:
+        raise EventError(f"not MessagePack: {str(error)[:200]}") from None
+    if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
+        raise EventError("not a batch of events")
+    if not isinstance(batch[0], int | float):
+        raise EventError("a batch without its time")
+    events = [_event(each) for each in batch[1]]
+    return EngineBatch(float(batch[0]), tuple([event for event in events if event is not None]))
+
+
+def _event(raw: Any) -> EngineEvent | None:
+    if isinstance(raw, dict):
+        kind, fields = raw.get("type"), raw
+    elif isinstance(raw, list) and raw:
+        kind = raw[0]
+        fields = dict(zip(FIELDS if kind == "BlockStored" else REMOVED_FIELDS, raw[1:], strict=False))
+    else:
+        raise EventError("an event that is neither a map nor an array")
+    match kind:
+        case "BlockStored":
+            return _stored(fields)
+        case "BlockRemoved":
+            return EngineRemoved(_hashes(fields.get("block_hashes"))) if fields.get("medium") in OWN_MEDIA else None
+        case "AllBlocksCleared":
+            return EngineCleared()
+    return None  # of a later version
+
+
+def _stored(fields: dict[Any, Any]) -> EngineStored | None:
+    if fields.get("medium") not in OWN_MEDIA or fields.get("kv_cache_spec_kind") not in FULL_ATTENTION:
+        return None
+    if fields.get("group_idx") not in (None, 0) or fields.get("lora_id") is not None or fields.get("lora_name") is not None:
+        return None
+    hashes, parent, size = _hashes(fields.get("block_hashes")), fields.get("parent_block_hash"), fields.get("block_size")
+    tokens = fields.get("token_ids")
+    if type(size) is not int or not 0 < size <= 1 << 20 or not isinstance(tokens, list) or len(tokens) != size * len(hashes):
+        raise EventError("a stored event whose tokens do not fit its blocks")
+    if not all(type(token) is int and 0 <= token <= MAX_TOKEN for token in tokens):
+        raise EventError("a stored event with tokens that are none")
+    salt = _salt(fields.get("extra_keys"), first=parent is None)
+    if salt is None or not hashes:
+        return None
+    return EngineStored(hashes, None if parent is None else _hash(parent), pack_tokens(tokens), size, salt)
+
+
+def _salt(extra_keys: Any, *, first: bool) -> str | None:
+    """The one extra key of a prompt's first block; None: there is another, or none where there must be one."""
+    keys = list(extra_keys) if isinstance(extra_keys, list) else []
+    own = keys.pop(0) if first and keys else None
+    if any(keys):
+        return None
+    if not first:
+        return ""
+    return own[0] if isinstance(own, list) and len(own) == 1 and isinstance(own[0], str) else None
+
+
+def _hashes(raw: Any) -> tuple[bytes, ...]:
+    if not isinstance(raw, list):
+        raise EventError("an event without block hashes")
+    return tuple([_hash(each) for each in raw])
+
+
+def _hash(raw: Any) -> bytes:
+    """Bytes, or an integer of 64 bits with or without a sign."""
+    if isinstance(raw, bytes) and len(raw) <= MAX_HASH_BYTES:
+        return raw
+    if type(raw) is int and -(1 << 63) <= raw < 1 << 64:
+        return (raw & ((1 << 64) - 1)).to_bytes(8, "big")
+    raise EventError("a block hash that is none")

@@ -1,0 +1,356 @@
+"""A vLLM server's answers: carries out `Generate` over HTTP, every stream in one thread. It decides nothing.
+
+vLLM's `/inference/v1/generate` (`--enable-scale-out`) takes token ids and streams token ids as server-sent events. Hanging up
+ends a request there. Everything that comes is held against a bound: the server is another program.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+import structlog
+from msgspec import Struct
+
+from mooncake_zmq.core.actor import WorkDone, WorkProgress
+from mooncake_zmq.core.messages import MAX_RUN, Hello, Sampling
+from mooncake_zmq.core.work import (
+    EngineProbed,
+    EngineTold,
+    Generate,
+    Generated,
+    ProbeEngine,
+    Result,
+    TokensGenerated,
+    WatchEngine,
+    Work,
+    WorkFailed,
+)
+from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
+from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
+
+log = structlog.get_logger()
+
+GENERATE = "/inference/v1/generate"
+MAX_LINE_BYTES = 256 << 10
+"""One event; those that we ask for take about 300 bytes."""
+MAX_ERROR_BYTES = 4096
+SHOWN_CHARACTERS = 300
+SEED_LIMIT = (1 << 63) - 1
+
+Emit = Callable[[WorkProgress | WorkDone], None]
+
+
+class Nonsense(Exception):
+    """What came is no answer of vLLM's: in one line."""
+
+
+class _Choice(Struct, frozen=True):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Details(Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class _Usage(Struct, frozen=True):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(Struct, frozen=True):
+    """One event, as far as we look at it."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_chunk_decoder: msgspec.json.Decoder[_Chunk] = msgspec.json.Decoder(_Chunk)
+DONE = b"[DONE]"
+
+
+class EventLines:
+    """Cuts what arrives into the data of server-sent events, of which each of vLLM's is one line."""
+
+    def __init__(self, max_bytes: int = MAX_LINE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._rest = b""
+
+    def feed(self, raw: bytes) -> Iterator[bytes]:
+        """The data that is whole now. Raises Nonsense."""
+        *lines, self._rest = (self._rest + raw).split(b"\n")
+        if len(self._rest) > self._max_bytes or any(len(line) > self._max_bytes for line in lines):
+            raise Nonsense(f"vLLM sends a line of more than {self._max_bytes} bytes")
+        for line in lines:
+            name, _, value = line.rstrip(b"\r").partition(b":")
+            if name == b"data":
+                yield value.strip()
+
+
+@dataclass(slots=True)
+class Answer:
+    """One stream of events, read so far: what may be told at once, and what waits for the end. `limit`: tokens asked for."""
+
+    limit: int
+    ready: list[int] = field(default_factory=list)
+    last: tuple[int, ...] | None = None
+    """Those of the event with which the output ended."""
+    reused: int = 0
+    done: bool = False
+    _count: int = 0
+
+    def take(self, data: bytes) -> None:
+        """One event's data. Raises Nonsense."""
+        if data == DONE or self.done:
+            self.done = True
+            return
+        chunk = _decoded(data)
+        if chunk.error is not None:
+            raise Nonsense(f"vLLM failed: {_shown(str(chunk.error))}")
+        if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+            self.reused = max(0, min(chunk.usage.prompt_tokens_details.cached_tokens or 0, 1 << 48))
+        for choice in chunk.choices:
+            self._take(choice)
+
+    def _take(self, choice: _Choice) -> None:
+        tokens = choice.token_ids or []
+        self._count += len(tokens)
+        if self._count > self.limit:
+            raise Nonsense("vLLM gives more tokens than were asked for")
+        if self.last is not None:
+            raise Nonsense("vLLM goes on after the end of an answer")
+        if choice.finish_reason is None:
+            self.ready += tokens
+        elif choice.finish_reason in ("stop", "length"):
+            # Of many at once all but the last piece is told as progress: a message holds no more.
+            self.ready += tokens[:-MAX_RUN]
+            self.last = tuple(tokens[-MAX_RUN:])
+        else:
+            raise Nonsense(f"vLLM ended the answer: {_shown(choice.finish_reason)}")
+
+
+def _decoded(data: bytes) -> _Chunk:
+    try:
+        return _chunk_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Nonsense(f"vLLM sends what is no event of its own: {_shown(str(error))}") from None
+
+
+def _shown(text: str) -> str:
+    return " ".join(text.split())[:SHOWN_CHARACTERS]
+
+
+def request_body(work: Generate) -> bytes:
+    """What `/inference/v1/generate` is asked. The root of the keys is the salt of vLLM's cache: tenants share none of it."""
+    sampling, stop = work.sampling, work.stop
+    left = stop.max_tokens - work.count
+    parameters: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "max_tokens": left,
+        "min_tokens": min(left, max(0, stop.min_tokens - work.count)),
+        "stop_token_ids": list(stop.eos_ids),
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    if sampling.logit_bias:
+        parameters["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    if sampling.temperature > 0:
+        # vLLM's generator counts draws, not positions: an answer that goes on elsewhere must not begin with the same ones.
+        parameters["seed"] = (sampling.seed + work.count) & SEED_LIMIT
+    body: dict[str, Any] = {
+        "token_ids": unpack_tokens(work.tokens),
+        "sampling_params": parameters,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "cache_salt": salt_of(work.root),
+    }
+    if work.sources:
+        body["kv_transfer_params"] = {"mooncake_zmq.sources": list(work.sources)}
+    return msgspec.json.encode(body)
+
+
+class Generation:
+    """Carries out the works of a node beside vLLM: `start` and `cancel` from the runtime's thread, `emit` from its own."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_s: float,
+        emit: Emit,
+        on_crash: Callable[[BaseException], None],
+        subscribe: Callable[[Tell], KvSubscriber] | None = None,
+    ) -> None:
+        """`subscribe`: begins to hear vLLM's KV events, for `WatchEngine`."""
+        self._url = url.rstrip("/")
+        self._subscribe = subscribe
+        self._subscriber: KvSubscriber | None = None
+        self._connect_s = connect_s
+        self._emit = emit
+        self._on_crash = on_crash
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """Of the own thread."""
+        self._loop = asyncio.new_event_loop()
+        self._client = _client(self._url, connect_s)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+        self._thread.start()
+
+    def start(self, work_id: int, work: Work, deadline_s: float) -> None:
+        """It ends with exactly one `WorkDone`, whatever happens; a watch, with the process."""
+        assert not self._closed, "closed"
+        if isinstance(work, WatchEngine):
+            assert self._subscribe is not None, "nothing to hear"
+            self._subscriber = self._subscribe(lambda events: self._emit(WorkProgress(work_id, EngineTold(events))))
+            return
+        self._loop.call_soon_threadsafe(self._begin, work_id, work, deadline_s)
+
+    def cancel(self, work_id: int) -> None:
+        """Hang up; a work that has ended is none."""
+        self._loop.call_soon_threadsafe(self._cancel, work_id)
+
+    def close(self) -> None:
+        """End all works and the thread. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._subscriber is not None:
+            self._subscriber.close()
+        ended: Future[None] = asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
+        ended.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # A node beside vLLM holds no blocks: who has slots and sequences of its own is `runtime.executor`.
+
+    def fence(self, generations: tuple[tuple[int, int], ...]) -> None:
+        raise AssertionError("no segment here")
+
+    def open_sequence(self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes) -> None:
+        raise AssertionError("no sequences here")
+
+    def close_sequence(self, sequence: int) -> None:
+        raise AssertionError("no sequences here")
+
+    def learn_peer(self, name: str, incarnation: int, hello: Hello) -> None:
+        """Peers' segments are nothing to it."""
+
+    def forget_peer(self, name: str) -> None:
+        """Likewise."""
+
+    # --- the own thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _begin(self, work_id: int, work: Work, deadline_s: float) -> None:
+        task = self._loop.create_task(self._carry_out(work_id, work, deadline_s))
+        self._tasks[work_id] = task
+        task.add_done_callback(lambda ended: self._ended(work_id, ended))
+
+    def _cancel(self, work_id: int) -> None:
+        if task := self._tasks.get(work_id):
+            task.cancel()
+
+    def _ended(self, work_id: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[work_id]
+        if task.cancelled():  # before it began
+            self._emit(WorkDone(work_id, WorkFailed("cancelled")))
+        elif (error := task.exception()) is not None:  # our bug: a thread has no caller that could crash
+            log.critical("worker_crashed", thread="generation", exc_info=error)
+            self._on_crash(error)
+
+    async def _end_all(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    async def _carry_out(self, work_id: int, work: Work, deadline_s: float) -> None:
+        result: Result
+        try:
+            async with asyncio.timeout(deadline_s):
+                result = await self._result(work_id, work)
+        except asyncio.CancelledError:
+            result = WorkFailed("cancelled")
+        except TimeoutError:
+            result = WorkFailed("no answer in time")
+        except Nonsense as nonsense:
+            result = WorkFailed(str(nonsense))
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            result = WorkFailed(f"vLLM at {self._url}: {type(error).__name__}{_reason(error)}")
+        self._emit(WorkDone(work_id, result))
+
+    async def _result(self, work_id: int, work: Work) -> Result:
+        match work:
+            case Generate():
+                return await self._generate(work_id, work)
+            case ProbeEngine():
+                response = await self._client.get("/health")
+                well = response.status_code == httpx.codes.OK
+                return EngineProbed(well, "" if well else f"it answers {response.status_code}")
+            case _:
+                raise TypeError(work)
+
+    async def _generate(self, work_id: int, work: Generate) -> Result:
+        answer, lines = Answer(work.stop.max_tokens - work.count), EventLines()
+        timeout = httpx.Timeout(self._connect_s, read=work.quiet_s)
+        async with self._client.stream("POST", GENERATE, content=request_body(work), headers=JSON, timeout=timeout) as response:
+            if response.status_code != httpx.codes.OK:
+                raise Nonsense(f"vLLM answers {response.status_code}: {await _beginning(response)}")
+            async for raw in response.aiter_raw():
+                for data in lines.feed(raw):
+                    answer.take(data)
+                self._tell(work_id, answer)
+                if answer.done:
+                    break
+        if answer.last is None:
+            raise Nonsense("vLLM hung up in mid-answer")
+        return Generated(answer.last, answer.reused)
+
+    def _tell(self, work_id: int, answer: Answer) -> None:
+        while answer.ready:
+            self._emit(WorkProgress(work_id, TokensGenerated(tuple(answer.ready[:MAX_RUN]))))
+            del answer.ready[:MAX_RUN]
+
+
+JSON = {"content-type": "application/json"}
+
+
+def _client(url: str, connect_s: float) -> httpx.AsyncClient:
+    """Its own way to vLLM: no proxy that the environment names, and as many streams as the actor begins."""
+    return httpx.AsyncClient(
+        base_url=url,
+        timeout=connect_s,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=8),
+        headers={"accept-encoding": "identity"},
+        trust_env=False,
+    )
+
+
+async def _beginning(response: httpx.Response) -> str:
+    raw = b""
+    async for piece in response.aiter_raw():
+        raw += piece[: MAX_ERROR_BYTES - len(raw)]
+        if len(raw) >= MAX_ERROR_BYTES:
+            break
+    return _shown(raw.decode("utf-8", "replace"))
+
+
+def _reason(error: Exception) -> str:
+    text = _shown(str(error))
+    return f": {text}" if text else ""

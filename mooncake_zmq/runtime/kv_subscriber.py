@@ -1,0 +1,149 @@
+"""Hears the KV events that a vLLM publishes over ZeroMQ, in a thread of its own. It decides nothing: what was missed is asked
+for again where vLLM replays, and where that does not help, all that was heard is taken back.
+
+See `kv_events` for the other side, and for what goes over the wire.
+"""
+
+import threading
+from collections.abc import Callable
+
+import structlog
+import zmq
+
+from mooncake_zmq.kv.engine_events import MAX_PAYLOAD_BYTES, EngineBatch, EngineCleared, EngineEvent, EventError, decode_batch
+from mooncake_zmq.runtime.kv_events import END, NUMBER_BYTES
+
+log = structlog.get_logger()
+
+HWM = 1000
+"""Batches that wait here; of more, some are lost, and asked for again."""
+POLL_MS = 200
+REPLAY_MS = 2000
+"""A replay that is silent for so long has ended."""
+
+Tell = Callable[[tuple[EngineEvent, ...]], None]
+
+
+class KvSubscriber:
+    """`tell` is called from the thread, in the order in which vLLM numbered its batches."""
+
+    def __init__(
+        self, endpoint: str, *, replay_endpoint: str, topic: str, tell: Tell, on_crash: Callable[[BaseException], None]
+    ) -> None:
+        """Raises zmq.ZMQError for an endpoint that is none."""
+        self.counts = {"batches": 0, "gaps": 0, "garbage": 0, "cleared": 0, "replayed": 0}
+        self._endpoint = endpoint
+        self._replay_endpoint = replay_endpoint
+        self._tell = tell
+        self._on_crash = on_crash
+        self._next = 0
+        """The number of the batch that comes next."""
+        self._time_s = 0.0
+        """Of the last one, by vLLM's clock."""
+        self._stopping = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._sub = self._context.socket(zmq.SUB)
+            self._sub.setsockopt(zmq.LINGER, 0)
+            self._sub.setsockopt(zmq.RCVHWM, HWM)
+            self._sub.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+            self._sub.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+            self._sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
+            self._sub.connect(endpoint)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(target=self._run, name="kv-subscriber", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. May be called twice."""
+        self._stopping = True
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    # --- the own thread
+
+    def _run(self) -> None:
+        try:
+            if self._replay_endpoint:
+                self._catch_up()  # vLLM may have served for long
+            while not self._stopping:
+                if self._sub.poll(POLL_MS):
+                    self._on_frames(self._sub.recv_multipart())
+        except Exception as error:
+            log.critical("worker_crashed", thread="kv-subscriber", exc_info=error)
+            self._on_crash(error)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
+            self.counts["garbage"] += 1
+            return
+        number = int.from_bytes(frames[1], "big", signed=True)
+        batch = self._decoded(frames[2])
+        if number < self._next:
+            if batch is not None and batch.time_s <= self._time_s:
+                return  # a replay brought it already
+            self._begin_anew(0)  # numbers begin anew with each life of vLLM
+        if number > self._next:
+            self.counts["gaps"] += 1
+            self._catch_up()
+        if number > self._next:  # it cannot be filled
+            self._begin_anew(number)
+        if number == self._next:
+            self._take(batch)
+
+    def _catch_up(self) -> None:
+        """Ask for everything from the next batch on, as far as vLLM keeps it."""
+        if not self._replay_endpoint:
+            return
+        dealer = self._context.socket(zmq.DEALER)
+        try:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.RCVHWM, HWM)
+            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+            dealer.connect(self._replay_endpoint)
+            dealer.send_multipart([b"", self._next.to_bytes(NUMBER_BYTES, "big")])
+            while not self._stopping and dealer.poll(REPLAY_MS):
+                frames = dealer.recv_multipart()
+                if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
+                    self.counts["garbage"] += 1
+                    return
+                if frames[1] == END:
+                    return
+                self._replayed(int.from_bytes(frames[1], "big", signed=True), frames[2])
+        finally:
+            dealer.close()
+
+    def _replayed(self, number: int, payload: bytes) -> None:
+        if number < self._next:
+            return
+        if number > self._next:  # it no longer has what is between
+            self._begin_anew(number)
+        self.counts["replayed"] += 1
+        self._take(self._decoded(payload))
+
+    def _decoded(self, payload: bytes) -> EngineBatch | None:
+        try:
+            return decode_batch(payload)
+        except EventError as error:
+            self.counts["garbage"] += 1
+            log.warning("kv_events_garbage", endpoint=self._endpoint, reason=str(error))
+            return None
+
+    def _take(self, batch: EngineBatch | None) -> None:
+        """The next one. Garbage may have told of blocks that are gone."""
+        self.counts["batches"] += 1
+        if batch is None:
+            self._begin_anew(self._next + 1)
+            return
+        self._next += 1
+        self._time_s = batch.time_s
+        if batch.events:
+            self._tell(batch.events)
+
+    def _begin_anew(self, number: int) -> None:
+        """What was heard counts no more."""
+        self._next = number
+        self.counts["cleared"] += 1
+        self._tell((EngineCleared(),))

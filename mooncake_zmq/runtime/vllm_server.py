@@ -1,0 +1,97 @@
+"""What a node learns of its vLLM server before it serves: that it is up, can be asked in tokens, and takes requests of the
+deployment's length. It waits for one that still loads; what the operator has to put right ends it in one line."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import structlog
+
+from mooncake_zmq.config import Config
+from mooncake_zmq.runtime import notify
+from mooncake_zmq.runtime.generation import GENERATE
+from mooncake_zmq.vllm_node.settings import VllmSettings
+
+log = structlog.get_logger()
+
+POLL_S = 0.5
+WAIT_S = 3600.0
+"""How long a node waits for its server: a large model is downloaded, loaded and compiled for."""
+
+
+class ServerError(Exception):
+    """The server is not what the configuration says; in one line."""
+
+
+def await_server(settings: VllmSettings, max_model_len: int, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Return once it serves. Raises ServerError."""
+    with httpx.Client(base_url=settings.url, timeout=settings.probe_timeout_s, trust_env=False) as client:
+        waited_s = 0.0
+        while not _is_well(client):
+            if waited_s >= WAIT_S:
+                raise ServerError(f"vLLM at {settings.url} was not there within {WAIT_S:.0f} s")
+            if not waited_s:
+                log.info("waiting_for_vllm", url=settings.url)
+            notify.status(f"waiting for vLLM at {settings.url}")
+            sleep(POLL_S)
+            waited_s += POLL_S
+        try:
+            _check(client, settings, max_model_len)
+        except httpx.HTTPError as error:
+            raise ServerError(f"vLLM at {settings.url} does not answer: {error}") from error
+
+
+def _is_well(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int) -> None:
+    longest = _longest(client.get("/v1/models"))
+    if longest is not None and longest < max_model_len:
+        raise ServerError(
+            f"vLLM at {settings.url} takes {longest} tokens and model.max_model_len is {max_model_len}: start it with "
+            f"--max-model-len {max_model_len}, or lower the setting"
+        )
+    one = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False}}
+    answer = client.post(GENERATE, json=one, timeout=settings.quiet_s)
+    if answer.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND):
+        raise ServerError(f"vLLM at {settings.url} does not serve {GENERATE}: start it with --enable-scale-out")
+    if answer.status_code != httpx.codes.OK:
+        raise ServerError(f"vLLM at {settings.url} answers {answer.status_code} to {GENERATE}: {answer.text[:300]!r}")
+
+
+def _longest(answer: httpx.Response) -> int | None:
+    """Tokens of prompt and output that it takes; None if it does not say."""
+    try:
+        models = answer.json()["data"]
+        found = [model["max_model_len"] for model in models if isinstance(model["max_model_len"], int)]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return min(found, default=None)
+
+
+def server_command(python: str, config: Config, settings: VllmSettings) -> list[str]:
+    """What starts such a server: by its own Python, for the deployment's model and lengths."""
+    place = urlsplit(settings.url)
+    told = {
+        "--model": config.model.path,
+        "--served-model-name": Path(config.model.path).expanduser().resolve().name,
+        "--host": place.hostname or "127.0.0.1",
+        "--port": place.port or 80,
+        "--max-model-len": config.model.max_model_len,
+        "--block-size": config.model.block_tokens,
+        "--max-num-seqs": settings.max_running,
+    }
+    if settings.kv_events:
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": settings.kv_events}
+        events |= {"replay_endpoint": settings.kv_events_replay or None, "topic": settings.kv_events_topic}
+        told["--kv-events-config"] = json.dumps(events)
+    arguments = [str(part) for name, value in told.items() for part in (name, value)]
+    flags = ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags, *settings.serve_arguments]

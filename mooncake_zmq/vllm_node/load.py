@@ -1,0 +1,103 @@
+"""How much work stands before a vLLM, and how fast it is: what the node reports as a prefill and as a decode. PURE.
+
+vLLM computes prompts in the order in which it got them, a few at a time, beside the answers: so a prompt's own time begins when
+the one before it had its first token, and what a token takes is the gap since the one before it.
+"""
+
+from collections.abc import Sequence
+
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, PrefillLoad, QueuedJob, StartPrefill
+from mooncake_zmq.core.order import Order
+from mooncake_zmq.core.pace import Pace
+from mooncake_zmq.vllm_node.job import Job, JobState
+from mooncake_zmq.vllm_node.settings import VllmSettings
+
+COMPUTE_MEMORY_S = 8.0
+STEP_MEMORY_S = 4.0
+"""As of prefill and decode: see `Pace`."""
+MAX_LEFT_S = 1e7
+MAX_RANK_S = 1e9
+"""The most a message may say."""
+
+
+class Load:
+    """What one vLLM's work takes it."""
+
+    def __init__(self, settings: VllmSettings, costs: Costs, block_tokens: int) -> None:
+        self._settings = settings
+        self._costs = costs
+        self._block_tokens = block_tokens
+        self._order = Order(settings.overtake, settings.priority_s)
+        self._first_at = 0.0
+        """When the last first token came."""
+        self.compute = Pace(memory_s=COMPUTE_MEMORY_S, half_life_s=settings.measured_half_life_s)
+        self.step = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
+
+    def rank(self, now: float, request: StartPrefill) -> float:
+        """The rank of a request that arrives now, for good."""
+        return self._order.rank(now, self.compute.ratio(now) * self._compute_s(request), request.priority)
+
+    def first(self, now: float, job: Job) -> None:
+        """A first token came."""
+        began_at = max(job.began_at, self._first_at)
+        self._first_at = now
+        self.compute.add(now, max(0.0, now - began_at), self._compute_s(job.request))
+
+    def stepped(self, now: float, job: Job, tokens: int, batch: Sequence[Job]) -> None:
+        """Later tokens of `job` came, one of `batch`."""
+        predicted_s = self._costs.step_s(len(batch), sum(each.context for each in batch))
+        # Of a batch each step is told by every member.
+        self.step.add(now, (now - job.token_at) / len(batch), predicted_s * tokens / len(batch))
+
+    def of_prompts(self, now: float, jobs: Sequence[Job], *, closed: bool) -> PrefillLoad:
+        """As a prefill reports."""
+        waiting = sorted((job for job in jobs if not job.made), key=lambda job: (job.state is JobState.QUEUED, job.rank))
+        left_s = [self._left_s(now, job) for job in waiting]
+        if len(waiting) > MAX_REPORTED:
+            left_s[MAX_REPORTED - 1] = sum(left_s[MAX_REPORTED - 1 :])
+        queued = sum(job.state is JobState.QUEUED for job in waiting)
+        return PrefillLoad(
+            jobs=tuple(
+                QueuedJob(
+                    booking=job.request.booking,
+                    rank_s=min(MAX_RANK_S, max(-MAX_RANK_S, job.rank - now)),
+                    left_s=min(MAX_LEFT_S, left),
+                )
+                for job, left in zip(waiting[:MAX_REPORTED], left_s, strict=False)
+            ),
+            overtake=self._settings.overtake,
+            priority_s=self._settings.priority_s,
+            room=max(0, self._settings.max_queued - queued),
+            compute=self.compute.measured(now),
+            draining=closed,
+        )
+
+    def of_answers(self, now: float, jobs: Sequence[Job], *, closed: bool) -> DecodeLoad:
+        """As a decode reports."""
+        settings = self._settings
+        running = [job for job in jobs if job.made]
+        held = sum(job.context for job in jobs)
+        bookings = [job.request.booking for job in jobs if job.request.booking]
+        return DecodeLoad(
+            running=len(running),
+            reserved=len(jobs) - len(running),
+            free_tokens=max(0, settings.capacity_tokens - held),
+            capacity_tokens=settings.capacity_tokens,
+            context_tokens=sum(job.context for job in running),
+            max_batch=settings.max_running,
+            room=max(0, settings.max_running + settings.max_queued - len(jobs)),
+            step=self.step.measured(now),
+            bookings=tuple(bookings[:MAX_REPORTED]),
+            draining=closed,
+        )
+
+    def _left_s(self, now: float, job: Job) -> float:
+        whole_s = self.compute.ratio(now) * self._compute_s(job.request)
+        return whole_s if job.state is JobState.QUEUED else max(0.0, whole_s - (now - max(job.began_at, self._first_at)))
+
+    def _compute_s(self, request: StartPrefill) -> float:
+        """By the cost model, with what the plan reuses."""
+        tokens = len(request.tokens) // 4
+        reused = min(request.reuse_blocks, (tokens - 1) // self._block_tokens) * self._block_tokens
+        return self._costs.compute_s(tokens, reused)

@@ -1,0 +1,122 @@
+"""Which of our keys a vLLM's own prefix cache holds, by what its KV events say. PURE.
+
+vLLM's blocks have hashes of their own and perhaps another length than ours. What both mean is the tokens, so each of its blocks
+is noted as a place in a prompt: the key of our last complete block there, and the tokens behind it.
+
+    vLLM   |  h1  |  h2  |  h3  |        h2 completes K1, which needs h1 and h2; h4 completes K2, which needs h3 and h4
+    ours   |      K1     |      K2 ...
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from mooncake_zmq.kv.block_hash import Key, extend_keys
+from mooncake_zmq.kv.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
+
+RootOf = Callable[[str], Key | None]
+
+
+@dataclass(slots=True)
+class _Block:
+    parent: "_Block | None"
+    """None where none of our blocks needs both."""
+    size_bytes: int
+    """Of its tokens."""
+    key: Key
+    tail: bytes
+    """Tokens after `key`'s block, up to the end of this one."""
+    keys: list[Key] = field(default_factory=list)
+    """Of our blocks that need this one."""
+
+
+class Mirror:
+    """At most `max_blocks` of vLLM's blocks are noted; further ones are not known to be there, which costs a hit."""
+
+    def __init__(self, block_tokens: int, max_blocks: int, root_of: RootOf) -> None:
+        """`root_of(salt)`: where the keys of prompts under this cache salt begin; None: they are not ours."""
+        self._block_tokens = block_tokens
+        self._max_blocks = max_blocks
+        self._root_of = root_of
+        self._blocks: dict[bytes, _Block] = {}
+        self._held: dict[Key, None] = {}
+        self._before: dict[Key, bool] = {}
+        """Of the keys that the events under way touch: were they held?"""
+        self.unknown = 0
+        """Blocks passed over: after one that is not known, or too many."""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def held(self) -> list[Key]:
+        """All keys that can be reused there."""
+        return list(self._held)
+
+    def apply(self, events: Iterable[EngineEvent]) -> tuple[list[Key], list[Key]]:
+        """Take note. Returns the keys that came and stayed, and those that went."""
+        self._before.clear()
+        for event in events:
+            match event:
+                case EngineStored():
+                    self._stored(event)
+                case EngineRemoved(hashes):
+                    self._removed(hashes)
+                case EngineCleared():
+                    self._blocks.clear()
+                    self._let_go(list(self._held))
+        changed = [(key, held) for key, held in self._before.items() if held != (key in self._held)]
+        return [key for key, held in changed if not held], [key for key, held in changed if held]
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert len(self._blocks) <= self._max_blocks
+        needed = {key for block in self._blocks.values() for key in block.keys}
+        assert self._held.keys() <= needed
+
+    def _stored(self, event: EngineStored) -> None:
+        parent = self._blocks.get(event.parent) if event.parent is not None else None
+        root = self._root_of(event.salt) if event.parent is None else None
+        if (parent is None) == (root is None):
+            self.unknown += len(event.hashes)
+            return
+        size = 4 * event.block_tokens
+        for index, name in enumerate(event.hashes):
+            if len(self._blocks) >= self._max_blocks and name not in self._blocks:
+                self.unknown += len(event.hashes) - index
+                break
+            block, keys = self._place(parent, root or b"", event.tokens[index * size : (index + 1) * size])
+            known = self._blocks.get(name)
+            if known is None or known.key != block.key or known.tail != block.tail:
+                self._blocks[name] = block
+                self._needs(block, keys, len(parent.tail) if parent else 0)
+                for key in keys:
+                    self._before.setdefault(key, key in self._held)
+                    self._held[key] = None
+            parent = self._blocks[name]
+
+    def _place(self, parent: _Block | None, root: Key, tokens: bytes) -> tuple[_Block, list[Key]]:
+        before, rest = (parent.key, parent.tail) if parent else (root, b"")
+        open_tokens = rest + tokens
+        keys = extend_keys(before, open_tokens, self._block_tokens)
+        tail = open_tokens[len(keys) * self._block_tokens * 4 :]
+        return _Block(parent if rest else None, len(tokens), keys[-1] if keys else before, tail), keys
+
+    def _needs(self, block: _Block, keys: list[Key], behind_bytes: int) -> None:
+        """Note with each block the keys that need it: the first of `keys` needs those before, as far as its tokens reach."""
+        block.keys += keys
+        earlier = block.parent
+        while keys and behind_bytes > 0 and earlier is not None:
+            earlier.keys.append(keys[0])
+            behind_bytes -= earlier.size_bytes
+            earlier = earlier.parent
+
+    def _removed(self, hashes: Iterable[bytes]) -> None:
+        for name in hashes:
+            block = self._blocks.pop(name, None)
+            if block is not None:
+                self._let_go(block.keys)
+
+    def _let_go(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._before.setdefault(key, key in self._held)
+            self._held.pop(key, None)

@@ -1,0 +1,454 @@
+"""The actor beside a vLLM server: queue, first token and later ones, what it reports of both kinds of work. PURE.
+
+To gateway and conductor it is a prefill and a decode in one, for requests that are placed on it as both. vLLM holds all KV. A
+request that cannot go on here ends with `AttemptFailed`; the gateway places it again, from prompt and tokens so far.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+from msgspec.structs import asdict
+
+from mooncake_zmq.cache_node.announcer import announcements
+from mooncake_zmq.core.actor import (
+    CancelTimer,
+    CancelWork,
+    DrainTimedOut,
+    DrainWanted,
+    Effect,
+    Event,
+    PeerDown,
+    PeerUp,
+    Received,
+    Send,
+    SetTimer,
+    Start,
+    Started,
+    TimerFired,
+    WorkDone,
+    WorkProgress,
+)
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.leaving import Leaving
+from mooncake_zmq.core.messages import (
+    AttemptFailed,
+    CancelRequest,
+    FirstToken,
+    Hello,
+    Message,
+    Sampling,
+    StartPrefill,
+    TokensDecoded,
+    clip,
+)
+from mooncake_zmq.core.reports import REPORT, Reports
+from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
+from mooncake_zmq.core.work import (
+    EngineProbed,
+    EngineTold,
+    Generate,
+    Generated,
+    ProbeEngine,
+    TokensGenerated,
+    WatchEngine,
+    WorkFailed,
+)
+from mooncake_zmq.kv.block_hash import root_of_salt
+from mooncake_zmq.kv.engine_events import EngineEvent
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
+from mooncake_zmq.vllm_node.load import Load
+from mooncake_zmq.vllm_node.mirror import Mirror
+from mooncake_zmq.vllm_node.settings import VllmSettings
+
+PROBE = ("probe",)
+FOREVER_S = 1e7
+UNKNOWN = "vLLM was not asked yet"
+
+
+def unable(sampling: Sampling, made: int) -> str | None:
+    """What vLLM cannot do of this when so many tokens are made; None: it can do it all."""
+    if sampling.logprobs is not None:
+        return "probabilities of tokens are not asked of vLLM"
+    if made and (sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0):
+        return "vLLM takes an answer that goes on for a part of the prompt, and does not penalize it"
+    return None
+
+
+class VllmNode:
+    """One node and what vLLM does for it."""
+
+    def __init__(
+        self, *, name: str, host: str, incarnation: int, settings: VllmSettings, layout: BlockLayout, costs: Costs
+    ) -> None:
+        self.name = name
+        self.host = host
+        self.incarnation = incarnation
+        self.counts = Tally()
+        self.transitions = Tally()
+        self._life = Lifecycle("vllm job", NEXT_STATE, self.transitions)
+        self._settings = settings
+        self._layout = layout
+        self._load = Load(settings, costs, layout.block_tokens)
+        self._reports = Reports(settings.report_s)
+        self._peers: dict[str, Hello] = {}
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        """The live attempt of each request, in order of arrival."""
+        self._closing: list[Job] = []
+        self._works: dict[int, Job] = {}
+        """Whom vLLM has, by work."""
+        self._probe: int | None = None
+        """The question under way."""
+        self._trouble = UNKNOWN
+        """Why vLLM gets nothing new; empty: it does."""
+        self._lost = False
+        """vLLM did not answer: nobody waits for it here."""
+        self._watch: int | None = None
+        self._mirror = Mirror(layout.block_tokens, settings.max_known_blocks, root_of_salt)
+        self._ids = Ids()
+        self._leaving = Leaving("", self.counts)
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        """See `core.actor`."""
+        effects = self._dispatch(now, event)
+        return effects + self._begin(now) + self._drained()
+
+    def _dispatch(self, now: float, event: Event) -> list[Effect]:
+        match event:
+            case WorkProgress(work_id, TokensGenerated(tokens)) if work_id in self._works:
+                return self._on_tokens(now, self._works[work_id], tokens)
+            case Received(sender, message):
+                return self._on_message(now, sender, message)
+            case WorkDone(work_id, Generated() | WorkFailed() as result) if work_id in self._works:
+                return self._on_generated(now, self._works.pop(work_id), result)
+            case WorkDone(work_id, EngineProbed() | WorkFailed() as result) if work_id == self._probe:
+                return self._on_probed(now, result)
+            case WorkProgress(work_id, EngineTold(events)) if work_id == self._watch:
+                return self._on_told(events)
+            case PeerUp() as up:
+                self._peers[up.peer] = up.hello
+                self._reports.peer_up(up)
+                held = announcements(self._mirror.held) if up.hello.role == "conductor" else []
+                return [Send(up.peer, message) for message in held]
+            case PeerDown(peer, _):
+                return self._on_peer_down(now, peer)
+            case TimerFired(key) if key == REPORT:
+                return self._report(now)
+            case TimerFired(key) if key == PROBE:
+                return self._ask()
+            case TimerFired(("deadline", str(request_id), int(attempt))):
+                return self._on_deadline(now, request_id, attempt)
+            case Started():
+                return [self._reports.begin(), *self._ask(), *self._begin_watch()]
+            case DrainWanted():
+                self._leaving.drain()
+                return self._report(now)
+            case DrainTimedOut():
+                self._leaving.drain()
+                return self._hand_over(now)
+            case TimerFired() | WorkProgress() | WorkDone():
+                return []
+            case _:
+                raise TypeError(event)
+
+    def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
+        match message:
+            case StartPrefill():
+                return self._on_start(now, sender, message)
+            case CancelRequest():
+                return self._on_cancel(now, sender, message)
+            case _:
+                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
+                return []
+
+    def check(self, now: float) -> None:
+        """See `core.actor`."""
+        live = [*self._jobs.values(), *self._closing]
+        for job in live:
+            assert job.state is not JobState.ENDED
+            assert (job.state is JobState.CLOSING) == (job in self._closing)
+            assert (job.work_id is None) == (job.state is JobState.QUEUED)
+            assert (job.made > 0) == (job.state is JobState.DECODING) or job.state is JobState.CLOSING
+        assert {id(job) for job in self._works.values()} == {id(job) for job in live if job.work_id is not None}
+        assert len(self._works) <= self._settings.max_running
+        assert len(self._waiting) <= self._settings.max_queued
+        self._mirror.check()
+
+    def gauges(self, now: float) -> dict[str, float]:
+        """See `core.actor`."""
+        waiting = len(self._waiting)
+        return {
+            "capacity_tokens": self._settings.capacity_tokens,
+            "capacity_engines": 0 if self._trouble else 1,
+            "cached_engine_blocks": len(self._mirror),
+            "requests_waiting": waiting,
+            "requests_running": len(self._jobs) - waiting,
+            "requests_closing": len(self._closing),
+        }
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """See `core.actor`."""
+        return {
+            "gauges": self.gauges(now),
+            "draining": self._leaving.draining,
+            "trouble": self._trouble,
+            "compute": asdict(self._load.compute.measured(now)),
+            "step": asdict(self._load.step.measured(now)),
+            "jobs": [
+                {
+                    "request": job.request.request_id,
+                    "attempt": job.request.attempt,
+                    "state": job.state.value,
+                    "age_s": now - job.arrived_at,
+                    "tokens": job.length,
+                    "output": job.count,
+                }
+                for job in [*self._jobs.values(), *self._closing]
+            ],
+        }
+
+    # --- the gateway's orders
+
+    def _on_start(self, now: float, sender: str, message: StartPrefill) -> list[Effect]:
+        current = self._jobs.get(message.request_id)
+        if current is not None and current.request.attempt >= message.attempt:
+            return []
+        effects = self._drop(now, current) if current is not None else []
+        lack = self._lack()
+        reason = lack or self._refusal(message)
+        if reason is not None:
+            self.counts.add("jobs_refused")
+            return [*effects, self._failed(sender, message, reason, full=lack is not None)]
+        job = Job(message, sender, self._ids.new(), self._load.rank(now, message), now)
+        self._jobs[message.request_id] = job
+        return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
+
+    def _lack(self) -> str | None:
+        """What may be otherwise soon: such an attempt counts as one that found no room."""
+        if self._leaving.draining:
+            return "the node is draining"
+        if self._lost:
+            return self._trouble
+        return "queue is full" if len(self._waiting) >= self._settings.max_queued else None
+
+    def _refusal(self, message: StartPrefill) -> str | None:
+        """What is wrong with the request here: it is tried a few times at most."""
+        length = len(message.tokens) // 4
+        if length == 0 or not self._layout.has_tokens(message.tokens):
+            return "no tokens, or such as the model does not have"
+        if message.decode != self.name or message.stages:
+            return "a vLLM computes the whole request"
+        if message.stop.max_tokens <= message.first_index:
+            return "no token is wanted"
+        if (reason := unable(message.sampling, message.first_index)) is not None:
+            return reason
+        return None if length < self._settings.capacity_tokens else "prompt is longer than vLLM's KV"
+
+    def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
+        job = self._jobs.get(message.request_id)
+        if job is None or job.gateway != sender or job.request.attempt > message.attempt:
+            return []
+        self.counts.add("requests_cancelled")
+        return self._drop(now, job)
+
+    def _on_deadline(self, now: float, request_id: str, attempt: int) -> list[Effect]:
+        job = self._jobs.get(request_id)
+        if job is None or job.request.attempt != attempt:
+            return []
+        return self._fail(now, job, "deadline passed")
+
+    def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
+        self._peers.pop(peer, None)
+        self._reports.peer_down(peer)
+        orphans = [job for job in self._jobs.values() if job.gateway == peer]
+        return [effect for job in orphans for effect in self._drop(now, job)]
+
+    # --- vLLM
+
+    def _begin(self, now: float) -> list[Effect]:
+        """Give vLLM those that rank first, as many as it may have."""
+        effects: list[Effect] = []
+        while not self._trouble and len(self._works) < self._settings.max_running and (waiting := self._waiting):
+            job = min(waiting, key=lambda each: (each.rank, each.order))
+            self._move(job, JobEvent.BEGIN)
+            job.work_id, job.began_at = self._ids.new(), now
+            self._works[job.work_id] = job
+            request = job.request
+            work = Generate(
+                tokens=request.tokens,
+                count=request.first_index,
+                root=request.root,
+                sampling=request.sampling,
+                stop=request.stop,
+                sources=request.sources,
+                quiet_s=self._settings.quiet_s,
+            )
+            left_s = request.deadline_s - (now - job.arrived_at)
+            effects.append(Start(job.work_id, work, max(left_s, self._settings.report_s)))
+        return effects
+
+    def _on_tokens(self, now: float, job: Job, tokens: tuple[int, ...]) -> list[Effect]:
+        """The next tokens; what is beyond the request's end is not its own, and vLLM is told."""
+        if job.state is JobState.CLOSING:
+            return []
+        effects, ended = self._take(now, job, tokens)
+        return effects + self._drop(now, job) if ended else effects
+
+    def _on_generated(self, now: float, job: Job, result: Generated | WorkFailed) -> list[Effect]:
+        job_over = job.state is JobState.CLOSING
+        job.work_id = None
+        if job_over:
+            return self._end(now, job)
+        if isinstance(result, WorkFailed):
+            return self._fail(now, job, result.reason) + self._doubt(result.reason)
+        effects, ended = self._take(now, job, result.tokens, result.reused)
+        if self._jobs.get(job.request.request_id) is not job:  # what came was nonsense
+            return effects
+        if ended:
+            return effects + self._end(now, job)
+        return effects + self._fail(now, job, f"vLLM ended the answer after {job.count} tokens")
+
+    def _take(self, now: float, job: Job, tokens: tuple[int, ...], reused: int = 0) -> tuple[list[Effect], bool]:
+        """Tell the gateway, and whether that was the last token."""
+        if not tokens:
+            return [], False
+        if not self._layout.has_token(max(tokens)) or min(tokens) < 0:
+            self.counts.add("tokens_out_of_range")
+            return self._fail(now, job, "vLLM gave tokens that the model does not have"), False
+        request, effects = job.request, list[Effect]()
+        taken, ended = request.stop.cut(tokens, job.count)
+        tokens = tokens[:taken]
+        if job.state is JobState.PREFILLING:
+            effects += self._first(now, job, tokens[0], reused)
+            tokens, reused = tokens[1:], 0
+        if tokens:
+            effects.append(self._later(now, job, tokens, reused))
+        return effects, ended
+
+    def _first(self, now: float, job: Job, token: int, reused: int) -> list[Effect]:
+        self._move(job, JobEvent.TOKEN)
+        request = job.request
+        self._load.first(now, job)
+        first = FirstToken(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            index=job.count,
+            token=token,
+            own=reused,
+            local=0,
+            remote=0,
+            queue_s=max(0.0, job.began_at - job.arrived_at),
+            prefill_s=max(0.0, now - job.began_at),
+        )
+        job.made, job.token_at = 1, now
+        return [Send(job.gateway, first), *self._reports.hurry(now)]
+
+    def _later(self, now: float, job: Job, tokens: tuple[int, ...], reused: int) -> Effect:
+        request = job.request
+        self._load.stepped(now, job, len(tokens), self._decoding)
+        told = ((request.request_id, request.attempt, reused),) if reused else ()
+        decoded = TokensDecoded(entries=((request.request_id, request.attempt, job.count, tokens),), reused=told)
+        job.made += len(tokens)
+        job.token_at = now
+        return Send(job.gateway, decoded)
+
+    def _doubt(self, reason: str) -> list[Effect]:
+        """Something failed there: nothing new until it is known whether vLLM is well."""
+        self._trouble = self._trouble or reason
+        return self._ask()
+
+    def _ask(self) -> list[Effect]:
+        if self._probe is not None:
+            return []
+        self._probe = self._ids.new()
+        return [Start(self._probe, ProbeEngine(), self._settings.probe_timeout_s)]
+
+    def _on_probed(self, now: float, result: EngineProbed | WorkFailed) -> list[Effect]:
+        self._probe = None
+        effects: list[Effect] = [SetTimer(PROBE, self._settings.probe_s)]
+        if isinstance(result, EngineProbed) and result.ready:
+            well_before, self._trouble, self._lost = not self._trouble, "", False
+            return effects if well_before else effects + self._reports.hurry(now)
+        if not self._lost:
+            self.counts.add("engine_losses")
+            effects += self._reports.hurry(now)
+        self._trouble, self._lost = f"vLLM is not well: {result.reason}", True
+        for job in self._waiting:
+            effects += self._fail(now, job, self._trouble, full=True)
+        return effects
+
+    def _begin_watch(self) -> list[Effect]:
+        if not self._settings.kv_events:
+            return []
+        self._watch = self._ids.new()
+        return [Start(self._watch, WatchEngine(), FOREVER_S)]
+
+    def _on_told(self, events: tuple[EngineEvent, ...]) -> list[Effect]:
+        """Blocks in vLLM's own cache: conductors hear of them as of a pool that this node alone reads."""
+        unknown = self._mirror.unknown
+        came, gone = self._mirror.apply(events)
+        self.counts.add("engine_blocks_unknown", self._mirror.unknown - unknown)
+        self.counts.add("announced_blocks[change=stored]", len(came))
+        self.counts.add("announced_blocks[change=removed]", len(gone))
+        conductors = [name for name, hello in self._peers.items() if hello.role == "conductor"]
+        return [Send(conductor, message) for message in announcements(came, gone) for conductor in conductors]
+
+    # --- ends
+
+    def _fail(self, now: float, job: Job, reason: str, *, full: bool = False) -> list[Effect]:
+        self.counts.add("jobs_failed")
+        return [self._failed(job.gateway, job.request, reason, full=full), *self._drop(now, job)]
+
+    def _hand_over(self, now: float) -> list[Effect]:
+        """Whoever is left here goes on elsewhere at once, as one for whom there is no room: nothing broke."""
+        left = list(self._jobs.values())
+        self.counts.add("jobs_handed_over", len(left))
+        return [effect for job in left for effect in self._fail(now, job, "the node is leaving", full=True)]
+
+    def _drop(self, now: float, job: Job) -> list[Effect]:
+        """The gateway wants no more of it: hang up on vLLM."""
+        if job.work_id is None:
+            return self._end(now, job)
+        self._move(job, JobEvent.CLOSE)
+        self._closing.append(job)
+        return [*self._leave(now, job), CancelWork(job.work_id)]
+
+    def _end(self, now: float, job: Job) -> list[Effect]:
+        was_closing = job.state is JobState.CLOSING
+        self._move(job, JobEvent.END)
+        if was_closing:
+            self._closing.remove(job)
+            return []
+        return self._leave(now, job)
+
+    def _leave(self, now: float, job: Job) -> list[Effect]:
+        request = job.request
+        del self._jobs[request.request_id]
+        return [CancelTimer(("deadline", request.request_id, request.attempt)), *self._reports.hurry(now)]
+
+    def _report(self, now: float) -> list[Effect]:
+        """As a prefill and as a decode. Without a vLLM that is well it is as if it drained: nothing new, please."""
+        closed = self._leaving.draining or self._lost
+        jobs = list(self._jobs.values())
+        prompts, answers = (tell(now, jobs, closed=closed) for tell in (self._load.of_prompts, self._load.of_answers))
+        return self._reports.send(now, prompts, answers)
+
+    def _drained(self) -> list[Effect]:
+        return self._leaving.drained(idle=not (self._jobs or self._closing))
+
+    # --- leaves
+
+    @property
+    def _waiting(self) -> list[Job]:
+        return [job for job in self._jobs.values() if job.state is JobState.QUEUED]
+
+    @property
+    def _decoding(self) -> list[Job]:
+        return [job for job in self._jobs.values() if job.state is JobState.DECODING]
+
+    def _failed(self, gateway: str, request: StartPrefill, reason: str, *, full: bool) -> Send:
+        failed = AttemptFailed(request_id=request.request_id, attempt=request.attempt, reason=clip(reason), full=full)
+        return Send(gateway, failed)
+
+    def _move(self, job: Job, event: JobEvent) -> None:
+        job.state = self._life.after(job.state, event)

@@ -1,0 +1,91 @@
+"""Requests served by vLLM nodes beside stand-ins: real processes, messages and HTTP; no token is lost or repeated."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from stub_vllm import StubVllm
+from toy_cluster import Stream, eventually, greedy, until_none
+from vllm_cluster import VllmCluster, answering, expected, write_model
+
+PROMPT = [3 + i % 40 for i in range(50)]
+
+
+@pytest.fixture
+def stubs() -> Iterator[tuple[StubVllm, StubVllm]]:
+    both = StubVllm(answering()), StubVllm(answering())
+    yield both
+    for stub in both:
+        stub.close()
+
+
+@pytest.fixture
+def cluster(directory: Path, stubs: tuple[StubVllm, StubVllm]) -> Iterator[VllmCluster]:
+    model = write_model(directory / "models" / "strange")
+    made = VllmCluster(directory, model, (stubs[0].url, stubs[1].url))
+    try:
+        made.start()
+        yield made
+        until_none(made.busy_gauges, 30)
+        made.stop()
+    finally:
+        made.kill()
+
+
+def test_requests_outlive_the_engine_that_serves_them(cluster: VllmCluster, stubs: tuple[StubVllm, StubVllm]) -> None:
+    name = cluster.model_name
+    assert name == "strange"
+    answer = cluster.complete_text(prompt=PROMPT, max_tokens=6)
+    assert answer["choices"][0]["token_ids"] == expected(PROMPT, 6)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) - 1, "as vLLM says"
+    assert not (cluster.runtime_dir / "cache" / "weights.bin").exists()
+
+    # Whoever gets it first hangs up after five tokens.
+    deaths: list[int] = []
+
+    def dies_after() -> int | None:
+        if deaths:
+            return None
+        return 5
+
+    def mortal(body):
+        yield from answering(0.002, dies_after=dies_after)(body)
+        deaths.append(1)
+
+    for stub in stubs:
+        stub.answer = mortal
+    with Stream(cluster.url, greedy(model=name, prompt=PROMPT, max_tokens=40, stream=True)) as stream:
+        assert stream.read() == expected(PROMPT, 40)
+    assert not stream.errors
+    resumed = [body for stub in stubs for body in stub.asked if body["token_ids"] == PROMPT + expected(PROMPT, 5)]
+    assert len(resumed) == 1
+
+    # A client that goes away is hung up on at once.
+    for stub in stubs:
+        stub.answer = answering(0.01)
+    with Stream(cluster.url, greedy(model=name, prompt=PROMPT, max_tokens=3000, stream=True)) as stream:
+        stream.read(3)
+    eventually(lambda: not any(stub.running for stub in stubs), 20, "both are idle")
+
+    # With one of them gone all goes to the other; with it back both are used.
+    stubs[0].well = 503
+    eventually(lambda: cluster.dumps()["vllm-a"]["actor"]["trouble"], 20, "it is missed")
+    stubs[0].asked.clear()
+    stubs[0].status = 503
+    for stub in stubs:
+        stub.answer = answering()
+    for start in range(3):
+        assert cluster.complete_text(prompt=PROMPT[start:], max_tokens=4)
+    assert not stubs[0].asked
+    stubs[0].well = stubs[0].status = 200
+    eventually(lambda: not cluster.dumps()["vllm-a"]["actor"]["trouble"], 20, "it is back")
+
+    def both_used() -> bool:
+        assert httpx.get(f"{cluster.url}/health").status_code == 200
+        cluster.complete_text(prompt=PROMPT, max_tokens=2)
+        return bool(stubs[0].asked)
+
+    eventually(both_used, 20, "it is used again")
+    errors = [line for name in ("vllm-a", "vllm-b") for line in (cluster.runtime_dir / f"logs/{name}.log").open()]
+    assert not [line for line in errors if '"level":"critical"' in line]

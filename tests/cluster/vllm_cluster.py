@@ -1,0 +1,116 @@
+"""A cluster beside vLLM servers, stand-ins or real ones; and what a stand-in answers."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from stub_vllm import DONE, Pieces, event, usage
+from toy_cluster import ROOT, ToyCluster, free_port
+
+from mooncake_zmq.chaos.checks import busy, unheard
+from mooncake_zmq.engine.gguf_vocabulary import byte_level_bpe
+from mooncake_zmq.operate import collect_dumps
+
+NODES = ("conductor-0", "cache-a", "vllm-a", "vllm-b", "gateway-0")
+VOCABULARY = 99
+
+
+def write_model(directory: Path, **config: Any) -> Path:
+    """A model directory without weights, of a kind that our own engine does not know."""
+    directory.mkdir(parents=True)
+    letters = sorted(chr(code) for code in range(33, 127))
+    tokens = [*letters, "Ġ", "th", "tt", "<s>", "</s>"]
+    byte_level_bpe(tokens=tokens, merges=[("t", "h"), ("t", "t")], kinds=[1] * 97 + [3] * 2, pre="gpt-2").save(
+        str(directory / "tokenizer.json")
+    )
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages[0].content }}"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    whole = {
+        "model_type": "strange",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "eos_token_id": VOCABULARY - 1,
+    }
+    (directory / "config.json").write_text(json.dumps(whole | config))
+    return directory
+
+
+def next_token(tokens: list[int]) -> int:
+    """A pure function of all before it."""
+    return hashlib.sha256(json.dumps(tokens).encode()).digest()[0] % (VOCABULARY - 2)
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    """What an undisturbed answer is."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def answering(gap_s: float = 0.0, *, dies_after: Callable[[], int | None] = lambda: None) -> Callable[[dict[str, Any]], Pieces]:
+    """Answers as vLLM does. `dies_after()`: so many tokens, and then it hangs up."""
+
+    def answer(body: dict[str, Any]) -> Pieces:
+        tokens, wanted = list(body["token_ids"]), body["sampling_params"]["max_tokens"]
+        for made in range(1, wanted + 1):
+            tokens.append(next_token(tokens))
+            yield event([tokens[-1]], "length" if made == wanted else None)
+            if dies_after() == made:
+                return
+            time.sleep(gap_s)
+        yield usage(len(body["token_ids"]) - 1)
+        yield DONE
+
+    return answer
+
+
+class VllmCluster(ToyCluster):
+    """configs/vllm.toml on free ports, beside the servers at `urls`."""
+
+    def __init__(self, directory: Path, model: Path, urls: tuple[str, str], settings: tuple[str, ...] = ()) -> None:
+        text = (ROOT / "configs/vllm.toml").read_text()
+        for old, new in zip(("http://127.0.0.1:8001", "http://127.0.0.1:8002"), urls, strict=True):
+            assert text.count(f'url = "{old}"') == 1
+            text = text.replace(f'url = "{old}"', f'url = "{new}"')
+        text = text.replace("ipc:///tmp/", f"ipc://{directory}/")
+        text = text.replace("tcp://127.0.0.1:7301", f"tcp://127.0.0.1:{free_port()}").replace("1_073_741_824", "134_217_728")
+        config = directory / "vllm.toml"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config.write_text(text)
+        own = (f"model.path={model}", f"model.cache_dir={directory / 'cache'}", *settings)
+        super().__init__(directory, config=str(config), settings=own)
+
+    def complete(self) -> bool:
+        detail = self.health()
+        return detail is not None and detail["peers"].get("vllm") == ["vllm-a", "vllm-b"]
+
+    def dumps(self) -> dict[str, Any]:
+        return collect_dumps(self.runtime_dir, NODES)
+
+    def missing(self) -> list[str]:
+        return unheard(self.dumps(), NODES)
+
+    def busy_gauges(self) -> list[str]:
+        return busy(self.dumps())
+
+    def complete_text(self, **body: Any) -> dict[str, Any]:
+        return super().complete_text(**{"model": self.model_name, **body})
+
+    @property
+    def model_name(self) -> str:
+        return httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+
+
+def cpu_s(pid: int) -> float:
+    """Of a process, so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

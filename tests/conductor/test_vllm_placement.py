@@ -1,0 +1,105 @@
+"""A conductor among vLLM nodes: prefill and decode of a request in one, where its beginning can be reused."""
+
+from conductor_harness import Cluster, keys
+
+from mooncake_zmq.core.messages import BlocksAnnounced, Placed, Rejected
+
+
+class Vllms(Cluster):
+    """`count` vLLM nodes v0, v1 ..., each on a host of its own with a cache-node."""
+
+    def __init__(self, count=2, *, hosts=0, **settings):
+        super().__init__(hosts, **settings)
+        for i in range(count):
+            self.up(f"v{i}", "vllm", f"w{i}")
+            self.up(f"s{i}", "cache-node", f"w{i}")
+            self.prefill_load(f"v{i}")
+            self.decode_load(f"v{i}")
+
+    def shelve(self, node, stored=(), removed=()):
+        self.say(node, BlocksAnnounced(stored=tuple(stored), removed=tuple(removed), shelf=True))
+
+
+def where(answer):
+    assert isinstance(answer, Placed), answer
+    assert answer.prefill == answer.decode
+    assert not answer.stages
+    return answer.prefill
+
+
+def test_prefill_and_decode_are_one_node_and_load_spreads():
+    cluster = Vllms(3)
+    assert {where(cluster.schedule(keys("a", 4))) for _ in range(3)} == {"v0", "v1", "v2"}
+
+
+def test_a_request_goes_where_vllm_itself_has_its_beginning():
+    cluster = Vllms()
+    for node in ("v1", "v0"):
+        prompt = keys(node, 8)
+        cluster.announce(node, prompt[:6])
+        answer = cluster.schedule(prompt)
+        assert where(answer) == node
+        assert answer.reuse_blocks == 6
+        assert not answer.sources
+        cluster.end(answer)
+    cluster.announce("v1", removed=keys("v1", 6))
+    assert cluster.schedule(keys("v1", 8)).reuse_blocks == 0
+
+
+def test_a_request_goes_where_the_host_s_store_has_its_beginning():
+    cluster = Vllms()
+    cluster.shelve("s1", keys("a", 6))
+    answer = cluster.schedule(keys("a", 8))
+    assert (where(answer), answer.reuse_blocks) == ("v1", 6)
+    cluster.end(answer)
+    cluster.down("s1")
+    assert cluster.schedule(keys("a", 8)).reuse_blocks == 0
+    cluster.up("s1", "cache-node", "w1", 2)
+    cluster.shelve("s1", keys("a", 3))
+    assert cluster.schedule(keys("a", 8)).reuse_blocks == 3
+
+
+def test_what_one_kind_of_engine_holds_the_other_does_not_reuse():
+    cluster = Vllms(1, hosts=1)
+    cluster.up("v9", "vllm", "h0")
+    cluster.prefill_load("v9")
+    cluster.announce("c0", keys("ours", 6))
+    cluster.shelve("c0", keys("theirs", 6))
+    ours, theirs = cluster.schedule(keys("ours", 8)), cluster.schedule(keys("theirs", 8))
+    assert (ours.prefill, ours.decode, ours.reuse_blocks) == ("p0", "d0", 6)
+    assert (where(theirs), theirs.reuse_blocks) == ("v9", 6)
+
+
+def test_copies_are_made_of_what_pools_hold_alone():
+    cluster = Vllms(2, hosts=2)
+    cluster.announce("v0", keys("a", 4))
+    cluster.shelve("s0", keys("a", 4))
+    assert cluster.conductor.change_replica(cluster.now, keys("a", 4), 2) == []
+    cluster.announce("c0", keys("a", 4))
+    (wish,) = cluster.conductor.change_replica(cluster.now, keys("a", 4), 2)
+    assert wish.message.sources == ("c0",)
+
+
+def test_one_that_takes_nothing_new_gets_nothing():
+    cluster = Vllms()
+    cluster.prefill_load("v0", draining=True)
+    cluster.decode_load("v0", draining=True)
+    assert {where(cluster.schedule(keys("a", 2))) for _ in range(3)} == {"v1"}
+    cluster.prefill_load("v1", room=0)
+    assert isinstance(cluster.schedule(keys("a", 2)), Rejected)
+
+
+def test_one_that_leaves_takes_its_bookings_and_blocks_along():
+    cluster = Vllms(1)
+    cluster.announce("v0", keys("a", 4))
+    where(cluster.schedule(keys("a", 4)))
+    cluster.down("v0")
+    assert isinstance(cluster.schedule(keys("a", 4)), Rejected)
+    assert not cluster.conductor.gauges(cluster.now)["bookings"]
+    cluster.up("v0", "vllm", "w0", 2)
+    assert cluster.schedule(keys("a", 4)).reuse_blocks == 0
+
+
+def test_an_excluded_one_is_avoided_while_another_is_there():
+    cluster = Vllms()
+    assert {where(cluster.schedule(keys("a", 2), exclude=("v1",))) for _ in range(3)} == {"v0"}

@@ -1,0 +1,91 @@
+"""A stand-in for a vLLM server: `answer(body)` gives the pieces of an answer's stream."""
+
+import json
+import select
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Pieces = Iterator[bytes]
+
+
+def event(tokens: list[int] | None = None, finish: str | None = None, **more: Any) -> bytes:
+    choices = [] if tokens is None else [{"index": 0, "token_ids": tokens, "finish_reason": finish, "logprobs": None}]
+    return b"data: " + json.dumps({"request_id": "r", "choices": choices, **more}).encode() + b"\n\n"
+
+
+def usage(cached: int) -> bytes:
+    return event(usage={"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": cached}})
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class StubVllm:
+    """Serves on 127.0.0.1 until `close`."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Pieces] = lambda body: iter((event([1], "length"), DONE))) -> None:
+        self.answer = answer
+        self.status = 200
+        self.well = 200
+        self.asked: list[dict[str, Any]] = []
+        self.running = 0
+        self.hung_up = 0
+        self._lock = threading.Lock()
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                if self.path == "/health":
+                    return self.whole(stub.well, b"")
+                return self.whole(200, json.dumps({"data": [{"id": "m", "max_model_len": 1 << 20}]}).encode())
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                if stub.status != 200 or not body.get("stream"):
+                    return self.whole(stub.status, b'{"error": "as the test wants it"}')
+                stub.serve(self, body)
+                return None
+
+            def whole(self, status: int, content: bytes) -> None:
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread.start()
+
+    def serve(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        with self._lock:
+            self.asked.append(body)
+            self.running += 1
+        handler.send_response(200)
+        handler.send_header("content-type", "text/event-stream")
+        handler.send_header("connection", "close")
+        handler.end_headers()
+        handler.close_connection = True
+        try:
+            for piece in self.answer(body):
+                if select.select([handler.connection], [], [], 0)[0]:
+                    raise BrokenPipeError
+                handler.wfile.write(piece)
+        except OSError:
+            self.hung_up += 1
+        finally:
+            with self._lock:
+                self.running -= 1
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,294 @@
+"""A vLLM's own prefix cache as its KV events tell of it: in our keys, of any block length, and never more than is there."""
+
+import contextlib
+import time
+
+import msgpack
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_vllm_node import BASE, LAYOUT, Harness
+
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import BlocksAnnounced
+from mooncake_zmq.core.work import EngineTold, WatchEngine
+from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens, root_of_salt, salt_of
+from mooncake_zmq.kv.engine_events import EngineBatch, EngineCleared, EngineRemoved, EngineStored, EventError, decode_batch
+from mooncake_zmq.runtime.kv_events import END
+from mooncake_zmq.runtime.kv_subscriber import KvSubscriber
+from mooncake_zmq.vllm_node.mirror import Mirror
+from mooncake_zmq.vllm_node.vllm_node import VllmNode
+
+ROOT = bytes(range(16))
+SALT = salt_of(ROOT)
+
+
+def hashes(tokens, size):
+    return [f"{size}{tokens[: end + size]}".encode()[-60:] for end in range(0, len(tokens) - size + 1, size)]
+
+
+def stored(tokens, size, first=0, salt=SALT):
+    """vLLM's blocks of a prompt from block `first` on."""
+    names = hashes(tokens, size)
+    packed = pack_tokens(tokens[first * size : len(names) * size])
+    return EngineStored(tuple(names[first:]), names[first - 1] if first else None, packed, size, "" if first else salt)
+
+
+def mirror(block_tokens=4, most=1000):
+    return Mirror(block_tokens, most, root_of_salt)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 12])
+def test_stored_blocks_are_our_keys_whatever_their_length(size):
+    seen, tokens = mirror(), list(range(50))
+    keys = extend_keys(ROOT, pack_tokens(tokens[: len(tokens) // size * size]), 4)
+    assert seen.apply([stored(tokens, size)]) == (keys, [])
+    assert seen.apply([stored(tokens, size)]) == ([], [])
+    assert seen.apply([EngineCleared()]) == ([], keys)
+    assert not seen.held
+
+
+def test_a_chain_may_come_in_pieces():
+    seen, tokens = mirror(), list(range(24))
+    seen.apply([stored(tokens[:9], 3)])
+    seen.apply([stored(tokens, 3, first=3)])
+    assert seen.held == extend_keys(ROOT, pack_tokens(tokens), 4)
+
+
+def test_a_block_of_ours_goes_with_the_first_of_those_it_needs():
+    seen, tokens = mirror(8), list(range(24))
+    names, keys = hashes(tokens, 4), extend_keys(ROOT, pack_tokens(tokens), 8)
+    seen.apply([stored(tokens, 4)])
+    assert seen.apply([EngineRemoved((names[2],))]) == ([], [keys[1]])
+    assert seen.apply([EngineRemoved((names[3], b"nobody"))]) == ([], [])
+    assert seen.held == [keys[0], keys[2]]
+
+
+def test_what_is_not_ours_or_hangs_in_the_air_is_passed_over():
+    seen, tokens = mirror(), list(range(16))
+    assert seen.apply([stored(tokens, 4, salt="a tenant's own"), stored(tokens, 4, first=2)]) == ([], [])
+    assert seen.unknown == 6
+
+
+def test_no_more_blocks_are_noted_than_allowed():
+    seen = mirror(4, most=3)
+    came, _ = seen.apply([stored(list(range(40)), 4)])
+    assert len(came) == len(seen) == 3
+    assert seen.unknown == 7
+
+
+changes = st.lists(
+    st.tuples(st.sampled_from("srs"), st.integers(0, 3), st.integers(0, 8), st.integers(1, 8), st.sampled_from((1, 2, 3, 6))),
+    max_size=30,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(changes)
+def test_nothing_is_said_to_be_there_that_is_not(steps):
+    seen, there, told = mirror(4), {}, set()
+    for kind, prompt, first, count, size in steps:
+        tokens = [prompt % 2, *range(10), prompt, *range(20, 43)]
+        names = hashes(tokens, size)
+        if kind == "s":
+            first = min(first, len(names) - 1)
+            tokens = tokens[: (first + count) * size]
+            event = stored(tokens, size, first=first)
+            if not first or names[first - 1] in there:
+                there |= {name: None for name in event.hashes}
+        else:
+            event = EngineRemoved(tuple(names[first : first + count]))
+            for name in event.hashes:
+                there.pop(name, None)
+        came, gone = seen.apply([event])
+        told = (told | set(came)) - set(gone)
+        seen.check()
+        assert told == set(seen.held)
+    for prompt in range(4):
+        tokens = [prompt % 2, *range(10), prompt, *range(20, 43)]
+        for index, key in enumerate(extend_keys(ROOT, pack_tokens(tokens), 4)):
+            spans = [hashes(tokens, size)[index * 4 // size : -(-(index + 1) * 4 // size)] for size in (1, 2, 3, 6)]
+            if key in told:
+                assert any(all(name in there for name in span) for span in spans)
+
+
+# --- the wire
+
+
+def as_map(tokens, salt, **more):
+    return {
+        "type": "BlockStored",
+        "block_hashes": [b"a" * 32, -5],
+        "parent_block_hash": None,
+        "token_ids": tokens,
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [[salt], None],
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    } | more
+
+
+def batch(*events, time_s=1.5):
+    return msgpack.packb([time_s, list(events), None])
+
+
+FOUR = EngineStored((b"a" * 32, (2**64 - 5).to_bytes(8, "big")), None, pack_tokens([1, 2, 3, 4]), 2, SALT)
+
+
+def test_both_shapes_of_the_wire_are_read():
+    event = as_map([1, 2, 3, 4], SALT)
+    array = ["BlockStored", *list(event.values())[1:], "something new"]
+    removed, cleared = EngineRemoved((b"h",)), EngineCleared()
+    assert decode_batch(batch(event, {"type": "BlockRemoved", "block_hashes": [b"h"]}, {"type": "AllBlocksCleared"})) == (
+        EngineBatch(1.5, (FOUR, removed, cleared))
+    )
+    assert decode_batch(batch(array, ["BlockRemoved", [b"h"], "GPU"], ["AllBlocksCleared"], ["Later", 3])) == (
+        EngineBatch(1.5, (FOUR, removed, cleared))
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"medium": "STORAGE"},
+        {"lora_id": 3},
+        {"group_idx": 1},
+        {"kv_cache_spec_kind": "sliding_window"},
+        {"extra_keys": None},
+        {"extra_keys": [None, None]},
+        {"extra_keys": [[SALT, "lora"], None]},
+        {"extra_keys": [[SALT], ["image"]]},
+    ],
+)
+def test_blocks_that_no_request_of_ours_can_reuse_are_passed_over(more):
+    assert decode_batch(batch(as_map([1, 2, 3, 4], SALT, **more))).events == ()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\xdd\xff\xff\xff\xff",
+        msgpack.packb(3),
+        msgpack.packb(["now", []]),
+        batch(3),
+        batch(as_map([1, 2, 3], SALT)),
+        batch(as_map([1, 2, 3, -1], SALT)),
+        batch(as_map([1, 2, 3, "4"], SALT)),
+        batch(as_map([1, 2, 3, 4], SALT, block_hashes=[1 << 63, "x"])),
+        batch(as_map([1, 2, 3, 4], SALT, block_hashes=None)),
+        batch(as_map([], SALT, block_size=0)),
+        batch({"type": "BlockRemoved"}),
+        b"\x91" * 5000,
+    ],
+)
+def test_anything_else_is_one_error(payload):
+    with pytest.raises(EventError):
+        decode_batch(payload)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_are_a_batch_or_that_error(payload):
+    with contextlib.suppress(EventError):
+        decode_batch(payload)
+
+
+class Publisher:
+    """A vLLM's sockets: what was published can be replayed from `kept` on."""
+
+    def __init__(self):
+        self.context = zmq.Context()
+        self.pub = self.context.socket(zmq.XPUB)
+        self.router = self.context.socket(zmq.ROUTER)
+        for each in (self.pub, self.router):
+            each.setsockopt(zmq.LINGER, 0)
+            each.bind("tcp://127.0.0.1:*")
+        self.endpoint, self.replay = (each.get_string(zmq.LAST_ENDPOINT) for each in (self.pub, self.router))
+        self.told = []
+
+    def send(self, number, *events, time_s=1.0):
+        self.pub.send_multipart([b"", number.to_bytes(8, "big"), batch(*events, time_s=time_s)])
+
+    def answer(self, batches):
+        assert self.router.poll(20_000), "a replay is asked for"
+        who, empty, start = self.router.recv_multipart()
+        for number, payload in batches:
+            if number >= int.from_bytes(start, "big"):
+                self.router.send_multipart([who, empty, number.to_bytes(8, "big"), payload])
+        self.router.send_multipart([who, empty, END, b""])
+        return int.from_bytes(start, "big")
+
+    def until(self, count):
+        deadline = time.monotonic() + 20
+        while len(self.told) < count:
+            assert time.monotonic() < deadline, self.told
+            time.sleep(0.005)
+        return self.told
+
+    def close(self):
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def publisher():
+    made = Publisher()
+    yield made
+    made.close()
+
+
+def removed(name):
+    return {"type": "BlockRemoved", "block_hashes": [name]}
+
+
+def test_gaps_are_replayed_and_a_new_life_of_vllm_clears_what_was_heard(publisher):
+    crashes = []
+    heard = KvSubscriber(
+        publisher.endpoint, replay_endpoint=publisher.replay, topic="", tell=publisher.told.append, on_crash=crashes.append
+    )
+    try:
+        assert publisher.pub.recv() == b"\x01"
+        assert publisher.answer([(0, batch(removed(b"0"), time_s=1.0)), (1, batch(removed(b"1"), time_s=2.0))]) == 0
+        publisher.until(2)
+        publisher.send(1, removed(b"1"), time_s=2.0)  # it was replayed already
+        publisher.send(4, removed(b"4"), time_s=5.0)
+        assert publisher.answer([(2, batch(removed(b"2"), time_s=3.0)), (3, batch(removed(b"3"), time_s=4.0))]) == 2
+        assert [event.hashes[0] for (event,) in publisher.until(5)] == [b"0", b"1", b"2", b"3", b"4"]
+        publisher.send(0, removed(b"new"), time_s=9.0)
+        assert publisher.until(7)[5:] == [(EngineCleared(),), (EngineRemoved((b"new",)),)]
+        publisher.send(7, removed(b"7"), time_s=10.0)
+        publisher.answer([])
+        assert publisher.until(9)[7:] == [(EngineCleared(),), (EngineRemoved((b"7",)),)], "what was lost may have been removals"
+        publisher.pub.send_multipart([b"", (8).to_bytes(8, "big"), b"garbage"])
+        assert publisher.until(10)[9:] == [(EngineCleared(),)]
+        publisher.pub.send_multipart([b"odd"])
+        publisher.send(9, removed(b"9"), time_s=11.0)
+        assert publisher.until(11)[10:] == [(EngineRemoved((b"9",)),)]
+    finally:
+        heard.close()
+    assert not crashes
+
+
+# --- the actor
+
+
+def test_conductors_hear_of_blocks_that_vllm_holds_now_and_when_they_come():
+    own = type(BASE)(kv_events="tcp://127.0.0.1:5557")
+    node = Harness(VllmNode(name="me", host="h0", incarnation=2, settings=own, layout=LAYOUT, costs=Costs()))
+    node.up("k")
+    (watch,) = [work_id for work_id, work in node.works.items() if isinstance(work, WatchEngine)]
+    tokens = list(range(LAYOUT.block_tokens * 3))
+    keys = extend_keys(ROOT, pack_tokens(tokens), LAYOUT.block_tokens)
+    node.progress(watch, EngineTold((stored(tokens, LAYOUT.block_tokens),)))
+    assert node.one(BlocksAnnounced).stored == tuple(keys)
+    node.progress(watch, EngineTold((EngineRemoved((hashes(tokens, LAYOUT.block_tokens)[2],)),)))
+    assert node.one(BlocksAnnounced).removed == (keys[2],)
+    node.down("k")
+    node.up("k", 2)
+    assert node.one(BlocksAnnounced).stored == tuple(keys[:2])
+    assert not node.busy()

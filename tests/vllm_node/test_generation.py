@@ -1,0 +1,236 @@
+"""vLLM's answers over HTTP: every work ends once, whatever the server sends, and hanging up ends it there."""
+
+import json
+import threading
+import time
+
+import pytest
+from stub_vllm import DONE, StubVllm, event, usage
+
+from mooncake_zmq.core.actor import WorkDone
+from mooncake_zmq.core.messages import MAX_RUN, Sampling, StopRule
+from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, WorkFailed
+from mooncake_zmq.kv.block_hash import pack_tokens, salt_of
+from mooncake_zmq.runtime.generation import MAX_LINE_BYTES, Generation, request_body
+from mooncake_zmq.runtime.vllm_server import ServerError, await_server
+from mooncake_zmq.vllm_node.settings import VllmSettings
+
+ROOT = bytes(range(16))
+
+
+def work(max_tokens=8, **changes):
+    fields = {"tokens": pack_tokens([5, 6]), "count": 0, "root": ROOT, "sampling": Sampling()}
+    return Generate(**(fields | {"stop": StopRule(max_tokens=max_tokens, eos_ids=(7,)), "quiet_s": 5.0} | changes))
+
+
+class Bench:
+    """A stub and what asks it; `heard`: (work id, tokens) and ends, in order."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.stub = StubVllm(lambda body: iter(pieces))
+        self.heard = []
+        self.crashes = []
+        self._news = threading.Condition()
+        self.generation = Generation(self.stub.url, connect_s=2.0, emit=self._emit, on_crash=self.crashes.append)
+
+    def _emit(self, told):
+        with self._news:
+            self.heard.append(told)
+            self._news.notify_all()
+
+    def until(self, condition):
+        with self._news:
+            assert self._news.wait_for(condition, 20), self.heard
+
+    def result(self, work, deadline_s=20.0):
+        self.generation.start(1, work, deadline_s)
+        return self.end()
+
+    def end(self):
+        self.until(lambda: any(isinstance(told, WorkDone) for told in self.heard))
+        (done,) = [told for told in self.heard if isinstance(told, WorkDone)]
+        return done.result
+
+    @property
+    def tokens(self):
+        return [token for told in self.heard if not isinstance(told, WorkDone) for token in told.progress.tokens]
+
+    def close(self):
+        self.generation.close()
+        self.stub.close()
+        assert not self.crashes
+
+
+@pytest.fixture
+def bench():
+    made = []
+
+    def make(*pieces):
+        made.append(Bench(*pieces))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_tokens_come_as_they_are_made_and_the_last_with_what_was_reused(bench):
+    answers = bench(event([1]), event([2, 3]), event([4], "length"), usage(16), DONE)
+    assert answers.result(work()) == Generated((4,), 16)
+    assert answers.tokens == [1, 2, 3]
+
+
+def test_events_may_be_cut_anywhere(bench):
+    whole = event([1]) + b": a comment\r\n\r\n" + event([2]) + event([3], "stop") + DONE
+    answers = bench(*(whole[i : i + 1] for i in range(len(whole))))
+    assert answers.result(work()) == Generated((3,))
+    assert answers.tokens == [1, 2]
+
+
+def test_what_vllm_is_asked():
+    asked = json.loads(request_body(work(max_tokens=8, count=3, sampling=Sampling(temperature=0.5, top_p=0.9, seed=4))))
+    assert asked["token_ids"] == [5, 6]
+    assert asked["cache_salt"] == salt_of(ROOT)
+    parameters = asked["sampling_params"]
+    assert parameters["max_tokens"] == 5
+    assert parameters["stop_token_ids"] == [7]
+    assert parameters["ignore_eos"], "whether eos ends it is our own rule's to say"
+    assert (parameters["temperature"], parameters["top_p"], parameters["seed"]) == (0.5, 0.9, 7)
+    assert "kv_transfer_params" not in asked
+    assert "seed" not in json.loads(request_body(work()))["sampling_params"]
+    assert json.loads(request_body(work(sources=("cache-b",))))["kv_transfer_params"] == {"mooncake_zmq.sources": ["cache-b"]}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        ((event([1]),), "hung up"),
+        ((), "hung up"),
+        ((event([1]), DONE), "hung up"),
+        ((b"data: {not json\n\n",), "no event"),
+        ((b'data: {"choices": 3}\n\n',), "no event"),
+        ((b'data: {"choices": [{"token_ids": ["a"]}]}\n\n',), "no event"),
+        ((b"data: \xff\xfe\n\n",), "no event"),
+        ((b'data: {"choices":' + b"[" * 100_000 + b"\n\n",), "no event"),
+        ((b"data: " + b"1" * (2 * MAX_LINE_BYTES),), "more than"),
+        (tuple(b"x" * 65536 for _ in range(32)), "more than"),
+        ((b'data: {"error": {"message": "no memory"}}\n\n', DONE), "no memory"),
+        ((event([1]), event([], "abort"), DONE), "abort"),
+        ((event([1] * 9),), "more tokens than"),
+        ((event([1], "stop"), event([2]), DONE), "after the end"),
+    ],
+)
+def test_nonsense_fails_the_work_in_one_line(bench, pieces, reason):
+    result = bench(*pieces).result(work())
+    assert isinstance(result, WorkFailed)
+    assert reason in result.reason
+    assert "\n" not in result.reason
+    assert len(result.reason) < 600
+
+
+def test_more_tokens_than_a_message_holds_are_told_in_pieces(bench):
+    answers = bench(event(list(range(2 * MAX_RUN + 5)), "length"), DONE)
+    result = answers.result(work(max_tokens=3 * MAX_RUN))
+    assert answers.tokens + list(result.tokens) == list(range(2 * MAX_RUN + 5))
+    assert all(len(told.progress.tokens) <= MAX_RUN for told in answers.heard if not isinstance(told, WorkDone))
+
+
+def test_an_error_status_is_told(bench):
+    answers = bench()
+    answers.stub.status = 400
+    assert "400" in answers.result(work()).reason
+
+
+def test_nobody_there_is_a_failure(bench):
+    answers = bench()
+    answers.stub.close()
+    assert isinstance(answers.result(work()), WorkFailed)
+
+
+def endless(gap_s):
+    def answer(body):
+        while True:
+            yield event([1])
+            time.sleep(gap_s)
+
+    return answer
+
+
+def test_hanging_up_ends_it_there_too(bench):
+    answers = bench()
+    answers.stub.answer = endless(0.01)
+    answers.generation.start(1, work(max_tokens=1 << 20), 60.0)
+    answers.until(lambda: answers.tokens)
+    answers.generation.cancel(1)
+    assert answers.end() == WorkFailed("cancelled")
+    deadline = time.monotonic() + 20
+    while answers.stub.running:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert answers.stub.hung_up == 1
+
+
+def test_a_server_that_falls_silent_has_failed(bench):
+    answers = bench()
+    gate = threading.Event()
+
+    def silent(body):
+        yield event([1])
+        gate.wait(20)
+
+    answers.stub.answer = silent
+    assert "ReadTimeout" in answers.result(work(quiet_s=0.2)).reason
+    gate.set()
+
+
+def test_a_deadline_ends_it(bench):
+    answers = bench()
+    answers.stub.answer = endless(0.01)
+    assert "in time" in answers.result(work(max_tokens=1 << 20), deadline_s=0.3).reason
+
+
+def test_closing_ends_all_works(bench):
+    answers = bench()
+    answers.stub.answer = endless(0.01)
+    for work_id in range(3):
+        answers.generation.start(work_id, work(max_tokens=1 << 20), 60.0)
+    answers.until(lambda: answers.tokens)
+    answers.generation.close()
+    assert sorted(told.work_id for told in answers.heard if isinstance(told, WorkDone)) == [0, 1, 2]
+
+
+def test_a_probe_tells_whether_it_is_well(bench):
+    answers = bench()
+    assert answers.result(ProbeEngine()) == EngineProbed(True)
+    answers.heard.clear()
+    answers.stub.well = 503
+    assert answers.result(ProbeEngine()) == EngineProbed(False, "it answers 503")
+
+
+def test_a_node_waits_for_its_server_and_tells_what_is_wrong_with_it():
+    stub = StubVllm()
+    try:
+        settings, waits = VllmSettings(url=stub.url), []
+
+        def sleep(seconds):
+            waits.append(seconds)
+            stub.well = 200
+
+        stub.well = 503
+        await_server(settings, 4096, sleep)
+        assert waits
+        with pytest.raises(ServerError, match="--max-model-len"):
+            await_server(settings, 1 << 21)
+        stub.status = 403
+        with pytest.raises(ServerError, match="--enable-scale-out"):
+            await_server(settings, 4096)
+    finally:
+        stub.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:8000", "ftp://a", "http://", "http://a:0", "http://u:p@a", "http://a?b", "http://a:x"]
+)
+def test_urls_that_are_none_are_refused(url):
+    with pytest.raises(ValueError, match="url must be"):
+        VllmSettings(url=url)

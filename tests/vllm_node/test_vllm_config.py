@@ -1,0 +1,74 @@
+"""The settings of a cluster beside vLLM: what is wrong is told before anything starts, and `up` starts vLLM as they say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mooncake_zmq.config import ConfigError, load, summary, warnings
+from mooncake_zmq.runtime.vllm_server import server_command
+from mooncake_zmq.up import Up
+from mooncake_zmq.vllm_node.settings import VllmSettings
+
+CONFIG = Path(__file__).parents[2] / "configs/vllm.toml"
+
+
+def written(tmp_path: Path, old: str, new: str) -> Path:
+    text = CONFIG.read_text()
+    assert old in text
+    path = tmp_path / "cluster.toml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def test_the_example_is_sound() -> None:
+    loaded = load(CONFIG, {}, {})
+    assert [loaded.section(node).url for node in loaded.config.of_role("vllm")] == [
+        "http://127.0.0.1:8001",
+        "http://127.0.0.1:8002",
+    ]
+    assert "vLLM at http://127.0.0.1:8001" in "\n".join(summary(loaded))
+    assert not [text for text in warnings(loaded) if "prefill" in text or "decode" in text]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('url = "http://127.0.0.1:8001"', 'url = "127.0.0.1:8001"', "url must be"),
+        ("max_running = 32 ", "max_running = 0 ", "at least 1"),
+        ('kv_events = "ipc:///tmp/vllm-a.events.ipc"', 'kv_events = "vllm-a.ipc"', "tcp:// or ipc://"),
+        ('kv_events = "ipc:///tmp/vllm-a.events.ipc"', 'kv_events_replay = "ipc:///tmp/r.ipc"', "goes with kv_events"),
+        ('kv_events = "ipc:///tmp/vllm-a.events.ipc"', 'kv_events = "tcp://127.0.0.1:7301"', "where cache-a listens"),
+        ("max_running = 32 ", "max_runing = 32 ", "unknown key"),
+        ('engine = "vllm"', 'engine = "vllm"\ncard = "card.json"', "leave it out"),
+        ('role = "vllm"\nhost = "host-a"\nsettings', 'role = "prefill"\nhost = "host-a"\n#', "only vllm nodes compute"),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = written(tmp_path, old, new)
+    with pytest.raises(ConfigError, match=said) as told:
+        load(path, {}, {})
+    assert str(path) in str(told.value)
+
+
+def test_up_starts_each_vllm_as_the_settings_say(tmp_path: Path) -> None:
+    settings = {"model.path": str(tmp_path / "my-model"), "vllm.serve_arguments": ["--dtype", "float32"]}
+    loaded = load(CONFIG, settings, {})
+    section = loaded.section(loaded.config.node("vllm-b"))
+    command = server_command("/env/bin/python", loaded.config, section)
+    told = dict(zip(command[3::2], command[4::2], strict=False))
+    assert command[:3] == ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert (told["--host"], told["--port"], told["--served-model-name"]) == ("127.0.0.1", "8002", "my-model")
+    assert (told["--block-size"], told["--max-model-len"], told["--max-num-seqs"]) == ("32", "4096", "32")
+    assert json.loads(told["--kv-events-config"])["endpoint"] == "ipc:///tmp/vllm-b.events.ipc"
+    assert {"--enable-scale-out", "--enable-prompt-tokens-details"} <= set(command)
+    assert command[-2:] == ["--dtype", "float32"]
+    assert "--kv-events-config" not in server_command("python", loaded.config, VllmSettings())
+
+
+def test_up_counts_servers_among_its_children_only_if_they_are_its_own(tmp_path: Path) -> None:
+    loaded = load(CONFIG, {"cluster.runtime_dir": str(tmp_path)}, {})
+    assert Up(loaded, str(CONFIG), None, ())._servers(tmp_path) == []
+    children = Up(loaded, str(CONFIG), None, (), vllm_python="python")._servers(tmp_path)
+    assert [child.name for child in children] == ["vllm-a.server", "vllm-b.server"]
+    assert all(child.server for child in children)
