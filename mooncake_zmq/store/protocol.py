@@ -17,7 +17,7 @@ from mooncake_zmq.core.records import NotAMessage as NotAMessage
 from mooncake_zmq.core.records import decoder as decoder
 from mooncake_zmq.core.records import encode as encode
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_KEYS = 1024
 """Keys in one request; clients split longer lists."""
 PIECE_BYTES = 1 << 20
