@@ -55,7 +55,7 @@ from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_stat
 
 NO_ANSWER = "no answer"
 """Why a work stops that waited for a silent peer: its blocks were not reached."""
-ANSWER_LOSSES = 8
+ANSWER_LOSSES = 3
 """A foreign engine loses an answer at one token for so many copies that fail: an answer has many tokens."""
 
 
@@ -483,6 +483,9 @@ class Machine:
         left, length = work.stop.max_tokens - work.count, len(tokens)
         sequence = SimSequence(length + left)
         took_s = self._took(hardware.compute_start_s + hardware.compute_token_s * length)
+        if self.world.random.random() < self.world.copy_fail:
+            yield took_s
+            return WorkFailed("injected failure")
         start = 0
         for made in range(1, left + 1):
             stop = yield self._wait_for_compute(running, took_s)
