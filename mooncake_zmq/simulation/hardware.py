@@ -55,6 +55,8 @@ from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_stat
 
 NO_ANSWER = "no answer"
 """Why a work stops that waited for a silent peer: its blocks were not reached."""
+ENGINE_FAILS = 0.05
+"""A foreign engine refuses requests and questions so often by itself."""
 ANSWER_LOSSES = 3
 """A foreign engine loses an answer at one token for so many copies that fail: an answer has many tokens."""
 
@@ -483,7 +485,7 @@ class Machine:
         left, length = work.stop.max_tokens - work.count, len(tokens)
         sequence = SimSequence(length + left)
         took_s = self._took(hardware.compute_start_s + hardware.compute_token_s * length)
-        if self.world.random.random() < self.world.copy_fail:
+        if self.world.random.random() < max(ENGINE_FAILS, self.world.copy_fail):
             yield took_s
             return WorkFailed("injected failure")
         start = 0
@@ -504,7 +506,7 @@ class Machine:
 
     def _probe_engine(self) -> Steps:
         yield self._took(self.world.hardware.probe_s)
-        well = self.world.random.random() >= self.world.copy_fail
+        well = self.world.random.random() >= max(ENGINE_FAILS, self.world.copy_fail)
         return EngineProbed(well, "" if well else "injected failure")
 
     def _copy(self, running: Running, work: CopyBlocks) -> Steps:
