@@ -81,7 +81,7 @@ class ClusterSettings:
         kv_events=KvEventsSettings(endpoint="the checkers"),
     )
     vllm: VllmSettings = VllmSettings(
-        max_running=3, max_queued=3, capacity_tokens=600, probe_s=0.5, probe_timeout_s=0.5, quiet_s=5.0
+        max_running=1, max_queued=3, capacity_tokens=600, probe_s=0.5, probe_timeout_s=0.5, quiet_s=5.0
     )
     vllm_hosts: tuple[str, ...] = ()
     """Those with a vLLM beside our own engines."""

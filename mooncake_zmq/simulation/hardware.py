@@ -55,7 +55,9 @@ from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_stat
 
 NO_ANSWER = "no answer"
 """Why a work stops that waited for a silent peer: its blocks were not reached."""
-ANSWER_LOSSES = 8
+ENGINE_FAILS = 0.05
+"""A foreign engine refuses requests and questions so often by itself."""
+ANSWER_LOSSES = 3
 """A foreign engine loses an answer at one token for so many copies that fail: an answer has many tokens."""
 
 
@@ -492,6 +494,9 @@ class Machine:
         left, length = work.stop.max_tokens - work.count, len(tokens)
         sequence = SimSequence(length + left, work.sampling.past(work.tokens))
         took_s = self._took(hardware.compute_start_s + hardware.compute_token_s * length)
+        if self.world.random.random() < max(ENGINE_FAILS, self.world.copy_fail):
+            yield took_s
+            return WorkFailed("injected failure")
         start = 0
         for made in range(1, left + 1):
             stop = yield self._wait_for_compute(running, took_s)
@@ -511,7 +516,7 @@ class Machine:
 
     def _probe_engine(self) -> Steps:
         yield self._took(self.world.hardware.probe_s)
-        well = self.world.random.random() >= self.world.copy_fail
+        well = self.world.random.random() >= max(ENGINE_FAILS, self.world.copy_fail)
         return EngineProbed(well, "" if well else "injected failure")
 
     def _copy(self, running: Running, work: CopyBlocks) -> Steps:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -110,12 +111,10 @@ class RealCluster(VllmCluster):
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
+def cluster() -> Iterator[RealCluster]:
     with pytest.MonkeyPatch.context() as patched, contextlib.ExitStack() as stack:
         for name, value in ENVIRONMENT.items():
             patched.setenv(name, value)
-        import tempfile
-
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mz-")))
         made = RealCluster(directory, write_llama(directory / "models" / "tiny"))
         try:
