@@ -50,7 +50,7 @@ EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "guard", "metrics"
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
-TORCH = {"vllm/connector", "bench/engine_driver", "bench/vllm_driver"}
+TORCH = {"vllm/connector", "store/tensors", "bench/engine_driver", "bench/vllm_driver"}
 """May import torch and vLLM: what runs in an environment of theirs."""
 ZMQ = ("chaos/forged", "chaos/hostile", "runtime/", "store/client/", "store/server/")
 ZMQ += tuple(f"transfer/{name}" for name in ("block_stream", "connections", "data_server", "key_files", "sockets"))

@@ -63,17 +63,6 @@ def chain_root(salt: str = "", anew: str = "") -> bytes:
     return root if not anew else namespace(model=root.hex(), layout=CHAIN, salt=anew)
 
 
-def block_key(name: str) -> Key | None:
-    """Of the object `name`, if it is the first rank's part of a block."""
-    parts = name.rsplit("/", 3)
-    if len(parts) != 4 or not parts[0].endswith("vllm") or parts[2] != "0.0" or len(parts[3]) != 2 * KEY_BYTES:
-        return None
-    try:
-        return bytes.fromhex(parts[3])
-    except ValueError:
-        return None
-
-
 def object_names(shelves: Sequence[str], keys: Iterable[Key]) -> list[str]:
     """Of each block one name a shelf, block after block."""
     return [shelf + key.hex() for key in keys for shelf in shelves]

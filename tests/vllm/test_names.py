@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, salt_of
-from mooncake_zmq.vllm.names import ByteOrder, LayerOrder, block_key, chain_root, derived_keys, object_names, token_keys
+from mooncake_zmq.store.rules.shelf import block_key
+from mooncake_zmq.vllm.names import ByteOrder, LayerOrder, chain_root, derived_keys, object_names, token_keys
 from mooncake_zmq.vllm.settings import LOOKUP_TIMEOUT_S, MOVE_TIMEOUT_S, read_settings
 from mooncake_zmq.vllm.spans import BlockSpans, layer_spans, runs_of
 from mooncake_zmq.vllm.weights import fingerprint
@@ -125,7 +126,6 @@ def test_a_name_tells_its_blocks_key():
         (name,) = object_names([ORDER.shelf("0.0", prefix)], [key])
         assert block_key(name) == key
     for name in (
-        object_names([ORDER.shelf("0.1")], [key])[0],
         "",
         "vllm/a/0.0/00",
         f"vllm/a/0.0/{'x' * 32}",
