@@ -159,6 +159,8 @@ class _Process:
         self.incarnation = lock.incarnation
         for swept in sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life)):
             log.warning("stale_segment_removed", path=str(swept))
+        if node.device == "cuda":
+            self._find_device()
         with notify.patience("waiting for the model"):
             self.model = learn(self.config, self.node)
         self.layout = self.model.layout(self.config.model.block_tokens)
@@ -364,12 +366,19 @@ class _Process:
             )
         return slots
 
-    def _open_device(self) -> Cuda:
-        from mooncake_zmq.engine.backend import keep_kernels_in
+    def _find_device(self) -> None:
+        """Before a model is made ready for one that is not there. Raises ConfigError."""
+        from mooncake_zmq.engine.backend import array_namespace, keep_kernels_in
         from mooncake_zmq.engine.prepare import default_cache_dir
 
         cache_dir = self.config.model.cache_dir
         keep_kernels_in(Path(cache_dir) if cache_dir else default_cache_dir())
+        try:
+            array_namespace(self.node.device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def _open_device(self) -> Cuda:
         try:
             cuda = Cuda.open(self.layout)
         except ValueError as error:
