@@ -130,8 +130,7 @@ class StoreChecker:
 
     def read_streamed(self, pipe: "Pipe", key: str, value: bytes, asked_at: float) -> None:
         """I1: what a client got on a stream, and found good."""
-        if not pipe.store.flipped:
-            self._was_value(pipe.store, self._of(pipe.store), key, value, asked_at)
+        self._was_value(pipe.store, self._of(pipe.store), key, value, asked_at)
 
     # --- told by the world
 

@@ -345,7 +345,7 @@ class StoreClient:
                 continue
             if checksum and checksum_of(value) != checksum:
                 corrupt.append((entry, generation))
-            elif checksum or not store.flipped:
+            elif checksum or (entry, generation) not in store.flipped:
                 checker.read_leased(store, self.name, lease_id, entry, value)
                 got.append(key)
         self._tell(protocol.Release([lease_id], []))

@@ -428,9 +428,7 @@ class Tiers:
         written = self._batch[: len(values)]
         whole = self._objects.are_whole(written)
         for value, at, checksum, is_whole in zip(written, values, checksums, whole, strict=True):
-            if is_whole and value.checksum not in (0, checksum):
-                self._objects.report_corrupt(value.entry, value.generation)
-            elif is_whole:
+            if is_whole and self._objects.set_checksum(value, checksum):
                 rows.append((value.key, at.record._replace(checksum=checksum)))
         if rows:
             self._begin(CommitValues(tuple(rows)))

@@ -10,11 +10,13 @@ from mooncake_zmq.store import protocol
 from mooncake_zmq.store.events import (
     GOOD,
     Asked,
+    ChecksumsMade,
     ClientDied,
     Dismiss,
     Done,
     Greeted,
     Hear,
+    MakeChecksums,
     Probe,
     ReceiveValues,
     Reply,
@@ -27,7 +29,9 @@ from mooncake_zmq.store.events import (
     ValuesCame,
     ValuesRead,
     ValuesSent,
+    ValuesWritten,
     WorkDone,
+    WriteValues,
 )
 from mooncake_zmq.store.node import EXPIRE, PROBE
 from mooncake_zmq.store.rules import changes
@@ -53,9 +57,9 @@ class Store(node_harness.Store):
     def say(self, now: float, request: object) -> list[object]:
         return self.take(Asked(CONNECTION, request), now)
 
-    def store(self, key: str, size: int = 10) -> None:
+    def store(self, key: str, size: int = 10, checksum: int = 7) -> None:
         self.say(0.0, protocol.Reserve(100, [key], [size], 0, 30.0))
-        self.say(0.0, protocol.Commit(101, 100, [0], [7]))
+        self.say(0.0, protocol.Commit(101, 100, [0], [checksum]))
 
 
 def kinds(effects: list[object]) -> list[type]:
@@ -146,6 +150,28 @@ def test_a_value_that_two_streams_want_is_read_once() -> None:
     assert store.take(StreamAsked(2, Promote(["k", "no such"], [])), 0.0) == []
     effects = store.take(WorkDone(1, ValuesRead((GOOD,))), 0.0)
     assert [effect for effect in effects if isinstance(effect, Say)] == [Say(1, Ended([])), Say(2, Ended([]))]
+
+
+@pytest.mark.parametrize("damaged_before", ["written", "sent"])
+def test_the_first_checksum_made_of_a_value_stands_and_damage_since_then_is_vouched_for_by_none(damaged_before: str) -> None:
+    store = Store(ssd=True)
+    store.store("k", SLAB, checksum=0)
+    store.take(DrainWanted())
+    assert MakeChecksums in kinds(store.take(StreamAsked(1, Get(["k"], [], 20.0))))
+    if damaged_before == "written":
+        assert SendValues in kinds(store.take(ChecksumsMade(1, [7])))
+        store.take(ValuesSent(1))
+    while not isinstance(store.works[0].work, WriteValues):
+        store.take(done(store.works.pop(0)))
+    store.take(WorkDone(store.works.pop(0).work_id, ValuesWritten((8,))))
+    if damaged_before == "sent":
+        store.settle()
+        assert SendValues(1, [0], [0], []) in store.take(ChecksumsMade(1, [7]))
+        store.take(ValuesSent(1))
+    store.settle()
+    assert "k" not in store.node.objects.by_key
+    assert store.node.objects.counts["corrupt"] == 1
+    assert ("k" in store.log.by_key) == (damaged_before == "sent")
 
 
 def test_a_store_without_a_disk_is_drained_at_once() -> None:

@@ -294,7 +294,7 @@ def write(objects, limit=100):
     for value, whole in zip(batch, objects.are_whole(batch), strict=True):
         place = objects.log.place([(value.key.encode(), value.size)])
         objects.log.take(place)
-        record = ObjectRecord(objects.log.next_sequence, place.segment, place.offsets[0], value.size, value.checksum, value.pin)
+        record = ObjectRecord(objects.log.next_sequence, place.segment, place.offsets[0], value.size, 7, value.pin)
         saved += [(value, record)] if whole else []
     objects.end_writing(saved)
     objects.check()

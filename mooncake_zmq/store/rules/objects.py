@@ -163,7 +163,6 @@ class Unsaved(NamedTuple):
     generation: int
     offset: int
     size: int
-    checksum: int
     pin: int
 
 
@@ -412,11 +411,16 @@ class Objects:
         if lease is not None:
             self._end_lease(lease)
 
-    def set_checksum(self, found: Found, checksum: int) -> bool:
-        """Remember a checksum made later than at its put; False if it may be of other bytes, as that copy is gone."""
-        if self.generation[found.entry] != found.generation:
+    def set_checksum(self, made_of: Found | Unsaved, checksum: int) -> bool:
+        """Remember a checksum made later than at its put. False if it may be of other bytes: that copy is gone, or has another
+        checksum already, and then nobody shall find it any more. The first one stands, or damage would be vouched for."""
+        entry, generation = made_of.entry, made_of.generation
+        if self.generation[entry] != generation:
             return False
-        self._checksum[found.entry] = checksum
+        if self._checksum[entry] not in (0, checksum):
+            self.report_corrupt(entry, generation)
+            return False
+        self._checksum[entry] = checksum
         return True
 
     # --- removal
@@ -483,7 +487,7 @@ class Objects:
             self._held.add(entry)
             self._blocked[self.slabs.unit_of(self._offset[entry])] += 1
             found = self._found(entry)
-            batch.append(Unsaved(key, entry, found.generation, found.offset, found.size, found.checksum, self._pin[entry]))
+            batch.append(Unsaved(key, entry, found.generation, found.offset, found.size, self._pin[entry]))
         log.writing = frozenset(value.key for value in batch)
         return batch
 
@@ -517,7 +521,6 @@ class Objects:
             self.counts["demoted_bytes"] += value.size
             if self._stands(value):
                 cold.save(value.entry)
-                self._checksum[value.entry] = record.checksum
         log.writing = frozenset()
 
     def _stands(self, value: Unsaved) -> bool:
