@@ -313,6 +313,7 @@ class Up:
         now = time.monotonic()
         for child in self._children.values():
             if child.process is not None and (code := child.process.poll()) is not None:
+                _end_rest(child)
                 child.process = None
                 if child.wanted:
                     self._explain_end(child, code, now, starting=starting)
@@ -378,9 +379,7 @@ class Up:
                     _send(child, signal.SIGKILL)
             time.sleep(POLL_S / 4)
         for child in group:
-            if child.server and child.process is not None:
-                with suppress(ProcessLookupError):  # its engine is a process of its own, and may be slow to notice
-                    os.killpg(child.process.pid, signal.SIGKILL)
+            _end_rest(child)
             child.process = None
 
     def _sweep(self) -> None:
@@ -410,6 +409,13 @@ class Up:
         pids = [process.pid for process in processes if process is not None]
         segments = own_files(self.config.cluster.shm_dir, f"{FILE_PREFIX}={self.config.cluster.name}=")
         return sum(map(_private_and_file_bytes, (*pids, os.getpid()))) + sum(map(_allocated_bytes, segments))
+
+
+def _end_rest(child: _Child) -> None:
+    """What a vLLM that has ended left: its engine is a process of its own, and may be slow to notice, or never do."""
+    if child.server and child.process is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)
 
 
 def _send(child: _Child, number: signal.Signals) -> None:

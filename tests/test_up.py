@@ -4,6 +4,7 @@ import io
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,27 @@ def test_what_tells_of_former_lives_outlasts_the_cluster(up: Up) -> None:
     second = ProcessLock.acquire(up.runtime_dir, "decode-a")
     second.release()
     assert second.incarnation == int(ahead) + 1
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_what_a_killed_vllm_leaves_ends_too(up: Up) -> None:
+    command = ["sh", "-c", "sleep 300 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0) as server:
+        assert server.stdout is not None
+        engine = int(server.stdout.readline())
+        child = add(up, "decode-a", server)
+        child.server, child.wanted = ("vllm",), False
+        server.kill()
+        server.wait()
+        assert _lives(engine)
+        up._look_after_children(starting=False)
+        deadline = time.monotonic() + 10
+        while _lives(engine) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not _lives(engine)
