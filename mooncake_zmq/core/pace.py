@@ -11,6 +11,10 @@ from mooncake_zmq.core.messages import Measured
 
 MAX_SECONDS = 1e7
 """The most a message may say."""
+COMPUTE_MEMORY_S = 8.0
+"""Of computing prompts: a few long chunks of one core, a hundred of a GPU."""
+STEP_MEMORY_S = 4.0
+"""Of decoding: a hundred or two steps."""
 
 
 class Pace:

@@ -1,11 +1,21 @@
 """When a node tells its load to the conductors. PURE."""
 
 from mooncake_zmq.core.actor import Effect, PeerUp, Send, SetTimer
-from mooncake_zmq.core.messages import Message
+from mooncake_zmq.core.messages import Message, QueuedJob
 
 REPORT = ("report",)
 SOONER = 4
 """A change is told after this part of the interval at the earliest."""
+
+
+MAX_LEFT_S = 1e7
+MAX_RANK_S = 1e9
+"""The most a message may say."""
+
+
+def queued_job(now: float, *, booking: int, rank: float, left_s: float) -> QueuedJob:
+    """What is told of a job that ranks so and has so much to do."""
+    return QueuedJob(booking=booking, rank_s=min(MAX_RANK_S, max(-MAX_RANK_S, rank - now)), left_s=min(MAX_LEFT_S, left_s))
 
 
 class Reports:

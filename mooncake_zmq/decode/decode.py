@@ -60,7 +60,7 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
     clip,
 )
-from mooncake_zmq.core.pace import Pace
+from mooncake_zmq.core.pace import STEP_MEMORY_S, Pace
 from mooncake_zmq.core.reports import REPORT, Reports
 from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
 from mooncake_zmq.core.work import (
@@ -80,8 +80,6 @@ from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.checksum import block_checksum, block_checksums
 from mooncake_zmq.kv.layout import BlockLayout
 
-STEP_MEMORY_S = 4.0
-"""A hundred or two steps: see `Pace`."""
 RECENT = 0.8
 """What earlier steps still count in `DecodeLoad.step_s` once another is measured."""
 RUN_SHARE = 4

@@ -5,7 +5,7 @@ slot is free and nobody without a share has any to give. So within its share it 
 have what is left, in one order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from mooncake_zmq.kv.eviction import Eviction
@@ -66,22 +66,24 @@ class Shares:
     # --- as `eviction.Evictable`
 
     def insert(self, slots: Sequence[int], depths: Sequence[int]) -> None:
-        start = 0
-        for owner, some in groupby(slots, self.of.__getitem__):
-            stop = start + len(list(some))
-            self._orders[owner].insert(slots[start:stop], depths[start:stop])
-            start = stop
+        for order, some in self._runs(slots):
+            order.insert(slots[some], depths[some])
 
     def touch(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+        for order, some in self._runs(slots):
+            order.touch(slots[some], depths[some])
+
+    def remove(self, slots: Sequence[int]) -> None:
+        for order, some in self._runs(slots):
+            order.remove(slots[some])
+
+    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[Eviction, slice]]:
+        """Those of one owner after the other, with the order in which they stand."""
         start = 0
         for owner, some in groupby(slots, self.of.__getitem__):
             stop = start + len(list(some))
-            self._orders[owner].touch(slots[start:stop], depths[start:stop])
+            yield self._orders[owner], slice(start, stop)
             start = stop
-
-    def remove(self, slots: Sequence[int]) -> None:
-        for owner, some in groupby(slots, self.of.__getitem__):
-            self._orders[owner].remove(list(some))
 
     def forget(self, slot: int) -> None:
         self._orders[self.of[slot]].forget(slot)

@@ -172,7 +172,7 @@ class Slots:
         """A slot to write, evicting the policy's next victim if none is free; None if all are pinned, written or retired, or
         other owners'."""
         assert key is None or not self.held(key), "a key is stored once"
-        slots = self._take(1) if self.shares is None else self._take_shared(self.shares, (owner,))
+        slots = self._take((owner,))
         if not slots:
             return None
         if key is not None:
@@ -187,10 +187,7 @@ class Slots:
             if slot == EMPTY:
                 missing.setdefault(keys[index], index)
         wanted = list(missing.items())[: max(0, most)]
-        if self.shares is None:
-            slots = self._take(len(wanted))
-        else:
-            slots = self._take_shared(self.shares, [owners[index] if owners else NOBODY for _, index in wanted])
+        slots = self._take([owners[index] for _, index in wanted] if owners else [NOBODY] * len(wanted))
         granted: dict[int, int] = {}
         for (key, index), slot in zip(wanted, slots, strict=False):
             self._by_key.insert(key, slot)
@@ -199,7 +196,7 @@ class Slots:
 
     def reserve_anonymous(self, count: int) -> list[int]:
         """As `reserve` of so many without a key; there is room for them."""
-        slots = self._take(count) if self.shares is None else self._take_shared(self.shares, [NOBODY] * count)
+        slots = self._take([NOBODY] * count)
         assert len(slots) == count, "no room"
         return slots
 
@@ -376,16 +373,28 @@ class Slots:
             gone = (FREE, STATES.index(SlotState.RETIRED))
             self.shares.check([slot for slot in range(self.capacity) if self._state[slot] not in gone])
 
-    def _take(self, most: int) -> list[int]:
-        """Up to `most` slots to write, which hold nothing: those that are free, then the policy's victims."""
-        free = max(0, min(most, self._counts[FREE]))
-        slots = [self._take_free() for _ in range(free)]
-        slots += [self._evict(self._order) for _ in range(min(most - free, len(self._evictable)))]
-        self._written_anew(slots, free)
+    def _take(self, owners: Sequence[int]) -> list[int]:
+        """A slot to write, which holds nothing, for each of `owners`: those that are free, then the policy's victims, as far as
+        there are any."""
+        slots, free = self._take_any(len(owners)) if self.shares is None else self._take_shared(self.shares, owners)
+        states, generations, fences = self._state, self.generation, self.fences
+        for slot in slots:
+            states[slot] = WRITING
+            generation = generations[slot] = generations[slot] + 1
+            fences.append((slot, generation))
+        moves = MOVES[SlotEvent.RESERVE]
+        self._count(FREE, *moves[FREE], free)
+        self._count(COMMITTED, *moves[COMMITTED], len(slots) - free)
         return slots
 
-    def _take_shared(self, shares: Shares, owners: Sequence[int]) -> list[int]:
-        """Likewise a slot for each of `owners`, as their shares allow; the first that gets none ends it."""
+    def _take_any(self, most: int) -> tuple[list[int], int]:
+        """And how many were free."""
+        free = min(most, self._counts[FREE])
+        slots = [self._take_free() for _ in range(free)]
+        return slots + [self._evict(self._order) for _ in range(min(most - free, len(self._order)))], free
+
+    def _take_shared(self, shares: Shares, owners: Sequence[int]) -> tuple[list[int], int]:
+        """Likewise, as their shares allow; the first that gets none ends it."""
         slots: list[int] = []
         free = 0
         for owner in owners:
@@ -400,19 +409,7 @@ class Slots:
                 break
             shares.take(slot, owner)
             slots.append(slot)
-        self._written_anew(slots, free)
-        return slots
-
-    def _written_anew(self, slots: Sequence[int], free: int) -> None:
-        """So many of them were free, the others are evicted."""
-        states, generations, fences = self._state, self.generation, self.fences
-        for slot in slots:
-            states[slot] = WRITING
-            generation = generations[slot] = generations[slot] + 1
-            fences.append((slot, generation))
-        moves = MOVES[SlotEvent.RESERVE]
-        self._count(FREE, *moves[FREE], free)
-        self._count(COMMITTED, *moves[COMMITTED], len(slots) - free)
+        return slots, free
 
     def _evict(self, order: Eviction) -> int:
         slot = order.pop()
@@ -437,9 +434,8 @@ class Slots:
         kept = [(slot, depth) for slot, depth in zip(slots, depths, strict=True) if named(slot)]
         self._evictable.insert([slot for slot, _ in kept], [depth for _, depth in kept])
         lost = [slot for slot in slots if not named(slot)]
-        if self.shares is not None:
-            for slot in lost:
-                self.shares.give(slot)
+        for slot in lost:
+            self._disown(slot)
         self._vacate(lost)
 
     def _vacate(self, slots: Sequence[int]) -> None:

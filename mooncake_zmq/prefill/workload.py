@@ -13,21 +13,17 @@ from msgspec.structs import asdict
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad, QueuedJob, StartPrefill, StartStage
 from mooncake_zmq.core.order import Order
-from mooncake_zmq.core.pace import Pace
+from mooncake_zmq.core.pace import COMPUTE_MEMORY_S, Pace
+from mooncake_zmq.core.reports import MAX_LEFT_S, queued_job
 from mooncake_zmq.core.work import ChunkComputed, StageComputed
 from mooncake_zmq.prefill.chunking import chunk_stop
 from mooncake_zmq.prefill.job import Estimate, Job, JobState
 from mooncake_zmq.prefill.settings import PrefillSettings
 
-COMPUTE_MEMORY_S = 8.0
-"""A few long chunks of one core, a hundred of a GPU: see `Pace`."""
 LOAD_MEMORY_S = 0.8
 """Loading takes about a tenth of what computing does."""
 CLEARLY_LOADING = 1.5
 """A chunk with a prefix that takes so many times what computing should has waited for the prefix, if nobody knows better."""
-MAX_LEFT_S = 1e7
-MAX_RANK_S = 1e9
-"""The most a message may say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +81,7 @@ class Workload:
     def stage(self, now: float, request: StartStage, rank: float, *, computed: int, share: float) -> QueuedJob:
         """What a stage of somebody's pipeline still has to do here."""
         left_s = share * self._compute.ratio(now) * self._costs.compute_s(request.tokens, computed)
-        rank_s = min(MAX_RANK_S, max(-MAX_RANK_S, rank - now))
-        return QueuedJob(booking=request.booking, rank_s=rank_s, left_s=min(MAX_LEFT_S, left_s))
+        return queued_job(now, booking=request.booking, rank=rank, left_s=left_s)
 
     def report(
         self, now: float, jobs: Sequence[Job], *, room: int, draining: bool, stages: Sequence[QueuedJob] = ()
@@ -119,8 +114,7 @@ class Workload:
         return {"compute": asdict(self._compute.measured(now)), "load": asdict(self._load.measured(now))}
 
     def _queued(self, now: float, job: Job, speeds: _Speeds) -> QueuedJob:
-        rank_s = min(MAX_RANK_S, max(-MAX_RANK_S, job.rank - now))
-        return QueuedJob(booking=job.request.booking, rank_s=rank_s, left_s=min(MAX_LEFT_S, self._left_s(now, job, speeds)))
+        return queued_job(now, booking=job.request.booking, rank=job.rank, left_s=self._left_s(now, job, speeds))
 
     def _left_s(self, now: float, job: Job, speeds: _Speeds) -> float:
         estimate = job.estimate

@@ -513,6 +513,7 @@ class Executor:
             if sequence.length != entry.position:
                 sequence.set_length(entry.position)
         pasts = [job.sequences[entry.sequence].past for entry in work.entries]
+        asked = any(entry.sampling.logprobs is not None for entry in work.entries)
         fed, made, told = tuple(entry.token for entry in work.entries), [], []
         for step in range(work.steps):
             for past, entry, token in zip(pasts, work.entries, fed, strict=True):
@@ -525,11 +526,11 @@ class Executor:
             ]
             fed = tuple(token for token, _ in chosen)
             made.append(fed)
-            told.append(tuple(logprob for _, logprob in chosen))
+            if asked:
+                told.append(tuple(logprob for _, logprob in chosen))
             if job.cut or job.stopped or job.is_late():
                 break
-        asked = any(entry.sampling.logprobs is not None for entry in work.entries)
-        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(told) if asked else ())
+        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(told))
 
     # --- copying whole blocks
 

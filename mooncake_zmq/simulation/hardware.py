@@ -476,9 +476,10 @@ class Machine:
             rows.append(tuple(self._step(entry, made, token) for entry, token in zip(work.entries, fed, strict=True)))
             if stop:  # whoever asked waits for no more than the next border
                 break
+        asked = any(each.sampling.logprobs is not None for each in work.entries)
         logprobs = tuple(
             tuple(logprob_of(token, each.position + made, each.sampling) for each, token in zip(work.entries, row, strict=True))
-            for made, row in enumerate(rows, 1)
+            for made, row in enumerate(rows if asked else (), 1)
         )
         return StepDecoded(tuple(rows), self.world.now - began_at, logprobs)
 

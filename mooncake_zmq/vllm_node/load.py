@@ -7,18 +7,12 @@ the one before it had its first token, and what a token takes is the gap since t
 from collections.abc import Sequence
 
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, PrefillLoad, QueuedJob, StartPrefill
+from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, PrefillLoad, StartPrefill
 from mooncake_zmq.core.order import Order
-from mooncake_zmq.core.pace import Pace
+from mooncake_zmq.core.pace import COMPUTE_MEMORY_S, STEP_MEMORY_S, Pace
+from mooncake_zmq.core.reports import queued_job
 from mooncake_zmq.vllm_node.job import Job, JobState
 from mooncake_zmq.vllm_node.settings import VllmSettings
-
-COMPUTE_MEMORY_S = 8.0
-STEP_MEMORY_S = 4.0
-"""As of prefill and decode: see `Pace`."""
-MAX_LEFT_S = 1e7
-MAX_RANK_S = 1e9
-"""The most a message may say."""
 
 
 class Load:
@@ -59,11 +53,7 @@ class Load:
         queued = sum(job.state is JobState.QUEUED for job in waiting)
         return PrefillLoad(
             jobs=tuple(
-                QueuedJob(
-                    booking=job.request.booking,
-                    rank_s=min(MAX_RANK_S, max(-MAX_RANK_S, job.rank - now)),
-                    left_s=min(MAX_LEFT_S, left),
-                )
+                queued_job(now, booking=job.request.booking, rank=job.rank, left_s=left)
                 for job, left in zip(waiting[:MAX_REPORTED], left_s, strict=False)
             ),
             overtake=self._settings.overtake,

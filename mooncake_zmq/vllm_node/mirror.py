@@ -87,9 +87,7 @@ class Mirror:
             block, keys = self._place(parent, root or b"", event.tokens[index * size : (index + 1) * size])
             known = self._blocks.get(name)
             if known is None or known.key != block.key or known.tail != block.tail:
-                if (
-                    known is not None
-                ):  # one name for two blocks is a lie, or a chance of 2**-64: what it was before is not there
+                if known is not None:  # one name for two blocks is a lie: what it was before is not there
                     self._let_go(known.keys)
                 self._blocks[name] = block
                 self._needs(block, keys, len(parent.tail) if parent else 0)
