@@ -7,8 +7,9 @@ that leaves is masked out at once and its bits are swept out piece by piece, sin
 The table is many small dicts, by the key's first byte: a dict that grows moves all it holds, a tenth of a second for millions.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from mooncake_zmq.kv.block_hash import Key
 
@@ -219,20 +220,23 @@ class PrefixIndex:
         assert self._count <= self.max_keys
         assert not self._live & self._dead
         assert self._live == sum(1 << bit for bit in self._bits.values())
-        masks = {key: held for table in self._holders for key, held in table.items()}
+        assert _in_their_shards(self._holders)
+        assert _in_their_shards(self._disk)
+        assert _in_their_shards(self._asked)
+        masks = dict(chain.from_iterable(map(dict.items, self._holders)))
+        alike = Counter(masks.values())  # few masks differ, and this runs after every event of a seed
         for node, bit in self._bits.items():
             assert self._names[bit] == node
-            assert self._held[bit] == sum(held >> bit & 1 for held in masks.values()), node
+            assert self._held[bit] == sum(keys for held, keys in alike.items() if held >> bit & 1), node
         known = self._live | self._dead
-        assert not any(held & ~known for held in masks.values())
-        assert self._count == sum(held > 0 for held in masks.values())
-        for first, (table, disk, asked) in enumerate(zip(self._holders, self._disk, self._asked, strict=True)):
-            assert all(key[0] == first for key in table)
-            assert all(held and not held & ~table.get(key, 0) for key, held in disk.items())
-            assert all(table.get(key) for key in asked)
-        logged = [key for piece in self._log for key in piece]
+        assert not any(held & ~known for held in alike)
+        assert self._count == len(masks) - alike[0]
+        disk = chain.from_iterable(map(dict.items, self._disk))
+        assert all(held and not held & ~masks.get(key, 0) for key, held in disk)
+        assert all(map(masks.get, chain.from_iterable(self._asked)))
+        logged = list(chain.from_iterable(self._log))
         assert self._logged == len(logged) == len(masks)
-        assert set(logged) == masks.keys()
+        assert masks.keys() == set(logged)
         assert self._logged <= 2 * self.max_keys + PIECE_KEYS
 
     # --- leaves
@@ -336,3 +340,7 @@ class PrefixIndex:
             for bit in bits_of(held & self._live):
                 self._held[bit] -= 1
             self._keep(key, 0)
+
+
+def _in_their_shards(shards: Sequence[Iterable[Key]]) -> bool:
+    return all(key[0] == first for first, shard in enumerate(shards) if shard for key in shard)

@@ -26,10 +26,9 @@ Outer = Transmit | Effect
 class Node:
     """Routes events to the actor and its sends through the session."""
 
-    def __init__(self, actor: Actor, session: Session, *, validate: bool = False) -> None:
+    def __init__(self, actor: Actor, session: Session) -> None:
         self.actor = actor
         self.session = session
-        self._validate = validate
 
     def start(self, now: float, event: Event) -> list[Outer]:
         """Greet the peers and hand the actor its first event."""
@@ -64,8 +63,6 @@ class Node:
                     queue += self.session.send(now, effect.to, effect.message, lossy=effect.lossy)
                 else:
                     outer.append(effect)
-            if self._validate:
-                self.actor.check(now)
         self.session.flush(now)
         outer += [Transmit(to, frame) for to, frame in self.session.outgoing]
         self.session.outgoing.clear()

@@ -419,12 +419,14 @@ class Checkers:
         self._actors.clear()
 
     def at_rest(self) -> None:
-        """I1 and I2 once nothing goes on any more."""
+        """I1 and I2 once nothing goes on any more, and every actor's own."""
         for place in list(self._committed):
             segment = self._simulator.segments[place[:2]]
             if segment.linked:
                 self._check_unchanged(place, segment)
         for name, process in self._simulator.processes.items():
+            if process.life is not None:
+                process.life.actor.check(self._simulator.now)
             pool = self._pools.get((name, process.life.incarnation if process.life else 0), _Pool())
             for holder, lease in pool.leases.items():
                 if lease.expires_at > self._simulator.now and self._simulator.alive(*lease.holder):

@@ -61,7 +61,6 @@ class Sessions:
         hello: HelloOf,
         wires: Wires,
         random: Random,
-        validate: bool = False,
         note: Callable[[bytes, Process[Any]], None] | None = None,
         keyed: bool = False,
     ) -> None:
@@ -70,7 +69,6 @@ class Sessions:
         self._settings = settings
         self._hello = hello
         self._random = random
-        self._validate = validate
         self._note = note
         self._arrivals: dict[tuple[str, str], float] = {}
         """When the last frame of each directed pair arrives: without a fault the wire keeps its order."""
@@ -93,7 +91,7 @@ class Sessions:
             now=world.now,
         )
         actor = life.actor if life.observe is None else _Watched(life.actor, life.observe)
-        life.node = Node(actor, session, validate=self._validate)
+        life.node = Node(actor, session)
         world.in_life(process, world.now, self._start, process)
         world.in_life(process, world.now + session.tick_s * self._random.random(), self._tick, process)
 

@@ -17,7 +17,7 @@ from mooncake_zmq.simulation.faults import STORE_FAULTS, FaultKind, draw_faults
 from mooncake_zmq.simulation.hardware import Hardware
 from mooncake_zmq.simulation.planted import PLANTED, STORES, planting
 from mooncake_zmq.simulation.share_checker import ShareChecker
-from mooncake_zmq.simulation.simulator import Simulator
+from mooncake_zmq.simulation.simulator import CHECK_EVERY, Simulator
 from mooncake_zmq.simulation.store_clients import clients_of
 from mooncake_zmq.simulation.stores import Stores
 from mooncake_zmq.simulation.traces import Workload, generate
@@ -102,6 +102,7 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
         session=settings.session,
         checkers=checkers,
         keyed=result.seed % 2 == 1,
+        check_every=1 if trace else CHECK_EVERY,
     )
     if trace:
         simulator.log = result.log

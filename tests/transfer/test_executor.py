@@ -1,5 +1,6 @@
 """The live executor with the toy engine: one token of wrong KV anywhere would change what is sampled."""
 
+import gc
 import os
 import threading
 import time
@@ -630,6 +631,8 @@ def test_closing_leaves_no_thread_descriptor_or_mapping(make_segment, crashes, t
         maps = Path("/proc/self/maps").read_text().count("mooncake=")
         return threads, len(os.listdir("/proc/self/fd")), maps
 
+    gc.collect()  # what other tests have closed stays mapped as long as somebody looks at its memory
+    others = held()[2]
     live_once(0)  # pyzmq starts a thread of its own at the first zero-copy frame
     before = held()
     for number in (1, 2):
@@ -638,4 +641,4 @@ def test_closing_leaves_no_thread_descriptor_or_mapping(make_segment, crashes, t
     while held() != before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert held() == before
-    assert before[2] == 0
+    assert before[2] == others
