@@ -46,7 +46,7 @@ ROLE_NEIGHBOURS = {
     # The other half of a cache-node, whose settings stand in the same section.
     "cache_node": ("store.rules",),
 }
-EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "guard", "metrics", "openai", "pages", "__init__")}
+EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "guard", "manual", "metrics", "openai", "pages", "__init__")}
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}

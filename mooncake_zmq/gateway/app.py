@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
+from mooncake_zmq.gateway import manual
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
@@ -137,6 +138,7 @@ def _plain_routes(edge: Edge) -> list[Route]:
         Route("/live", live),
         Route("/version", version),
         Route("/metrics", metrics),
+        *manual.routes(),
     ]
 
 

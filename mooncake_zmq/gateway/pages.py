@@ -20,7 +20,8 @@ pre { background: #8881; padding: 1rem; overflow-x: auto; }
 <p>An OpenAI-compatible endpoint at <code>$base/v1</code> serves the model <code>$model</code>,
 up to $max_model_len tokens of prompt and output together.</p>
 <pre>$curl</pre>
-<p><a href="/v1/models">models</a> · <a href="/health">health</a> · <a href="/metrics">metrics</a></p>
+<p><a href="/v1/models">models</a> · <a href="/health">health</a> · <a href="/metrics">metrics</a> ·
+<a href="/docs">manual</a></p>
 </body>
 </html>
 """)

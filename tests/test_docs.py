@@ -1,0 +1,101 @@
+"""The manual: every link leads somewhere, every alarm there is stands in it, and no command or file that there is not."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from mooncake_zmq.cli import main
+from mooncake_zmq.gateway import manual
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "mooncake_zmq/docs"
+README = ROOT / "README.md"
+PAGES = {path: path.read_text() for path in [README, *sorted(DOCS.glob("*.md"))]}
+OPERATING = PAGES[DOCS / "operating.md"]
+ALARM = re.compile(r'log\.(?:error|critical)\(\s*"([a-z_]+)"')
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"mooncake-zmq ((?:(?:config|bench|keys|model) )?[a-z]+)\b")
+SOURCES = {path: path.read_text() for path in (ROOT / "mooncake_zmq").rglob("*.py")}
+
+
+def anchors(text: str) -> set[str]:
+    return {manual.anchor_of(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    for page, text in PAGES.items():
+        for link in LINK.findall(text):
+            if not link.startswith("http"):
+                yield page, link
+
+
+@pytest.mark.parametrize(("page", "link"), list(links()), ids=lambda value: value if isinstance(value, str) else value.stem)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path, link: str) -> None:
+    file, _, heading = link.partition("#")
+    target = (page.parent / file).resolve() if file else page
+    assert target.exists()
+    assert not heading or heading in anchors(target.read_text())
+
+
+def test_the_menu_has_every_page() -> None:
+    assert sorted(manual.PAGES) == sorted(path.stem for path in PAGES if path != README)
+
+
+def test_the_readme_is_read_in_a_sitting() -> None:
+    assert len(PAGES[README].splitlines()) <= 150
+
+
+def test_every_error_of_the_log_is_an_alarm_with_something_to_do() -> None:
+    told = {name for text in SOURCES.values() for name in ALARM.findall(text)}
+    assert len(told) > 10
+    assert sorted(name for name in told if f"`{name}`" not in OPERATING) == []
+
+
+def test_every_alarm_is_one_that_something_tells() -> None:
+    alarms = OPERATING.partition("## Alarms")[2]
+    named = {word for line in alarms.splitlines() for word in re.findall(r"`([a-z]+_[a-z_]+)`", line)}
+    everything = "".join(SOURCES.values())
+    assert sorted(name for name in named if name.removeprefix("mooncake_").removesuffix("_total") not in everything) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    for name in re.findall(r"(?:/opt/mooncake-zmq/|\b)(configs/[a-z-]+\.toml|bin/[a-z-]+)\b(?!/)", PAGES[page]):
+        if f"/{name}" in PAGES[page] and f"/opt/mooncake-zmq/{name}" not in PAGES[page]:
+            continue  # of somebody else's folder
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("command", sorted({command for text in PAGES.values() for command in COMMAND.findall(text)}))
+def test_every_command_of_the_program_is_there(command: str) -> None:
+    assert CliRunner().invoke(main, [*command.split(), "--help"]).exit_code == 0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[TestClient]:
+    with TestClient(Starlette(routes=manual.routes())) as client:
+        yield client
+
+
+@pytest.mark.parametrize("page", manual.PAGES)
+def test_a_gateway_serves_each_page_with_its_headings_and_plots(browser: TestClient, page: str) -> None:
+    answer = browser.get(f"/docs/{page}.md")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    for heading in anchors(re.sub(r"```.*?```", "", manual.text_of(page), flags=re.DOTALL)):
+        assert f'id="{heading}"' in answer.text
+    for plot in re.findall(r'src="([^"]+)"', answer.text):
+        assert browser.get(f"/docs/{plot}").headers["content-type"] == "image/png"
+
+
+def test_the_manual_begins_with_its_first_page(browser: TestClient) -> None:
+    assert browser.get("/docs").text == manual.html_of(manual.PAGES[0])
+
+
+@pytest.mark.parametrize("path", ["nothing.md", "..%2fcli.md", "plots/..%2f..%2fcli.png", "plots/nothing.png", "%00.md"])
+def test_no_path_reaches_another_file(browser: TestClient, path: str) -> None:
+    assert browser.get(f"/docs/{path}").status_code == 404
