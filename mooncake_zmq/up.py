@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, is_tls, warnings
 from mooncake_zmq.core.roles import ENGINE_ROLES, Role
+from mooncake_zmq.runtime import log_file
 from mooncake_zmq.runtime.process import (
     BAD_INPUT,
     MISTAKES,
@@ -44,8 +45,6 @@ BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 STEADY_S = 30.0
 """A child that lived this long begins its backoff anew."""
 TAIL_LINES = 15
-LOG_MAX_BYTES = 4 << 20
-"""A node keeps this much log twice, current and older: the runtime directory may well be RAM."""
 RAM_LIMIT_BYTES = 10 << 30
 
 Scenario = Callable[["Up"], int]
@@ -228,7 +227,8 @@ class Up:
             self.say(f"[yellow]note:[/] {warning}")
         for child in (*self._servers(logs), *(_Child(node, logs / f"{node.name}.log") for node in self.config.nodes)):
             self._children[child.name] = child
-            _turn_over(child.log)
+            if _size(child.log):  # of the cluster before
+                os.replace(child.log, log_file.older(child.log))
             self._spawn(child)
         self.say(f"started {len(self._children)} processes; logs in {logs}")
         deadline = time.monotonic() + self._start_timeout_s
@@ -262,6 +262,7 @@ class Up:
 
     def _spawn(self, child: _Child) -> None:
         environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        environment[log_file.VARIABLE] = str(child.log)
         own = [sys.executable, "-m", "mooncake_zmq", child.node.role, *self._arguments, "--node", child.node.name]
         with open(open_own(child.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             # A group of its own: Ctrl-C is for us, who then drain the children in order.
@@ -319,8 +320,8 @@ class Up:
                     self._explain_end(child, code, now, starting=starting)
             if child.process is None and child.wanted and now >= child.start_at:
                 self._spawn(child)
-            if _size(child.log) > LOG_MAX_BYTES:
-                _turn_over(child.log)
+            if child.server and _size(child.log) > log_file.MAX_BYTES:
+                _cut(child.log)
 
     def _explain_end(self, child: _Child, code: int, now: float, *, starting: bool) -> None:
         name = child.name
@@ -429,15 +430,13 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _turn_over(log: Path) -> None:
-    """Make a log's lines its older part and begin anew.
+def _cut(log: Path) -> None:
+    """Make a log's lines its older part and begin anew, under a writer that is not ours, and keeps its descriptor.
 
-    Copied, because its writer keeps its descriptor; that appends, so it goes on from the start. Lines written between the
-    copy and the cut are lost.
+    That appends, so it goes on from the start. Lines written between the copy and the cut are lost; our own nodes turn their
+    logs over by themselves.
     """
-    if not _size(log):
-        return
-    older = log.with_suffix(".log.1")
+    older = log_file.older(log)
     with suppress(OSError):  # a full disk, say: then the older lines go
         older.unlink(missing_ok=True)
         shutil.copyfile(log, older)

@@ -42,9 +42,10 @@ def add(up: Up, name: str, process: Any) -> _Child:
     return child
 
 
-def test_a_log_that_grows_is_turned_over_under_its_writer(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up_module, "LOG_MAX_BYTES", 100)
+def test_a_servers_log_that_grows_is_cut_under_its_writer(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up_module.log_file, "MAX_BYTES", 100)
     child = add(up, "decode-a", Process())
+    child.server = ("vllm",)
     older = up.runtime_dir / "decode-a.log.1"
     with child.log.open("ab", buffering=0) as writer:  # as a child's stderr is opened
         writer.write(b"a" * 100)
@@ -66,10 +67,10 @@ def test_a_log_that_cannot_be_copied_is_cut_all_the_same(up: Up, monkeypatch: py
     monkeypatch.setattr(up_module.shutil, "copyfile", full_disk)
     log = up.runtime_dir / "x.log"
     log.write_bytes(b"much")
-    up_module._turn_over(log)
+    up_module._cut(log)
     assert log.read_bytes() == b""
     log.unlink()
-    up_module._turn_over(log)  # the operator removed it
+    up_module._cut(log)  # the operator removed it
 
 
 @pytest.mark.timeout(10)

@@ -9,6 +9,8 @@ import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import EventDict, ExcInfo, WrappedLogger
 
+from mooncake_zmq.runtime import log_file
+
 LogFormat = Literal["json", "console"]
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 MAX_ERROR_CHARS = 200
@@ -37,7 +39,7 @@ def configure(*, node: str, role: str, form: LogFormat, level: str) -> None:
             *last,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=log_file.stderr()),
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, handlers=[_Libraries()], force=True)

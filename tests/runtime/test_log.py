@@ -1,10 +1,14 @@
 """What a process logs: where an error was, never what prompts and keys stood in the variables there."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from mooncake_zmq.runtime import log_file
 
 FAILS = """
 import logging, sys
@@ -42,3 +46,47 @@ def test_errors_are_told_without_the_variables_they_met(form: str) -> None:
         lines = [json.loads(line) for line in ended.stderr.splitlines()]
         assert [line["event"] for line in lines] == ["crashed", "library", "crashed"]
         assert lines[0]["exception"][0]["frames"][-1]["name"] == "answer"
+
+
+TURNS = """
+import os, sys, threading
+import structlog
+from mooncake_zmq.runtime import log, log_file
+
+log_file.MAX_BYTES = 40_000
+log.configure(node="n", role="decode", form="json", level="info")
+
+def tell(who):
+    for number in range(200):
+        structlog.get_logger().info("line", who=who, number=number)
+
+writers = [threading.Thread(target=tell, args=(who,)) for who in range(2)]
+[each.start() for each in writers]
+[each.join() for each in writers]
+os.write(1, b"of a library\\n")
+os.write(2, b"of the interpreter\\n")
+"""
+
+
+def write_lines(where: Path, told: str) -> tuple[list[str], list[str]]:
+    with where.open("ab") as output:
+        environment = {**os.environ, log_file.VARIABLE: told, "PYTHONUNBUFFERED": "1"}
+        subprocess.run([sys.executable, "-c", TURNS], stdout=output, stderr=output, env=environment, timeout=30, check=True)
+    before = log_file.older(where)
+    return before.read_text().splitlines() if before.exists() else [], where.read_text().splitlines()
+
+
+def test_a_log_file_is_turned_over_without_losing_a_line(tmp_path: Path) -> None:
+    before, now = write_lines(tmp_path / "n.log", str(tmp_path / "n.log"))
+    assert 0 < sum(map(len, before)) < 40_000
+    assert now[-2:] == ["of a library", "of the interpreter"]
+    lines = [json.loads(line) for line in (*before, *now[:-2])]
+    for who in range(2):
+        assert [line["number"] for line in lines if line["who"] == who] == list(range(200))
+
+
+def test_a_file_that_standard_error_does_not_go_to_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "other.log").write_text("of somebody else\n")
+    before, now = write_lines(tmp_path / "n.log", str(tmp_path / "other.log"))
+    assert (len(before), len(now)) == (0, 402)
+    assert (tmp_path / "other.log").read_text() == "of somebody else\n"
