@@ -8,6 +8,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -142,8 +143,11 @@ class NodeSettings:
     device: Device = "cpu"
     """Where a prefill or decode computes and keeps its KV, a prefill its slab too. "cuda" is the first GPU that the process
     sees (CUDA_VISIBLE_DEVICES) and needs the extra gpu-cu12 or gpu-cu13. Written without a GPU at hand, not yet run on one."""
+    metrics_host: str = "127.0.0.1"
+    """IPv4 address where Prometheus finds the node. Nothing asks who calls there: on another than this machine's own leave it
+    to a network or firewall that lets only Prometheus through."""
     metrics_port: int = 0
-    """Prometheus on 127.0.0.1 at this port; 0: none."""
+    """Prometheus on `metrics_host` at this port; 0: none. A gateway shows its metrics at /metrics in any case."""
     may_become: Role | Literal[""] = ""
     """The other role of a prefill ("decode") or of a decode ("prefill"): a conductor may then ask it to finish what it has and
     come back as that, and back again; see `conductor.role_change_after_s` and `mooncake-zmq role`. A process that starts, after
@@ -154,6 +158,8 @@ class NodeSettings:
         for what in ("name", "host"):
             if not NAME_PATTERN.fullmatch(getattr(self, what)):
                 raise ValueError(f"{what} must be 1 to 63 of a-z, 0-9, '.', '_', '-'")
+        if not _is_ipv4(self.metrics_host):
+            raise ValueError("metrics_host must be an IPv4 address")
         if self.store_endpoint and self.role != "cache-node":
             raise ValueError("store_endpoint is for cache-nodes")
         if self.data_stream_port and not self.data_endpoint.startswith("tcp://"):
@@ -684,11 +690,20 @@ def _quota_warnings(loaded: Loaded) -> Iterator[str]:
             )
 
 
+def _is_ipv4(text: str) -> bool:
+    try:
+        return bool(IPv4Address(text))
+    except ValueError:
+        return False
+
+
 def _plain_warnings(loaded: Loaded) -> Iterator[str]:
     """What of the deployment others on its networks can read, or will not start so that they cannot."""
     config, security = loaded.config, loaded.config.security
     keyed = directory_of(security.keys) is not None
     for node in config.nodes:
+        if node.metrics_port and not is_loopback(f"tcp://{node.metrics_host}:0"):
+            yield f"{node.name}: whoever reaches {node.metrics_host} sees its metrics (metrics_host)"
         far = [each for each in (node.endpoint, node.data_endpoint) if each.startswith("tcp://") and not is_loopback(each)]
         if far and not keyed and not security.allow_plain_tcp:
             yield f"{node.name}: no keys, so it will not start: {far[0]} is beyond this machine (security.keys)"

@@ -7,6 +7,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from mooncake_zmq.runtime.metric_texts import text_of
+
 _NAME = re.compile(r"([^\[\]]+)(?:\[(.*)\])?")
 
 Snapshot = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
@@ -26,14 +28,43 @@ def families(values: Mapping[str, float], kind: str) -> Iterator[Metric]:
     for name, value in sorted(values.items()):
         plain, labels = parse_name(name)
         base = "mooncake_" + re.sub(r"\W", "_", plain, flags=re.ASCII)
-        metric = metrics.setdefault(base, Metric(base, plain.replace("_", " ").capitalize() + ".", kind))
+        metric = metrics.setdefault(base, Metric(base, f"{text_of(plain)}.", kind))
         metric.add_sample(f"{base}_total" if kind == "counter" else base, labels, value)
     return iter(metrics.values())
 
 
+def as_vllm(model_name: str, counts: Mapping[str, float], gauges: Mapping[str, float]) -> Iterator[Metric]:
+    """What an engine node counts under vLLM's names, so that dashboards and routers made for those find it."""
+    cached = sum(value for name, value in counts.items() if name.startswith("prompt_tokens_cached["))
+    prompt = cached + counts.get("prompt_tokens_computed", 0)
+    used, there = _kv_usage(gauges)
+    told = [
+        ("num_requests_running", "Requests being computed", "gauge", gauges.get("requests_running", 0)),
+        ("num_requests_waiting", "Requests that wait for that", "gauge", gauges.get("requests_waiting", 0)),
+        ("kv_cache_usage_perc", "KV memory in use that nobody else can have, 0 to 1", "gauge", used / there if there else 0),
+        ("num_preemptions", "Requests set back for lack of KV memory", "counter", counts.get("preemptions", 0)),
+        ("prompt_tokens", "Prompt tokens, computed or reused", "counter", prompt),
+        ("generation_tokens", "Tokens sampled", "counter", counts.get("generation_tokens", 0)),
+        ("prefix_cache_queries", "Prompt tokens looked up", "counter", prompt),
+        ("prefix_cache_hits", "Prompt tokens whose KV was reused", "counter", cached),
+    ]
+    for name, text, kind, value in told:
+        metric = Metric(f"vllm:{name}", f"{text}.", kind)
+        metric.add_sample(metric.name + "_total" * (kind == "counter"), {"model_name": model_name, "engine": "0"}, value)
+        yield metric
+
+
+def _kv_usage(gauges: Mapping[str, float]) -> tuple[float, float]:
+    """A decode's in tokens, a prefill's in blocks: what is merely cached makes room for whoever comes."""
+    if "reserved_tokens" in gauges:
+        return gauges["reserved_tokens"], gauges["capacity_tokens"]
+    held = gauges.get("pinned_blocks", 0) + gauges.get("writing_blocks", 0)
+    return held, gauges.get("capacity_blocks", 0)
+
+
 class _Snapshots(Collector):
-    def __init__(self, snapshot: Snapshot, also: Callable[[], Iterable[Metric]]) -> None:
-        self._snapshot, self._also = snapshot, also
+    def __init__(self, snapshot: Snapshot, also: Callable[[], Iterable[Metric]], engine_of: str) -> None:
+        self._snapshot, self._also, self._engine_of = snapshot, also, engine_of
 
     def describe(self) -> list[Metric]:
         """Nothing: registering must not ask a process that does not run yet."""
@@ -43,15 +74,19 @@ class _Snapshots(Collector):
         counts, gauges = self._snapshot()
         yield from families(counts, "counter")
         yield from families(gauges, "gauge")
+        if self._engine_of:
+            yield from as_vllm(self._engine_of, counts, gauges)
         yield from self._also()
 
 
-def serve(port: int, snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple) -> Callable[[], None]:
-    """Serve `snapshot` and what `also` gives on 127.0.0.1:`port`; returns what ends it. Both are called from the endpoint's
-    thread. Raises OSError when the port is taken."""
+def serve(
+    host: str, port: int, snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple, *, engine_of: str = ""
+) -> Callable[[], None]:
+    """Serve `snapshot` and what `also` gives; returns what ends it. Both are called from the endpoint's thread. `engine_of`:
+    the model of an engine node, which is told under vLLM's names too. Raises OSError when the port is taken."""
     registry = CollectorRegistry()
-    registry.register(_Snapshots(snapshot, also))
-    server, thread = start_http_server(port, "127.0.0.1", registry)
+    registry.register(_Snapshots(snapshot, also, engine_of))
+    server, thread = start_http_server(port, host, registry)
 
     def close() -> None:
         server.shutdown()

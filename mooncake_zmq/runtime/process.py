@@ -693,9 +693,11 @@ class _Process:
 
     def _serve_metrics(self, snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple) -> None:
         try:
-            self.stack.callback(serve_metrics(self.node.metrics_port, snapshot, also))
+            host, port = self.node.metrics_host, self.node.metrics_port
+            model = self.model.spec.name if self.node.role in (*ENGINE_ROLES, "vllm") else ""
+            self.stack.callback(serve_metrics(host, port, snapshot, also, engine_of=model))
         except OSError as error:
-            raise PortInUse(f"metrics_port {self.node.metrics_port}: {error.strerror}") from error
+            raise PortInUse(f"metrics_host {host}, metrics_port {port}: {error.strerror}") from error
 
     def _in_loop(self, look: Callable[[], T]) -> T:
         """What the loop's thread sees, asked for by another."""
