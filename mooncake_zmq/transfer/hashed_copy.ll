@@ -13,6 +13,8 @@
   i64 u0xFCA1477D58BE162B, i64 u0xCE31D07AD1B8F88F, i64 u0x280416958F3ACB45, i64 u0x7E404BBBCAFBD7AF
 ]
 
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare i64 @llvm.umin.i64(i64, i64)
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 
 ; The sums with a stripe, under the secret from byte %at on.
@@ -44,6 +46,11 @@ define i64 @copy_hashed(ptr noalias %target, ptr noalias %source, i64 %size) {
 start:
   %all_but_one = sub i64 %size, 1
   %stripes = lshr i64 %all_but_one, 6
+  %where = ptrtoint ptr %target to i64
+  %beside = and i64 %where, 63
+  %is_aligned = icmp eq i64 %beside, 0
+  %is_much = icmp uge i64 %size, 1048576 ; with its source, all that a core's own cache holds
+  %is_past = and i1 %is_aligned, %is_much
   br label %stripe
 
 stripe:
@@ -54,8 +61,22 @@ stripe:
   %offset = shl i64 %number, 6
   %from = getelementptr i8, ptr %source, i64 %offset
   %to = getelementptr i8, ptr %target, i64 %offset
+  %page_on = add i64 %offset, 4096
+  %ahead = call i64 @llvm.umin.i64(i64 %page_on, i64 %all_but_one)
+  %soon = getelementptr i8, ptr %source, i64 %ahead
+  call void @llvm.prefetch.p0(ptr %soon, i32 0, i32 3, i32 1)
   %bytes = load <8 x i64>, ptr %from, align 1
+  br i1 %is_past, label %past, label %within
+
+past:
+  store <8 x i64> %bytes, ptr %to, align 64, !nontemporal !0
+  br label %sum
+
+within:
   store <8 x i64> %bytes, ptr %to, align 1
+  br label %sum
+
+sum:
   %of_block = and i64 %number, 15
   %at = shl i64 %of_block, 3
   %more = call <8 x i64> @add(<8 x i64> %sums, <8 x i64> %bytes, i64 %at)
@@ -72,12 +93,13 @@ scramble:
   br label %next
 
 next:
-  %next_sums = phi <8 x i64> [%more, %stripe], [%scrambled, %scramble]
+  %next_sums = phi <8 x i64> [%more, %sum], [%scrambled, %scramble]
   %next_number = add i64 %number, 1
   %is_last = icmp eq i64 %next_number, %stripes
   br i1 %is_last, label %rest, label %stripe
 
 rest: ; from 1 to 64 bytes
+  fence seq_cst ; what went past the cache is there before anything that is stored from now on
   %done = shl i64 %stripes, 6
   %left = sub i64 %size, %done
   %rest_from = getelementptr i8, ptr %source, i64 %done
@@ -114,3 +136,5 @@ rest: ; from 1 to 64 bytes
   %checksum = xor i64 %spread, %higher
   ret i64 %checksum
 }
+
+!0 = !{i32 1}

@@ -16,6 +16,7 @@ from mooncake_zmq.transfer import hashed_copy
 from mooncake_zmq.transfer.hashed_copy import PIECE_BYTES, ROUTINE_FROM_BYTES, Routine, copy_hashed, copy_in_pieces
 
 ROOM = 3 * PIECE_BYTES
+PAST_FROM_BYTES = 1 << 20
 EDGES = [1, 240, 241, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 2049, ROUTINE_FROM_BYTES, 100_001]
 PIECES = [PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 63]
 
@@ -58,6 +59,20 @@ def test_the_routine_is_right_for_any_size_and_place(source, routine):
     for _ in range(200):
         size = random.randint(241, 20_000)
         check(routine, source, random.randrange(ROOM - size), random.randrange(ROOM - size), size)
+
+
+@pytest.mark.parametrize("to", [0, 1, 32, 64])
+@pytest.mark.parametrize("more", [0, 1, 63, 64, 65, 1024])
+def test_what_is_stored_past_the_cache_is_all_there(source, routine, to, more):
+    size = PAST_FROM_BYTES + more
+    much = mmap.mmap(-1, size)
+    much[:] = (source * 2)[:size]
+    with mmap.mmap(-1, 2 * PAST_FROM_BYTES) as target:  # which begins where a line of the cache does
+        place, origin = (ctypes.c_char.from_buffer(each) for each in (target, much))
+        checksum = routine(ctypes.addressof(place) + to, ctypes.addressof(origin), size)
+        assert checksum == xxhash.xxh3_64_intdigest(much)
+        assert target[:] == bytes(to) + much[:] + bytes(2 * PAST_FROM_BYTES - to - size)
+        del place, origin
 
 
 @pytest.mark.parametrize("is_refused", [True, False])

@@ -30,6 +30,7 @@ log = structlog.get_logger()
 INVALID = int(Code.INVALID)
 NOT_FOUND = int(Code.NOT_FOUND)
 MAX_PATTERN_LENGTH = 1024
+NOWHERE: Sequence[str] = ()
 KEY_SETTINGS = ("keys", "key_name", "allow_plain_tcp")
 KEY_VARIABLES = "MOONCAKE_ZMQ_STORE_"
 """Before the name of one of KEY_SETTINGS, for connectors that pass no settings of ours on."""
@@ -389,17 +390,18 @@ class MooncakeDistributedStore:
     def _put(
         self, keys: Sequence[str], values: Sequence[Value], config: ReplicateConfig | None, pins: Pin = Pin.NONE
     ) -> list[int]:
-        config = config or ReplicateConfig()
-        pins |= config.pins
+        replicas, preferred, is_consistent = 1, NOWHERE, True
+        if config is not None:
+            replicas, preferred, is_consistent = config.replica_num, config.preferred, config.is_consistent
+            pins |= config.pins
         client = self._client
         if client is None:
             return [UNREACHED] * len(keys)
-        if len(keys) != len(values) or config.replica_num < 1 or not config.is_consistent or self._device.refuses(values):
+        if len(keys) != len(values) or replicas < 1 or not is_consistent or self._device.refuses(values):
             return [INVALID] * max(1, len(keys))
 
         def put(some: Sequence[int], of_some: Sequence[Value]) -> list[int]:
-            named = [keys[index] for index in some]
-            return client.put(named, of_some, pins, replicas=config.replica_num, preferred=config.preferred)
+            return client.put([keys[index] for index in some], of_some, pins, replicas=replicas, preferred=preferred)
 
         return self._device.put(values, put) if self._device.holds(values) else put(range(len(keys)), values)
 

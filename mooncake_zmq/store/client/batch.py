@@ -65,7 +65,7 @@ def commit(call: Call, put_id: int, codes: list[int], indexes: list[int], checks
         raise Unreached(f"{len(numbers)} codes for {len(codes)} keys")
     if not numbers or len(indexes) < len(granted):
         call.peer.counts["expired"] += 1
+    written = set(indexes if numbers else ())
     for index in granted:
-        written = index in indexes and numbers
-        codes[index] = numbers[index] if written else int(Code.EXPIRED)
+        codes[index] = numbers[index] if index in written else int(Code.EXPIRED)
     return codes

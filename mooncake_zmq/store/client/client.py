@@ -103,8 +103,11 @@ class StoreClient:
         sizes = [sum(length for _, length in value) for value in values]
         codes = [UNREACHED if size > 0 and is_key(key) else int(Code.INVALID) for key, size in zip(keys, sizes, strict=True)]
         wanted = [index for index, code in enumerate(codes) if code == UNREACHED]
-        stores = sorted(self._peers, key=lambda peer: not (preferred and self._is_named(peer, preferred)))
-        if len(stores) > 1 and replicas == 1 and not pins & Pin.UPSERT:
+        stores = self._peers
+        if preferred:
+            stores = sorted(stores, key=lambda peer: not self._is_named(peer, preferred))
+        replaces = bool(pins & Pin.UPSERT)
+        if len(stores) > 1 and replicas == 1 and not replaces:
             # A value that another store has is neither stored again nor changed, as if they were one.
             there = self._lookup([keys[index] for index in wanted], self._exist_at, 0)
             for index, found in zip(wanted, there, strict=True):
@@ -119,7 +122,7 @@ class StoreClient:
                 codes[index] = 0 if codes[index] == 0 else code
             if any(code != UNREACHED for code in answers):
                 written.append(peer)
-        if pins & Pin.UPSERT:
+        if replaces:
             replaced = [keys[index] for index in wanted if codes[index] == 0]
             for peer in stores:
                 if peer not in written:

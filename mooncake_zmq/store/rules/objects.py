@@ -19,7 +19,6 @@ from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.store.rules.cold_end import ColdEnd
@@ -65,7 +64,7 @@ class Pin(IntFlag):
     """Not a client's: the value comes from the log."""
 
 
-_SOFT, _HARD = int(Pin.SOFT), int(Pin.HARD)
+_SOFT, _HARD, _UPSERT, _PROMOTION = int(Pin.SOFT), int(Pin.HARD), int(Pin.UPSERT), int(Pin.PROMOTION)
 """As plain numbers: an operation on flags takes as long as the rest of what it decides."""
 
 
@@ -95,6 +94,11 @@ NEXT_STATE: dict[tuple[State, EntryEvent], State] = {
     (State.QUARANTINED, EntryEvent.FREE): State.FREE,
     (State.COMMITTED, EntryEvent.FREE): State.FREE,
 }
+_MOVES: list[dict[int, int]] = [{} for _ in EntryEvent]
+"""The same by event and by plain numbers: to look two names up takes longer than all else of a move."""
+for (_before, _event), _after in NEXT_STATE.items():
+    _MOVES[_event][int(_before)] = int(_after)
+_RESERVE, _COMMIT, _FREE, _QUARANTINE = _MOVES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +177,8 @@ class Put:
     client: bytes
     expires_at: float
     keys: tuple[str, ...]
-    pins: Pin
+    pins: int
+    """Of `Pin`."""
     grants: list[Grant]
     reserved_bytes: int
     quarantined: bool = False
@@ -231,9 +236,7 @@ class Objects:
         self._key: list[str | None] = [None for _ in rows]
         self._free_entries = array("i")
         # Of each unit of memory: entries that cannot be evicted now, soft pins, and when any of its objects was last used.
-        self._blocked: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
-        self._soft: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
-        self._unit_used_at: NDArray[np.int64] = np.zeros(self.slabs.units, np.int64)
+        self._blocked, self._soft, self._unit_used_at = (array("q", bytes(8 * self.slabs.units)) for _ in range(3))
         self.expires_at = math.inf
         """Nothing that is held ends before."""
         self._clock = 0
@@ -242,6 +245,8 @@ class Objects:
         self._writing: dict[str, int] = {}
         """Keys of plain puts under way."""
         self._object_bytes = 0
+        self._client_bytes = max(settings.max_client_share * settings.object_bytes, self.slabs.slab_bytes)
+        """What one client may hold reserved or in quarantine."""
         self.tenants = Tenants(settings.tenants)
         self._disk_quotas: DiskQuotas | None = None
         self._holdings: Holdings | None = None
@@ -296,7 +301,7 @@ class Objects:
         if len(holder.puts) >= self.settings.max_puts_per_client:
             self.counts["no_room"] += len(keys)
             return [Grant(Code.NO_ROOM)] * len(keys)
-        put = Put(client, now + min(ttl_s, self.settings.max_ttl_s), tuple(keys), pins, [], 0)
+        put = Put(client, now + min(ttl_s, self.settings.max_ttl_s), tuple(keys), int(pins), [], 0)
         for key, size in zip(keys, sizes, strict=True):
             put.grants.append(self._reserve(holder, put, key, size))
         if any(grant.code is Code.OK for grant in put.grants):
@@ -602,7 +607,7 @@ class Objects:
                 writing |= {grant.entry: state for grant in put.grants if grant.code is Code.OK}
             assert holder.reserved_bytes == sum(put.reserved_bytes for put in holder.puts.values()) >= 0
         cells = {owner: (offset, size) for owner, offset, size in self.slabs.cells()}
-        blocked, soft = np.zeros_like(self._blocked), np.zeros_like(self._soft)
+        blocked, soft = np.zeros(self.slabs.units, np.int64), np.zeros(self.slabs.units, np.int64)
         for entry in range(self._first_entry, len(self._key)):
             state, key = State(self._state[entry]), self._key[entry]
             assert (state in (State.WRITING, State.QUARANTINED)) == (entry in writing)
@@ -658,15 +663,17 @@ class Objects:
         size_class = self.slabs.class_of(size) if size > 0 else None
         if size_class is None or not is_key(key):
             return Grant(Code.INVALID)
-        if not put.pins & Pin.UPSERT and (key in self.by_key or key in self._writing or self._is_on_disk_only(key, put.pins)):
-            if not put.pins & Pin.PROMOTION:
+        pins = put.pins
+        if not pins & _UPSERT and (key in self.by_key or key in self._writing or self._is_on_disk_only(key, pins)):
+            if not pins & _PROMOTION:
                 self.counts["dedup_hits"] += 1
                 self.counts["dedup_bytes_saved"] += size
             return Grant(Code.EXISTS)
         cell_bytes = self.slabs.sizes[size_class]
-        limit = max(self.settings.max_client_share * self.settings.object_bytes, self.slabs.slab_bytes)
         tenant = self.tenants.of(key) if self._holdings is not None else NOBODY
-        within = holder.reserved_bytes + cell_bytes <= limit and self._make_own_room(tenant, self._charge(size_class))
+        within = holder.reserved_bytes + cell_bytes <= self._client_bytes and self._make_own_room(
+            tenant, self._charge(size_class)
+        )
         entry = self._take_entry() if within else None
         offset = None if entry is None else self._take_cell(size_class, entry)
         if entry is None or offset is None:
@@ -676,16 +683,17 @@ class Objects:
             return Grant(Code.NO_ROOM)
         holder.reserved_bytes += cell_bytes
         put.reserved_bytes += cell_bytes
-        self._move(entry, EntryEvent.RESERVE)
+        self._move(entry, _RESERVE)
         self._size[entry], self._offset[entry], self._class[entry] = size, offset, size_class
-        self._pin[entry] = put.pins & (Pin.SOFT | Pin.HARD)
-        self._blocked[self.slabs.unit_of(offset)] += 1
-        if put.pins & Pin.SOFT:
-            self._soft[self.slabs.unit_of(offset)] += 1
+        self._pin[entry] = pins & (_SOFT | _HARD)
+        unit = self.slabs.unit_of(offset)
+        self._blocked[unit] += 1
+        if pins & _SOFT:
+            self._soft[unit] += 1
         if self._holdings is not None:
             self._holdings.take(entry, tenant, self._charge(size_class))
         self._fence(entry, self.generation[entry] + 1)
-        if not put.pins & Pin.UPSERT:
+        if not pins & _UPSERT:
             self._writing[key] = entry
         return Grant(Code.OK, entry, offset, self.generation[entry])
 
@@ -766,9 +774,12 @@ class Objects:
 
     def _coldest(self, size_class: int, *, soft: bool) -> tuple[range, int]:
         """The units to empty for this class, none of them of it: those not used for longest; and when they were last."""
-        stuck = self._blocked if soft else self._blocked + self._soft
+        blocked, soft_pins, used_at = (
+            np.frombuffer(each, np.int64) for each in (self._blocked, self._soft, self._unit_used_at)
+        )
+        stuck = blocked if soft else blocked + soft_pins
         other = self.slabs.unit_class
-        used = np.where((other == size_class) | (stuck > 0), _NEVER, np.where(other < 0, -1, self._unit_used_at))
+        used = np.where((other == size_class) | (stuck > 0), _NEVER, np.where(other < 0, -1, used_at))
         slabs = used.reshape(-1, PARTS).max(axis=1)
         slab = int(np.argmin(np.where(slabs < 0, _NEVER, slabs)))
         best = range(slab * PARTS, (slab + 1) * PARTS), int(slabs[slab])
@@ -779,28 +790,29 @@ class Objects:
                 best = range(part, part + 1), int(parts[part])
         return best if 0 <= best[1] < _NEVER else (range(0), 0)
 
-    def _commit(self, entry: int, key: str, checksum: int, pins: Pin) -> Code:
+    def _commit(self, entry: int, key: str, checksum: int, pins: int) -> Code:
         old = self.by_key.get(key)
-        if not pins & Pin.UPSERT and (old is not None or self._is_on_disk_only(key, pins)):
+        if not pins & _UPSERT and (old is not None or self._is_on_disk_only(key, pins)):
             self._free(entry)
             return Code.EXISTS
-        assert self.log is None or key not in self.log.by_key or pins & Pin.PROMOTION, "another value would come back"
+        assert self.log is None or key not in self.log.by_key or pins & _PROMOTION, "another value would come back"
         if old is not None:
             self._retire(old)
-        self._move(entry, EntryEvent.COMMIT)
+        self._move(entry, _COMMIT)
         self._fence(entry, self.generation[entry] + 1)
         self._checksum[entry] = checksum
         self._key[entry] = key
         self.by_key[key] = entry
         self.shelf.touch(key)
         self._object_bytes += self._size[entry]
-        promoted = bool(pins & Pin.PROMOTION)
+        promoted = bool(pins & _PROMOTION)
         self.counts["promoted" if promoted else "puts"] += 1
         self.counts["promoted_bytes" if promoted else "put_bytes"] += self._size[entry]
         if self._cold is not None:
             self._cold.add(entry, saved=promoted)
-        self._use(entry)
-        if not self._pin[entry] & _HARD:
+        if self._pin[entry] & _HARD:
+            self._use(entry)
+        else:
             self._shelve(entry)
         return Code.OK
 
@@ -810,7 +822,7 @@ class Objects:
         put.quarantined = True
         for key, grant in zip(put.keys, put.grants, strict=True):
             if grant.code is Code.OK:
-                self._move(grant.entry, EntryEvent.QUARANTINE)
+                self._move(grant.entry, _QUARANTINE)
                 self.counts["quarantined"] += 1
                 if self._writing.get(key) == grant.entry:
                     del self._writing[key]
@@ -830,7 +842,6 @@ class Objects:
                 if self._key[entry] is None:
                     self._free(entry)
                 elif not self._pin[entry] & _HARD:
-                    self._use(entry)
                     self._shelve(entry)
 
     def _found(self, entry: int) -> Found:
@@ -864,7 +875,7 @@ class Objects:
 
     def _free(self, entry: int) -> None:
         """An entry that is in no list and that nobody reads: its cell may be somebody else's from now on."""
-        self._move(entry, EntryEvent.FREE)
+        self._move(entry, _FREE)
         self._fence(entry, self.generation[entry] + (1 if self.generation[entry] % 2 else 2))
         unit = self.slabs.unit_of(self._offset[entry])
         self._blocked[unit] -= 1
@@ -906,8 +917,8 @@ class Objects:
             for key in keys:
                 self._cold.look_again(self.tenants.of(key))
 
-    def _is_on_disk_only(self, key: str, pins: Pin) -> bool:
-        return self.log is not None and not pins & Pin.PROMOTION and key in self.log.readable
+    def _is_on_disk_only(self, key: str, pins: int) -> bool:
+        return self.log is not None and not pins & _PROMOTION and key in self.log.readable
 
     def _disk_gauges(self) -> dict[str, float]:
         if self.log is None or self._cold is None:
@@ -936,8 +947,8 @@ class Objects:
             self._holdings.remove(entry)
         self._blocked[self.slabs.unit_of(self._offset[entry])] += 1
 
-    def _move(self, entry: int, event: EntryEvent) -> None:
-        self._state[entry] = NEXT_STATE[(State(self._state[entry]), event)]
+    def _move(self, entry: int, moves: dict[int, int]) -> None:
+        self._state[entry] = moves[self._state[entry]]
 
     def _fence(self, entry: int, generation: int) -> None:
         self.generation[entry] = generation
