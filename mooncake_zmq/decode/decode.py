@@ -557,7 +557,7 @@ class Decode:
             members = step_members(ready, self._settings.max_batch)
             short = [r for r in members if r.context > r.budget_tokens and not self._grow(r)]
             if not short or self._closing:  # what is closing gives its KV back: wait for that rather than preempt more
-                members = [r for r in members if r not in short]
+                members = [r for r in members if r not in short] if short else members
                 break
             effects += self._preempt(now)
         if not members:
@@ -574,7 +574,9 @@ class Decode:
 
     def _run_length(self, members: Sequence[Request]) -> int:
         """Steps to make in one work: until the first member ends, as far as there is KV for all of them."""
-        steps = min(self._settings.max_steps, *(request.left for request in members)) if self._settings.max_steps > 1 else 1
+        steps = min(self._settings.max_steps, *[request.left for request in members]) if self._settings.max_steps > 1 else 1
+        if all([request.position + steps <= request.budget_tokens for request in members]):
+            return max(1, steps)
         while steps > 1:
             growth = [self._growth(request, steps) for request in members]
             if sum(growth) * RUN_SHARE <= self._free_tokens:
