@@ -11,6 +11,7 @@ from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import BlocksRemoved, BlocksStored, KvEvent, Medium
 
+IN_DRAM, ON_DISK = Medium.CPU, Medium.DISK
 MAX_ANNOUNCED = 4096
 """Keys in one message, about a millisecond of a conductor's time: a schedule behind it does not wait for longer."""
 
@@ -40,29 +41,32 @@ class Announcer:
             return []
         events: list[KvEvent] = list(self._stored)
         events += [BlocksRemoved(tuple(keys), medium) for medium, keys in evicted if keys]
-        now: dict[Medium | None, list[Key]] = {Medium.CPU: [], Medium.DISK: [], None: []}
-        came = dict.fromkeys(self._new)
-        for key, tier in self._with_tiers(came):
-            if tier is not None:  # what came and went at once is told below, if it was known before
-                now[tier].append(key)
-        for key, tier in self._with_tiers(dict.fromkeys(key for _, keys in evicted for key in keys)):
-            # In DRAM still, or again: it left the disk alone, or is told above.
-            if tier is not Medium.CPU and (tier is None or key not in came):
-                now[tier].append(key)
+        stored: list[Key] = []
+        on_disk: list[Key] = []
+        removed: list[Key] = []
+        came = tuple(dict.fromkeys(self._new))
+        for key, tier in zip(came, self._tiers(came), strict=True):
+            if tier is IN_DRAM:
+                stored.append(key)
+            elif tier is ON_DISK:
+                on_disk.append(key)  # what came and went at once is told below, if it was known before
+        went = tuple(dict.fromkeys([key for _, keys in evicted for key in keys]))
+        new = frozenset(came)
+        for key, tier in zip(went, self._tiers(went), strict=True):
+            if tier is None:
+                removed.append(key)
+            elif tier is ON_DISK and key not in new:
+                on_disk.append(key)  # in DRAM still, or again, it left the disk alone, or is told above
         self._stored.clear()
         self._new.clear()
         effects: list[Effect] = [Publish(tuple(events))]
-        messages = announcements(now[Medium.CPU], now[None], now[Medium.DISK])
+        messages = announcements(stored, removed, on_disk)
         if messages:
-            self._counts.add("announced_blocks[change=stored]", len(now[Medium.CPU]))
-            self._counts.add("announced_blocks[change=on_disk]", len(now[Medium.DISK]))
-            self._counts.add("announced_blocks[change=removed]", len(now[None]))
+            self._counts.add("announced_blocks[change=stored]", len(stored))
+            self._counts.add("announced_blocks[change=on_disk]", len(on_disk))
+            self._counts.add("announced_blocks[change=removed]", len(removed))
             effects += [Send(conductor, message) for message in messages for conductor in conductors]
         return effects
-
-    def _with_tiers(self, keys: Iterable[Key]) -> Iterable[tuple[Key, Medium | None]]:
-        each = tuple(keys)
-        return zip(each, self._tiers(each), strict=True)
 
 
 def announcements(stored: Sequence[Key], removed: Sequence[Key] = (), on_disk: Sequence[Key] = ()) -> list[BlocksAnnounced]:

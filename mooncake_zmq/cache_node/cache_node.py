@@ -5,13 +5,13 @@ and to the SSD, are works. `gathering` brings together what a lease misses, `dis
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
 
-from mooncake_zmq.cache_node.announcer import Announcer, announcements
+from mooncake_zmq.cache_node.announcer import IN_DRAM, ON_DISK, Announcer, announcements
 from mooncake_zmq.cache_node.chains import Chains
 from mooncake_zmq.cache_node.contents import UNKNOWN, Contents, in_chains
 from mooncake_zmq.cache_node.disk_tier import RETRY, DiskContents, DiskTier
@@ -150,9 +150,21 @@ class CacheNode:
         """Blocks of vLLMs in the store beside the pool."""
         self._newcomers: list[str] = []
         """Conductors met in this event."""
+        self._has_disk = disk.slots > 0
         self._reporting = False
         """The timer of the next `CacheLoad` is armed."""
         self._draining = False
+        self._reactions: dict[type[Message], Callable[[float, str, Any], list[Effect]]] = {
+            LeaseBlocks: self._on_lease,
+            ReleaseLease: self._on_release,
+            RenewLease: self._on_renew,
+            ReserveSlots: self._on_reserve,
+            CommitSlots: self._on_commit,
+            ReportCorrupt: self._on_corrupt,
+            ChangeReplica: self._on_change_replica,
+            BlocksLeased: self._gatherer.on_leased,
+        }
+        """What each message leads to."""
 
     @property
     def transitions(self) -> dict[str, int]:
@@ -165,25 +177,33 @@ class CacheNode:
 
     def tiers(self, keys: Sequence[Key]) -> list[Medium | None]:
         """The quickest tier that each of these blocks can be served from."""
+        if not self._has_disk:
+            return [None if dram is None else IN_DRAM for dram in self.slots.present(keys)]
         found = zip(self.slots.present(keys), self.disk.slots.present(keys), strict=True)
-        return [Medium.CPU if dram is not None else Medium.DISK if disk is not None else None for dram, disk in found]
+        return [IN_DRAM if dram is not None else ON_DISK if disk is not None else None for dram, disk in found]
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
         effects = self._dispatch(now, event)
         while self._gatherer.finished:
             effects += self._answer(now, self._gatherer.finished.pop(0))
-        effects += self.disk.demote()
-        head: list[Effect] = [Fence(self.slots.take_fences())] if self.slots.fences else []
-        self.disk.slots.fences.clear()  # its slots are files' places: nobody maps them
+        if self._has_disk:
+            effects += self.disk.demote()
+            self.disk.slots.fences.clear()  # its slots are files' places: nobody maps them
+        if self.slots.fences:
+            effects.insert(0, Fence(self.slots.take_fences()))
         effects += self._announce()
-        effects += self._begin_reports()
-        return head + effects + self._drained()
+        if not self._reporting:
+            effects += self._begin_reports()
+        return effects + self._drained() if self._draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
+        # Patterns over the frequent ones would take longer than all that is done with some of them.
+        if type(event) is Received:
+            return self._on_message(now, event.sender, event.message)
+        if type(event) is TimerFired and event.key == REPORT:
+            return self._report(now)
         match event:
-            case Received(sender, message):
-                return self._on_message(now, sender, message)
             case WorkDone(work_id, BlocksCopied() | WorkFailed() as copied) if self._gatherer.copies(work_id):
                 return self._gatherer.on_copied(now, work_id, copied)
             case WorkDone(work_id, DiskWritten() | WorkFailed() as written) if self.disk.writes(work_id):
@@ -198,8 +218,6 @@ class CacheNode:
             case TimerFired(("gathering", str(node), int(incarnation), int(number))):
                 self._gatherer.expire(now, HolderId(node, incarnation, number))
                 return []
-            case TimerFired(key) if key == REPORT:
-                return self._report(now)
             case TimerFired(key) if key == RETRY:
                 self.disk.retry(now)
                 return []
@@ -221,26 +239,11 @@ class CacheNode:
                 raise TypeError(event)
 
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
-        match message:
-            case LeaseBlocks():
-                return self._on_lease(now, sender, message)
-            case ReleaseLease():
-                return self._on_release(sender, message)
-            case RenewLease():
-                return self._on_renew(now, sender, message)
-            case ReserveSlots():
-                return self._on_reserve(now, sender, message)
-            case CommitSlots():
-                return self._on_commit(now, sender, message)
-            case ReportCorrupt():
-                return self._on_corrupt(message)
-            case ChangeReplica():
-                return self._on_change_replica(now, sender, message)
-            case BlocksLeased():
-                return self._gatherer.on_leased(now, sender, message)
-            case _:
-                self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
-                return []
+        react = self._reactions.get(type(message))
+        if react is None:
+            self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
+            return []
+        return react(now, sender, message)
 
     def check(self, now: float) -> None:
         """See `core.actor`."""
@@ -400,7 +403,7 @@ class CacheNode:
             Send(sender, LeaseRenewed(lease_id=message.lease_id)),
         ]
 
-    def _on_release(self, sender: str, message: ReleaseLease) -> list[Effect]:
+    def _on_release(self, _now: float, sender: str, message: ReleaseLease) -> list[Effect]:
         holder = self._holder(sender, message.lease_id)
         self._gatherer.drop(holder)
         if holder not in self._leases:
@@ -424,7 +427,7 @@ class CacheNode:
             self.slots.unpin(lease.slots)
             self.disk.used(len(lease.slots))  # pinned, they were not seen among what is to be written
 
-    def _on_corrupt(self, message: ReportCorrupt) -> list[Effect]:
+    def _on_corrupt(self, _now: float, _sender: str, message: ReportCorrupt) -> list[Effect]:
         for ref in message.slots:
             current = ref.node == self.name and ref.incarnation == self.incarnation and ref.slot < self.slots.capacity
             stands = current and self.slots.generation[ref.slot] == ref.generation
@@ -464,12 +467,13 @@ class CacheNode:
         if writer in self._puts:
             return []
         # Used before room is made: a put must not evict the chain that it continues.
-        present = self.slots.present(message.keys)
-        self._chains.touch(message.parent, [slot for slot in present if slot is not None])
+        found = self.slots.find_all(message.keys)
+        self._chains.touch(message.parent, self.slots.committed_of(found))
         tokens = self._fitting_tokens(message)
         owner = self._tenants.number(message.tenant)
         room = 0 if self._draining else self._room_for_puts(sender)
-        slots, held = self.slots.reserve_missing(message.keys, room, [owner] * len(message.keys) if owner != NOBODY else ())
+        owners = [owner] * len(message.keys) if owner != NOBODY else ()
+        slots, held = self.slots.reserve_missing(message.keys, room, owners, found)
         generations = self.slots.generation
         grants = [GrantedSlot(index=index, slot=slot, generation=generations[slot]) for index, slot in slots.items()]
         denied = len(message.keys) - held - len(grants)

@@ -23,6 +23,8 @@ class Chains:
 
     def _up_to(self, key: Key | None) -> list[int]:
         ancestors: list[int] = []
+        if key is None:
+            return ancestors
         find, parent_of = self._slots.committed, self._contents.parent
         while key is not None and len(ancestors) < MAX_ANCESTORS and (slot := find(key)) is not None:
             ancestors.append(slot)

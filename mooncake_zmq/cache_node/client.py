@@ -48,6 +48,8 @@ class PoolClientSettings:
 COPY_MARGIN = 0.25
 """Part of a lease's time kept back: a copy must end this much before the lease does."""
 
+OF_POOLS = frozenset((BlocksLeased, LeaseRenewed, SlotsReserved, ReclaimSlots))
+
 
 @dataclass(slots=True)
 class _Put:
@@ -114,7 +116,7 @@ class PoolClient:
 
     def may_say(self, sender: str, message: Message) -> bool:
         """False for what only our own host's cache-node may tell us, and `sender` is another one."""
-        return sender == self.node or not isinstance(message, BlocksLeased | LeaseRenewed | SlotsReserved | ReclaimSlots)
+        return sender == self.node or type(message) not in OF_POOLS
 
     # --- leases
 

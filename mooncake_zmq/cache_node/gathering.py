@@ -211,14 +211,20 @@ class Gatherer:
 
     def _pin_present(self, gathering: Gathering) -> None:
         missing = gathering.keys[gathering.here :]
-        run = self._dram.leading_run(missing)
+        present = self._dram.present(missing)
+        run: list[int] = []
+        for slot in present:
+            if slot is None:
+                break
+            run.append(slot)
         self._dram.pin(run)
         gathering.run += run
         if len(run) == len(missing) and not gathering.ahead:
             return
-        self._dram.unpin([gathering.ahead.pop(key) for key in missing[: len(run)] if key in gathering.ahead])
-        after = missing[len(run) :]
-        ahead = {key: slot for key, slot in zip(after, self._dram.present(after), strict=True) if slot is not None}
+        if gathering.ahead:
+            self._dram.unpin([gathering.ahead.pop(key) for key in missing[: len(run)] if key in gathering.ahead])
+        after = zip(missing[len(run) :], present[len(run) :], strict=True)
+        ahead = {key: slot for key, slot in after if slot is not None}
         for key in gathering.ahead.keys() & ahead.keys():
             del ahead[key]
         self._dram.pin(list(ahead.values()))

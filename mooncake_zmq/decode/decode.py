@@ -5,7 +5,7 @@ gateway, which resumes it elsewhere from prompt and tokens so far.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,12 @@ RECENT = 0.8
 RUN_SHARE = 4
 """A work of several steps takes at most this part of the free KV ahead, so that there is some left for those that come."""
 
+PULLED, DECODED, COPIED = (BlocksPulled, WorkFailed), (StepDecoded, WorkFailed), (BlocksCopied, WorkFailed)
+"""How its works end."""
+LOADING, READY, STEPPING, CLOSING = RequestState.LOADING, RequestState.READY, RequestState.STEPPING, RequestState.CLOSING
+STEP_BEGAN, STEPPED = RequestEvent.STEP_BEGAN, RequestEvent.STEPPED
+"""By name, as each step needs them for each request: an enum's class is ten times as slow to look into."""
+
 
 @dataclass(slots=True)
 class _Step:
@@ -144,6 +150,20 @@ class Decode:
         self._reports = Reports(settings.report_s)
         self._ids = Ids()
         self._leaving = Leaving(may_become, self.counts)
+        self._reactions: dict[type[Message], Callable[[float, str, Any], list[Effect]]] = {
+            ReserveDecode: self._on_reserve,
+            HandoffBlocks: self._on_blocks,
+            LayersReady: self._on_layers,
+            HandoffDone: self._on_done,
+            HandoffFailed: self._on_handoff_failed,
+            CancelRequest: self._on_cancel,
+            BlocksLeased: self._on_leased,
+            LeaseRenewed: self._on_renewed,
+            SlotsReserved: self._on_slots,
+            ReclaimSlots: self._on_reclaim,
+            ChangeRole: self._on_change,
+        }
+        """What each message leads to."""
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -153,15 +173,14 @@ class Decode:
         return effects + self._drained() if self._leaving.draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
+        # Patterns over the frequent ones would take longer than all that is done with some of them.
+        if type(event) is Received:
+            return self._on_message(now, event.sender, event.message)
+        if type(event) is WorkDone:
+            return self._on_work(now, event)
+        if type(event) is TimerFired and event.key == REPORT:
+            return self._report(now)
         match event:
-            case Received(sender, message):
-                return self._on_message(now, sender, message)
-            case WorkDone(work_id, StepDecoded() | WorkFailed() as result) if self._is_step(work_id):
-                return self._on_stepped(now, result)
-            case WorkDone(work_id, BlocksPulled() | WorkFailed() as result) if work_id in self._pulls:
-                return self._on_pulled(now, self._pulls.pop(work_id), result)
-            case WorkDone(work_id, BlocksCopied() | WorkFailed() as result) if self._pool.copying(work_id):
-                return self._put_ended(self._pool.on_copied(work_id, result))
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
                 self._pool.peer_up(up)
@@ -169,8 +188,6 @@ class Decode:
                 return []
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
-            case TimerFired(key) if key == REPORT:
-                return self._report(now)
             case TimerFired(("renew",)):
                 return [*self._pool.renew(now), self._renew_timer()]
             case TimerFired(("deadline", str(request_id), int(attempt))):
@@ -186,44 +203,44 @@ class Decode:
             case DrainTimedOut():
                 self._leaving.drain()
                 return self._hand_over(now)
-            case TimerFired() | WorkProgress() | WorkDone():
+            case TimerFired() | WorkProgress():
                 return []
             case _:
                 raise TypeError(event)
 
-    def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
-        if not self._pool.may_say(sender, message):
-            return self._unexpected(message)
-        match message:
-            case ReserveDecode():
-                return self._on_reserve(now, sender, message)
-            case HandoffBlocks():
-                return self._on_blocks(now, sender, message)
-            case LayersReady():
-                return self._on_layers(now, sender, message)
-            case HandoffDone():
-                return self._on_done(now, sender, message)
-            case HandoffFailed():
-                return self._on_handoff_failed(now, sender, message)
-            case CancelRequest():
-                return self._on_cancel(now, sender, message)
-            case BlocksLeased():
-                return self._on_leased(now, message)
-            case LeaseRenewed():
-                self._pool.on_renewed(message)
-                return []
-            case SlotsReserved():
-                return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
-            case ReclaimSlots():
-                return self._pool.on_reclaim(message)
-            case ChangeRole():
-                return self._report(now) if self._leaving.change(sender, message, self._peers) else []
-            case _:
-                return self._unexpected(message)
-
-    def _unexpected(self, message: Message) -> list[Effect]:
-        self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
+    def _on_work(self, now: float, event: WorkDone) -> list[Effect]:
+        """Ids of works are used once, so each tells what it was."""
+        work_id, result = event.work_id, event.result
+        if (request := self._pulls.pop(work_id, None)) is not None:
+            assert isinstance(result, PULLED)
+            return self._on_pulled(now, request, result)
+        if self._step is not None and self._step.work_id == work_id:
+            assert isinstance(result, DECODED)
+            return self._on_stepped(now, result)
+        if self._pool.copying(work_id):
+            assert isinstance(result, COPIED)
+            return self._put_ended(self._pool.on_copied(work_id, result))
         return []
+
+    def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
+        react = self._reactions.get(type(message))
+        if react is None or not self._pool.may_say(sender, message):
+            self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
+            return []
+        return react(now, sender, message)
+
+    def _on_renewed(self, _now: float, _sender: str, message: LeaseRenewed) -> list[Effect]:
+        self._pool.on_renewed(message)
+        return []
+
+    def _on_slots(self, now: float, _sender: str, message: SlotsReserved) -> list[Effect]:
+        return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
+
+    def _on_reclaim(self, _now: float, _sender: str, message: ReclaimSlots) -> list[Effect]:
+        return self._pool.on_reclaim(message)
+
+    def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
+        return self._report(now) if self._leaving.change(sender, message, self._peers) else []
 
     def check(self, now: float) -> None:
         """See `core.actor`."""
@@ -231,15 +248,15 @@ class Decode:
         assert self._free_tokens + sum(r.budget_tokens for r in live) == self._capacity_tokens
         assert self._free_tokens >= 0
         for request in live:
-            assert (request.state is RequestState.CLOSING) == (request in self._closing)
+            assert (request.state is CLOSING) == (request in self._closing)
             assert request.state is not RequestState.ENDED
             assert request.position <= request.budget_tokens
-        stepping = sum(1 for r in live if r.state is RequestState.STEPPING)
+        stepping = sum(1 for r in live if r.state is STEPPING)
         assert stepping == 0 or self._step is not None
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
-        running = sum(1 for r in self._requests.values() if r.state in (RequestState.READY, RequestState.STEPPING))
+        running = sum(1 for r in self._requests.values() if r.state in (READY, STEPPING))
         return {
             "capacity_tokens": self._capacity_tokens,
             "reserved_tokens": self._capacity_tokens - self._free_tokens,
@@ -340,7 +357,7 @@ class Decode:
             return "sampling does not match tokens"
         return None if budget <= self._capacity_tokens else "prompt is longer than the KV budget"
 
-    def _on_leased(self, now: float, message: BlocksLeased) -> list[Effect]:
+    def _on_leased(self, now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
         """Load the leading blocks that our own host holds; the prefill hands off the rest."""
         sources = self._pool.on_leased(message)
         if sources is None:
@@ -453,7 +470,7 @@ class Decode:
             request.held_pull = False
             effects += self._pool.release(request.lease_id)
             request.lease_id = None
-        if request.state is RequestState.CLOSING:
+        if request.state is CLOSING:
             return effects + self._try_end(request)
         if isinstance(result, WorkFailed):
             return effects + self._fail(now, request, f"handoff copy failed: {result.reason}")
@@ -520,7 +537,7 @@ class Decode:
     def _on_handoff_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:
         request = self._requests.get(message.request_id)
         current = request is not None and (request.request.attempt, request.prefill) == (message.attempt, sender)
-        if request is None or not current or request.state not in (RequestState.RESERVING, RequestState.LOADING):
+        if request is None or not current or request.state not in (RequestState.RESERVING, LOADING):
             return []
         return self._close(now, request)
 
@@ -529,19 +546,18 @@ class Decode:
         if request is None or request.request.attempt != attempt or request.prefill != prefill:
             self.counts.add("stale_handoff_messages")
             return None
-        return request if request.state is RequestState.LOADING else None
+        return request if request.state is LOADING else None
 
     # --- the batch
 
     def _begin_step(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         while True:
-            state = RequestState.READY
-            ready = [r for r in self._requests.values() if r.state is state]
+            ready = [r for r in self._requests.values() if r.state is READY]
             members = step_members(ready, self._settings.max_batch)
-            short = [r for r in members if not self._grow(r)]
+            short = [r for r in members if r.context > r.budget_tokens and not self._grow(r)]
             if not short or self._closing:  # what is closing gives its KV back: wait for that rather than preempt more
-                members = [r for r in members if r not in short]
+                members = [r for r in members if r not in short] if short else members
                 break
             effects += self._preempt(now)
         if not members:
@@ -549,7 +565,7 @@ class Decode:
         steps = self._run_length(members)
         entries = []
         for request in members:
-            self._move(request, RequestEvent.STEP_BEGAN)
+            self._move(request, STEP_BEGAN)
             request.in_flight += 1
             entries.append(StepEntry(request.sequence, request.last, request.position, request.request.sampling))
         work_id = self._ids.new()
@@ -558,7 +574,9 @@ class Decode:
 
     def _run_length(self, members: Sequence[Request]) -> int:
         """Steps to make in one work: until the first member ends, as far as there is KV for all of them."""
-        steps = min(self._settings.max_steps, *(request.left for request in members)) if self._settings.max_steps > 1 else 1
+        steps = min(self._settings.max_steps, *[request.left for request in members]) if self._settings.max_steps > 1 else 1
+        if all([request.position + steps <= request.budget_tokens for request in members]):
+            return max(1, steps)
         while steps > 1:
             growth = [self._growth(request, steps) for request in members]
             if sum(growth) * RUN_SHARE <= self._free_tokens:
@@ -587,9 +605,11 @@ class Decode:
 
     def _shrink(self, request: Request) -> None:
         """A run ended sooner than was reserved for."""
-        kept = self._layout.blocks_for(request.position + 1) * self._layout.block_tokens
-        self._free_tokens += max(0, request.budget_tokens - kept)
-        request.budget_tokens = min(request.budget_tokens, kept)
+        needed, size = request.position + 1, self._layout.block_tokens
+        if request.budget_tokens - needed >= size:
+            kept = self._layout.blocks_for(needed) * size
+            self._free_tokens += request.budget_tokens - kept
+            request.budget_tokens = kept
 
     def _interrupt(self) -> list[Effect]:
         """Somebody waits for the end of the run: it stops at its next border."""
@@ -599,12 +619,9 @@ class Decode:
         step.cancelled = True
         return [CancelWork(step.work_id)]
 
-    def _is_step(self, work_id: int) -> bool:
-        return self._step is not None and self._step.work_id == work_id
-
     def _preempt(self, now: float) -> list[Effect]:
         """The youngest request gives way. Its full blocks are in the pool already, so it resumes cheaply elsewhere."""
-        youngest = victim([r for r in self._requests.values() if r.state is not RequestState.STEPPING])
+        youngest = victim([r for r in self._requests.values() if r.state is not STEPPING])
         assert youngest is not None
         self.counts.add("preemptions")
         return self._fail(now, youngest, "preempted", full=True)
@@ -622,15 +639,15 @@ class Decode:
         batches: dict[str, list[_Entry]] = {}
         for request, tokens, logprobs in zip(step.members, columns, told, strict=True):
             request.in_flight -= 1
-            if request.state is RequestState.CLOSING:
+            if request.state is CLOSING:
                 effects += self._try_end(request)
                 continue
-            self._move(request, RequestEvent.STEPPED)
+            self._move(request, STEPPED)
             if isinstance(result, WorkFailed):
                 effects += self._fail(now, request, f"step failed: {result.reason}")
                 continue
             effects += self._take_tokens(now, request, tokens, logprobs, batches)
-            if step.steps > 1 and request.state is RequestState.READY:
+            if step.steps > 1 and request.state is READY:
                 self._shrink(request)
         self.counts.add("generation_tokens", sum([len(told[-1]) for each in batches.values() for told, _ in each]))
         sends: list[Effect] = [Send(gateway, _decoded(entries)) for gateway, entries in batches.items()]
@@ -705,7 +722,7 @@ class Decode:
         for token in ended.tokens:
             assert isinstance(token, Request)
             token.in_flight -= 1
-            if token.state is RequestState.CLOSING:
+            if token.state is CLOSING:
                 effects += self._try_end(token)
         return effects
 
@@ -733,7 +750,7 @@ class Decode:
         return [Send(message.gateway, failed), *self._tell_prefill(request, reason), *self._close(now, request)]
 
     def _tell_prefill(self, request: Request, reason: str) -> list[Effect]:
-        if request.state not in (RequestState.RESERVING, RequestState.LOADING):
+        if request.state not in (RequestState.RESERVING, LOADING):
             return []
         message = request.request
         failed = HandoffFailed(request_id=message.request_id, attempt=message.attempt, reason=clip(reason))
@@ -742,7 +759,7 @@ class Decode:
     def _close(self, now: float, request: Request) -> list[Effect]:
         message = request.request
         effects: list[Effect] = [CancelTimer(("deadline", message.request_id, message.attempt)), *self._reports.hurry(now)]
-        if request.state is RequestState.STEPPING:
+        if request.state is STEPPING:
             effects += self._interrupt()
         self._move(request, RequestEvent.CLOSE)
         del self._requests[message.request_id]
@@ -766,7 +783,7 @@ class Decode:
         self._reports.peer_down(peer)
         effects = self._put_ended(self._pool.peer_down(peer))
         for request in list(self._requests.values()):
-            unverified = request.state in (RequestState.RESERVING, RequestState.LOADING)
+            unverified = request.state in (RequestState.RESERVING, LOADING)
             if request.request.gateway == peer:
                 effects += self._tell_prefill(request, f"{peer} is down") + self._close(now, request)
             elif request.prefill == peer and unverified:
@@ -778,7 +795,7 @@ class Decode:
 
     def _report(self, now: float) -> list[Effect]:
         requests = self._requests.values()
-        running = [r for r in requests if r.state in (RequestState.READY, RequestState.STEPPING)]
+        running = [r for r in requests if r.state in (READY, STEPPING)]
         bookings = [booking for r in requests if (booking := r.request.booking)]
         load = DecodeLoad(
             running=len(running),

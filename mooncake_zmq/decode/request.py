@@ -116,7 +116,8 @@ class Request:
     @property
     def left(self) -> int:
         """Output tokens that may still come."""
-        return self.request.stop.max_tokens - self.count
+        message = self.request
+        return message.stop.max_tokens - message.first_index - self.made
 
     @property
     def longest_step_s(self) -> float:

@@ -119,8 +119,12 @@ class Lru:
 
     def pop(self) -> int:
         assert self._count, "nothing to evict"
-        slot = self._next[self._end]
-        self.remove((slot,))
+        following, end = self._next, self._end
+        slot = following[end]
+        after = following[end] = following[slot]
+        self._previous[after] = end
+        following[slot] = OUT
+        self._count -= 1
         return slot
 
     def coldest(self, limit: int) -> list[int]:

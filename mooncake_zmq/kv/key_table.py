@@ -1,11 +1,11 @@
-"""Which slot holds a key, and which key a slot holds: a hash table in columns, 25 bytes a slot. PURE.
+"""Which slot holds a key, and which key a slot holds: a hash table in columns, 29 bytes a slot. PURE.
 
 Linear probing over int32 slot numbers, at most half full; the keys stand in columns by slot. Deleting moves the rest of a
 probe chain up, without tombstones, so that a table that was full for a year is as quick as a new one.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import isqrt
 from struct import Struct
 
@@ -33,6 +33,8 @@ class KeyTable:
         self._table = array("i", [EMPTY]) * self._size
         self._low = array("Q", [0]) * capacity
         self._high = array("Q", [0]) * capacity
+        self._home = array("i", [0]) * capacity
+        """Where the search for each slot's key begins: to compute that again takes longer than the rest of a deletion."""
         self._named = bytearray(capacity)
         self._count = 0
 
@@ -53,17 +55,19 @@ class KeyTable:
                 at = 0
         return None
 
-    def slots_of(self, keys: Iterable[Key]) -> Iterator[int]:
+    def slots_of(self, keys: Iterable[Key]) -> list[int]:
         """The slot that holds each of `keys`, or `EMPTY`; as `get`, but one call for all keys of a lease or put."""
         size, by_low, by_high = self._size, self._by_low, self._by_high
         table, lows, highs = self._table, self._low, self._high
+        slots: list[int] = []
         for low, high in WORDS.iter_unpack(b"".join(keys)):
             at = (low * by_low + high * by_high) % size
             while (slot := table[at]) != EMPTY and not (lows[slot] == low and highs[slot] == high):
                 at += 1
                 if at == size:
                     at = 0
-            yield slot
+            slots.append(slot)
+        return slots
 
     def all_named(self, slots: Sequence[int]) -> bool:
         """Does each of `slots` hold a key?"""
@@ -81,7 +85,7 @@ class KeyTable:
         """`slot` holds `key` from now on. The caller knows that no other slot does."""
         assert not self._named[slot], "a slot holds one key"
         low, high = WORDS.unpack(key)
-        at = (low * self._by_low + high * self._by_high) % self._size
+        at = self._home[slot] = (low * self._by_low + high * self._by_high) % self._size
         table = self._table
         while table[at] != EMPTY:
             at += 1
@@ -96,16 +100,14 @@ class KeyTable:
     def remove(self, slot: int) -> Key:
         """`slot` holds nothing from now on; answers the key it held."""
         assert self._named[slot], "a slot without a key"
-        table, size, lows, highs = self._table, self._size, self._low, self._high
-        by_low, by_high = self._by_low, self._by_high
-        hole = self._home(slot)
+        table, size, homes = self._table, self._size, self._home
+        hole = homes[slot]
         while table[hole] != slot:
             hole = (hole + 1) % size
         at = hole
         while (other := table[at := (at + 1) % size]) != EMPTY:
-            home = (lows[other] * by_low + highs[other] * by_high) % size
             # Whose home is not between the hole and its place would be cut off from it: it moves into the hole.
-            if (at - home) % size >= (at - hole) % size:
+            if (at - homes[other]) % size >= (at - hole) % size:
                 table[hole] = other
                 hole = at
         table[hole] = EMPTY
@@ -131,15 +133,12 @@ class KeyTable:
             found[left[same]] = slots[same]
             on = np.flatnonzero(~same)
             left, at = left[on], at[on] + 1
-        found[left] = list(self.slots_of([keys[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in left.tolist()]))
+        found[left] = self.slots_of([keys[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in left.tolist()])
         return found
 
     def named(self) -> NDArray[np.bool_]:
         """Which slots hold a key [capacity]; a view of the column, only to be read."""
         return np.frombuffer(self._named, dtype=np.bool_)
-
-    def _home(self, slot: int) -> int:
-        return (self._low[slot] * self._by_low + self._high[slot] * self._by_high) % self._size
 
     def _homes(self, low: NDArray[np.uint64], high: NDArray[np.uint64]) -> NDArray[np.int64]:
         """As in `get`, but in words: nothing overflows, as the size is below 2**31."""

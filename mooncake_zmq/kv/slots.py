@@ -4,7 +4,7 @@ A slot's generation is odd while somebody may write it and even otherwise (a seq
 generation it was given, before and after its copy, has read what was granted. Every method that changes a generation
 notes it in `fences`, which the actor hands to the runtime ahead of any message that tells of the change.
 
-Everything is a column indexed by slot, about 55 bytes for each with its key; no slot has an object of its own.
+Everything is a column indexed by slot, about 60 bytes for each with its key; no slot has an object of its own.
 """
 
 from array import array
@@ -159,6 +159,11 @@ class Slots:
                 return slots[:index]
         return slots
 
+    def committed_of(self, slots: Sequence[int]) -> list[int]:
+        """Those of `slots` that are readable; `EMPTY` is none."""
+        states = self._state
+        return [slot for slot in slots if slot != EMPTY and states[slot] == COMMITTED]
+
     def being_written(self, slots: Sequence[int]) -> list[int]:
         """Those of `slots` that somebody may write."""
         states = self._state
@@ -179,11 +184,18 @@ class Slots:
             self._by_key.insert(key, slots[0])
         return slots[0]
 
-    def reserve_missing(self, keys: Sequence[Key], most: int, owners: Sequence[int] = ()) -> tuple[dict[int, int], int]:
+    def find_all(self, keys: Sequence[Key]) -> list[int]:
+        """The slot that holds each of `keys` or is to hold it; `EMPTY` if there is none."""
+        return self._by_key.slots_of(keys)
+
+    def reserve_missing(
+        self, keys: Sequence[Key], most: int, owners: Sequence[int] = (), found: Sequence[int] | None = None
+    ) -> tuple[dict[int, int], int]:
         """As `reserve` of those of `keys` that are not held, as far as there is room, of `most` at most: slots by index in
-        `keys`. And how many are held: what this evicts for them was. `owners`: of each key; none: nobody's."""
+        `keys`. And how many are held: what this evicts for them was. `owners`: of each key; none: nobody's. `found`: what
+        `find_all` says of `keys`, if that is known."""
         missing: dict[Key, int] = {}
-        for index, slot in enumerate(self._by_key.slots_of(keys)):
+        for index, slot in enumerate(self._by_key.slots_of(keys) if found is None else found):
             if slot == EMPTY:
                 missing.setdefault(keys[index], index)
         wanted = list(missing.items())[: max(0, most)]
@@ -390,7 +402,10 @@ class Slots:
     def _take_any(self, most: int) -> tuple[list[int], int]:
         """And how many were free."""
         free = min(most, self._counts[FREE])
-        slots = [self._take_free() for _ in range(free)]
+        again = min(free, len(self._free))
+        slots = self._free[len(self._free) - again :].tolist()[::-1]
+        del self._free[len(self._free) - again :]
+        slots += [self._take_free() for _ in range(free - again)]
         return slots + [self._evict(self._order) for _ in range(min(most - free, len(self._order)))], free
 
     def _take_shared(self, shares: Shares, owners: Sequence[int]) -> tuple[list[int], int]:
@@ -430,22 +445,26 @@ class Slots:
         if self._by_key.all_named(slots):
             self._evictable.insert(slots, depths)
             return
-        named = self._by_key.is_named
-        kept = [(slot, depth) for slot, depth in zip(slots, depths, strict=True) if named(slot)]
-        self._evictable.insert([slot for slot, _ in kept], [depth for _, depth in kept])
-        lost = [slot for slot in slots if not named(slot)]
-        for slot in lost:
-            self._disown(slot)
+        lost = slots
+        if self._by_key:  # else all are anonymous, as in the slab of a prefill
+            named = self._by_key.is_named
+            kept = [(slot, depth) for slot, depth in zip(slots, depths, strict=True) if named(slot)]
+            self._evictable.insert([slot for slot, _ in kept], [depth for _, depth in kept])
+            lost = [slot for slot in slots if not named(slot)]
+        if self.shares is not None:
+            for slot in lost:
+                self.shares.give(slot)
         self._vacate(lost)
 
     def _vacate(self, slots: Sequence[int]) -> None:
         """Committed slots that nobody could find are free."""
-        states, generations, fences = self._state, self.generation, self.fences
+        states, generations, fences, untouched = self._state, self.generation, self.fences, self._untouched
         for slot in slots:
             states[slot] = FREE
             generation = generations[slot] = generations[slot] + 2
             fences.append((slot, generation))
-            self._put_back(slot)
+            if slot < untouched:  # as `_put_back`
+                self._free.append(slot)
         self._count(COMMITTED, *MOVES[SlotEvent.FREE][COMMITTED], len(slots))
 
     def _drop(self, slot: int) -> None:

@@ -6,8 +6,9 @@ checksum is the same.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import SlotRef
@@ -22,9 +23,7 @@ from mooncake_zmq.core.work import (
     DecodeStep,
     DiskBlock,
     DiskWritten,
-    Generate,
     LayersComputed,
-    ProbeEngine,
     ProbeProcess,
     ProcessProbed,
     Progress,
@@ -34,7 +33,6 @@ from mooncake_zmq.core.work import (
     SlotGrant,
     StageComputed,
     StepDecoded,
-    WatchEngine,
     Work,
     WorkFailed,
     WriteToDisk,
@@ -49,6 +47,8 @@ LAYERS = 4
 PART = 1
 """Checksum of every part."""
 BLOCK = block_checksum((PART,) * LAYERS)
+OF_ENGINES = frozenset((ComputeChunk, ComputeStage, DecodeStep))
+"""Works that keep an engine busy."""
 PROBE_S = 1e-3
 HIDDEN_BYTES = 2
 """A hidden state is taken for a sixteenth of a token's KV: a twentieth with the paper's model, a twentieth with the default."""
@@ -59,8 +59,7 @@ def lab_layout(block_tokens: int) -> BlockLayout:
     return BlockLayout(layers=LAYERS, kv_heads=1, head_dim=1, block_tokens=block_tokens, hidden_bytes=HIDDEN_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class StepRun:
+class StepRun(Struct, frozen=True, gc=False):
     """Steps one after the other with the same members: step i (from 0) takes `first_s + i * growth_s`."""
 
     begin_s: float
@@ -73,8 +72,7 @@ class StepRun:
         return self.begin_s + steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
 
-@dataclass(slots=True)
-class _Running:
+class _Running(Struct, eq=False):
     """A work in flight and how it will end."""
 
     work: Work
@@ -139,7 +137,7 @@ class ModelledMachine:
         if running.end_s > now + deadline_s:
             running.end_s, running.result = now + deadline_s, WorkFailed("deadline")
         self.running[work_id] = running
-        if isinstance(work, ComputeChunk) and isinstance(running.result, ChunkComputed) and not running.result.failed:
+        if type(work) is ComputeChunk and type(running.result) is ChunkComputed and not running.result.failed:
             most = running.begin_s + (running.end_s - running.begin_s) * (LAYERS - 1) / LAYERS
             self._later(most, self._come_far, work_id)
         self._later(running.end_s, self._end, work_id, running.end_s)
@@ -182,25 +180,25 @@ class ModelledMachine:
         if running is None or running.end_s != end_s:
             return
         result = running.result
-        if isinstance(running.work, ComputeChunk | ComputeStage | DecodeStep):
+        if type(running.work) in OF_ENGINES:
             self.busy_s += max(0.0, end_s - running.begin_s)
-        if isinstance(result, ChunkComputed) and not result.failed:
-            self._progressed(work_id, LayersComputed(LAYERS))
+            if type(result) is ChunkComputed and not result.failed:
+                self._progressed(work_id, LayersComputed(LAYERS))
+            elif type(result) is StepDecoded:
+                self.last_run = running.run
         del self.running[work_id]
-        if isinstance(result, StepDecoded):
-            self.last_run = running.run
         self._done(work_id, result)
 
     def _plan(self, now: float, work: Work) -> _Running:
+        if type(work) is PullBlocks:
+            return _Running(work, now, self._load_end(now, work.loads), _pulled(work.loads))
+        if type(work) is DecodeStep:
+            return self._plan_steps(now, work)
+        if type(work) is ComputeChunk:
+            return self._plan_chunk(now, work)
         match work:
-            case DecodeStep():
-                return self._plan_steps(now, work)
-            case ComputeChunk():
-                return self._plan_chunk(now, work)
             case ComputeStage():
                 return self._plan_stage(now, work)
-            case PullBlocks(loads=loads):
-                return _Running(work, now, self._load_end(now, loads), _pulled(loads))
             case CopyBlocks(copies=copies):
                 return _Running(work, now, self._copy_end(now, copies), BlocksCopied((BLOCK,) * len(copies)))
             case WriteToDisk(blocks=blocks):
@@ -208,7 +206,7 @@ class ModelledMachine:
                 return _Running(work, now, end_s, DiskWritten((True,) * len(blocks)))
             case ProbeProcess(node=node, incarnation=incarnation):
                 return _Running(work, now, now + PROBE_S, ProcessProbed(self._world.alive(node, incarnation)))
-            case Generate() | ProbeEngine() | WatchEngine():
+            case _:
                 raise TypeError(work)  # no trace is replayed on foreign engines
 
     def _plan_steps(self, now: float, work: DecodeStep) -> _Running:
@@ -265,28 +263,27 @@ class ModelledMachine:
     def _load_end(self, now: float, loads: Iterable[BlockLoad]) -> float:
         """Into the engine: what stands in the own slab is there; the rest comes over the bus, and from elsewhere over both
         NICs as well."""
-        sizes: dict[str, float] = {}
-        token_bytes = self._costs.kv_bytes_per_token / LAYERS
+        parts: dict[str, int] = {}
+        """Tokens of one layer group, by source."""
         for load in loads:
             source = load.source.node
-            size = load.tokens * (load.stop_layer - load.first_layer) * token_bytes
-            sizes[source] = sizes.get(source, 0.0) + size
-        sizes.pop(self._name, None)
-        end = now
-        for node, size in sizes.items():
-            end = max(end, through(now, size, (*self._way_from(node), self._here.bus)))
+            parts[source] = parts.get(source, 0) + load.tokens * (load.stop_layer - load.first_layer)
+        parts.pop(self._name, None)
+        end, token_bytes = now, self._costs.kv_bytes_per_token / LAYERS
+        for node, tokens in parts.items():
+            end = max(end, through(now, tokens * token_bytes, (*self._way_from(node), self._here.bus)))
         return end
 
     def _copy_end(self, now: float, copies: Sequence[tuple[SlotRef | SequenceBlock | DiskBlock, SlotGrant]]) -> float:
         """Into the own host's pool: from disk, from an engine over the bus, or from another host's pool over both NICs."""
-        sizes: dict[str, float] = {}
+        blocks: dict[str, int] = {}
         for source, _ in copies:
-            place = source.node if isinstance(source, SlotRef) else "disk" if isinstance(source, DiskBlock) else self._name
-            sizes[place] = sizes.get(place, 0.0) + self._block_bytes
+            place = source.node if type(source) is SlotRef else "disk" if type(source) is DiskBlock else self._name
+            blocks[place] = blocks.get(place, 0) + 1
         end = now
-        for place, size in sizes.items():
+        for place, count in blocks.items():
             way = (self._here.disk,) if place == "disk" else self._way_from(place) or (self._here.bus,)
-            end = max(end, through(now, size, way))
+            end = max(end, through(now, count * self._block_bytes, way))
         return end
 
     def _way_from(self, node: str) -> tuple[Shared, ...]:

@@ -5,12 +5,12 @@ The times of one work's steps are made once for all its members, who keep them a
 """
 
 from collections import deque
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.core.actor import Effect, Event, Send, Start, WorkDone
+from mooncake_zmq.core.actor import Effect, Event, Send, Start, WorkDone, WorkProgress
 from mooncake_zmq.core.messages import (
     BlocksLeased,
     DecodeLoad,
@@ -26,10 +26,17 @@ from mooncake_zmq.laboratory.machine import ModelledMachine, StepRun
 from mooncake_zmq.simulation.world import Observe, Process
 
 
+@lru_cache(256)
+def _made(steps: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Steps made after each of so many, and how often each was longer than the first."""
+    made = np.arange(1.0, steps + 1)
+    return made, made * (made - 1) / 2
+
+
 def step_times(run: StepRun) -> NDArray[np.float64]:
     """When the tokens of these steps were sampled."""
-    made = np.arange(1.0, run.steps + 1)
-    times: NDArray[np.float64] = run.begin_s + made * run.first_s + run.growth_s * (made * (made - 1) / 2)
+    made, growths = _made(run.steps)
+    times: NDArray[np.float64] = run.begin_s + made * run.first_s + run.growth_s * growths
     return times
 
 
@@ -75,45 +82,51 @@ class Recorder:
         return sum([_load_s(told) / slo_s for told in loads]) / len(loads) if loads else 0.0
 
     def _decode_did(self, process: Process[ModelledMachine], event: Event, effects: list[Effect]) -> None:
-        if type(event) is WorkDone and isinstance(event.result, StepDecoded):
-            assert process.life is not None
-            run = process.life.machine.last_run
-            assert run is not None
-            times = step_times(run) + self._delay_s
-            for effect in effects:
-                if type(effect) is Send and isinstance(effect.message, TokensDecoded):
-                    self.told[process.name].append(times)
+        if type(event) is WorkDone:
+            if type(event.result) is StepDecoded:
+                self._steps_did(process, effects)
             return
         for effect in effects:
-            if type(effect) is Send and isinstance(effect.message, DecodeLoad):
+            if type(effect) is Send and type(effect.message) is DecodeLoad:
                 self._loads["decode"][process.name] = effect.message
 
+    def _steps_did(self, process: Process[ModelledMachine], effects: list[Effect]) -> None:
+        assert process.life is not None
+        run = process.life.machine.last_run
+        assert run is not None
+        times = step_times(run) + self._delay_s
+        for effect in effects:
+            if type(effect) is Send and type(effect.message) is TokensDecoded:
+                self.told[process.name].append(times)
+
     def _prefill_did(self, name: str, event: Event, effects: list[Effect]) -> None:
-        if type(event) is WorkDone:
+        if type(event) is WorkProgress:
+            return
+        if type(event) is WorkDone and type(event.result) is ChunkComputed:
             served = self._chunks.pop((name, event.work_id), "")
-            if isinstance(event.result, ChunkComputed) and served in self.engine_s:
+            if served in self.engine_s:
                 self.engine_s[served] += event.result.elapsed_s
         request, lease_id = "", 0
         for effect in effects:
             if type(effect) is Send:
                 message = effect.message
-                if isinstance(message, HandoffBlocks):
+                if type(message) is PrefillLoad:
+                    self._loads["prefill"][name] = message
+                elif type(message) is HandoffBlocks:
                     request = message.request_id  # of the chunk that is begun next
-                elif isinstance(message, LeaseBlocks):
+                elif type(message) is LeaseBlocks:
                     lease_id = message.lease_id  # for the request that asks its decode for room next
-                elif isinstance(message, ReserveDecode):
+                elif type(message) is ReserveDecode:
                     if lease_id and self._with_disk:
                         self._leases[name, lease_id] = message.request_id
                     lease_id = 0
-                elif isinstance(message, PrefillLoad):
-                    self._loads["prefill"][name] = message
-            elif type(effect) is Start and isinstance(effect.work, ComputeChunk):
+            elif type(effect) is Start and type(effect.work) is ComputeChunk:
                 self._chunks[name, effect.work_id] = request
 
     def _pool_did(self, process: Process[ModelledMachine], event: Event, effects: list[Effect]) -> None:
         """A pool counts what it read from its SSD when it answers a lease."""
         for effect in effects:
-            if type(effect) is Send and isinstance(effect.message, BlocksLeased):
+            if type(effect) is Send and type(effect.message) is BlocksLeased:
                 assert process.life is not None
                 counted = process.life.actor.counts.get("lookup_blocks[result=disk]", 0)
                 blocks = min(counted - self._disk_blocks.get(process.name, 0), len(effect.message.slots))

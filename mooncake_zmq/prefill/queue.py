@@ -40,6 +40,9 @@ class Turns(Generic[J]):
         """Jobs without a place."""
         return len(self._waiting)
 
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._active)
+
     def arrive(self, job: J) -> None:
         """It waits for a place."""
         insort(self._waiting, (job.rank, job.order, job))

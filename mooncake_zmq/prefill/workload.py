@@ -34,6 +34,9 @@ class _Speeds:
     load: float
 
 
+IDLE = _Speeds(1.0, 1.0)
+
+
 class Workload:
     """What one prefill's work takes it."""
 
@@ -87,7 +90,7 @@ class Workload:
         self, now: float, jobs: Sequence[Job], *, room: int, draining: bool, stages: Sequence[QueuedJob] = ()
     ) -> PrefillLoad:
         """`jobs`: all that are not computed to their end, by rank; `stages`: those of pipelines that others lead."""
-        speeds = _Speeds(self._compute.ratio(now), self._load.ratio(now))
+        speeds = _Speeds(self._compute.ratio(now), self._load.ratio(now)) if jobs else IDLE
         named = [self._queued(now, job, speeds) for job in jobs[:MAX_REPORTED]]
         if stages:
             named = sorted([*named, *stages], key=lambda job: job.rank_s)
@@ -138,14 +141,12 @@ class Workload:
 
     def _start(self, job: Job) -> int:
         """Tokens that need not be computed any more, as far as is known."""
-        match job.state:
-            case JobState.QUEUED:
-                return self._promised(job.request, job.length)
-            case JobState.PREPARING | JobState.GATHERING:
-                own = len(job.prefix) * self._block_tokens
-                return own if job.leased else max(own, self._promised(job.request, job.length))
-            case _:
-                return job.computed
+        if job.state is JobState.QUEUED:
+            return self._promised(job.request, job.length)
+        if job.state is JobState.PREPARING or job.state is JobState.GATHERING:
+            own = len(job.prefix) * self._block_tokens
+            return own if job.leased else max(own, self._promised(job.request, job.length))
+        return job.computed
 
     def _promised(self, request: StartPrefill | StartStage, length: int) -> int:
         """Tokens that the plan reuses."""

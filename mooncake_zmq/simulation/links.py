@@ -206,12 +206,12 @@ class Direct:
         effects = life.actor.handle(now, event)
         if life.observe is not None:
             life.observe(event, effects)
-        processes, acts = world.processes, world.acts
+        processes, acts, deliver = world.processes, world.acts, self._deliver
         for effect in effects:
             if type(effect) is Send:
                 life.sent_at = now
                 to = processes[effect.to]
-                world.post(now + self._delay_s, self._deliver, (to, to.lives, process, process.lives, effect.message))
+                world.post(now + self._delay_s, deliver, (to, to.lives, process, process.lives, effect.message))
             else:
                 acts[type(effect)](process, life, effect)
 

@@ -85,7 +85,7 @@ def test_keys_that_count_up_are_spread(byteorder):
     table = KeyTable(1000)
     for slot in range(1000):
         table.insert((10**6 + slot).to_bytes(16, byteorder), slot)
-    away = [(at - table._home(slot)) % table._size for at, slot in enumerate(table._table) if slot >= 0]
+    away = [(at - table._home[slot]) % table._size for at, slot in enumerate(table._table) if slot >= 0]
     assert max(away) < 20
 
 
