@@ -767,6 +767,62 @@ class EndStage(_Message, frozen=True):
     attempt: Count
 
 
+# --- who looks on: answered by `core.node`, never by the actors
+
+MAX_WATCH_S = 120.0
+MAX_LEVELS = 512
+"""Counters and gauges that one report may name."""
+MAX_MOVES = 256
+MAX_REFUSALS = 32
+MAX_DUMP_BYTES = 1 << 20
+Label = Annotated[str, Meta(min_length=1, max_length=160)]
+Levels = Annotated[tuple[tuple[Label, float], ...], Meta(max_length=MAX_LEVELS)]
+"""Counters or gauges by name, as `core.actor.Actor` names them."""
+
+
+class Watch(_Message, frozen=True):
+    """Gateway -> anybody: report now and each second, until `for_s` have passed since this came. Said again it lasts from
+    then."""
+
+    for_s: Annotated[float, Meta(gt=0, le=MAX_WATCH_S)]
+
+
+class Moved(_Record, frozen=True):
+    """KV that a node has moved in this life. `peer`: where from, of a `put` where to; empty: its own SSD."""
+
+    kind: Annotated[str, Meta(min_length=1, max_length=16)]
+    peer: Annotated[str, Meta(max_length=64)]
+    bytes: Count
+
+
+class Report(_Message, frozen=True):
+    """How a node is, for those who watch it (lossy)."""
+
+    uptime_s: Seconds
+    draining: bool = False
+    gauges: Levels = ()
+    counts: Levels = ()
+    moved: Annotated[tuple[Moved, ...], Meta(max_length=MAX_MOVES)] = ()
+    refused: Annotated[tuple[tuple[Name, Text], ...], Meta(max_length=MAX_REFUSALS)] = ()
+    """Peers that it does not talk with, and why."""
+    left_off: Count = 0
+    """Of all these, what a report has no room for."""
+
+
+class AskState(_Message, frozen=True):
+    """Gateway -> anybody: tell all of your state, once."""
+
+    ask_id: Count
+
+
+class StateTold(_Message, frozen=True):
+    """The answer: JSON, or why there is none."""
+
+    ask_id: Count
+    state: Annotated[bytes, Meta(max_length=MAX_DUMP_BYTES)] = b""
+    error: Text = ""
+
+
 Message = (
     Hello
     | Schedule
@@ -809,6 +865,10 @@ Message = (
     | StageFailed
     | EndStage
     | NodesHeard
+    | Watch
+    | Report
+    | AskState
+    | StateTold
 )
 
 

@@ -37,7 +37,7 @@ from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, ShelfTol
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
-from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.node import Node, printable
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.talk import Member, may_talk
@@ -170,12 +170,13 @@ class _Process:
         self.crash: BaseException | None = None
         self.data_counts: dict[str, Mapping[str, float]] = {}
         """Counters of the data plane's threads, by part."""
+        self.beside: list[Snapshot] = []
+        """Counts and gauges of what is neither the actor nor such a thread; asked in the loop."""
         self.dumps: dict[str, Callable[[], Any]] = {}
         """What beside the actor has something to dump, by part."""
         self._shelf: deque[ShelfChanged] = deque()
         """What the store tells and the actor has not heard yet."""
         self._runtime: ZmqRuntime | None = None
-        self._store: StoreServer | None = None
         self._executor: Executor | None = None
         self.sockets = self._open_sockets()
         self.cuda = self._open_device() if node.device == "cuda" else None
@@ -222,7 +223,7 @@ class _Process:
             self._serve_store(pool.objects, node)
         executor = self._make_executor(segment, engine, disk)
         self._runtime = ZmqRuntime(
-            Node(self._actor(disk), self._session(segment_ref)),
+            self._node(self._actor(disk), segment_ref),
             endpoint=config.endpoint(node),
             peers={name: self.config.endpoint(peer) for name, peer in self._peers.items()},
             executor=executor,
@@ -426,8 +427,8 @@ class _Process:
             where = f"port {node.store_stream_port}" if node.store_stream_port else "a port"
             raise BadEndpoint(f"cannot listen on {where} for streams of {node.store_endpoint}: {error}") from error
         self.stack.callback(lambda: store.close(self.drain_until, lambda: self.signals_seen > 1))
-        self._store = store
         self.dumps["store"] = lambda: {"counts": dict(store.counts), "gauges": store.gauges()}
+        self.beside.append(lambda: (_named("store", store.counts), _named("store", store.gauges())))
         log.info("store_open", endpoint=store.endpoint, bytes=objects.object_bytes)
 
     def _open_publisher(self, events: KvEventsSettings) -> KvEventPublisher:
@@ -512,7 +513,7 @@ class _Process:
         requests = self._actor()
         assert isinstance(requests, Requests)
         self._runtime = ZmqRuntime(
-            Node(requests, self._session(None)),
+            self._node(requests, None),
             endpoint=self.config.endpoint(self.node),
             peers={name: self.config.endpoint(peer) for name, peer in self._peers.items()},
             deliver=lambda effect: edge.deliver(effect),
@@ -545,6 +546,7 @@ class _Process:
             tenants=api_keys.tenants if api_keys else None,
         )
         self.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
+        self.beside.append(lambda: (edge.own_counts(), edge.own_gauges()))
         server = _Server(server_config(create_app(edge), self.settings.connections))
         door = Door(
             server,
@@ -579,6 +581,9 @@ class _Process:
 
     # --- what every role has
 
+    def _node(self, actor: Actor, segment: SegmentRef | None) -> Node:
+        return Node(actor, self._session(segment), layout=self.layout, facts=self._facts, state=self._state)
+
     def _session(self, segment: SegmentRef | None) -> Session:
         hello = Hello(
             protocol=PROTOCOL_VERSION,
@@ -603,7 +608,7 @@ class _Process:
     def _peers(self) -> dict[str, NodeSettings]:
         """Those that this process keeps a conversation with, by name."""
         node, config = self.node, self.config
-        talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1)
+        talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1, watched=True)
         return {
             peer.name: peer
             for peer in config.nodes
@@ -708,20 +713,27 @@ class _Process:
         return {f"{part}_{name}": value for part, counts in self.data_counts.items() for name, value in counts.items()}
 
     def _snapshot(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        data = self._data()
-        counts, gauges = self._in_loop(lambda: ({**_counts(self.runtime), **data}, self.runtime.gauges()))
-        if self._store:
-            counts = {**counts, **{f"store_{name}": value for name, value in self._store.counts.items()}}
-            gauges = {**gauges, **{f"store_{name}": value for name, value in self._store.gauges().items()}}
-        return counts, gauges
+        return self._in_loop(self._facts)
+
+    def _facts(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Counts and gauges of this process, for metrics and for who watches it."""
+        parts = [(_counts(self.runtime), self.runtime.gauges()), (self._data(), {}), *(tell() for tell in self.beside)]
+        return (
+            {name: value for counts, _ in parts for name, value in counts.items()},
+            {name: value for _, gauges in parts for name, value in gauges.items()},
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """All there is to know of this process."""
+        state = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
+        state |= {part: tell() for part, tell in self.dumps.items()}
+        state["parts"] = {part: dict(counts) for part, counts in self.data_counts.items()}
+        return state
 
     def _write_dump(self) -> None:
         path = self.runtime_dir / f"{self.node.name}.dump.json"
-        dump = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
-        dump |= {part: tell() for part, tell in self.dumps.items()}
-        dump["parts"] = {part: dict(counts) for part, counts in self.data_counts.items()}
         try:
-            replace_own(path, json.dumps(dump, default=_printable, indent=1).encode())
+            replace_own(path, json.dumps(self._state(), default=printable, indent=1).encode())
         except OSError as error:  # a full disk is no reason to end
             log.warning("dump_failed", path=str(path), reason=error.strerror)
         else:
@@ -819,6 +831,10 @@ def _recovery(directory: Path, what: str) -> Callable[[int, int], None]:
     return progress
 
 
+def _named(part: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{part}_{name}": value for name, value in values.items()}
+
+
 def _counts(runtime: ZmqRuntime) -> dict[str, float]:
     session = {f"session_{name}": value for name, value in runtime.node.session.counts.items()}
     return {**runtime.node.actor.counts, **session, **{f"zmq_{name}": value for name, value in runtime.counts.items()}}
@@ -896,11 +912,3 @@ def _follow_parent() -> None:
     follow_parent()
     if os.getppid() != int(parent):  # it died before we asked
         raise ConfigError("the process that started this one is gone")
-
-
-def _printable(value: object) -> object:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, set | frozenset | tuple):
-        return list(value)
-    return str(value)

@@ -15,6 +15,7 @@ from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.node import Node, Outer, Transmit
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.talk import Member
+from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.world import Life, Process, World
 
 HelloOf = Callable[[Process[Any]], Hello]
@@ -64,8 +65,10 @@ class Sessions:
         validate: bool = False,
         note: Callable[[bytes, Process[Any]], None] | None = None,
         keyed: bool = False,
+        layout: BlockLayout | None = None,
     ) -> None:
         self.wires = wires
+        self._layout = layout
         self.keyed = keyed
         self._settings = settings
         self._hello = hello
@@ -93,7 +96,7 @@ class Sessions:
             now=world.now,
         )
         actor = life.actor if life.observe is None else _Watched(life.actor, life.observe)
-        life.node = Node(actor, session, validate=self._validate)
+        life.node = Node(actor, session, validate=self._validate, layout=self._layout)
         world.in_life(process, world.now, self._start, process)
         world.in_life(process, world.now + session.tick_s * self._random.random(), self._tick, process)
 
@@ -107,6 +110,13 @@ class Sessions:
     def pending(self, process: Process[Any]) -> int:
         """See `world.Link`."""
         return _node(process).session.unacknowledged
+
+    def look(self, process: Process[Any], for_s: float) -> None:
+        """Somebody looks at the cluster by this gateway, and asks its first peer for all its state."""
+        node, now = _node(process), self._world.now
+        self._carry_out(process, node.look(now, for_s))
+        for peer in list(node.session.up_peers)[:1]:
+            self._carry_out(process, node.ask_state(now, peer, 1))
 
     def _start(self, process: Process[Any]) -> None:
         self._carry_out(process, _node(process).start(self._world.now, Started()))
