@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
+from mooncake_zmq.gateway import cluster_face
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
@@ -105,6 +106,7 @@ def _plain_routes(edge: Edge) -> list[Route]:
         return _json(card())
 
     async def health(request: Request) -> Response:
+        await edge.overview.look()
         ok, detail = edge.health()
         if not sees_all(edge.tenants, request.state.tenant):
             detail = {"status": "ok" if ok else "unavailable"}
@@ -120,6 +122,7 @@ def _plain_routes(edge: Edge) -> list[Route]:
 
     async def metrics(_request: Request) -> Response:
         nonlocal made_at, page
+        await edge.overview.look()
         if edge.clock() - made_at >= SCRAPE_EVERY_S:
             made_at, page = edge.clock(), edge.metrics.exposition()
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
@@ -137,6 +140,10 @@ def _plain_routes(edge: Edge) -> list[Route]:
         Route("/live", live),
         Route("/version", version),
         Route("/metrics", metrics),
+        *cluster_face.routes(
+            edge.overview,
+            cluster_face.Events(edge.overview, lambda: edge.draining, edge.settings.send_timeout_s, _hang_up),
+        ),
     ]
 
 

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello
+from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
+from mooncake_zmq.gateway.overview import Overview, Watching
 from mooncake_zmq.gateway.readiness import ClusterView, missing_roles
 from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, StopFound, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
@@ -74,7 +76,7 @@ class ServedModel:
         return root, tuple(extend_keys(root, tokens, self.block_tokens))
 
 
-class Backing(Protocol):
+class Backing(Watching, Protocol):
     """What the edge asks of the process it is the face of. Called on the loop; every method returns at once."""
 
     def inject(self, event: FromClient) -> None:
@@ -126,8 +128,9 @@ class Edge:
         backing: Backing,
         clock: Callable[[], float] = time.monotonic,
         tenants: Tenants | None = None,
+        listed: Sequence[Listed] = (),
     ) -> None:
-        """`tenants`: who may call; None: everybody."""
+        """`tenants`: who may call; None: everybody. `listed`: the nodes that there should be."""
         self.tenants = tenants
         self.name = name
         self.model = model
@@ -137,9 +140,19 @@ class Edge:
             model.id,
             waiting_and_running=self.waiting_and_running,
             counts=lambda: {**self.backing.counts(), **self.own_counts()},
-            gauges=lambda: {**self.backing.gauges(), **self.own_gauges()},
+            gauges=lambda: {**self.backing.gauges(), **self.own_gauges(), **self.overview.gauges()},
         )
         self.clock = clock
+        self.overview = Overview(
+            name,
+            model.id,
+            listed,
+            backing,
+            status=self.status,
+            peers=backing.peers,
+            refusals=backing.refusals,
+            clock=lambda: self.clock(),
+        )
         self.draining = False
         self.counts: dict[str, float] = {}
         """Counters of the edge itself, named as the actor's are."""
@@ -192,17 +205,25 @@ class Edge:
         running = sum(request.times.first_token_at is not None for request in self._open.values())
         return len(self._open) - running, running
 
+    def status(self) -> str:
+        """Whether the cluster can serve, as far as this gateway knows: "ok", or why not."""
+        missing = missing_roles({hello.role for hello in self.backing.peers().values()})
+        ready = self.backing.cluster().ready
+        return "draining" if self.draining else "unavailable" if missing else "ok" if ready else "starting"
+
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether the cluster can serve, as far as this gateway knows, and what is missing."""
+        """Whether the cluster can serve, what is missing, and what is not as it should be."""
         up: dict[str, list[str]] = {"conductor": [], "prefill": [], "decode": []}
         for name, hello in self.backing.peers().items():
-            up.setdefault(hello.role, []).append(name)
+            if hello.role != "gateway":
+                up.setdefault(hello.role, []).append(name)
         missing = missing_roles([role for role, names in up.items() if names])
         cluster = self.backing.cluster()
-        status = "draining" if self.draining else "unavailable" if missing else "ok" if cluster.ready else "starting"
+        status = self.status()
         ok = status == "ok"
         detail = {
             "status": status,
+            "degraded": self.overview.told(),
             "gateway": self.name,
             "missing": missing,
             "not_heard": list(cluster.missing),

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -36,13 +36,15 @@ from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, ShelfTold
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.keys import KeysError
-from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef, StateTold
 from mooncake_zmq.core.node import Node, printable
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.talk import Member, may_talk
+from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine
+from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.edge import Edge, ServedModel
 from mooncake_zmq.gateway.readiness import ClusterView
 from mooncake_zmq.gateway.requests import Requests
@@ -542,8 +544,9 @@ class _Process:
                 tokenizer=tokenizer,
             ),
             settings=self.settings.edge,
-            backing=_Backing(self.runtime, requests),
+            backing=_Backing(self.runtime, requests, self._state),
             tenants=api_keys.tenants if api_keys else None,
+            listed=[Listed(node.name, node.role, node.host) for node in self.config.nodes],
         )
         self.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
         self.beside.append(lambda: (edge.own_counts(), edge.own_gauges()))
@@ -772,8 +775,11 @@ class _Process:
 class _Backing:
     """What the HTTP edge asks of this process; see `gateway.edge.Backing`."""
 
-    def __init__(self, runtime: ZmqRuntime, requests: Requests) -> None:
-        self._runtime, self._requests = runtime, requests
+    def __init__(self, runtime: ZmqRuntime, requests: Requests, state: Callable[[], dict[str, Any]]) -> None:
+        self._runtime, self._requests, self._state = runtime, requests, state
+        self._asked: OrderedDict[int, tuple[str, Callable[[StateTold], None]]] = OrderedDict()
+        """Who waits for which node's state; who waits longer than `MAX_ASKS` others waits in vain."""
+        runtime.node.on_state = self._on_state
 
     def inject(self, event: FromClient) -> None:
         self._runtime.handle(event)
@@ -792,6 +798,32 @@ class _Backing:
 
     def gauges(self) -> Mapping[str, float]:
         return self._runtime.gauges()
+
+    def look(self, for_s: float) -> None:
+        self._runtime.look(for_s)
+
+    def heard(self) -> Mapping[str, Heard]:
+        node, now = self._runtime.node, time.monotonic()
+        return {**node.looking.heard, node.session.me: Heard(now, node.session.incarnation, node.report(now))}
+
+    def awaits_reports(self) -> bool:
+        node = self._runtime.node
+        return node.looking.awaits(node.session.lives)
+
+    def ask_state(self, node: str, ask_id: int, tell: Callable[[StateTold], None]) -> None:
+        if node == self._runtime.node.session.me:
+            tell(StateTold(ask_id=ask_id, state=json.dumps(self._state(), default=printable).encode()))
+            return
+        self._asked[ask_id] = node, tell
+        if len(self._asked) > MAX_ASKS:
+            self._asked.popitem(last=False)
+        self._runtime.ask_state(node, ask_id)
+
+    def _on_state(self, sender: str, told: StateTold) -> None:
+        node, tell = self._asked.get(told.ask_id, ("", None))
+        if node == sender and tell is not None:
+            del self._asked[told.ask_id]
+            tell(told)
 
 
 class _Server(uvicorn.Server):

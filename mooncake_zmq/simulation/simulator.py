@@ -207,10 +207,10 @@ class Simulator(World[Machine]):
     def _check_watching(self, gateways: int) -> None:
         for process in self.processes.values():
             life = process.life
-            if life is None or life.node is None or life.node.moves is None:
+            if life is None or life.node is None:
                 continue
             node, works = life.node, len(life.machine.works)
-            kept = (len(node.watchers), len(node.looking.heard), len(node.moves))
+            kept = (len(node.watchers), len(node.looking.heard), len(node.moves) if node.moves is not None else 0)
             if kept[0] > gateways or kept[1] > len(process.spec.peers) or kept[2] > works:
                 raise Violation("I4", f"{process.name} keeps {kept} of watchers, reports and moves, with {works} works")
 
