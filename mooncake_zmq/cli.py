@@ -321,6 +321,34 @@ def top(path: str, assignments: tuple[str, ...], url: str, ca: str) -> None:
 
 
 @main.command()
+@click.argument("request", metavar="ID")
+@config_option
+@set_option
+@url_option
+@ca_option
+@click.option("--json", "as_json", is_flag=True, help="Print what the gateway tells, as one JSON object.")
+@click.option("--perfetto", metavar="FILE", help="Write it for https://ui.perfetto.dev as well.")
+def trace(
+    request: str, path: str, assignments: tuple[str, ...], url: str, ca: str, as_json: bool, perfetto: str | None
+) -> None:
+    """Show where a request's time went, attempt by attempt, once it is over.
+
+    ID is ours (the answer's header x-mooncake-request-id, or "request" in its object "mooncake"), the client's x-request-id, or
+    the trace id of its traceparent. Gateways remember the last requests alone.
+
+    \b
+    Examples:
+      mooncake-zmq trace gateway-0-19a3b5c-2f
+      mooncake-zmq trace my-own-id --perfetto trace.json
+    """
+    from rich.console import Console
+
+    from mooncake_zmq.console.trace import show
+
+    sys.exit(_or_exit(lambda: show(_gateways(path, assignments, url, ca), request, Console(), as_json, perfetto)))
+
+
+@main.command()
 @config_option
 @set_option
 @url_option

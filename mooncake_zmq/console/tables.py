@@ -89,3 +89,31 @@ def _bytes(count: float) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def request(told: Mapping[str, Any]) -> RenderableType:
+    """One request: what came of it, its attempts, and where its time went."""
+    cached = "/".join(f"{told[f'cached_{source}']:,}" for source in ("own", "local", "remote"))
+    head = Text(f"{told['request_id']}: {told['outcome']} after {told['duration_s']:.3f} s")
+    reused = f"{told['prompt_tokens']:,} prompt tokens, of them reused {cached} (own/local/remote)"
+    attempts = [Text(f"  {_attempt(each)}") for each in told["attempts"]]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("at s", justify="right")
+    table.add_column("took s", justify="right")
+    for name in ("what", "node", "attempt"):
+        table.add_column(name)
+    for span in told["spans"]:
+        places = (f"{span['start_s']:.4f}", f"{span['duration_s']:.4f}", span["name"], span["node"], str(span["attempt"]))
+        table.add_row(*(Text(place) for place in places))
+    return Group(head, Text(f"{reused}; {told['completion_tokens']:,} made"), *attempts, table)
+
+
+def _attempt(each: Mapping[str, Any]) -> str:
+    nodes = f"{each['prefill'] or '-'} > {each['decode'] or '-'}"
+    ttft = f"TTFT {_seconds(each['ttft_s'])}, predicted {_seconds(each['predicted_ttft_s'])}"
+    tbt = f"TBT {_seconds(each['tbt_s'])}, predicted {_seconds(each['predicted_tbt_s'])}"
+    return f"attempt {each['number']}: {nodes}; {ttft}; {tbt}; ended: {each['why']}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f} s"

@@ -408,7 +408,12 @@ class FirstToken(_Message, frozen=True):
     remote: Count
     queue_s: Seconds
     prefill_s: Seconds
+    """From its turn in the queue to this token."""
     logprob: TokenLogprob | None = None
+    prepare_s: Seconds = 0.0
+    """Of that, until the engine began: lease, reservation, room."""
+    load_s: Seconds = 0.0
+    """From then until reused KV was loaded, beside computing."""
 
 
 class AttemptFailed(_Message, frozen=True):
@@ -541,6 +546,19 @@ class HandoffFailed(_Message, frozen=True):
 # --- decode -> gateway
 
 
+class DecodeAccount(_Record, frozen=True):
+    """Where a request's time went at its decode, told with its last token."""
+
+    request_id: RequestId
+    attempt: Count
+    handoff_s: Seconds
+    """From its reservation until all KV was verified."""
+    wait_s: Seconds
+    """Until its first step."""
+    decode_s: Seconds
+    steps: Count
+
+
 class TokensDecoded(_Message, frozen=True):
     """The tokens of one work, mostly of one step, for one gateway: (request_id, attempt, output index of the first, tokens)."""
 
@@ -550,6 +568,8 @@ class TokensDecoded(_Message, frozen=True):
     reused: Annotated[tuple[tuple[RequestId, Count, Count], ...], Meta(max_length=4096)] = ()
     """Of requests whose engine tells it with their last token alone, and so not in `FirstToken`: (request_id, attempt, tokens
     whose KV was not computed)."""
+    accounts: Annotated[tuple[DecodeAccount, ...], Meta(max_length=4096)] = ()
+    """Of requests that end with this."""
 
 
 # --- clients of a cache-node: prefill, decode, other cache-nodes
@@ -776,7 +796,8 @@ MAX_MOVES = 256
 MAX_REFUSALS = 32
 MAX_DUMP_BYTES = 1 << 20
 Label = Annotated[str, Meta(min_length=1, max_length=160)]
-Levels = Annotated[tuple[tuple[Label, float], ...], Meta(max_length=MAX_LEVELS)]
+MAX_LEVEL = 1e18
+Levels = Annotated[tuple[tuple[Label, Annotated[float, Meta(ge=-MAX_LEVEL, le=MAX_LEVEL)]], ...], Meta(max_length=MAX_LEVELS)]
 """Counters or gauges by name, as `core.actor.Actor` names them."""
 
 

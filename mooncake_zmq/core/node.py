@@ -30,6 +30,7 @@ from mooncake_zmq.kv.layout import BlockLayout
 Facts = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
 """Counts and gauges of a whole process, as its metrics tell them."""
 Dump = Callable[[], dict[str, Any]]
+Observe = Callable[[float, Event, list[Effect]], None]
 WATCHING: frozenset[type] = frozenset((Watch, Report, AskState, StateTold))
 """Messages that no actor hears."""
 
@@ -57,9 +58,10 @@ class Node:
         layout: BlockLayout | None = None,
         facts: Facts | None = None,
         state: Dump | None = None,
+        observe: Observe | None = None,
     ) -> None:
         """`layout`: by which KV that is moved is counted; None: it is not. `facts`, `state`: of the whole process, where there
-        is more to it than the actor."""
+        is more to it than the actor. `observe` is told of every event that the actor has handled, and of its effects."""
         self.actor = actor
         self.session = session
         self.looking = Looking()
@@ -71,6 +73,7 @@ class Node:
         self._validate = validate
         self._facts = facts
         self._state = state
+        self._observe = observe
         self._began_at = 0.0
 
     def start(self, now: float, event: Event) -> list[Outer]:
@@ -166,7 +169,10 @@ class Node:
             if isinstance(event, Received) and type(event.message) in WATCHING:
                 queue += self._on_watching(now, event.sender, event.message)
                 continue
-            for effect in self.actor.handle(now, event):
+            effects = self.actor.handle(now, event)
+            if self._observe is not None:
+                self._observe(now, event, effects)
+            for effect in effects:
                 if isinstance(effect, Send):
                     queue += self.session.send(now, effect.to, effect.message, lossy=effect.lossy)
                     continue

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mooncake_zmq.core.messages import MAX_LEVELS, MAX_REFUSALS, Moved, Report, Watch, clip
+from mooncake_zmq.core.messages import MAX_LEVEL, MAX_LEVELS, MAX_REFUSALS, Moved, Report, Watch, clip
 from mooncake_zmq.core.shell import Tally
 
 EVERY_S = 1.0
@@ -106,8 +106,8 @@ def report(
     refused: Mapping[str, str],
 ) -> Report:
     """What fits into one: gauges first, then counters by name; the rest is counted."""
-    levels = [(name, value) for name, value in sorted(gauges.items()) if len(name) <= MAX_LABEL][:MAX_LEVELS]
-    totals = [(name, value) for name, value in sorted(counts.items()) if len(name) <= MAX_LABEL][: MAX_LEVELS - len(levels)]
+    levels, totals = _levels(gauges)[:MAX_LEVELS], _levels(counts)
+    totals = totals[: MAX_LEVELS - len(levels)]
     told = sorted(refused.items())[:MAX_REFUSALS]
     return Report(
         uptime_s=max(0.0, uptime_s),
@@ -118,3 +118,10 @@ def report(
         refused=tuple([(name, clip(why)) for name, why in told]),
         left_off=len(gauges) + len(counts) + len(refused) - len(levels) - len(totals) - len(told),
     )
+
+
+def _levels(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Those that a message may say, by name."""
+    return [
+        (name, value) for name, value in sorted(values.items()) if len(name) <= MAX_LABEL and -MAX_LEVEL <= value <= MAX_LEVEL
+    ]

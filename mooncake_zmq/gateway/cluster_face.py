@@ -11,8 +11,9 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from mooncake_zmq.core.watch import EVERY_S
-from mooncake_zmq.gateway.openai import RequestError, server_sent
+from mooncake_zmq.gateway.openai import RequestError, quoted, server_sent
 from mooncake_zmq.gateway.overview import NoState, Overview
+from mooncake_zmq.gateway.traces import MAX_TRACES, Traces
 
 MAX_ONLOOKERS = 16
 """Clients of `/cluster/events` at once; a further one is answered 503."""
@@ -71,7 +72,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def routes(overview: Overview, events: Events) -> list[Route]:
+def routes(overview: Overview, traces: Traces, events: Events) -> list[Route]:
     """What `gateway.guard` keeps for operators."""
 
     async def cluster(_request: Request) -> Response:
@@ -84,7 +85,16 @@ def routes(overview: Overview, events: Events) -> list[Route]:
         except NoState as error:
             raise RequestError(error.status, str(error), code=error.code) from None
 
+    async def trace(request: Request) -> Response:
+        wanted = request.path_params["id"]
+        found = traces.find(wanted)
+        if not found:
+            text = f"no request that is over is known here as {quoted(wanted)}: the last {MAX_TRACES} are"
+            raise RequestError(404, text, code="unknown_request")
+        return _json(msgspec.json.encode({"requests": found}))
+
     return [
+        Route("/trace/{id:path}", trace),
         Route("/cluster", cluster),
         Route("/cluster/events", events, methods=["GET"]),
         Route("/cluster/state/{node}", state),

@@ -12,8 +12,11 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Protocol
 
+import structlog
+
 from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello
+from mooncake_zmq.gateway.accounts import Account, line
 from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
 from mooncake_zmq.gateway.overview import Overview, Watching
@@ -21,9 +24,11 @@ from mooncake_zmq.gateway.readiness import ClusterView, missing_roles
 from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, StopFound, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenants
+from mooncake_zmq.gateway.traces import Names, Traces
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 
 OUTPUTS_AT_ONCE = 256
+_log = structlog.get_logger("gateway")
 
 
 class TextStream(Protocol):
@@ -151,9 +156,12 @@ class Edge:
             status=self.status,
             peers=backing.peers,
             refusals=backing.refusals,
+            recent=lambda: self.traces.recent(),
             clock=lambda: self.clock(),
         )
         self.draining = False
+        self.traces = Traces()
+        """The last requests that are over."""
         self.counts: dict[str, float] = {}
         """Counters of the edge itself, named as the actor's are."""
         self._id_prefix = f"{name}-{incarnation:x}"
@@ -185,6 +193,11 @@ class Edge:
         if not isinstance(output, TokenOut):
             del self._open[effect.request_id]
         request.call.receive(request.index, output)
+
+    def ended(self, account: Account) -> None:
+        """A request is over, in whatever way: one line in the log, and a trace for whoever asks."""
+        names = self.traces.end(account)
+        _log.info("request", id=account.request_id, client_id=names.client_id, trace_id=names.trace_id, **line(account))
 
     def drain(self) -> None:
         """Refuse new calls; the open ones go on. The actor hears of it from the runtime."""
@@ -329,6 +342,8 @@ class Call:
         self._wake = asyncio.Event()
         self._gone = False
         self._too_slow = False
+        self.names: Names | None = None
+        """What its requests are found by; None: by an id of our own."""
         self.began_at = edge.clock()
 
     def __enter__(self) -> "Call":
@@ -344,7 +359,9 @@ class Call:
             raise HungUp
         self._edge.take_slots(len(requests) - 1)
         self._slots += len(requests) - 1
-        self._ids = [self._edge.new_id() for _ in requests]
+        names = self.names or Names(self._edge.new_id())
+        self._ids = [names.id + (f".{index}" if index else "") for index in range(len(requests))]
+        self._edge.traces.name(self._ids, names)
         for index, request in enumerate(requests):
             if not self._too_slow:
                 self._edge.open(self._ids[index], self, index, request)

@@ -58,10 +58,12 @@ class Overview:
         status: Callable[[], str],
         peers: Callable[[], Mapping[str, Hello]],
         refusals: Callable[[], Mapping[str, str]],
+        recent: Callable[[], list[dict[str, Any]]],
         clock: Callable[[], float],
     ) -> None:
         self._gateway, self._model, self._listed, self._watching = gateway, model, listed, watching
         self._status, self._peers, self._refusals, self._clock = status, peers, refusals, clock
+        self._recent = recent
         self._looks_until = float("-inf")
         self._made_at = float("-inf")
         self._picture: dict[str, Any] = {}
@@ -108,7 +110,7 @@ class Overview:
     def picture(self) -> dict[str, Any]:
         """Everything, for JSON; the same object as long as it is the same picture."""
         if self._clock() - self._made_at >= FRESH_S:
-            self._made_at, self._picture = self._clock(), picture(self.seen())
+            self._made_at, self._picture = self._clock(), picture(self.seen()) | {"recent": self._recent()}
         return self._picture
 
     async def state(self, node: str) -> bytes:

@@ -37,13 +37,14 @@ from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, ShelfTol
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef, StateTold
-from mooncake_zmq.core.node import Node, printable
+from mooncake_zmq.core.node import Node, Observe, printable
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.talk import Member, may_talk
 from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine
+from mooncake_zmq.gateway.accounts import Accounts
 from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.edge import Edge, ServedModel
 from mooncake_zmq.gateway.readiness import ClusterView
@@ -514,8 +515,9 @@ class _Process:
         tokenizer = open_tokenizer(self.model.path)
         requests = self._actor()
         assert isinstance(requests, Requests)
+        accounts = Accounts(lambda account: edge.ended(account))
         self._runtime = ZmqRuntime(
-            self._node(requests, None),
+            self._node(requests, None, accounts.observe),
             endpoint=self.config.endpoint(self.node),
             peers={name: self.config.endpoint(peer) for name, peer in self._peers.items()},
             deliver=lambda effect: edge.deliver(effect),
@@ -584,8 +586,9 @@ class _Process:
 
     # --- what every role has
 
-    def _node(self, actor: Actor, segment: SegmentRef | None) -> Node:
-        return Node(actor, self._session(segment), layout=self.layout, facts=self._facts, state=self._state)
+    def _node(self, actor: Actor, segment: SegmentRef | None, observe: Observe | None = None) -> Node:
+        session = self._session(segment)
+        return Node(actor, session, layout=self.layout, facts=self._facts, state=self._state, observe=observe)
 
     def _session(self, segment: SegmentRef | None) -> Session:
         hello = Hello(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from mooncake_zmq.core.actor import Actor, Effect, Event, PeerDown, PeerUp, Received, Send, Started
+from mooncake_zmq.core.actor import Event, PeerDown, PeerUp, Received, Send, Started
 from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.node import Node, Outer, Transmit
 from mooncake_zmq.core.session import Session, SessionSettings
@@ -32,23 +32,6 @@ class Wires:
     duplicate: float = 0.0
     delay_s: float = 0.0
     cut: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-
-class _Watched:
-    """The actor as its node sees it, with somebody looking on."""
-
-    def __init__(self, actor: Actor, observe: Callable[[Event, list[Effect]], None]) -> None:
-        self.counts = actor.counts
-        self._actor = actor
-        self._observe = observe
-        self.check = actor.check
-        self.gauges = actor.gauges
-        self.dump = actor.dump
-
-    def handle(self, now: float, event: Event) -> list[Effect]:
-        effects = self._actor.handle(now, event)
-        self._observe(event, effects)
-        return effects
 
 
 class Sessions:
@@ -95,8 +78,9 @@ class Sessions:
             settings=self._settings,
             now=world.now,
         )
-        actor = life.actor if life.observe is None else _Watched(life.actor, life.observe)
-        life.node = Node(actor, session, validate=self._validate, layout=self._layout)
+        looks = life.observe
+        observe = None if looks is None else lambda _now, event, effects: looks(event, effects)
+        life.node = Node(life.actor, session, validate=self._validate, layout=self._layout, observe=observe)
         world.in_life(process, world.now, self._start, process)
         world.in_life(process, world.now + session.tick_s * self._random.random(), self._tick, process)
 

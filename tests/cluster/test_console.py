@@ -1,9 +1,11 @@
 """A live cluster as an operator sees it: `status` and its exit codes, and any node's state by a gateway."""
 
+import json
 import signal
 import subprocess
 import sys
 
+import httpx
 import pytest
 from toy_cluster import ToyCluster, eventually
 
@@ -49,3 +51,19 @@ def test_what_moves_is_reported_and_a_nodes_state_comes_through_the_gateway(clus
     eventually(handed_over, what="the handoff is seen")
     state = gateways.ask(f"/cluster/state/{served['decode']}")[1]
     assert (state["node"], state["role"]) == (served["decode"], "decode")
+
+
+def test_a_request_is_traced_by_its_clients_id_with_its_time_at_each_node(cluster: ToyCluster) -> None:
+    body = {"model": "toy", "prompt": list(range(100)), "max_tokens": 6, "ignore_eos": True}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers={"x-request-id": "traced"}, timeout=30)
+    served = answer.json()["mooncake"]
+    (found,) = Gateways({"gateway-0": cluster.url}).ask("/trace/traced")[1]["requests"]
+    assert found["request_id"] == served["request"] == answer.headers["x-mooncake-request-id"]
+    assert (found["outcome"], found["completion_tokens"]) == ("length", 6)
+    (attempt,) = found["attempts"]
+    assert (attempt["prefill"], attempt["decode"], attempt["steps"]) == (served["prefill"], served["decode"], 5)
+    assert {span["name"] for span in found["spans"]} >= {"place", "queue", "prepare", "prefill", "handoff", "decode"}
+    log = (cluster.runtime_dir / "logs" / "gateway-0.log").read_text()
+    lines = [json.loads(each) for each in log.splitlines()]
+    (line,) = [each for each in lines if each["event"] == "request" and each["client_id"] == "traced"]
+    assert (line["id"], line["attempts"], line["given_up"]) == (served["request"], 1, [])

@@ -5,6 +5,7 @@ import json
 
 import httpx
 import pytest
+import structlog
 from scripted_actor import ScriptedActor, hello
 from test_edge_errors import error_of
 from test_edge_keys import ask, guarded
@@ -12,6 +13,7 @@ from test_edge_keys import ask, guarded
 from mooncake_zmq.core.messages import Report, StateTold
 from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.gateway import cluster_face
+from mooncake_zmq.gateway.accounts import Account
 from mooncake_zmq.gateway.cluster import Listed
 
 LISTED = [Listed(role, role, "h") for role in ("conductor", "prefill", "decode")]
@@ -67,6 +69,48 @@ def test_only_operators_see_the_cluster(path):
     assert error_of(ask(actor, "alice", path))[0::3] == (403, "insufficient_permissions")
     if path == "/cluster":
         assert ask(actor, "meter", path).status_code == 200
+
+
+@pytest.mark.parametrize("body", [{}, {"stream": True, "stream_options": {"include_usage": True}}])
+def test_a_request_has_one_id_everywhere_and_is_found_by_its_clients_too(body):
+    actor = ScriptedActor()
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"x-request-id": "theirs/1", "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    request = {"model": "toy", "prompt": "hello", **body}
+    answer = actor.call("POST", "/v1/completions", json=request, headers=headers)
+    (request_id,) = actor.requests
+    assert answer.headers["x-request-id"] == "theirs/1"
+    assert answer.headers["x-mooncake-request-id"] == request_id
+    chunks = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    whole = json.loads(chunks[-1]) if body else answer.json()
+    assert (whole["id"], whole["mooncake"]["request"]) == (f"cmpl-{request_id}", request_id)
+    assert error_of(actor.call("GET", f"/trace/{request_id}"))[0::3] == (404, "unknown_request")
+    actor.edge.ended(Account(request_id=request_id, arrived_at=0.0, outcome="length"))
+    for name in (request_id, "theirs/1", trace_id):
+        (found,) = actor.call("GET", f"/trace/{name}").json()["requests"]
+        assert (found["request_id"], found["x_request_id"], found["trace_id"]) == (request_id, "theirs/1", trace_id)
+        assert found["outcome"] == "length"
+
+
+def test_further_choices_have_numbers_behind_the_calls_id():
+    actor = ScriptedActor()
+    answer = actor.complete(n=3)
+    first = answer.headers["x-mooncake-request-id"]
+    assert list(actor.requests) == [first, f"{first}.1", f"{first}.2"]
+
+
+def test_each_request_that_is_over_is_one_line_of_the_log(capture_logs):
+    actor = ScriptedActor()
+    account = Account(request_id="gw-1", arrived_at=0.0, outcome="length", prompt_tokens=7, duration_s=0.5)
+    actor.edge.ended(account)
+    (line,) = [entry for entry in capture_logs if entry["event"] == "request"]
+    assert (line["id"], line["outcome"], line["prompt_tokens"], line["duration_s"]) == ("gw-1", "length", 7, 0.5)
+
+
+@pytest.fixture
+def capture_logs():
+    with structlog.testing.capture_logs() as logs:
+        yield logs
 
 
 def events(actor: ScriptedActor, take: int) -> list[dict]:
