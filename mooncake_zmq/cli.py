@@ -33,6 +33,12 @@ set_option = click.option(
 )
 
 
+url_option = click.option("--url", default="", metavar="URL", help="The gateway to ask; those of the file otherwise.")
+ca_option = click.option(
+    "--ca", default="", metavar="FILE", help="Certificates of whom to trust, for gateways that speak TLS by their own."
+)
+
+
 class Cli(click.Group):
     """Shows commands in the order of this file."""
 
@@ -271,16 +277,106 @@ def card(path: str, cache_dir: str, directory: Path | None) -> None:
 @main.command()
 @config_option
 @set_option
-@click.option("--node", metavar="NAME", help="Only this node; all running ones otherwise.")
-def dump(path: str, assignments: tuple[str, ...], node: str | None) -> None:
-    """Print the state of running nodes as JSON."""
+@url_option
+@ca_option
+@click.option("--json", "as_json", is_flag=True, help="Print what the gateway tells, as one JSON object.")
+def status(path: str, assignments: tuple[str, ...], url: str, ca: str, as_json: bool) -> None:
+    """Say how the cluster is, by the first of its gateways that answers, from whatever host.
+
+    The exit status is 0 if all is well, 1 if it serves and something is degraded, 2 if it does not serve or no gateway answers.
+    Where gateways want API keys, that of an operator (role metrics or admin) goes into MOONCAKE_ZMQ_API_KEY.
+
+    \b
+    Examples:
+      mooncake-zmq status
+      mooncake-zmq status --url https://llm.example.org --json
+    """
+    from rich.console import Console
+
+    from mooncake_zmq.console.status import show
+
+    sys.exit(show(_gateways(path, assignments, url, ca), Console(), as_json=as_json))
+
+
+@main.command()
+@config_option
+@set_option
+@url_option
+@ca_option
+def top(path: str, assignments: tuple[str, ...], url: str, ca: str) -> None:
+    """Show each second how the cluster is: nodes, how full they are, where KV moves, hits, refusals, predictions.
+
+    \b
+    Example:
+      mooncake-zmq top --config /etc/mooncake-zmq/cluster.toml
+    """
+    from rich.console import Console
+
+    from mooncake_zmq.console.status import watch
+
+    try:
+        sys.exit(watch(_gateways(path, assignments, url, ca), Console()))
+    except KeyboardInterrupt:
+        sys.exit(0)
+
+
+@main.command()
+@click.argument("request", metavar="ID")
+@config_option
+@set_option
+@url_option
+@ca_option
+@click.option("--json", "as_json", is_flag=True, help="Print what the gateway tells, as one JSON object.")
+@click.option("--perfetto", metavar="FILE", help="Write it for https://ui.perfetto.dev as well.")
+def trace(
+    request: str, path: str, assignments: tuple[str, ...], url: str, ca: str, as_json: bool, perfetto: str | None
+) -> None:
+    """Show where a request's time went, attempt by attempt, once it is over.
+
+    ID is ours (the answer's header x-mooncake-request-id, or "request" in its object "mooncake"), the client's x-request-id, or
+    the trace id of its traceparent. Gateways remember the last requests alone.
+
+    \b
+    Examples:
+      mooncake-zmq trace gateway-0-19a3b5c-2f
+      mooncake-zmq trace my-own-id --perfetto trace.json
+    """
+    from rich.console import Console
+
+    from mooncake_zmq.console.trace import show
+
+    sys.exit(_or_exit(lambda: show(_gateways(path, assignments, url, ca), request, Console(), as_json, perfetto)))
+
+
+@main.command()
+@config_option
+@set_option
+@url_option
+@ca_option
+@click.option("--node", metavar="NAME", help="Only this node, on whatever host; all that run on this machine otherwise.")
+def dump(path: str, assignments: tuple[str, ...], url: str, ca: str, node: str | None) -> None:
+    """Print the state of running nodes as JSON.
+
+    A NODE that does not run on this machine is asked by a gateway.
+
+    \b
+    Examples:
+      mooncake-zmq dump
+      mooncake-zmq dump --config /etc/mooncake-zmq/cluster.toml --node decode-b
+    """
     import json
 
+    from mooncake_zmq.console.gateways import NoGateway
     from mooncake_zmq.operate import collect_dumps
 
     loaded = _load(path, None, assignments)
     names = [_or_exit(lambda: loaded.config.node(node)).name] if node else [each.name for each in loaded.config.nodes]
     dumps = collect_dumps(Path(loaded.config.cluster.runtime_dir), names)
+    if node and not dumps:
+        try:
+            dumps[node] = _gateways(path, assignments, url, ca).ask(f"/cluster/state/{node}")[1]
+        except NoGateway as error:
+            click.echo(f"{node} does not run on this machine, and no gateway tells of it: {error}", err=True)
     click.echo(json.dumps(dumps, indent=1))
     if missing := [name for name in names if name not in dumps]:
         click.echo(f"not running or not answering: {', '.join(missing)}", err=True)
@@ -400,6 +496,12 @@ def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
     if "error" in answer:
         _fail(f"{asked}: {answer['error']}")
     click.echo(json.dumps(answer, indent=1))
+
+
+def _gateways(path: str, assignments: tuple[str, ...], url: str, ca: str) -> Any:
+    from mooncake_zmq.console.gateways import Gateways
+
+    return _or_exit(lambda: Gateways.of(_load(path, None, assignments), url=url, ca=ca))
 
 
 def _located(path: str) -> str:

@@ -18,11 +18,14 @@ PURE = (
     "conductor/",
     "prefill/",
     "decode/",
+    "gateway/accounts",
+    "gateway/cluster",
     "gateway/gaps",
     "gateway/readiness",
     "gateway/requests",
     "gateway/settings",
     "gateway/tenants",
+    "gateway/traces",
     "cache_node/",
     "vllm_node/",
     "store/rules/",
@@ -46,7 +49,9 @@ ROLE_NEIGHBOURS = {
     # The other half of a cache-node, whose settings stand in the same section.
     "cache_node": ("store.rules",),
 }
-EDGE = {f"gateway/{name}" for name in ("app", "door", "edge", "guard", "manual", "metrics", "openai", "pages", "__init__")}
+EDGE = {f"gateway/{name}" for name in ("app", "cluster_face", "door", "edge", "guard", "manual", "metrics", "openai")} | {
+    f"gateway/{name}" for name in ("overview", "pages", "__init__")
+}
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from mooncake_zmq.cli import main
 from mooncake_zmq.gateway import manual
+from mooncake_zmq.gateway.cluster import REASONS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "mooncake_zmq/docs"
@@ -54,6 +55,10 @@ def test_every_error_of_the_log_is_an_alarm_with_something_to_do() -> None:
     told = {name for text in SOURCES.values() for name in ALARM.findall(text)}
     assert len(told) > 10
     assert sorted(name for name in told if f"`{name}`" not in OPERATING) == []
+
+
+def test_every_way_to_be_degraded_is_an_alarm() -> None:
+    assert [reason for reason in REASONS if f"`{reason}`" not in OPERATING] == []
 
 
 def test_every_alarm_is_one_that_something_tells() -> None:

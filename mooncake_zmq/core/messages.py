@@ -408,7 +408,12 @@ class FirstToken(_Message, frozen=True):
     remote: Count
     queue_s: Seconds
     prefill_s: Seconds
+    """From its turn in the queue to this token."""
     logprob: TokenLogprob | None = None
+    prepare_s: Seconds = 0.0
+    """Of that, until the engine began: lease, reservation, room."""
+    load_s: Seconds = 0.0
+    """From then until reused KV was loaded, beside computing."""
 
 
 class AttemptFailed(_Message, frozen=True):
@@ -541,6 +546,19 @@ class HandoffFailed(_Message, frozen=True):
 # --- decode -> gateway
 
 
+class DecodeAccount(_Record, frozen=True):
+    """Where a request's time went at its decode, told with its last token."""
+
+    request_id: RequestId
+    attempt: Count
+    handoff_s: Seconds
+    """From its reservation until all KV was verified."""
+    wait_s: Seconds
+    """Until its first step."""
+    decode_s: Seconds
+    steps: Count
+
+
 class TokensDecoded(_Message, frozen=True):
     """The tokens of one work, mostly of one step, for one gateway: (request_id, attempt, output index of the first, tokens)."""
 
@@ -550,6 +568,8 @@ class TokensDecoded(_Message, frozen=True):
     reused: Annotated[tuple[tuple[RequestId, Count, Count], ...], Meta(max_length=4096)] = ()
     """Of requests whose engine tells it with their last token alone, and so not in `FirstToken`: (request_id, attempt, tokens
     whose KV was not computed)."""
+    accounts: Annotated[tuple[DecodeAccount, ...], Meta(max_length=4096)] = ()
+    """Of requests that end with this."""
 
 
 # --- clients of a cache-node: prefill, decode, other cache-nodes
@@ -767,6 +787,63 @@ class EndStage(_Message, frozen=True):
     attempt: Count
 
 
+# --- who looks on: answered by `core.node`, never by the actors
+
+MAX_WATCH_S = 120.0
+MAX_LEVELS = 512
+"""Counters and gauges that one report may name."""
+MAX_MOVES = 256
+MAX_REFUSALS = 32
+MAX_DUMP_BYTES = 1 << 20
+Label = Annotated[str, Meta(min_length=1, max_length=160)]
+MAX_LEVEL = 1e18
+Levels = Annotated[tuple[tuple[Label, Annotated[float, Meta(ge=-MAX_LEVEL, le=MAX_LEVEL)]], ...], Meta(max_length=MAX_LEVELS)]
+"""Counters or gauges by name, as `core.actor.Actor` names them."""
+
+
+class Watch(_Message, frozen=True):
+    """Gateway -> anybody: report now and each second, until `for_s` have passed since this came. Said again it lasts from
+    then."""
+
+    for_s: Annotated[float, Meta(gt=0, le=MAX_WATCH_S)]
+
+
+class Moved(_Record, frozen=True):
+    """KV that a node has moved in this life. `peer`: where from, of a `put` where to; empty: its own SSD."""
+
+    kind: Annotated[str, Meta(min_length=1, max_length=16)]
+    peer: Annotated[str, Meta(max_length=64)]
+    bytes: Count
+
+
+class Report(_Message, frozen=True):
+    """How a node is, for those who watch it (lossy)."""
+
+    uptime_s: Seconds
+    draining: bool = False
+    gauges: Levels = ()
+    counts: Levels = ()
+    moved: Annotated[tuple[Moved, ...], Meta(max_length=MAX_MOVES)] = ()
+    refused: Annotated[tuple[tuple[Name, Text], ...], Meta(max_length=MAX_REFUSALS)] = ()
+    """Peers that it does not talk with, and why."""
+    left_off: Count = 0
+    """Of all these, what a report has no room for."""
+
+
+class AskState(_Message, frozen=True):
+    """Gateway -> anybody: tell all of your state, once."""
+
+    ask_id: Count
+
+
+class StateTold(_Message, frozen=True):
+    """The answer: JSON, or why there is none."""
+
+    ask_id: Count
+    state: Annotated[bytes, Meta(max_length=MAX_DUMP_BYTES)] = b""
+    error: Text = ""
+
+
 Message = (
     Hello
     | Schedule
@@ -809,6 +886,10 @@ Message = (
     | StageFailed
     | EndStage
     | NodesHeard
+    | Watch
+    | Report
+    | AskState
+    | StateTold
 )
 
 

@@ -165,6 +165,11 @@ class Session:
         return {name: peer.hello for name, peer in self._peers.items() if peer.hello is not None}
 
     @property
+    def lives(self) -> Mapping[str, int]:
+        """The incarnations of these."""
+        return {name: peer.incarnation for name, peer in self._peers.items() if peer.hello is not None}
+
+    @property
     def unacknowledged(self) -> int:
         """Messages to peers that are up and not acknowledged yet: what a draining process waits for."""
         return sum(len(peer.unacked) for peer in self._peers.values() if peer.up)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mooncake_zmq.core.messages import (
+    AskState,
     AttemptFailed,
     BlocksAnnounced,
     BlocksLeased,
@@ -34,6 +35,7 @@ from mooncake_zmq.core.messages import (
     Rejected,
     ReleaseLease,
     RenewLease,
+    Report,
     ReportCorrupt,
     RequestEnded,
     ReserveDecode,
@@ -46,9 +48,11 @@ from mooncake_zmq.core.messages import (
     StageReady,
     StartPrefill,
     StartStage,
+    StateTold,
     TokensDecoded,
+    Watch,
 )
-from mooncake_zmq.core.roles import Role
+from mooncake_zmq.core.roles import ROLES, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ Kinds = frozenset[type]
 _TO_POOL: Kinds = frozenset((LeaseBlocks, RenewLease, ReleaseLease, ReserveSlots, CommitSlots, ReportCorrupt))
 _FROM_POOL: Kinds = frozenset((BlocksLeased, LeaseRenewed, SlotsReserved, ReclaimSlots))
 
-SAYS: Mapping[tuple[str, str], Kinds] = {
+_SAYS: Mapping[tuple[str, str], Kinds] = {
     ("gateway", "conductor"): frozenset((Schedule, RequestEnded)),
     ("conductor", "gateway"): frozenset((NodesHeard, Placed, Rejected)),
     ("prefill", "conductor"): frozenset((PrefillLoad,)),
@@ -90,16 +94,34 @@ SAYS: Mapping[tuple[str, str], Kinds] = {
     ("cache-node", "decode"): _FROM_POOL,
     ("cache-node", "cache-node"): frozenset((LeaseBlocks, ReleaseLease, BlocksLeased, ReportCorrupt)),
 }
+_LOOKS: Kinds = frozenset((Watch, AskState))
+_SHOWS: Kinds = frozenset((Report, StateTold))
+
+
+def _with_watching(says: Mapping[tuple[str, str], Kinds]) -> dict[tuple[str, str], Kinds]:
+    """Gateways may look at everybody, one another too; nobody else may."""
+    whole = dict(says)
+    for role in ROLES:
+        for pair, kinds in ((("gateway", role), _LOOKS), ((role, "gateway"), _SHOWS)):
+            whole[pair] = whole.get(pair, frozenset()) | kinds
+    return whole
+
+
+SAYS: Mapping[tuple[str, str], Kinds] = _with_watching(_SAYS)
 """By the roles of speaker and listener, all messages that it may say to it; other pairs have nothing to say."""
 
+_TO_WATCH = (("gateway", "gateway"), ("gateway", "cache-node"), ("cache-node", "gateway"))
+"""Those that have nothing else to say."""
 _ON_ONE_HOST = (("prefill", "cache-node"), ("cache-node", "prefill"))
 _IN_PIPELINES = (("prefill", "prefill"),)
 
 
-def talks(role: Role, host: str, other_role: Role, other_host: str, *, pipelines: bool = False) -> bool:
+def talks(role: Role, host: str, other_role: Role, other_host: str, *, pipelines: bool = False, watched: bool = False) -> bool:
     """Do two processes of these roles and hosts keep a conversation? Each pair that does costs both a heartbeat, so prefills do
-    among themselves only in a deployment with `pipelines`."""
+    among themselves only in a deployment with `pipelines`, and those that gateways only look at where that is `watched`."""
     pair = (role, other_role)
+    if pair in _TO_WATCH:
+        return watched
     if pair in _ON_ONE_HOST:
         return host == other_host
     if pair in _IN_PIPELINES:
@@ -108,7 +130,14 @@ def talks(role: Role, host: str, other_role: Role, other_host: str, *, pipelines
 
 
 def may_talk(
-    roles: Sequence[Role], host: str, other_roles: Sequence[Role], other_host: str, *, pipelines: bool = False
+    roles: Sequence[Role],
+    host: str,
+    other_roles: Sequence[Role],
+    other_host: str,
+    *,
+    pipelines: bool = False,
+    watched: bool = False,
 ) -> bool:
     """The same of processes that may have any of these roles in turn: a link stands through a change of either's role."""
-    return any(talks(role, host, other, other_host, pipelines=pipelines) for role in roles for other in other_roles)
+    pairs = [(role, other) for role in roles for other in other_roles]
+    return any(talks(one, host, other, other_host, pipelines=pipelines, watched=watched) for one, other in pairs)

@@ -41,6 +41,7 @@ from mooncake_zmq.core.messages import (
     BlocksLeased,
     CancelRequest,
     ChangeRole,
+    DecodeAccount,
     DecodeDenied,
     DecodeLoad,
     DecodeReserved,
@@ -104,13 +105,14 @@ class _Step:
     cancelled: bool = False
 
 
-_Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...]]
-"""What `TokensDecoded` tells of one request."""
+_Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...], DecodeAccount | None]
+"""What `TokensDecoded` tells of one request; an account of one that ends."""
 
 
 def _decoded(entries: Sequence[_Entry]) -> TokensDecoded:
-    logprobs = tuple([each for _, each in entries])
-    return TokensDecoded(entries=tuple([told for told, _ in entries]), logprobs=logprobs if any(logprobs) else ())
+    told, logprobs, accounts = zip(*entries, strict=True)
+    over = tuple([account for account in accounts if account is not None])
+    return TokensDecoded(entries=told, logprobs=logprobs if any(logprobs) else (), accounts=over)
 
 
 class Decode:
@@ -317,6 +319,7 @@ class Decode:
             tail=message.tail,
             parent=message.last_key,
             keyed_blocks=full,
+            reserved_at=now,
         )
         self._requests[message.request_id] = request
         remaining = message.stop.max_tokens - message.first_index
@@ -514,6 +517,7 @@ class Decode:
             self.counts.add("handoffs_corrupt")
             return self._fail(now, request, "handoff checksum differs")
         self._move(request, RequestEvent.VERIFIED)
+        request.verified_at = now
         request.parts.clear()
         request.sources.clear()
         request.made, request.last, request.promised = 1, done.token, True
@@ -566,6 +570,7 @@ class Decode:
         entries = []
         for request in members:
             self._move(request, STEP_BEGAN)
+            request.stepped_at = request.stepped_at or now
             request.in_flight += 1
             entries.append(StepEntry(request.sequence, request.last, request.position, request.request.sampling))
         work_id = self._ids.new()
@@ -649,7 +654,7 @@ class Decode:
             effects += self._take_tokens(now, request, tokens, logprobs, batches)
             if step.steps > 1 and request.state is READY:
                 self._shrink(request)
-        self.counts.add("generation_tokens", sum([len(told[-1]) for each in batches.values() for told, _ in each]))
+        self.counts.add("generation_tokens", sum([len(told[-1]) for each in batches.values() for told, _, _ in each]))
         sends: list[Effect] = [Send(gateway, _decoded(entries)) for gateway, entries in batches.items()]
         return sends + effects
 
@@ -683,7 +688,8 @@ class Decode:
             request.last = taken[-1]
         entry = (message.request_id, message.attempt, first, taken)
         told = tuple([each for each in logprobs[:stop] if each is not None]) if logprobs else ()
-        batches.setdefault(message.gateway, []).append((entry, told))
+        request.steps += stop
+        batches.setdefault(message.gateway, []).append((entry, told, request.account(now) if ended else None))
         return effects + self._close(now, request) if ended else effects
 
     def _store(self, now: float, request: Request, taken: Sequence[int]) -> list[Effect]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mooncake_zmq.core.gaps import longest_step_s
-from mooncake_zmq.core.messages import HandoffDone, ReserveDecode, SlotRef
+from mooncake_zmq.core.messages import DecodeAccount, HandoffDone, ReserveDecode, SlotRef
 from mooncake_zmq.core.shell import Named
 from mooncake_zmq.core.work import BlockLoad
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
@@ -97,6 +97,11 @@ class Request:
     """Tokens after the last keyed block whose KV is computed."""
     parent: Key = b""
     keyed_blocks: int = 0
+    reserved_at: float = 0.0
+    verified_at: float = 0.0
+    stepped_at: float = 0.0
+    """When its first step began."""
+    steps: int = 0
 
     @property
     def position(self) -> int:
@@ -124,6 +129,17 @@ class Request:
         """The longest step at which it keeps what it was promised; inf: it was promised nothing."""
         bound_s, message = self.request.tbt_slo_s, self.request
         return longest_step_s(bound_s, message.stop.max_tokens - message.first_index) if bound_s > 0 else math.inf
+
+    def account(self, now: float) -> DecodeAccount:
+        """Where its time went, now that it is over."""
+        return DecodeAccount(
+            request_id=self.request.request_id,
+            attempt=self.request.attempt,
+            handoff_s=max(0.0, self.verified_at - self.reserved_at),
+            wait_s=max(0.0, self.stepped_at - self.verified_at),
+            decode_s=max(0.0, now - self.stepped_at),
+            steps=self.steps,
+        )
 
     @property
     def wants_twice(self) -> bool:

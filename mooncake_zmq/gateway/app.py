@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
-from mooncake_zmq.gateway import manual
+from mooncake_zmq.gateway import cluster_face, manual
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
@@ -43,6 +43,7 @@ from mooncake_zmq.gateway.pages import front_page
 from mooncake_zmq.gateway.requests import ClientOutput, Failed, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Limited, Tenant
+from mooncake_zmq.gateway.traces import Names, trace_id_of
 
 CLIENT_CLOSED_REQUEST = 499
 """Status in log and metrics when the client hung up; nobody receives it."""
@@ -51,6 +52,8 @@ CLIENT_ID_CHARS = 256
 SWITCH_S = 0.0005
 """After which a thread that prepares a prompt gives way: the loop asks for its turn at every call of the system, so that
 Python's 5 ms would add up."""
+CLUSTER_ID = b"x-mooncake-request-id"
+"""Our own id, whatever the client calls its request."""
 METHOD_CHARS = 16
 """Of a method, in error and log."""
 SCRAPE_EVERY_S = 0.1
@@ -106,6 +109,7 @@ def _plain_routes(edge: Edge) -> list[Route]:
         return _json(card())
 
     async def health(request: Request) -> Response:
+        await edge.overview.look()
         ok, detail = edge.health()
         if not sees_all(edge.tenants, request.state.tenant):
             detail = {"status": "ok" if ok else "unavailable"}
@@ -121,6 +125,7 @@ def _plain_routes(edge: Edge) -> list[Route]:
 
     async def metrics(_request: Request) -> Response:
         nonlocal made_at, page
+        await edge.overview.look()
         if edge.clock() - made_at >= SCRAPE_EVERY_S:
             made_at, page = edge.clock(), edge.metrics.exposition()
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
@@ -139,6 +144,11 @@ def _plain_routes(edge: Edge) -> list[Route]:
         Route("/version", version),
         Route("/metrics", metrics),
         *manual.routes(),
+        *cluster_face.routes(
+            edge.overview,
+            edge.traces,
+            cluster_face.Events(edge.overview, lambda: edge.draining, edge.settings.send_timeout_s, _hang_up),
+        ),
     ]
 
 
@@ -178,6 +188,7 @@ class _Generation:
                 with self._edge.reading() as reading:
                     raw = await _read_body(Request(scope, receive), reading, self._edge.settings)
                     call = stack.enter_context(self._edge.call())
+                    call.names = scope["state"]["names"]
                     watcher = asyncio.create_task(_watch(receive, call))
                     stack.callback(watcher.cancel)
                     prepared = await self._prepare(call, raw, tenant)
@@ -340,11 +351,14 @@ class _Envelope:
         headers = dict(scope["headers"])
         own_id = self._edge.new_id()
         client_id = headers.get(b"x-request-id", b"")
+        traceparent = headers.get(b"traceparent", b"")[:CLIENT_ID_CHARS].decode("latin-1")
+        names = Names(own_id, client_id[:CLIENT_ID_CHARS].decode("latin-1"), trace_id_of(traceparent))
         echoed = client_id if 0 < len(client_id) <= CLIENT_ID_CHARS else own_id.encode()
         # A fresh dict: the server may share its own between all calls.
         state = scope["state"] = {
             **scope.get("state", {}),
             "id": own_id,
+            "names": names,
             "echoed": echoed,
             "status": 500,
             "facts": {},
@@ -354,7 +368,8 @@ class _Envelope:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 state["status"] = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", echoed)]}
+                told = ((b"x-request-id", echoed), (CLUSTER_ID, own_id.encode()))
+                message = {**message, "headers": [*message["headers"], *told]}
             await send(message)
 
         try:
@@ -374,8 +389,8 @@ class _Envelope:
                 status=state["status"],
                 duration_s=round(self._edge.clock() - began_at, 6),
                 id=own_id,
-                client_id=client_id[:CLIENT_ID_CHARS].decode("latin-1"),
-                traceparent=headers.get(b"traceparent", b"")[:CLIENT_ID_CHARS].decode("latin-1"),
+                client_id=names.client_id,
+                traceparent=traceparent,
                 **state["facts"],
             )
 

@@ -12,16 +12,23 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Protocol
 
+import structlog
+
 from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello
+from mooncake_zmq.gateway.accounts import Account, line
+from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
+from mooncake_zmq.gateway.overview import Overview, Watching
 from mooncake_zmq.gateway.readiness import ClusterView, missing_roles
 from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, StopFound, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenants
+from mooncake_zmq.gateway.traces import Names, Traces
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 
 OUTPUTS_AT_ONCE = 256
+_log = structlog.get_logger("gateway")
 
 
 class TextStream(Protocol):
@@ -74,7 +81,7 @@ class ServedModel:
         return root, tuple(extend_keys(root, tokens, self.block_tokens))
 
 
-class Backing(Protocol):
+class Backing(Watching, Protocol):
     """What the edge asks of the process it is the face of. Called on the loop; every method returns at once."""
 
     def inject(self, event: FromClient) -> None:
@@ -126,8 +133,9 @@ class Edge:
         backing: Backing,
         clock: Callable[[], float] = time.monotonic,
         tenants: Tenants | None = None,
+        listed: Sequence[Listed] = (),
     ) -> None:
-        """`tenants`: who may call; None: everybody."""
+        """`tenants`: who may call; None: everybody. `listed`: the nodes that there should be."""
         self.tenants = tenants
         self.name = name
         self.model = model
@@ -137,10 +145,23 @@ class Edge:
             model.id,
             waiting_and_running=self.waiting_and_running,
             counts=lambda: {**self.backing.counts(), **self.own_counts()},
-            gauges=lambda: {**self.backing.gauges(), **self.own_gauges()},
+            gauges=lambda: {**self.backing.gauges(), **self.own_gauges(), **self.overview.gauges()},
         )
         self.clock = clock
+        self.overview = Overview(
+            name,
+            model.id,
+            listed,
+            backing,
+            status=self.status,
+            peers=backing.peers,
+            refusals=backing.refusals,
+            recent=lambda: self.traces.recent(),
+            clock=lambda: self.clock(),
+        )
         self.draining = False
+        self.traces = Traces()
+        """The last requests that are over."""
         self.counts: dict[str, float] = {}
         """Counters of the edge itself, named as the actor's are."""
         self._id_prefix = f"{name}-{incarnation:x}"
@@ -173,6 +194,11 @@ class Edge:
             del self._open[effect.request_id]
         request.call.receive(request.index, output)
 
+    def ended(self, account: Account) -> None:
+        """A request is over, in whatever way: one line in the log, and a trace for whoever asks."""
+        names = self.traces.end(account)
+        _log.info("request", id=account.request_id, client_id=names.client_id, trace_id=names.trace_id, **line(account))
+
     def drain(self) -> None:
         """Refuse new calls; the open ones go on. The actor hears of it from the runtime."""
         self.draining = True
@@ -192,17 +218,25 @@ class Edge:
         running = sum(request.times.first_token_at is not None for request in self._open.values())
         return len(self._open) - running, running
 
+    def status(self) -> str:
+        """Whether the cluster can serve, as far as this gateway knows: "ok", or why not."""
+        missing = missing_roles({hello.role for hello in self.backing.peers().values()})
+        ready = self.backing.cluster().ready
+        return "draining" if self.draining else "unavailable" if missing else "ok" if ready else "starting"
+
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether the cluster can serve, as far as this gateway knows, and what is missing."""
+        """Whether the cluster can serve, what is missing, and what is not as it should be."""
         up: dict[str, list[str]] = {"conductor": [], "prefill": [], "decode": []}
         for name, hello in self.backing.peers().items():
-            up.setdefault(hello.role, []).append(name)
+            if hello.role != "gateway":
+                up.setdefault(hello.role, []).append(name)
         missing = missing_roles([role for role, names in up.items() if names])
         cluster = self.backing.cluster()
-        status = "draining" if self.draining else "unavailable" if missing else "ok" if cluster.ready else "starting"
+        status = self.status()
         ok = status == "ok"
         detail = {
             "status": status,
+            "degraded": self.overview.told(),
             "gateway": self.name,
             "missing": missing,
             "not_heard": list(cluster.missing),
@@ -308,6 +342,8 @@ class Call:
         self._wake = asyncio.Event()
         self._gone = False
         self._too_slow = False
+        self.names: Names | None = None
+        """What its requests are found by; None: by an id of our own."""
         self.began_at = edge.clock()
 
     def __enter__(self) -> "Call":
@@ -323,7 +359,9 @@ class Call:
             raise HungUp
         self._edge.take_slots(len(requests) - 1)
         self._slots += len(requests) - 1
-        self._ids = [self._edge.new_id() for _ in requests]
+        names = self.names or Names(self._edge.new_id())
+        self._ids = [names.id + (f".{index}" if index else "") for index in range(len(requests))]
+        self._edge.traces.name(self._ids, names)
         for index, request in enumerate(requests):
             if not self._too_slow:
                 self._edge.open(self._ids[index], self, index, request)

@@ -7,13 +7,14 @@ cluster is, and metrics, are for keys of the roles `metrics` and `admin`.
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from mooncake_zmq.gateway.openai import RequestError
+from mooncake_zmq.gateway.openai import RequestError, quoted
 from mooncake_zmq.gateway.requests import ClientRequest
 from mooncake_zmq.gateway.tenants import Tenant, Tenants
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/live", "/docs"))
 OPEN_BELOW = "/docs/"
-OPERATORS_PATHS = frozenset(("/metrics",))
+OPERATORS_PATHS = ("/metrics", "/cluster", "/trace")
+"""With all that is below them."""
 MAX_KEY_BYTES = 256
 
 
@@ -31,11 +32,16 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
         raise RequestError(401, text, code="invalid_api_key")
     if tenant is None:
         raise RequestError(401, "Incorrect API key provided", code="invalid_api_key")
-    if path in OPERATORS_PATHS and not sees_all(tenants, tenant):
-        raise RequestError(403, f"{path} is for keys with role=metrics or role=admin", code="insufficient_permissions")
-    if path not in OPERATORS_PATHS and tenant.role == "metrics":
-        raise RequestError(403, "a key with role=metrics is for /metrics and /health alone", code="insufficient_permissions")
+    if _for_operators(path) and not sees_all(tenants, tenant):
+        raise RequestError(403, f"{quoted(path)} is for keys with role=metrics or role=admin", code="insufficient_permissions")
+    if not _for_operators(path) and tenant.role == "metrics":
+        told = ", ".join(("/health", *OPERATORS_PATHS))
+        raise RequestError(403, f"a key with role=metrics is for {told} alone", code="insufficient_permissions")
     return tenant
+
+
+def _for_operators(path: str) -> bool:
+    return any(path == own or path.startswith(f"{own}/") for own in OPERATORS_PATHS)
 
 
 def sees_all(tenants: Tenants | None, tenant: Tenant | None) -> bool:

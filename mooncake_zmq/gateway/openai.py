@@ -615,6 +615,7 @@ class Reply:
         self.choices = prepared.choices
         self._model = model
         self._chat = isinstance(self.body, ChatBody)
+        self._request_id = request_id
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
             "object": ("chat.completion" if self._chat else "text_completion"),
@@ -720,6 +721,7 @@ class Reply:
             "prefill": accounts[0].prefill,
             "decode": accounts[0].decode,
             "attempts": accounts[0].attempts,
+            "request": self._request_id,
         }
 
 

@@ -108,6 +108,10 @@ class Job:
     estimate: Estimate | None = None
     """Of what is left; None when that has changed."""
     started_at: float = 0.0
+    computing_at: float = 0.0
+    """When its first chunk began."""
+    load_s: float = 0.0
+    """From then until its prefix was loaded."""
     group: Group | None = None
     """The pipeline that computes it, if one does."""
 

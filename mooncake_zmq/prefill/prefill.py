@@ -626,6 +626,8 @@ class Prefill:
                 return self._fail(now, job, "lease ended before the prefix was loaded")
             stop_layer = job.group.own_layers.stop if job.group else self._layout.layers
             prefix = tuple(BlockLoad(i, ref, 0, stop_layer, size) for i, ref in enumerate(job.prefix))
+        if not job.loaded:
+            job.computing_at = now
         job.loaded = True
         start = job.computed
         stop = chunk_stop(start, job.length, self._settings.chunk_tokens)
@@ -684,6 +686,7 @@ class Prefill:
         first_block, start, stop = job.chunk_first_block, job.computed, job.chunk_stop
         self._workload.measure(now, result, start=start, stop=stop, loads=job.chunk_loads, share=job.share)
         self.counts.add("prompt_tokens_computed", stop - start)
+        job.load_s = max(job.load_s, result.loaded_s)
         job.computed = stop
         if isinstance(result, StageComputed):
             assert job.group is not None
@@ -741,6 +744,8 @@ class Prefill:
             queue_s=max(0.0, job.started_at - job.arrived_at),
             prefill_s=max(0.0, now - job.started_at),
             logprob=logprob,
+            prepare_s=max(0.0, job.computing_at - job.started_at),
+            load_s=max(0.0, job.load_s),
         )
         self.counts.add("prompt_tokens_cached[source=own]", own)
         self.counts.add("prompt_tokens_cached[source=local]", first.local)

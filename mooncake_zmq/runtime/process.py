@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -36,13 +36,16 @@ from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, ShelfTold
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.keys import KeysError
-from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
-from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef, StateTold
+from mooncake_zmq.core.node import Node, Observe, printable
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.talk import Member, may_talk
+from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine
+from mooncake_zmq.gateway.accounts import Accounts
+from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.edge import Edge, ServedModel
 from mooncake_zmq.gateway.readiness import ClusterView
 from mooncake_zmq.gateway.requests import Requests
@@ -170,12 +173,13 @@ class _Process:
         self.crash: BaseException | None = None
         self.data_counts: dict[str, Mapping[str, float]] = {}
         """Counters of the data plane's threads, by part."""
+        self.beside: list[Snapshot] = []
+        """Counts and gauges of what is neither the actor nor such a thread; asked in the loop."""
         self.dumps: dict[str, Callable[[], Any]] = {}
         """What beside the actor has something to dump, by part."""
         self._shelf: deque[ShelfChanged] = deque()
         """What the store tells and the actor has not heard yet."""
         self._runtime: ZmqRuntime | None = None
-        self._store: StoreServer | None = None
         self._executor: Executor | None = None
         self.sockets = self._open_sockets()
         self.cuda = self._open_device() if node.device == "cuda" else None
@@ -222,7 +226,7 @@ class _Process:
             self._serve_store(pool.objects, node)
         executor = self._make_executor(segment, engine, disk)
         self._runtime = ZmqRuntime(
-            Node(self._actor(disk), self._session(segment_ref)),
+            self._node(self._actor(disk), segment_ref),
             endpoint=config.endpoint(node),
             peers={name: self.config.endpoint(peer) for name, peer in self._peers.items()},
             executor=executor,
@@ -426,8 +430,8 @@ class _Process:
             where = f"port {node.store_stream_port}" if node.store_stream_port else "a port"
             raise BadEndpoint(f"cannot listen on {where} for streams of {node.store_endpoint}: {error}") from error
         self.stack.callback(lambda: store.close(self.drain_until, lambda: self.signals_seen > 1))
-        self._store = store
         self.dumps["store"] = lambda: {"counts": dict(store.counts), "gauges": store.gauges()}
+        self.beside.append(lambda: (_named("store", store.counts), _named("store", store.gauges())))
         log.info("store_open", endpoint=store.endpoint, bytes=objects.object_bytes)
 
     def _open_publisher(self, events: KvEventsSettings) -> KvEventPublisher:
@@ -511,8 +515,9 @@ class _Process:
         tokenizer = open_tokenizer(self.model.path)
         requests = self._actor()
         assert isinstance(requests, Requests)
+        accounts = Accounts(lambda account: edge.ended(account))
         self._runtime = ZmqRuntime(
-            Node(requests, self._session(None)),
+            self._node(requests, None, accounts.observe),
             endpoint=self.config.endpoint(self.node),
             peers={name: self.config.endpoint(peer) for name, peer in self._peers.items()},
             deliver=lambda effect: edge.deliver(effect),
@@ -541,10 +546,12 @@ class _Process:
                 tokenizer=tokenizer,
             ),
             settings=self.settings.edge,
-            backing=_Backing(self.runtime, requests),
+            backing=_Backing(self.runtime, requests, self._state),
             tenants=api_keys.tenants if api_keys else None,
+            listed=[Listed(node.name, node.role, node.host) for node in self.config.nodes],
         )
         self.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
+        self.beside.append(lambda: (edge.own_counts(), edge.own_gauges()))
         server = _Server(server_config(create_app(edge), self.settings.connections))
         door = Door(
             server,
@@ -579,6 +586,10 @@ class _Process:
 
     # --- what every role has
 
+    def _node(self, actor: Actor, segment: SegmentRef | None, observe: Observe | None = None) -> Node:
+        session = self._session(segment)
+        return Node(actor, session, layout=self.layout, facts=self._facts, state=self._state, observe=observe)
+
     def _session(self, segment: SegmentRef | None) -> Session:
         hello = Hello(
             protocol=PROTOCOL_VERSION,
@@ -603,7 +614,7 @@ class _Process:
     def _peers(self) -> dict[str, NodeSettings]:
         """Those that this process keeps a conversation with, by name."""
         node, config = self.node, self.config
-        talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1)
+        talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1, watched=True)
         return {
             peer.name: peer
             for peer in config.nodes
@@ -710,20 +721,27 @@ class _Process:
         return {f"{part}_{name}": value for part, counts in self.data_counts.items() for name, value in counts.items()}
 
     def _snapshot(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        data = self._data()
-        counts, gauges = self._in_loop(lambda: ({**_counts(self.runtime), **data}, self.runtime.gauges()))
-        if self._store:
-            counts = {**counts, **{f"store_{name}": value for name, value in self._store.counts.items()}}
-            gauges = {**gauges, **{f"store_{name}": value for name, value in self._store.gauges().items()}}
-        return counts, gauges
+        return self._in_loop(self._facts)
+
+    def _facts(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Counts and gauges of this process, for metrics and for who watches it."""
+        parts = [(_counts(self.runtime), self.runtime.gauges()), (self._data(), {}), *(tell() for tell in self.beside)]
+        return (
+            {name: value for counts, _ in parts for name, value in counts.items()},
+            {name: value for _, gauges in parts for name, value in gauges.items()},
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """All there is to know of this process."""
+        state = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
+        state |= {part: tell() for part, tell in self.dumps.items()}
+        state["parts"] = {part: dict(counts) for part, counts in self.data_counts.items()}
+        return state
 
     def _write_dump(self) -> None:
         path = self.runtime_dir / f"{self.node.name}.dump.json"
-        dump = {"node": self.node.name, "role": self.node.role, "incarnation": self.incarnation, **self.runtime.dump()}
-        dump |= {part: tell() for part, tell in self.dumps.items()}
-        dump["parts"] = {part: dict(counts) for part, counts in self.data_counts.items()}
         try:
-            replace_own(path, json.dumps(dump, default=_printable, indent=1).encode())
+            replace_own(path, json.dumps(self._state(), default=printable, indent=1).encode())
         except OSError as error:  # a full disk is no reason to end
             log.warning("dump_failed", path=str(path), reason=error.strerror)
         else:
@@ -762,8 +780,11 @@ class _Process:
 class _Backing:
     """What the HTTP edge asks of this process; see `gateway.edge.Backing`."""
 
-    def __init__(self, runtime: ZmqRuntime, requests: Requests) -> None:
-        self._runtime, self._requests = runtime, requests
+    def __init__(self, runtime: ZmqRuntime, requests: Requests, state: Callable[[], dict[str, Any]]) -> None:
+        self._runtime, self._requests, self._state = runtime, requests, state
+        self._asked: OrderedDict[int, tuple[str, Callable[[StateTold], None]]] = OrderedDict()
+        """Who waits for which node's state; who waits longer than `MAX_ASKS` others waits in vain."""
+        runtime.node.on_state = self._on_state
 
     def inject(self, event: FromClient) -> None:
         self._runtime.handle(event)
@@ -782,6 +803,32 @@ class _Backing:
 
     def gauges(self) -> Mapping[str, float]:
         return self._runtime.gauges()
+
+    def look(self, for_s: float) -> None:
+        self._runtime.look(for_s)
+
+    def heard(self) -> Mapping[str, Heard]:
+        node, now = self._runtime.node, time.monotonic()
+        return {**node.looking.heard, node.session.me: Heard(now, node.session.incarnation, node.report(now))}
+
+    def awaits_reports(self) -> bool:
+        node = self._runtime.node
+        return node.looking.awaits(node.session.lives)
+
+    def ask_state(self, node: str, ask_id: int, tell: Callable[[StateTold], None]) -> None:
+        if node == self._runtime.node.session.me:
+            tell(StateTold(ask_id=ask_id, state=json.dumps(self._state(), default=printable).encode()))
+            return
+        self._asked[ask_id] = node, tell
+        if len(self._asked) > MAX_ASKS:
+            self._asked.popitem(last=False)
+        self._runtime.ask_state(node, ask_id)
+
+    def _on_state(self, sender: str, told: StateTold) -> None:
+        node, tell = self._asked.get(told.ask_id, ("", None))
+        if node == sender and tell is not None:
+            del self._asked[told.ask_id]
+            tell(told)
 
 
 class _Server(uvicorn.Server):
@@ -819,6 +866,10 @@ def _recovery(directory: Path, what: str) -> Callable[[int, int], None]:
         notify.waiting()
 
     return progress
+
+
+def _named(part: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{part}_{name}": value for name, value in values.items()}
 
 
 def _counts(runtime: ZmqRuntime) -> dict[str, float]:
@@ -898,11 +949,3 @@ def _follow_parent() -> None:
     follow_parent()
     if os.getppid() != int(parent):  # it died before we asked
         raise ConfigError("the process that started this one is gone")
-
-
-def _printable(value: object) -> object:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, set | frozenset | tuple):
-        return list(value)
-    return str(value)

@@ -280,6 +280,16 @@ class ZmqRuntime:
 
         self._timers.set(("every", id(again)), time.monotonic() + interval_s, again)
 
+    def look(self, for_s: float) -> None:
+        """Have the peers report for so long, perhaps: see `Node.look`."""
+        if not self._closed:
+            self._carry_out(self.node.look(time.monotonic(), for_s))
+
+    def ask_state(self, peer: str, ask_id: int) -> None:
+        """See `Node.ask_state`."""
+        if not self._closed:
+            self._carry_out(self.node.ask_state(time.monotonic(), peer, ask_id))
+
     def gauges(self) -> dict[str, float]:
         """The actor's current levels."""
         return self.node.actor.gauges(time.monotonic())

@@ -85,13 +85,15 @@ class ClusterSettings:
     )
     vllm_hosts: tuple[str, ...] = ()
     """Those with a vLLM beside our own engines."""
+    watched: bool = False
+    """Somebody looks at the cluster by its gateways."""
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
     @classmethod
     def of_seed(cls, seed: int) -> "ClusterSettings":
         """Of three seeds one has vLLMs among the others, one computes longer prompts in pipelines of up to three prefills, one
-        decodes several steps in a work."""
-        plain = cls()
+        decodes several steps in a work. Of five, one is watched."""
+        plain = cls(watched=seed % 5 == 4)
         if seed % 3 == 2:
             return replace(plain, decode=replace(plain.decode, max_steps=5))
         if seed % 3 == 0:
@@ -124,7 +126,7 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
     for role in ("prefill", "decode", "cache-node"):
         places |= {f"{role}-{host}": host for host in HOSTS}
     places |= {f"vllm-{host}": host for host in settings.vllm_hosts}
-    talk = partial(may_talk, pipelines=settings.conductor.pipeline_stages > 1)
+    talk = partial(may_talk, pipelines=settings.conductor.pipeline_stages > 1, watched=settings.watched)
     return [
         ProcessSpec(
             name=name,

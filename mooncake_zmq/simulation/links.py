@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from mooncake_zmq.core.actor import Actor, Effect, Event, PeerDown, PeerUp, Received, Send, Started
+from mooncake_zmq.core.actor import Event, PeerDown, PeerUp, Received, Send, Started
 from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.node import Node, Outer, Transmit
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.talk import Member
+from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.world import Life, Process, World
 
 HelloOf = Callable[[Process[Any]], Hello]
@@ -33,23 +34,6 @@ class Wires:
     cut: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
-class _Watched:
-    """The actor as its node sees it, with somebody looking on."""
-
-    def __init__(self, actor: Actor, observe: Callable[[Event, list[Effect]], None]) -> None:
-        self.counts = actor.counts
-        self._actor = actor
-        self._observe = observe
-        self.check = actor.check
-        self.gauges = actor.gauges
-        self.dump = actor.dump
-
-    def handle(self, now: float, event: Event) -> list[Effect]:
-        effects = self._actor.handle(now, event)
-        self._observe(event, effects)
-        return effects
-
-
 class Sessions:
     """Every frame is encoded and decoded by the sessions. `note` hears of each frame that is received. `keyed`: the wire tells
     by whose key a frame came, as CURVE does."""
@@ -63,8 +47,10 @@ class Sessions:
         random: Random,
         note: Callable[[bytes, Process[Any]], None] | None = None,
         keyed: bool = False,
+        layout: BlockLayout | None = None,
     ) -> None:
         self.wires = wires
+        self._layout = layout
         self.keyed = keyed
         self._settings = settings
         self._hello = hello
@@ -90,8 +76,9 @@ class Sessions:
             settings=self._settings,
             now=world.now,
         )
-        actor = life.actor if life.observe is None else _Watched(life.actor, life.observe)
-        life.node = Node(actor, session)
+        looks = life.observe
+        observe = None if looks is None else lambda _now, event, effects: looks(event, effects)
+        life.node = Node(life.actor, session, layout=self._layout, observe=observe)
         world.in_life(process, world.now, self._start, process)
         world.in_life(process, world.now + session.tick_s * self._random.random(), self._tick, process)
 
@@ -105,6 +92,13 @@ class Sessions:
     def pending(self, process: Process[Any]) -> int:
         """See `world.Link`."""
         return _node(process).session.unacknowledged
+
+    def look(self, process: Process[Any], for_s: float) -> None:
+        """Somebody looks at the cluster by this gateway, and asks its first peer for all its state."""
+        node, now = _node(process), self._world.now
+        self._carry_out(process, node.look(now, for_s))
+        for peer in list(node.session.up_peers)[:1]:
+            self._carry_out(process, node.ask_state(now, peer, 1))
 
     def _start(self, process: Process[Any]) -> None:
         self._carry_out(process, _node(process).start(self._world.now, Started()))

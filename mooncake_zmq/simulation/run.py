@@ -115,6 +115,8 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
         asked = clients.add([] if stores_only else work.chats)
         for fault in faults:
             simulator.schedule(fault)
+        if settings.watched and not stores_only:
+            simulator.look_on(gateways, SAFETY_S + SETTLE_S)
         simulator.run_until(SAFETY_S)
         simulator.heal()
         stores.heal()

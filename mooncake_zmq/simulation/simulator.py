@@ -46,6 +46,7 @@ CATCH_UP_S = 0.0006
 """Longest time that a process takes for each thing that came while it was stopped."""
 LEAVES_WITHIN_S = LINGER_S + 0.2
 """A process whose drain has run out of time is gone so soon."""
+LOOK_EVERY_S = 0.7
 DISK_FAULTS = {FaultKind.DISK_FULL: "full", FaultKind.DISK_FAIL: "failing"}
 
 
@@ -74,6 +75,7 @@ class Simulator(World[Machine]):
             random=random,
             note=self._note,
             keyed=keyed,
+            layout=layout,
         )
         self._sessions = link
         super().__init__(specs=specs, link=link, build=self._embody, watch=self._watched)
@@ -196,6 +198,26 @@ class Simulator(World[Machine]):
         self.at(self.now + CATCH_UP_S * self.random.random(), self._catch_up, life)
 
     # --- looking on
+
+    def look_on(self, gateways: Sequence[str], until_s: float) -> None:
+        """Somebody looks at the cluster by one gateway after the other, and what that keeps anywhere is bounded."""
+        first, *rest = gateways
+        process = self.processes[first]
+        if process.life is not None:
+            self.in_life(process, self.now, self._sessions.look, process, 2 * LOOK_EVERY_S)
+        self._check_watching(len(gateways))
+        if self.now + LOOK_EVERY_S < until_s:
+            self.at(self.now + LOOK_EVERY_S, self.look_on, (*rest, first), until_s)
+
+    def _check_watching(self, gateways: int) -> None:
+        for process in self.processes.values():
+            life = process.life
+            if life is None or life.node is None:
+                continue
+            node, works = life.node, len(life.machine.works)
+            kept = (len(node.watchers), len(node.looking.heard), len(node.moves) if node.moves is not None else 0)
+            if kept[0] > gateways or kept[1] > len(process.spec.peers) or kept[2] > works:
+                raise Violation("I4", f"{process.name} keeps {kept} of watchers, reports and moves, with {works} works")
 
     def handle(self, process: Process[Machine], event: Event) -> None:
         """Something that a process learns now, beside messages."""

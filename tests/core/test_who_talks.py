@@ -4,8 +4,9 @@ from itertools import product
 
 import pytest
 
+from mooncake_zmq.core.messages import AskState, Report, Watch
 from mooncake_zmq.core.roles import ROLES
-from mooncake_zmq.core.talk import talks
+from mooncake_zmq.core.talk import SAYS, talks
 
 
 @pytest.mark.parametrize(("one", "other"), list(product(ROLES, ROLES)))
@@ -24,6 +25,14 @@ def test_each_role_talks_to_some_other_and_hosts_apart_talk_less():
 def test_those_with_nothing_to_say_keep_no_conversation():
     silent = [("conductor", "conductor"), ("gateway", "gateway"), ("decode", "decode"), ("gateway", "cache-node")]
     assert not any(talks(one, "a", other, "a") for one, other in silent)
+
+
+def test_gateways_look_at_everybody_where_there_is_watching_and_nobody_else_does():
+    assert all(talks("gateway", "a", role, "b", watched=True) for role in ROLES)
+    assert not talks("conductor", "a", "conductor", "a", watched=True)
+    watchers = {pair for pair, kinds in SAYS.items() if Watch in kinds or AskState in kinds}
+    assert watchers == {("gateway", role) for role in ROLES}
+    assert {pair for pair, kinds in SAYS.items() if Report in kinds} == {(role, "gateway") for role in ROLES}
 
 
 def test_a_decode_is_told_of_every_pool_that_a_handoff_may_name():

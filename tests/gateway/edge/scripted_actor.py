@@ -11,9 +11,11 @@ import httpx
 import uvicorn
 
 from mooncake_zmq.core.actor import FromClient, ToClient
-from mooncake_zmq.core.messages import Hello
+from mooncake_zmq.core.messages import Hello, StateTold
+from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.app import create_app
+from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.door import Door, server_config
 from mooncake_zmq.gateway.edge import Edge, ServedModel
 from mooncake_zmq.gateway.readiness import ClusterView
@@ -69,6 +71,10 @@ class ScriptedActor:
     view: ClusterView = ClusterView(ready=True, cache_nodes=("cache-1", "cache-0"))
     actor_counts: dict[str, float] = field(default_factory=dict)
     tls: Callable[[], ssl.SSLContext] | None = None
+    listed: list[Listed] = field(default_factory=list)
+    reports: dict[str, Heard] = field(default_factory=dict)
+    looks: list[float] = field(default_factory=list)
+    states: dict[str, StateTold] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model = ServedModel(
@@ -80,7 +86,7 @@ class ScriptedActor:
             layout_fingerprint="layout",
             tokenizer=byte_tokenizer(),
         )
-        self.edge = Edge(name="gw", incarnation=0xABC, model=model, settings=self.settings, backing=self)
+        self.edge = Edge(name="gw", incarnation=0xABC, model=model, settings=self.settings, backing=self, listed=self.listed)
         self.app = create_app(self.edge)
         self._playing: set[asyncio.Task[None]] = set()
 
@@ -116,6 +122,19 @@ class ScriptedActor:
 
     def gauges(self) -> dict[str, float]:
         return {"requests[state=placing]": 0.0}
+
+    def look(self, for_s: float) -> None:
+        self.looks.append(for_s)
+
+    def heard(self) -> dict[str, Heard]:
+        return self.reports
+
+    def awaits_reports(self) -> bool:
+        return False
+
+    def ask_state(self, node: str, ask_id: int, tell: Callable[[StateTold], None]) -> None:
+        if node in self.states:
+            tell(self.states[node])
 
     async def _play(self, request_id: str, batches: Batches) -> None:
         for batch in batches:

@@ -127,6 +127,7 @@ def test_health_says_what_is_missing(path):
     assert response.status_code == 200
     assert response.json() == {
         "status": "ok",
+        "degraded": [],
         "gateway": "gw",
         "missing": [],
         "not_heard": [],

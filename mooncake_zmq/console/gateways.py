@@ -1,0 +1,93 @@
+"""Where a deployment's gateways are, and what one of them says: the first that answers speaks for the cluster."""
+
+import os
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, is_tls
+from mooncake_zmq.runtime.tls import trusting
+
+KEY_VARIABLE = "MOONCAKE_ZMQ_API_KEY"
+"""The API key of an operator, where the gateways want one."""
+TIMEOUT_S, CONNECT_S = 6.0, 2.0
+EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+class NoGateway(Exception):
+    """None of the gateways told what was asked; in one line."""
+
+
+class Gateways:
+    """The gateways of a deployment, in the order of its file."""
+
+    def __init__(
+        self,
+        urls: Mapping[str, str],
+        *,
+        key: str = "",
+        trust: ssl.SSLContext | bool = True,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """`urls`: by the gateway's name."""
+        self.urls = dict(urls)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S)
+        self._client = httpx.Client(headers=headers, timeout=timeout, verify=trust, trust_env=False, transport=transport)
+
+    @classmethod
+    def of(cls, loaded: Loaded, *, url: str = "", ca: str = "") -> "Gateways":
+        """Those of a config, or the one at `url`; `ca`: a PEM file of whom to trust. Raises ConfigError."""
+        places = {url: url} if url else {node.name: place(loaded, node) for node in loaded.config.of_role("gateway")}
+        return cls(places, key=os.environ.get(KEY_VARIABLE, ""), trust=trusted(loaded, ca))
+
+    def ask(self, path: str) -> tuple[str, Any]:
+        """Who answered, and what. Raises NoGateway."""
+        told: list[str] = []
+        for name, url in self.urls.items():
+            try:
+                answer = self._client.get(f"{url.rstrip('/')}{path}")
+                if answer.status_code == httpx.codes.OK:
+                    return name, answer.json()
+                told.append(f"{name}: {_reason(answer)}")
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+                told.append(f"{name} at {url}: {error or type(error).__name__}")
+        raise NoGateway("; ".join(told) or "the deployment has no gateway")
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._client.close()
+
+
+def place(loaded: Loaded, node: NodeSettings) -> str:
+    """The URL of a gateway. One that listens on all addresses is at that of its endpoint, if it has one. Raises ConfigError."""
+    section = loaded.section(node)
+    host = section.http_host
+    if host in EVERYWHERE:
+        tcp = node.endpoint.startswith("tcp://")
+        host = node.endpoint.removeprefix("tcp://").rpartition(":")[0] if tcp else "127.0.0.1"
+    scheme = "https" if is_tls(section) else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{section.http_port}"
+
+
+def trusted(loaded: Loaded, ca: str) -> ssl.SSLContext | bool:
+    """Whom to take for a gateway: who is certified by `ca`, who shows the certificate that the config names, if its file is
+    here, or whomever the system trusts. Raises ConfigError."""
+    certificates = [Path(loaded.section(node).tls_certificate) for node in loaded.config.of_role("gateway")]
+    here = [path for path in certificates if path.is_file()]
+    try:
+        if ca:
+            return ssl.create_default_context(cafile=ca)
+        return trusting(here[0]) if here else True
+    except OSError as error:
+        raise ConfigError(f"{ca or here[0]}: {error.strerror or error}") from None
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return f"{answer.status_code} {answer.json()['error']['message']}"
+    except (ValueError, LookupError, TypeError):
+        return f"{answer.status_code} {answer.reason_phrase}"

@@ -1,0 +1,119 @@
+"""A cluster's picture, as its gateway's /cluster tells it, for a terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+STYLES = {"ready": "green", "ok": "green", "degraded": "yellow", "draining": "yellow", "starting": "yellow"}
+Picture = Mapping[str, Any]
+
+
+def overview(picture: Picture) -> RenderableType:
+    """The verdict, what is degraded, and the nodes."""
+    status = str(picture["status"])
+    head = Text(str(picture["verdict"]), style=STYLES.get(status, "red"))
+    more = [Text(f"  {each['reason']}: {each['text']}", style="yellow") for each in picture["degraded"]]
+    return Group(head, *more, nodes(picture))
+
+
+def nodes(picture: Picture) -> Table:
+    """One line a node."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("node", "role", "host", "state"):
+        table.add_column(name)
+    for name in ("up", "waiting", "running", "full"):
+        table.add_column(name, justify="right")
+    for node in picture["nodes"]:
+        gauges = node.get("gauges", {})
+        table.add_row(
+            *(Text(str(node[name])) for name in ("name", "role", "host")),
+            Text(str(node["state"]), style=STYLES.get(str(node["state"]), "red")),
+            _age(node.get("uptime_s")),
+            *(_level(gauges, name) for name in ("requests_waiting", "requests_running")),
+            _full(node),
+        )
+    return table
+
+
+def traffic(picture: Picture) -> Table:
+    """Where KV comes from, how much moved, who was refused, and how predictions hold."""
+    table = Table.grid(padding=(0, 2))
+    hits = picture["hits"]["tokens"]
+    whole = sum(hits.values())
+    told = "  ".join(f"{source} {100 * tokens / whole if whole else 0:.0f}%" for source, tokens in hits.items())
+    table.add_row("prompt tokens", f"{whole:,.0f}: {told}")
+    misses = [f"{why} {count:,.0f}" for why, count in picture["misses"].items() if count]
+    table.add_row("misses", "  ".join(misses) or "none")
+    flows = sorted(picture["flows"], key=lambda flow: -flow["bytes"])[:6]
+    moved = [f"{flow['from']} > {flow['to']} ({flow['kind']}) {_bytes(flow['bytes'])}" for flow in flows]
+    table.add_row("KV moved", "\n".join(moved) or "none")
+    requests = picture["requests"]
+    for what in ("finished", "rejected", "failed"):
+        counted = [f"{name} {count:,}" for name, count in requests[what].items()]
+        table.add_row(what, "  ".join(counted) or "none")
+    for of, told_s in picture["predictions"].items():
+        error_s, actual_s = told_s["absolute_error_s"], told_s["actual_s"]
+        table.add_row(
+            f"{of} predicted", f"{told_s['predicted_s']:.3f} s, was {actual_s:.3f} s, off by {error_s:.3f} s on average"
+        )
+    return table
+
+
+def _full(node: Mapping[str, Any]) -> str:
+    """How full each tier is."""
+    tiers = {name: (tier["used_blocks"], tier["blocks"]) for name, tier in node.get("tiers", {}).items()}
+    gauges = node.get("gauges", {})
+    if "reserved_tokens" in gauges:
+        tiers["kv"] = gauges["reserved_tokens"], gauges["capacity_tokens"]
+    return "  ".join(f"{name} {100 * used / most:.0f}%" for name, (used, most) in tiers.items() if most)
+
+
+def _level(gauges: Mapping[str, float], name: str) -> str:
+    return f"{gauges[name]:.0f}" if name in gauges else ""
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    for unit, size_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def request(told: Mapping[str, Any]) -> RenderableType:
+    """One request: what came of it, its attempts, and where its time went."""
+    cached = "/".join(f"{told[f'cached_{source}']:,}" for source in ("own", "local", "remote"))
+    head = Text(f"{told['request_id']}: {told['outcome']} after {told['duration_s']:.3f} s")
+    reused = f"{told['prompt_tokens']:,} prompt tokens, of them reused {cached} (own/local/remote)"
+    attempts = [Text(f"  {_attempt(each)}") for each in told["attempts"]]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("at s", justify="right")
+    table.add_column("took s", justify="right")
+    for name in ("what", "node", "attempt"):
+        table.add_column(name)
+    for span in told["spans"]:
+        places = (f"{span['start_s']:.4f}", f"{span['duration_s']:.4f}", span["name"], span["node"], str(span["attempt"]))
+        table.add_row(*(Text(place) for place in places))
+    return Group(head, Text(f"{reused}; {told['completion_tokens']:,} made"), *attempts, table)
+
+
+def _attempt(each: Mapping[str, Any]) -> str:
+    nodes = f"{each['prefill'] or '-'} > {each['decode'] or '-'}"
+    ttft = f"TTFT {_seconds(each['ttft_s'])}, predicted {_seconds(each['predicted_ttft_s'])}"
+    tbt = f"TBT {_seconds(each['tbt_s'])}, predicted {_seconds(each['predicted_tbt_s'])}"
+    return f"attempt {each['number']}: {nodes}; {ttft}; {tbt}; ended: {each['why']}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f} s"

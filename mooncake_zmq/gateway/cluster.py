@@ -1,0 +1,255 @@
+"""The cluster as one gateway sees it: what its nodes report, put together, and what is not as it should be. PURE.
+
+Nothing is kept here: whoever asks hands in what was heard, and gets JSON-able records.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mooncake_zmq.core.messages import Hello, Report
+from mooncake_zmq.core.watch import STALE_S, Heard
+
+MAX_REASONS = 256
+"""Degradations told at a time; of more, the first."""
+DIFFERS = ("protocol", "model", "tokenizer", "layout")
+TIERS = {
+    "prefill": {"slab": ("cached_blocks", "capacity_blocks")},
+    "cache-node": {"dram": ("cached_blocks", "capacity_blocks"), "ssd": ("cached_disk_blocks", "capacity_disk_blocks")},
+}
+"""By role: each tier of blocks, and the gauges of what it holds and may hold."""
+REASONS = (
+    *("conductor_down", "prefill_down", "decode_down", "cache_node_down", "vllm_down", "gateway_down"),
+    *("disk_not_written", "disk_not_read", "engine_gone", "model_differs", "other_differs"),
+)
+"""All there are, for metrics: one that is not the case is told as well."""
+MISSES = {
+    "unreached": ("prefix_blocks_unreached",),
+    "corrupt": ("prefix_blocks_corrupt", "corrupt_blocks[tier=dram]", "corrupt_blocks[tier=disk]", "fetched_blocks_corrupt"),
+    "no_room": ("fetches_denied[reason=no_room]",),
+    "slower_than_computing": (
+        "gather_refused[source=disk,reason=slower_than_computing]",
+        "gather_refused[source=node,reason=slower_than_computing]",
+    ),
+    "fetch_failed": ("fetch_failures[source=disk]", "fetch_failures[source=node]"),
+    "not_held": ("lookup_blocks[result=miss]",),
+}
+"""Why blocks were computed that a request might have reused, by the counters that tell it; most are in blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A node of the configuration."""
+
+    name: str
+    role: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Degraded:
+    """Something is not as it should be, and requests are served all the same."""
+
+    reason: str
+    node: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """All that a gateway knows. `heard`: of peers and of itself, under its own name."""
+
+    now: float
+    gateway: str
+    status: str
+    """As /health says it."""
+    model: str
+    listed: Sequence[Listed]
+    peers: Mapping[str, Hello]
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    heard: Mapping[str, Heard] = field(default_factory=dict)
+
+    def report(self, name: str) -> Report | None:
+        """How a node is now; None: it is not there, or did not say."""
+        heard = self.heard.get(name)
+        there = name in self.peers or name == self.gateway
+        return heard.report if heard is not None and there and self.now - heard.at <= STALE_S else None
+
+    def reports(self, *roles: str) -> list[Report]:
+        """Of the nodes that have one of these roles now."""
+        of_role = [node.name for node in self.listed if self.role_of(node) in roles]
+        return [report for name in of_role if (report := self.report(name)) is not None]
+
+    def role_of(self, node: Listed) -> str:
+        """Its role now; that of the configuration where it is not there."""
+        return self.peers[node.name].role if node.name in self.peers else node.role
+
+
+def degraded(seen: Seen) -> list[Degraded]:
+    """What is not as it should be, in the order of the configuration."""
+    found = [each for node in seen.listed for each in _degraded(seen, node)]
+    return found[:MAX_REASONS]
+
+
+def by_reason(found: Sequence[Degraded]) -> dict[str, float]:
+    """As gauges: how many nodes each reason has, all reasons being there."""
+    told = Counter(each.reason for each in found)
+    return {f"degraded[reason={reason}]": told[reason] for reason in REASONS}
+
+
+def _degraded(seen: Seen, node: Listed) -> Iterator[Degraded]:
+    name = node.name
+    if name != seen.gateway and name not in seen.peers:
+        refusal = seen.refusals.get(name)
+        yield _down(seen, node) if refusal is None else Degraded(_kind_of(refusal), name, refusal)
+        return
+    report = seen.report(name)
+    if report is None:
+        return
+    gauges = dict(report.gauges)
+    if gauges.get("disk_degraded[what=reads]"):
+        yield Degraded("disk_not_read", name, f"the SSD of {name} fails: it is left alone")
+    elif gauges.get("disk_degraded[what=writes]"):
+        yield Degraded("disk_not_written", name, f"the SSD of {name} is full or fails: it is read, and not written")
+    if not gauges.get("store_ssd_writable", 1):
+        yield Degraded("disk_not_written", name, f"the SSD of {name}'s store is full or fails: it is not written")
+    if seen.role_of(node) == "vllm" and not gauges.get("capacity_engines", 1):
+        yield Degraded("engine_gone", name, f"the vLLM beside {name} does not answer")
+    for peer, refusal in report.refused:
+        yield Degraded(_kind_of(refusal), name, f"{name} refuses {peer}: {refusal}")
+
+
+def _down(seen: Seen, node: Listed) -> Degraded:
+    reason = f"{node.role.replace('-', '_')}_down"
+    others = [each.name for each in seen.listed if each.role == node.role and each.name in seen.peers]
+    alone = f": {others[0]} is alone" if node.role == "conductor" and len(others) == 1 else ""
+    return Degraded(reason, node.name, f"{node.name} ({node.role} on {node.host}) does not answer{alone}")
+
+
+def _kind_of(refusal: str) -> str:
+    what = refusal.partition(" ")[0]
+    return "model_differs" if what == "model" else "other_differs"
+
+
+def verdict(status: str, found: Sequence[Degraded]) -> str:
+    """How the cluster is, in a sentence."""
+    if status != "ok":
+        return f"The cluster does not serve: it is {status}."
+    if not found:
+        return "All is well."
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"It serves, but {found[0].text}{more}."
+
+
+def picture(seen: Seen) -> dict[str, Any]:
+    """Everything for an operator: nodes, tiers, where KV moves, hits and misses, rejections, how predictions hold."""
+    found = degraded(seen)
+    gateways = _sum(seen.reports("gateway"))
+    engines = _sum(seen.reports("prefill", "vllm"))
+    pools = _sum(seen.reports("cache-node"))
+    return {
+        "gateway": seen.gateway,
+        "model": seen.model,
+        "status": "degraded" if seen.status == "ok" and found else seen.status,
+        "verdict": verdict(seen.status, found),
+        "degraded": [asdict(each) for each in found],
+        "nodes": [_node(seen, node, found) for node in seen.listed],
+        "tiers": _tiers(seen),
+        "flows": _flows(seen),
+        "hits": {
+            "tokens": {
+                **{source: engines[f"prompt_tokens_cached[source={source}]"] for source in ("own", "local", "remote")},
+                "computed": engines["prompt_tokens_computed"] + engines["stage_tokens_computed"],
+            },
+            "blocks": {result: pools[f"lookup_blocks[result={result}]"] for result in ("local", "disk", "remote", "miss")},
+        },
+        "misses": {why: sum(engines[name] + pools[name] for name in names) for why, names in MISSES.items()},
+        "requests": {
+            "finished": _of(gateways, "requests_finished", "reason"),
+            "failed": _of(gateways, "requests_failed", "code"),
+            "rejected": _of(gateways, "requests_rejected", "reason"),
+            "cancelled": gateways["requests_cancelled"],
+            "attempts_retried": gateways["attempts_retried"],
+        },
+        "predictions": {of: _prediction(gateways, of) for of in ("ttft", "tbt")},
+    }
+
+
+def _node(seen: Seen, node: Listed, found: Sequence[Degraded]) -> dict[str, Any]:
+    report, heard = seen.report(node.name), seen.heard.get(node.name)
+    there = node.name in seen.peers or node.name == seen.gateway
+    mine = [each.reason for each in found if each.node == node.name]
+    draining = report is not None and report.draining
+    refused = node.name in seen.refusals
+    state = "refused" if refused else "down" if not there else "draining" if draining else "degraded" if mine else "ready"
+    known: dict[str, Any] = {
+        "name": node.name,
+        "role": seen.role_of(node),
+        "host": node.host,
+        "state": state,
+        "degraded": mine,
+    }
+    if report is None or heard is None:
+        return known
+    gauges = dict(report.gauges)
+    return known | {
+        "incarnation": heard.incarnation,
+        "uptime_s": report.uptime_s,
+        "age_s": round(seen.now - heard.at, 3),
+        "gauges": gauges,
+        "moved": [{"kind": moved.kind, "peer": moved.peer, "bytes": moved.bytes} for moved in report.moved],
+        "tiers": _tiers_of(seen.role_of(node), gauges),
+    }
+
+
+def _tiers_of(role: str, gauges: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    of_role = TIERS.get(role, {}).items()
+    return {tier: {"used_blocks": gauges.get(used, 0), "blocks": gauges.get(most, 0)} for tier, (used, most) in of_role}
+
+
+def _tiers(seen: Seen) -> dict[str, dict[str, float]]:
+    whole: dict[str, dict[str, float]] = {}
+    for role in TIERS:
+        for report in seen.reports(role):
+            for tier, levels in _tiers_of(role, dict(report.gauges)).items():
+                total = whole.setdefault(tier, {"used_blocks": 0, "blocks": 0})
+                whole[tier] = {name: total[name] + level for name, level in levels.items()}
+    return whole
+
+
+def _flows(seen: Seen) -> list[dict[str, Any]]:
+    """KV from one node to another, since the start of whoever moved it; own SSDs and slabs apart."""
+    flows: list[dict[str, Any]] = []
+    for node in seen.listed:
+        report = seen.report(node.name)
+        for moved in report.moved if report is not None else ():
+            if moved.peer and moved.peer != node.name:
+                ends = (node.name, moved.peer) if moved.kind == "put" else (moved.peer, node.name)
+                flows.append({"from": ends[0], "to": ends[1], "kind": moved.kind, "bytes": moved.bytes})
+    return flows
+
+
+def _sum(reports: Sequence[Report]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for report in reports:
+        for name, value in report.counts:
+            total[name] += int(value)
+    return total
+
+
+def _of(counts: Mapping[str, int], base: str, label: str) -> dict[str, int]:
+    """What is counted under a name, by its one label."""
+    head = f"{base}[{label}="
+    return {name[len(head) : -1]: value for name, value in sorted(counts.items()) if name.startswith(head)}
+
+
+def _prediction(counts: Mapping[str, int], of: str) -> dict[str, float]:
+    made = counts[f"predictions[of={of}]"]
+    each = 1e-6 / max(1, made)
+    return {
+        "count": made,
+        "actual_s": each * counts[f"actual_microseconds[of={of}]"],
+        "predicted_s": each * counts[f"predicted_microseconds[of={of}]"],
+        "absolute_error_s": each * counts[f"prediction_error_microseconds[of={of}]"],
+    }

@@ -1,0 +1,105 @@
+"""How operators see the cluster at a gateway: `/cluster`, the same each second as events, and any node's whole state."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from mooncake_zmq.core.watch import EVERY_S
+from mooncake_zmq.gateway.openai import RequestError, quoted, server_sent
+from mooncake_zmq.gateway.overview import NoState, Overview
+from mooncake_zmq.gateway.traces import MAX_TRACES, Traces
+
+MAX_ONLOOKERS = 16
+"""Clients of `/cluster/events` at once; a further one is answered 503."""
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+HangUp = Callable[[Scope, Receive], Awaitable[None]]
+
+
+class Events:
+    """GET /cluster/events: the picture each second, until the client goes or the gateway drains."""
+
+    def __init__(self, overview: Overview, draining: Callable[[], bool], send_timeout_s: float, hang_up: HangUp) -> None:
+        self._overview, self._draining = overview, draining
+        self._send_timeout_s, self._hang_up = send_timeout_s, hang_up
+        self._onlookers = 0
+        self._told: dict[str, Any] = {}
+        self._event = b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        overview = self._overview
+        if self._onlookers >= MAX_ONLOOKERS:
+            raise RequestError(503, f"{MAX_ONLOOKERS} clients look on already", code="overloaded")
+        self._onlookers += 1
+        gone = asyncio.create_task(_until_gone(receive))
+        try:
+            await self._write(send, {"type": "http.response.start", "status": 200, "headers": HEADERS})
+            while not gone.done() and not self._draining():
+                await overview.look()
+                await self._write(send, {"type": "http.response.body", "body": self._said(), "more_body": True})
+                await asyncio.wait([gone], timeout=EVERY_S)
+            await self._write(send, {"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            await self._hang_up(scope, receive)
+        finally:
+            gone.cancel()
+            self._onlookers -= 1
+
+    def _said(self) -> bytes:
+        """The picture as it is now; all clients are sent the same bytes."""
+        told = self._overview.picture()
+        if told is not self._told:
+            self._told, self._event = told, server_sent(told)
+        return self._event
+
+    async def _write(self, send: Send, message: Message) -> None:
+        """A client that takes nothing for long is as good as gone."""
+        async with asyncio.timeout(self._send_timeout_s):
+            await send(message)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def routes(overview: Overview, traces: Traces, events: Events) -> list[Route]:
+    """What `gateway.guard` keeps for operators."""
+
+    async def cluster(_request: Request) -> Response:
+        await overview.look()
+        return _json(msgspec.json.encode(overview.picture()))
+
+    async def state(request: Request) -> Response:
+        try:
+            return _json(await overview.state(request.path_params["node"]))
+        except NoState as error:
+            raise RequestError(error.status, str(error), code=error.code) from None
+
+    async def trace(request: Request) -> Response:
+        wanted = request.path_params["id"]
+        found = traces.find(wanted)
+        if not found:
+            text = f"no request that is over is known here as {quoted(wanted)}: the last {MAX_TRACES} are"
+            raise RequestError(404, text, code="unknown_request")
+        return _json(msgspec.json.encode({"requests": found}))
+
+    return [
+        Route("/trace/{id:path}", trace),
+        Route("/cluster", cluster),
+        Route("/cluster/events", events, methods=["GET"]),
+        Route("/cluster/state/{node}", state),
+    ]
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,63 @@
+"""The last requests of a gateway, found by any of their names: a bounded ring. PURE."""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from mooncake_zmq.gateway.accounts import Account, told
+
+MAX_TRACES = 2048
+"""Requests kept, of which the oldest go first: a few KiB each."""
+MAX_OPEN = 8192
+RECENT = 24
+"""Of them, those that a picture of the cluster shows."""
+
+
+class Names(NamedTuple):
+    """What a call is known by: our id, its client's x-request-id, the trace id of its traceparent; empty: there is none."""
+
+    id: str
+    client_id: str = ""
+    trace_id: str = ""
+
+
+class Traces:
+    """`name` what begins, `end` what is over, `find` what was asked for."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, Names] = OrderedDict()
+        self._ended: deque[tuple[Names, Account]] = deque(maxlen=MAX_TRACES)
+
+    def name(self, request_ids: Sequence[str], names: Names) -> None:
+        """These requests belong to one call."""
+        for request_id in request_ids:
+            self._names[request_id] = names
+            if len(self._names) > MAX_OPEN:
+                self._names.popitem(last=False)
+
+    def end(self, account: Account) -> Names:
+        """A request is over; the names of its call."""
+        names = self._names.pop(account.request_id, Names(account.request_id))
+        self._ended.append((names, account))
+        return names
+
+    def find(self, wanted: str) -> list[dict[str, Any]]:
+        """All requests that were over and are known by this name, for JSON."""
+        return [_record(names, account) for names, account in self._ended if wanted in (*names, account.request_id)]
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The last ones, the newest first."""
+        return [_record(names, account) for names, account in islice(reversed(self._ended), RECENT)]
+
+
+def _record(names: Names, account: Account) -> dict[str, Any]:
+    return {"id": names.id, "x_request_id": names.client_id, "trace_id": names.trace_id, **told(account)}
+
+
+def trace_id_of(traceparent: str) -> str:
+    """The trace id in a W3C traceparent; empty: it is none."""
+    parts = traceparent.split("-")
+    if len(parts) < 4 or len(parts[1]) != 32 or not all(each in "0123456789abcdef" for each in parts[1]):
+        return ""
+    return parts[1]

@@ -1,0 +1,69 @@
+"""A live cluster as an operator sees it: `status` and its exit codes, and any node's state by a gateway."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+from toy_cluster import ToyCluster, eventually
+
+from mooncake_zmq.console.gateways import Gateways
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def status(cluster: ToyCluster) -> tuple[int, str]:
+    command = [sys.executable, "-m", "mooncake_zmq", "status", "--url", cluster.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def test_status_is_0_then_1_while_a_cache_node_is_stopped_and_0_again(cluster: ToyCluster) -> None:
+    gateways = Gateways({"gateway-0": cluster.url})
+
+    def reasons() -> list[str]:
+        return [each["reason"] for each in gateways.ask("/cluster")[1]["degraded"]]
+
+    assert status(cluster)[0] == 0
+    cluster.signal("cache-b", signal.SIGSTOP)
+    try:
+        eventually(lambda: reasons() == ["cache_node_down"], what="it is missed")
+        code, told = status(cluster)
+    finally:
+        cluster.signal("cache-b", signal.SIGCONT)
+    assert code == 1
+    assert "cache-b (cache-node on host-b) does not answer" in told
+    eventually(lambda: not reasons(), what="it is back")
+
+
+def test_what_moves_is_reported_and_a_nodes_state_comes_through_the_gateway(cluster: ToyCluster) -> None:
+    gateways = Gateways({"gateway-0": cluster.url})
+    prompt = [(3 * position) % 250 for position in range(300)]
+    served = cluster.complete_text(prompt=prompt, max_tokens=4)["mooncake"]
+    flow = {"from": served["prefill"], "to": served["decode"], "kind": "handoff"}
+
+    def handed_over() -> bool:
+        flows = gateways.ask("/cluster")[1]["flows"]
+        return any(flow.items() <= each.items() and each["bytes"] > 0 for each in flows)
+
+    eventually(handed_over, what="the handoff is seen")
+    state = gateways.ask(f"/cluster/state/{served['decode']}")[1]
+    assert (state["node"], state["role"]) == (served["decode"], "decode")
+
+
+def test_a_request_is_traced_by_its_clients_id_with_its_time_at_each_node(cluster: ToyCluster) -> None:
+    body = {"model": "toy", "prompt": list(range(100)), "max_tokens": 6, "ignore_eos": True}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers={"x-request-id": "traced"}, timeout=30)
+    served = answer.json()["mooncake"]
+    (found,) = Gateways({"gateway-0": cluster.url}).ask("/trace/traced")[1]["requests"]
+    assert found["request_id"] == served["request"] == answer.headers["x-mooncake-request-id"]
+    assert (found["outcome"], found["completion_tokens"]) == ("length", 6)
+    (attempt,) = found["attempts"]
+    assert (attempt["prefill"], attempt["decode"], attempt["steps"]) == (served["prefill"], served["decode"], 5)
+    assert {span["name"] for span in found["spans"]} >= {"place", "queue", "prepare", "prefill", "handoff", "decode"}
+    log = (cluster.runtime_dir / "logs" / "gateway-0.log").read_text()
+    lines = [json.loads(each) for each in log.splitlines()]
+    (line,) = [each for each in lines if each["event"] == "request" and each["client_id"] == "traced"]
+    assert (line["id"], line["attempts"], line["given_up"]) == (served["request"], 1, [])

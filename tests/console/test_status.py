@@ -1,0 +1,122 @@
+"""`status`, `top` and `dump` as an operator meets them: what a gateway tells, and an exit code that says the same."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from mooncake_zmq.cli import main
+from mooncake_zmq.config import load
+from mooncake_zmq.console.gateways import KEY_VARIABLE, Gateways, NoGateway, place
+from mooncake_zmq.console.status import show, watch
+from mooncake_zmq.gateway.cluster import Listed, Seen, picture
+
+CONFIG = Path(__file__).parent.parent.parent / "configs"
+
+
+def told(status: str = "ok", **seen) -> dict:
+    listed = (Listed("gateway-0", "gateway", "h"), Listed("cache-0", "cache-node", "h"))
+    return picture(Seen(now=1.0, gateway="gateway-0", status=status, model="toy", listed=listed, peers={}, **seen))
+
+
+def gateways(answers: dict[str, httpx.Response | Exception]) -> Gateways:
+    def handle(request: httpx.Request) -> httpx.Response:
+        answer = answers[request.url.host]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    urls = {name: f"http://{name}" for name in answers}
+    return Gateways(urls, transport=httpx.MockTransport(handle))
+
+
+def said(of: Gateways, *, as_json: bool = False) -> tuple[int, str]:
+    output = StringIO()
+    return show(of, Console(file=output, width=120), as_json=as_json), output.getvalue()
+
+
+def test_a_whole_cluster_is_0_a_degraded_one_1_and_one_that_does_not_serve_2():
+    whole = {**told(), "status": "ok", "degraded": [], "verdict": "All is well."}
+    assert said(gateways({"g": httpx.Response(200, json=whole)})) == (
+        0,
+        said(gateways({"g": httpx.Response(200, json=whole)}))[1],
+    )
+    code, text = said(gateways({"g": httpx.Response(200, json=told())}))
+    assert code == 1
+    assert "cache_node_down" in text
+    assert "cache-0" in text
+    for status in ("starting", "unavailable", "draining"):
+        assert said(gateways({"g": httpx.Response(200, json=told(status))}))[0] == 2
+
+
+def test_the_first_gateway_that_answers_speaks():
+    answers = {"dead": httpx.ConnectError("refused"), "denies": httpx.Response(503), "lives": httpx.Response(200, json=told())}
+    code, text = said(gateways(answers))
+    assert (code, "by lives" in text) == (1, True)
+
+
+def test_where_no_gateway_answers_it_says_why_and_2():
+    key = httpx.Response(401, json={"error": {"message": "You didn't provide an API key"}})
+    code, text = said(gateways({"dead": httpx.ConnectError("refused"), "locked": key}))
+    assert code == 2
+    assert "refused" in text
+    assert "didn't provide an API key" in text
+    code, text = said(gateways({"dead": httpx.ConnectError("refused")}), as_json=True)
+    assert (code, json.loads(text)["status"]) == (2, "down")
+
+
+def test_json_is_what_the_gateway_tells():
+    _, text = said(gateways({"g": httpx.Response(200, json=told())}), as_json=True)
+    assert json.loads(text) == json.loads(json.dumps(told()))
+
+
+def test_top_shows_traffic_and_goes_on_when_a_gateway_is_gone():
+    output = StringIO()
+    assert watch(gateways({"g": httpx.Response(200, json=told())}), Console(file=output, width=120), times=1) == 1
+    assert "prompt tokens" in output.getvalue()
+    assert "ttft predicted" in output.getvalue()
+    assert watch(gateways({"g": httpx.ConnectError("refused")}), Console(file=output, width=120), times=1) == 2
+
+
+def test_a_gateway_is_where_its_config_says():
+    loaded = load(CONFIG / "toy.toml", {"gateway.http_port": "8123"})
+    (node,) = loaded.config.of_role("gateway")
+    assert place(loaded, node) == "http://127.0.0.1:8123"
+    loaded = load(CONFIG / "two-hosts.toml", {"gateway.http_host": "0.0.0.0"})
+    for node in loaded.config.of_role("gateway"):
+        assert place(loaded, node) == f"http://{node.endpoint.removeprefix('tcp://').rpartition(':')[0]}:8000"
+
+
+def test_an_operators_key_goes_with_every_question(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["authorization"])
+        return httpx.Response(200, json={})
+
+    Gateways({"g": "http://g"}, key="secret", transport=httpx.MockTransport(handle)).ask("/cluster")
+    assert seen == ["Bearer secret"]
+    monkeypatch.setenv(KEY_VARIABLE, "other")
+    of = Gateways.of(load(CONFIG / "toy.toml"), url="http://127.0.0.1:1")
+    assert of._client.headers["authorization"] == "Bearer other"
+    with pytest.raises(NoGateway):
+        of.ask("/cluster")
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_each_says_how_it_is_used(command: str):
+    result = CliRunner().invoke(main, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"mooncake-zmq {command}" in result.output
+
+
+def test_without_a_cluster_status_is_2_and_dump_says_that_nobody_tells(tmp_path: Path):
+    settings = ["--config", str(CONFIG / "toy.toml"), "--set", f"cluster.runtime_dir={tmp_path}", "--url", "http://127.0.0.1:1"]
+    assert CliRunner().invoke(main, ["status", *settings]).exit_code == 2
+    result = CliRunner().invoke(main, ["dump", "--node", "decode-a", *settings])
+    assert result.exit_code == 1
+    assert "no gateway tells of it" in result.output

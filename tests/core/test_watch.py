@@ -1,0 +1,184 @@
+"""Who may be told how a node is, for how long, and how little of it is kept; by two nodes that really speak."""
+
+import json
+
+from mooncake_zmq.core.actor import Started
+from mooncake_zmq.core.messages import MAX_LEVELS, AskState, Hello, PrefillLoad, Report, StateTold, Watch, encode
+from mooncake_zmq.core.node import Node, Transmit
+from mooncake_zmq.core.session import Session, SessionSettings
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.talk import Member
+from mooncake_zmq.core.watch import EVERY_S, MAX_WATCHERS, WATCH_S, Looking, Watchers, report
+
+
+def full_report(**levels):
+    return report(uptime_s=1.0, draining=False, moved=(), refused={}, **({"counts": {}, "gauges": {}} | levels))
+
+
+def test_a_watcher_is_told_at_once_each_second_and_not_after_its_end():
+    watchers = Watchers(Tally())
+    watchers.ask(0.0, "g", 2.5)
+    told = [at / 10 for at in range(100) if watchers.due(at / 10)]
+    assert told == [0.0, 1.0, 2.0]
+    assert len(watchers) == 0
+
+
+def test_who_asks_again_is_told_no_more_often():
+    watchers = Watchers(Tally())
+    told = 0
+    for at in range(40):
+        watchers.ask(at / 10, "g", 10.0)
+        told += len(watchers.due(at / 10))
+    assert told == 4 * EVERY_S
+
+
+def test_so_many_watch_and_one_more_is_counted_until_one_ends():
+    counts = Tally()
+    watchers = Watchers(counts)
+    for number in range(MAX_WATCHERS + 3):
+        watchers.ask(0.0, f"g{number}", 5.0)
+    assert len(watchers) == MAX_WATCHERS
+    assert counts == {"watches_refused": 3}
+    watchers.ask(1.0, "g0", 9.0)
+    watchers.ask(6.0, "late", 5.0)
+    assert watchers.due(6.0) == ["g0", "late"]
+
+
+def test_a_gateway_asks_everybody_who_is_up_while_somebody_looks_and_anew_in_a_new_life():
+    looking = Looking()
+    looking.look(0.0, 60.0)
+    assert [peer for peer, _ in looking.to_ask(0.0, {"p": 1, "d": 1})] == ["p", "d"]
+    assert looking.to_ask(1.0, {"p": 1, "d": 1}) == []
+    assert [peer for peer, _ in looking.to_ask(2.0, {"p": 2, "d": 1})] == ["p"]
+    assert [peer for peer, _ in looking.to_ask(WATCH_S / 2, {"p": 2, "d": 1})] == ["d"]
+
+
+def test_of_those_who_are_gone_nothing_is_kept_and_of_those_not_asked_nothing_is_heard():
+    looking = Looking()
+    looking.look(0.0, 60.0)
+    looking.hear(0.0, "p", full_report())
+    assert looking.heard == {}
+    looking.to_ask(0.0, {"p": 1})
+    assert looking.awaits({"p": 1})
+    looking.hear(0.0, "p", full_report())
+    assert not looking.awaits({"p": 1})
+    assert looking.awaits({"p": 2})
+    looking.to_ask(1.0, {})
+    assert looking.heard == {}
+
+
+def test_a_report_is_bounded_and_says_what_it_has_no_room_for():
+    gauges = {f"g{number:04}": 1.0 for number in range(MAX_LEVELS - 10)}
+    counts = {f"c{number:04}": 1.0 for number in range(50)} | {"x" * 1000: 1.0}
+    told = full_report(gauges=gauges, counts=counts)
+    assert (len(told.gauges), len(told.counts), told.left_off) == (MAX_LEVELS - 10, 10, 41)
+    assert len(encode(told)) < 100_000
+
+
+class Counting:
+    """An actor that knows nothing of being watched."""
+
+    def __init__(self):
+        self.counts = Tally(seen=3)
+        self.events = []
+
+    def handle(self, now, event):
+        self.events.append(event)
+        return []
+
+    def check(self, now):
+        pass
+
+    def gauges(self, now):
+        return {"cached_blocks": 7.0}
+
+    def dump(self, now):
+        return {"key": b"\x01"}
+
+
+MEMBERS = {"g": Member(("gateway",), "h"), "p": Member(("prefill",), "h"), "d": Member(("decode",), "h")}
+
+
+class Pair:
+    """Two of `MEMBERS`, with a wire between them that loses nothing."""
+
+    def __init__(self, *names):
+        self.now = 0.0
+        self.nodes = {}
+        for name in names:
+            hello = Hello(protocol=1, role=MEMBERS[name].roles[0], host="h", model="m", tokenizer="t", layout="l")
+            settings = SessionSettings()
+            session = Session(me=name, incarnation=1, hello=hello, peers=MEMBERS, settings=settings, now=0.0)
+            self.nodes[name] = Node(Counting(), session)
+        for name, node in self.nodes.items():
+            self.carry(name, node.start(0.0, Started()))
+
+    def carry(self, sender, outers):
+        for outer in outers:
+            assert isinstance(outer, Transmit)
+            if outer.to in self.nodes:
+                self.carry(outer.to, self.nodes[outer.to].receive(self.now, outer.frame))
+
+    def run(self, seconds):
+        for _ in range(round(seconds / 0.2)):
+            self.now += 0.2
+            for name, node in self.nodes.items():
+                self.carry(name, node.tick(self.now))
+
+
+def test_a_node_reports_and_its_actor_hears_nothing_of_it():
+    pair = Pair("g", "p")
+    pair.run(1.0)
+    before = [node.actor.events.copy() for node in pair.nodes.values()]
+    pair.carry("g", pair.nodes["g"].look(pair.now, 3.0))
+    heard = pair.nodes["g"].looking.heard["p"]
+    assert (heard.at, heard.incarnation) == (pair.now, 1)
+    assert dict(heard.report.gauges) == {"cached_blocks": 7.0}
+    assert dict(heard.report.counts) == {"seen": 3.0}
+    pair.nodes["p"].actor.counts.add("seen")
+    pair.run(2.0)
+    assert dict(pair.nodes["g"].looking.heard["p"].report.counts) == {"seen": 4.0}
+    assert [node.actor.events for node in pair.nodes.values()] == before
+    pair.run(2 * WATCH_S)
+    assert len(pair.nodes["p"].watchers) == 0
+
+
+def test_who_is_no_gateway_may_not_ask():
+    pair = Pair("p", "d")
+    pair.run(1.0)
+    for message in (Watch(for_s=5.0), AskState(ask_id=1), Report(uptime_s=1.0), StateTold(ask_id=1)):
+        pair.nodes["d"].session.send(pair.now, "p", message)
+    pair.carry("d", pair.nodes["d"].tick(pair.now))
+    pair.run(1.0)
+    assert len(pair.nodes["p"].watchers) == 0
+    assert pair.nodes["p"].session.counts["dropped[reason=not_of_its_role]"] == 4
+
+
+def test_all_of_a_nodes_state_comes_once_when_it_is_asked_for():
+    pair = Pair("g", "p")
+    pair.run(1.0)
+    told = []
+    pair.nodes["g"].on_state = lambda sender, answer: told.append((sender, answer.ask_id, answer.state))
+    pair.carry("g", pair.nodes["g"].ask_state(pair.now, "p", 7))
+    ((sender, ask_id, state),) = told
+    assert (sender, ask_id) == ("p", 7)
+    assert json.loads(state)["actor"] == {"key": "01"}
+
+
+def test_a_state_that_no_message_takes_is_told_to_be_too_long():
+    pair = Pair("g", "p")
+    pair.run(1.0)
+    pair.nodes["p"].actor.dump = lambda now: {"much": "x" * (2 << 20)}
+    told = []
+    pair.nodes["g"].on_state = lambda _sender, answer: told.append(answer)
+    pair.carry("g", pair.nodes["g"].ask_state(pair.now, "p", 7))
+    assert "more than a message takes" in told[0].error
+
+
+def test_loads_go_where_they_went_before():
+    pair = Pair("g", "p")
+    pair.run(1.0)
+    pair.nodes["p"].session.send(pair.now, "g", PrefillLoad())
+    pair.carry("p", pair.nodes["p"].tick(pair.now))
+    pair.run(1.0)
+    assert pair.nodes["g"].session.counts["dropped[reason=not_of_its_role]"] == 1
