@@ -72,6 +72,10 @@ class Vocabulary(Protocol):
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character. A special token's are those of its name."""
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that stand for no text."""
+
 
 class Tokenizer:
     """One model's vocabulary and conversation format. Safe to share between threads."""
@@ -82,6 +86,7 @@ class Tokenizer:
         self._template = _compile(conversation.template) if conversation.template else None
         self.vocab_size = vocabulary.size
         self.longest_token = vocabulary.longest_token
+        self.special_ids = vocabulary.special_ids
         self.eos_ids = conversation.eos_ids
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -161,7 +166,9 @@ class BpeVocabulary:
         self.longest_token: int = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
         self._of_bytes = b"ByteLevel" in decoder
-        self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self.special_ids = frozenset(token for token, told in added.items() if told.special)
 
     def encode(self, text: str) -> list[int]:
         # A batch, even of one: it lets go of the interpreter while it works, and `encode` does not.
@@ -195,6 +202,7 @@ class ByteVocabulary:
         assert size >= 256 + len(self.SPECIAL)
         self.size = size
         self._special_ids = {token: 256 + offset for offset, token in enumerate(self.SPECIAL)}
+        self.special_ids = frozenset(self._special_ids.values())
         self._split = re.compile("(" + "|".join(map(re.escape, self.SPECIAL)) + ")")
         self._pieces = [bytes([byte]) for byte in range(256)] + [b""] * len(self.SPECIAL)
         self._pieces += [f"<{token}>".encode() for token in range(len(self._pieces), size)]

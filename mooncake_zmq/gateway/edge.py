@@ -35,10 +35,13 @@ class Tokenizer(Protocol):
     """What the edge needs of a tokenizer; `engine.tokenizer.Tokenizer` is one. `encode` and `chat` run in threads too."""
 
     eos_ids: tuple[int, ...]
+    vocab_size: int
+    special_ids: frozenset[int]
+    """Tokens that stand for no text."""
     longest_token: int
     """Characters of a text that one id stands for at most."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character."""

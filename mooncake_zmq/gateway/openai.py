@@ -11,12 +11,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule, TokenLogprob
+from mooncake_zmq.engine.constraint import ConstraintError, Grammars
+from mooncake_zmq.gateway.constraints import Constrained, ConstraintRefused
 from mooncake_zmq.gateway.edge import ServedModel
 from mooncake_zmq.gateway.logprobs import of_chat, of_completion
 from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenant
-from mooncake_zmq.gateway.unsupported import Unsupported, UnsupportedOfMessage, asked, asked_of_message
+from mooncake_zmq.gateway.unsupported import UnsupportedOfMessage, asked, asked_of_message
 from mooncake_zmq.kv.block_hash import pack_tokens
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -134,7 +136,7 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class Body(Unsupported, frozen=True, kw_only=True):
+class Body(Constrained, frozen=True, kw_only=True):
     """What both endpoints accept. vLLM's extensions: top_k, ignore_eos, min_tokens, return_token_ids, cache_salt, priority (a
     lower one is earlier). Ours: ttft_slo and tbt_slo, bounds in seconds in place of the deployment's, 0 for none."""
 
@@ -188,7 +190,7 @@ class Body(Unsupported, frozen=True, kw_only=True):
         """How many of the likeliest tokens' probabilities are wanted beside that of each token; None: none at all."""
         raise NotImplementedError
 
-    def sampling(self, seed: int, prompt_tokens: int, model: ServedModel) -> Sampling:
+    def sampling(self, seed: int, prompt_tokens: int, model: ServedModel, constraint: bytes = b"") -> Sampling:
         """OpenAI samples at temperature 1 unless told otherwise. Raises RequestError."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -202,6 +204,7 @@ class Body(Unsupported, frozen=True, kw_only=True):
             logit_bias=self._biases(model),
             logprobs=self.likeliest,
             prompt_tokens=prompt_tokens,
+            constraint=constraint,
         )
 
     def _biases(self, model: ServedModel) -> tuple[tuple[int, float], ...]:
@@ -375,8 +378,10 @@ def prepare(
     settings: EdgeSettings,
     draw_seed: Callable[[], int],
     tenant: Tenant | None = None,
+    grammars: Grammars | None = None,
 ) -> Prepared:
-    """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone tells."""
+    """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone tells.
+    `grammars`: to see whether a constraint can be followed; None: it is not tried."""
     body = _parse(raw, kind)
     if body.model is not None and body.model != model.id:
         raise unknown_model(body.model, model)
@@ -390,6 +395,7 @@ def prepare(
         _check_size(prompt, model, param)
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
+    constraint = _constraint(body, grammars)
     salt = body.cache_salt or ""
     salt = salt if tenant is None else tenant.salt(salt)
     echo_chars = settings.max_echo_chars
@@ -405,7 +411,7 @@ def prepare(
             raise _invalid("echo", f"an answer repeats at most {settings.max_echo_chars} characters of its prompts")
         for nth in range(n):
             index = len(prepared.choices)
-            sampling = body.sampling((seed + nth) % SEEDS, len(ids), model)
+            sampling = body.sampling((seed + nth) % SEEDS, len(ids), model, constraint)
             request = ClientRequest(
                 tokens=tokens,
                 root=root,
@@ -420,6 +426,19 @@ def prepare(
             prepared.requests.append(request)
             prepared.choices.append(Choice(index, ids, model, stops=stops, min_tokens=stop.min_tokens, echo=echo))
     return prepared
+
+
+def _constraint(body: Body, grammars: Grammars | None) -> bytes:
+    """The grammar that the answers follow; empty: none. Engines are sent none that cannot be followed."""
+    try:
+        param, constraint = body.constraint()
+        if constraint and grammars is not None:
+            grammars.check(constraint)
+    except ConstraintRefused as refused:
+        raise _invalid(refused.param, refused.message) from None
+    except ConstraintError as error:
+        raise _invalid(param, f"no answer can follow it: {error}") from None
+    return constraint
 
 
 def _check_size(prompt: Prompt, model: ServedModel, param: str) -> None:

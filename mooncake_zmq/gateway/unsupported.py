@@ -40,11 +40,7 @@ class Unsupported(Harmless, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     early_stopping: Raw = NULL
     function_call: Raw = NULL
     functions: Raw = NULL
-    guided_choice: Raw = NULL
     guided_decoding_backend: Raw = NULL
-    guided_grammar: Raw = NULL
-    guided_json: Raw = NULL
-    guided_regex: Raw = NULL
     include_stop_str_in_output: Raw = NULL
     kv_transfer_params: Raw = NULL
     length_penalty: Raw = NULL
@@ -53,13 +49,11 @@ class Unsupported(Harmless, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prediction: Raw = NULL
     prompt_logprobs: Raw = NULL
     reasoning_effort: Raw = NULL
-    response_format: Raw = NULL
     service_tier: Raw = NULL
     skip_special_tokens: Raw = NULL
     spaces_between_special_tokens: Raw = NULL
     stop_token_ids: Raw = NULL
     store: Raw = NULL
-    structured_outputs: Raw = NULL
     suffix: Raw = NULL
     tool_choice: Raw = NULL
     tools: Raw = NULL
@@ -97,7 +91,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),

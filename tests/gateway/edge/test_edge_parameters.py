@@ -9,8 +9,6 @@ from mooncake_zmq.gateway.requests import TokenOut
 ASKING = {
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "required",
-    "response_format": {"type": "json_object"},
-    "guided_regex": "a+",
     "best_of": 3,
     "suffix": "end",
     "store": True,
