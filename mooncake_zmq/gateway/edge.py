@@ -46,8 +46,12 @@ class Tokenizer(Protocol):
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character."""
 
-    def stream(self) -> TextStream: ...
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    chat_template: str
+    takes_tools: bool
+    """Does that write them?"""
+
+    def stream(self, *, special: bool = False) -> TextStream: ...
+    def chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Raises ValueError when the chat template refuses the messages."""
         ...
 

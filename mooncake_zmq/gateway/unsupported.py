@@ -3,7 +3,7 @@
 An unknown parameter is refused too: what is answered is what was asked.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -25,7 +25,9 @@ class Harmless(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Unsupported(Harmless, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What would."""
+    """What would. `done`: what one endpoint does all the same."""
+
+    done: ClassVar[frozenset[str]] = frozenset()
 
     add_generation_prompt: Raw = NULL
     add_special_tokens: Raw = NULL
@@ -72,8 +74,6 @@ class UnsupportedOfMessage(Struct, frozen=True, gc=False, forbid_unknown_fields=
     reasoning: Raw = NULL
     reasoning_content: Raw = NULL
     refusal: Raw = NULL
-    tool_call_id: Raw = NULL
-    tool_calls: Raw = NULL
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -97,7 +97,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
-    "tool_calls": ([],),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
@@ -110,7 +109,7 @@ MESSAGE_NAMES = UnsupportedOfMessage.__struct_fields__
 
 def asked(given: Unsupported) -> str | None:
     """The first parameter that asks for what is not done here."""
-    return _first(given, NAMES)
+    return _first(given, tuple(name for name in NAMES if name not in given.done))
 
 
 def asked_of_message(given: UnsupportedOfMessage) -> str | None:
