@@ -304,6 +304,8 @@ class ChatMessage(UnsupportedOfMessage, frozen=True, gc=False, kw_only=True):
     name: Annotated[str, Meta(max_length=256)] | None = None
     tool_calls: msgspec.Raw = NULL
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    parsed: msgspec.Raw = NULL
+    """OpenAI's client sends back with an answer what it read out of it; it says nothing that the content does not."""
 
     def turn(self) -> ChatTurn:
         """As chat templates read it. Text parts are joined by line breaks, as vLLM does."""
@@ -730,7 +732,12 @@ class Reply:
             ids["token_ids"] = piece.token_ids
             if first and not self._chat:
                 ids["prompt_token_ids"] = choice.prompt_ids
-        yield self._chunk(choice, content, piece, ids)
+        chunk = self._chunk(choice, content, piece, ids)
+        if piece.calls and choice.finish_reason:  # what ends with the chunk that brought it, OpenAI's client overlooks
+            chunk["choices"][0]["finish_reason"] = None
+            yield chunk
+            chunk = self._chunk(choice, {"delta": {}}, choice.take())
+        yield chunk
 
     def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": piece.text} if piece.text else {}

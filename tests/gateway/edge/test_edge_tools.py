@@ -80,6 +80,13 @@ def test_arguments_are_streamed_as_they_come():
     assert not any("name" in piece["function"] for piece in pieces if "id" not in piece)
 
 
+def test_the_end_comes_in_a_chunk_of_its_own_even_if_all_came_at_once():
+    actor = ScriptedActor(lambda _request, _number: [[*tokens(TWO_CALLS), finished()]], max_model_len=4096)
+    chunks = [event["choices"][0] for event in events(actor.chat(tools=TOOLS, stream=True))[:-1]]
+    assert [chunk["finish_reason"] for chunk in chunks] == [None, None, "tool_calls"]
+    assert chunks[-1]["delta"] == {}
+
+
 def test_an_answer_of_calls_alone_has_no_content():
     message = saying(TWO_CALLS.partition(" see. ")[2]).chat(tools=TOOLS).json()["choices"][0]["message"]
     assert message["content"] is None
