@@ -18,6 +18,7 @@ PURE = (
     "conductor/",
     "prefill/",
     "decode/",
+    "gateway/calls",
     "gateway/gaps",
     "gateway/readiness",
     "gateway/requests",

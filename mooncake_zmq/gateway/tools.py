@@ -19,7 +19,7 @@ from mooncake_zmq.gateway.constraints import ConstraintRefused, of_lark, schema_
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 << 10
 MAX_CALLS = 16
-"""In an answer that must have some."""
+"""In an answer with a grammar."""
 CallForm = Literal["hermes", "llama3_json", "mistral"]
 FORMS: dict[CallForm, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
@@ -43,6 +43,8 @@ class _Function(Struct):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Its arguments are to follow the schema although the model chooses whether it calls."""
 
 
 class _Tool(Struct):
@@ -86,7 +88,7 @@ class Tools:
     marked: bool
     """The mark of a call is a special token."""
     constraint: bytes = b""
-    """Of an answer that must have calls."""
+    """Of an answer that must have calls, or calls of strict functions only as these say."""
 
     def reader(self) -> "CallReader | None":
         """For one answer."""
@@ -120,7 +122,8 @@ def read_tools(tools: Raw, choice: Raw, parallel: bool | None, words: Words, for
             raise ConstraintRefused("tool_choice", "it names none of the tools")
     most = 1 if parallel is False or isinstance(chosen, _Choice) else MAX_CALLS
     marks = _special_marks(form, words)
-    constraint = _grammar(form, functions, most, marks) if must else b""
+    strict = any(function.strict for function in functions)
+    constraint = _grammar(form, functions, most, marks, must=must) if must or strict else b""
     return Tools(given, form, names, most if parallel is False else 0, bool(marks), constraint)
 
 
@@ -167,7 +170,7 @@ def _chosen(raw: bytes) -> "Literal['none', 'auto', 'required'] | _Choice | None
     return chosen
 
 
-# --- an answer that must have calls
+# --- the grammar of an answer with calls
 
 
 def _special_marks(form: CallForm, words: Words) -> dict[str, int]:
@@ -180,33 +183,56 @@ def _special_marks(form: CallForm, words: Words) -> dict[str, int]:
     return found
 
 
-def _grammar(form: CallForm, functions: list[_Function], most: int, marks: dict[str, int]) -> bytes:
-    """Calls as the model writes them, with arguments of their schemas. Raises ConstraintRefused."""
-    key = "parameters" if form == "llama3_json" else "arguments"
-    lines = []
-    for number, function in enumerate(functions):
-        schema = function.parameters or {"type": "object"}
-        try:
-            text = schema_text(schema)
-        except ValueError as error:
-            raise ConstraintRefused("tools", f"{function.name[:64]}: {error}") from None
-        opening = json.dumps(f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": ')
-        lines += [f'body_{number}: {opening} args_{number} "}}"', f"args_{number}: %json {text}"]
+def _grammar(form: CallForm, functions: list[_Function], most: int, marks: dict[str, int], *, must: bool) -> bytes:
+    """At most so many calls as the model writes them, with arguments of their schemas; alone, or among text unless they must
+    be. Raises ConstraintRefused."""
+    names = [f"body_{number}" for number in range(len(functions))]
+    lines = [f"body: {' | '.join(names)}"]
+    for name, function in zip(names, functions, strict=True):
+        lines += _body(name, function, "parameters" if form == "llama3_json" else "arguments", must=must)
+    if not must:
+        lines.append("TEXT: /(.|\\n)*/")
+    match form:
+        case "hermes":
+            start = _several("call", "\\n", most) if must else f"call{{0,{most}}} TEXT"
+            opening = _mark("open", Hermes.MARK, marks, lines, must=must)
+            lines.append(f'call: {opening} "\\n" body "\\n" {_literal(Hermes.END, marks)}')
+        case "mistral":
+            opening = _mark("open", Mistral.MARK, marks, lines, must=must)
+            start = f'{opening} "[" {_several("body", ", ", most)} "]"' + ("" if must else " | TEXT")
+        case "llama3_json":
+            start = _several("body", "; ", most) + ("" if must else " | PLAIN")
+            lines += [] if must else ["PLAIN: /(\\s*[^{\\s](.|\\n)*)?/"]
+    return of_lark("\n".join([f"start: {start}", *lines]))
 
-    def mark(text: str) -> str:
-        return f"<[{marks[text]}]>" if text in marks else json.dumps(text)
 
-    def several(one: str, between: str) -> str:
-        return f'{one} ("{between}" {one}){{0,{most - 1}}}' if most > 1 else one
+def _body(name: str, function: _Function, key: str, *, must: bool) -> list[str]:
+    """One call's object. Where it need not come, the arguments alone of strict functions are held to their schema."""
+    schema = function.parameters if must or function.strict else None
+    try:
+        text = schema_text(schema or {"type": "object"})
+    except ValueError as error:
+        raise ConstraintRefused("tools", f"{function.name[:64]}: {error}") from None
+    opening = json.dumps(f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": ')
+    return [f'{name}: {opening} {name}_arguments "}}"', f"{name}_arguments: %json {text}"]
 
-    starts = {
-        "hermes": several("call", "\\n"),
-        "llama3_json": several("body", "; "),
-        "mistral": f'{mark(Mistral.MARK)} "[" {several("body", ", ")} "]"',
-    }
-    lines += [f'call: {mark(Hermes.MARK)} "\\n" body "\\n" {mark(Hermes.END)}'] if form == "hermes" else []
-    bodies = " | ".join(f"body_{number}" for number in range(len(functions)))
-    return of_lark("\n".join([f"start: {starts[form]}", f"body: {bodies}", *lines]))
+
+def _several(one: str, between: str, most: int) -> str:
+    return f'{one} ("{between}" {one}){{0,{most - 1}}}' if most > 1 else one
+
+
+def _literal(mark: str, marks: dict[str, int]) -> str:
+    return f"<[{marks[mark]}]>" if mark in marks else json.dumps(mark)
+
+
+def _mark(rule: str, mark: str, marks: dict[str, int], lines: list[str], *, must: bool) -> str:
+    """What opens calls; behind text, which ends with the first mark in it, if they need not come."""
+    if must:
+        return _literal(mark, marks)
+    if mark in marks:
+        return f"TEXT {_literal(mark, marks)}"
+    lines.append(f"{rule}[lazy]: TEXT {_literal(mark, marks)}")
+    return rule
 
 
 # --- an answer as it grows

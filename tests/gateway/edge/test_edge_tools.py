@@ -180,6 +180,24 @@ def test_an_answer_that_must_call_follows_the_schema_in_the_models_own_form(form
     ]
 
 
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_calls_of_a_strict_function_follow_its_schema_among_any_text(form):
+    template, written = FORMS[form]
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    actor = with_template(template, saying("x"))
+    assert actor.chat(tools=[strict, CLOCK]).status_code == 200
+    constraint = actor.only.sampling.constraint
+    before = "" if form == "llama3_json" else "Hm <tool {"
+    assert follows(constraint, before + written % '{"place": "Rom"}')
+    assert not follows(constraint, before + written % '{"place": "Ulm"}')
+    assert follows(constraint, before + (written % '{"any": 1}').replace("weather", "clock"))
+    for text in ("", "plain text, \n{of any kind}", " x"):
+        assert follows(constraint, text)
+    lax = with_template(template, saying("x"))
+    assert lax.chat(tools=TOOLS).status_code == 200
+    assert lax.only.sampling.constraint == b""
+
+
 def test_several_calls_may_be_required_or_one_alone():
     call = FORMS["hermes"][1] % '{"place": "Rom"}'
     for parallel in (None, True, False):
