@@ -148,9 +148,10 @@ def _of_json(raw: bytes) -> bytes:
 
 
 def _of_regex(raw: bytes) -> bytes:
-    from llguidance import LLMatcher
+    """Of the whole answer. Classes such as `\\d` hold ASCII alone, as in vLLM."""
+    from llguidance import LLMatcher, regex_to_lark
 
-    return LLMatcher.grammar_from_regex(_pattern.decode(raw)).encode()
+    return LLMatcher.grammar_from_regex(regex_to_lark(_pattern.decode(raw), use_ascii="dws")).encode()
 
 
 def _of_choice(raw: bytes) -> bytes:

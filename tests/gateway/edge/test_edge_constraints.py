@@ -18,6 +18,7 @@ FORMS = [
     ({"guided_json": PERSON}, '{ "age":\n3}', "3"),
     ({"guided_json": json.dumps(PERSON)}, '{"age": 3}', "3"),
     ({"guided_regex": r"^[a-c]+\d$"}, "abc7", "abc"),
+    ({"guided_regex": r"[\d/]+\s"}, "1/2\n", "\u0661 "),
     ({"guided_choice": ["yes", 'n"o', "\u00e9"]}, 'n"o', "no"),
     ({"guided_grammar": 'start: "a" | "b" start'}, "bba", "bb"),
     ({"guided_grammar": 'root ::= [0-9]+ ("+" root)?'}, "1+2", "+"),
