@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
-from mooncake_zmq.engine.constraint import Grammars
+from mooncake_zmq.engine.constraint import Bytes, Grammars
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
@@ -53,6 +53,8 @@ SWITCH_S = 0.0005
 Python's 5 ms would add up."""
 CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tools"')
 """What bodies say that ask for a grammar, and others may."""
+COMPILE_S = 1.0
+"""Of a grammar, which every engine that follows it has to compile too."""
 METHOD_CHARS = 16
 """Of a method, in error and log."""
 SCRAPE_EVERY_S = 0.1
@@ -64,7 +66,9 @@ _log = structlog.get_logger("gateway")
 def create_app(edge: Edge) -> Starlette:
     """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`."""
     threads = _Threads(edge.settings)
-    grammars = Grammars(lambda: edge.model.tokenizer, edge.model.vocab_size)
+    model = edge.model
+    # To make the table of a whole vocabulary keeps the interpreter for a quarter of a second, for which every stream waits.
+    grammars = Grammars(lambda: Bytes(model.tokenizer, model.vocab_size), model.vocab_size, max_compile_s=COMPILE_S)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mooncake_zmq.core.messages import Sampling
-from mooncake_zmq.engine.constraint import MAX_COMPILED, ConstraintError, Grammars
+from mooncake_zmq.engine.constraint import MAX_COMPILED, Bytes, ConstraintError, Grammars
 from mooncake_zmq.engine.sampling import Past, choose, near_tie, scores
 from mooncake_zmq.engine.tokenizer import ByteVocabulary, byte_tokenizer
 from mooncake_zmq.gateway.constraints import of_lark, of_schema
@@ -104,6 +104,14 @@ def test_nonsense_is_refused_each_time_it_is_asked(nonsense):
             grammars.check(nonsense)
 
 
+def test_what_takes_too_long_to_compile_is_refused_and_not_tried_again():
+    grammars = Grammars(byte_tokenizer, 512, max_compile_s=0.0)
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match="to compile, and may take 0"):
+            grammars.check(PERSON)
+    assert len(grammars._compiled) == 1
+
+
 def test_what_has_no_answer_is_refused():
     with pytest.raises(ConstraintError):
         Grammars(byte_tokenizer, 512).check(of_lark("start: start"))
@@ -123,6 +131,18 @@ def test_the_vocabulary_is_read_once_and_not_before_it_is_asked_for():
     assert len(opened) == 1
     grammars.close()
     grammars.close()
+
+
+def test_what_has_answers_byte_by_byte_has_them_in_the_models_own_tokens(tokenizer):
+    by_bytes = Grammars(lambda: Bytes(tokenizer, tokenizer.vocab_size), tokenizer.vocab_size)
+    end = tokenizer.eos_ids[0]
+    for constraint in (PERSON, YES_NO, of_lark(f"start: <[{min(tokenizer.special_ids - {end})}]> /[a-z]+/")):
+        by_bytes.check(constraint)
+        matcher = by_bytes.matcher(constraint)
+        assert matcher.allowed().sum() in (1, 2)
+        assert not matcher.allowed()[end]
+    with pytest.raises(ConstraintError):
+        by_bytes.check(of_lark("start: start"))
 
 
 def test_compiled_grammars_are_kept_up_to_a_bound():
