@@ -69,6 +69,8 @@ class ServedModel:
     model_fingerprint: str
     layout_fingerprint: str
     tokenizer: Tokenizer
+    foreign: bool = False
+    """Another program computes it, which follows no constraint of ours."""
 
     @property
     def max_chars(self) -> int:

@@ -547,6 +547,7 @@ class _Process:
                 model_fingerprint=self.model.spec.fingerprint,
                 layout_fingerprint=self.layout.fingerprint,
                 tokenizer=tokenizer,
+                foreign=self.model.foreign,
             ),
             settings=self.settings.edge,
             backing=_Backing(self.runtime, requests),

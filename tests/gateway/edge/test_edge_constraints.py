@@ -1,6 +1,7 @@
 """What is asked of an answer's form reaches the engines as one grammar, or is a 400 that says why not."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from scripted_actor import ScriptedActor
@@ -109,6 +110,14 @@ def test_what_is_no_form_or_too_much_is_refused_and_told_why(name, value, why):
     assert (error["param"], error["code"]) == (name, "invalid_value")
     assert why in error["message"]
     assert len(error["message"]) < 400
+
+
+def test_an_engine_that_follows_none_is_not_asked_to():
+    actor = ScriptedActor()
+    actor.edge.model = replace(actor.edge.model, foreign=True)
+    error = actor.complete(guided_regex="a").json()["error"]
+    assert (error["param"], error["code"]) == ("guided_regex", "unsupported_parameter")
+    assert actor.complete().status_code == 200
 
 
 def test_two_forms_at_once_are_refused():
