@@ -18,7 +18,7 @@ from mooncake_zmq.gateway.logprobs import of_chat, of_completion
 from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenant
-from mooncake_zmq.gateway.tools import NO_TOOLS, CallPiece, Tools, call_delta, read_calls, read_tools, whole_calls
+from mooncake_zmq.gateway.tools import NO_TOOLS, CallPiece, Tools, call_delta, read_calls, read_tools, whole_calls, with_names
 from mooncake_zmq.gateway.unsupported import NULL, UnsupportedOfMessage, asked, asked_of_message
 from mooncake_zmq.kv.block_hash import pack_tokens
 
@@ -352,7 +352,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
         """The conversation is one prompt."""
         if len(self.messages) > model.max_model_len:
             raise _too_long("messages", model, f"there are {len(self.messages)} messages")
-        return [[message.turn() for message in self.messages]]
+        return [with_names([message.turn() for message in self.messages])]
 
     def without_prompt(self) -> "ChatBody":
         """See `CompletionBody`."""

@@ -144,6 +144,16 @@ def read_calls(raw: Raw) -> list[dict[str, Any]]:
     ]
 
 
+def with_names(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each tool's answer with the tool's name: some templates want that, and clients tell the call's id alone."""
+    names: dict[str, str] = {}
+    for turn in turns:
+        names |= {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", ()) if "id" in call}
+        if turn["role"] == "tool" and turn.get("tool_call_id") in names:
+            turn.setdefault("name", names[turn["tool_call_id"]])
+    return turns
+
+
 def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
     found = msgspec.json.decode(given or "{}") if isinstance(given, str) else given
     if not isinstance(found, dict):

@@ -128,6 +128,9 @@ def test_tools_and_earlier_calls_reach_the_template():
     prompt = prompt_of(actor)
     assert prompt.startswith(f"<|system|>{json.dumps(TOOLS)}")
     assert '<tool_call>{"name": "weather", "arguments": {"place": "Rom"}}</tool_call><|end|><|tool|>sunny' in prompt
+    named = with_template("{{ messages[2].name }} {{ tools | length }}", saying("ok"))
+    named.chat(messages=messages, tools=TOOLS, tool_choice="none")
+    assert prompt_of(named) == "weather 2"
 
 
 def test_templates_see_ids_and_only_what_was_given():
