@@ -20,6 +20,7 @@ PURE = (
     "decode/",
     "gateway/accounts",
     "gateway/cluster",
+    "gateway/calls",
     "gateway/gaps",
     "gateway/readiness",
     "gateway/requests",

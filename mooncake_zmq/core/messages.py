@@ -39,6 +39,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MAX_LOGPROBS = 20
 """Of the likeliest tokens at one position."""
 LEAST_LOGPROB = -1e30
+MAX_CONSTRAINT_BYTES = 96 << 10
 Logprob = Annotated[float, Meta(ge=LEAST_LOGPROB, le=0)]
 TokenLogprob = tuple[Logprob, Annotated[tuple[tuple[Token, Logprob], ...], Meta(max_length=MAX_LOGPROBS)]]
 """A token's logarithmic probability as the model gave it, and the likeliest tokens with theirs, in order."""
@@ -89,11 +90,18 @@ class Sampling(_Record, frozen=True):
     """Tell each token's logarithmic probability, and so many of the likeliest ones'. None: tell nothing."""
     prompt_tokens: Count = 0
     """Where the answer begins: the same in every attempt."""
+    constraint: Annotated[bytes, Meta(max_length=MAX_CONSTRAINT_BYTES)] = b""
+    """The grammar that the answer's text follows, as `engine.constraint` reads it; empty: none."""
+
+    @property
+    def penalizes(self) -> bool:
+        """Do tokens count less where they stand already?"""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def reads_past(self) -> bool:
         """Does a choice depend on more of the tokens before it than their KV tells?"""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        return self.penalizes or bool(self.constraint)
 
     @property
     def past_from(self) -> int:

@@ -167,6 +167,8 @@ class StepDecoded(Struct, frozen=True):
     elapsed_s: float
     logprobs: tuple[tuple[TokenLogprob | None, ...], ...] = ()
     """Alike; empty where no entry asks."""
+    failed: tuple[tuple[int, str], ...] = ()
+    """Entries, by their places, whose answers cannot follow their constraints, and why: their tokens are none."""
 
 
 class SequenceBlock(Struct, frozen=True, gc=False):

@@ -636,13 +636,15 @@ class Decode:
         assert step is not None
         columns: Sequence[tuple[int, ...]] = [()] * len(step.members)
         told: Sequence[tuple[TokenLogprob | None, ...]] = [()] * len(step.members)
+        unable: dict[int, str] = {}
         if isinstance(result, StepDecoded):
             self._measure(now, step, result)
             columns = list(zip(*result.tokens, strict=True))
             told = list(zip(*result.logprobs, strict=True)) or told
+            unable = dict(result.failed)
         effects: list[Effect] = []
         batches: dict[str, list[_Entry]] = {}
-        for request, tokens, logprobs in zip(step.members, columns, told, strict=True):
+        for place, (request, tokens, logprobs) in enumerate(zip(step.members, columns, told, strict=True)):
             request.in_flight -= 1
             if request.state is CLOSING:
                 effects += self._try_end(request)
@@ -650,6 +652,9 @@ class Decode:
             self._move(request, STEPPED)
             if isinstance(result, WorkFailed):
                 effects += self._fail(now, request, f"step failed: {result.reason}")
+                continue
+            if place in unable:
+                effects += self._fail(now, request, f"constraint: {unable[place]}")
                 continue
             effects += self._take_tokens(now, request, tokens, logprobs, batches)
             if step.steps > 1 and request.state is READY:

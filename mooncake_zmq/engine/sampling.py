@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.messages import LEAST_LOGPROB, Sampling, TokenLogprob
+from mooncake_zmq.engine.constraint import Grammars, Matcher
 
 TIE_MARGIN = 0.01  # I3: a choice whose score leads by less may differ between batch shapes
 CUTOFF_MARGIN = 1e-3  # I3: so may one with a top-k or top-p cutoff this near
@@ -15,25 +16,38 @@ NUCLEUS_TRY = 1024
 
 
 class Past:
-    """The tokens before the next one, as far as penalties read them."""
+    """The tokens before the next one, as far as penalties and constraints read them."""
 
-    def __init__(self, sampling: Sampling, tokens: bytes) -> None:
-        """`tokens`: see `Sampling.past`."""
+    def __init__(self, sampling: Sampling, tokens: bytes, grammars: Grammars | None = None) -> None:
+        """`tokens`: see `Sampling.past`. `grammars`: where there is a constraint."""
         ids = np.frombuffer(tokens, "<i4")
         answer = max(0, sampling.prompt_tokens - sampling.past_from)
         self._next = sampling.past_from + len(ids)
         self._prompt = set(ids[:answer].tolist())
         self._answer = Counter(ids[answer:].tolist())
+        self._matcher: Callable[[], Matcher] | None = None
+        if sampling.constraint:
+            assert grammars is not None, "a constraint is followed with a vocabulary"
+            self._matcher = grammars.begin(sampling.constraint, ids[answer:].tolist())
 
     def feed(self, token: int, position: int) -> None:
-        """It stands there. Raises ValueError where another one would come next."""
+        """It stands there. Raises ValueError where another one would come next, and ConstraintError."""
         if position != self._next:
             raise ValueError(f"a token at {position} where that at {self._next} comes next")
         self._answer[token] += 1
         self._next += 1
+        if self._matcher is not None:
+            self._matcher().feed(token)
+
+    def forbid(self, logits: NDArray[np.float32]) -> None:
+        """In place, what the constraint does not allow next. Raises ConstraintError."""
+        if self._matcher is not None:
+            logits[~self._matcher().allowed()] = -np.inf
 
     def penalize(self, logits: NDArray[np.float32], sampling: Sampling) -> None:
         """In place. The order is vLLM's."""
+        if not sampling.penalizes:
+            return
         if sampling.repetition_penalty != 1.0:
             seen = np.fromiter(self._prompt | self._answer.keys(), np.int64)
             values = logits[seen]
@@ -89,7 +103,13 @@ def scores(logits: NDArray[np.float32], sampling: Sampling, position: int, past:
 def near_tie(logits: NDArray[np.float32], sampling: Sampling, position: int, past: Past | None = None) -> bool:
     """Whether I3 lets the choice differ: two best scores within 0.01, or a cutoff within 1e-3 of a logit."""
     logits = _adjusted(logits, sampling, past)
-    plain = structs.replace(sampling, logit_bias=(), presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+    plain = Sampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+    )
     score = scores(logits, plain, position)
     second, best = np.partition(score, -2)[-2:]
     if best - second < TIE_MARGIN:
@@ -103,15 +123,16 @@ def near_tie(logits: NDArray[np.float32], sampling: Sampling, position: int, pas
 
 
 def _adjusted(logits: NDArray[np.float32], sampling: Sampling, past: Past | None) -> NDArray[np.float32]:
-    """With bias and penalties."""
+    """With bias, penalties and constraint."""
     if not (sampling.logit_bias or sampling.reads_past):
         return logits
     adjusted = logits.copy()
     for token, bias in sampling.logit_bias:
         adjusted[token] += bias
     if sampling.reads_past:
-        assert past is not None, "penalties read the past"
+        assert past is not None, "penalties and constraints read the past"
         past.penalize(adjusted, sampling)
+        past.forbid(adjusted)
     return adjusted
 
 

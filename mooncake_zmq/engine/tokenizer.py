@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -68,9 +69,15 @@ class Vocabulary(Protocol):
         """Characters of a text that one id stands for at most."""
 
     def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """`special`: with the names of special tokens."""
+
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character. A special token's are those of its name."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that stand for no text."""
 
 
 class Tokenizer:
@@ -82,7 +89,10 @@ class Tokenizer:
         self._template = _compile(conversation.template) if conversation.template else None
         self.vocab_size = vocabulary.size
         self.longest_token = vocabulary.longest_token
+        self.special_ids = vocabulary.special_ids
         self.eos_ids = conversation.eos_ids
+        self.chat_template = conversation.template or ""
+        self.takes_tools = bool(re.search(r"\btools\b", self.chat_template))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of `text`; with `special`, after what the model puts before a text (its BOS, if it wants one)."""
@@ -99,14 +109,19 @@ class Tokenizer:
         """The bytes that it stands for: perhaps a part of a character. A special token's are those of its name."""
         return self._vocabulary.piece(token)
 
-    def stream(self) -> "TokenStream":
-        return TokenStream(self._vocabulary)
+    def stream(self, *, special: bool = False) -> "TokenStream":
+        """`special`: with the names of special tokens."""
+        return TokenStream(self._vocabulary, special=special)
 
-    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
         """The ids of a conversation, as the model's template writes it. Raises TemplateFailed."""
-        return self._vocabulary.encode(_encodable(self.chat_text(messages, add_generation_prompt)))
+        return self._vocabulary.encode(_encodable(self.chat_text(messages, add_generation_prompt, tools)))
 
-    def chat_text(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+    def chat_text(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
+    ) -> str:
         if self._template is None:
             raise TemplateFailed("this model has no chat template: use /v1/completions")
         try:
@@ -115,6 +130,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self._conversation.bos_token,
                 eos_token=self._conversation.eos_token,
+                **({"tools": tools} if tools else {}),
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise TemplateFailed(f"the chat template refused the messages: {error}") from error
@@ -127,8 +143,8 @@ class TokenStream:
     last emitted piece, which ends at `_read`; each step decodes both it and the whole, and emits what the whole has more.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, *, special: bool = False) -> None:
+        self._decode = partial(vocabulary.decode, special=special)
         self._ids: list[int] = []
         self._read = 0
 
@@ -141,8 +157,8 @@ class TokenStream:
         return self._emit(whole=True)
 
     def _emit(self, *, whole: bool) -> str:
-        emitted = self._vocabulary.decode(self._ids[: self._read])
-        text = self._vocabulary.decode(self._ids)
+        emitted = self._decode(self._ids[: self._read])
+        text = self._decode(self._ids)
         if len(text) <= len(emitted) or (text.endswith(REPLACEMENT) and not whole):
             if whole:  # special tokens, say: to keep them would make each further one cost more
                 del self._ids[self._read :]
@@ -161,7 +177,9 @@ class BpeVocabulary:
         self.longest_token: int = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
         self._of_bytes = b"ByteLevel" in decoder
-        self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self.special_ids = frozenset(token for token, told in added.items() if told.special)
 
     def encode(self, text: str) -> list[int]:
         # A batch, even of one: it lets go of the interpreter while it works, and `encode` does not.
@@ -169,8 +187,8 @@ class BpeVocabulary:
         ids: list[int] = encoding.ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
 
     def piece(self, token: int) -> bytes:
@@ -195,6 +213,7 @@ class ByteVocabulary:
         assert size >= 256 + len(self.SPECIAL)
         self.size = size
         self._special_ids = {token: 256 + offset for offset, token in enumerate(self.SPECIAL)}
+        self.special_ids = frozenset(self._special_ids.values())
         self._split = re.compile("(" + "|".join(map(re.escape, self.SPECIAL)) + ")")
         self._pieces = [bytes([byte]) for byte in range(256)] + [b""] * len(self.SPECIAL)
         self._pieces += [f"<{token}>".encode() for token in range(len(self._pieces), size)]
@@ -205,8 +224,9 @@ class ByteVocabulary:
             ids += [self._special_ids[piece]] if piece in self._special_ids else piece.encode()
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(self._pieces[token] for token in ids).decode("utf-8", errors="replace")
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        pieces = (self.piece(token) for token in ids) if special else (self._pieces[token] for token in ids)
+        return b"".join(pieces).decode("utf-8", errors="replace")
 
     def piece(self, token: int) -> bytes:
         special = token - 256
@@ -214,7 +234,10 @@ class ByteVocabulary:
 
 
 BYTE_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if tools %}<|system|>{{ tools | tojson }} as <tool_call>{...}</tool_call><|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

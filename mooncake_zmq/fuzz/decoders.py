@@ -190,6 +190,9 @@ def _bodies(**asked: object) -> list[bytes]:
         asked | common | more,
         asked | penalties,
         asked | {"user": "u", "priority": 2, "tools": []},
+        asked | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
+        asked | {"guided_choice": ["a", "b"]},
+        asked | {"structured_outputs": {"grammar": 'root ::= "a"'}},
     ]
     return [json.dumps(body).encode() for body in bodies]
 

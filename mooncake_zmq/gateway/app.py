@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
+from mooncake_zmq.engine.constraint import Bytes, Grammars
 from mooncake_zmq.gateway import cluster_face, manual
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
@@ -54,6 +55,10 @@ SWITCH_S = 0.0005
 Python's 5 ms would add up."""
 CLUSTER_ID = b"x-mooncake-request-id"
 """Our own id, whatever the client calls its request."""
+CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tools"')
+"""What bodies say that ask for a grammar, and others may."""
+COMPILE_S = 1.0
+"""Of a grammar, which every engine that follows it has to compile too."""
 METHOD_CHARS = 16
 """Of a method, in error and log."""
 SCRAPE_EVERY_S = 0.1
@@ -65,16 +70,20 @@ _log = structlog.get_logger("gateway")
 def create_app(edge: Edge) -> Starlette:
     """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`."""
     threads = _Threads(edge.settings)
+    model = edge.model
+    # To make the table of a whole vocabulary keeps the interpreter for a quarter of a second, for which every stream waits.
+    grammars = Grammars(lambda: Bytes(model.tokenizer, model.vocab_size), model.vocab_size, max_compile_s=COMPILE_S)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
         threads.close()
+        grammars.close()
 
     app = Starlette(
         routes=[
-            Route("/v1/completions", _Generation(edge, CompletionBody, threads), methods=["POST"]),
-            Route("/v1/chat/completions", _Generation(edge, ChatBody, threads), methods=["POST"]),
+            Route("/v1/completions", _Generation(edge, CompletionBody, threads, grammars), methods=["POST"]),
+            Route("/v1/chat/completions", _Generation(edge, ChatBody, threads, grammars), methods=["POST"]),
             *_plain_routes(edge),
         ],
         middleware=[Middleware(_Envelope, edge=edge)],
@@ -153,32 +162,37 @@ def _plain_routes(edge: Edge) -> list[Route]:
 
 
 class _Threads:
-    """Where bodies are made into requests: never on the loop, which every stream waits for. Short ones wait for no long one."""
+    """Where bodies are made into requests: never on the loop, which every stream waits for. Short ones wait for no long one,
+    and none for a grammar of another."""
 
     def __init__(self, settings: EdgeSettings) -> None:
         sys.setswitchinterval(SWITCH_S)
         self._short_bytes = settings.short_body_bytes
         self._short = ThreadPoolExecutor(1, thread_name_prefix="prepare")
         self._long = ThreadPoolExecutor(settings.tokenize_threads, thread_name_prefix="prepare-long")
+        self._constrained = ThreadPoolExecutor(1, thread_name_prefix="prepare-grammar")
 
-    async def run(self, size_bytes: int, work: Callable[[], Prepared]) -> Prepared:
-        """`work`, for a body of that size; what it raises."""
-        pool = self._short if size_bytes <= self._short_bytes else self._long
+    async def run(self, raw: bytearray, work: Callable[[], Prepared]) -> Prepared:
+        """`work`, for that body; what it raises."""
+        pool = self._short if len(raw) <= self._short_bytes else self._long
+        if any(word in raw for word in CONSTRAINING):
+            pool = self._constrained
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def close(self) -> None:
         """Begin nothing more."""
-        for pool in (self._short, self._long):
+        for pool in (self._short, self._long, self._constrained):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Generation:
     """POST /v1/completions or /v1/chat/completions, as an ASGI application."""
 
-    def __init__(self, edge: Edge, kind: type[CompletionBody] | type[ChatBody], threads: _Threads) -> None:
+    def __init__(self, edge: Edge, kind: type[CompletionBody] | type[ChatBody], threads: _Threads, grammars: Grammars) -> None:
         self._edge = edge
         self._kind = kind
         self._threads = threads
+        self._grammars = grammars
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = scope["state"]["tenant"]
@@ -231,9 +245,9 @@ class _Generation:
         def work() -> Prepared:
             if call.gone:  # while this waited for a thread
                 raise HungUp
-            return prepare(raw, self._kind, model, settings, lambda: secrets.randbelow(SEEDS), tenant)
+            return prepare(raw, self._kind, model, settings, lambda: secrets.randbelow(SEEDS), tenant, self._grammars)
 
-        return await self._threads.run(len(raw), work)
+        return await self._threads.run(raw, work)
 
 
 class _Stuck(Exception):

@@ -42,16 +42,23 @@ class Tokenizer(Protocol):
     """What the edge needs of a tokenizer; `engine.tokenizer.Tokenizer` is one. `encode` and `chat` run in threads too."""
 
     eos_ids: tuple[int, ...]
+    vocab_size: int
+    special_ids: frozenset[int]
+    """Tokens that stand for no text."""
     longest_token: int
     """Characters of a text that one id stands for at most."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character."""
 
-    def stream(self) -> TextStream: ...
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    chat_template: str
+    takes_tools: bool
+    """Does that write them?"""
+
+    def stream(self, *, special: bool = False) -> TextStream: ...
+    def chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Raises ValueError when the chat template refuses the messages."""
         ...
 
@@ -69,6 +76,8 @@ class ServedModel:
     model_fingerprint: str
     layout_fingerprint: str
     tokenizer: Tokenizer
+    foreign: bool = False
+    """Another program computes it, which follows no constraint of ours."""
 
     @property
     def max_chars(self) -> int:

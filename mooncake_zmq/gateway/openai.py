@@ -5,18 +5,21 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule, TokenLogprob
+from mooncake_zmq.engine.constraint import ConstraintError, Grammars
+from mooncake_zmq.gateway.constraints import Constrained, ConstraintRefused
 from mooncake_zmq.gateway.edge import ServedModel
 from mooncake_zmq.gateway.logprobs import of_chat, of_completion
 from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenant
-from mooncake_zmq.gateway.unsupported import Unsupported, UnsupportedOfMessage, asked, asked_of_message
+from mooncake_zmq.gateway.tools import NO_TOOLS, CallPiece, Tools, call_delta, read_calls, read_tools, whole_calls, with_names
+from mooncake_zmq.gateway.unsupported import NULL, UnsupportedOfMessage, asked, asked_of_message
 from mooncake_zmq.kv.block_hash import pack_tokens
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -134,7 +137,7 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class Body(Unsupported, frozen=True, kw_only=True):
+class Body(Constrained, frozen=True, kw_only=True):
     """What both endpoints accept. vLLM's extensions: top_k, ignore_eos, min_tokens, return_token_ids, cache_salt, priority (a
     lower one is earlier). Ours: ttft_slo and tbt_slo, bounds in seconds in place of the deployment's, 0 for none."""
 
@@ -166,6 +169,10 @@ class Body(Unsupported, frozen=True, kw_only=True):
     def choices_per_prompt(self) -> int:
         return self.n or 1
 
+    def tools_for(self, model: ServedModel, settings: EdgeSettings) -> Tools:
+        """Raises ConstraintRefused."""
+        return NO_TOOLS
+
     def stops(self) -> list[str]:
         """The stop strings. Raises RequestError."""
         given = bytes(self.stop)
@@ -188,7 +195,7 @@ class Body(Unsupported, frozen=True, kw_only=True):
         """How many of the likeliest tokens' probabilities are wanted beside that of each token; None: none at all."""
         raise NotImplementedError
 
-    def sampling(self, seed: int, prompt_tokens: int, model: ServedModel) -> Sampling:
+    def sampling(self, seed: int, prompt_tokens: int, model: ServedModel, constraint: bytes = b"") -> Sampling:
         """OpenAI samples at temperature 1 unless told otherwise. Raises RequestError."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -202,6 +209,7 @@ class Body(Unsupported, frozen=True, kw_only=True):
             logit_bias=self._biases(model),
             logprobs=self.likeliest,
             prompt_tokens=prompt_tokens,
+            constraint=constraint,
         )
 
     def _biases(self, model: ServedModel) -> tuple[tuple[int, float], ...]:
@@ -293,7 +301,11 @@ class ChatMessage(UnsupportedOfMessage, frozen=True, gc=False, kw_only=True):
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: msgspec.Raw = msgspec.Raw(b"null")
-    name: Annotated[str, Meta(max_length=64)] | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_calls: msgspec.Raw = NULL
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    parsed: msgspec.Raw = NULL
+    """OpenAI's client sends back with an answer what it read out of it; it says nothing that the content does not."""
 
     def turn(self) -> ChatTurn:
         """As chat templates read it. Text parts are joined by line breaks, as vLLM does."""
@@ -307,7 +319,12 @@ class ChatMessage(UnsupportedOfMessage, frozen=True, gc=False, kw_only=True):
                 kind = f"content parts of type {quoted(part.type)}"
                 raise _invalid("messages", f"{kind} are not supported: only 'text' with a text")
         text = "\n".join(part.text or "" for part in parts) if isinstance(content, list) else content or ""
-        return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
+        try:
+            calls = read_calls(self.tool_calls)
+        except (ValueError, RecursionError) as error:
+            raise _invalid("messages", f"tool_calls of a message: {_of_a_library(error)}") from None
+        more = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
+        return {"role": self.role, "content": text, **{name: said for name, said in more.items() if said}}
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -316,6 +333,13 @@ class ChatBody(Body, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
+    parallel_tool_calls: bool | None = None  # type: ignore[assignment]
+    done: ClassVar[frozenset[str]] = frozenset({"tools", "tool_choice"})
+
+    def tools_for(self, model: ServedModel, settings: EdgeSettings) -> Tools:
+        """See `Body`."""
+        form = settings.tool_call_parser or None
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, model.tokenizer, form)
 
     @property
     def likeliest(self) -> int | None:
@@ -328,11 +352,11 @@ class ChatBody(Body, frozen=True, kw_only=True):
         """The conversation is one prompt."""
         if len(self.messages) > model.max_model_len:
             raise _too_long("messages", model, f"there are {len(self.messages)} messages")
-        return [[message.turn() for message in self.messages]]
+        return [with_names([message.turn() for message in self.messages])]
 
     def without_prompt(self) -> "ChatBody":
         """See `CompletionBody`."""
-        return msgspec.structs.replace(self, messages=[])
+        return msgspec.structs.replace(self, messages=[], tools=NULL)
 
 
 @contextlib.contextmanager
@@ -375,8 +399,10 @@ def prepare(
     settings: EdgeSettings,
     draw_seed: Callable[[], int],
     tenant: Tenant | None = None,
+    grammars: Grammars | None = None,
 ) -> Prepared:
-    """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone tells."""
+    """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone tells.
+    `grammars`: to see whether a constraint can be followed; None: it is not tried."""
     body = _parse(raw, kind)
     if body.model is not None and body.model != model.id:
         raise unknown_model(body.model, model)
@@ -390,12 +416,13 @@ def prepare(
         _check_size(prompt, model, param)
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
+    tools, constraint = _form(body, model, settings, grammars)
     salt = body.cache_salt or ""
     salt = salt if tenant is None else tenant.salt(salt)
     echo_chars = settings.max_echo_chars
     prepared = Prepared(body.without_prompt(), [], [])
     for prompt in prompts:
-        ids = _tokenize(prompt, model, param)
+        ids = _tokenize(prompt, model, param, tools)
         stop = body.stop_rule(len(ids), model.max_model_len if chat else DEFAULT_COMPLETION_TOKENS, model, param)
         tokens = pack_tokens(ids)
         root, keys = model.hash_prompt(tokens, salt)
@@ -405,7 +432,7 @@ def prepare(
             raise _invalid("echo", f"an answer repeats at most {settings.max_echo_chars} characters of its prompts")
         for nth in range(n):
             index = len(prepared.choices)
-            sampling = body.sampling((seed + nth) % SEEDS, len(ids), model)
+            sampling = body.sampling((seed + nth) % SEEDS, len(ids), model, constraint)
             request = ClientRequest(
                 tokens=tokens,
                 root=root,
@@ -418,8 +445,30 @@ def prepare(
                 tenant="" if tenant is None else tenant.name,
             )
             prepared.requests.append(request)
-            prepared.choices.append(Choice(index, ids, model, stops=stops, min_tokens=stop.min_tokens, echo=echo))
+            choice = Choice(index, ids, model, stops=stops, min_tokens=stop.min_tokens, echo=echo, tools=tools)
+            prepared.choices.append(choice)
     return prepared
+
+
+def _form(body: Body, model: ServedModel, settings: EdgeSettings, grammars: Grammars | None) -> tuple[Tools, bytes]:
+    """The tools, and the grammar that the answers follow; empty: none. Engines are sent none that cannot be followed."""
+    try:
+        tools = body.tools_for(model, settings)
+        param, constraint = body.constraint()
+        if constraint and tools.form is not None:
+            text = "an answer that may call tools has no other form: set tool_choice to none"
+            raise ConstraintRefused(param, text)
+        if tools.constraint:
+            param, constraint = "tools", tools.constraint
+        if constraint and model.foreign:
+            raise _invalid(param, "a vLLM engine follows no constraint here", UNSUPPORTED)
+        if constraint and grammars is not None:
+            grammars.check(constraint)
+    except ConstraintRefused as refused:
+        raise _invalid(refused.param, refused.message) from None
+    except ConstraintError as error:
+        raise _invalid(param, f"no answer can follow it: {error}") from None
+    return tools, constraint
 
 
 def _check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
@@ -429,7 +478,12 @@ def _check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
     elif isinstance(prompt[0], int):
         _check_fits(len(prompt), param, model)
     else:
-        _check_chars(sum(len(item["content"]) for item in prompt if isinstance(item, dict)), param, model)
+        _check_chars(sum(_chars(item) for item in prompt if isinstance(item, dict)), param, model)
+
+
+def _chars(turn: ChatTurn) -> int:
+    calls = turn.get("tool_calls")
+    return len(turn["content"]) + (len(msgspec.json.encode(calls)) if calls else 0)
 
 
 def _check_chars(chars: int, param: str, model: ServedModel) -> None:
@@ -437,14 +491,14 @@ def _check_chars(chars: int, param: str, model: ServedModel) -> None:
         raise _too_long(param, model, f"your prompt has {chars} characters, which are more tokens than that")
 
 
-def _tokenize(prompt: Prompt, model: ServedModel, param: str) -> list[int]:
+def _tokenize(prompt: Prompt, model: ServedModel, param: str, tools: Tools) -> list[int]:
     if isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt)
     elif isinstance(prompt[0], int):
         ids = [item for item in prompt if isinstance(item, int)]
     else:
         try:
-            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)])
+            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)], tools=tools.given)
         except ValueError as error:
             raise _invalid(param, _of_a_library(error)) from None
     if not ids:
@@ -533,13 +587,23 @@ class Piece:
     """Of the tokens, if they are wanted."""
     offsets: list[int]
     """Where in the text each of these begins, in characters."""
+    calls: list[CallPiece]
+    """Of tools."""
 
 
 class Choice:
     """One answer: detokenizes, cuts at stop strings, ends once."""
 
     def __init__(
-        self, index: int, prompt_ids: list[int], model: ServedModel, *, stops: Sequence[StopTable], min_tokens: int, echo: str
+        self,
+        index: int,
+        prompt_ids: list[int],
+        model: ServedModel,
+        *,
+        stops: Sequence[StopTable],
+        min_tokens: int,
+        echo: str,
+        tools: Tools = NO_TOOLS,
     ) -> None:
         self.index = index
         self.prompt_ids = prompt_ids
@@ -553,13 +617,15 @@ class Choice:
         self.has_news = False
         """Whether anything came since the last `take`."""
         self._eos_ids = model.tokenizer.eos_ids
-        self._detokenizer = model.tokenizer.stream()
+        self._calls = tools.reader()
+        self._detokenizer = model.tokenizer.stream(special=tools.marked)
         self._scanner = StopScanner(stops)
         self._min_tokens = min_tokens
         self._text = [echo]
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._offsets: list[int] = []
+        self._pieces: list[CallPiece] = []
         self._chars = len(echo)
         """Of the text so far, whether it may go out or not."""
 
@@ -580,8 +646,7 @@ class Choice:
         self.settle(output)
         self._add(self._detokenizer.flush())
         if self.finish_reason is None:
-            self._text.append(self._scanner.flush())
-            self.finish_reason = output.reason
+            self._say(self._scanner.flush(), output.reason)
 
     def settle(self, output: Finished | Failed) -> None:
         """The actor's last word."""
@@ -589,8 +654,9 @@ class Choice:
         self.finished = output if isinstance(output, Finished) else None
 
     def take(self) -> Piece:
-        piece = Piece("".join(self._text), self._token_ids, self._logprobs, self._offsets)
-        self._text, self._token_ids, self._logprobs, self._offsets, self.has_news = [], [], [], [], False
+        piece = Piece("".join(self._text), self._token_ids, self._logprobs, self._offsets, self._pieces)
+        self._text, self._token_ids, self._logprobs, self._offsets, self._pieces = [], [], [], [], []
+        self.has_news = False
         self.pieces_taken += 1
         return piece
 
@@ -599,9 +665,19 @@ class Choice:
         self._chars += len(text)
         if self.completion_tokens > self._min_tokens:
             text, stopped = self._scanner.push(text)
-        self._text.append(text)
-        if stopped:
-            self.finish_reason = "stop"
+        self._say(text, "stop" if stopped else None)
+
+    def _say(self, text: str, reason: str | None) -> None:
+        """This may go out, and with a reason nothing more."""
+        self.finish_reason = reason
+        if self._calls is None:
+            self._text.append(text)
+            return
+        for said, pieces in (self._calls.push(text), *([self._calls.flush()] if reason else [])):
+            self._text.append(said)
+            self._pieces += pieces
+        if reason == "stop" and self._calls.calls:
+            self.finish_reason = "tool_calls"
 
 
 # --- what clients receive
@@ -650,15 +726,38 @@ class Reply:
                 chunk["prompt_token_ids"] = choice.prompt_ids
             yield chunk
         told = self.body.return_token_ids or self.body.continuous_usage or piece.logprobs
-        if not (piece.text or choice.finish_reason or (first and not self._chat) or (told and piece.token_ids)):
+        said = piece.text or piece.calls or choice.finish_reason
+        if not (said or (first and not self._chat) or (told and piece.token_ids)):
             return
-        content = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
+        content = {"delta": self._delta(choice, piece)} if self._chat else {"text": piece.text}
         ids: dict[str, Any] = {}
         if self.body.return_token_ids:
             ids["token_ids"] = piece.token_ids
             if first and not self._chat:
                 ids["prompt_token_ids"] = choice.prompt_ids
-        yield self._chunk(choice, content, piece, ids)
+        chunk = self._chunk(choice, content, piece, ids)
+        if piece.calls and choice.finish_reason:  # what ends with the chunk that brought it, OpenAI's client overlooks
+            chunk["choices"][0]["finish_reason"] = None
+            yield chunk
+            chunk = self._chunk(choice, {"delta": {}}, choice.take())
+        yield chunk
+
+    def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.calls:
+            delta["tool_calls"] = [call_delta(each, self._call_salt(choice)) for each in piece.calls]
+        return delta
+
+    def _call_salt(self, choice: Choice) -> str:
+        """Makes the ids of its calls its own."""
+        return f"{self._head['id']}/{choice.index}"
+
+    def _message(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text}
+        if piece.calls:
+            message["content"] = piece.text or None
+            message["tool_calls"] = whole_calls(piece.calls, self._call_salt(choice))
+        return message
 
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk before [DONE], when asked for."""
@@ -666,7 +765,7 @@ class Reply:
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         piece = choice.take()
-        text = {"message": {"role": "assistant", "content": piece.text}} if self._chat else {"text": piece.text}
+        text = {"message": self._message(choice, piece)} if self._chat else {"text": piece.text}
         told = {"logprobs": self._logprobs(piece), "finish_reason": choice.finish_reason}
         whole: dict[str, Any] = {"index": choice.index, **text, **told}
         if self.body.return_token_ids:

@@ -1,6 +1,7 @@
 """What an operator sets for a gateway: its requests, its HTTP edge, its connections. PURE."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ class EdgeSettings:
     """Bodies up to this are prepared by a thread of their own, so that they wait for no long one."""
     tokenize_threads: int = 2
     """Threads for longer bodies: one long prompt does not hold up another, and the engines keep their cores."""
+    tool_call_parser: Literal["", "hermes", "llama3_json", "mistral"] = ""
+    """How the model writes calls of tools; empty: as its chat template tells."""
 
     def __post_init__(self) -> None:
         at_least_one = ("max_body_bytes", "max_open_requests", "max_choices", "max_buffered_outputs", "tokenize_threads")

@@ -3,7 +3,7 @@
 An unknown parameter is refused too: what is answered is what was asked.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -25,7 +25,9 @@ class Harmless(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Unsupported(Harmless, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What would."""
+    """What would. `done`: what one endpoint does all the same."""
+
+    done: ClassVar[frozenset[str]] = frozenset()
 
     add_generation_prompt: Raw = NULL
     add_special_tokens: Raw = NULL
@@ -40,11 +42,7 @@ class Unsupported(Harmless, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     early_stopping: Raw = NULL
     function_call: Raw = NULL
     functions: Raw = NULL
-    guided_choice: Raw = NULL
     guided_decoding_backend: Raw = NULL
-    guided_grammar: Raw = NULL
-    guided_json: Raw = NULL
-    guided_regex: Raw = NULL
     include_stop_str_in_output: Raw = NULL
     kv_transfer_params: Raw = NULL
     length_penalty: Raw = NULL
@@ -53,13 +51,11 @@ class Unsupported(Harmless, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prediction: Raw = NULL
     prompt_logprobs: Raw = NULL
     reasoning_effort: Raw = NULL
-    response_format: Raw = NULL
     service_tier: Raw = NULL
     skip_special_tokens: Raw = NULL
     spaces_between_special_tokens: Raw = NULL
     stop_token_ids: Raw = NULL
     store: Raw = NULL
-    structured_outputs: Raw = NULL
     suffix: Raw = NULL
     tool_choice: Raw = NULL
     tools: Raw = NULL
@@ -78,8 +74,6 @@ class UnsupportedOfMessage(Struct, frozen=True, gc=False, forbid_unknown_fields=
     reasoning: Raw = NULL
     reasoning_content: Raw = NULL
     refusal: Raw = NULL
-    tool_call_id: Raw = NULL
-    tool_calls: Raw = NULL
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -97,14 +91,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
-    "tool_calls": ([],),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
@@ -117,7 +109,7 @@ MESSAGE_NAMES = UnsupportedOfMessage.__struct_fields__
 
 def asked(given: Unsupported) -> str | None:
     """The first parameter that asks for what is not done here."""
-    return _first(given, NAMES)
+    return _first(given, tuple(name for name in NAMES if name not in given.done))
 
 
 def asked_of_message(given: UnsupportedOfMessage) -> str | None:

@@ -25,7 +25,7 @@ import structlog
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
-from mooncake_zmq.core.messages import Hello, Sampling, SlotRef
+from mooncake_zmq.core.messages import Hello, Sampling, SlotRef, TokenLogprob
 from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
@@ -48,11 +48,13 @@ from mooncake_zmq.core.work import (
     SlotGrant,
     StageComputed,
     StepDecoded,
+    StepEntry,
     WatchEngine,
     Work,
     WorkFailed,
     WriteToDisk,
 )
+from mooncake_zmq.engine.constraint import ConstraintError, Grammars
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import Past, choose
 from mooncake_zmq.engine.spec import Engine
@@ -108,12 +110,13 @@ class Executor:
         verify_local: bool = True,
         cuda: Cuda | None = None,
         shm_dir: Path | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`emit` and `on_crash` are called from worker threads. `progress_s`: a chunk's layers are told of at most this often:
         each time takes the interpreter's lock from the computation for a moment. `disk` stays the caller's to close, after
         this. Without `verify_local`, local reads of committed blocks check generations alone, and the bytes' checksums only
         where they come from another host or a disk. `cuda`: the GPU that the engine's sequences are on. `shm_dir`: where
-        neighbours' segments must lie."""
+        neighbours' segments must lie. `grammars`: for answers with a constraint, closed with this."""
         self._segment = segment
         self._layout = layout
         self._engine = engine
@@ -139,6 +142,7 @@ class Executor:
         self._disk_reads = _Worker("disk-read", crash, disk.threads if disk else 0)
         self._disk_writes = _Worker("disk-write", crash, disk.threads if disk else 0)
         self._verify_local = verify_local
+        self._grammars = grammars
 
     @property
     def read_counts(self) -> dict[str, int]:
@@ -186,7 +190,7 @@ class Executor:
             log.warning("no_memory_for_sequence", tokens=capacity_tokens, error=str(error))
             opened = _OpenSequence(None)
         if sampling is not None and sampling.reads_past:
-            opened.past = Past(sampling, past)
+            opened.past = Past(sampling, past, self._grammars)
         with self._lock:
             self._sequences[sequence] = opened
 
@@ -250,6 +254,8 @@ class Executor:
         for job in jobs:
             self._stop(job, "closed")
         self._compute.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self._copy.close()
         self._disk_reads.close()
         self._disk_writes.close()
@@ -283,6 +289,8 @@ class Executor:
             result = WorkFailed(stopped.reason)
         except MemoryError as error:
             result = WorkFailed(f"out of memory: {error}")
+        except ConstraintError as error:
+            result = WorkFailed(f"constraint: {error}")
         except Exception as error:
             self._leave(job, WorkFailed(f"bug: {error!r}"))
             raise
@@ -515,22 +523,23 @@ class Executor:
         pasts = [job.sequences[entry.sequence].past for entry in work.entries]
         asked = any(entry.sampling.logprobs is not None for entry in work.entries)
         fed, made, told = tuple(entry.token for entry in work.entries), [], []
+        failed: dict[int, str] = {}
         for step in range(work.steps):
-            for past, entry, token in zip(pasts, work.entries, fed, strict=True):
-                if past is not None:
-                    past.feed(token, entry.position + step)
             logits = self._engine.decode(sequences, np.array(fed, np.int32))
-            chosen = [
-                choose(logits[row], entry.sampling, entry.position + step + 1, pasts[row])
-                for row, entry in enumerate(work.entries)
-            ]
+            chosen = []
+            for row, entry in enumerate(work.entries):
+                try:
+                    chosen.append(_next(logits[row], entry, fed[row], step, pasts[row]))
+                except ConstraintError as error:  # of this answer alone
+                    failed[row] = str(error)
+                    chosen.append((0, None))
             fed = tuple(token for token, _ in chosen)
             made.append(fed)
             if asked:
                 told.append(tuple(logprob for _, logprob in chosen))
-            if job.cut or job.stopped or job.is_late():
+            if failed or job.cut or job.stopped or job.is_late():
                 break
-        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(told))
+        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(told), tuple(failed.items()))
 
     # --- copying whole blocks
 
@@ -935,6 +944,16 @@ class _Worker:
                 # A thread has no caller that could crash: the process must learn that it is not to go on.
                 log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
                 self._on_crash(error)
+
+
+def _next(
+    logits: NDArray[np.float32], entry: StepEntry, token: int, step: int, past: Past | None
+) -> tuple[int, TokenLogprob | None]:
+    """What stands behind `token`, which was fed in this step of a run. Raises ConstraintError."""
+    position = entry.position + step
+    if past is not None:
+        past.feed(token, position)
+    return choose(logits, entry.sampling, position + 1, past)
 
 
 def _tokens_of(work: ComputeChunk) -> NDArray[np.int32]:

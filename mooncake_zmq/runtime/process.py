@@ -42,6 +42,7 @@ from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.talk import Member, may_talk
 from mooncake_zmq.core.watch import Heard
+from mooncake_zmq.engine.constraint import Grammars
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.gateway.accounts import Accounts
@@ -273,7 +274,14 @@ class _Process:
             cuda=self.cuda,
             sockets=self.sockets,
             shm_dir=Path(self.config.cluster.shm_dir),
+            grammars=self._grammars() if engine else None,
         )
+
+    def _grammars(self) -> Grammars:
+        """Of the model: its tokenizer is opened where a constraint is first asked for."""
+        from mooncake_zmq.engine.tokenizer import open_tokenizer
+
+        return Grammars(lambda: open_tokenizer(self.model.path), self.model.spec.vocab_size)
 
     def _on_shelf(self, changed: ShelfChanged) -> None:
         """From the store's threads, and before there is a loop."""
@@ -544,6 +552,7 @@ class _Process:
                 model_fingerprint=self.model.spec.fingerprint,
                 layout_fingerprint=self.layout.fingerprint,
                 tokenizer=tokenizer,
+                foreign=self.model.foreign,
             ),
             settings=self.settings.edge,
             backing=_Backing(self.runtime, requests, self._state),

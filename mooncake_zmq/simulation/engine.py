@@ -4,6 +4,8 @@ Any wrong KV byte therefore changes the next token, and equality with the undist
 in a chunk's last row also the hash of all KV of the layers before.
 """
 
+from functools import cache
+
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ LAYERS, KV_HEADS, HEAD_DIM = 3, 1, 2
 HIDDEN_WORDS = 4
 VOCABULARY = 512
 EOS_IDS = (7, 100, 256, 300, 411)
+PLACES, FEW = 97, 5
 _MULTIPLIER = (np.arange(LAYERS * 2 * HEAD_DIM, dtype=np.uint32).reshape(LAYERS, 2, 1, HEAD_DIM) * 40503 + 10007) | np.uint32(1)
 
 
@@ -34,12 +37,13 @@ def sim_layout(block_tokens: int) -> BlockLayout:
 class SimSequence:
     """One sequence's KV as `[layer, k/v, token, head_dim]`."""
 
-    __slots__ = ("capacity", "kv", "past")
+    __slots__ = ("capacity", "_place", "kv", "past")
 
     def __init__(self, capacity: int, past: bytes = b"") -> None:
         self.capacity = capacity
         self.past = past
         """What choices read of the tokens before the next one, as `Sampling.past` says."""
+        self._place: int | None = None
         self.kv = np.zeros((LAYERS, 2, capacity, HEAD_DIM), dtype=np.uint32)
 
     def write_part(self, layer: int, start: int, tokens: int, part: bytes) -> None:
@@ -73,12 +77,19 @@ class SimSequence:
 
     def next_token(self, length: int, sampling: Sampling) -> int:
         """The token at position `length`: greedy depends on the KV alone, sampled on (seed, position) as well."""
-        return token_of(self.hash_kv(range(LAYERS), length), length, sampling, self.past)
+        return self.token_of(self.hash_kv(range(LAYERS), length), length, sampling)
 
     def feed(self, token: int, position: int, sampling: Sampling) -> None:
         """It stands there now."""
         if sampling.reads_past and len(self.past) == 4 * (position - sampling.past_from):
+            self._place = follow(self.place(sampling), token)
             self.past += pack_tokens((token,))
+
+    def place(self, sampling: Sampling) -> int:
+        """In the answer's grammar, if it has one: from where it was opened, each token leads on."""
+        if self._place is None:
+            self._place = place_of(sampling, self.past)
+        return self._place
 
     def hash_kv(self, layers: range, length: int, before: int = 0) -> int:
         """Of all KV of these layers, after those that hash to `before`."""
@@ -86,14 +97,40 @@ class SimSequence:
             before = xxhash.xxh3_64_intdigest(self.kv[layer, :, :length].tobytes(), seed=before)
         return before
 
+    def token_of(self, kv_hash: int, length: int, sampling: Sampling) -> int:
+        """The token at position `length` behind KV that hashes to this."""
+        if sampling.penalizes:
+            kv_hash = xxhash.xxh3_64_intdigest(self.past, seed=kv_hash)
+        if sampling.temperature > 0:
+            kv_hash = xxhash.xxh3_64_intdigest(b"%d %d" % (sampling.seed, length), seed=kv_hash)
+        if not sampling.constraint:
+            return kv_hash % VOCABULARY
+        allowed = allowed_at(self.place(sampling))
+        return allowed[kv_hash % len(allowed)]
 
-def token_of(kv_hash: int, length: int, sampling: Sampling, past: bytes) -> int:
-    """The token at position `length` behind KV that hashes to this."""
-    if sampling.reads_past:
-        kv_hash = xxhash.xxh3_64_intdigest(past, seed=kv_hash)
-    if sampling.temperature > 0:
-        kv_hash = xxhash.xxh3_64_intdigest(b"%d %d" % (sampling.seed, length), seed=kv_hash)
-    return kv_hash % VOCABULARY
+
+# --- a grammar is an automaton: a constraint says where it begins, and each token leads on
+
+
+def place_of(sampling: Sampling, past: bytes) -> int:
+    """Where the answer so far has led."""
+    place = int(sampling.constraint or b"0")
+    for token in as_tokens(past)[sampling.prompt_tokens - sampling.past_from :].tolist():
+        place = follow(place, token)
+    return place
+
+
+def follow(place: int, token: int) -> int:
+    """Where a token leads."""
+    return (31 * place + token + 1) % PLACES
+
+
+@cache
+def allowed_at(place: int) -> tuple[int, ...]:
+    """A few tokens, those that end an answer in every other place alone."""
+    return tuple(
+        token for token in range(VOCABULARY) if (token + place) % FEW == 0 and (place % 2 == 0 or token not in EOS_IDS)
+    )
 
 
 def logprob_of(token: int, length: int, sampling: Sampling) -> TokenLogprob | None:

@@ -51,7 +51,7 @@ from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
 from mooncake_zmq.simulation.disk import SimDisk
-from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_states, hidden_states, logprob_of, token_of
+from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_states, hidden_states, logprob_of
 
 NO_ANSWER = "no answer"
 """Why a work stops that waited for a silent peer: its blocks were not reached."""
@@ -361,7 +361,7 @@ class Machine:
             self._write_states(running, hidden_states(tokens, kv_hash), work.leaving)
         token = logprob = None
         if chunk.sampling is not None:
-            token = token_of(kv_hash, end, chunk.sampling, self.sequences[chunk.sequence].past)
+            token = self.sequences[chunk.sequence].token_of(kv_hash, end, chunk.sampling)
             logprob = logprob_of(token, end, chunk.sampling)
         parts = [part for grant in chunk.outputs for part in segment.parts[grant.slot][work.first_layer : work.stop_layer]]
         return StageComputed(tuple(parts), token, self.world.now - began_at, logprob=logprob)

@@ -44,7 +44,7 @@ from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.stages import Stages
-from mooncake_zmq.simulation import hardware, planted_stores
+from mooncake_zmq.simulation import engine, hardware, planted_stores
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted_stores import Replacements, silent
 from mooncake_zmq.vllm_node.vllm_node import VllmNode
@@ -229,6 +229,11 @@ def _answer_forgotten() -> Replacements:
         return effects
 
     return [(Requests, "_on_placed", as_prompt)]
+
+
+def _constraint_restarts() -> Replacements:
+    """Whoever goes on with an answer begins its grammar anew."""
+    return [(engine, "place_of", lambda sampling, past: int(sampling.constraint or b"0"))]
 
 
 def _index_lies() -> Replacements:
@@ -443,6 +448,7 @@ PLANTED: dict[str, Planted] = {
         "stale attempt accepted", ("I3",), (K.DELAY, K.DELAY, K.DELAY, K.COPY_TEAR, K.COPY_TEAR, K.COPY_TEAR), _stale_attempt
     ),
     "answer_forgotten": Planted("an answer resumed as prompt", ("I3",), (K.CRASH, K.CRASH), _answer_forgotten),
+    "constraint_restarts": Planted("a grammar begun anew", ("I3",), (K.CRASH, K.CRASH), _constraint_restarts),
     "resume_repeats": Planted("a resume repeats a token", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_repeats),
     "index_lies": Planted("index keeps what is gone", ("I5",), (), _index_lies),
     "announce_early": Planted("announced before it is held", ("I5",), (), _announce_early),

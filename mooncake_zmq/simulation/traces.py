@@ -13,6 +13,7 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.engine import EOS_IDS, VOCABULARY, SimSequence
 
 MODEL = "simulated"
+CONSTRAINTS = (b"", b"3", b"", b"58")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,7 @@ def _turn(
         repetition_penalty=random.choice((1.0, 1.0, 1.1)),
         logprobs=None if workload.plain else random.choice((None, None, 0, 2)),
         prompt_tokens=len(prompt),
+        constraint=b"" if workload.plain else CONSTRAINTS[len(prompt) % len(CONSTRAINTS)],
     )
     stop = StopRule(
         max_tokens=random.randint(1, workload.max_answer),
@@ -150,13 +152,13 @@ def reference(
 ) -> tuple[tuple[int, ...], str]:
     """The undisturbed answer and why it ends; adds to `blocks` the bytes of every complete block of the sequence."""
     tokens = list(prompt)
-    sequence = SimSequence(len(tokens) + stop.max_tokens)
+    sequence = SimSequence(len(tokens) + stop.max_tokens, sampling.past(pack_tokens(tokens)))
     sequence.run(0, np.array(tokens, dtype=np.uint32))
     prompt_length = len(tokens)
     while True:
-        sequence.past = sampling.past(pack_tokens(tokens))
         token = sequence.next_token(len(tokens), sampling)
         sequence.run(len(tokens), np.array([token], dtype=np.uint32))
+        sequence.feed(token, len(tokens), sampling)
         tokens.append(token)
         reason = stop.reason(token, len(tokens) - prompt_length)
         if reason is not None:

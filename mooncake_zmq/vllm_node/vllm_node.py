@@ -70,6 +70,8 @@ def unable(sampling: Sampling, made: int) -> str | None:
     """What vLLM cannot do of this when so many tokens are made; None: it can do it all."""
     if sampling.logprobs is not None:
         return "probabilities of tokens are not asked of vLLM"
+    if sampling.constraint:
+        return "vLLM would begin the grammar anew where an answer goes on"
     if made and (sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0):
         return "vLLM takes an answer that goes on for a part of the prompt, and does not penalize it"
     return None

@@ -1,5 +1,6 @@
 """Requests through real processes, and through their deaths: the client's tokens equal an undisturbed run's."""
 
+import json
 import signal
 import threading
 import time
@@ -83,6 +84,27 @@ def test_a_death_in_mid_answer_is_a_pause_at_most(cluster: ToyCluster, role: str
         assert stream.done
         if role == "decode":
             assert stream.served["attempts"] > 1
+
+
+def test_an_answer_with_a_constraint_is_whole_although_both_decodes_died_in_it(cluster: ToyCluster) -> None:
+    asked = {
+        "prompt": fresh_prompt(100),
+        "max_tokens": 2000,
+        "ignore_eos": False,
+        "temperature": 1.0,
+        "seed": 5,
+        "guided_regex": r'\{"numbers": \[([1-9]\d\d, ){200}[1-9]\d\d\]\}',
+    }
+    with cluster.stream(**asked) as stream:
+        stream.read(50)
+        for victim in ("decode-a", "decode-b"):
+            cluster.signal(victim, signal.SIGKILL)
+        tokens = stream.read()
+        assert (stream.errors, stream.done) == ([], True)
+        assert stream.served["attempts"] > 1
+    whole = cluster.complete_text(**asked)["choices"][0]
+    assert (whole["token_ids"], whole["finish_reason"]) == (tokens, "stop")
+    assert len(json.loads(whole["text"])["numbers"]) == 201
 
 
 @pytest.mark.parametrize("role", ["prefill", "cache"])

@@ -603,6 +603,18 @@ def test_a_failed_step_fails_all_its_requests(node):
     assert_nothing_left(node)
 
 
+def test_a_step_that_cannot_follow_ones_constraint_fails_that_request_alone(node):
+    node.run("r0")
+    node.run("r1")
+    node.step()
+    work_id, work = node.work(DecodeStep)
+    node.take(TokensDecoded)
+    node.done(work_id, StepDecoded(((0, 6),), 0.01, failed=((0, "too complex"),)))
+    failed = node.one(AttemptFailed)
+    assert (failed.request_id, failed.reason) == ("r0", "constraint: too complex")
+    assert [entry[0] for entry in node.one(TokensDecoded).entries] == ["r1"]
+
+
 # --- what it tells
 
 

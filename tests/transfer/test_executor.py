@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -31,7 +32,10 @@ from mooncake_zmq.core.work import (
     StepEntry,
     WorkFailed,
 )
+from mooncake_zmq.engine.constraint import Grammars
+from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import ToyEngine
+from mooncake_zmq.gateway.constraints import of_lark
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.runtime import executor as executor_module
 from mooncake_zmq.runtime.executor import Executor
@@ -304,6 +308,42 @@ def test_penalties_read_the_prompt_and_what_was_decoded_and_probabilities_are_to
     plain = rig.result(rig.compute(3, 0, PROMPT, sampling=GREEDY))
     assert plain.logprob is None
     assert rig.run(DecodeStep((StepEntry(3, plain.token, len(PROMPT), GREEDY),))).logprobs == ()
+
+
+def constrained(make_rig, grammar, **asked):
+    """A rig, its sampling, and the first token of an answer."""
+    sampling = Sampling(constraint=of_lark(grammar), prompt_tokens=len(PROMPT), **asked)
+    rig = make_rig("a", grammars=Grammars(byte_tokenizer, 512))
+    rig.executor.open_sequence(1, 64, sampling, sampling.past(PROMPT.tobytes()))
+    return rig, sampling, rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
+
+
+def test_an_answer_with_a_constraint_follows_it_wherever_it_goes_on(make_rig):
+    rig, sampling, chunk = constrained(make_rig, 'start: "<" /[a-z]/ /[0-9]{4}/ ">"')
+    run = rig.run(DecodeStep((StepEntry(1, chunk.token, len(PROMPT), sampling),), steps=9))
+    answer = [chunk.token, *(row[0] for row in run.tokens)]
+    assert re.fullmatch(r"<[a-z]\d{4}>", bytes(answer[:7]).decode())
+    assert answer[7:] == [256] * 3, "nothing but ends follow"
+    for cut in (1, 4, 7):
+        resumed = np.append(PROMPT, answer[:cut]).astype(np.int32)
+        rig.executor.open_sequence(10 + cut, 64, sampling, sampling.past(resumed.tobytes()))
+        assert rig.result(rig.compute(10 + cut, 0, resumed, sampling=sampling)).token == answer[cut]
+
+
+def test_a_constraint_that_cannot_be_followed_fails_its_answer_alone(make_rig):
+    rig, sampling, chunk = constrained(make_rig, 'start: ("a"{1,1000}){1,1000}', logit_bias=((ord("a"), 100.0),))
+    rig.executor.open_sequence(2, 64)
+    other = rig.result(rig.compute(2, 0, PROMPT, sampling=GREEDY))
+    entries = StepEntry(1, chunk.token, len(PROMPT), sampling), StepEntry(2, other.token, len(PROMPT), GREEDY)
+    run = rig.run(DecodeStep(entries, steps=40))
+    assert [place for place, _ in run.failed] == [0]
+    assert 1 < len(run.tokens) < 40
+    assert [row[1] for row in run.tokens][:STEPS] == reference()[1][: len(run.tokens)]
+    nonsense = Sampling(constraint=b"{", prompt_tokens=len(PROMPT))
+    rig.executor.open_sequence(3, 64, nonsense, b"")
+    failed = rig.result(rig.compute(3, 0, PROMPT, sampling=nonsense))
+    assert isinstance(failed, WorkFailed)
+    assert failed.reason.startswith("constraint: ")
 
 
 @pytest.mark.parametrize("host", ["here", "there"])

@@ -25,7 +25,7 @@ from mooncake_zmq.core.messages import (
 from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, TokensGenerated, WorkFailed
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 from mooncake_zmq.vllm_node.settings import VllmSettings
-from mooncake_zmq.vllm_node.vllm_node import VllmNode
+from mooncake_zmq.vllm_node.vllm_node import VllmNode, unable
 
 LAYOUT = replace(NARROW, vocab_size=VOCABULARY)
 ROOT = namespace(model="m", layout="l")
@@ -302,3 +302,8 @@ def test_vllm_gets_prompt_and_output_so_far():
     node = Node()
     node.begin(length=4, first_index=1)
     assert unpack_tokens(node.work(Generate)[1].tokens) == [0, 1, 2, 3]
+
+
+def test_what_vllm_cannot_go_on_with_is_refused():
+    assert unable(Sampling(), 3) is None
+    assert "grammar" in unable(Sampling(constraint=b"x"), 0)

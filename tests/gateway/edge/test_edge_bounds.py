@@ -55,7 +55,7 @@ def test_tables_of_stop_strings_are_made_once_a_call(monkeypatch):
 # --- prompts that are too long whatever they say
 
 
-def unused(*_):
+def unused(*_, **__):
     raise AssertionError("this was to be refused unread")
 
 
@@ -166,7 +166,7 @@ def test_what_is_being_answered_keeps_no_text():
 def test_errors_quote_little_of_what_was_sent(call):
     actor, long = ScriptedActor(), "y" * 5000
 
-    def refuse(_messages):
+    def refuse(_messages, tools):
         raise ValueError(f"no such role: {long}")
 
     actor.edge.model.tokenizer.chat = refuse
@@ -187,15 +187,38 @@ def test_bodies_are_made_into_requests_by_other_threads_long_ones_by_their_own(m
     for module, name in ((openai, "_parse"), (tokenizer, "encode"), (tokenizer, "chat"), (openai, "stop_tables")):
         real = getattr(module, name)
 
-        def spy(*arguments, real=real):
+        def spy(*arguments, real=real, **named):
             seen.append(threading.current_thread().name)
-            return real(*arguments)
+            return real(*arguments, **named)
 
         monkeypatch.setattr(module, name, spy)
     assert actor.complete(user="x" * filler, stop="x").status_code == 200
     assert actor.chat(user="x" * filler, stop="x").status_code == 200
     assert len(seen) == 6
     assert all(name.startswith(lane) for name in seen)
+
+
+def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none():
+    actor, go_on, threads = ScriptedActor(), threading.Event(), []
+
+    def slow(text):
+        threads.append(threading.current_thread().name)
+        assert text == "plain" or go_on.wait(10)
+        return [1]
+
+    actor.edge.model.tokenizer.encode = slow
+
+    async def client(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            body = {"model": "toy", "prompt": "formed", "guided_regex": "a+"}
+            formed = asyncio.create_task(http.post("/v1/completions", json=body))
+            await actor.until(lambda: len(threads) == 1)
+            assert (await http.post("/v1/completions", json={"model": "toy", "prompt": "plain"})).status_code == 200
+            go_on.set()
+            assert (await formed).status_code == 200
+
+    actor.serve(client)
+    assert [name.rpartition("_")[0] for name in threads] == ["prepare-grammar", "prepare"]
 
 
 def test_a_long_body_keeps_no_short_one_waiting():

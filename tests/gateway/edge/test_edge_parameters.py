@@ -7,10 +7,7 @@ from mooncake_zmq.gateway import unsupported
 from mooncake_zmq.gateway.requests import TokenOut
 
 ASKING = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required",
-    "response_format": {"type": "json_object"},
-    "guided_regex": "a+",
+    "functions": [{"name": "f"}],
     "best_of": 3,
     "suffix": "end",
     "store": True,
@@ -60,10 +57,10 @@ def test_a_turn_as_clients_send_it_back_is_taken_and_one_with_a_call_is_refused(
     answer = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "annotations": [], "audio": None}
     turns = [{"role": "user", "content": "hi", "name": "me"}, answer, {"role": "user", "content": "go on"}]
     assert ScriptedActor().chat(messages=turns).status_code == 200
-    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     response = ScriptedActor().chat(messages=[turns[0], called])
     assert response.status_code == 400
-    assert "tool_calls" in response.json()["error"]["message"]
+    assert "function_call" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,322 @@
+"""Calls of tools, read out of an answer as it grows, in the forms in which models write them. PURE.
+
+A reader goes character by character: however a text is cut into pieces, the same calls come out of it. What only looks like
+the beginning of a call is text in the end; once a call's name is told, it stays one.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class Begins:
+    """A call of this tool. Its arguments follow, as the text of a JSON value, in pieces."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The next piece of those of the call that began last."""
+
+    text: str
+
+
+Told = str | Begins | Arguments
+"""A string is text beside calls."""
+
+
+def merged(told: Iterable[Told]) -> list[Told]:
+    """Adjacent pieces of a kind as one."""
+    found: list[Told] = []
+    for kind, each in groupby(told, type):
+        if kind is Begins:
+            found += each
+        elif kind is Arguments:
+            found.append(Arguments("".join(piece.text for piece in each if isinstance(piece, Arguments))))
+        else:
+            found.append("".join(piece for piece in each if isinstance(piece, str)))
+    return found
+
+
+class Reader:
+    """What all forms share: pieces in, pieces out."""
+
+    def __init__(self) -> None:
+        self._state: Callable[[str], None] = self._text
+        """What takes the next character."""
+        self._told: list[Told] = []
+        self._held = ""
+        """What is text again if no call comes of it."""
+        self._call: _Call | None = None
+
+    def push(self, text: str) -> list[Told]:
+        """What is known with this."""
+        for char in text:
+            self._state(char)
+        return self._take()
+
+    def flush(self) -> list[Told]:
+        """What was held back in vain."""
+        self._give_up()
+        return self._take()
+
+    def _take(self) -> list[Told]:
+        told, self._told = self._told, []
+        return merged(told)
+
+    def _text(self, char: str) -> None:
+        """Beside calls."""
+        raise NotImplementedError
+
+    def _behind(self, char: str) -> None:
+        """Behind a call."""
+        raise NotImplementedError
+
+    def _go(self, state: Callable[[str], None], chars: str = "") -> None:
+        """These characters, taken before, are that state's."""
+        self._state = state
+        for char in chars:
+            self._state(char)
+
+    def _open(self, call: "_Call", chars: str = "") -> None:
+        """A call's object comes."""
+        self._call = call
+        self._go(self._object, chars)
+
+    def _object(self, char: str) -> None:
+        call = self._call
+        assert call is not None
+        if not call.takes(char):
+            self._give_up()
+            self._go(self._text, char)
+            return
+        self._told += call.push(char)
+        if call.ended and call.told:
+            self._call, self._held = None, ""
+            self._go(self._behind)
+        elif call.ended:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """What was held is text, and so is what follows."""
+        call, self._call = self._call, None
+        held, self._held = self._held, ""
+        if call is None or not call.told:
+            held += "" if call is None else call.raw
+            self._told += [held] if held else []
+        self._go(self._text)
+
+
+class Marked(Reader):
+    """Calls that begin with a mark, wherever it stands."""
+
+    MARK = ""
+
+    def _text(self, char: str) -> None:
+        """Hold back what may become the mark."""
+        held = self._held + char
+        while not self.MARK.startswith(held):
+            self._told.append(held[0])
+            held = held[1:]
+        self._held = held
+        if held == self.MARK:
+            self._marked()
+
+    def _marked(self) -> None:
+        raise NotImplementedError
+
+
+class Hermes(Marked):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after the other: Hermes, Qwen and many others."""
+
+    MARK, END = "<tool_call>", "</tool_call>"
+
+    def _marked(self) -> None:
+        self._open(_Call())
+
+    def _behind(self, char: str) -> None:
+        """The end's mark, which some leave out."""
+        held = (self._held + char).lstrip()
+        self._held = ""
+        if held == self.END:
+            self._go(self._between)
+        elif self.END.startswith(held):
+            self._held = held
+        else:
+            self._go(self._text, held)
+
+    def _between(self, char: str) -> None:
+        """Space behind a call is none of the text."""
+        if not char.isspace():
+            self._go(self._text, char)
+
+
+class Mistral(Marked):
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or of later models `[TOOL_CALLS]name{...}`."""
+
+    MARK = "[TOOL_CALLS]"
+    LONGEST_NAME = 256
+
+    def _marked(self) -> None:
+        self._go(self._name)
+
+    def _name(self, char: str) -> None:
+        """Behind the mark: a list, or a name."""
+        name = self._held.removeprefix(self.MARK).strip()
+        if char == "[" and not name:
+            self._held += char
+            self._open(_Call())
+        elif char == "{":
+            self._open(_Call(name=name.partition("[")[0] or None), char)
+        else:
+            self._held += char
+            if len(name) >= self.LONGEST_NAME:
+                self._give_up()
+
+    def _behind(self, char: str) -> None:
+        if char == ",":
+            self._held = char
+            self._open(_Call())
+        elif not char.isspace():
+            self._go(self._text, char if char != "]" else "")
+
+
+class Llama(Reader):
+    """The whole answer is `{"name": ..., "parameters": {...}}`, or some of these with `;` between them. JSON that calls none
+    of the tools is text."""
+
+    MARK = "<|python_tag|>"
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self._names = frozenset(names)
+        self._state = self._begin
+
+    def _begin(self, char: str) -> None:
+        """Space, the mark, space, all of which may be missing."""
+        held = (self._held + char).strip()
+        if char == "{" and self._held.strip() in ("", self.MARK):
+            self._open(_Call(names=self._names), char)
+        elif self.MARK.startswith(held):
+            self._held += char
+        else:
+            self._give_up()
+            self._go(self._text, char)
+
+    def _text(self, char: str) -> None:
+        self._told.append(char)
+
+    def _behind(self, char: str) -> None:
+        if char == ";":
+            self._held = char
+            self._go(self._next)
+        elif not char.isspace():
+            self._go(self._text, char)
+
+    def _next(self, char: str) -> None:
+        """Between two calls."""
+        if char == "{":
+            self._open(_Call(names=self._names), char)
+        elif char.isspace():
+            self._held += char
+        else:
+            self._give_up()
+            self._go(self._text, char)
+
+
+class _Call:
+    """One call's JSON object, character by character. Only its structure is looked at: what it says is the caller's to read."""
+
+    def __init__(self, *, names: frozenset[str] | None = None, name: str | None = None) -> None:
+        """`names`: of the tools; None: any may be called. `name`: stood before the object, which is the arguments alone."""
+        self.raw = ""
+        self.told = False
+        self.ended = False
+        self._names = names
+        self._name = name
+        self._around = 1 if name is None else 0
+        """Braces around the arguments."""
+        self._key: str | None = None
+        self._depth = 0
+        self._string: str | None = None
+        self._escaped = False
+        self._given = False
+        self._inside = False
+        """Is this the arguments' value?"""
+        self._pending = ""
+
+    def takes(self, char: str) -> bool:
+        """May it go on so?"""
+        return self._depth > 0 or char == "{" or char.isspace()
+
+    def push(self, char: str) -> list[Told]:
+        """What is known with this."""
+        self.raw += char
+        if self._string is None:
+            self._outside(char)
+        else:
+            self._in_string(char)
+        return self._known()
+
+    def _outside(self, char: str) -> None:
+        if char in "{[":
+            if self._depth == self._around and not self._given and (self._around == 0 or self._key in ARGUMENTS):
+                self._inside = self._given = True
+            self._depth += 1
+        self._pending += char if self._inside else ""
+        if char == '"':
+            self._string = char
+        elif char in "}]":
+            self._depth -= 1
+            self._inside = self._inside and self._depth > self._around
+            self.ended = self._depth == 0
+        elif char == "," and self._depth == 1:
+            self._key = None
+
+    def _in_string(self, char: str) -> None:
+        assert self._string is not None
+        if self._inside:
+            self._pending += char
+        else:
+            self._string += char
+        if self._escaped or char == "\\":
+            self._escaped = not self._escaped
+        elif char == '"':
+            text, self._string = self._string, None
+            if self._depth == 1 and not self._inside:
+                self._word(_read(text))
+
+    def _word(self, word: str) -> None:
+        """A string of the object itself: a key, or what stands behind one."""
+        if self._key is None:
+            self._key = word
+        elif self._key == "name":
+            self._name = word
+        elif self._key in ARGUMENTS and not self._given:  # as JSON in a string
+            self._given, self._pending = True, word
+
+    def _known(self) -> list[Told]:
+        if self._name is None or (self._names is not None and self._name not in self._names):
+            return []
+        found: list[Told] = [] if self.told else [Begins(self._name)]
+        self.told = True
+        if self.ended and not self._given:
+            self._pending = "{}"
+        if self._pending:
+            found.append(Arguments(self._pending))
+            self._pending = ""
+        return found
+
+
+def _read(quoted: str) -> str:
+    """A JSON string; of one that is none, what stands there."""
+    try:
+        text = str(json.loads(quoted, strict=False))
+    except ValueError:
+        text = quoted[1:-1]
+    return text.encode(errors="replace").decode()

@@ -1,0 +1,320 @@
+"""Tools of a chat: what a client gives and chooses, how the model's template takes it, what its answer must look like.
+
+How calls are read out of an answer stands in `gateway.calls`.
+"""
+
+import hashlib
+import json
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from mooncake_zmq.gateway.calls import Arguments, Begins, Hermes, Llama, Mistral, Reader, Told
+from mooncake_zmq.gateway.constraints import ConstraintRefused, of_lark, schema_text
+
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 256 << 10
+MAX_CALLS = 16
+"""In an answer with a grammar."""
+CallForm = Literal["hermes", "llama3_json", "mistral"]
+FORMS: dict[CallForm, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "llama3_json": ("<|python_tag|>", '"parameters": dictionary'),
+}
+"""By what a chat template says when its model writes calls so."""
+
+
+class Words(Protocol):
+    """What is needed of a tokenizer."""
+
+    special_ids: frozenset[int]
+    chat_template: str
+    takes_tools: bool
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
+
+
+class _Function(Struct):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Its arguments are to follow the schema although the model chooses whether it calls."""
+
+
+class _Tool(Struct):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Named(Struct):
+    name: str
+
+
+class _Choice(Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: _Named
+
+
+class _CalledFunction(Struct):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class _Called(Struct):
+    function: _CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+_tools = msgspec.json.Decoder(Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None)
+_choice = msgspec.json.Decoder(Literal["none", "auto", "required"] | _Choice | None)
+_calls = msgspec.json.Decoder(Annotated[list[_Called], Meta(max_length=MAX_TOOLS)] | None)
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a chat has of them. `given`: as the template takes them. `form`: how calls are written; None: they are not read."""
+
+    given: list[dict[str, Any]]
+    form: CallForm | None
+    names: tuple[str, ...]
+    max_calls: int
+    marked: bool
+    """The mark of a call is a special token."""
+    constraint: bytes = b""
+    """Of an answer that must have calls, or calls of strict functions only as these say."""
+
+    def reader(self) -> "CallReader | None":
+        """For one answer."""
+        return None if self.form is None else CallReader(_READERS[self.form](self.names), self.max_calls)
+
+
+NO_TOOLS = Tools([], None, (), 0, False)
+
+
+def read_tools(tools: Raw, choice: Raw, parallel: bool | None, words: Words, form: CallForm | None = None) -> Tools:
+    """What is asked. `form`: the operator's; None: as the template tells. Raises ConstraintRefused."""
+    given, chosen = _given(bytes(tools)), _chosen(bytes(choice))
+    must = chosen == "required" or isinstance(chosen, _Choice)
+    if not given:
+        if must:
+            raise ConstraintRefused("tool_choice", "there are no tools to choose from")
+        return NO_TOOLS
+    if not words.takes_tools:
+        raise ConstraintRefused("tools", "this model's chat template takes no tools")
+    functions = [msgspec.convert(each, _Tool).function for each in given]
+    names = tuple(function.name for function in functions)
+    if chosen == "none":
+        return Tools(given, None, names, 0, False)
+    form = form or form_of(words.chat_template)
+    if form is None:
+        text = f"how this model writes calls is not known: the operator can set tool_call_parser to {', '.join(FORMS)}"
+        raise ConstraintRefused("tools", text)
+    if isinstance(chosen, _Choice):
+        functions = [function for function in functions if function.name == chosen.function.name]
+        if not functions:
+            raise ConstraintRefused("tool_choice", "it names none of the tools")
+    most = 1 if parallel is False or isinstance(chosen, _Choice) else MAX_CALLS
+    marks = _special_marks(form, words)
+    strict = any(function.strict for function in functions)
+    constraint = _grammar(form, functions, most, marks, must=must) if must or strict else b""
+    return Tools(given, form, names, most if parallel is False else 0, bool(marks), constraint)
+
+
+def form_of(template: str) -> CallForm | None:
+    """How a model writes calls, by its template."""
+    return next((form for form, marks in FORMS.items() if any(mark in template for mark in marks)), None)
+
+
+def read_calls(raw: Raw) -> list[dict[str, Any]]:
+    """An assistant's earlier calls, their arguments as templates write them: as JSON, not as text of it. Raises ValueError."""
+    return [
+        {
+            "type": "function",
+            **({"id": call.id} if call.id else {}),
+            "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+        }
+        for call in _calls.decode(bytes(raw)) or []
+    ]
+
+
+def with_names(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each tool's answer with the tool's name: some templates want that, and clients tell the call's id alone."""
+    names: dict[str, str] = {}
+    for turn in turns:
+        names |= {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", ()) if "id" in call}
+        if turn["role"] == "tool" and turn.get("tool_call_id") in names:
+            turn.setdefault("name", names[turn["tool_call_id"]])
+    return turns
+
+
+def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
+    found = msgspec.json.decode(given or "{}") if isinstance(given, str) else given
+    if not isinstance(found, dict):
+        raise ValueError("the arguments of a call are no JSON object")
+    return found
+
+
+def _given(raw: bytes) -> list[dict[str, Any]]:
+    if len(raw) > MAX_TOOLS_BYTES:
+        raise ConstraintRefused("tools", f"{len(raw)} bytes of JSON are more than {MAX_TOOLS_BYTES}")
+    try:
+        given = _tools.decode(raw) or []
+        msgspec.convert(given, list[_Tool])
+    except (ValueError, RecursionError) as error:
+        raise ConstraintRefused("tools", str(error)[:200]) from None
+    return given
+
+
+def _chosen(raw: bytes) -> "Literal['none', 'auto', 'required'] | _Choice | None":
+    try:
+        chosen: Literal["none", "auto", "required"] | _Choice | None = _choice.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintRefused("tool_choice", str(error)[:200]) from None
+    return chosen
+
+
+# --- the grammar of an answer with calls
+
+
+def _special_marks(form: CallForm, words: Words) -> dict[str, int]:
+    """Those that are special tokens."""
+    found = {}
+    for mark in {"hermes": (Hermes.MARK, Hermes.END), "mistral": (Mistral.MARK,), "llama3_json": (Llama.MARK,)}[form]:
+        ids = words.encode(mark, special=False)
+        if len(ids) == 1 and ids[0] in words.special_ids:
+            found[mark] = ids[0]
+    return found
+
+
+def _grammar(form: CallForm, functions: list[_Function], most: int, marks: dict[str, int], *, must: bool) -> bytes:
+    """At most so many calls as the model writes them, with arguments of their schemas; alone, or among text unless they must
+    be. Raises ConstraintRefused."""
+    names = [f"body_{number}" for number in range(len(functions))]
+    lines = [f"body: {' | '.join(names)}"]
+    for name, function in zip(names, functions, strict=True):
+        lines += _body(name, function, "parameters" if form == "llama3_json" else "arguments", must=must)
+    if not must:
+        lines.append("TEXT: /(.|\\n)*/")
+    match form:
+        case "hermes":
+            start = _several("call", "\\n", most) if must else f"call{{0,{most}}} TEXT"
+            opening = _mark("open", Hermes.MARK, marks, lines, must=must)
+            lines.append(f'call: {opening} "\\n" body "\\n" {_literal(Hermes.END, marks)}')
+        case "mistral":
+            opening = _mark("open", Mistral.MARK, marks, lines, must=must)
+            start = f'{opening} "[" {_several("body", ", ", most)} "]"' + ("" if must else " | TEXT")
+        case "llama3_json":
+            start = _several("body", "; ", most) + ("" if must else " | PLAIN")
+            lines += [] if must else ["PLAIN: /(\\s*[^{\\s](.|\\n)*)?/"]
+    return of_lark("\n".join([f"start: {start}", *lines]))
+
+
+def _body(name: str, function: _Function, key: str, *, must: bool) -> list[str]:
+    """One call's object. Where it need not come, the arguments alone of strict functions are held to their schema."""
+    schema = function.parameters if must or function.strict else None
+    try:
+        text = schema_text(schema or {"type": "object"})
+    except ValueError as error:
+        raise ConstraintRefused("tools", f"{function.name[:64]}: {error}") from None
+    opening = json.dumps(f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": ')
+    return [f'{name}: {opening} {name}_arguments "}}"', f"{name}_arguments: %json {text}"]
+
+
+def _several(one: str, between: str, most: int) -> str:
+    return f'{one} ("{between}" {one}){{0,{most - 1}}}' if most > 1 else one
+
+
+def _literal(mark: str, marks: dict[str, int]) -> str:
+    return f"<[{marks[mark]}]>" if mark in marks else json.dumps(mark)
+
+
+def _mark(rule: str, mark: str, marks: dict[str, int], lines: list[str], *, must: bool) -> str:
+    """What opens calls; behind text, which ends with the first mark in it, if they need not come."""
+    if must:
+        return _literal(mark, marks)
+    if mark in marks:
+        return f"TEXT {_literal(mark, marks)}"
+    lines.append(f"{rule}[lazy]: TEXT {_literal(mark, marks)}")
+    return rule
+
+
+# --- an answer as it grows
+
+_READERS: dict[CallForm, Callable[[tuple[str, ...]], Reader]] = {
+    "hermes": lambda names: Hermes(),
+    "mistral": lambda names: Mistral(),
+    "llama3_json": Llama,
+}
+
+
+@dataclass(slots=True)
+class CallPiece:
+    """What is new of call `index`: its name if it begins, and more of its arguments."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+class CallReader:
+    """One answer's text and calls."""
+
+    def __init__(self, reader: Reader, max_calls: int) -> None:
+        """`max_calls`: further ones are not told; 0: all are."""
+        self.calls = 0
+        self._reader = reader
+        self._max_calls = max_calls
+
+    def push(self, text: str) -> tuple[str, list[CallPiece]]:
+        """Text beside calls, and what is new of these."""
+        return self._told(self._reader.push(text))
+
+    def flush(self) -> tuple[str, list[CallPiece]]:
+        """What was held back in vain."""
+        return self._told(self._reader.flush())
+
+    def _told(self, told: list[Told]) -> tuple[str, list[CallPiece]]:
+        text, pieces = "", list[CallPiece]()
+        for each in told:
+            match each:
+                case Begins(name):
+                    self.calls += 1
+                    pieces.append(CallPiece(self.calls - 1, name, ""))
+                case Arguments(more) if pieces and pieces[-1].index == self.calls - 1:
+                    pieces[-1].arguments += more
+                case Arguments(more):
+                    pieces.append(CallPiece(self.calls - 1, None, more))
+                case str():
+                    text += each
+        return text, [piece for piece in pieces if not self._max_calls or piece.index < self._max_calls]
+
+
+def call_delta(piece: CallPiece, salt: str) -> dict[str, Any]:
+    """As a stream tells it: what begins a call names it. `salt`: of the answer."""
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    return {"index": piece.index, **_call(piece.index, piece.name, piece.arguments, salt)}
+
+
+def whole_calls(pieces: list[CallPiece], salt: str) -> list[dict[str, Any]]:
+    """All calls of an answer."""
+    names = {piece.index: piece.name for piece in pieces if piece.name is not None}
+    texts = {index: "".join(piece.arguments for piece in pieces if piece.index == index) for index in names}
+    return [_call(index, name, texts[index], salt) for index, name in names.items()]
+
+
+def _call(index: int, name: str, arguments: str, salt: str) -> dict[str, Any]:
+    """Its id is of nine letters and digits: there are templates that take no other."""
+    number = int.from_bytes(hashlib.blake2b(f"{salt}/{index}".encode(), digest_size=16).digest())
+    digits = [_DIGITS[number // 36**place % 36] for place in range(9)]
+    return {"id": "".join(digits), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+_DIGITS = string.digits + string.ascii_lowercase

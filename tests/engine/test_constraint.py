@@ -1,0 +1,192 @@
+"""Answers follow their grammar from wherever they go on, and end exactly where it lets them."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from mooncake_zmq.core.messages import Sampling
+from mooncake_zmq.engine.constraint import MAX_COMPILED, Bytes, ConstraintError, Grammars
+from mooncake_zmq.engine.sampling import Past, choose, near_tie, scores
+from mooncake_zmq.engine.tokenizer import ByteVocabulary, byte_tokenizer
+from mooncake_zmq.gateway.constraints import of_lark, of_schema
+from mooncake_zmq.kv.block_hash import pack_tokens
+
+END = ByteVocabulary.END_ID
+PERSON = of_schema(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 6},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 3},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+YES_NO = of_lark('start: "yes" | "no"')
+
+
+@pytest.fixture(scope="module", params=["bytes", "smollm2"])
+def tokenizer(request):
+    return byte_tokenizer() if request.param == "bytes" else request.getfixturevalue("default_tokenizer")
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    made = Grammars(lambda: tokenizer, tokenizer.vocab_size + 3)
+    yield made
+    made.close()
+
+
+def draw(grammars, sampling, tokenizer, tokens=(), most=400):
+    """An answer of noise, from these tokens on."""
+    tokens = list(tokens)
+    past = Past(sampling, pack_tokens(tokens), grammars)
+    while not (tokens and tokens[-1] in tokenizer.eos_ids) and len(tokens) < most:
+        noise = np.random.default_rng([sampling.seed, len(tokens)]).normal(size=tokenizer.vocab_size + 3)
+        token, _ = choose(noise.astype(np.float32), sampling, len(tokens), past)
+        past.feed(token, len(tokens))
+        tokens.append(token)
+    return tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize("seed", range(2))
+def test_noise_becomes_json_of_the_schema_and_a_resumed_answer_goes_on_alike(grammars, tokenizer, seed, temperature):
+    sampling = Sampling(temperature=temperature, seed=seed, top_k=50, presence_penalty=0.5, constraint=PERSON)
+    whole = draw(grammars, sampling, tokenizer)
+    assert whole[-1] in tokenizer.eos_ids
+    person = json.loads(tokenizer.decode(whole))
+    assert len(person["name"]) <= 6
+    assert 0 <= person["age"] <= 150
+    assert set(person.get("tags", [])) <= {"a", "bc"}
+    for cut in range(0, len(whole), 1 + len(whole) // 6):
+        assert draw(grammars, sampling, tokenizer, whole[:cut]) == whole
+
+
+def test_the_end_is_allowed_exactly_where_the_grammar_accepts(grammars, tokenizer):
+    matcher = grammars.matcher(YES_NO)
+    assert not matcher.allowed()[list(tokenizer.eos_ids)].any()
+    with pytest.raises(ConstraintError, match="ended where its grammar does not"):
+        matcher.feed(tokenizer.eos_ids[0])
+    matcher = grammars.matcher(YES_NO, tokenizer.encode("no", special=False))
+    for _ in range(3):  # whoever wants to hear nothing of ends hears them to his last token
+        assert np.flatnonzero(matcher.allowed()).tolist() == list(tokenizer.eos_ids)
+        matcher.feed(tokenizer.eos_ids[0])
+    with pytest.raises(ConstraintError):
+        matcher.feed(tokenizer.encode("y", special=False)[0])
+
+
+def test_ids_that_stand_for_no_text_are_never_allowed(tokenizer):
+    grammars = Grammars(lambda: tokenizer, tokenizer.vocab_size + 3)
+    allowed = grammars.matcher(of_lark("start: /(.|\\n)*/")).allowed()
+    assert not allowed[tokenizer.vocab_size :].any()
+    assert not allowed[sorted(tokenizer.special_ids - set(tokenizer.eos_ids))].any()
+    assert allowed[tokenizer.encode("a", special=False)].all()
+
+
+def test_an_answer_that_is_none_of_the_grammar_is_an_error(grammars, tokenizer):
+    with pytest.raises(ConstraintError):
+        grammars.matcher(YES_NO, tokenizer.encode("maybe", special=False))
+    past = Past(Sampling(constraint=YES_NO), pack_tokens(tokenizer.encode("maybe", special=False)), grammars)
+    with pytest.raises(ConstraintError):
+        past.forbid(np.zeros(tokenizer.vocab_size + 3, np.float32))
+
+
+@pytest.mark.parametrize("nonsense", [b"{", b"\xff", b"", of_lark("start: a"), of_lark("start: /(?=a)/")])
+def test_nonsense_is_refused_each_time_it_is_asked(nonsense):
+    grammars = Grammars(byte_tokenizer, 512)
+    for _ in range(2):
+        with pytest.raises(ConstraintError):
+            grammars.check(nonsense)
+
+
+def test_what_takes_too_long_to_compile_is_refused_and_not_tried_again():
+    grammars = Grammars(byte_tokenizer, 512, max_compile_s=0.0)
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match="to compile, and may take 0"):
+            grammars.check(PERSON)
+    assert len(grammars._compiled) == 1
+
+
+def test_what_has_no_answer_is_refused():
+    with pytest.raises(ConstraintError):
+        Grammars(byte_tokenizer, 512).check(of_lark("start: start"))
+
+
+def test_the_vocabulary_is_read_once_and_not_before_it_is_asked_for():
+    opened = []
+
+    def words():
+        opened.append(1)
+        return byte_tokenizer()
+
+    grammars = Grammars(words, 512)
+    assert not opened
+    waits = [grammars.begin(YES_NO, ()) for _ in range(3)]
+    assert [sorted(np.flatnonzero(wait().allowed())) for wait in waits] == [[ord("n"), ord("y")]] * 3
+    assert len(opened) == 1
+    grammars.close()
+    grammars.close()
+
+
+def test_what_has_answers_byte_by_byte_has_them_in_the_models_own_tokens(tokenizer):
+    by_bytes = Grammars(lambda: Bytes(tokenizer, tokenizer.vocab_size), tokenizer.vocab_size)
+    end = tokenizer.eos_ids[0]
+    for constraint in (PERSON, YES_NO, of_lark(f"start: <[{min(tokenizer.special_ids - {end})}]> /[a-z]+/")):
+        by_bytes.check(constraint)
+        matcher = by_bytes.matcher(constraint)
+        assert matcher.allowed().sum() in (1, 2)
+        assert not matcher.allowed()[end]
+    with pytest.raises(ConstraintError):
+        by_bytes.check(of_lark("start: start"))
+
+
+def test_compiled_grammars_are_kept_up_to_a_bound():
+    grammars = Grammars(byte_tokenizer, 512)
+    for number in range(MAX_COMPILED + 5):
+        grammars.check(of_lark(f'start: "{number}"'))
+    assert len(grammars._compiled) == MAX_COMPILED
+
+
+def test_a_model_without_an_end_has_no_constraints():
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_ids = ()
+    with pytest.raises(ConstraintError, match="no token that ends"):
+        Grammars(lambda: tokenizer, 512).check(YES_NO)
+
+
+def feed_until_it_ends(matcher, token):
+    while matcher.allowed()[token]:
+        matcher.feed(token)
+
+
+def test_a_grammar_that_grows_beyond_its_limits_fails_and_no_other_does():
+    grammars = Grammars(byte_tokenizer, 512)
+    growing = of_lark('start: ("a"{1,1000}){1,1000}')
+    matcher, other = grammars.matcher(growing), grammars.matcher(growing)
+    with pytest.raises(ConstraintError):
+        feed_until_it_ends(matcher, ord("a"))
+    assert other.allowed()[ord("a")]
+
+
+def test_what_is_forbidden_stays_so_whatever_the_bias():
+    grammars = Grammars(byte_tokenizer, 512)
+    logits = np.zeros(512, np.float32)
+    sampling = Sampling(logit_bias=((ord("x"), 100.0),), constraint=YES_NO, temperature=1.0, top_p=0.1, seed=3)
+    past = Past(sampling, b"", grammars)
+    assert set(np.flatnonzero(np.isfinite(scores(logits, sampling, 0, past)))) == {ord("y"), ord("n")}
+    assert near_tie(logits, Sampling(constraint=YES_NO), 0, past)
+
+
+def test_grammars_are_made_from_many_threads_at_once():
+    grammars, found = Grammars(byte_tokenizer, 512), []
+    threads = [threading.Thread(target=lambda: found.append(grammars.matcher(PERSON).allowed()[ord("{")])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 8
