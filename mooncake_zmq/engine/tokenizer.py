@@ -68,7 +68,7 @@ class Vocabulary(Protocol):
         """Characters of a text that one id stands for at most."""
 
     def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character. A special token's are those of its name."""
 
@@ -91,9 +91,9 @@ class Tokenizer:
             return [self._conversation.bos_id, *ids]
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens."""
-        return self._vocabulary.decode(ids)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of `ids`, without special tokens unless `special`."""
+        return self._vocabulary.decode(ids, special=special)
 
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character. A special token's are those of its name."""
@@ -169,8 +169,8 @@ class BpeVocabulary:
         ids: list[int] = encoding.ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
 
     def piece(self, token: int) -> bytes:
@@ -205,8 +205,9 @@ class ByteVocabulary:
             ids += [self._special_ids[piece]] if piece in self._special_ids else piece.encode()
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(self._pieces[token] for token in ids).decode("utf-8", errors="replace")
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        pieces = map(self.piece, ids) if special else (self._pieces[token] for token in ids)
+        return b"".join(pieces).decode("utf-8", errors="replace")
 
     def piece(self, token: int) -> bytes:
         special = token - 256

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
-from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading
+from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
     DONE,
@@ -42,6 +42,7 @@ from mooncake_zmq.gateway.pages import front_page
 from mooncake_zmq.gateway.requests import ClientOutput, Failed, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Limited, Tenant
+from mooncake_zmq.gateway.tokens import detokenize, tokenize
 
 CLIENT_CLOSED_REQUEST = 499
 """Status in log and metrics when the client hung up; nobody receives it."""
@@ -54,6 +55,8 @@ METHOD_CHARS = 16
 """Of a method, in error and log."""
 SCRAPE_EVERY_S = 0.1
 """A page of metrics is made at most this often, however many ask: it takes milliseconds, in which no stream goes on."""
+
+WorkT = TypeVar("WorkT")
 
 _log = structlog.get_logger("gateway")
 
@@ -69,8 +72,10 @@ def create_app(edge: Edge) -> Starlette:
 
     app = Starlette(
         routes=[
-            Route("/v1/completions", _Generation(edge, CompletionBody, threads), methods=["POST"]),
-            Route("/v1/chat/completions", _Generation(edge, ChatBody, threads), methods=["POST"]),
+            Route("/v1/completions", _Posted(edge, threads, _Generation(edge, CompletionBody)), methods=["POST"]),
+            Route("/v1/chat/completions", _Posted(edge, threads, _Generation(edge, ChatBody)), methods=["POST"]),
+            Route("/tokenize", _Posted(edge, threads, _Tokens(edge, tokenize)), methods=["POST"]),
+            Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
             *_plain_routes(edge),
         ],
         middleware=[Middleware(_Envelope, edge=edge)],
@@ -149,7 +154,7 @@ class _Threads:
         self._short = ThreadPoolExecutor(1, thread_name_prefix="prepare")
         self._long = ThreadPoolExecutor(settings.tokenize_threads, thread_name_prefix="prepare-long")
 
-    async def run(self, size_bytes: int, work: Callable[[], Prepared]) -> Prepared:
+    async def run(self, size_bytes: int, work: Callable[[], WorkT]) -> WorkT:
         """`work`, for a body of that size; what it raises."""
         pool = self._short if size_bytes <= self._short_bytes else self._long
         return await asyncio.get_running_loop().run_in_executor(pool, work)
@@ -160,13 +165,13 @@ class _Threads:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _Generation:
-    """POST /v1/completions or /v1/chat/completions, as an ASGI application."""
+class _Posted(Generic[WorkT]):
+    """A POST, as an ASGI application: its body is read within the limits and made into something by a thread, then answered."""
 
-    def __init__(self, edge: Edge, kind: type[CompletionBody] | type[ChatBody], threads: _Threads) -> None:
+    def __init__(self, edge: Edge, threads: _Threads, asked: "_Asked[WorkT]") -> None:
         self._edge = edge
-        self._kind = kind
         self._threads = threads
+        self._asked = asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = scope["state"]["tenant"]
@@ -180,8 +185,7 @@ class _Generation:
                     stack.callback(watcher.cancel)
                     prepared = await self._prepare(call, raw, tenant)
                     del raw
-                usage.take(prepared.requests)
-                await self._answer(call, prepared, usage, scope, send)
+                await self._asked.answer(call, prepared, usage, scope, send)
         except _Stuck:
             await _hang_up(scope, receive)
         except (HungUp, ClientDisconnect):
@@ -192,7 +196,52 @@ class _Generation:
         except Limited as limited:
             raise RequestError(429, str(limited), code="rate_limit_exceeded", retry_after_s=limited.retry_after_s) from None
 
-    async def _answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
+    async def _prepare(self, call: Call, raw: bytearray, tenant: Tenant | None) -> WorkT:
+        def work() -> WorkT:
+            if call.gone:  # while this waited for a thread
+                raise HungUp
+            return self._asked.prepare(raw, tenant)
+
+        return await self._threads.run(len(raw), work)
+
+
+class _Asked(Protocol[WorkT]):
+    """What one kind of POST asks for."""
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> WorkT:
+        """In a thread. Raises RequestError."""
+
+    async def answer(self, call: Call, prepared: WorkT, usage: Usage, scope: Scope, send: Send) -> None:
+        """On the loop."""
+
+
+class _Tokens:
+    """POST /tokenize or /detokenize."""
+
+    def __init__(self, edge: Edge, work: Callable[[bytearray, ServedModel], bytes]) -> None:
+        self._model = edge.model
+        self._work = work
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> bytes:
+        return self._work(raw, self._model)
+
+    async def answer(self, call: Call, prepared: bytes, usage: Usage, scope: Scope, send: Send) -> None:
+        await Response(prepared, media_type="application/json")(scope, _nothing, send)
+
+
+class _Generation:
+    """POST /v1/completions or /v1/chat/completions."""
+
+    def __init__(self, edge: Edge, kind: type[CompletionBody] | type[ChatBody]) -> None:
+        self._edge = edge
+        self._kind = kind
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
+        edge = self._edge
+        return prepare(raw, self._kind, edge.model, edge.settings, lambda: secrets.randbelow(SEEDS), tenant)
+
+    async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
+        usage.take(prepared.requests)
         call.submit(prepared.requests)
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
@@ -211,16 +260,6 @@ class _Generation:
                 "completion_tokens": completion_tokens,
                 "finish_reasons": [choice.finish_reason for choice in prepared.choices],
             }
-
-    async def _prepare(self, call: Call, raw: bytearray, tenant: Tenant | None) -> Prepared:
-        settings, model = self._edge.settings, self._edge.model
-
-        def work() -> Prepared:
-            if call.gone:  # while this waited for a thread
-                raise HungUp
-            return prepare(raw, self._kind, model, settings, lambda: secrets.randbelow(SEEDS), tenant)
-
-        return await self._threads.run(len(raw), work)
 
 
 class _Stuck(Exception):

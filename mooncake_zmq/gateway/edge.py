@@ -38,13 +38,17 @@ class Tokenizer(Protocol):
     longest_token: int
     """Characters of a text that one id stands for at most."""
 
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """`special`: with what the model puts before a text."""
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """`special`: with the names of special tokens."""
+
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character."""
 
     def stream(self) -> TextStream: ...
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Raises ValueError when the chat template refuses the messages."""
         ...
 

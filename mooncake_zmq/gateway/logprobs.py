@@ -13,9 +13,9 @@ def of_completion(
     tokens: Sequence[int], logprobs: Sequence[TokenLogprob], offsets: Sequence[int], piece: Piece
 ) -> dict[str, Any]:
     """As /v1/completions tells it: parallel lists. The likeliest tokens come with the one that was chosen."""
-    texts = [_text(piece(token)) for token in tokens]
+    texts = [text_of(piece(token)) for token in tokens]
     likeliest = [
-        {_text(piece(each)): value for each, value in [*best, (token, own)]}
+        {text_of(piece(each)): value for each, value in [*best, (token, own)]}
         for token, (own, best) in zip(tokens, logprobs, strict=True)
     ]
     return {
@@ -40,8 +40,8 @@ def _entry(token: int, logprob: float, piece: Piece) -> dict[str, Any]:
     return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
-def _text(raw: bytes) -> str:
-    """Where there is no `bytes` beside it, parts of characters are told apart as OpenAI does."""
+def text_of(raw: bytes) -> str:
+    """What a token stands for. Where there is no `bytes` beside it, parts of characters are told apart as OpenAI does."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

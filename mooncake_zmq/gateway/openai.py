@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -18,6 +18,8 @@ from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenant
 from mooncake_zmq.gateway.unsupported import Unsupported, UnsupportedOfMessage, asked, asked_of_message
 from mooncake_zmq.kv.block_hash import pack_tokens
+
+KindT = TypeVar("KindT")
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use the whole context."""
@@ -85,9 +87,20 @@ def _too_long(param: str, model: ServedModel, however: str) -> RequestError:
     return _invalid(param, text, "context_length_exceeded")
 
 
+def _too_many_tokens(param: str, model: ServedModel, prompt_tokens: int, answer_tokens: int) -> RequestError:
+    both = f"{prompt_tokens + answer_tokens} tokens ({prompt_tokens} in the prompt, {answer_tokens} in the completion)"
+    return _too_long(param, model, f"you requested {both}. Please reduce the length of the prompt or the completion")
+
+
 def _check_fits(prompt_tokens: int, param: str, model: ServedModel) -> None:
     if prompt_tokens >= model.max_model_len:
-        raise _too_long(param, model, f"your prompt has {prompt_tokens} tokens, which leave no room for an answer")
+        raise _too_many_tokens(param, model, prompt_tokens, 1)
+
+
+def check_model(wanted: str | None, model: ServedModel) -> None:
+    """Raises RequestError."""
+    if wanted is not None and wanted != model.id:
+        raise unknown_model(wanted, model)
 
 
 def _check_count(count: int, most: int, what: str) -> None:
@@ -222,8 +235,7 @@ class Body(Unsupported, frozen=True, kw_only=True):
         wish = self.max_completion_tokens or self.max_tokens
         if wish is not None and wish > room:
             name = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
-            both = f"{prompt_tokens + wish} tokens ({prompt_tokens} in the prompt, {wish} in the answer)"
-            raise _too_long(name, model, f"you asked for {both}")
+            raise _too_many_tokens(name, model, prompt_tokens, wish)
         max_tokens = wish or min(default_tokens, room)
         min_tokens = self.min_tokens or 0
         if min_tokens > max_tokens:
@@ -266,8 +278,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
             elif first == b"]":
                 prompts = []
             else:
-                _check_fits(given.count(b",") + 1, "prompt", model)
-                prompts = [_ids.decode(given)]
+                prompts = [read_ids(given, model, "prompt")]
         if not prompts or not all(prompts):
             raise _invalid("prompt", "the prompt is empty")
         return prompts
@@ -326,9 +337,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
     def prompts(self, model: ServedModel, max_prompts: int) -> list[Prompt]:
         """The conversation is one prompt."""
-        if len(self.messages) > model.max_model_len:
-            raise _too_long("messages", model, f"there are {len(self.messages)} messages")
-        return [[message.turn() for message in self.messages]]
+        return [turns_of(self.messages, model)]
 
     def without_prompt(self) -> "ChatBody":
         """See `CompletionBody`."""
@@ -348,9 +357,28 @@ def _json_errors(param: str | None = None) -> Iterator[None]:
         raise _invalid(None, f"the body is not JSON: {_of_a_library(error)}", "invalid_json") from None
 
 
-def _parse(raw: bytes | bytearray, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+def turns_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[ChatTurn]:
+    """A conversation as chat templates read it. Raises RequestError."""
+    if len(messages) > model.max_model_len:
+        raise _too_long("messages", model, f"you requested {len(messages)} messages, which are more tokens than that")
+    return [message.turn() for message in messages]
+
+
+def read_ids(raw: bytes, model: ServedModel, param: str) -> list[int]:
+    """A list of token ids, not longer than a prompt may be. Raises RequestError."""
+    _check_fits(raw.count(b",") + 1, param, model)
+    with _json_errors(param):
+        return _ids.decode(raw)
+
+
+def parsed(raw: bytes | bytearray, kind: type[KindT]) -> KindT:
+    """A body of this kind. Raises RequestError."""
     with _json_errors():
-        body = msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=kind)
+
+
+def _parse(raw: bytes | bytearray, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+    body = parsed(raw, kind)
     if (name := asked(body)) is not None:
         raise _invalid(name, f"{name} is not supported", UNSUPPORTED)
     return body
@@ -378,8 +406,7 @@ def prepare(
 ) -> Prepared:
     """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone tells."""
     body = _parse(raw, kind)
-    if body.model is not None and body.model != model.id:
-        raise unknown_model(body.model, model)
+    check_model(body.model, model)
     prompts = body.prompts(model, settings.max_choices)
     n = body.choices_per_prompt
     if len(prompts) * n > settings.max_choices:
@@ -387,7 +414,7 @@ def prepare(
     chat = isinstance(body, ChatBody)
     param = "messages" if chat else "prompt"
     for prompt in prompts:
-        _check_size(prompt, model, param)
+        check_size(prompt, model, param)
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
     salt = body.cache_salt or ""
@@ -395,7 +422,7 @@ def prepare(
     echo_chars = settings.max_echo_chars
     prepared = Prepared(body.without_prompt(), [], [])
     for prompt in prompts:
-        ids = _tokenize(prompt, model, param)
+        ids = tokenized(prompt, model, param)
         stop = body.stop_rule(len(ids), model.max_model_len if chat else DEFAULT_COMPLETION_TOKENS, model, param)
         tokens = pack_tokens(ids)
         root, keys = model.hash_prompt(tokens, salt)
@@ -422,8 +449,8 @@ def prepare(
     return prepared
 
 
-def _check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
-    """What is too long whatever it says is not tokenized."""
+def check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
+    """What is too long whatever it says is not tokenized. Raises RequestError."""
     if isinstance(prompt, str):
         _check_chars(len(prompt), param, model)
     elif isinstance(prompt[0], int):
@@ -434,17 +461,19 @@ def _check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
 
 def _check_chars(chars: int, param: str, model: ServedModel) -> None:
     if chars > model.max_chars:
-        raise _too_long(param, model, f"your prompt has {chars} characters, which are more tokens than that")
+        raise _too_long(param, model, f"you requested {chars} characters, which are more tokens than that")
 
 
-def _tokenize(prompt: Prompt, model: ServedModel, param: str) -> list[int]:
+def tokenized(prompt: Prompt, model: ServedModel, param: str, *, special: bool = True, answer: bool = True) -> list[int]:
+    """Its ids, at least one. `special`: with what the model puts before a text; `answer`: a conversation ends where the answer
+    begins. Raises RequestError."""
     if isinstance(prompt, str):
-        ids = model.tokenizer.encode(prompt)
+        ids = model.tokenizer.encode(prompt) if special else model.tokenizer.encode(prompt, special=False)
     elif isinstance(prompt[0], int):
         ids = [item for item in prompt if isinstance(item, int)]
     else:
         try:
-            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)])
+            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)], answer)
         except ValueError as error:
             raise _invalid(param, _of_a_library(error)) from None
     if not ids:

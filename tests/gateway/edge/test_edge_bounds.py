@@ -166,7 +166,7 @@ def test_what_is_being_answered_keeps_no_text():
 def test_errors_quote_little_of_what_was_sent(call):
     actor, long = ScriptedActor(), "y" * 5000
 
-    def refuse(_messages):
+    def refuse(_messages, _answer):
         raise ValueError(f"no such role: {long}")
 
     actor.edge.model.tokenizer.chat = refuse

@@ -118,7 +118,7 @@ def test_bad_messages(messages):
 def test_what_the_template_refuses():
     actor = ScriptedActor()
 
-    def refuse(_messages):
+    def refuse(_messages, _answer):
         raise ValueError("the chat template refused the messages: roles must alternate")
 
     actor.edge.model.tokenizer.chat = refuse
