@@ -6,7 +6,7 @@ import math
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -26,6 +27,7 @@ from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedM
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
     DONE,
+    KEEP_ALIVE,
     QUOTED_CHARS,
     SEEDS,
     ChatBody,
@@ -61,8 +63,8 @@ WorkT = TypeVar("WorkT")
 _log = structlog.get_logger("gateway")
 
 
-def create_app(edge: Edge) -> Starlette:
-    """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`."""
+def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
+    """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`. `cors_origins`: whose pages may call."""
     threads = _Threads(edge.settings)
 
     @contextlib.asynccontextmanager
@@ -78,12 +80,26 @@ def create_app(edge: Edge) -> Starlette:
             Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
             *_plain_routes(edge),
         ],
-        middleware=[Middleware(_Envelope, edge=edge)],
+        middleware=[*_cors(cors_origins), Middleware(_Envelope, edge=edge)],
         exception_handlers={HTTPException: _routing_error, RequestError: _request_error, Exception: _our_bug},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Before everything else: a browser asks without a key whether it may ask with one."""
+    if not origins:
+        return []
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+    )
+    return [cors]
 
 
 def _plain_routes(edge: Edge) -> list[Route]:
@@ -246,7 +262,7 @@ class _Generation:
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
             if prepared.body.stream:
-                await _Stream(call, reply, send, self._edge.settings.send_timeout_s).run()
+                await _Stream(call, reply, send, self._edge.settings).run()
             else:
                 while not reply.done:
                     _accept(call, reply, await call.take())
@@ -277,33 +293,54 @@ async def _hang_up(scope: Scope, receive: Receive) -> None:
 
 
 class _Stream:
-    """A reply as server-sent events. Nothing is sent before the first output, so an early failure keeps its status."""
+    """A reply as server-sent events. Nothing is sent before the first output, so an early failure keeps its status; unless that
+    output is long in coming."""
 
-    def __init__(self, call: Call, reply: Reply, send: Send, send_timeout_s: float) -> None:
+    def __init__(self, call: Call, reply: Reply, send: Send, settings: EdgeSettings) -> None:
         self._call = call
         self._reply = reply
         self._send = send
-        self._send_timeout_s = send_timeout_s
+        self._settings = settings
+        self._begun = False
 
     async def run(self) -> None:
         reply = self._reply
-        _accept(self._call, reply, await self._call.take())
+        first = await self._first()
+        try:
+            _accept(self._call, reply, first)
+            await self._begin()
+            await self._say(self._news())
+            while not reply.done:
+                _accept(self._call, reply, await self._call.take())
+                await self._say(self._news())
+        except RequestError as error:
+            if not self._begun:
+                raise
+            await self._say(self._news() + server_sent(error.body()), last=True)
+            return
+        usage = server_sent(reply.usage_chunk()) if reply.body.include_usage else b""
+        await self._say(usage + DONE, last=True)
+
+    async def _first(self) -> list[tuple[int, ClientOutput]]:
+        """The first outputs; while the prompt is computed, something now and then that is none."""
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.keep_alive_s or None):
+                    return await self._call.take()
+            except TimeoutError:
+                await self._begin()
+                await self._say(KEEP_ALIVE)
+
+    async def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
         await self._write({"type": "http.response.start", "status": 200, "headers": headers})
-        try:
-            await self._say(self._news())
-            while not reply.done:
-                _accept(self._call, reply, await self._call.take())
-                await self._say(self._news())
-        except RequestError as error:
-            await self._say(self._news() + server_sent(error.body()), last=True)
-            return
-        usage = server_sent(reply.usage_chunk()) if reply.body.include_usage else b""
-        await self._say(usage + DONE, last=True)
 
     def _news(self) -> bytes:
         return b"".join(server_sent(chunk) for chunk in self._reply.chunks())
@@ -315,7 +352,7 @@ class _Stream:
     async def _write(self, message: Message) -> None:
         """A client that takes nothing for long is as good as gone."""
         try:
-            async with asyncio.timeout(self._send_timeout_s):
+            async with asyncio.timeout(self._settings.send_timeout_s):
                 await self._send(message)
         except TimeoutError:
             raise _Stuck from None

@@ -127,11 +127,12 @@ class Edge:
         incarnation: int,
         model: ServedModel,
         settings: EdgeSettings,
+        max_open: int,
         backing: Backing,
         clock: Callable[[], float] = time.monotonic,
         tenants: Tenants | None = None,
     ) -> None:
-        """`tenants`: who may call; None: everybody."""
+        """`max_open`: requests that the actor takes at once. `tenants`: who may call; None: everybody."""
         self.tenants = tenants
         self.name = name
         self.model = model
@@ -150,6 +151,7 @@ class Edge:
         self._id_prefix = f"{name}-{incarnation:x}"
         self._numbers = count(1)
         self._open: dict[str, _Open] = {}
+        self._max_open = max_open
         self._slots_taken = 0
         self.bodies = 0
         """Calls whose body is coming in, or is not a request yet."""
@@ -247,7 +249,7 @@ class Edge:
         if self.draining:
             self.count("edge_rejected[reason=draining]")
             raise Full("the gateway is draining: try another one")
-        if self._slots_taken + wanted > self.settings.max_open_requests:
+        if self._slots_taken + wanted > self._max_open:
             self.count("edge_rejected[reason=full]")
             raise Full(f"the gateway serves {self._slots_taken} requests and has no room for {wanted} more")
 

@@ -163,7 +163,7 @@ class Body(Unsupported, frozen=True, kw_only=True):
     stop: msgspec.Raw = msgspec.Raw(b"null")
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
-    n: Annotated[int, Meta(ge=1, le=8)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     return_token_ids: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -769,5 +769,7 @@ def server_sent(event: dict[str, Any]) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: whoever reads events passes over it."""
 LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 """JSON lets them stand in a string, and clients that cut text into lines take them for ends."""

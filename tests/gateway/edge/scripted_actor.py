@@ -59,6 +59,8 @@ class ScriptedActor:
 
     script: Callable[[ClientRequest, int], Batches] = lambda _request, _number: [[*tokens("ok"), finished()]]
     settings: EdgeSettings = field(default_factory=EdgeSettings)
+    max_open: int = 256
+    cors_origins: tuple[str, ...] = ()
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     share: bool = False
     max_model_len: int = 64
@@ -80,8 +82,10 @@ class ScriptedActor:
             layout_fingerprint="layout",
             tokenizer=byte_tokenizer(),
         )
-        self.edge = Edge(name="gw", incarnation=0xABC, model=model, settings=self.settings, backing=self)
-        self.app = create_app(self.edge)
+        self.edge = Edge(
+            name="gw", incarnation=0xABC, model=model, settings=self.settings, max_open=self.max_open, backing=self
+        )
+        self.app = create_app(self.edge, self.cors_origins)
         self._playing: set[asyncio.Task[None]] = set()
 
     @property

@@ -91,10 +91,10 @@ def test_a_prompt_that_leaves_no_room_is_refused_in_openais_words():
 @pytest.mark.parametrize(
     ("prompt", "decoder"),
     [
-        ([[1]] * 65, "_lists_of_ids"),
-        ([[1] * 100] * 64, "_lists_of_ids"),
-        (["a"] * 65, "_texts"),
-        (['"\\'] * 130, "_texts"),
+        ([[1]] * 129, "_lists_of_ids"),
+        ([[1] * 100] * 128, "_lists_of_ids"),
+        (["a"] * 129, "_texts"),
+        (['"\\'] * 258, "_texts"),
         ([1] * 64, "_ids"),
     ],
 )
