@@ -35,6 +35,7 @@ Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 MAX_RUN = 4096
 """Tokens of one request that one message may bring."""
 RunOfTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_RUN)]
+Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MAX_LOGPROBS = 20
 """Of the likeliest tokens at one position."""
@@ -75,7 +76,7 @@ class Sampling(_Record, frozen=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     top_k: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    seed: Seed = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Tokens with less than this share of the likeliest one's probability are cut."""
     presence_penalty: Penalty = 0.0
@@ -144,6 +145,20 @@ class StopRule(_Record, frozen=True):
         return room, room >= self.max_tokens - count
 
 
+class Sibling(_Record, frozen=True):
+    """A further choice for a prompt, a request of its own from its first token on: it differs in its seed alone."""
+
+    request_id: RequestId
+    attempt: Count
+    seed: Seed
+
+
+MAX_CHOICES = 128
+Siblings = Annotated[tuple[Sibling, ...], Meta(max_length=MAX_CHOICES - 1)]
+Sampled = tuple[Token, TokenLogprob | None]
+"""A token that was chosen, and its probability if that is asked for."""
+
+
 class SegmentRef(_Record, frozen=True):
     """Where a node's block slots can be read: a shared-memory file on its host, a data endpoint from elsewhere.
 
@@ -207,6 +222,8 @@ class Schedule(_Message, frozen=True):
     """Its client holds tokens already: it is not refused for its SLO any more, at whatever attempt."""
     waited_s: Seconds = 0.0
     """How long its client has waited already: earlier attempts used up that much of `ttft_slo_s`."""
+    choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    """Answers wanted to this prompt: it is computed once, and all of them run on one decode."""
 
 
 class Placed(_Message, frozen=True):
@@ -394,6 +411,8 @@ class StartPrefill(_Message, frozen=True):
     stages: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
     """See `Placed`."""
     tenant: Tenant = ""
+    siblings: Siblings = ()
+    """Further choices: each is given a first token of its own, and a place at the decode."""
 
 
 class FirstToken(_Message, frozen=True):
@@ -459,6 +478,8 @@ class ReserveDecode(_Message, frozen=True):
     past: Tokens = b""
     """See `Sampling.past`: of the prompt tokens."""
     tenant: Tenant = ""
+    siblings: Siblings = ()
+    """Further choices that begin with the same KV, each with room of its own; those for which there is none go elsewhere."""
 
 
 class DecodeReserved(_Message, frozen=True):
@@ -521,6 +542,8 @@ class HandoffDone(_Message, frozen=True):
     """The block before them; none: they begin the prompt."""
     block_tokens: Tokens = b""
     """What they hold, for KV events."""
+    siblings: Annotated[tuple[tuple[RequestId, Token], ...], Meta(max_length=MAX_CHOICES)] = ()
+    """The first tokens of the further choices that are still wanted."""
 
 
 class HandoffReceived(_Message, frozen=True):
@@ -714,6 +737,8 @@ class StartStage(_Message, frozen=True):
     priority: Priority = 0
     past: Tokens = b""
     """See `Sampling.past`."""
+    seeds: Annotated[tuple[Seed, ...], Meta(max_length=MAX_CHOICES)] = ()
+    """Of further choices, for each of which a token is sampled too."""
 
 
 class StageReady(_Message, frozen=True):
@@ -747,6 +772,8 @@ class StageDone(_Message, frozen=True):
     leaving: Slots = ()
     token: Token | None = None
     logprob: TokenLogprob | None = None
+    others: Annotated[tuple[Sampled, ...], Meta(max_length=MAX_CHOICES)] = ()
+    """By the other seeds."""
 
 
 class StageFailed(_Message, frozen=True):

@@ -258,7 +258,7 @@ class _Generation:
 
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
         usage.take(prepared.requests)
-        call.submit(prepared.requests)
+        call.submit(prepared.requests, prepared.body.choices_per_prompt)
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
             if prepared.body.stream:

@@ -7,7 +7,7 @@ holds its slots and its requests in a `Call`; leaving the call, in whatever way,
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from types import TracebackType
 from typing import Any, Protocol
@@ -257,9 +257,12 @@ class Edge:
         self._slots_taken -= slots
         assert self._slots_taken >= 0
 
-    def open(self, request_id: str, call: "Call", index: int, request: ClientRequest) -> None:
-        self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, len(request.tokens) // 4))
-        self.backing.inject(FromClient(request_id, request))
+    def open(self, call: "Call", ids: Sequence[str], first_index: int, requests: Sequence[ClientRequest]) -> None:
+        """Requests for answers to one prompt, the first of which tells the actor of the others."""
+        for index, request_id in enumerate(ids, first_index):
+            self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, len(requests[0].tokens) // 4))
+        siblings = tuple((other, request.sampling.seed) for other, request in zip(ids[1:], requests[1:], strict=True))
+        self.backing.inject(FromClient(ids[0], replace(requests[0], siblings=siblings)))
 
     def cancel(self, request_id: str, finished_reason: str) -> None:
         """Cancel at every hop, unless it has ended. `finished_reason`: as the metrics shall count it."""
@@ -323,16 +326,17 @@ class Call:
         self._cancel_all("abort")
         self._edge.give_slots(self._slots)
 
-    def submit(self, requests: Sequence[ClientRequest]) -> None:
-        """Hand the choices to the actor; raises Full when they are more than there are slots, HungUp when nobody waits."""
+    def submit(self, requests: Sequence[ClientRequest], each: int = 1) -> None:
+        """Hand the choices to the actor, `each` in a row being for one prompt; raises Full when they are more than there are
+        slots, HungUp when nobody waits."""
         if self._gone:
             raise HungUp
         self._edge.take_slots(len(requests) - 1)
         self._slots += len(requests) - 1
         self._ids = [self._edge.new_id() for _ in requests]
-        for index, request in enumerate(requests):
+        for index in range(0, len(requests), each):
             if not self._too_slow:
-                self._edge.open(self._ids[index], self, index, request)
+                self._edge.open(self, self._ids[index : index + each], index, requests[index : index + each])
 
     def receive(self, index: int, output: ClientOutput) -> None:
         """From the edge. A reader that lags too far behind loses everything but an explicit error."""

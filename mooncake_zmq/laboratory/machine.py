@@ -22,6 +22,7 @@ from mooncake_zmq.core.work import (
     DecodeStep,
     DiskBlock,
     DiskWritten,
+    ForkSequence,
     Generate,
     LayersComputed,
     ProbeEngine,
@@ -208,8 +209,8 @@ class ModelledMachine:
                 return _Running(work, now, end_s, DiskWritten((True,) * len(blocks)))
             case ProbeProcess(node=node, incarnation=incarnation):
                 return _Running(work, now, now + PROBE_S, ProcessProbed(self._world.alive(node, incarnation)))
-            case Generate() | ProbeEngine() | WatchEngine():
-                raise TypeError(work)  # no trace is replayed on foreign engines
+            case Generate() | ProbeEngine() | WatchEngine() | ForkSequence():
+                raise TypeError(work)  # no trace is replayed on foreign engines, or asks for several choices
 
     def _plan_steps(self, now: float, work: DecodeStep) -> _Running:
         """Costs grow by the same with each step, as every member's context grows by a token."""

@@ -22,10 +22,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import structlog
+from msgspec import structs
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
-from mooncake_zmq.core.messages import Hello, Sampling, SlotRef
+from mooncake_zmq.core.messages import Hello, Sampled, Sampling, SlotRef
 from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
@@ -37,6 +38,7 @@ from mooncake_zmq.core.work import (
     DecodeStep,
     DiskBlock,
     DiskWritten,
+    ForkSequence,
     Generate,
     LayersComputed,
     ProbeEngine,
@@ -45,6 +47,7 @@ from mooncake_zmq.core.work import (
     PullBlocks,
     Result,
     SequenceBlock,
+    SequenceForked,
     SlotGrant,
     StageComputed,
     StepDecoded,
@@ -228,6 +231,8 @@ class Executor:
                 self._start_write(job, work)
             case DecodeStep():
                 self._begin(job, [(self._compute, partial(self._decode, job, work))], [])
+            case ForkSequence():
+                self._begin(job, [(self._copy, partial(self._fork, job, work))], [])
             case ProbeProcess():
                 self._begin(job, [(self._copy, partial(self._probe, work))], [])
             case Generate() | ProbeEngine() | WatchEngine():
@@ -427,15 +432,24 @@ class Executor:
                 job.before_layer(layer)
         except _PrefixFailed as failure:
             return ChunkComputed((), None, time.perf_counter() - began, *_split_failures(failure.blocks))
-        token = logprob = None
+        sampled: tuple[Sampled, ...] = ()
         if work.sampling is not None:
             assert logits is not None
-            past = job.sequences[work.sequence].past
-            token, logprob = choose(logits[0], work.sampling, work.start + len(tokens), past)
+            sampled = self._sample(job, work, logits[0], work.start + len(tokens))
+        token, logprob = sampled[0] if sampled else (None, None)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s = time.perf_counter() - began
         checksums = self._output_checksums(work)
-        return ChunkComputed(checksums, token, elapsed_s, loaded_s=loaded_s, waited_s=job.waited_s, logprob=logprob)
+        return ChunkComputed(
+            checksums, token, elapsed_s, loaded_s=loaded_s, waited_s=job.waited_s, logprob=logprob, others=sampled[1:]
+        )
+
+    def _sample(self, job: "_Job", work: ComputeChunk, logits: NDArray[np.float32], position: int) -> tuple[Sampled, ...]:
+        """The token at `position` for each choice."""
+        assert work.sampling is not None
+        past = job.sequences[work.sequence].past
+        samplings = [work.sampling, *(structs.replace(work.sampling, seed=seed) for seed in work.seeds)]
+        return tuple(choose(logits, sampling, position, past) for sampling in samplings)
 
     def _compute_stage(self, job: "_Job", stage: ComputeStage, sequence: SequenceKV) -> Result:
         assert self._engine
@@ -467,7 +481,7 @@ class Executor:
                 job.before_layer(layer)
         except _PrefixFailed as failure:
             return StageComputed((), None, time.perf_counter() - began, *_split_failures(failure.blocks))
-        token = logprob = None
+        sampled: tuple[Sampled, ...] = ()
         if stage.leaving:
             assert out is not None
             assert self._segment
@@ -475,12 +489,12 @@ class Executor:
                 return WorkFailed("the slots for hidden states are no longer granted")
         elif chunk.sampling is not None:
             assert out is not None
-            past = job.sequences[chunk.sequence].past
-            token, logprob = choose(out[0], chunk.sampling, chunk.start + stage.count, past)
+            sampled = self._sample(job, chunk, out[0], chunk.start + stage.count)
+        token, logprob = sampled[0] if sampled else (None, None)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s, waited_s = time.perf_counter() - began, job.waited_s + computes - began
         parts = self._stage_parts(stage)
-        return StageComputed(parts, token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s, logprob=logprob)
+        return StageComputed(parts, token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s, logprob=logprob, others=sampled[1:])
 
     def _stage_parts(self, stage: ComputeStage) -> tuple[int, ...]:
         assert self._segment
@@ -531,6 +545,15 @@ class Executor:
             if job.cut or job.stopped or job.is_late():
                 break
         return StepDecoded(tuple(made), time.perf_counter() - began, tuple(told))
+
+    def _fork(self, job: "_Job", work: ForkSequence) -> Result:
+        source = job.sequences[work.source].kv
+        for target in work.targets:
+            job.check()
+            copy = job.sequences[target].kv
+            copy.copy_from(source, work.tokens)
+            copy.settle()
+        return SequenceForked()
 
     # --- copying whole blocks
 
@@ -980,5 +1003,7 @@ def _sequences_of(work: Work) -> list[int]:
             return list(dict.fromkeys(entry.sequence for entry in work.entries))
         case CopyBlocks():
             return list(dict.fromkeys(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock)))
+        case ForkSequence():
+            return [work.source, *work.targets]
         case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine():
             return []

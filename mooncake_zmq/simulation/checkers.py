@@ -35,6 +35,7 @@ from mooncake_zmq.core.messages import (
     Schedule,
     SlotRef,
     SlotsReserved,
+    StartPrefill,
     TokensDecoded,
 )
 from mooncake_zmq.core.roles import ENGINE_ROLES
@@ -165,6 +166,8 @@ class Checkers:
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, Schedule):
                 self._attempts[effect.message.request_id] = effect.message.attempt
+            elif isinstance(effect, Send) and isinstance(effect.message, StartPrefill):
+                self._attempts |= {sibling.request_id: sibling.attempt for sibling in effect.message.siblings}
 
     def _only_current(self, told: set[tuple[str, int]], effects: Sequence[Effect]) -> None:
         for effect in effects:

@@ -7,6 +7,7 @@ request that cannot go on here ends with `AttemptFailed`; the gateway places it 
 from collections import OrderedDict
 from typing import Any
 
+from msgspec import structs
 from msgspec.structs import asdict
 
 from mooncake_zmq.cache_node.announcer import announcements
@@ -73,6 +74,23 @@ def unable(sampling: Sampling, made: int) -> str | None:
     if made and (sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0):
         return "vLLM takes an answer that goes on for a part of the prompt, and does not penalize it"
     return None
+
+
+def _each_choice(message: StartPrefill) -> list[StartPrefill]:
+    """vLLM has a cache of its own, which the second one finds filled."""
+    own = structs.replace(message, siblings=())
+    return [
+        own,
+        *(
+            structs.replace(
+                own,
+                request_id=each.request_id,
+                attempt=each.attempt,
+                sampling=structs.replace(own.sampling, seed=each.seed),
+            )
+            for each in message.siblings
+        ),
+    ]
 
 
 class VllmNode:
@@ -154,7 +172,7 @@ class VllmNode:
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
         match message:
             case StartPrefill():
-                return self._on_start(now, sender, message)
+                return [e for each in _each_choice(message) for e in self._on_start(now, sender, each)]
             case CancelRequest():
                 return self._on_cancel(now, sender, message)
             case _:
