@@ -39,6 +39,9 @@ Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MAX_LOGPROBS = 20
 """Of the likeliest tokens at one position."""
+Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+MAX_SCORED = 1024
+"""Tokens of a prompt of whose probabilities one message tells: a third of a MiB at most."""
 LEAST_LOGPROB = -1e30
 Logprob = Annotated[float, Meta(ge=LEAST_LOGPROB, le=0)]
 TokenLogprob = tuple[Logprob, Annotated[tuple[tuple[Token, Logprob], ...], Meta(max_length=MAX_LOGPROBS)]]
@@ -86,7 +89,7 @@ class Sampling(_Record, frozen=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     """By this the logits of tokens in prompt or answer are divided, or multiplied where negative."""
     logit_bias: Annotated[tuple[tuple[Token, Annotated[float, Meta(ge=-100, le=100)]], ...], Meta(max_length=1024)] = ()
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Likeliest | None = None
     """Tell each token's logarithmic probability, and so many of the likeliest ones'. None: tell nothing."""
     prompt_tokens: Count = 0
     """Where the answer begins: the same in every attempt."""
@@ -413,6 +416,9 @@ class StartPrefill(_Message, frozen=True):
     tenant: Tenant = ""
     siblings: Siblings = ()
     """Further choices: each is given a first token of its own, and a place at the decode."""
+    prompt_logprobs: Likeliest | None = None
+    """Tell the probability of each of `tokens` but the first, and so many of the likeliest ones' in its place. Nothing is
+    reused then."""
 
 
 class FirstToken(_Message, frozen=True):
@@ -428,6 +434,15 @@ class FirstToken(_Message, frozen=True):
     queue_s: Seconds
     prefill_s: Seconds
     logprob: TokenLogprob | None = None
+
+
+class PromptScored(_Message, frozen=True):
+    """Prefill -> gateway, before the first token: probabilities of the tokens from position `first` on, in order."""
+
+    request_id: RequestId
+    attempt: Count
+    first: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    logprobs: Annotated[tuple[TokenLogprob, ...], Meta(min_length=1, max_length=MAX_SCORED)]
 
 
 class AttemptFailed(_Message, frozen=True):
@@ -806,6 +821,7 @@ Message = (
     | BlocksAnnounced
     | StartPrefill
     | FirstToken
+    | PromptScored
     | AttemptFailed
     | CancelRequest
     | ReserveDecode

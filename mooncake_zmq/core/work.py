@@ -56,6 +56,10 @@ class ComputeChunk(Struct, frozen=True):
     """What of the prefix is not loaded so long after the start has failed: the lease on it may be over."""
     seeds: tuple[int, ...] = ()
     """Sample as often more, by each of these in place of the seed of `sampling`."""
+    prompt_logprobs: int | None = None
+    """Tell the probability of each token but the first, and of the one in `following`, and so many of the likeliest ones'."""
+    following: bytes = b""
+    """The token after these (int32 bytes); empty where the prompt ends."""
 
 
 class LayersComputed(Struct, frozen=True, gc=False):
@@ -80,6 +84,8 @@ class ChunkComputed(Struct, frozen=True):
     logprob: TokenLogprob | None = None
     others: tuple[Sampled, ...] = ()
     """By the other seeds."""
+    scored: tuple[TokenLogprob, ...] = ()
+    """Of the prompt, from the chunk's second token on."""
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:

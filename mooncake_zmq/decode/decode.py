@@ -889,7 +889,7 @@ class Decode:
         effects = self._put_ended(self._pool.peer_down(peer))
         for request in list(self._requests.values()):
             unverified = request.state in (RequestState.RESERVING, RequestState.LOADING) and not request.forked
-            if request.state is RequestState.CLOSING:
+            if request.state in (RequestState.CLOSING, RequestState.ENDED):
                 continue  # with the one whose handoff it waited for
             if request.request.gateway == peer:
                 effects += self._tell_prefill(request, f"{peer} is down") + self._close(now, request)

@@ -41,7 +41,7 @@ from mooncake_zmq.gateway.openai import (
     unknown_model,
 )
 from mooncake_zmq.gateway.pages import front_page
-from mooncake_zmq.gateway.requests import ClientOutput, Failed, TokenOut
+from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Limited, Tenant
 from mooncake_zmq.gateway.tokens import detokenize, tokenize
@@ -363,7 +363,7 @@ def _accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -
     for index, output in outputs:
         choice = reply.choices[index]
         if choice.finish_reason is not None:  # a stop string was found
-            if not isinstance(output, TokenOut):  # else it came before the actor learned of it
+            if isinstance(output, Finished | Failed):  # else it came before the actor learned of it
                 choice.settle(output)
             continue
         if isinstance(output, Failed):

@@ -16,7 +16,7 @@ from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
 from mooncake_zmq.gateway.readiness import ClusterView, missing_roles
-from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, StopFound, TokenOut
+from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenants
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
@@ -175,7 +175,7 @@ class Edge:
             return
         output: ClientOutput = effect.output
         self.metrics.observe(request.times, output, self.clock())
-        if not isinstance(output, TokenOut):
+        if isinstance(output, Finished | Failed):
             del self._open[effect.request_id]
         request.call.receive(request.index, output)
 

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule, TokenLogprob
 from mooncake_zmq.gateway.edge import ServedModel
 from mooncake_zmq.gateway.logprobs import of_chat, of_completion
-from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, PromptLogprobs, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenant
 from mooncake_zmq.gateway.unsupported import Unsupported, UnsupportedOfMessage, asked, asked_of_message
@@ -24,6 +24,8 @@ KindT = TypeVar("KindT")
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use the whole context."""
 SEEDS = 1 << 63
+MAX_SCORES = 1 << 16
+"""Probabilities of prompts' tokens that one answer tells: about 2 MB of JSON."""
 UNSUPPORTED = "unsupported_parameter"
 QUOTED_CHARS = 200
 """Of what a client sent, in an error: it may be megabytes."""
@@ -154,7 +156,7 @@ class Body(Unsupported, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: TokenCount | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
     max_completion_tokens: TokenCount | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -201,6 +203,15 @@ class Body(Unsupported, frozen=True, kw_only=True):
         """How many of the likeliest tokens' probabilities are wanted beside that of each token; None: none at all."""
         raise NotImplementedError
 
+    @property
+    def echoed_likeliest(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return None
+
+    def check_no_answer(self) -> None:
+        """No token is to be made. Raises RequestError."""
+        raise _invalid("max_tokens", "max_tokens is at least 1, or 0 for a completion with echo")
+
     def sampling(self, seed: int, prompt_tokens: int, model: ServedModel) -> Sampling:
         """OpenAI samples at temperature 1 unless told otherwise. Raises RequestError."""
         return Sampling(
@@ -232,7 +243,10 @@ class Body(Unsupported, frozen=True, kw_only=True):
         """Fit the output into the model's context: a wish that does not fit is an error, a default is clipped."""
         room = model.max_model_len - prompt_tokens
         _check_fits(prompt_tokens, param, model)
-        wish = self.max_completion_tokens or self.max_tokens
+        wish = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if wish == 0:
+            self.check_no_answer()
+            return StopRule(max_tokens=1)
         if wish is not None and wish > room:
             name = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
             raise _too_many_tokens(name, model, prompt_tokens, wish)
@@ -257,10 +271,20 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         """See `Body`."""
         return self.logprobs
 
+    @property
+    def echoed_likeliest(self) -> int | None:
+        """See `Body`."""
+        return self.logprobs if self.echo else None
+
+    def check_no_answer(self) -> None:
+        """See `Body`."""
+        if not self.echo:
+            super().check_no_answer()
+
     def prompts(self, model: ServedModel, max_prompts: int) -> list[Prompt]:
         """One prompt, or a list of them; a list of ids is one prompt."""
-        if self.echo and self.logprobs is not None:
-            raise _invalid("logprobs", "logprobs of the prompt, by echo, are not supported", UNSUPPORTED)
+        if self.echoed_likeliest is not None and self.choices_per_prompt > 1:
+            raise _invalid("n", "logprobs with echo tell of the prompt, for one choice: leave n out")
         given = bytes(self.prompt)
         opening = _OPENING.match(given)
         first = opening[1] if opening else b""
@@ -419,7 +443,7 @@ def prepare(
     stops = stop_tables(body.stops())
     salt = body.cache_salt or ""
     salt = salt if tenant is None else tenant.salt(salt)
-    echo_chars = settings.max_echo_chars
+    echo_chars, scored_left = settings.max_echo_chars, MAX_SCORES
     prepared = Prepared(body.without_prompt(), [], [])
     for prompt in prompts:
         ids = tokenized(prompt, model, param)
@@ -430,6 +454,12 @@ def prepare(
         echo_chars -= n * len(echo)
         if echo_chars < 0:
             raise _invalid("echo", f"an answer repeats at most {settings.max_echo_chars} characters of its prompts")
+        likeliest = body.echoed_likeliest
+        scored_left -= 0 if likeliest is None else len(ids) * (1 + likeliest)
+        if scored_left < 0:
+            raise _invalid("logprobs", f"an answer tells at most {MAX_SCORES} probabilities of its prompts")
+        offsets = None if likeliest is None else _offsets(ids, model)
+        silent = 0 in (body.max_tokens, body.max_completion_tokens)
         for nth in range(n):
             index = len(prepared.choices)
             sampling = body.sampling((seed + nth) % SEEDS, len(ids), model)
@@ -443,9 +473,13 @@ def prepare(
                 tbt_slo_s=body.tbt_slo,
                 priority=body.priority or 0,
                 tenant="" if tenant is None else tenant.name,
+                prompt_logprobs=likeliest if len(ids) > 1 else None,
             )
             prepared.requests.append(request)
-            prepared.choices.append(Choice(index, ids, model, stops=stops, min_tokens=stop.min_tokens, echo=echo))
+            choice = Choice(
+                index, ids, model, stops=stops, min_tokens=stop.min_tokens, echo=echo, offsets=offsets, silent=silent
+            )
+            prepared.choices.append(choice)
     return prepared
 
 
@@ -487,6 +521,15 @@ def _echo(body: CompletionBody | ChatBody, prompt: Prompt, model: ServedModel) -
     if isinstance(body, ChatBody) or not body.echo:
         return ""
     return prompt if isinstance(prompt, str) else model.tokenizer.decode([item for item in prompt if isinstance(item, int)])
+
+
+def _offsets(ids: Sequence[int], model: ServedModel) -> list[int]:
+    """Where in their text each of them begins, in characters."""
+    offsets, chars, stream = [], 0, model.tokenizer.stream()
+    for token in ids:
+        offsets.append(chars)
+        chars += len(stream.push(token))
+    return offsets
 
 
 # --- an answer as it grows
@@ -558,8 +601,10 @@ class Piece:
 
     text: str
     token_ids: list[int]
-    logprobs: list[TokenLogprob]
-    """Of the tokens, if they are wanted."""
+    echoed_ids: list[int]
+    """The prompt's, if their probabilities are told."""
+    logprobs: list[TokenLogprob | None]
+    """Of the tokens, if they are wanted, those of the prompt first."""
     offsets: list[int]
     """Where in the text each of these begins, in characters."""
 
@@ -568,9 +613,20 @@ class Choice:
     """One answer: detokenizes, cuts at stop strings, ends once."""
 
     def __init__(
-        self, index: int, prompt_ids: list[int], model: ServedModel, *, stops: Sequence[StopTable], min_tokens: int, echo: str
+        self,
+        index: int,
+        prompt_ids: list[int],
+        model: ServedModel,
+        *,
+        stops: Sequence[StopTable],
+        min_tokens: int,
+        echo: str,
+        offsets: list[int] | None = None,
+        silent: bool = False,
     ) -> None:
+        """`offsets`: of the prompt's tokens, if their probabilities are told. `silent`: the answer is not."""
         self.index = index
+        self._silent = silent
         self.prompt_ids = prompt_ids
         self.completion_tokens = 0
         self.finish_reason: str | None = None
@@ -587,14 +643,21 @@ class Choice:
         self._min_tokens = min_tokens
         self._text = [echo]
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._offsets: list[int] = []
+        self._echoed_ids: list[int] = [] if offsets is None else prompt_ids
+        self._logprobs: list[TokenLogprob | None] = [] if offsets is None else [None]
+        self._offsets: list[int] = offsets or []
         self._chars = len(echo)
         """Of the text so far, whether it may go out or not."""
 
-    def accept(self, output: TokenOut | Finished) -> None:
+    def accept(self, output: TokenOut | PromptLogprobs | Finished) -> None:
         """Take the actor's next output; the text of an end-of-sequence token is no part of the answer."""
         assert self.finish_reason is None
+        if isinstance(output, PromptLogprobs):
+            assert output.first == len(self._logprobs)
+            self._logprobs += output.logprobs
+            return
+        if self._silent and isinstance(output, TokenOut):
+            return
         self.has_news = True
         if isinstance(output, TokenOut):
             assert output.index == self.completion_tokens, f"token {output.index} after {self.completion_tokens} tokens"
@@ -610,7 +673,7 @@ class Choice:
         self._add(self._detokenizer.flush())
         if self.finish_reason is None:
             self._text.append(self._scanner.flush())
-            self.finish_reason = output.reason
+            self.finish_reason = "length" if self._silent else output.reason
 
     def settle(self, output: Finished | Failed) -> None:
         """The actor's last word."""
@@ -618,8 +681,9 @@ class Choice:
         self.finished = output if isinstance(output, Finished) else None
 
     def take(self) -> Piece:
-        piece = Piece("".join(self._text), self._token_ids, self._logprobs, self._offsets)
-        self._text, self._token_ids, self._logprobs, self._offsets, self.has_news = [], [], [], [], False
+        piece = Piece("".join(self._text), self._token_ids, self._echoed_ids, self._logprobs, self._offsets)
+        self._text, self._token_ids, self._echoed_ids, self.has_news = [], [], [], False
+        self._logprobs, self._offsets = [], []
         self.pieces_taken += 1
         return piece
 
@@ -707,8 +771,9 @@ class Reply:
         if self.body.likeliest is None:
             return None
         if self._chat:
-            return of_chat(piece.token_ids, piece.logprobs, self._model.tokenizer.piece)
-        return of_completion(piece.token_ids, piece.logprobs, piece.offsets, self._model.tokenizer.piece)
+            return of_chat(piece.token_ids, [told for told in piece.logprobs if told], self._model.tokenizer.piece)
+        ids = [*piece.echoed_ids, *piece.token_ids]
+        return of_completion(ids, piece.logprobs, piece.offsets, self._model.tokenizer.piece)
 
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head

@@ -39,6 +39,7 @@ from mooncake_zmq.core.messages import (
     NodesHeard,
     Outcome,
     Placed,
+    PromptScored,
     Rejected,
     RejectReason,
     RequestEnded,
@@ -78,6 +79,9 @@ class ClientRequest:
     siblings: tuple[tuple[str, int], ...] = ()
     """Further answers to the same prompt: request id and seed of each. They are requests of their own, and their prompt is
     computed once as long as none of them has a token."""
+    prompt_logprobs: int | None = None
+    """Tell the probabilities of the prompt's tokens too, and so many of the likeliest. It is computed whole then, and has no
+    siblings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,15 @@ class TokenOut:
     index: int
     token: int
     logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Probabilities of the prompt's tokens from position `first` on: all but the first token's, in order, each once, before the
+    answer's first token."""
+
+    first: int
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +145,7 @@ class Failed:
     retry_after_s: float | None = None
 
 
-ClientOutput = TokenOut | Finished | Failed
+ClientOutput = TokenOut | PromptLogprobs | Finished | Failed
 
 
 EARLY_TOKENS = MAX_RUN
@@ -205,6 +218,8 @@ class _Request:
     """Which requests have its prompt: those of one call."""
     led_by: str = ""
     """The one whose placement it waits for."""
+    scored: int = 0
+    """Tokens of the prompt whose probabilities its client has."""
     exclude: tuple[str, ...] = ()
     cached: tuple[int, int, int] | None = None
     prefill_times: tuple[float, float] = (0.0, 0.0)
@@ -225,6 +240,11 @@ class _Request:
     @property
     def prompt_tokens(self) -> int:
         return len(self.client.tokens) // 4
+
+    @property
+    def is_scored(self) -> bool:
+        """Are the prompt's probabilities told, if they are asked for?"""
+        return self.client.prompt_logprobs is None or self.scored == self.prompt_tokens - 1
 
 
 def _sibling(request: _Request) -> Sibling:
@@ -273,6 +293,8 @@ class Requests:
                 return self._on_first_token(now, sender, message)
             case Received(sender, TokensDecoded() as message):
                 return self._on_tokens(now, sender, message)
+            case Received(sender, PromptScored() as message):
+                return self._on_scored(now, sender, message)
             case Received(sender, AttemptFailed() as message):
                 return self._on_failed(now, sender, message)
             case Received(sender, NodesHeard() as message):
@@ -399,7 +421,7 @@ class Requests:
         schedule = Schedule(
             request_id=request.request_id,
             attempt=request.attempt,
-            keys=tuple(self._keys(request)),
+            keys=tuple(self._keys(request)) if request.is_scored else (),
             tokens=request.prompt_tokens + len(request.output),
             max_tokens=client.stop.max_tokens - len(request.output),
             exclude=request.exclude,
@@ -480,8 +502,9 @@ class Requests:
             booking=message.booking,
             priority=client.priority,
             tbt_slo_s=message.tbt_slo_s,
-            stages=message.stages,
+            stages=message.stages if request.is_scored else (),
             tenant=client.tenant,
+            prompt_logprobs=None if request.is_scored else client.prompt_logprobs,
             siblings=tuple([_sibling(r) for r in together[1:]]),
         )
         return [*effects, Send(message.prefill, start)]
@@ -550,7 +573,7 @@ class Requests:
         if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING:
             return []
         logprobs = () if message.logprob is None else (message.logprob,)
-        if not self._makes_sense(request, (message.token,), logprobs):
+        if not request.is_scored or not self._makes_sense(request, (message.token,), logprobs):
             return self._on_nonsense(now, request, sender)
         self._move(request, RequestEvent.FIRST_TOKEN)
         if request.cached is None:
@@ -581,6 +604,26 @@ class Requests:
             return False
         ids = [*tokens, *(token for _, likeliest in logprobs for token, _ in likeliest)] if logprobs else tokens
         return self._layout.has_token(max(ids, default=0))
+
+    def _on_scored(self, now: float, sender: str, message: PromptScored) -> list[Effect]:
+        """A later attempt tells all from the beginning: what the client has already is passed over."""
+        request = self._current(message.request_id, message.attempt)
+        if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING or request.is_scored:
+            return []
+        ids = [token for _, likeliest in message.logprobs for token, _ in likeliest]
+        stop = message.first + len(message.logprobs)
+        if (
+            message.first > request.scored + 1
+            or stop > request.prompt_tokens
+            or not self._layout.has_token(max(ids, default=0))
+        ):
+            return self._on_nonsense(now, request, sender)
+        request.heard_at = now
+        first = request.scored + 1
+        if stop <= first:
+            return []
+        request.scored = stop - 1
+        return [ToClient(request.request_id, PromptLogprobs(first, message.logprobs[first - message.first :]))]
 
     def _take_run(
         self, now: float, request: _Request, first: int, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]

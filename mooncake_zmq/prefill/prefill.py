@@ -33,6 +33,7 @@ from mooncake_zmq.core.actor import (
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
+    MAX_SCORED,
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
@@ -49,6 +50,7 @@ from mooncake_zmq.core.messages import (
     LayersReady,
     LeaseRenewed,
     Message,
+    PromptScored,
     ReclaimSlots,
     ReportCorrupt,
     ReserveDecode,
@@ -61,6 +63,7 @@ from mooncake_zmq.core.messages import (
     StageReady,
     StartPrefill,
     StartStage,
+    TokenLogprob,
     clip,
 )
 from mooncake_zmq.core.reports import REPORT, Reports
@@ -351,6 +354,8 @@ class Prefill:
             return reason
         if message.stages and Group(message, self._layout, self._settings.chunk_tokens).room > self.slots.capacity:
             return "prompt is longer than the slab"
+        if message.stages and message.prompt_logprobs is not None:
+            return "a pipeline tells no probabilities of a prompt"
         away = self._away(message)
         return f"{away} is not reachable from {self.name}" if away else None
 
@@ -413,7 +418,8 @@ class Prefill:
         self._move(job, JobEvent.ACTIVATED)
         job.started_at = now
         request = job.request
-        reusable = request.keys[: (job.length - 1) // self._layout.block_tokens]
+        scored = request.prompt_logprobs is not None  # each of its tokens has to be computed
+        reusable = () if scored else request.keys[: (job.length - 1) // self._layout.block_tokens]
         own = self.slots.leading_run(reusable if self._settings.own_reuse else ())
         self.slots.pin(own)
         job.own_slots += own
@@ -439,7 +445,7 @@ class Prefill:
             attempt=request.attempt,
             gateway=job.gateway,
             tokens=job.length,
-            reuse_keys=() if unreused else request.keys[: max(request.reuse_blocks, len(job.prefix))],
+            reuse_keys=() if unreused or scored else request.keys[: max(request.reuse_blocks, len(job.prefix))],
             last_key=request.keys[-1] if request.keys else request.root,
             tail=request.tokens[full * self._layout.block_tokens * 4 :],
             first_index=request.first_index,
@@ -631,6 +637,8 @@ class Prefill:
             sampling=request.sampling if samples else None,
             prefix_s=prefix_s,
             seeds=tuple([each.seed for each in request.siblings]) if samples else (),
+            prompt_logprobs=request.prompt_logprobs,
+            following=request.tokens[stop * 4 : (stop + 1) * 4] if request.prompt_logprobs is not None else b"",
         )
         if job.group:
             leaving = self._grants(job.group.begin_own(self.slots))
@@ -678,11 +686,27 @@ class Prefill:
             assert job.group is not None
             return self._on_own_stage(now, job, job.group, result, first_block)
         job.checksums += result.checksums
+        effects = self._tell_scored(job, start + 1, result.scored)
         if job.computed < job.length:
             self._move(job, JobEvent.CHUNK_DONE)
-            return []
+            return effects
         assert result.token is not None
-        return self._finish(now, job, ((result.token, result.logprob), *result.others))
+        return effects + self._finish(now, job, ((result.token, result.logprob), *result.others))
+
+    def _tell_scored(self, job: Job, first: int, scored: Sequence[TokenLogprob]) -> list[Effect]:
+        """What the prompt's tokens from position `first` on are worth, as soon as it is known."""
+        return [
+            Send(
+                job.gateway,
+                PromptScored(
+                    request_id=job.request.request_id,
+                    attempt=job.request.attempt,
+                    first=first + begin,
+                    logprobs=tuple(scored[begin : begin + MAX_SCORED]),
+                ),
+            )
+            for begin in range(0, len(scored), MAX_SCORED)
+        ]
 
     def _on_prefix_failed(self, now: float, job: Job, result: ChunkComputed | StageComputed) -> list[Effect]:
         """Reused blocks were not loaded: nobody shall find corrupt copies again, and the request is placed anew."""

@@ -58,6 +58,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import Past, choose
+from mooncake_zmq.engine.scoring import PromptScores
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
@@ -419,6 +420,10 @@ class Executor:
                 told_at = now
                 self._emit(WorkProgress(job.work_id, LayersComputed(layer + 1)))
 
+        scoring = None
+        if work.prompt_logprobs is not None:
+            following = [*tokens[1:].tolist(), *np.frombuffer(work.following, "<i4").tolist()]
+            scoring = PromptScores(following, work.prompt_logprobs)
         try:
             sequence.set_length(work.start)
             logits = self._engine.prefill(
@@ -426,8 +431,11 @@ class Executor:
                 tokens,
                 before_layer=job.before_layer,
                 after_layer=after_layer,
-                logits_at=None if work.sampling is None else (-1,),
+                logits_at=range(len(tokens)) if scoring else None if work.sampling is None else (-1,),
+                on_logits=scoring,
             )
+            if scoring:
+                logits = scoring.last
             for layer in range(self._layout.layers):  # an engine that skipped one must not have used what is not there
                 job.before_layer(layer)
         except _PrefixFailed as failure:
@@ -436,12 +444,19 @@ class Executor:
         if work.sampling is not None:
             assert logits is not None
             sampled = self._sample(job, work, logits[0], work.start + len(tokens))
-        token, logprob = sampled[0] if sampled else (None, None)
+        token, told = sampled[0] if sampled else (None, None)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s = time.perf_counter() - began
         checksums = self._output_checksums(work)
         return ChunkComputed(
-            checksums, token, elapsed_s, loaded_s=loaded_s, waited_s=job.waited_s, logprob=logprob, others=sampled[1:]
+            checksums,
+            token,
+            elapsed_s,
+            loaded_s=loaded_s,
+            waited_s=job.waited_s,
+            logprob=told,
+            others=sampled[1:],
+            scored=tuple(scoring.scored) if scoring else (),
         )
 
     def _sample(self, job: "_Job", work: ComputeChunk, logits: NDArray[np.float32], position: int) -> tuple[Sampled, ...]:
@@ -490,11 +505,11 @@ class Executor:
         elif chunk.sampling is not None:
             assert out is not None
             sampled = self._sample(job, chunk, out[0], chunk.start + stage.count)
-        token, logprob = sampled[0] if sampled else (None, None)
+        token, told = sampled[0] if sampled else (None, None)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s, waited_s = time.perf_counter() - began, job.waited_s + computes - began
         parts = self._stage_parts(stage)
-        return StageComputed(parts, token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s, logprob=logprob, others=sampled[1:])
+        return StageComputed(parts, token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s, logprob=told, others=sampled[1:])
 
     def _stage_parts(self, stage: ComputeStage) -> tuple[int, ...]:
         assert self._segment

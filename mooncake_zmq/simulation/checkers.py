@@ -29,6 +29,7 @@ from mooncake_zmq.core.messages import (
     FirstToken,
     LeaseBlocks,
     LeaseRenewed,
+    PromptScored,
     ReleaseLease,
     RenewLease,
     ReserveSlots,
@@ -161,7 +162,8 @@ class Checkers:
                 self.told_gone.add(request_id)
             case Received(_, TokensDecoded(entries=entries)):
                 self._only_current({(request_id, attempt) for request_id, attempt, _, _ in entries}, effects)
-            case Received(_, FirstToken(request_id=request_id, attempt=attempt)):
+            case Received(_, FirstToken() | PromptScored() as said):
+                request_id, attempt = said.request_id, said.attempt
                 self._only_current({(request_id, attempt)}, effects)
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, Schedule):

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mooncake_zmq.gateway.requests import ClientGone, Failed, Finished, TokenOut
+from mooncake_zmq.core.messages import Sampling
+from mooncake_zmq.gateway.requests import ClientGone, Failed, Finished, PromptLogprobs, TokenOut
+from mooncake_zmq.kv.block_hash import unpack_tokens
 from mooncake_zmq.simulation.checkers import Violation
 from mooncake_zmq.simulation.engine import logprob_of
 from mooncake_zmq.simulation.simulator import Simulator
@@ -24,6 +26,8 @@ class _Open:
     gateway: str
     asked_at: float
     answer: Answer
+    scored: int = 0
+    """Tokens of the prompt whose probabilities it has."""
     received: list[int] = field(default_factory=list)
 
 
@@ -78,7 +82,11 @@ class Client:
             raise Violation("I3", f"{request_id} is sent {output} after its end ({self.ids[request_id]})")
         turn = self._chat.turns[self._turn]
         match output:
+            case PromptLogprobs():
+                self._scored(turn, request, output)
             case TokenOut(index, token, logprob):
+                if turn.request.prompt_logprobs is not None and request.scored != len(turn.request.tokens) // 4 - 1:
+                    raise Violation("I3", f"{request.request_id} has {request.scored} of its prompt's probabilities")
                 self._token(request, index, token)
                 length = len(turn.request.tokens) // 4 + index
                 if logprob != logprob_of(token, length, turn.request.sampling):
@@ -98,6 +106,13 @@ class Client:
                     self._next(turn)
             case _:
                 raise Violation("I3", f"{request_id} is sent {output!r}")
+
+    def _scored(self, turn: Turn, request: _Open, output: PromptLogprobs) -> None:
+        tokens, told = unpack_tokens(turn.request.tokens), Sampling(logprobs=turn.request.prompt_logprobs)
+        due = range(request.scored + 1, request.scored + 1 + len(output.logprobs))
+        if output.first != due.start or output.logprobs != tuple(logprob_of(tokens[at], at, told) for at in due):
+            raise Violation("I3", f"{request.request_id} is told {output} of its prompt where {due.start} comes next")
+        request.scored = due.stop - 1
 
     def _token(self, request: _Open, index: int, token: int) -> None:
         answer = request.answer.tokens

@@ -15,7 +15,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import Event, PeerDown, PeerUp
-from mooncake_zmq.core.messages import Sampled, SlotRef
+from mooncake_zmq.core.messages import Sampled, Sampling, SlotRef, TokenLogprob
 from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
@@ -338,7 +338,9 @@ class Machine:
         token, logprob = sampled[0] if sampled else (None, None)
         assert self.segment is not None or not work.outputs
         checksums = tuple(block_checksum(self.segment.parts[grant.slot]) for grant in work.outputs if self.segment)
-        return ChunkComputed(checksums, token, self.world.now - began_at, logprob=logprob, others=sampled[1:])
+        return ChunkComputed(
+            checksums, token, self.world.now - began_at, logprob=logprob, others=sampled[1:], scored=_scored(work)
+        )
 
     def _sampled(self, work: ComputeChunk, kv_hash: int, end: int) -> tuple[Sampled, ...]:
         """The next token for each choice."""
@@ -822,6 +824,14 @@ def part_stands(segment: Segment, ref: SlotRef, layer: int, part: bytes) -> bool
     """Whether the bytes read are the ones that were stored."""
     row = segment.parts[ref.slot]
     return reading.part_stands(part_checksum(part), row[layer]) and reading.row_stands(row, ref.checksum)
+
+
+def _scored(work: ComputeChunk) -> tuple[TokenLogprob, ...]:
+    if work.prompt_logprobs is None:
+        return ()
+    told = Sampling(logprobs=work.prompt_logprobs)
+    tokens = as_tokens(work.tokens + work.following).tolist()[1:]
+    return tuple(each for at, token in enumerate(tokens, work.start + 1) if (each := logprob_of(token, at, told)))
 
 
 def _tear(random: Random, part: memoryview) -> None:

@@ -30,6 +30,7 @@ class Workload:
     cancel_share: float = 0.12
     max_choices: int = 4
     choices_share: float = 0.25
+    scored_share: float = 0.1
     think_s: float = 0.6
     starts_at: float = 0.0
     tenants: tuple[str, ...] = ("", "red", "blue")
@@ -147,6 +148,7 @@ def _turn(
         eos_ids=random.choice((EOS_IDS, EOS_IDS, ())),
     )
     more = random.randint(1, workload.max_choices - 1) if random.random() < workload.choices_share else 0
+    scores = not (more or workload.plain) and random.random() < workload.scored_share
     answers: list[Answer] = []
     for seed in (sampling.seed, *(random.randrange(1 << 32) for _ in range(more))):
         own = structs.replace(sampling, seed=seed)
@@ -159,6 +161,7 @@ def _turn(
         sampling=sampling,
         stop=stop,
         tenant=tenant,
+        prompt_logprobs=random.choice((0, 1)) if scores else None,
     )
     after_s, after_tokens = None, None
     if random.random() < workload.cancel_share:

@@ -258,6 +258,8 @@ class VllmNode:
             return "a vLLM computes the whole request"
         if message.stop.max_tokens <= message.first_index:
             return "no token is wanted"
+        if message.prompt_logprobs is not None:
+            return "a vLLM is asked for no probabilities of a prompt"
         if (reason := unable(message.sampling, message.first_index)) is not None:
             return reason
         return None if length < self._settings.capacity_tokens else "prompt is longer than vLLM's KV"

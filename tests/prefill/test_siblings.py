@@ -10,10 +10,13 @@ from mooncake_zmq.core.messages import (
     HandoffDone,
     HandoffFailed,
     HandoffReceived,
+    LeaseBlocks,
+    PromptScored,
     ReserveDecode,
     Sibling,
 )
 from mooncake_zmq.core.work import ComputeChunk
+from mooncake_zmq.kv.block_hash import unpack_tokens
 
 SIBLINGS = tuple(Sibling(request_id=f"s{index}", attempt=1, seed=index) for index in range(1, 16))
 
@@ -91,3 +94,25 @@ def test_a_newer_attempt_of_one_sends_the_others_elsewhere(node):
     node.start(attempt=2)
     failed = {failed.request_id: failed.full for failed in node.take(AttemptFailed, "g")}
     assert failed == {sibling.request_id: True for sibling in SIBLINGS}
+
+
+def test_a_prompt_whose_probabilities_are_wanted_is_computed_whole_and_told_chunk_by_chunk():
+    node = Node()
+    node.ready("before")
+    node.computed()
+    node.computed()
+    node.say("d", HandoffReceived(request_id="before", attempt=1))
+    node.take(ReserveDecode)
+    node.take(LeaseBlocks)
+    node.start(prompt_logprobs=1, reuse_blocks=2)
+    assert not node.take(LeaseBlocks)
+    assert node.one(ReserveDecode, "d").reuse_keys == ()
+    node.reserve()
+    told = tuple((-float(position), ()) for position in range(1, 10))
+    first = node.computed(scored=told[:8])
+    assert (first.start, first.prefix, first.prompt_logprobs, unpack_tokens(first.following)) == (0, (), 1, [8])
+    last = node.computed(scored=told[8:])
+    assert last.following == b""
+    sent = [m for _, m in node.sent if isinstance(m, PromptScored | FirstToken)]
+    assert [(m.first, m.logprobs) for m in sent[-3:-1]] == [(1, told[:8]), (9, told[8:])]
+    assert isinstance(sent[-1], FirstToken)
