@@ -442,7 +442,7 @@ class PromptScored(_Message, frozen=True):
     request_id: RequestId
     attempt: Count
     first: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-    logprobs: Annotated[tuple[TokenLogprob, ...], Meta(min_length=1, max_length=MAX_SCORED)]
+    logprobs: Annotated[tuple[TokenLogprob, ...], Meta(max_length=MAX_SCORED)]
 
 
 class AttemptFailed(_Message, frozen=True):
