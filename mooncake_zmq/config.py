@@ -680,6 +680,8 @@ def is_tls(section: GatewaySettings) -> bool:
 def gateway_warnings(section: GatewaySettings) -> Iterator[str]:
     """Who may call this gateway, and who listens in, where that is not well."""
     yield from (judgement.found for judgement in exposure_of(section) if judgement.level != "ok")
+    if "*" in section.cors_origins and api_keys_of(section.api_keys) is None:
+        yield "cors_origins is * and there are no API keys: any page that a browser which reaches it opens may call it"
 
 
 def exposure_of(section: GatewaySettings) -> Iterator[Judgement]:

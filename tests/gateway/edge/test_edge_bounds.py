@@ -84,8 +84,14 @@ def test_more_messages_than_tokens_are_refused_before_the_template_sees_them():
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_in_openais_words():
-    said = refusal(ScriptedActor(max_model_len=10).complete(prompt="x" * 10), "prompt", "context_length_exceeded")
-    assert said.startswith("This model's maximum context length is 10 tokens. However, ")
+    words = "This model's maximum context length is 10 tokens. However, you requested {} tokens ({} in the prompt, {} in the"
+    actor = ScriptedActor(max_model_len=10)
+    said = refusal(actor.complete(prompt="x" * 10), "prompt", "context_length_exceeded")
+    assert said.startswith(words.format(11, 10, 1))
+    said = refusal(actor.complete(prompt="x" * 6, max_tokens=7), "max_tokens", "context_length_exceeded")
+    assert said.startswith(words.format(13, 6, 7))
+    said = refusal(actor.chat(max_completion_tokens=9), "max_completion_tokens", "context_length_exceeded")
+    assert said.startswith(words.format(14, 5, 9))
 
 
 @pytest.mark.parametrize(
