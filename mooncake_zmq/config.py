@@ -5,6 +5,7 @@ errors.
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -38,6 +39,10 @@ from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint, is_loopba
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+"""Of a page, as browsers write it."""
+RENAMED = {"edge.max_open_requests": "requests.max_open"}
+"""Settings that are called something else now, by the end of their path."""
 
 
 class ConfigError(Exception):
@@ -251,6 +256,9 @@ class GatewaySettings:
     they change. Empty: the unit's credentials `tls.crt` and `tls.key`; without them it is HTTP."""
     tls_key: str = ""
     """PEM file of its private key, unencrypted, which not everybody may read."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages in a browser may call this gateway and read what it answers: "https://chat.example.org", or "*" for
+    all. A call that needs an API key needs it from there too. Empty: none."""
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     requests: RequestsSettings = field(default_factory=RequestsSettings)
@@ -261,6 +269,11 @@ class GatewaySettings:
             raise ValueError("http_port must be between 1 and 65535")
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ValueError("tls_certificate and tls_key go together: set both")
+        if self.edge.max_choices > self.requests.max_open:
+            raise ValueError("edge.max_choices must not exceed requests.max_open, or such a call could never be served")
+        for origin in self.cors_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(f"cors_origins: {origin!r} is no origin: write SCHEME://HOST[:PORT], without a path, or *")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -501,13 +514,19 @@ def _check_keys(raw: Mapping[str, Any], kind: type[Any], shown: str, under: str)
         path = f"{under}{key}"
         if key not in hints:
             near = ", ".join(sorted(hints))
-            raise ConfigError(f"{shown}: {path}: unknown key; known here: {near}")
+            raise ConfigError(f"{shown}: {path}: {_renamed(path) or f'unknown key; known here: {near}'}")
         if is_dataclass(hints[key]) and isinstance(value, Mapping):
             _check_keys(value, hints[key], shown, f"{path}.")
         elif (each := _record_of(hints[key])) is not None and isinstance(value, list):
             for position, record in enumerate(value):
                 if isinstance(record, Mapping):
                     _check_keys(record, each, shown, f"{path}[{position}].")
+
+
+def _renamed(path: str) -> str:
+    """What became of a setting; empty if it was never one."""
+    found = (path.removesuffix(old) + new for old, new in RENAMED.items() if path.endswith(f".{old}"))
+    return next((f"it is {now} now" for now in found), "")
 
 
 def _record_of(kind: Any) -> type[Any] | None:
@@ -538,8 +557,9 @@ def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: 
         # Copied on the way down: the caller's tables stay as they were read.
         inner[section] = inner = dict(below) if isinstance(below, Mapping) else {}
     hints = get_type_hints(kind) if is_dataclass(kind) else {}
+    renamed = _renamed(dotted)
     if key not in hints or is_dataclass(hints[key]) or dotted == "nodes":
-        raise ConfigError(f"{source}: there is no setting {dotted}")
+        raise ConfigError(f"{source}: there is no setting {dotted}" + (renamed and f": {renamed}"))
     words = _words(hints[key])
     if isinstance(value, str) and hints[key] is not str and value not in words:
         try:
@@ -666,6 +686,8 @@ def is_tls(section: GatewaySettings) -> bool:
 def gateway_warnings(section: GatewaySettings) -> Iterator[str]:
     """Who may call this gateway, and who listens in, where that is not well."""
     yield from (judgement.found for judgement in exposure_of(section) if judgement.level != "ok")
+    if "*" in section.cors_origins and api_keys_of(section.api_keys) is None:
+        yield "cors_origins is * and there are no API keys: any page that a browser which reaches it opens may call it"
 
 
 def exposure_of(section: GatewaySettings) -> Iterator[Judgement]:

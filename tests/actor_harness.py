@@ -118,6 +118,8 @@ class Harness:
         for work in self.works.values():
             if getattr(work, "sequence", None) == sequence:
                 return True
+            if getattr(work, "source", None) == sequence or sequence in getattr(work, "targets", ()):
+                return True
             if any(entry.sequence == sequence for entry in getattr(work, "entries", ())):
                 return True
             if any(getattr(source, "sequence", None) == sequence for source, _ in getattr(work, "copies", ())):

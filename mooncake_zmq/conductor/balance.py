@@ -282,7 +282,7 @@ class Balance:
         if member.role == "prefill":
             return len(self._prefills.by_name[member.name].ends)
         decode = self._decodes.by_name[member.name]
-        return decode.there + len(decode.coming)
+        return decode.there + decode.coming_requests
 
     def _working(self, role: str) -> list[PrefillNode] | list[DecodeNode]:
         if role == "prefill":

@@ -26,8 +26,8 @@ NO_ROOM: Final = math.inf
 
 
 class Joining:
-    """One request that will join a batch at time `at` with `own_tokens` of KV, and needs `need_tokens` in all. `wait_s`: until
-    its prefill begins. `stay_tokens`: how long a request stays."""
+    """One request that will join a batch at time `at`, as so many `choices`, with `own_tokens` of KV, and needs `need_tokens`
+    in all. `wait_s`: until its prefill begins. `stay_tokens`: how long a request stays."""
 
     slack: float = 0.0
     """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
@@ -38,9 +38,18 @@ class Joining:
     own_s: float = 0.0
 
     def __init__(
-        self, at: float, *, wait_s: float, own_tokens: float, need_tokens: int, expected_tokens: float, stay_tokens: float
+        self,
+        at: float,
+        *,
+        wait_s: float,
+        own_tokens: float,
+        need_tokens: int,
+        expected_tokens: float,
+        stay_tokens: float,
+        choices: int = 1,
     ) -> None:
         self.at = at
+        self.choices = choices
         self.wait_s = wait_s
         self.own_tokens = own_tokens
         self.need_tokens = need_tokens
@@ -79,13 +88,13 @@ class Batches:
         """What the request is told: by the gap when it joins, what becomes of it while it runs."""
         batch, expected = self.batch(joining, node), joining.expected_tokens
         stretch = gaps.stretch(expected)
-        grown_s = node.scale * self._context_s * gaps.growth_tokens(batch + 1, expected)
+        grown_s = node.scale * self._context_s * gaps.growth_tokens(batch + joining.choices, expected)
         gap_s, alone_s = self._look_at(joining, node), node.scale * joining.alone_s
         return DecodeChoice(node, tbt_s=stretch * (gap_s + grown_s), batch=batch, alone_s=stretch * alone_s)
 
     def weigh(self, joining: Joining) -> None:
         """Before `gap_s`: what the request adds to any step."""
-        joining.alone_s = self._step_s + self._request_s + self._context_s * joining.own_tokens
+        joining.alone_s = self._step_s + joining.choices * self._request_s + self._context_s * joining.own_tokens
 
     def gap_s(self, joining: Joining, node: DecodeNode) -> float:
         """The predicted gap between tokens when the request joins; a wait for a place is spread over the longest tenth, as it
@@ -103,9 +112,9 @@ class Batches:
                 if since < booking.due <= at:
                     step_s += booking.load_s
         gap_s = node.scale * step_s
-        if node.there + len(node.coming) < node.max_batch:
+        if node.there + node.coming_requests + joining.choices <= node.max_batch:
             return gap_s
-        over = self.batch(joining, node) - node.max_batch + 1.0
+        over = self.batch(joining, node) - node.max_batch + joining.choices
         return self._waiting_s(joining, node, gap_s, over) if over > 0 else gap_s
 
     def batch(self, joining: Joining, node: DecodeNode) -> float:
@@ -115,7 +124,7 @@ class Batches:
         come = 0
         for booking in node.coming:
             if at - stay_s < booking.due <= at:
-                come += 1
+                come += booking.choices
         return node.there * staying + come
 
     # --- leaves
@@ -131,9 +140,9 @@ class Batches:
         """Its gap, inf if it has no room."""
         gap_s = joining.looked_at.get(node)
         if gap_s is None:
-            roomy = node.free >= joining.need_tokens and node.places >= 1
+            roomy = node.free >= joining.need_tokens and node.places >= joining.choices
             if not roomy and joining.wait_s > 0:
-                roomy = node.will_have_room(joining.need_tokens, joining.wait_s, joining.stay_tokens)
+                roomy = node.will_have_room(joining.need_tokens, joining.choices, joining.wait_s, joining.stay_tokens)
             joining.looked_at[node] = gap_s = self.gap_s(joining, node) if roomy else NO_ROOM
         return gap_s
 

@@ -19,9 +19,11 @@ class Booking(Struct, eq=False, gc=False):
     deadline: float
     """When it should have its first token at the latest, by its SLO; inf without one."""
     need_tokens: int
-    """KV that the decode must have for it."""
+    """KV that the decode must have for it, with all its choices."""
     load_s: float
     """What it adds to each step of its decode, as the cost model has it, with the KV it holds on average."""
+    choices: int
+    """Requests that it will be there."""
     expected_tokens: float
     tbt_s: float
     """As it was predicted, before any bias."""

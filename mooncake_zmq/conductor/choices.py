@@ -71,10 +71,10 @@ class DecodeChoice:
 
 
 class Decision:
-    """Where a request goes. `ttft_s`: predicted time to its first token; `expected`: tokens it is taken to produce;
-    `need_tokens`: KV that the decode must have for it."""
+    """Where a request goes, with so many `choices`. `ttft_s`: predicted time to its first token; `expected`: tokens each is
+    taken to produce; `need_tokens`: KV that the decode must have for all."""
 
-    __slots__ = ("decode", "expected", "limits", "need_tokens", "prefill", "ttft_s")
+    __slots__ = ("choices", "decode", "expected", "limits", "need_tokens", "prefill", "ttft_s")
 
     def __init__(
         self,
@@ -85,8 +85,10 @@ class Decision:
         ttft_s: float,
         expected: float,
         need_tokens: int,
+        choices: int,
     ) -> None:
         self.prefill = prefill
+        self.choices = choices
         self.decode = decode
         self.limits = limits
         self.ttft_s = ttft_s

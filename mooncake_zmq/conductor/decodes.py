@@ -23,6 +23,7 @@ class DecodeNode:
 
     __slots__ = (
         "coming",
+        "coming_requests",
         "context",
         "draining",
         "free",
@@ -68,11 +69,13 @@ class DecodeNode:
         self.held = 0
         """All KV in use."""
         self.coming: list[Booking] = []
+        self.coming_requests = 0
+        """With all choices."""
 
-    def will_have_room(self, need_tokens: int, wait_s: float, stay_tokens: float) -> bool:
-        """Whether it has KV and a place for a request when its prefill begins, in `wait_s`."""
+    def will_have_room(self, need_tokens: int, choices: int, wait_s: float, stay_tokens: float) -> bool:
+        """Whether it has KV and a place for each choice of a request when its prefill begins, in `wait_s`."""
         gone = min(wait_s / (stay_tokens * self.step_s), 1.0)
-        return self.free + self.held * gone >= need_tokens and self.places + self.there * gone >= 1
+        return self.free + self.held * gone >= need_tokens and self.places + self.there * gone >= choices
 
 
 class Decodes:
@@ -126,7 +129,7 @@ class Decodes:
         reserved = load.reserved
         if node.coming:
             self._sort_out(now, node, load)
-            reserved = max(0, reserved - sum([booking.reserved for booking in node.coming]))
+            reserved = max(0, reserved - sum([booking.choices for booking in node.coming if booking.reserved]))
         self._correct(now, node, load)
         node.there = there = load.running + reserved
         node.context, node.max_batch = load.context_tokens, max(1, load.max_batch)
@@ -145,9 +148,10 @@ class Decodes:
         """A request was placed there."""
         booking.coming = True
         node.coming.append(booking)
+        node.coming_requests += booking.choices
         if node.load is not None:
             node.free -= booking.need_tokens
-            node.places -= 1
+            node.places -= booking.choices
         self._rank(node)
 
     def unbook(self, node: DecodeNode, booking: Booking) -> None:
@@ -155,6 +159,7 @@ class Decodes:
         if booking.coming:
             booking.coming = False
             node.coming.remove(booking)
+            node.coming_requests -= booking.choices
             self._set_room(node)
             self._rank(node)
 
@@ -177,10 +182,11 @@ class Decodes:
             assert (node in self.by_host.get(node.host, ())) == (not node.whole)
             assert self.least_scale <= node.scale
             assert all(booking.coming for booking in node.coming)
+            assert node.coming_requests == sum(booking.choices for booking in node.coming)
             unseen = [booking for booking in node.coming if not booking.reserved]
             if node.load is not None:
                 assert node.free == node.load.free_tokens - sum(booking.need_tokens for booking in unseen)
-                assert node.places == node.load.room - len(unseen)
+                assert node.places == node.load.room - sum(booking.choices for booking in unseen)
 
     # --- leaves
 
@@ -198,13 +204,14 @@ class Decodes:
             if booking.coming:
                 kept.append(booking)
         node.coming = kept
+        node.coming_requests = sum([booking.choices for booking in kept])
 
     def _set_room(self, node: DecodeNode) -> None:
         load = node.load
         if load is not None:
-            unseen = [booking.need_tokens for booking in node.coming if not booking.reserved]
-            node.free = load.free_tokens - sum(unseen)
-            node.places = load.room - len(unseen)
+            unseen = [booking for booking in node.coming if not booking.reserved]
+            node.free = load.free_tokens - sum([booking.need_tokens for booking in unseen])
+            node.places = load.room - sum([booking.choices for booking in unseen])
 
     def _rank(self, node: DecodeNode) -> None:
         if node.draining or node.whole:
@@ -213,7 +220,7 @@ class Decodes:
         costs, step_s = self._costs, node.step_s
         if not node.there:
             step_s = node.scale * costs.decode_step_s
-        elif node.there + len(node.coming) >= node.max_batch:
+        elif node.there + node.coming_requests >= node.max_batch:
             # Those it has no place for may leave with their KV: that counts for nothing.
             step_s = node.scale * costs.step_s(min(node.there, node.max_batch), 0)
         self.lightest.set(node, step_s)

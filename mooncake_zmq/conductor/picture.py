@@ -33,7 +33,7 @@ class Picture:
 
     def gauges(self, now: float) -> dict[str, float]:
         """Levels for metrics."""
-        coming = sum(not booking.reserved for node in self.decodes.nodes for booking in node.coming)
+        coming = sum(booking.choices for node in self.decodes.nodes for booking in node.coming if not booking.reserved)
         known = [node.load for node in self.decodes.nodes if node.load is not None]
         return {
             "bookings": len(self.bookings),
@@ -96,7 +96,7 @@ class Picture:
     def _decodes(self) -> dict[str, object]:
         return {
             node.name: {
-                "batch": node.there + len(node.coming),
+                "batch": node.there + node.coming_requests,
                 "step_s": node.step_s,
                 "step_factor": node.step.factor,
                 "free_tokens": None if node.load is None else node.free,

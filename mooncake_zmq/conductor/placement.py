@@ -86,7 +86,6 @@ class Placement:
         prefill = self._choose_prefill(now, schedule, plan, limits)
         if isinstance(prefill, tuple):
             return prefill
-        decode: DecodeChoice | None
         if self._pipelines and not prefill.node.whole:
             prefill = self._in_pipeline(schedule, plan, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, plan.priority)
@@ -95,25 +94,26 @@ class Placement:
         if late_s:
             return RejectReason.TTFT, late_s
         expected = self._outputs.expected(schedule.max_tokens)
-        need_tokens = self._need_tokens(plan.tokens, expected)
-        joining = Joining(
-            now if self._at_once else now + ttft_s,
-            wait_s=prefill.queue_s,
-            own_tokens=plan.tokens,
-            need_tokens=need_tokens,
-            expected_tokens=expected,
-            stay_tokens=max(1.0, self._outputs.typical),
-        )
-        if prefill.node.whole:
-            decode = self.batches.stay(joining, self._decodes.by_name[prefill.node.name])
-        else:
-            decode = self.batches.choose(now, joining, prefill.node.host, schedule.exclude)
+        at = now if self._at_once else now + ttft_s
+        joining = self._joining(at, prefill, plan, expected, schedule.choices)
+        decode = self._choose_decode(now, joining, prefill, schedule)
+        if decode is None and schedule.choices > 1:  # the others are placed when this decode has no room for them
+            joining = self._joining(at, prefill, plan, expected, 1)
+            decode = self._choose_decode(now, joining, prefill, schedule)
         if decode is None:
             return self._no_decode(joining.stay_tokens)
         slow_s = self._admission.slow_decode_s(limits, decode, expected)
         if slow_s:
             return RejectReason.TBT, slow_s
-        return Decision(prefill, decode, limits, ttft_s=ttft_s, expected=expected, need_tokens=need_tokens)
+        return Decision(
+            prefill,
+            decode,
+            limits,
+            ttft_s=ttft_s,
+            expected=expected,
+            need_tokens=joining.need_tokens,
+            choices=joining.choices,
+        )
 
     def commit(self, now: float, key: BookingKey, schedule: Schedule, plan: Plan, decision: Decision) -> Booking:
         """Book what was decided: queue, batch, link and turn know of it at once."""
@@ -139,7 +139,8 @@ class Placement:
             due=now + ttft_s,
             deadline=decision.limits.deadline(now),
             need_tokens=decision.need_tokens,
-            load_s=self._request_s + self._context_s * (plan.tokens + expected / 2),
+            load_s=decision.choices * (self._request_s + self._context_s * (plan.tokens + expected / 2)),
+            choices=decision.choices,
             expected_tokens=expected,
             tbt_s=decode.tbt_s,
         )
@@ -158,6 +159,22 @@ class Placement:
         return booking
 
     # --- leaves
+
+    def _joining(self, at: float, prefill: PrefillChoice, plan: Plan, expected: float, choices: int) -> Joining:
+        return Joining(
+            at,
+            wait_s=prefill.queue_s,
+            own_tokens=choices * plan.tokens,
+            need_tokens=choices * self._need_tokens(plan.tokens, expected),
+            expected_tokens=expected,
+            stay_tokens=max(1.0, self._outputs.typical),
+            choices=choices,
+        )
+
+    def _choose_decode(self, now: float, joining: Joining, prefill: PrefillChoice, schedule: Schedule) -> DecodeChoice | None:
+        if prefill.node.whole:
+            return self.batches.stay(joining, self._decodes.by_name[prefill.node.name])
+        return self.batches.choose(now, joining, prefill.node.host, schedule.exclude)
 
     def _need_tokens(self, tokens: int, expected: float) -> int:
         """KV a decode must have free: whole blocks for prompt and one token, on which it insists, and the expected output."""

@@ -35,9 +35,13 @@ Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 MAX_RUN = 4096
 """Tokens of one request that one message may bring."""
 RunOfTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_RUN)]
+Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MAX_LOGPROBS = 20
 """Of the likeliest tokens at one position."""
+Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+MAX_SCORED = 1024
+"""Tokens of a prompt of whose probabilities one message tells: a third of a MiB at most."""
 LEAST_LOGPROB = -1e30
 MAX_CONSTRAINT_BYTES = 96 << 10
 Logprob = Annotated[float, Meta(ge=LEAST_LOGPROB, le=0)]
@@ -76,7 +80,7 @@ class Sampling(_Record, frozen=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     top_k: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    seed: Seed = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Tokens with less than this share of the likeliest one's probability are cut."""
     presence_penalty: Penalty = 0.0
@@ -86,7 +90,7 @@ class Sampling(_Record, frozen=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     """By this the logits of tokens in prompt or answer are divided, or multiplied where negative."""
     logit_bias: Annotated[tuple[tuple[Token, Annotated[float, Meta(ge=-100, le=100)]], ...], Meta(max_length=1024)] = ()
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Likeliest | None = None
     """Tell each token's logarithmic probability, and so many of the likeliest ones'. None: tell nothing."""
     prompt_tokens: Count = 0
     """Where the answer begins: the same in every attempt."""
@@ -152,6 +156,20 @@ class StopRule(_Record, frozen=True):
         return room, room >= self.max_tokens - count
 
 
+class Sibling(_Record, frozen=True):
+    """A further choice for a prompt, a request of its own from its first token on: it differs in its seed alone."""
+
+    request_id: RequestId
+    attempt: Count
+    seed: Seed
+
+
+MAX_CHOICES = 128
+Siblings = Annotated[tuple[Sibling, ...], Meta(max_length=MAX_CHOICES - 1)]
+Sampled = tuple[Token, TokenLogprob | None]
+"""A token that was chosen, and its probability if that is asked for."""
+
+
 class SegmentRef(_Record, frozen=True):
     """Where a node's block slots can be read: a shared-memory file on its host, a data endpoint from elsewhere.
 
@@ -215,6 +233,8 @@ class Schedule(_Message, frozen=True):
     """Its client holds tokens already: it is not refused for its SLO any more, at whatever attempt."""
     waited_s: Seconds = 0.0
     """How long its client has waited already: earlier attempts used up that much of `ttft_slo_s`."""
+    choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    """Answers wanted to this prompt: it is computed once, and all of them run on one decode."""
 
 
 class Placed(_Message, frozen=True):
@@ -402,6 +422,11 @@ class StartPrefill(_Message, frozen=True):
     stages: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
     """See `Placed`."""
     tenant: Tenant = ""
+    siblings: Siblings = ()
+    """Further choices: each is given a first token of its own, and a place at the decode."""
+    prompt_logprobs: Likeliest | None = None
+    """Tell the probability of each of `tokens` but the first, and so many of the likeliest ones' in its place. Nothing is
+    reused then."""
 
 
 class FirstToken(_Message, frozen=True):
@@ -422,6 +447,15 @@ class FirstToken(_Message, frozen=True):
     """Of that, until the engine began: lease, reservation, room."""
     load_s: Seconds = 0.0
     """From then until reused KV was loaded, beside computing."""
+
+
+class PromptScored(_Message, frozen=True):
+    """Prefill -> gateway, before the first token: probabilities of the tokens from position `first` on, in order."""
+
+    request_id: RequestId
+    attempt: Count
+    first: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    logprobs: Annotated[tuple[TokenLogprob, ...], Meta(max_length=MAX_SCORED)]
 
 
 class AttemptFailed(_Message, frozen=True):
@@ -472,6 +506,8 @@ class ReserveDecode(_Message, frozen=True):
     past: Tokens = b""
     """See `Sampling.past`: of the prompt tokens."""
     tenant: Tenant = ""
+    siblings: Siblings = ()
+    """Further choices that begin with the same KV, each with room of its own; those for which there is none go elsewhere."""
 
 
 class DecodeReserved(_Message, frozen=True):
@@ -534,6 +570,8 @@ class HandoffDone(_Message, frozen=True):
     """The block before them; none: they begin the prompt."""
     block_tokens: Tokens = b""
     """What they hold, for KV events."""
+    siblings: Annotated[tuple[tuple[RequestId, Token], ...], Meta(max_length=MAX_CHOICES)] = ()
+    """The first tokens of the further choices that are still wanted."""
 
 
 class HandoffReceived(_Message, frozen=True):
@@ -742,6 +780,8 @@ class StartStage(_Message, frozen=True):
     priority: Priority = 0
     past: Tokens = b""
     """See `Sampling.past`."""
+    seeds: Annotated[tuple[Seed, ...], Meta(max_length=MAX_CHOICES)] = ()
+    """Of further choices, for each of which a token is sampled too."""
 
 
 class StageReady(_Message, frozen=True):
@@ -775,6 +815,8 @@ class StageDone(_Message, frozen=True):
     leaving: Slots = ()
     token: Token | None = None
     logprob: TokenLogprob | None = None
+    others: Annotated[tuple[Sampled, ...], Meta(max_length=MAX_CHOICES)] = ()
+    """By the other seeds."""
 
 
 class StageFailed(_Message, frozen=True):
@@ -864,6 +906,7 @@ Message = (
     | BlocksAnnounced
     | StartPrefill
     | FirstToken
+    | PromptScored
     | AttemptFailed
     | CancelRequest
     | ReserveDecode

@@ -9,7 +9,7 @@ import math
 
 from msgspec import Struct
 
-from mooncake_zmq.core.messages import Sampling, SlotRef, StopRule, TokenLogprob
+from mooncake_zmq.core.messages import Sampled, Sampling, SlotRef, StopRule, TokenLogprob
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.engine_events import EngineEvent
 
@@ -54,6 +54,12 @@ class ComputeChunk(Struct, frozen=True):
     sampling: Sampling | None
     prefix_s: float = math.inf
     """What of the prefix is not loaded so long after the start has failed: the lease on it may be over."""
+    seeds: tuple[int, ...] = ()
+    """Sample as often more, by each of these in place of the seed of `sampling`."""
+    prompt_logprobs: int | None = None
+    """Tell the probability of each token but the first, and of the one in `following`, and so many of the likeliest ones'."""
+    following: bytes = b""
+    """The token after these (int32 bytes); empty where the prompt ends."""
 
 
 class LayersComputed(Struct, frozen=True, gc=False):
@@ -76,6 +82,10 @@ class ChunkComputed(Struct, frozen=True):
     waited_s: float = 0.0
     """Part of `elapsed_s` in which computing stood still for it."""
     logprob: TokenLogprob | None = None
+    others: tuple[Sampled, ...] = ()
+    """By the other seeds."""
+    scored: tuple[TokenLogprob, ...] = ()
+    """Of the prompt, from the chunk's second token on."""
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
@@ -122,6 +132,7 @@ class StageComputed(Struct, frozen=True):
     loaded_s: float = 0.0
     waited_s: float = 0.0
     logprob: TokenLogprob | None = None
+    others: tuple[Sampled, ...] = ()
 
 
 class PullBlocks(Struct, frozen=True):
@@ -138,6 +149,18 @@ class BlocksPulled(Struct, frozen=True):
     failed: tuple[int, ...]
     corrupt: tuple[int, ...] = ()
     """Those of `failed` whose bytes did not verify."""
+
+
+class ForkSequence(Struct, frozen=True):
+    """Decode: copy the KV of the first `tokens` tokens of a sequence into others, which may be fed meanwhile behind them."""
+
+    source: int
+    targets: tuple[int, ...]
+    tokens: int
+
+
+class SequenceForked(Struct, frozen=True):
+    """All of them hold it."""
 
 
 class StepEntry(Struct, frozen=True, gc=False):
@@ -306,6 +329,7 @@ Work = (
     | Generate
     | ProbeEngine
     | WatchEngine
+    | ForkSequence
 )
 Progress = LayersComputed | TokensGenerated | EngineTold
 Result = (
@@ -319,4 +343,5 @@ Result = (
     | StageComputed
     | Generated
     | EngineProbed
+    | SequenceForked
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
 from msgspec.structs import asdict
 
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
@@ -56,6 +57,7 @@ from mooncake_zmq.core.messages import (
     ReclaimSlots,
     ReportCorrupt,
     ReserveDecode,
+    Sibling,
     SlotsReserved,
     TokenLogprob,
     TokensDecoded,
@@ -68,8 +70,10 @@ from mooncake_zmq.core.work import (
     BlocksCopied,
     BlocksPulled,
     DecodeStep,
+    ForkSequence,
     PullBlocks,
     SequenceBlock,
+    SequenceForked,
     StepDecoded,
     StepEntry,
     WorkFailed,
@@ -83,10 +87,12 @@ from mooncake_zmq.kv.layout import BlockLayout
 
 RECENT = 0.8
 """What earlier steps still count in `DecodeLoad.step_s` once another is measured."""
+NEWER = "a newer attempt is here"
 RUN_SHARE = 4
 """A work of several steps takes at most this part of the free KV ahead, so that there is some left for those that come."""
 
 PULLED, DECODED, COPIED = (BlocksPulled, WorkFailed), (StepDecoded, WorkFailed), (BlocksCopied, WorkFailed)
+FORKED = SequenceForked, WorkFailed
 """How its works end."""
 LOADING, READY, STEPPING, CLOSING = RequestState.LOADING, RequestState.READY, RequestState.STEPPING, RequestState.CLOSING
 STEP_BEGAN, STEPPED = RequestEvent.STEP_BEGAN, RequestEvent.STEPPED
@@ -144,6 +150,8 @@ class Decode:
         """The live attempt of each request, in order of reservation."""
         self._closing: list[Request] = []
         self._pulls: dict[int, Request] = {}
+        self._forks: dict[int, tuple[Request, list[Request]]] = {}
+        """Copies of a request's KV into its siblings."""
         self._step: _Step | None = None
         self._free_tokens = settings.capacity_tokens // layout.block_tokens * layout.block_tokens
         self._capacity_tokens = self._free_tokens
@@ -216,6 +224,9 @@ class Decode:
         if (request := self._pulls.pop(work_id, None)) is not None:
             assert isinstance(result, PULLED)
             return self._on_pulled(now, request, result)
+        if (fork := self._forks.pop(work_id, None)) is not None:
+            assert isinstance(result, FORKED)
+            return self._on_forked(now, *fork, result)
         if self._step is not None and self._step.work_id == work_id:
             assert isinstance(result, DECODED)
             return self._on_stepped(now, result)
@@ -253,6 +264,9 @@ class Decode:
             assert (request.state is CLOSING) == (request in self._closing)
             assert request.state is not RequestState.ENDED
             assert request.position <= request.budget_tokens
+            assert request.leader is None or request in request.leader.siblings
+            assert not request.unwanted or request.siblings or request.state is CLOSING
+            assert all(each.leader is request and each.state is LOADING for each in request.siblings)
         stepping = sum(1 for r in live if r.state is STEPPING)
         assert stepping == 0 or self._step is not None
 
@@ -295,23 +309,62 @@ class Decode:
     # --- reserving
 
     def _on_reserve(self, now: float, sender: str, message: ReserveDecode) -> list[Effect]:
-        current, newer = self._requests.get(message.request_id), "a newer attempt is here"
+        current = self._requests.get(message.request_id)
         if current is not None and current.request.attempt >= message.attempt:
             if current.request.attempt == message.attempt and current.prefill == sender:
                 return []
-            return [self._denied(sender, message, newer, full=False)]
-        effects = [] if current is None else self._tell_prefill(current, newer) + self._close(now, current)
+            return [self._denied(sender, message, NEWER, full=False)]
+        effects = self._replace(now, current)
         budget = self._layout.blocks_for(message.tokens + 1) * self._layout.block_tokens
-        lack = self._lack(message, budget)
+        lack = self._lack(budget)
         reason = lack or self._refusal(sender, message, budget)
         if reason is not None:
             self.counts.add("reservations_denied")
             return [*effects, self._denied(sender, message, reason, full=lack is not None)]
+        request = self._admit(now, sender, message, budget, effects)
+        for sibling in message.siblings:
+            effects += self._reserve_sibling(now, request, sibling, budget)
+        elsewhere = self._peers[sender].host != self.host
+        if elsewhere and message.reuse_keys and self._pool.node is not None:
+            request.lease_id = self._ids.new()
+            return effects + self._pool.lease(now, request.lease_id, message.reuse_keys, (), fetch=False)
+        return effects + self._reserved(request, 0)
+
+    def _reserve_sibling(self, now: float, leader: Request, sibling: Sibling, budget: int) -> list[Effect]:
+        """Room for a further choice, which waits for the handoff of the first. Without room it is placed by itself."""
+        current, message = self._requests.get(sibling.request_id), leader.request
+        if current is not None and (current is leader or current.request.attempt >= sibling.attempt):
+            return []
+        effects = self._replace(now, current)
+        lack = self._lack(budget)
+        if lack is not None:
+            self.counts.add("reservations_denied")
+            failed = AttemptFailed(request_id=sibling.request_id, attempt=sibling.attempt, reason=lack, full=True)
+            return [*effects, Send(message.gateway, failed)]
+        own = structs.replace(
+            message,
+            request_id=sibling.request_id,
+            attempt=sibling.attempt,
+            sampling=structs.replace(message.sampling, seed=sibling.seed),
+            siblings=(),
+        )
+        request = self._admit(now, leader.prefill, own, budget, effects)
+        self._move(request, RequestEvent.RESERVED)
+        request.forked, request.leader = True, leader
+        leader.siblings.append(request)
+        return effects
+
+    def _replace(self, now: float, current: Request | None) -> list[Effect]:
+        """A newer attempt of a request has come."""
+        return [] if current is None else self._tell_prefill(current, NEWER) + self._close(now, current)
+
+    def _admit(self, now: float, prefill: str, message: ReserveDecode, budget: int, effects: list[Effect]) -> Request:
+        """There is room for it."""
         self._free_tokens -= budget
         full = message.tokens // self._layout.block_tokens
         request = Request(
             request=message,
-            prefill=sender,
+            prefill=prefill,
             order=self._ids.new(),
             sequence=self._ids.new(),
             budget_tokens=budget,
@@ -327,13 +380,9 @@ class Decode:
         capacity = min(message.tokens + max(1, remaining), self._capacity_tokens)
         effects.append(OpenSequence(request.sequence, capacity, message.sampling, message.past))
         effects.append(SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s))
-        elsewhere = self._peers[sender].host != self.host
-        if elsewhere and message.reuse_keys and self._pool.node is not None:
-            request.lease_id = self._ids.new()
-            return effects + self._pool.lease(now, request.lease_id, message.reuse_keys, (), fetch=False)
-        return effects + self._reserved(request, 0)
+        return request
 
-    def _lack(self, message: ReserveDecode, budget: int) -> str | None:
+    def _lack(self, budget: int) -> str | None:
         """What may be otherwise soon: such an attempt counts as one that found no room."""
         if self._leaving.draining:
             return "decode is draining"
@@ -416,7 +465,9 @@ class Decode:
         if message.tbt_slo_s <= 0 or message.first_index or request.left <= 1:
             return None
         promised = [r for r in self._requests.values() if r.promised and r is not request]
-        others = [Place(r.context, max(0, r.left)) for r in promised]
+        if not promised:
+            return None
+        others = [Place(r.context, max(0, r.left)) for r in (*promised, *request.siblings)]
         batch = min(len(others) + 1, self._settings.max_batch)
         wait_s = retry_after_s(
             self._costs,
@@ -437,7 +488,7 @@ class Decode:
             refused=True,
             retry_after_s=wait_s,
         )
-        return [Send(request.prefill, denied), *self._close(now, request)]
+        return [Send(request.prefill, denied), *self._close(now, request, prefill_tells=True)]
 
     def _on_layers(self, now: float, sender: str, message: LayersReady) -> list[Effect]:
         request = self._loading(sender, message.request_id, message.attempt)
@@ -520,14 +571,59 @@ class Decode:
         request.verified_at = now
         request.parts.clear()
         request.sources.clear()
-        request.made, request.last, request.promised = 1, done.token, True
         message = request.request
         received = HandoffReceived(request_id=message.request_id, attempt=message.attempt)
         effects: list[Effect] = [Send(request.prefill, received), *self._offer_prompt(now, request, done)]
-        if message.stop.reason(done.token, request.count) is not None:
-            return effects + self._close(now, request)
+        effects += self._fork(now, request, done)
+        return effects + (self._close(now, request) if request.unwanted else self._first(now, request, done.token))
+
+    def _first(self, now: float, request: Request, token: int) -> list[Effect]:
+        """It has its KV and its first token: it joins the batch, unless that token ends it."""
+        request.made, request.last, request.promised = 1, token, True
+        if request.request.stop.reason(token, request.count) is not None:
+            return self._close(now, request)
         if self._step is not None and len(self._step.members) < self._settings.max_batch:
-            effects += self._interrupt()
+            return self._interrupt()
+        return []
+
+    def _fork(self, now: float, leader: Request, done: HandoffDone) -> list[Effect]:
+        """Its siblings begin with the same KV: those of which the prefill says nothing are cancelled."""
+        tokens, targets = dict(done.siblings), list[Request]()
+        siblings, leader.siblings = leader.siblings, []
+        effects: list[Effect] = []
+        for sibling in siblings:
+            sibling.leader = None
+            token = tokens.get(sibling.request.request_id)
+            if token is None or sibling.request.stop.reason(token, sibling.count + 1) is not None:
+                effects += self._close(now, sibling)
+            elif not self._layout.has_token(token):
+                effects += self._fail(now, sibling, "a token that the model does not have")
+            else:
+                sibling.last = token
+                targets.append(sibling)
+        if not targets:
+            return effects
+        for user in (leader, *targets):
+            user.in_flight += 1
+        work_id = self._ids.new()
+        self._forks[work_id] = leader, targets
+        fork = ForkSequence(leader.sequence, tuple([each.sequence for each in targets]), leader.request.tokens)
+        return [*effects, Start(work_id, fork, self._settings.pull_deadline_s)]
+
+    def _on_forked(
+        self, now: float, leader: Request, targets: Sequence[Request], result: SequenceForked | WorkFailed
+    ) -> list[Effect]:
+        effects: list[Effect] = []
+        for request in (leader, *targets):
+            request.in_flight -= 1
+            if request.state is RequestState.CLOSING:
+                effects += self._try_end(request)
+            elif request is not leader and isinstance(result, WorkFailed):
+                effects += self._fail(now, request, f"copy of a prompt's KV failed: {result.reason}")
+            elif request is not leader:
+                self._move(request, RequestEvent.VERIFIED)
+                request.parts.clear()
+                effects += self._first(now, request, request.last)
         return effects
 
     def _offer_prompt(self, now: float, request: Request, done: HandoffDone) -> list[Effect]:
@@ -541,16 +637,16 @@ class Decode:
     def _on_handoff_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:
         request = self._requests.get(message.request_id)
         current = request is not None and (request.request.attempt, request.prefill) == (message.attempt, sender)
-        if request is None or not current or request.state not in (RequestState.RESERVING, LOADING):
+        if request is None or not current or request.forked or request.state not in (RequestState.RESERVING, LOADING):
             return []
-        return self._close(now, request)
+        return self._close(now, request, prefill_tells=True)
 
     def _loading(self, prefill: str, request_id: str, attempt: int) -> Request | None:
         request = self._requests.get(request_id)
         if request is None or request.request.attempt != attempt or request.prefill != prefill:
             self.counts.add("stale_handoff_messages")
             return None
-        return request if request.state is LOADING else None
+        return request if request.state is LOADING and not request.forked else None
 
     # --- the batch
 
@@ -744,13 +840,18 @@ class Decode:
         if request is None or request.request.gateway != sender or request.request.attempt > message.attempt:
             return []
         self.counts.add("requests_cancelled")
+        if request.siblings:
+            request.unwanted = True
+            return []
         return self._tell_prefill(request, "cancelled") + self._close(now, request)
 
     def _hand_over(self, now: float) -> list[Effect]:
         """Whoever is left here goes on elsewhere at once, as one for whom there is no room: nothing broke."""
-        left = list(self._requests.values())
-        self.counts.add("requests_handed_over", len(left))
-        return [effect for request in left for effect in self._fail(now, request, "decode is leaving", full=True)]
+        self.counts.add("requests_handed_over", len(self._requests))
+        effects: list[Effect] = []
+        while self._requests:
+            effects += self._fail(now, next(iter(self._requests.values())), "decode is leaving", full=True)
+        return effects
 
     def _fail(self, now: float, request: Request, reason: str, *, full: bool = False, avoid: str = "") -> list[Effect]:
         self.counts.add("requests_failed")
@@ -761,13 +862,14 @@ class Decode:
         return [Send(message.gateway, failed), *self._tell_prefill(request, reason), *self._close(now, request)]
 
     def _tell_prefill(self, request: Request, reason: str) -> list[Effect]:
-        if request.state not in (RequestState.RESERVING, LOADING):
+        if request.state not in (RequestState.RESERVING, LOADING) or request.forked:
             return []
         message = request.request
         failed = HandoffFailed(request_id=message.request_id, attempt=message.attempt, reason=clip(reason))
         return [Send(request.prefill, failed)]
 
-    def _close(self, now: float, request: Request) -> list[Effect]:
+    def _close(self, now: float, request: Request, *, prefill_tells: bool = False) -> list[Effect]:
+        """Let go of it. Those that wait for its handoff are placed by themselves; `prefill_tells`: it tells their gateway."""
         message = request.request
         effects: list[Effect] = [CancelTimer(("deadline", message.request_id, message.attempt)), *self._reports.hurry(now)]
         if request.state is STEPPING:
@@ -779,7 +881,24 @@ class Decode:
         if request.lease_id is not None and not request.pulling:
             effects += self._pool.release(request.lease_id)
             request.lease_id = None
+        effects += self._part(now, request, prefill_tells=prefill_tells)
         return effects + self._try_end(request)
+
+    def _part(self, now: float, request: Request, *, prefill_tells: bool) -> list[Effect]:
+        """A request that is over waits for nobody, and nobody for it."""
+        leader, request.leader = request.leader, None
+        if leader is not None:
+            leader.siblings.remove(request)
+            alone = leader.unwanted and not leader.siblings
+            return self._tell_prefill(leader, "cancelled") + self._close(now, leader) if alone else []
+        effects: list[Effect] = []
+        siblings, request.siblings = request.siblings, []
+        for sibling in siblings:
+            sibling.leader = None
+            effects += (
+                self._close(now, sibling) if prefill_tells else self._fail(now, sibling, "its handoff is over", full=True)
+            )
+        return effects
 
     def _try_end(self, request: Request) -> list[Effect]:
         if request.in_flight:
@@ -794,7 +913,9 @@ class Decode:
         self._reports.peer_down(peer)
         effects = self._put_ended(self._pool.peer_down(peer))
         for request in list(self._requests.values()):
-            unverified = request.state in (RequestState.RESERVING, LOADING)
+            unverified = request.state in (RequestState.RESERVING, LOADING) and not request.forked
+            if request.state in (CLOSING, RequestState.ENDED):
+                continue  # with the one whose handoff it waited for
             if request.request.gateway == peer:
                 effects += self._tell_prefill(request, f"{peer} is down") + self._close(now, request)
             elif request.prefill == peer and unverified:

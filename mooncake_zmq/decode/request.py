@@ -102,6 +102,14 @@ class Request:
     stepped_at: float = 0.0
     """When its first step began."""
     steps: int = 0
+    forked: bool = False
+    """It has no handoff of its own: it begins with a copy of another one's KV."""
+    leader: "Request | None" = None
+    """That one, as long as its handoff goes on."""
+    siblings: "list[Request]" = field(default_factory=list)
+    """Those that wait for its handoff."""
+    unwanted: bool = False
+    """Its gateway has cancelled it: its handoff goes on for its siblings alone."""
 
     @property
     def position(self) -> int:

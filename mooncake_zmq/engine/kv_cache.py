@@ -97,6 +97,15 @@ class SequenceKV:
         self.keys[layer, :, tile, :, column] = keys
         self.values[layer, :, position] = values
 
+    def copy_from(self, source: "SequenceKV", tokens: int) -> None:
+        """Take the KV of the first tokens of another sequence of the model, which may be fed behind them meanwhile: what is
+        copied beyond `tokens` means nothing."""
+        self._check_range(0, tokens)
+        source._check_range(0, tokens)
+        tiles = -(-tokens // KEY_TILE)
+        self.keys[:, :, :tiles] = source.keys[:, :, :tiles]
+        self.values[:, :, :tokens] = source.values[:, :, :tokens]
+
     def set_length(self, length: int) -> None:
         if not 0 <= length <= self.capacity:
             raise ValueError(f"length {length} is outside 0..{self.capacity}")

@@ -19,9 +19,21 @@ from mooncake_zmq.engine.cpu import Device
 from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV
 from mooncake_zmq.engine.panels import PANEL_COLUMNS, Product, column, linear, panel_count, rows_needed, shared_linear
 from mooncake_zmq.engine.rowwise import ArrayRowwise, Rowwise
-from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_batch, check_entering, check_room, check_tokens
+from mooncake_zmq.engine.spec import (
+    LOGIT_ROWS,
+    LayerCallback,
+    LogitsCallback,
+    ModelSpec,
+    check_batch,
+    check_entering,
+    check_room,
+    check_tokens,
+)
 from mooncake_zmq.engine.team import Team
 
+_Rest = tuple[NDArray[np.int64], Any, Any]
+"""Which of the rows asked for one thread computed, in order, their hidden states [n, hidden] and queries [kv_head, n, group,
+head_dim]."""
 ROWS_TOGETHER = 16  # a thread's rows are a multiple of it: heights that divide it waste nothing
 
 
@@ -71,13 +83,14 @@ class Llama:
         before_layer: LayerCallback | None = None,
         after_layer: LayerCallback | None = None,
         logits_at: Sequence[int] | None = (-1,),
+        on_logits: LogitsCallback | None = None,
     ) -> NDArray[np.float32] | None:
         tokens = np.asarray(tokens, dtype=np.int32)
         count = len(tokens)
         check_room(sequence, count)
         check_tokens(tokens, self.spec.vocab_size)
         asked = None if logits_at is None else np.arange(count)[np.asarray(logits_at, dtype=np.int64)]
-        _, logits = self._pass(sequence, tokens, range(self.spec.layers), before_layer, after_layer, asked)
+        _, logits = self._pass(sequence, tokens, range(self.spec.layers), before_layer, after_layer, asked, on_logits)
         return logits
 
     @ended_on_error
@@ -106,12 +119,13 @@ class Llama:
         before_layer: LayerCallback | None,
         after_layer: LayerCallback | None,
         asked: NDArray[np.int64] | None,
+        on_logits: LogitsCallback | None = None,
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
         """Run `layers` over tokens [n] or hidden states [n, hidden]: the hidden states that leave them, unless they are the
         last ones, and the logits at `asked`."""
         count, start, last = len(entering), sequence.length, self.spec.layers - 1
         leaving = None if layers.stop > last else np.empty((count, self.spec.hidden), dtype=np.float32)
-        rests: dict[int, tuple[NDArray[np.int64], Any, Any]] = {}
+        rests: dict[int, _Rest] = {}
         bounds = self._split_rows(start, count)
         xp, team, last_rank = self._xp, self._team, self._team.size - 1
 
@@ -149,7 +163,14 @@ class Llama:
         team.run(compute)
         synchronize(xp)
         sequence.length = start + count
-        return leaving, None if asked is None else self._last_rows(sequence, start + asked, list(rests.values()))
+        if asked is None:
+            return leaving, None
+        if on_logits is None:
+            return leaving, self._last_rows(sequence, start + asked, list(rests.values()))
+        for begin in range(0, len(asked), LOGIT_ROWS):
+            some = [_between(rest, begin, begin + LOGIT_ROWS) for rest in rests.values()]
+            on_logits(self._last_rows(sequence, start + asked[begin : begin + LOGIT_ROWS], some))
+        return leaving, None
 
     def _split_rows(self, start: int, count: int) -> list[int]:
         """Bounds of the threads' rows, of about equal work: a later row sees more keys. Measured: a multiply-add of attention
@@ -162,9 +183,7 @@ class Llama:
             cuts = (cuts + ROWS_TOGETHER // 2) // ROWS_TOGETHER * ROWS_TOGETHER
         return [0, *cuts.tolist(), count]
 
-    def _last_rows(
-        self, sequence: SequenceKV, positions: NDArray[np.int64], rests: list[tuple[NDArray[np.int64], Any, Any]]
-    ) -> NDArray[np.float32]:
+    def _last_rows(self, sequence: SequenceKV, positions: NDArray[np.int64], rests: "list[_Rest]") -> NDArray[np.float32]:
         """Finish the last layer for the tokens at `positions` and return their logits. `rests`: which of them each thread
         computed, their hidden states [n, hidden] and queries [kv_head, n, group, head_dim]."""
         last, attention = self.spec.layers - 1, self._seats[0].attention
@@ -279,6 +298,13 @@ class Llama:
 
     def _normalize(self, x: Any, weight: Any, out: Any, count: int) -> None:
         self._rowwise.normalize(x[:count], weight, self.spec.norm_eps, out[:count])
+
+
+def _between(rest: "_Rest", begin: int, end: int) -> "_Rest":
+    """Of what one thread computed, what belongs to the rows from `begin` to `end`, counted from there."""
+    rows, hidden, queries = rest
+    first, stop = np.searchsorted(rows, (begin, end)).tolist()
+    return rows[first:stop] - begin, hidden[first:stop], queries[:, first:stop]
 
 
 class Layer:

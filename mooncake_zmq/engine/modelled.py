@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
-from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_batch, check_entering, check_room, check_tokens
+from mooncake_zmq.engine.spec import (
+    LayerCallback,
+    LogitsCallback,
+    ModelSpec,
+    check_batch,
+    check_entering,
+    check_room,
+    check_tokens,
+)
 
 MASK = (1 << 20) - 1
 """Sums below 2**20 are exact in float32."""
@@ -53,6 +61,7 @@ class ModelledEngine:
         before_layer: LayerCallback | None = None,
         after_layer: LayerCallback | None = None,
         logits_at: Sequence[int] | None = (-1,),
+        on_logits: LogitsCallback | None = None,
     ) -> NDArray[np.float32] | None:
         check_room(sequence, len(tokens))
         check_tokens(tokens, self.spec.vocab_size)
@@ -62,7 +71,12 @@ class ModelledEngine:
         sequence.length = stop
         if logits_at is None:
             return None
-        return np.stack([self._logits(self._mixed(sequence, start + range(len(tokens))[at])) for at in logits_at])
+        rows = (self._logits(self._mixed(sequence, start + range(len(tokens))[at])) for at in logits_at)
+        if on_logits:
+            for row in rows:
+                on_logits(row[None])
+            return None
+        return np.stack(list(rows))
 
     def prefill_layers(
         self,

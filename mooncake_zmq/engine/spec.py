@@ -61,6 +61,12 @@ class ModelSpec:
         return self.layers * 2 * self.kv_heads * self.head_dim * KV_ITEM_BYTES[self.kv_dtype]
 
 
+LogitsCallback = Callable[[NDArray[np.float32]], None]
+"""Takes some rows of logits, [n, vocab_size]."""
+LOGIT_ROWS = 64
+"""12 MB with a vocabulary of 49 thousand ids."""
+
+
 class Engine(Protocol):
     """One model in one process. Not thread-safe: one compute thread calls prefill and decode."""
 
@@ -77,8 +83,10 @@ class Engine(Protocol):
         before_layer: LayerCallback | None = None,
         after_layer: LayerCallback | None = None,
         logits_at: Sequence[int] | None = (-1,),
+        on_logits: LogitsCallback | None = None,
     ) -> NDArray[np.float32] | None:
-        """Append `tokens` at `sequence.length`; return the logits at the asked indices into `tokens`.
+        """Append `tokens` at `sequence.length`; return the logits at the asked indices into `tokens`. With `on_logits` it is
+        given them instead, in order, `LOGIT_ROWS` at a time: those of a whole chunk may not fit into memory.
 
         `before_layer(l)` runs before layer l first reads earlier KV, `after_layer(l)` once layer l's KV of these tokens
         is stored, each in the order of the layers; they may come from two threads. What they raise propagates, and

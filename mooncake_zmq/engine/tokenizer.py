@@ -101,9 +101,9 @@ class Tokenizer:
             return [self._conversation.bos_id, *ids]
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens."""
-        return self._vocabulary.decode(ids)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of `ids`, without special tokens unless `special`."""
+        return self._vocabulary.decode(ids, special=special)
 
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character. A special token's are those of its name."""
@@ -225,7 +225,7 @@ class ByteVocabulary:
         return ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        pieces = (self.piece(token) for token in ids) if special else (self._pieces[token] for token in ids)
+        pieces = map(self.piece, ids) if special else (self._pieces[token] for token in ids)
         return b"".join(pieces).decode("utf-8", errors="replace")
 
     def piece(self, token: int) -> bytes:

@@ -9,7 +9,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
-from mooncake_zmq.engine.spec import LayerCallback, ModelSpec, check_entering, check_room, check_tokens
+from mooncake_zmq.engine.spec import LayerCallback, LogitsCallback, ModelSpec, check_entering, check_room, check_tokens
 
 MODULUS = 1 << 20  # running sums below 2**20 are exact in float32
 EOS_ID = 256
@@ -59,6 +59,7 @@ class ToyEngine:
         before_layer: LayerCallback | None = None,
         after_layer: LayerCallback | None = None,
         logits_at: Sequence[int] | None = (-1,),
+        on_logits: LogitsCallback | None = None,
     ) -> NDArray[np.float32] | None:
         tokens = np.asarray(tokens, dtype=np.int32)
         check_room(sequence, len(tokens))
@@ -76,6 +77,10 @@ class ToyEngine:
         if logits_at is None:
             return None
         lengths = [start + range(len(tokens))[at] + 1 for at in logits_at]
+        if on_logits:
+            for length in lengths:
+                on_logits(self._logits(self._hash(sequence, range(self.spec.layers), length))[None])
+            return None
         return np.stack([self._logits(self._hash(sequence, range(self.spec.layers), length)) for length in lengths])
 
     def prefill_layers(

@@ -6,9 +6,9 @@ import math
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -24,10 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import Bytes, Grammars
 from mooncake_zmq.gateway import cluster_face, manual
-from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading
+from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
     DONE,
+    KEEP_ALIVE,
     QUOTED_CHARS,
     SEEDS,
     ChatBody,
@@ -41,9 +43,10 @@ from mooncake_zmq.gateway.openai import (
     unknown_model,
 )
 from mooncake_zmq.gateway.pages import front_page
-from mooncake_zmq.gateway.requests import ClientOutput, Failed, TokenOut
+from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Limited, Tenant
+from mooncake_zmq.gateway.tokens import detokenize, tokenize
 from mooncake_zmq.gateway.traces import Names, trace_id_of
 
 CLIENT_CLOSED_REQUEST = 499
@@ -64,11 +67,13 @@ METHOD_CHARS = 16
 SCRAPE_EVERY_S = 0.1
 """A page of metrics is made at most this often, however many ask: it takes milliseconds, in which no stream goes on."""
 
+WorkT = TypeVar("WorkT")
+
 _log = structlog.get_logger("gateway")
 
 
-def create_app(edge: Edge) -> Starlette:
-    """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`."""
+def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
+    """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`. `cors_origins`: whose pages may call."""
     threads = _Threads(edge.settings)
     model = edge.model
     # To make the table of a whole vocabulary keeps the interpreter for a quarter of a second, for which every stream waits.
@@ -82,16 +87,32 @@ def create_app(edge: Edge) -> Starlette:
 
     app = Starlette(
         routes=[
-            Route("/v1/completions", _Generation(edge, CompletionBody, threads, grammars), methods=["POST"]),
-            Route("/v1/chat/completions", _Generation(edge, ChatBody, threads, grammars), methods=["POST"]),
+            Route("/v1/completions", _Posted(edge, threads, _Generation(edge, CompletionBody, grammars)), methods=["POST"]),
+            Route("/v1/chat/completions", _Posted(edge, threads, _Generation(edge, ChatBody, grammars)), methods=["POST"]),
+            Route("/tokenize", _Posted(edge, threads, _Tokens(edge, tokenize)), methods=["POST"]),
+            Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
             *_plain_routes(edge),
         ],
-        middleware=[Middleware(_Envelope, edge=edge)],
+        middleware=[*_cors(cors_origins), Middleware(_Envelope, edge=edge)],
         exception_handlers={HTTPException: _routing_error, RequestError: _request_error, Exception: _our_bug},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Before everything else: a browser asks without a key whether it may ask with one."""
+    if not origins:
+        return []
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+    )
+    return [cors]
 
 
 def _plain_routes(edge: Edge) -> list[Route]:
@@ -172,7 +193,7 @@ class _Threads:
         self._long = ThreadPoolExecutor(settings.tokenize_threads, thread_name_prefix="prepare-long")
         self._constrained = ThreadPoolExecutor(1, thread_name_prefix="prepare-grammar")
 
-    async def run(self, raw: bytearray, work: Callable[[], Prepared]) -> Prepared:
+    async def run(self, raw: bytearray, work: Callable[[], WorkT]) -> WorkT:
         """`work`, for that body; what it raises."""
         pool = self._short if len(raw) <= self._short_bytes else self._long
         if any(word in raw for word in CONSTRAINING):
@@ -185,14 +206,13 @@ class _Threads:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _Generation:
-    """POST /v1/completions or /v1/chat/completions, as an ASGI application."""
+class _Posted(Generic[WorkT]):
+    """A POST, as an ASGI application: its body is read within the limits and made into something by a thread, then answered."""
 
-    def __init__(self, edge: Edge, kind: type[CompletionBody] | type[ChatBody], threads: _Threads, grammars: Grammars) -> None:
+    def __init__(self, edge: Edge, threads: _Threads, asked: "_Asked[WorkT]") -> None:
         self._edge = edge
-        self._kind = kind
         self._threads = threads
-        self._grammars = grammars
+        self._asked = asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = scope["state"]["tenant"]
@@ -207,8 +227,7 @@ class _Generation:
                     stack.callback(watcher.cancel)
                     prepared = await self._prepare(call, raw, tenant)
                     del raw
-                usage.take(prepared.requests)
-                await self._answer(call, prepared, usage, scope, send)
+                await self._asked.answer(call, prepared, usage, scope, send)
         except _Stuck:
             await _hang_up(scope, receive)
         except (HungUp, ClientDisconnect):
@@ -219,12 +238,58 @@ class _Generation:
         except Limited as limited:
             raise RequestError(429, str(limited), code="rate_limit_exceeded", retry_after_s=limited.retry_after_s) from None
 
-    async def _answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
-        call.submit(prepared.requests)
+    async def _prepare(self, call: Call, raw: bytearray, tenant: Tenant | None) -> WorkT:
+        def work() -> WorkT:
+            if call.gone:  # while this waited for a thread
+                raise HungUp
+            return self._asked.prepare(raw, tenant)
+
+        return await self._threads.run(raw, work)
+
+
+class _Asked(Protocol[WorkT]):
+    """What one kind of POST asks for."""
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> WorkT:
+        """In a thread. Raises RequestError."""
+
+    async def answer(self, call: Call, prepared: WorkT, usage: Usage, scope: Scope, send: Send) -> None:
+        """On the loop."""
+
+
+class _Tokens:
+    """POST /tokenize or /detokenize."""
+
+    def __init__(self, edge: Edge, work: Callable[[bytearray, ServedModel], bytes]) -> None:
+        self._model = edge.model
+        self._work = work
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> bytes:
+        return self._work(raw, self._model)
+
+    async def answer(self, call: Call, prepared: bytes, usage: Usage, scope: Scope, send: Send) -> None:
+        await Response(prepared, media_type="application/json")(scope, _nothing, send)
+
+
+class _Generation:
+    """POST /v1/completions or /v1/chat/completions."""
+
+    def __init__(self, edge: Edge, kind: type[CompletionBody] | type[ChatBody], grammars: Grammars) -> None:
+        self._edge = edge
+        self._kind = kind
+        self._grammars = grammars
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
+        edge = self._edge
+        return prepare(raw, self._kind, edge.model, edge.settings, lambda: secrets.randbelow(SEEDS), tenant, self._grammars)
+
+    async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
+        usage.take(prepared.requests)
+        call.submit(prepared.requests, prepared.body.choices_per_prompt)
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
             if prepared.body.stream:
-                await _Stream(call, reply, send, self._edge.settings.send_timeout_s).run()
+                await _Stream(call, reply, send, self._edge.settings).run()
             else:
                 while not reply.done:
                     _accept(call, reply, await call.take())
@@ -238,16 +303,6 @@ class _Generation:
                 "completion_tokens": completion_tokens,
                 "finish_reasons": [choice.finish_reason for choice in prepared.choices],
             }
-
-    async def _prepare(self, call: Call, raw: bytearray, tenant: Tenant | None) -> Prepared:
-        settings, model = self._edge.settings, self._edge.model
-
-        def work() -> Prepared:
-            if call.gone:  # while this waited for a thread
-                raise HungUp
-            return prepare(raw, self._kind, model, settings, lambda: secrets.randbelow(SEEDS), tenant, self._grammars)
-
-        return await self._threads.run(raw, work)
 
 
 class _Stuck(Exception):
@@ -265,33 +320,54 @@ async def _hang_up(scope: Scope, receive: Receive) -> None:
 
 
 class _Stream:
-    """A reply as server-sent events. Nothing is sent before the first output, so an early failure keeps its status."""
+    """A reply as server-sent events. Nothing is sent before the first output, so an early failure keeps its status; unless that
+    output is long in coming."""
 
-    def __init__(self, call: Call, reply: Reply, send: Send, send_timeout_s: float) -> None:
+    def __init__(self, call: Call, reply: Reply, send: Send, settings: EdgeSettings) -> None:
         self._call = call
         self._reply = reply
         self._send = send
-        self._send_timeout_s = send_timeout_s
+        self._settings = settings
+        self._begun = False
 
     async def run(self) -> None:
         reply = self._reply
-        _accept(self._call, reply, await self._call.take())
+        first = await self._first()
+        try:
+            _accept(self._call, reply, first)
+            await self._begin()
+            await self._say(self._news())
+            while not reply.done:
+                _accept(self._call, reply, await self._call.take())
+                await self._say(self._news())
+        except RequestError as error:
+            if not self._begun:
+                raise
+            await self._say(self._news() + server_sent(error.body()), last=True)
+            return
+        usage = server_sent(reply.usage_chunk()) if reply.body.include_usage else b""
+        await self._say(usage + DONE, last=True)
+
+    async def _first(self) -> list[tuple[int, ClientOutput]]:
+        """The first outputs; while the prompt is computed, something now and then that is none."""
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.keep_alive_s or None):
+                    return await self._call.take()
+            except TimeoutError:
+                await self._begin()
+                await self._say(KEEP_ALIVE)
+
+    async def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
         await self._write({"type": "http.response.start", "status": 200, "headers": headers})
-        try:
-            await self._say(self._news())
-            while not reply.done:
-                _accept(self._call, reply, await self._call.take())
-                await self._say(self._news())
-        except RequestError as error:
-            await self._say(self._news() + server_sent(error.body()), last=True)
-            return
-        usage = server_sent(reply.usage_chunk()) if reply.body.include_usage else b""
-        await self._say(usage + DONE, last=True)
 
     def _news(self) -> bytes:
         return b"".join(server_sent(chunk) for chunk in self._reply.chunks())
@@ -303,7 +379,7 @@ class _Stream:
     async def _write(self, message: Message) -> None:
         """A client that takes nothing for long is as good as gone."""
         try:
-            async with asyncio.timeout(self._send_timeout_s):
+            async with asyncio.timeout(self._settings.send_timeout_s):
                 await self._send(message)
         except TimeoutError:
             raise _Stuck from None
@@ -314,7 +390,7 @@ def _accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -
     for index, output in outputs:
         choice = reply.choices[index]
         if choice.finish_reason is not None:  # a stop string was found
-            if not isinstance(output, TokenOut):  # else it came before the actor learned of it
+            if isinstance(output, Finished | Failed):  # else it came before the actor learned of it
                 choice.settle(output)
             continue
         if isinstance(output, Failed):

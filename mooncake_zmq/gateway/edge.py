@@ -7,7 +7,7 @@ holds its slots and its requests in a `Call`; leaving the call, in whatever way,
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from types import TracebackType
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
 from mooncake_zmq.gateway.overview import Overview, Watching
 from mooncake_zmq.gateway.readiness import ClusterView, missing_roles
-from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, StopFound, TokenOut
+from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenants
 from mooncake_zmq.gateway.traces import Names, Traces
@@ -48,8 +48,12 @@ class Tokenizer(Protocol):
     longest_token: int
     """Characters of a text that one id stands for at most."""
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """`special`: with what the model puts before a text."""
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """`special`: with the names of special tokens."""
+
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character."""
 
@@ -58,7 +62,9 @@ class Tokenizer(Protocol):
     """Does that write them?"""
 
     def stream(self, *, special: bool = False) -> TextStream: ...
-    def chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
         """Raises ValueError when the chat template refuses the messages."""
         ...
 
@@ -139,12 +145,14 @@ class Edge:
         incarnation: int,
         model: ServedModel,
         settings: EdgeSettings,
+        max_open: int,
         backing: Backing,
         clock: Callable[[], float] = time.monotonic,
         tenants: Tenants | None = None,
         listed: Sequence[Listed] = (),
     ) -> None:
-        """`tenants`: who may call; None: everybody. `listed`: the nodes that there should be."""
+        """`max_open`: requests that the actor takes at once. `tenants`: who may call; None: everybody. `listed`: the nodes that
+        there should be."""
         self.tenants = tenants
         self.name = name
         self.model = model
@@ -176,6 +184,7 @@ class Edge:
         self._id_prefix = f"{name}-{incarnation:x}"
         self._numbers = count(1)
         self._open: dict[str, _Open] = {}
+        self._max_open = max_open
         self._slots_taken = 0
         self.bodies = 0
         """Calls whose body is coming in, or is not a request yet."""
@@ -199,7 +208,7 @@ class Edge:
             return
         output: ClientOutput = effect.output
         self.metrics.observe(request.times, output, self.clock())
-        if not isinstance(output, TokenOut):
+        if isinstance(output, Finished | Failed):
             del self._open[effect.request_id]
         request.call.receive(request.index, output)
 
@@ -286,7 +295,7 @@ class Edge:
         if self.draining:
             self.count("edge_rejected[reason=draining]")
             raise Full("the gateway is draining: try another one")
-        if self._slots_taken + wanted > self.settings.max_open_requests:
+        if self._slots_taken + wanted > self._max_open:
             self.count("edge_rejected[reason=full]")
             raise Full(f"the gateway serves {self._slots_taken} requests and has no room for {wanted} more")
 
@@ -294,9 +303,12 @@ class Edge:
         self._slots_taken -= slots
         assert self._slots_taken >= 0
 
-    def open(self, request_id: str, call: "Call", index: int, request: ClientRequest) -> None:
-        self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, len(request.tokens) // 4))
-        self.backing.inject(FromClient(request_id, request))
+    def open(self, call: "Call", ids: Sequence[str], first_index: int, requests: Sequence[ClientRequest]) -> None:
+        """Requests for answers to one prompt, the first of which tells the actor of the others."""
+        for index, request_id in enumerate(ids, first_index):
+            self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, len(requests[0].tokens) // 4))
+        siblings = tuple((other, request.sampling.seed) for other, request in zip(ids[1:], requests[1:], strict=True))
+        self.backing.inject(FromClient(ids[0], replace(requests[0], siblings=siblings)))
 
     def cancel(self, request_id: str, finished_reason: str) -> None:
         """Cancel at every hop, unless it has ended. `finished_reason`: as the metrics shall count it."""
@@ -362,8 +374,9 @@ class Call:
         self._cancel_all("abort")
         self._edge.give_slots(self._slots)
 
-    def submit(self, requests: Sequence[ClientRequest]) -> None:
-        """Hand the choices to the actor; raises Full when they are more than there are slots, HungUp when nobody waits."""
+    def submit(self, requests: Sequence[ClientRequest], each: int = 1) -> None:
+        """Hand the choices to the actor, `each` in a row being for one prompt; raises Full when they are more than there are
+        slots, HungUp when nobody waits."""
         if self._gone:
             raise HungUp
         self._edge.take_slots(len(requests) - 1)
@@ -371,9 +384,9 @@ class Call:
         names = self.names or Names(self._edge.new_id())
         self._ids = [names.id + (f".{index}" if index else "") for index in range(len(requests))]
         self._edge.traces.name(self._ids, names)
-        for index, request in enumerate(requests):
+        for index in range(0, len(requests), each):
             if not self._too_slow:
-                self._edge.open(self._ids[index], self, index, request)
+                self._edge.open(self, self._ids[index : index + each], index, requests[index : index + each])
 
     def receive(self, index: int, output: ClientOutput) -> None:
         """From the edge. A reader that lags too far behind loses everything but an explicit error."""

@@ -10,17 +10,18 @@ Piece = Callable[[int], bytes]
 
 
 def of_completion(
-    tokens: Sequence[int], logprobs: Sequence[TokenLogprob], offsets: Sequence[int], piece: Piece
+    tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], offsets: Sequence[int], piece: Piece
 ) -> dict[str, Any]:
-    """As /v1/completions tells it: parallel lists. The likeliest tokens come with the one that was chosen."""
-    texts = [_text(piece(token)) for token in tokens]
+    """As /v1/completions tells it: parallel lists. The likeliest tokens come with the one that stands there. None: the first of
+    a prompt, of which nothing can be said."""
+    texts = [text_of(piece(token)) for token in tokens]
     likeliest = [
-        {_text(piece(each)): value for each, value in [*best, (token, own)]}
-        for token, (own, best) in zip(tokens, logprobs, strict=True)
+        told and {text_of(piece(each)): value for each, value in [*told[1], (token, told[0])]}
+        for token, told in zip(tokens, logprobs, strict=True)
     ]
     return {
         "tokens": texts,
-        "token_logprobs": [own for own, _ in logprobs],
+        "token_logprobs": [told and told[0] for told in logprobs],
         "top_logprobs": likeliest,
         "text_offset": list(offsets),
     }
@@ -40,8 +41,8 @@ def _entry(token: int, logprob: float, piece: Piece) -> dict[str, Any]:
     return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
-def _text(raw: bytes) -> str:
-    """Where there is no `bytes` beside it, parts of characters are told apart as OpenAI does."""
+def text_of(raw: bytes) -> str:
+    """What a token stands for. Where there is no `bytes` beside it, parts of characters are told apart as OpenAI does."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

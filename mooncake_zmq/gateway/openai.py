@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,16 +15,20 @@ from mooncake_zmq.engine.constraint import ConstraintError, Grammars
 from mooncake_zmq.gateway.constraints import Constrained, ConstraintRefused
 from mooncake_zmq.gateway.edge import ServedModel
 from mooncake_zmq.gateway.logprobs import of_chat, of_completion
-from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, PromptLogprobs, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenant
 from mooncake_zmq.gateway.tools import NO_TOOLS, CallPiece, Tools, call_delta, read_calls, read_tools, whole_calls, with_names
 from mooncake_zmq.gateway.unsupported import NULL, UnsupportedOfMessage, asked, asked_of_message
 from mooncake_zmq.kv.block_hash import pack_tokens
 
+KindT = TypeVar("KindT")
+
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use the whole context."""
 SEEDS = 1 << 63
+MAX_SCORES = 1 << 16
+"""Probabilities of prompts' tokens that one answer tells: about 2 MB of JSON."""
 UNSUPPORTED = "unsupported_parameter"
 QUOTED_CHARS = 200
 """Of what a client sent, in an error: it may be megabytes."""
@@ -88,9 +92,20 @@ def _too_long(param: str, model: ServedModel, however: str) -> RequestError:
     return _invalid(param, text, "context_length_exceeded")
 
 
+def _too_many_tokens(param: str, model: ServedModel, prompt_tokens: int, answer_tokens: int) -> RequestError:
+    both = f"{prompt_tokens + answer_tokens} tokens ({prompt_tokens} in the prompt, {answer_tokens} in the completion)"
+    return _too_long(param, model, f"you requested {both}. Please reduce the length of the prompt or the completion")
+
+
 def _check_fits(prompt_tokens: int, param: str, model: ServedModel) -> None:
     if prompt_tokens >= model.max_model_len:
-        raise _too_long(param, model, f"your prompt has {prompt_tokens} tokens, which leave no room for an answer")
+        raise _too_many_tokens(param, model, prompt_tokens, 1)
+
+
+def check_model(wanted: str | None, model: ServedModel) -> None:
+    """Raises RequestError."""
+    if wanted is not None and wanted != model.id:
+        raise unknown_model(wanted, model)
 
 
 def _check_count(count: int, most: int, what: str) -> None:
@@ -144,7 +159,7 @@ class Body(Constrained, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: TokenCount | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
     max_completion_tokens: TokenCount | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -153,7 +168,7 @@ class Body(Constrained, frozen=True, kw_only=True):
     stop: msgspec.Raw = msgspec.Raw(b"null")
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
-    n: Annotated[int, Meta(ge=1, le=8)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     return_token_ids: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -195,6 +210,15 @@ class Body(Constrained, frozen=True, kw_only=True):
         """How many of the likeliest tokens' probabilities are wanted beside that of each token; None: none at all."""
         raise NotImplementedError
 
+    @property
+    def echoed_likeliest(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return None
+
+    def check_no_answer(self) -> None:
+        """No token is to be made. Raises RequestError."""
+        raise _invalid("max_tokens", "max_tokens is at least 1, or 0 for a completion with echo")
+
     def sampling(self, seed: int, prompt_tokens: int, model: ServedModel, constraint: bytes = b"") -> Sampling:
         """OpenAI samples at temperature 1 unless told otherwise. Raises RequestError."""
         return Sampling(
@@ -227,11 +251,13 @@ class Body(Constrained, frozen=True, kw_only=True):
         """Fit the output into the model's context: a wish that does not fit is an error, a default is clipped."""
         room = model.max_model_len - prompt_tokens
         _check_fits(prompt_tokens, param, model)
-        wish = self.max_completion_tokens or self.max_tokens
+        wish = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if wish == 0:
+            self.check_no_answer()
+            return StopRule(max_tokens=1)
         if wish is not None and wish > room:
             name = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
-            both = f"{prompt_tokens + wish} tokens ({prompt_tokens} in the prompt, {wish} in the answer)"
-            raise _too_long(name, model, f"you asked for {both}")
+            raise _too_many_tokens(name, model, prompt_tokens, wish)
         max_tokens = wish or min(default_tokens, room)
         min_tokens = self.min_tokens or 0
         if min_tokens > max_tokens:
@@ -253,10 +279,20 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         """See `Body`."""
         return self.logprobs
 
+    @property
+    def echoed_likeliest(self) -> int | None:
+        """See `Body`."""
+        return self.logprobs if self.echo else None
+
+    def check_no_answer(self) -> None:
+        """See `Body`."""
+        if not self.echo:
+            super().check_no_answer()
+
     def prompts(self, model: ServedModel, max_prompts: int) -> list[Prompt]:
         """One prompt, or a list of them; a list of ids is one prompt."""
-        if self.echo and self.logprobs is not None:
-            raise _invalid("logprobs", "logprobs of the prompt, by echo, are not supported", UNSUPPORTED)
+        if self.echoed_likeliest is not None and self.choices_per_prompt > 1:
+            raise _invalid("n", "logprobs with echo tell of the prompt, for one choice: leave n out")
         given = bytes(self.prompt)
         opening = _OPENING.match(given)
         first = opening[1] if opening else b""
@@ -274,8 +310,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
             elif first == b"]":
                 prompts = []
             else:
-                _check_fits(given.count(b",") + 1, "prompt", model)
-                prompts = [_ids.decode(given)]
+                prompts = [read_ids(given, model, "prompt")]
         if not prompts or not all(prompts):
             raise _invalid("prompt", "the prompt is empty")
         return prompts
@@ -350,9 +385,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
     def prompts(self, model: ServedModel, max_prompts: int) -> list[Prompt]:
         """The conversation is one prompt."""
-        if len(self.messages) > model.max_model_len:
-            raise _too_long("messages", model, f"there are {len(self.messages)} messages")
-        return [with_names([message.turn() for message in self.messages])]
+        return [turns_of(self.messages, model)]
 
     def without_prompt(self) -> "ChatBody":
         """See `CompletionBody`."""
@@ -372,9 +405,28 @@ def _json_errors(param: str | None = None) -> Iterator[None]:
         raise _invalid(None, f"the body is not JSON: {_of_a_library(error)}", "invalid_json") from None
 
 
-def _parse(raw: bytes | bytearray, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+def turns_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[ChatTurn]:
+    """A conversation as chat templates read it. Raises RequestError."""
+    if len(messages) > model.max_model_len:
+        raise _too_long("messages", model, f"you requested {len(messages)} messages, which are more tokens than that")
+    return with_names([message.turn() for message in messages])
+
+
+def read_ids(raw: bytes, model: ServedModel, param: str) -> list[int]:
+    """A list of token ids, not longer than a prompt may be. Raises RequestError."""
+    _check_fits(raw.count(b",") + 1, param, model)
+    with _json_errors(param):
+        return _ids.decode(raw)
+
+
+def parsed(raw: bytes | bytearray, kind: type[KindT]) -> KindT:
+    """A body of this kind. Raises RequestError."""
     with _json_errors():
-        body = msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=kind)
+
+
+def _parse(raw: bytes | bytearray, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+    body = parsed(raw, kind)
     if (name := asked(body)) is not None:
         raise _invalid(name, f"{name} is not supported", UNSUPPORTED)
     return body
@@ -404,8 +456,7 @@ def prepare(
     """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone tells.
     `grammars`: to see whether a constraint can be followed; None: it is not tried."""
     body = _parse(raw, kind)
-    if body.model is not None and body.model != model.id:
-        raise unknown_model(body.model, model)
+    check_model(body.model, model)
     prompts = body.prompts(model, settings.max_choices)
     n = body.choices_per_prompt
     if len(prompts) * n > settings.max_choices:
@@ -413,16 +464,16 @@ def prepare(
     chat = isinstance(body, ChatBody)
     param = "messages" if chat else "prompt"
     for prompt in prompts:
-        _check_size(prompt, model, param)
+        check_size(prompt, model, param)
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
     tools, constraint = _form(body, model, settings, grammars)
     salt = body.cache_salt or ""
     salt = salt if tenant is None else tenant.salt(salt)
-    echo_chars = settings.max_echo_chars
+    echo_chars, scored_left = settings.max_echo_chars, MAX_SCORES
     prepared = Prepared(body.without_prompt(), [], [])
     for prompt in prompts:
-        ids = _tokenize(prompt, model, param, tools)
+        ids = tokenized(prompt, model, param, tools=tools.given)
         stop = body.stop_rule(len(ids), model.max_model_len if chat else DEFAULT_COMPLETION_TOKENS, model, param)
         tokens = pack_tokens(ids)
         root, keys = model.hash_prompt(tokens, salt)
@@ -430,6 +481,12 @@ def prepare(
         echo_chars -= n * len(echo)
         if echo_chars < 0:
             raise _invalid("echo", f"an answer repeats at most {settings.max_echo_chars} characters of its prompts")
+        likeliest = body.echoed_likeliest
+        scored_left -= 0 if likeliest is None else len(ids) * (1 + likeliest)
+        if scored_left < 0:
+            raise _invalid("logprobs", f"an answer tells at most {MAX_SCORES} probabilities of its prompts")
+        offsets = None if likeliest is None else _offsets(ids, model)
+        silent = 0 in (body.max_tokens, body.max_completion_tokens)
         for nth in range(n):
             index = len(prepared.choices)
             sampling = body.sampling((seed + nth) % SEEDS, len(ids), model, constraint)
@@ -443,9 +500,20 @@ def prepare(
                 tbt_slo_s=body.tbt_slo,
                 priority=body.priority or 0,
                 tenant="" if tenant is None else tenant.name,
+                prompt_logprobs=likeliest if len(ids) > 1 else None,
             )
             prepared.requests.append(request)
-            choice = Choice(index, ids, model, stops=stops, min_tokens=stop.min_tokens, echo=echo, tools=tools)
+            choice = Choice(
+                index,
+                ids,
+                model,
+                stops=stops,
+                min_tokens=stop.min_tokens,
+                echo=echo,
+                tools=tools,
+                offsets=offsets,
+                silent=silent,
+            )
             prepared.choices.append(choice)
     return prepared
 
@@ -471,8 +539,8 @@ def _form(body: Body, model: ServedModel, settings: EdgeSettings, grammars: Gram
     return tools, constraint
 
 
-def _check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
-    """What is too long whatever it says is not tokenized."""
+def check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
+    """What is too long whatever it says is not tokenized. Raises RequestError."""
     if isinstance(prompt, str):
         _check_chars(len(prompt), param, model)
     elif isinstance(prompt[0], int):
@@ -488,17 +556,27 @@ def _chars(turn: ChatTurn) -> int:
 
 def _check_chars(chars: int, param: str, model: ServedModel) -> None:
     if chars > model.max_chars:
-        raise _too_long(param, model, f"your prompt has {chars} characters, which are more tokens than that")
+        raise _too_long(param, model, f"you requested {chars} characters, which are more tokens than that")
 
 
-def _tokenize(prompt: Prompt, model: ServedModel, param: str, tools: Tools) -> list[int]:
+def tokenized(
+    prompt: Prompt,
+    model: ServedModel,
+    param: str,
+    *,
+    special: bool = True,
+    answer: bool = True,
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int]:
+    """Its ids, at least one. `special`: with what the model puts before a text; `answer`: a conversation ends where the answer
+    begins; `tools`: which it may call. Raises RequestError."""
     if isinstance(prompt, str):
-        ids = model.tokenizer.encode(prompt)
+        ids = model.tokenizer.encode(prompt) if special else model.tokenizer.encode(prompt, special=False)
     elif isinstance(prompt[0], int):
         ids = [item for item in prompt if isinstance(item, int)]
     else:
         try:
-            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)], tools=tools.given)
+            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)], answer, tools)
         except ValueError as error:
             raise _invalid(param, _of_a_library(error)) from None
     if not ids:
@@ -512,6 +590,15 @@ def _echo(body: CompletionBody | ChatBody, prompt: Prompt, model: ServedModel) -
     if isinstance(body, ChatBody) or not body.echo:
         return ""
     return prompt if isinstance(prompt, str) else model.tokenizer.decode([item for item in prompt if isinstance(item, int)])
+
+
+def _offsets(ids: Sequence[int], model: ServedModel) -> list[int]:
+    """Where in their text each of them begins, in characters."""
+    offsets, chars, stream = [], 0, model.tokenizer.stream()
+    for token in ids:
+        offsets.append(chars)
+        chars += len(stream.push(token))
+    return offsets
 
 
 # --- an answer as it grows
@@ -583,8 +670,10 @@ class Piece:
 
     text: str
     token_ids: list[int]
-    logprobs: list[TokenLogprob]
-    """Of the tokens, if they are wanted."""
+    echoed_ids: list[int]
+    """The prompt's, if their probabilities are told."""
+    logprobs: list[TokenLogprob | None]
+    """Of the tokens, if they are wanted, those of the prompt first."""
     offsets: list[int]
     """Where in the text each of these begins, in characters."""
     calls: list[CallPiece]
@@ -604,8 +693,12 @@ class Choice:
         min_tokens: int,
         echo: str,
         tools: Tools = NO_TOOLS,
+        offsets: list[int] | None = None,
+        silent: bool = False,
     ) -> None:
+        """`offsets`: of the prompt's tokens, if their probabilities are told. `silent`: the answer is not."""
         self.index = index
+        self._silent = silent
         self.prompt_ids = prompt_ids
         self.completion_tokens = 0
         self.finish_reason: str | None = None
@@ -623,15 +716,22 @@ class Choice:
         self._min_tokens = min_tokens
         self._text = [echo]
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._offsets: list[int] = []
+        self._echoed_ids: list[int] = [] if offsets is None else prompt_ids
+        self._logprobs: list[TokenLogprob | None] = [] if offsets is None else [None]
+        self._offsets: list[int] = offsets or []
         self._pieces: list[CallPiece] = []
         self._chars = len(echo)
         """Of the text so far, whether it may go out or not."""
 
-    def accept(self, output: TokenOut | Finished) -> None:
+    def accept(self, output: TokenOut | PromptLogprobs | Finished) -> None:
         """Take the actor's next output; the text of an end-of-sequence token is no part of the answer."""
         assert self.finish_reason is None
+        if isinstance(output, PromptLogprobs):
+            assert output.first == len(self._logprobs)
+            self._logprobs += output.logprobs
+            return
+        if self._silent and isinstance(output, TokenOut):
+            return
         self.has_news = True
         if isinstance(output, TokenOut):
             assert output.index == self.completion_tokens, f"token {output.index} after {self.completion_tokens} tokens"
@@ -646,7 +746,7 @@ class Choice:
         self.settle(output)
         self._add(self._detokenizer.flush())
         if self.finish_reason is None:
-            self._say(self._scanner.flush(), output.reason)
+            self._say(self._scanner.flush(), "length" if self._silent else output.reason)
 
     def settle(self, output: Finished | Failed) -> None:
         """The actor's last word."""
@@ -654,9 +754,9 @@ class Choice:
         self.finished = output if isinstance(output, Finished) else None
 
     def take(self) -> Piece:
-        piece = Piece("".join(self._text), self._token_ids, self._logprobs, self._offsets, self._pieces)
-        self._text, self._token_ids, self._logprobs, self._offsets, self._pieces = [], [], [], [], []
-        self.has_news = False
+        piece = Piece("".join(self._text), self._token_ids, self._echoed_ids, self._logprobs, self._offsets, self._pieces)
+        self._text, self._token_ids, self._echoed_ids, self.has_news = [], [], [], False
+        self._logprobs, self._offsets, self._pieces = [], [], []
         self.pieces_taken += 1
         return piece
 
@@ -778,8 +878,9 @@ class Reply:
         if self.body.likeliest is None:
             return None
         if self._chat:
-            return of_chat(piece.token_ids, piece.logprobs, self._model.tokenizer.piece)
-        return of_completion(piece.token_ids, piece.logprobs, piece.offsets, self._model.tokenizer.piece)
+            return of_chat(piece.token_ids, [told for told in piece.logprobs if told], self._model.tokenizer.piece)
+        ids = [*piece.echoed_ids, *piece.token_ids]
+        return of_completion(ids, piece.logprobs, piece.offsets, self._model.tokenizer.piece)
 
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
@@ -841,5 +942,7 @@ def server_sent(event: dict[str, Any]) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: whoever reads events passes over it."""
 LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 """JSON lets them stand in a string, and clients that cut text into lines take them for ends."""

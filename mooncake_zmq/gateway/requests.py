@@ -4,9 +4,12 @@ A request lives here from arrival to its one end. Whatever goes wrong elsewhere 
 the prompt and the tokens so far, so the client sees a pause, never an error or a repeated token.
 """
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any
+
+from msgspec import structs
 
 from mooncake_zmq.core.actor import (
     CancelTimer,
@@ -36,11 +39,13 @@ from mooncake_zmq.core.messages import (
     NodesHeard,
     Outcome,
     Placed,
+    PromptScored,
     Rejected,
     RejectReason,
     RequestEnded,
     Sampling,
     Schedule,
+    Sibling,
     StartPrefill,
     StopRule,
     TokenLogprob,
@@ -71,6 +76,12 @@ class ClientRequest:
     priority: int = 0
     tenant: str = ""
     """Whose shares of the pools its blocks are charged to."""
+    siblings: tuple[tuple[str, int], ...] = ()
+    """Further answers to the same prompt: request id and seed of each. They are requests of their own, and their prompt is
+    computed once as long as none of them has a token."""
+    prompt_logprobs: int | None = None
+    """Tell the probabilities of the prompt's tokens too, and so many of the likeliest. It is computed whole then, and has no
+    siblings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +104,15 @@ class TokenOut:
     index: int
     token: int
     logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Probabilities of the prompt's tokens from position `first` on: all but the first token's, in order, each once, before the
+    answer's first token."""
+
+    first: int
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +145,7 @@ class Failed:
     retry_after_s: float | None = None
 
 
-ClientOutput = TokenOut | Finished | Failed
+ClientOutput = TokenOut | PromptLogprobs | Finished | Failed
 
 
 EARLY_TOKENS = MAX_RUN
@@ -191,7 +211,15 @@ class _Request:
     prefill: str = ""
     decode: str = ""
     output: list[int] = field(default_factory=list)
+    begun: bool = False
+    """Its client holds tokens of it, or of another answer to the same prompt: it is not refused any more."""
     early: dict[int, tuple[int, TokenLogprob | None]] = field(default_factory=dict)
+    family: str = ""
+    """Which requests have its prompt: those of one call."""
+    led_by: str = ""
+    """The one whose placement it waits for."""
+    scored: int = 0
+    """Tokens of the prompt whose probabilities its client has."""
     exclude: tuple[str, ...] = ()
     cached: tuple[int, int, int] | None = None
     prefill_times: tuple[float, float] = (0.0, 0.0)
@@ -212,6 +240,15 @@ class _Request:
     @property
     def prompt_tokens(self) -> int:
         return len(self.client.tokens) // 4
+
+    @property
+    def is_scored(self) -> bool:
+        """Are the prompt's probabilities told, if they are asked for?"""
+        return self.client.prompt_logprobs is None or self.scored == self.prompt_tokens - 1
+
+
+def _sibling(request: _Request) -> Sibling:
+    return Sibling(request_id=request.request_id, attempt=request.attempt, seed=request.client.sampling.seed)
 
 
 class Requests:
@@ -256,6 +293,8 @@ class Requests:
                 return self._on_first_token(now, sender, message)
             case Received(sender, TokensDecoded() as message):
                 return self._on_tokens(now, sender, message)
+            case Received(sender, PromptScored() as message):
+                return self._on_scored(now, sender, message)
             case Received(sender, AttemptFailed() as message):
                 return self._on_failed(now, sender, message)
             case Received(sender, NodesHeard() as message):
@@ -298,6 +337,8 @@ class Requests:
             assert len(request.early) <= EARLY_TOKENS
             assert len(request.output) < max(1, request.client.stop.max_tokens), "the last token ends a request"
             assert request.scheduled == (request.state is not RequestState.WAITING)
+            if request.led_by:
+                assert request.state is self._requests[request.led_by].state is RequestState.PLACING
         assert len(self._requests) <= self._settings.max_open
 
     def gauges(self, now: float) -> dict[str, float]:
@@ -331,21 +372,23 @@ class Requests:
     # --- the client
 
     def _on_client(self, now: float, request_id: str, client: ClientRequest) -> list[Effect]:
-        if request_id in self._requests:
+        choices = ((request_id, client.sampling.seed), *client.siblings)
+        if any(each in self._requests for each, _ in choices):
             return []
-        if self._draining or len(self._requests) >= self._settings.max_open:
-            self.counts.add("requests_refused")
+        if self._draining or len(self._requests) + len(choices) > self._settings.max_open:
+            self.counts.add("requests_refused", len(choices))
             why = "the gateway is shutting down" if self._draining else "too many open requests"
             refused = Failed(status=503, code="overloaded", message=why, retry_after_s=1.0)
-            return [ToClient(request_id, refused)]
-        request = _Request(request_id, client, now + self._settings.deadline_s, arrived_at=now)
-        self._requests[request_id] = request
-        self.counts.add("requests")
-        timers: list[Effect] = [
-            SetTimer(("deadline", request_id), self._settings.deadline_s),
-            SetTimer(("placement", request_id), self._settings.placement_wait_s),
-        ]
-        return timers + self._begin_attempt(now, request)
+            return [ToClient(each, refused) for each, _ in choices]
+        timers: list[Effect] = []
+        for each, seed in choices:
+            own = replace(client, sampling=structs.replace(client.sampling, seed=seed), siblings=())
+            family = request_id if client.siblings else ""
+            self._requests[each] = _Request(each, own, now + self._settings.deadline_s, arrived_at=now, family=family)
+            self.counts.add("requests")
+            timers.append(SetTimer(("deadline", each), self._settings.deadline_s))
+            timers.append(SetTimer(("placement", each), self._settings.placement_wait_s))
+        return timers + self._begin_attempt(now, self._requests[request_id])
 
     def _on_gone(self, request_id: str) -> list[Effect]:
         request = self._requests.get(request_id)
@@ -361,12 +404,37 @@ class Requests:
     # --- placement
 
     def _begin_attempt(self, now: float, request: _Request | None) -> list[Effect]:
-        """Ask the first live conductor; with none alive, wait for one."""
+        """Ask the first live conductor; with none alive, wait for one. Of a family all that wait and have no token yet are
+        placed together."""
         if request is None or request.state is not RequestState.WAITING:
             return []
         conductor = next((name for name in self._settings.conductors if name in self._peers), None)
         if conductor is None:
             return []
+        client, siblings = request.client, self._waiting_siblings(request)
+        for each in (request, *siblings):
+            self._scheduled(now, each, conductor)
+        timers: list[Effect] = [self._stall_timer(each) for each in (request, *siblings)]
+        for each in siblings:
+            each.led_by = request.request_id
+            timers.append(CancelTimer(("attempt", each.request_id)))
+        schedule = Schedule(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            keys=tuple(self._keys(request)) if request.is_scored else (),
+            tokens=request.prompt_tokens + len(request.output),
+            max_tokens=client.stop.max_tokens - len(request.output),
+            exclude=request.exclude,
+            ttft_slo_s=client.ttft_slo_s,
+            tbt_slo_s=client.tbt_slo_s,
+            priority=client.priority,
+            begun=request.begun,
+            waited_s=max(0.0, now - request.arrived_at),
+            choices=1 + len(siblings),
+        )
+        return [Send(conductor, schedule), *timers]
+
+    def _scheduled(self, now: float, request: _Request, conductor: str) -> None:
         self._move(request, RequestEvent.SCHEDULED)
         request.attempt += 1
         request.scheduled = True
@@ -375,21 +443,18 @@ class Requests:
         request.prefill_times = request.predicted = (0.0, 0.0)
         request.scheduled_at = request.heard_at = now
         request.ttft_s, request.resumed_at, request.gaps = None, len(request.output), Gaps()
-        client = request.client
-        schedule = Schedule(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            keys=tuple(self._keys(request)),
-            tokens=request.prompt_tokens + len(request.output),
-            max_tokens=client.stop.max_tokens - len(request.output),
-            exclude=request.exclude,
-            ttft_slo_s=client.ttft_slo_s,
-            tbt_slo_s=client.tbt_slo_s,
-            priority=client.priority,
-            begun=bool(request.output),
-            waited_s=max(0.0, now - request.arrived_at),
-        )
-        return [Send(conductor, schedule), self._stall_timer(request)]
+
+    def _waiting_siblings(self, request: _Request) -> list[_Request]:
+        if not request.family or request.output:
+            return []
+        family = [each for each in self._requests.values() if each.family == request.family and each is not request]
+        return [each for each in family if each.state is RequestState.WAITING and not each.output]
+
+    def _led(self, request: _Request) -> list[_Request]:
+        """Those that are placed with it."""
+        if not request.family or request.state is not RequestState.PLACING:
+            return []
+        return [each for each in self._requests.values() if each.led_by == request.request_id]
 
     def _keys(self, request: _Request) -> list[bytes]:
         """Keys of the complete blocks of prompt and tokens so far."""
@@ -399,13 +464,16 @@ class Requests:
         return [*client.keys, *extend_keys(parent, client.tokens[full:] + pack_tokens(request.output), size)]
 
     def _on_placed(self, now: float, sender: str, message: Placed) -> list[Effect]:
-        request = self._current(message.request_id, message.attempt)
-        if request is None or request.state is not RequestState.PLACING or request.conductor != sender:
+        request = self._placing(sender, message.request_id, message.attempt)
+        if request is None:
             return []
-        self._move(request, RequestEvent.PLACED)
-        request.prefill, request.decode = message.prefill, message.decode
-        request.predicted = (message.ttft_s, message.tbt_s)
-        request.heard_at = now
+        together = [request, *self._led(request)]
+        for each in together:
+            self._move(each, RequestEvent.PLACED)
+            each.led_by = ""
+            each.prefill, each.decode = message.prefill, message.decode
+            each.predicted = (message.ttft_s, message.tbt_s)
+            each.heard_at = now
         # A node not met yet, or that died just now, is nothing the request broke: as if there were none yet. The placement's
         # wait bounds a new request then; one that ran already waits until its deadline, as for any nodes that restart.
         # So is one that has become something else since the conductor last heard of it.
@@ -413,10 +481,10 @@ class Requests:
         for role, node, missing in wanted:
             peer = self._peers.get(node)
             if peer is None or peer.role not in (role, "vllm"):
-                request.missing = missing.value
-                return self._retry(now, request, exclude=node)
-        request.admitted = True
-        effects: list[Effect] = [CancelTimer(("placement", request.request_id))]
+                return self._retry_all(together, missing.value, exclude=node)
+        effects: list[Effect] = [CancelTimer(("placement", each.request_id)) for each in together]
+        for each in together:
+            each.admitted = True
         client = request.client
         start = StartPrefill(
             request_id=request.request_id,
@@ -434,24 +502,40 @@ class Requests:
             booking=message.booking,
             priority=client.priority,
             tbt_slo_s=message.tbt_slo_s,
-            stages=message.stages,
+            stages=message.stages if request.is_scored else (),
             tenant=client.tenant,
+            prompt_logprobs=None if request.is_scored else client.prompt_logprobs,
+            siblings=tuple([_sibling(r) for r in together[1:]]),
         )
         return [*effects, Send(message.prefill, start)]
 
+    def _placing(self, sender: str, request_id: str, attempt: int) -> _Request | None:
+        """The request that this conductor was asked for."""
+        request = self._current(request_id, attempt)
+        asked = request is not None and request.state is RequestState.PLACING and not request.led_by
+        return request if request is not None and asked and request.conductor == sender else None
+
     def _on_rejected(self, now: float, sender: str, message: Rejected) -> list[Effect]:
-        request = self._current(message.request_id, message.attempt)
-        if request is None or request.state is not RequestState.PLACING or request.conductor != sender:
+        request = self._placing(sender, message.request_id, message.attempt)
+        if request is None:
             return []
+        together = [*self._led(request), request]
         request.exclude = ()
         overloaded = message.reason in (RejectReason.TTFT, RejectReason.TBT)
-        if overloaded and not request.output:
-            return self._refuse(request, message.reason, message.retry_after_s)
         nobody = message.reason in (RejectReason.NO_PREFILL, RejectReason.NO_DECODE)
-        if request.admitted or nobody or overloaded:  # nodes may be restarting, or a new conductor has not met them yet
-            request.missing = message.reason.value
-            return self._retry(now, request)
-        return self._refuse(request, message.reason, message.retry_after_s)
+        refused = overloaded and not request.begun
+        # Nodes may be restarting, or a new conductor has not met them yet.
+        if not refused and (request.admitted or nobody or overloaded):
+            return self._retry_all(together, message.reason.value)
+        return [effect for each in together for effect in self._refuse(each, message.reason, message.retry_after_s)]
+
+    def _retry_all(self, together: Sequence[_Request], missing: str, *, exclude: str = "") -> list[Effect]:
+        """`missing`: what they wait for if they are not admitted yet."""
+        effects: list[Effect] = []
+        for request in together:
+            request.missing = missing
+            effects += self._retry(request, exclude=exclude)
+        return effects
 
     def _refuse(self, request: _Request, reason: RejectReason, retry_after_s: float) -> list[Effect]:
         """Before its first token, at whatever attempt."""
@@ -489,7 +573,7 @@ class Requests:
         if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING:
             return []
         logprobs = () if message.logprob is None else (message.logprob,)
-        if not self._makes_sense(request, (message.token,), logprobs):
+        if not request.is_scored or not self._makes_sense(request, (message.token,), logprobs):
             return self._on_nonsense(now, request, sender)
         self._move(request, RequestEvent.FIRST_TOKEN)
         if request.cached is None:
@@ -520,6 +604,26 @@ class Requests:
             return False
         ids = [*tokens, *(token for _, likeliest in logprobs for token, _ in likeliest)] if logprobs else tokens
         return self._layout.has_token(max(ids, default=0))
+
+    def _on_scored(self, now: float, sender: str, message: PromptScored) -> list[Effect]:
+        """A later attempt tells all from the beginning: what the client has already is passed over."""
+        request = self._current(message.request_id, message.attempt)
+        if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING or request.is_scored:
+            return []
+        ids = [token for _, likeliest in message.logprobs for token, _ in likeliest]
+        stop = message.first + len(message.logprobs)
+        if (
+            message.first > request.scored + 1
+            or stop > request.prompt_tokens
+            or not self._layout.has_token(max(ids, default=0))
+        ):
+            return self._on_nonsense(now, request, sender)
+        request.heard_at = now
+        first = request.scored + 1
+        if stop <= first:
+            return []
+        request.scored = stop - 1
+        return [ToClient(request.request_id, PromptLogprobs(first, message.logprobs[first - message.first :]))]
 
     def _take_run(
         self, now: float, request: _Request, first: int, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
@@ -566,12 +670,19 @@ class Requests:
     def _emit(self, request: _Request, token: int, logprob: TokenLogprob | None) -> list[Effect]:
         effects: list[Effect] = [ToClient(request.request_id, TokenOut(len(request.output), token, logprob))]
         request.output.append(token)
+        if not request.begun:
+            self._begin_answer(request)
         reason = request.client.stop.reason(token, len(request.output))
         return (
             effects
             if reason is None
             else [*effects, *self._forget_booking(request, ended=True), *self._finish(request, reason)]
         )
+
+    def _begin_answer(self, request: _Request) -> None:
+        request.begun = True
+        for each in self._requests.values() if request.family else ():
+            each.begun = each.begun or each.family == request.family
 
     def _finish(self, request: _Request, reason: str) -> list[Effect]:
         own, local, remote = request.cached or (0, 0, 0)
@@ -597,17 +708,17 @@ class Requests:
         """A node tells of tokens that the model does not have: as if it had failed."""
         self.counts.add("tokens_out_of_range")
         request.broken += 1
-        return self._retry(now, request, exclude=sender)
+        return self._retry(request, exclude=sender)
 
     def _on_failed(self, now: float, sender: str, message: AttemptFailed) -> list[Effect]:
         request = self._current(message.request_id, message.attempt)
         if request is None or sender not in (request.prefill, request.decode):
             return []
         self.counts.add(f"attempts_failed[by={self._peers[sender].role}]")
-        if message.refused and not request.output:
+        if message.refused and not request.begun:
             return self._refuse(request, RejectReason.TBT, message.retry_after_s)
         request.broken += not message.full
-        return self._retry(now, request, exclude=message.avoid or sender)
+        return self._retry(request, exclude=message.avoid or sender)
 
     def _on_stalled(self, now: float, request_id: str) -> list[Effect]:
         request = self._requests.get(request_id)
@@ -618,7 +729,7 @@ class Requests:
             return [SetTimer(("stall", request_id), self._settings.stall_s - quiet_s)]
         self.counts.add("attempts_stalled")
         request.broken += 1
-        return self._retry(now, request)
+        return self._retry(request)
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
@@ -631,10 +742,10 @@ class Requests:
             if placing or prefilling or decoding:
                 self.counts.add(f"attempts_lost[state={request.state.value}]")
                 request.broken += not placing
-                effects += self._retry(now, request, exclude="" if placing else peer)
+                effects += self._retry(request, exclude="" if placing else peer)
         return effects
 
-    def _retry(self, now: float, request: _Request, *, exclude: str = "") -> list[Effect]:
+    def _retry(self, request: _Request, *, exclude: str = "") -> list[Effect]:
         """Give this attempt up everywhere and begin the next one after a pause that grows."""
         effects = self._let_go(request)
         if request.broken >= self._settings.max_attempts:
@@ -653,9 +764,11 @@ class Requests:
         """Cancel the current attempt at every hop."""
         if not request.scheduled:
             return []
+        left = [effect for each in self._led(request) for effect in self._retry(each)]
+        request.led_by = ""
         cancel = CancelRequest(request_id=request.request_id, attempt=request.attempt)
         nodes = [node for node in dict.fromkeys((request.prefill, request.decode)) if node in self._peers]
-        return [*[Send(node, cancel) for node in nodes], *self._forget_booking(request, ended=ended)]
+        return [*left, *[Send(node, cancel) for node in nodes], *self._forget_booking(request, ended=ended)]
 
     def _forget_booking(self, request: _Request, *, ended: bool) -> list[Effect]:
         """The attempt is over: once for each. `ended`: its output ended by itself."""

@@ -11,7 +11,8 @@ class RequestsSettings:
     conductors: tuple[str, ...] = ()
     """In order of preference: the first one alive decides, the others only listen."""
     max_open: int = 256
-    """Requests at once; a further one is answered 503."""
+    """Requests (choices, not HTTP calls) open at once; one more is answered 503. A call takes its place once its body is
+    here."""
     deadline_s: float = 600.0
     """Every request ends by then, with an error if need be."""
     placement_wait_s: float = 10.0
@@ -52,11 +53,8 @@ class EdgeSettings:
     max_reading_bytes: int = 64 << 20
     """Bytes of all bodies together that came in and are not requests yet; a call that would need more is answered 503. Short
     ones do not count."""
-    max_open_requests: int = 256
-    """Requests (choices, not HTTP calls) open at once; one more is answered 503. As many as the actor takes by default. A call
-    takes its place once its body is here."""
-    max_choices: int = 64
-    """Choices (prompts times n) of one HTTP call: one call must not take every slot."""
+    max_choices: int = 128
+    """Choices (prompts times n) of one HTTP call, within `requests.max_open`: one call must not take every slot."""
     max_echo_chars: int = 1 << 20
     """Characters that `echo` may repeat in one answer, over all its choices: to write many MiB of JSON stops every stream."""
     full_retry_after_s: float = 1.0
@@ -66,6 +64,10 @@ class EdgeSettings:
     send_timeout_s: float = 60.0
     """Seconds a client may take nothing of what is ready for it before it counts as gone. It is cut off, and its requests are
     cancelled; up to then 64 KiB wait in its connection and `max_buffered_outputs` before it."""
+    keep_alive_s: float = 15.0
+    """A stream that has nothing to tell yet says so this often, by a comment that clients pass over: proxies and clients cut
+    connections on which nothing comes, and a long prompt takes minutes. From the first comment on, an error can only come in
+    the stream. 0: never."""
     short_body_bytes: int = 32 << 10
     """Bodies up to this are prepared by a thread of their own, so that they wait for no long one."""
     tokenize_threads: int = 2
@@ -74,20 +76,18 @@ class EdgeSettings:
     """How the model writes calls of tools; empty: as its chat template tells."""
 
     def __post_init__(self) -> None:
-        at_least_one = ("max_body_bytes", "max_open_requests", "max_choices", "max_buffered_outputs", "tokenize_threads")
+        at_least_one = ("max_body_bytes", "max_choices", "max_buffered_outputs", "tokenize_threads")
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
         for name in ("body_timeout_s", "full_retry_after_s", "send_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive")
-        for name in ("short_body_bytes", "max_echo_chars"):
-            if getattr(self, name) < 0:
+        for name in ("short_body_bytes", "max_echo_chars", "keep_alive_s"):
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative")
         if self.max_reading_bytes < self.max_body_bytes:
             raise ValueError("max_reading_bytes must not be below max_body_bytes, or such a body could never be read")
-        if self.max_choices > self.max_open_requests:
-            raise ValueError("max_choices must not exceed max_open_requests, or such a call could never be served")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

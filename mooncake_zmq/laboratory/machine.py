@@ -207,7 +207,7 @@ class ModelledMachine:
             case ProbeProcess(node=node, incarnation=incarnation):
                 return _Running(work, now, now + PROBE_S, ProcessProbed(self._world.alive(node, incarnation)))
             case _:
-                raise TypeError(work)  # no trace is replayed on foreign engines
+                raise TypeError(work)  # no trace is replayed on foreign engines, or asks for several choices
 
     def _plan_steps(self, now: float, work: DecodeStep) -> _Running:
         """Costs grow by the same with each step, as every member's context grows by a token."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mooncake_zmq.core.messages import SlotRef, StartPrefill
+from mooncake_zmq.core.messages import Sibling, SlotRef, StartPrefill
 from mooncake_zmq.core.shell import Named
 from mooncake_zmq.prefill.pipeline import Group
 
@@ -71,6 +71,17 @@ class Estimate:
     rest_s: float
 
 
+def choices_of(request: StartPrefill) -> tuple[Sibling, ...]:
+    """The request itself and its siblings."""
+    own = Sibling(request_id=request.request_id, attempt=request.attempt, seed=request.sampling.seed)
+    return (own, *request.siblings)
+
+
+def attempts_of(request: StartPrefill) -> dict[str, int]:
+    """Those of all its choices, by request id."""
+    return {choice.request_id: choice.attempt for choice in choices_of(request)}
+
+
 @dataclass(slots=True)
 class Job:
     """One attempt of one request: what was asked, and what is held for it."""
@@ -114,6 +125,11 @@ class Job:
     """From then until its prefix was loaded."""
     group: Group | None = None
     """The pipeline that computes it, if one does."""
+    choices: dict[str, int] = field(default_factory=dict)
+    """Requests that still want it, with their attempts: its own and its siblings."""
+
+    def __post_init__(self) -> None:
+        self.choices = attempts_of(self.request)
 
     @property
     def share(self) -> float:

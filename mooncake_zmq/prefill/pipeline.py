@@ -145,6 +145,7 @@ class Group:
                     booking=request.booking,
                     priority=request.priority,
                     past=request.sampling.past(request.tokens),
+                    seeds=tuple([each.seed for each in request.siblings]),
                 ),
             )
             for name, layers in zip(self.names, self._layers[1:], strict=True)
@@ -204,6 +205,7 @@ class Group:
             and len(message.parts) == blocks * len(self._layers[stage])
             and len(message.leaving) == (0 if is_last else hidden_slots(self._layout, stop - start))
             and (message.token is not None) == (is_last and chunk + 1 == len(self._chunks))
+            and len(message.others) == (0 if message.token is None else len(self._request.siblings))
         )
 
     def on_done(self, name: str, message: StageDone) -> list[Effect]:

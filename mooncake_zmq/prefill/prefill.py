@@ -5,7 +5,7 @@ It owns its slab (the slots its KV is handed off and reused from) and its queue.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
@@ -33,6 +33,7 @@ from mooncake_zmq.core.actor import (
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
+    MAX_SCORED,
     AttemptFailed,
     BlocksLeased,
     CancelRequest,
@@ -49,9 +50,11 @@ from mooncake_zmq.core.messages import (
     LayersReady,
     LeaseRenewed,
     Message,
+    PromptScored,
     ReclaimSlots,
     ReportCorrupt,
     ReserveDecode,
+    Sampled,
     SlotRef,
     SlotsReserved,
     StageChunk,
@@ -80,7 +83,7 @@ from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots, SlotState
 from mooncake_zmq.prefill.chunking import chunk_stop
-from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState
+from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState, attempts_of, choices_of
 from mooncake_zmq.prefill.pipeline import Group, grants, refusal, release, reserve, written
 from mooncake_zmq.prefill.queue import Turns
 from mooncake_zmq.prefill.settings import PrefillSettings
@@ -346,7 +349,7 @@ class Prefill:
         if reason is not None:
             self.counts.add("jobs_refused")
             avoid = self._away(message)
-            return [*effects, self._failed(sender, message, reason, full=lack is not None, avoid=avoid)]
+            return effects + self._failed(sender, attempts_of(message), reason, full=lack is not None, avoid=avoid)
         group = Group(message, self._layout, self._settings.chunk_tokens) if message.stages else None
         rank = self._workload.rank(now, message, length, group.share if group else 1.0)
         job = Job(request=message, gateway=sender, order=self._ids.new(), rank=rank, arrived_at=now, group=group)
@@ -376,15 +379,26 @@ class Prefill:
             return reason
         if message.stages and Group(message, self._layout, self._settings.chunk_tokens).room > self.slots.capacity:
             return "prompt is longer than the slab"
+        if message.stages and message.prompt_logprobs is not None:
+            return "a pipeline tells no probabilities of a prompt"
         away = self._away(message)
         return f"{away} is not reachable from {self.name}" if away else None
 
     def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
-        job = self._jobs.get(message.request_id)
-        if job is None or job.gateway != sender or job.request.attempt > message.attempt:
+        job = self._wanted_by(message.request_id, message.attempt)
+        if job is None or job.gateway != sender:
+            return []
+        del job.choices[message.request_id]
+        if job.choices:  # it goes on for the others
             return []
         self.counts.add("jobs_cancelled")
         return self._drop(now, job, "cancelled")
+
+    def _wanted_by(self, request_id: str, attempt: int) -> Job | None:
+        """The job that has this attempt of a request, or an older one, among its choices."""
+        own = self._jobs.get(request_id)
+        jobs = (own, *self._jobs.values()) if own is not None else self._jobs.values()
+        return next((job for job in jobs if job.choices.get(request_id, attempt + 1) <= attempt), None)
 
     def _on_deadline(self, now: float, request_id: str, attempt: int) -> list[Effect]:
         job = self._jobs.get(request_id)
@@ -431,7 +445,8 @@ class Prefill:
         self._move(job, JobEvent.ACTIVATED)
         job.started_at = now
         request = job.request
-        reusable = request.keys[: (job.length - 1) // self._layout.block_tokens]
+        scored = request.prompt_logprobs is not None  # each of its tokens has to be computed
+        reusable = () if scored else request.keys[: (job.length - 1) // self._layout.block_tokens]
         own = self.slots.leading_run(reusable if self._settings.own_reuse else ())
         self.slots.pin(own)
         job.own_slots += own
@@ -457,7 +472,7 @@ class Prefill:
             attempt=request.attempt,
             gateway=job.gateway,
             tokens=job.length,
-            reuse_keys=() if unreused else request.keys[: max(request.reuse_blocks, len(job.prefix))],
+            reuse_keys=() if unreused or scored else request.keys[: max(request.reuse_blocks, len(job.prefix))],
             last_key=request.keys[-1] if request.keys else request.root,
             tail=request.tokens[full * self._layout.block_tokens * 4 :],
             first_index=request.first_index,
@@ -468,6 +483,7 @@ class Prefill:
             tbt_slo_s=request.tbt_slo_s,
             past=request.sampling.past(request.tokens),
             tenant=request.tenant,
+            siblings=request.siblings,
         )
         return [*effects, Send(request.decode, reserve)]
 
@@ -588,14 +604,15 @@ class Prefill:
         job = self._led(sender, message.request_id, message.attempt)
         if job is None or job.group is None or job.state is JobState.HANDING_OFF:
             return []
-        if not job.group.expects(sender, message) or not self._layout.has_token(message.token or 0):
+        tokens = [message.token or 0, *(token for token, _ in message.others)]
+        if not job.group.expects(sender, message) or not self._layout.has_token(max(tokens)):
             return self._fail(now, job, f"{sender} computed something else", avoid=sender)
         effects = job.group.on_done(sender, message)
         if not job.group.finished:
             return effects
         assert message.token is not None
         job.checksums = job.group.checksums()
-        return effects + self._finish(now, job, message.token, message.logprob)
+        return effects + self._finish(now, job, ((message.token, message.logprob), *message.others))
 
     def _on_stage_failed(self, now: float, sender: str, message: StageFailed) -> list[Effect]:
         job = self._led(sender, message.request_id, message.attempt)
@@ -639,14 +656,18 @@ class Prefill:
         self._move(job, JobEvent.CHUNK_BEGAN)
         work_id = self._ids.new()
         self._computing = (work_id, job)
+        samples = stop == job.length and not job.group
         work = ComputeChunk(
             sequence=job.sequence,
             start=start,
             tokens=request.tokens[start * 4 : stop * 4],
             prefix=prefix,
             outputs=self._grants(slots),
-            sampling=request.sampling if stop == job.length and not job.group else None,
+            sampling=request.sampling if samples else None,
             prefix_s=prefix_s,
+            seeds=tuple([each.seed for each in request.siblings]) if samples else (),
+            prompt_logprobs=request.prompt_logprobs,
+            following=request.tokens[stop * 4 : (stop + 1) * 4] if request.prompt_logprobs is not None else b"",
         )
         if job.group:
             leaving = self._grants(job.group.begin_own(self.slots))
@@ -692,11 +713,27 @@ class Prefill:
             assert job.group is not None
             return self._on_own_stage(now, job, job.group, result, first_block)
         job.checksums += result.checksums
+        effects = self._tell_scored(job, start + 1, result.scored)
         if job.computed < job.length:
             self._move(job, JobEvent.CHUNK_DONE)
-            return []
+            return effects
         assert result.token is not None
-        return self._finish(now, job, result.token, result.logprob)
+        return effects + self._finish(now, job, ((result.token, result.logprob), *result.others))
+
+    def _tell_scored(self, job: Job, first: int, scored: Sequence[TokenLogprob]) -> list[Effect]:
+        """What the prompt's tokens from position `first` on are worth, as soon as it is known."""
+        return [
+            Send(
+                job.gateway,
+                PromptScored(
+                    request_id=job.request.request_id,
+                    attempt=job.request.attempt,
+                    first=first + begin,
+                    logprobs=tuple(scored[begin : begin + MAX_SCORED]),
+                ),
+            )
+            for begin in range(0, len(scored), MAX_SCORED)
+        ]
 
     def _on_prefix_failed(self, now: float, job: Job, result: ChunkComputed | StageComputed) -> list[Effect]:
         """Reused blocks were not loaded: nobody shall find corrupt copies again, and the request is placed anew."""
@@ -725,31 +762,35 @@ class Prefill:
 
     # --- handing off
 
-    def _finish(self, now: float, job: Job, token: int, logprob: TokenLogprob | None) -> list[Effect]:
-        """Token to the gateway, proof of completeness to the decode, full blocks to own reuse and to the pool."""
+    def _finish(self, now: float, job: Job, sampled: Sequence[Sampled]) -> list[Effect]:
+        """Tokens to the gateway, proof of completeness to the decode, full blocks to own reuse and to the pool. `sampled`: for
+        the request and each of its siblings."""
         self._move(job, JobEvent.ALL_DONE)
         self._turns.leave(job)
         assert job.sequence is not None
         assert job.held_blocks is not None
         request, size = job.request, self._layout.block_tokens
         own = len(job.own_slots) * size
-        first = FirstToken(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            index=request.first_index,
-            token=token,
-            own=own,
-            local=job.local_blocks * size,
-            remote=job.remote_blocks * size,
-            queue_s=max(0.0, job.started_at - job.arrived_at),
-            prefill_s=max(0.0, now - job.started_at),
-            logprob=logprob,
-            prepare_s=max(0.0, job.computing_at - job.started_at),
-            load_s=max(0.0, job.load_s),
-        )
+        firsts = [
+            FirstToken(
+                request_id=choice.request_id,
+                attempt=choice.attempt,
+                index=request.first_index,
+                token=token,
+                own=own,
+                local=job.local_blocks * size,
+                remote=job.remote_blocks * size,
+                queue_s=max(0.0, job.started_at - job.arrived_at),
+                prefill_s=max(0.0, now - job.started_at),
+                logprob=logprob,
+                prepare_s=max(0.0, job.computing_at - job.started_at),
+                load_s=max(0.0, job.load_s),
+            )
+            for choice, (token, logprob) in zip(choices_of(request), sampled, strict=True)
+        ]
         self.counts.add("prompt_tokens_cached[source=own]", own)
-        self.counts.add("prompt_tokens_cached[source=local]", first.local)
-        self.counts.add("prompt_tokens_cached[source=remote]", first.remote)
+        self.counts.add("prompt_tokens_cached[source=local]", job.local_blocks * size)
+        self.counts.add("prompt_tokens_cached[source=remote]", job.remote_blocks * size)
         checksums = [ref.checksum for ref in job.prefix] + job.checksums
         handed, base = checksums[job.held_blocks :], len(job.prefix)
         done = HandoffDone(
@@ -758,11 +799,13 @@ class Prefill:
             layers=self._layout.layers,
             blocks=len(handed),
             checksum=block_checksum(handed),
-            token=token,
+            token=firsts[0].token,
             index=request.first_index,
+            siblings=tuple([(first.request_id, first.token) for first in firsts[1:] if first.request_id in job.choices]),
             **(job.group.offer(base) if job.group else {}),
         )
-        effects: list[Effect] = [Send(job.gateway, first), Send(request.decode, done), CloseSequence(job.sequence)]
+        effects: list[Effect] = [Send(job.gateway, first) for first in firsts if first.request_id in job.choices]
+        effects += [Send(request.decode, done), CloseSequence(job.sequence)]
         job.sequence = None
         whole = [] if job.group else list(zip(job.new_slots, request.keys[base:], strict=False))
         if self._settings.own_reuse:  # what nobody will look for needs no name
@@ -838,8 +881,7 @@ class Prefill:
     ) -> list[Effect]:
         self.counts.add("jobs_failed" if refused_for_s is None else "jobs_refused_by_decode")
         request = job.request
-        failed = self._failed(job.gateway, request, reason, full=full, avoid=avoid, refused_for_s=refused_for_s)
-        effects: list[Effect] = [failed]
+        effects = self._tell_choices(job, reason, full=full, avoid=avoid, refused_for_s=refused_for_s)
         if tell_decode and job.state is not JobState.QUEUED:
             effects.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return effects + self._end(now, job)
@@ -854,7 +896,8 @@ class Prefill:
         """End a job its gateway no longer wants. The decode is told: what the gateway told it may have come before our
         reservation did, and then that would stand, unused, until the deadline."""
         request = job.request
-        told: list[Effect] = []
+        job.choices.pop(request.request_id, None)  # its gateway knows
+        told = self._tell_choices(job, reason, full=True)
         if job.state is not JobState.QUEUED:
             told.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return told + self._end(now, job)
@@ -948,19 +991,36 @@ class Prefill:
             for slot in slots
         ]
 
+    def _tell_choices(
+        self, job: Job, reason: str, *, full: bool, avoid: str = "", refused_for_s: float | None = None
+    ) -> list[Effect]:
+        return self._failed(job.gateway, job.choices, reason, full=full, avoid=avoid, refused_for_s=refused_for_s)
+
     def _failed(
-        self, gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str, refused_for_s: float | None = None
-    ) -> Send:
-        failed = AttemptFailed(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            reason=clip(reason),
-            full=full,
-            avoid=avoid,
-            refused=refused_for_s is not None,
-            retry_after_s=refused_for_s or 0.0,
-        )
-        return Send(gateway, failed)
+        self,
+        gateway: str,
+        choices: Mapping[str, int],
+        reason: str,
+        *,
+        full: bool,
+        avoid: str,
+        refused_for_s: float | None = None,
+    ) -> list[Effect]:
+        return [
+            Send(
+                gateway,
+                AttemptFailed(
+                    request_id=request_id,
+                    attempt=attempt,
+                    reason=clip(reason),
+                    full=full,
+                    avoid=avoid,
+                    refused=refused_for_s is not None,
+                    retry_after_s=refused_for_s or 0.0,
+                ),
+            )
+            for request_id, attempt in choices.items()
+        ]
 
     def _handoff_failed(self, decode: str, request_id: str, attempt: int, reason: str) -> Send:
         return Send(decode, HandoffFailed(request_id=request_id, attempt=attempt, reason=clip(reason)))

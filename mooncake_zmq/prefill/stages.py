@@ -332,6 +332,7 @@ class Stages:
                 outputs=grants(self._name, self._incarnation, self._slots, self._blocks_of(stage, chunk)),
                 sampling=stage.request.sampling if is_last and ends else None,
                 prefix_s=prefix_s,
+                seeds=stage.request.seeds if is_last and ends else (),
             ),
             count=chunk.count,
             first_layer=layers.start,
@@ -376,6 +377,7 @@ class Stages:
             leaving=written(self._name, self._incarnation, self._slots, stage.leaving),
             token=result.token,
             logprob=result.logprob,
+            others=result.others,
         )
         return [Send(stage.leader, done)]
 

@@ -22,10 +22,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import structlog
+from msgspec import structs
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
-from mooncake_zmq.core.messages import Hello, Sampling, SlotRef, TokenLogprob
+from mooncake_zmq.core.messages import Hello, Sampled, Sampling, SlotRef, TokenLogprob
 from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
@@ -37,6 +38,7 @@ from mooncake_zmq.core.work import (
     DecodeStep,
     DiskBlock,
     DiskWritten,
+    ForkSequence,
     Generate,
     LayersComputed,
     ProbeEngine,
@@ -45,6 +47,7 @@ from mooncake_zmq.core.work import (
     PullBlocks,
     Result,
     SequenceBlock,
+    SequenceForked,
     SlotGrant,
     StageComputed,
     StepDecoded,
@@ -57,6 +60,7 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.engine.constraint import ConstraintError, Grammars
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import Past, choose
+from mooncake_zmq.engine.scoring import PromptScores
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
@@ -232,6 +236,8 @@ class Executor:
                 self._start_write(job, work)
             case DecodeStep():
                 self._begin(job, [(self._compute, partial(self._decode, job, work))], [])
+            case ForkSequence():
+                self._begin(job, [(self._copy, partial(self._fork, job, work))], [])
             case ProbeProcess():
                 self._begin(job, [(self._copy, partial(self._probe, work))], [])
             case Generate() | ProbeEngine() | WatchEngine():
@@ -422,6 +428,10 @@ class Executor:
                 told_at = now
                 self._emit(WorkProgress(job.work_id, LayersComputed(layer + 1)))
 
+        scoring = None
+        if work.prompt_logprobs is not None:
+            following = [*tokens[1:].tolist(), *np.frombuffer(work.following, "<i4").tolist()]
+            scoring = PromptScores(following, work.prompt_logprobs)
         try:
             sequence.set_length(work.start)
             logits = self._engine.prefill(
@@ -429,21 +439,40 @@ class Executor:
                 tokens,
                 before_layer=job.before_layer,
                 after_layer=after_layer,
-                logits_at=None if work.sampling is None else (-1,),
+                logits_at=range(len(tokens)) if scoring else None if work.sampling is None else (-1,),
+                on_logits=scoring,
             )
+            if scoring:
+                logits = scoring.last
             for layer in range(self._layout.layers):  # an engine that skipped one must not have used what is not there
                 job.before_layer(layer)
         except _PrefixFailed as failure:
             return ChunkComputed((), None, time.perf_counter() - began, *_split_failures(failure.blocks))
-        token = logprob = None
+        sampled: tuple[Sampled, ...] = ()
         if work.sampling is not None:
             assert logits is not None
-            past = job.sequences[work.sequence].past
-            token, logprob = choose(logits[0], work.sampling, work.start + len(tokens), past)
+            sampled = self._sample(job, work, logits[0], work.start + len(tokens))
+        token, told = sampled[0] if sampled else (None, None)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s = time.perf_counter() - began
         checksums = self._output_checksums(work)
-        return ChunkComputed(checksums, token, elapsed_s, loaded_s=loaded_s, waited_s=job.waited_s, logprob=logprob)
+        return ChunkComputed(
+            checksums,
+            token,
+            elapsed_s,
+            loaded_s=loaded_s,
+            waited_s=job.waited_s,
+            logprob=told,
+            others=sampled[1:],
+            scored=tuple(scoring.scored) if scoring else (),
+        )
+
+    def _sample(self, job: "_Job", work: ComputeChunk, logits: NDArray[np.float32], position: int) -> tuple[Sampled, ...]:
+        """The token at `position` for each choice."""
+        assert work.sampling is not None
+        past = job.sequences[work.sequence].past
+        samplings = [work.sampling, *(structs.replace(work.sampling, seed=seed) for seed in work.seeds)]
+        return tuple(choose(logits, sampling, position, past) for sampling in samplings)
 
     def _compute_stage(self, job: "_Job", stage: ComputeStage, sequence: SequenceKV) -> Result:
         assert self._engine
@@ -475,7 +504,7 @@ class Executor:
                 job.before_layer(layer)
         except _PrefixFailed as failure:
             return StageComputed((), None, time.perf_counter() - began, *_split_failures(failure.blocks))
-        token = logprob = None
+        sampled: tuple[Sampled, ...] = ()
         if stage.leaving:
             assert out is not None
             assert self._segment
@@ -483,12 +512,12 @@ class Executor:
                 return WorkFailed("the slots for hidden states are no longer granted")
         elif chunk.sampling is not None:
             assert out is not None
-            past = job.sequences[chunk.sequence].past
-            token, logprob = choose(out[0], chunk.sampling, chunk.start + stage.count, past)
+            sampled = self._sample(job, chunk, out[0], chunk.start + stage.count)
+        token, told = sampled[0] if sampled else (None, None)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s, waited_s = time.perf_counter() - began, job.waited_s + computes - began
         parts = self._stage_parts(stage)
-        return StageComputed(parts, token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s, logprob=logprob)
+        return StageComputed(parts, token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s, logprob=told, others=sampled[1:])
 
     def _stage_parts(self, stage: ComputeStage) -> tuple[int, ...]:
         assert self._segment
@@ -540,6 +569,15 @@ class Executor:
             if failed or job.cut or job.stopped or job.is_late():
                 break
         return StepDecoded(tuple(made), time.perf_counter() - began, tuple(told), tuple(failed.items()))
+
+    def _fork(self, job: "_Job", work: ForkSequence) -> Result:
+        source = job.sequences[work.source].kv
+        for target in work.targets:
+            job.check()
+            copy = job.sequences[target].kv
+            copy.copy_from(source, work.tokens)
+            copy.settle()
+        return SequenceForked()
 
     # --- copying whole blocks
 
@@ -999,5 +1037,7 @@ def _sequences_of(work: Work) -> list[int]:
             return list(dict.fromkeys(entry.sequence for entry in work.entries))
         case CopyBlocks():
             return list(dict.fromkeys(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock)))
+        case ForkSequence():
+            return [work.source, *work.targets]
         case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine():
             return []

@@ -538,7 +538,7 @@ class _Process:
         for text in gateway_warnings(self.settings):
             log.warning("gateway_is_open", reason=text)
         path = api_keys_of(self.settings.api_keys)
-        api_keys = ApiKeys(path, self.settings.edge.max_open_requests) if path else None
+        api_keys = ApiKeys(path, self.settings.requests.max_open) if path else None
         if api_keys:
             self.runtime.every(REFRESH_S, api_keys.refresh)
         edge = Edge(
@@ -555,13 +555,14 @@ class _Process:
                 foreign=self.model.foreign,
             ),
             settings=self.settings.edge,
+            max_open=self.settings.requests.max_open,
             backing=_Backing(self.runtime, requests, self._state),
             tenants=api_keys.tenants if api_keys else None,
             listed=[Listed(node.name, node.role, node.host) for node in self.config.nodes],
         )
         self.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
         self.beside.append(lambda: (edge.own_counts(), edge.own_gauges()))
-        server = _Server(server_config(create_app(edge), self.settings.connections))
+        server = _Server(server_config(create_app(edge, self.settings.cors_origins), self.settings.connections))
         door = Door(
             server,
             listener,

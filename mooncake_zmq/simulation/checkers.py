@@ -29,12 +29,14 @@ from mooncake_zmq.core.messages import (
     FirstToken,
     LeaseBlocks,
     LeaseRenewed,
+    PromptScored,
     ReleaseLease,
     RenewLease,
     ReserveSlots,
     Schedule,
     SlotRef,
     SlotsReserved,
+    StartPrefill,
     TokensDecoded,
 )
 from mooncake_zmq.core.roles import ENGINE_ROLES
@@ -160,11 +162,14 @@ class Checkers:
                 self.told_gone.add(request_id)
             case Received(_, TokensDecoded(entries=entries)):
                 self._only_current({(request_id, attempt) for request_id, attempt, _, _ in entries}, effects)
-            case Received(_, FirstToken(request_id=request_id, attempt=attempt)):
+            case Received(_, FirstToken() | PromptScored() as said):
+                request_id, attempt = said.request_id, said.attempt
                 self._only_current({(request_id, attempt)}, effects)
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, Schedule):
                 self._attempts[effect.message.request_id] = effect.message.attempt
+            elif isinstance(effect, Send) and isinstance(effect.message, StartPrefill):
+                self._attempts |= {sibling.request_id: sibling.attempt for sibling in effect.message.siblings}
 
     def _only_current(self, told: set[tuple[str, int]], effects: Sequence[Effect]) -> None:
         for effect in effects:

@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mooncake_zmq.gateway.requests import ClientGone, Failed, Finished, TokenOut
+from mooncake_zmq.core.messages import Sampling
+from mooncake_zmq.gateway.requests import ClientGone, Failed, Finished, PromptLogprobs, TokenOut
+from mooncake_zmq.kv.block_hash import unpack_tokens
 from mooncake_zmq.simulation.checkers import Violation
 from mooncake_zmq.simulation.engine import logprob_of
 from mooncake_zmq.simulation.simulator import Simulator
-from mooncake_zmq.simulation.traces import Chat, Turn
+from mooncake_zmq.simulation.traces import Answer, Chat, Turn
 
 MAX_TRIES = 6
 RETRY_S = 0.4
@@ -23,6 +25,9 @@ class _Open:
     request_id: str
     gateway: str
     asked_at: float
+    answer: Answer
+    scored: int = 0
+    """Tokens of the prompt whose probabilities it has."""
     received: list[int] = field(default_factory=list)
 
 
@@ -48,7 +53,10 @@ class Client:
         self._name = name
         self._turn = 0
         self._try = 0
-        self._open: _Open | None = None
+        self._open: dict[str, _Open] = {}
+        """The choices of the turn that have not ended."""
+        self._heard = False
+        """Whether any of them has a token."""
         self.ids: dict[str, str] = {}
         """Every request ever made -> how it ended ("" while it has not)."""
         simulator.at(max(simulator.now, chat.starts_at), self._ask)
@@ -56,33 +64,41 @@ class Client:
     @property
     def waiting(self) -> str | None:
         """The request that has not ended yet, and for how long."""
-        request = self._open
+        request = next(iter(self._open.values()), None)
         return None if request is None else f"{request.request_id} at {request.gateway} since {request.asked_at:.2f}"
 
     def gateway_died(self, name: str) -> None:
         """The connection broke: ask again, as a new request, elsewhere."""
-        request = self._open
-        if request is not None and request.gateway == name:
-            self._end("disconnected")
+        mine = [request for request in self._open.values() if request.gateway == name]
+        for request in mine:
+            self._end(request, "disconnected")
+        if mine:
             self._again(RETRY_S)
 
     def hear(self, request_id: str, output: Any) -> None:
         """I3 and I4: every token once, in order, as the undisturbed run gives it; then one end, and nothing after it."""
-        request = self._open
-        if request is None or request.request_id != request_id:
+        request = self._open.get(request_id)
+        if request is None:
             raise Violation("I3", f"{request_id} is sent {output} after its end ({self.ids[request_id]})")
         turn = self._chat.turns[self._turn]
         match output:
+            case PromptLogprobs():
+                self._scored(turn, request, output)
             case TokenOut(index, token, logprob):
-                self._token(turn, request, index, token)
+                if turn.request.prompt_logprobs is not None and request.scored != len(turn.request.tokens) // 4 - 1:
+                    raise Violation("I3", f"{request.request_id} has {request.scored} of its prompt's probabilities")
+                self._token(request, index, token)
                 length = len(turn.request.tokens) // 4 + index
                 if logprob != logprob_of(token, length, turn.request.sampling):
                     raise Violation("I3", f"{request.request_id} token {index} is told with {logprob}")
+                if request.request_id == self._first_id and turn.cancel_after_tokens == len(request.received):
+                    self._hang_up([request] if turn.cancel_alone else list(self._open.values()))
             case Finished():
                 self._finished(turn, request, output)
             case Failed(status=status, retry_after_s=retry_after_s):
-                busy = status in (429, 503) and not request.received
-                self._end("rejected" if busy else "error")
+                busy = status in (429, 503) and not self._heard
+                self._end(request, "rejected" if busy else "error")
+                self._leave(list(self._open.values()))  # one failed choice fails the call
                 if busy and self._try + 1 < MAX_TRIES:
                     self._again(min(retry_after_s or RETRY_S, MAX_RETRY_S))
                 else:
@@ -91,33 +107,47 @@ class Client:
             case _:
                 raise Violation("I3", f"{request_id} is sent {output!r}")
 
-    def _token(self, turn: Turn, request: _Open, index: int, token: int) -> None:
+    def _scored(self, turn: Turn, request: _Open, output: PromptLogprobs) -> None:
+        tokens, told = unpack_tokens(turn.request.tokens), Sampling(logprobs=turn.request.prompt_logprobs)
+        due = range(request.scored + 1, request.scored + 1 + len(output.logprobs))
+        if output.first != due.start or output.logprobs != tuple(logprob_of(tokens[at], at, told) for at in due):
+            raise Violation("I3", f"{request.request_id} is told {output} of its prompt where {due.start} comes next")
+        request.scored = due.stop - 1
+
+    def _token(self, request: _Open, index: int, token: int) -> None:
+        answer = request.answer.tokens
         expected = len(request.received)
         if index != expected:
             raise Violation("I3", f"{request.request_id} is sent token {index} where {expected} comes next")
-        if index >= len(turn.answer) or token != turn.answer[index]:
-            raise Violation(
-                "I3", f"{request.request_id} token {index} is {token}, undisturbed: {turn.answer[index : index + 1]}"
-            )
+        if index >= len(answer) or token != answer[index]:
+            raise Violation("I3", f"{request.request_id} token {index} is {token}, undisturbed: {answer[index : index + 1]}")
         request.received.append(token)
-        if turn.cancel_after_tokens == len(request.received):
-            self._hang_up(request)
+        self._heard = True
 
     def _finished(self, turn: Turn, request: _Open, end: Finished) -> None:
-        got, prompt = len(request.received), len(turn.request.tokens) // 4
-        if (got, end.reason) != (len(turn.answer), turn.reason) or (end.completion_tokens, end.prompt_tokens) != (got, prompt):
-            raise Violation("I3", f"{request.request_id} ends after {got} tokens with {end}, undisturbed: {turn.reason}")
+        got, prompt, answer = len(request.received), len(turn.request.tokens) // 4, request.answer
+        if (got, end.reason) != (len(answer.tokens), answer.reason) or (end.completion_tokens, end.prompt_tokens) != (
+            got,
+            prompt,
+        ):
+            raise Violation("I3", f"{request.request_id} ends after {got} tokens with {end}, undisturbed: {answer.reason}")
         cached = end.cached_own + end.cached_local + end.cached_remote
         if cached >= max(1, prompt):
             raise Violation("I3", f"{request.request_id} has {cached} of {prompt} prompt tokens from caches")
-        self._outcomes["finished"] += 1
         if end.attempts > 1:
             self._outcomes["finished after resume"] += 1
         for source in ("own", "local", "remote"):
             if getattr(end, f"cached_{source}"):
                 self._outcomes[f"finished with {source} blocks"] += 1
-        self._end("finished")
-        self._next(turn)
+        self._end(request, "finished")
+        if not self._open:
+            self._outcomes["finished"] += 1
+            self._outcomes["finished with choices"] += len(turn.answers) > 1
+            self._next(turn)
+
+    @property
+    def _first_id(self) -> str:
+        return f"{self._name}.{self._turn}.{self._try}"
 
     def _ask(self) -> None:
         turn = self._chat.turns[self._turn]
@@ -126,20 +156,32 @@ class Client:
         if self._simulator.processes[gateway].life is None:
             self._simulator.at(self._simulator.now + RETRY_S, self._ask)
             return
-        request_id = f"{self._name}.{self._turn}.{self._try}"
-        self.ids[request_id] = ""
-        self._open = request = _Open(request_id, gateway, self._simulator.now)
-        self._simulator.from_client(gateway, request_id, turn.request)
+        self._heard = False
+        first, asked_at = self._first_id, self._simulator.now
+        for place, answer in enumerate(turn.answers):
+            request_id = f"{first}.{place}" if place else first
+            self.ids[request_id] = ""
+            self._open[request_id] = _Open(request_id, gateway, asked_at, answer)
+        requests = list(self._open.values())
+        siblings = tuple((request.request_id, request.answer.seed) for request in requests[1:])
+        self._simulator.from_client(gateway, first, replace(turn.request, siblings=siblings))
         if turn.cancel_after_s is not None:
-            self._simulator.at(self._simulator.now + turn.cancel_after_s, lambda: self._hang_up(request))
+            self._simulator.at(asked_at + turn.cancel_after_s, lambda: self._hang_up(requests))
 
-    def _hang_up(self, request: _Open) -> None:
-        if self._open is not request:
+    def _hang_up(self, requests: Sequence[_Open]) -> None:
+        if not self._leave(requests):
             return
-        self._simulator.from_client(request.gateway, request.request_id, ClientGone())
         self._outcomes["cancelled"] += 1
-        self._end("cancelled")
-        self._next(self._chat.turns[self._turn])
+        if not self._open:
+            self._next(self._chat.turns[self._turn])
+
+    def _leave(self, requests: Sequence[_Open]) -> bool:
+        """Want them no more; whether any of them had not ended."""
+        left = [request for request in requests if self._open.get(request.request_id) is request]
+        for request in left:
+            self._simulator.from_client(request.gateway, request.request_id, ClientGone())
+            self._end(request, "cancelled")
+        return bool(left)
 
     def _again(self, delay_s: float) -> None:
         self._try += 1
@@ -153,13 +195,12 @@ class Client:
         else:
             self._simulator.at(self._simulator.now + turn.think_s, self._ask)
 
-    def _end(self, how: str) -> None:
-        assert self._open is not None
-        took_s = self._simulator.now - self._open.asked_at
+    def _end(self, request: _Open, how: str) -> None:
+        took_s = self._simulator.now - request.asked_at
         if took_s > self._limit_s:
-            raise Violation("I4", f"{self._open.request_id} ended only after {took_s:.1f} s")
-        self.ids[self._open.request_id] = how
-        self._open = None
+            raise Violation("I4", f"{request.request_id} ended only after {took_s:.1f} s")
+        self.ids[request.request_id] = how
+        del self._open[request.request_id]
 
 
 class Clients:

@@ -11,10 +11,11 @@ from random import Random
 from typing import Protocol
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import Event, PeerDown, PeerUp
-from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.core.messages import Sampled, Sampling, SlotRef, TokenLogprob
 from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
@@ -27,6 +28,7 @@ from mooncake_zmq.core.work import (
     DiskBlock,
     DiskWritten,
     EngineProbed,
+    ForkSequence,
     Generate,
     Generated,
     LayersComputed,
@@ -37,6 +39,7 @@ from mooncake_zmq.core.work import (
     PullBlocks,
     Result,
     SequenceBlock,
+    SequenceForked,
     SlotGrant,
     StageComputed,
     StepDecoded,
@@ -284,6 +287,8 @@ class Machine:
                 return self._pull(running, work)
             case DecodeStep() as work:
                 return self._decode(running, work)
+            case ForkSequence() as work:
+                return self._fork(running, work)
             case CopyBlocks() as work:
                 return self._copy(running, work)
             case WriteToDisk() as work:
@@ -328,12 +333,22 @@ class Machine:
         if missing is not None:
             return missing.of_chunk(self.world.now - began_at)
         end = work.start + len(tokens)
-        sampling = work.sampling
-        token = None if sampling is None else self.sequences[work.sequence].next_token(end, sampling)
-        logprob = None if sampling is None or token is None else logprob_of(token, end, sampling)
+        kv_hash = 0 if work.sampling is None else self.sequences[work.sequence].hash_kv(layers, end)
+        sampled = self._sampled(work, kv_hash, end)
+        token, logprob = sampled[0] if sampled else (None, None)
         assert self.segment is not None or not work.outputs
         checksums = tuple(block_checksum(self.segment.parts[grant.slot]) for grant in work.outputs if self.segment)
-        return ChunkComputed(checksums, token, self.world.now - began_at, logprob=logprob)
+        return ChunkComputed(
+            checksums, token, self.world.now - began_at, logprob=logprob, others=sampled[1:], scored=_scored(work)
+        )
+
+    def _sampled(self, work: ComputeChunk, kv_hash: int, end: int) -> tuple[Sampled, ...]:
+        """The next token for each choice."""
+        if work.sampling is None:
+            return ()
+        samplings = [work.sampling, *(structs.replace(work.sampling, seed=seed) for seed in work.seeds)]
+        tokens = [self.sequences[work.sequence].token_of(kv_hash, end, sampling) for sampling in samplings]
+        return tuple((token, logprob_of(token, end, work.sampling)) for token in tokens)
 
     def _compute_stage(self, running: Running, work: ComputeStage) -> Steps:
         hardware, chunk, segment = self.world.hardware, work.chunk, self.segment
@@ -359,12 +374,10 @@ class Machine:
         kv_hash = self.sequences[chunk.sequence].hash_kv(work.layers, end, before)
         if work.leaving:
             self._write_states(running, hidden_states(tokens, kv_hash), work.leaving)
-        token = logprob = None
-        if chunk.sampling is not None:
-            token = self.sequences[chunk.sequence].token_of(kv_hash, end, chunk.sampling)
-            logprob = logprob_of(token, end, chunk.sampling)
+        sampled = self._sampled(chunk, kv_hash, end)
+        token, logprob = sampled[0] if sampled else (None, None)
         parts = [part for grant in chunk.outputs for part in segment.parts[grant.slot][work.first_layer : work.stop_layer]]
-        return StageComputed(tuple(parts), token, self.world.now - began_at, logprob=logprob)
+        return StageComputed(tuple(parts), token, self.world.now - began_at, logprob=logprob, others=sampled[1:])
 
     def _read_states(self, running: Running, work: ComputeStage) -> Generator[float, str | None, bytes | None]:
         size = work.count * self.layout.hidden_bytes
@@ -461,6 +474,16 @@ class Machine:
             self._store(sequence, load, layer, part)
             parts.append((load.block, layer, part_checksum(part)))
         return BlocksPulled(tuple(part for part in parts if part[0] not in failed), tuple(failed), tuple(corrupt))
+
+    def _fork(self, running: Running, work: ForkSequence) -> Steps:
+        source = self.sequences[work.source]
+        for target in work.targets:
+            blocks = self.layout.blocks_for(work.tokens)
+            stop = yield self._took(self.world.hardware.copy_start_s + self.world.hardware.copy_block_s * blocks)
+            if stop or self.world.random.random() < self.world.copy_fail:
+                return WorkFailed(stop or "injected failure")
+            self.sequences[target].kv[:, :, : work.tokens] = source.kv[:, :, : work.tokens]
+        return SequenceForked()
 
     def _decode(self, running: Running, work: DecodeStep) -> Steps:
         hardware = self.world.hardware
@@ -802,6 +825,14 @@ def part_stands(segment: Segment, ref: SlotRef, layer: int, part: bytes) -> bool
     return reading.part_stands(part_checksum(part), row[layer]) and reading.row_stands(row, ref.checksum)
 
 
+def _scored(work: ComputeChunk) -> tuple[TokenLogprob, ...]:
+    if work.prompt_logprobs is None:
+        return ()
+    told = Sampling(logprobs=work.prompt_logprobs)
+    tokens = as_tokens(work.tokens + work.following).tolist()[1:]
+    return tuple(each for at, token in enumerate(tokens, work.start + 1) if (each := logprob_of(token, at, told)))
+
+
 def _tear(random: Random, part: memoryview) -> None:
     part[random.randrange(len(part))] ^= 1 << random.randrange(8)
 
@@ -814,5 +845,7 @@ def _sequences_of(work: Work) -> frozenset[int]:
             return frozenset(entry.sequence for entry in work.entries)
         case CopyBlocks():
             return frozenset(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock))
+        case ForkSequence():
+            return frozenset((work.source, *work.targets))
         case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine():
             return frozenset()

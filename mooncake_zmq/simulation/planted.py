@@ -403,6 +403,26 @@ def _resume_repeats() -> Replacements:
     return [(VllmNode, "handle", forgetful)]
 
 
+def _copied_short() -> Replacements:
+    """A choice begins with all but the last token of its prompt's KV."""
+    fork = hardware.Machine._fork
+
+    def short(self: Any, running: Any, work: Any) -> Any:
+        return fork(self, running, structs.replace(work, tokens=work.tokens - 1))
+
+    return [(hardware.Machine, "_fork", short)]
+
+
+def _one_seed() -> Replacements:
+    """All choices are given the first one's token."""
+    finish = Prefill._finish
+
+    def alike(self: Prefill, now: float, job: Any, sampled: Any) -> list[Effect]:
+        return finish(self, now, job, sampled[:1] * len(sampled))
+
+    return [(Prefill, "_finish", alike)]
+
+
 def _disk_stays_off() -> Replacements:
     """An SSD that was full or failed is never tried again."""
 
@@ -454,6 +474,8 @@ PLANTED: dict[str, Planted] = {
     "announce_early": Planted("announced before it is held", ("I5",), (), _announce_early),
     "contents_stale": Planted("events tell what a slot held before", ("I5",), (), _contents_stale),
     "contents_lost": Planted("events of fetched blocks tell nothing", ("I5",), (), _contents_lost),
+    "copied_short": Planted("a copy of a prompt's KV lacks its end", ("I3",), (), _copied_short),
+    "one_seed": Planted("choices share a seed", ("I3",), (), _one_seed),
     "disk_stays_off": Planted("a disk that was full stays off", ("I4",), (K.DISK_FULL, K.DISK_FAIL), _disk_stays_off),
     "share_ignored": Planted("room is made at whoever's cost", ("I7",), (), _share_ignored),
     "copies_are_nobodys": Planted("fetched blocks count for nobody", ("I7",), (), _copies_are_nobodys),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
+from msgspec import structs
 
 from mooncake_zmq.core.messages import Sampling, StopRule
 from mooncake_zmq.gateway.requests import ClientRequest
@@ -28,6 +29,9 @@ class Workload:
     max_question: int = 32
     max_answer: int = 28
     cancel_share: float = 0.12
+    max_choices: int = 4
+    choices_share: float = 0.25
+    scored_share: float = 0.1
     think_s: float = 0.6
     starts_at: float = 0.0
     tenants: tuple[str, ...] = ("", "red", "blue")
@@ -40,15 +44,30 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What an undisturbed run answers with a seed, and why it ends."""
+
+    seed: int
+    tokens: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """One request, and what an undisturbed run answers."""
+    """One request, and its answers: the first, with which the chat goes on, and perhaps more."""
 
     request: ClientRequest
-    answer: tuple[int, ...]
-    reason: str
+    answers: tuple[Answer, ...]
     think_s: float
     cancel_after_s: float | None
     cancel_after_tokens: int | None
+    cancel_alone: bool
+    """After so many tokens the first answer alone is not wanted any more."""
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The first one."""
+        return self.answers[0].tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +115,10 @@ def _turns(
         prompt = prompt + _tokens(random, _question_length(random, workload, layout, len(prompt)))
         turn = _turn(random, workload, layout, trace, root, tenant, prompt)
         turns.append(turn)
+        for answer in turn.answers:
+            whole = pack_tokens(prompt + list(answer.tokens))
+            trace.owners |= dict.fromkeys(extend_keys(root, whole, layout.block_tokens), tenant)
         prompt = prompt + list(turn.answer)
-        trace.owners |= dict.fromkeys(extend_keys(root, pack_tokens(prompt), layout.block_tokens), tenant)
     return tuple(turns)
 
 
@@ -128,7 +149,12 @@ def _turn(
         min_tokens=random.choice((0, 0, 4)),
         eos_ids=random.choice((EOS_IDS, EOS_IDS, ())),
     )
-    answer, reason = reference(root, prompt, sampling, stop, layout, trace.blocks)
+    more = random.randint(1, workload.max_choices - 1) if random.random() < workload.choices_share else 0
+    scores = not (more or workload.plain) and random.random() < workload.scored_share
+    answers: list[Answer] = []
+    for seed in (sampling.seed, *(random.randrange(1 << 32) for _ in range(more))):
+        own = structs.replace(sampling, seed=seed)
+        answers.append(Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks)))
     tokens = pack_tokens(prompt)
     request = ClientRequest(
         tokens=tokens,
@@ -137,14 +163,16 @@ def _turn(
         sampling=sampling,
         stop=stop,
         tenant=tenant,
+        prompt_logprobs=random.choice((0, 1)) if scores else None,
     )
     after_s, after_tokens = None, None
     if random.random() < workload.cancel_share:
         if random.random() < 0.5:
             after_s = random.choice((random.uniform(0, 0.02), random.uniform(0, 1.0)))
         else:
-            after_tokens = random.randint(1, len(answer))
-    return Turn(request, answer, reason, random.uniform(0, workload.think_s), after_s, after_tokens)
+            after_tokens = random.randint(1, len(answers[0].tokens))
+    think_s = random.uniform(0, workload.think_s)
+    return Turn(request, tuple(answers), think_s, after_s, after_tokens, cancel_alone=random.random() < 0.5)
 
 
 def reference(

@@ -528,6 +528,10 @@ class DeviceSequence(SequenceKV):
         self._check_range(start, stop)
         self._cuda.read_parts(self.keys, self.values, [(layer, start, stop - start, out)], stop - start)
 
+    def copy_from(self, source: SequenceKV, tokens: int) -> None:
+        with self._cuda.stream():
+            super().copy_from(source, tokens)
+
     def settle(self) -> None:
         self._cuda.settle()
 

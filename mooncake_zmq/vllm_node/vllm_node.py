@@ -7,6 +7,7 @@ request that cannot go on here ends with `AttemptFailed`; the gateway places it 
 from collections import OrderedDict
 from typing import Any
 
+from msgspec import structs
 from msgspec.structs import asdict
 
 from mooncake_zmq.cache_node.announcer import announcements
@@ -75,6 +76,23 @@ def unable(sampling: Sampling, made: int) -> str | None:
     if made and (sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0):
         return "vLLM takes an answer that goes on for a part of the prompt, and does not penalize it"
     return None
+
+
+def _each_choice(message: StartPrefill) -> list[StartPrefill]:
+    """vLLM has a cache of its own, which the second one finds filled."""
+    own = structs.replace(message, siblings=())
+    return [
+        own,
+        *(
+            structs.replace(
+                own,
+                request_id=each.request_id,
+                attempt=each.attempt,
+                sampling=structs.replace(own.sampling, seed=each.seed),
+            )
+            for each in message.siblings
+        ),
+    ]
 
 
 class VllmNode:
@@ -156,7 +174,7 @@ class VllmNode:
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
         match message:
             case StartPrefill():
-                return self._on_start(now, sender, message)
+                return [e for each in _each_choice(message) for e in self._on_start(now, sender, each)]
             case CancelRequest():
                 return self._on_cancel(now, sender, message)
             case _:
@@ -242,6 +260,8 @@ class VllmNode:
             return "a vLLM computes the whole request"
         if message.stop.max_tokens <= message.first_index:
             return "no token is wanted"
+        if message.prompt_logprobs is not None:
+            return "a vLLM is asked for no probabilities of a prompt"
         if (reason := unable(message.sampling, message.first_index)) is not None:
             return reason
         return None if length < self._settings.capacity_tokens else "prompt is longer than vLLM's KV"

@@ -159,6 +159,39 @@ def test_a_client_that_hangs_up_frees_everything(cluster: ToyCluster) -> None:
         until_none(cluster.busy_gauges, 10)
 
 
+def test_choices_share_one_prefill_and_each_is_what_its_seed_gives_alone(cluster: ToyCluster) -> None:
+    prompt = fresh_prompt(300)
+
+    def computed() -> int:
+        return sum(dump["counts"].get("prompt_tokens_computed", 0) for dump in cluster.dumps().values())
+
+    before = computed()
+    asked = {"model": "toy", "prompt": prompt, "max_tokens": 8, "temperature": 1.0, "seed": 40, "return_token_ids": True}
+    choices = httpx.post(f"{cluster.url}/v1/completions", json={**asked, "n": 16}, timeout=60).json()["choices"]
+    assert computed() - before == len(prompt)
+    assert [choice["index"] for choice in choices] == list(range(16))
+    for number in (0, 1, 15):
+        alone = httpx.post(f"{cluster.url}/v1/completions", json={**asked, "seed": 40 + number}, timeout=60).json()["choices"][
+            0
+        ]
+        assert alone["token_ids"] == choices[number]["token_ids"]
+    assert len({tuple(choice["token_ids"]) for choice in choices}) > 8
+
+
+def test_a_prompts_probabilities_are_those_of_the_tokens_if_they_had_been_generated(cluster: ToyCluster) -> None:
+    prompt = fresh_prompt(600)
+    answered = cluster.complete_text(prompt=prompt, max_tokens=6, logprobs=2)["choices"][0]
+    whole = prompt + answered["token_ids"]
+    scored = cluster.complete_text(prompt=whole, max_tokens=0, logprobs=2, echo=True)
+    told = scored["choices"][0]["logprobs"]
+    assert [len(each) for each in told.values()] == [len(whole)] * 4
+    assert told["token_logprobs"][0] is None
+    assert told["token_logprobs"][len(prompt) :] == answered["logprobs"]["token_logprobs"]
+    assert told["top_logprobs"][len(prompt) :] == answered["logprobs"]["top_logprobs"]
+    assert scored["usage"]["completion_tokens"] == 0
+    assert scored["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 def test_bad_requests_are_refused_with_a_reason(cluster: ToyCluster) -> None:
     cases: list[tuple[dict[str, Any], int]] = [
         ({"prompt": "", "max_tokens": 4}, 400),

@@ -25,7 +25,17 @@ from mooncake_zmq.core.messages import (
     SlotsReserved,
     StopRule,
 )
-from mooncake_zmq.core.work import BlocksCopied, BlocksPulled, CopyBlocks, DecodeStep, PullBlocks, StepDecoded, WorkFailed
+from mooncake_zmq.core.work import (
+    BlocksCopied,
+    BlocksPulled,
+    CopyBlocks,
+    DecodeStep,
+    ForkSequence,
+    PullBlocks,
+    SequenceForked,
+    StepDecoded,
+    WorkFailed,
+)
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.checksum import block_checksum
@@ -57,7 +67,9 @@ def complete(request):
     blocks = LAYOUT.blocks_for(request.request.tokens)
     whole = block_checksum([block_checksum(list(range(LAYERS)))] * (blocks - request.held_blocks))
     name = {"request_id": request.request.request_id, "attempt": request.request.attempt}
-    return HandoffDone(**name, layers=LAYERS, blocks=blocks - request.held_blocks, checksum=whole, token=1, index=0)
+    siblings = tuple((each.request.request_id, 2) for each in request.siblings)
+    blocks -= request.held_blocks
+    return HandoffDone(**name, layers=LAYERS, blocks=blocks, checksum=whole, token=1, index=0, siblings=siblings)
 
 
 def outcome(work, share):
@@ -71,6 +83,8 @@ def outcome(work, share):
         case DecodeStep(entries=entries, steps=steps):
             made = max(1, int(share * steps))
             return StepDecoded(tuple(tuple(7 for _ in entries) for _ in range(made)), 0.01)
+        case ForkSequence():
+            return SequenceForked()
         case CopyBlocks(copies=copies):
             return BlocksCopied(tuple(5 for _ in copies))
     raise TypeError(work)

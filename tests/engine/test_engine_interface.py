@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mooncake_zmq.engine.modelled import ModelledEngine
+from mooncake_zmq.engine.spec import LOGIT_ROWS
 from mooncake_zmq.engine.toy import ToyEngine
 
 TOKENS = np.random.default_rng(1).integers(0, 500, 300).astype(np.int32)
@@ -48,6 +49,15 @@ def test_a_batch_equals_its_members_alone(engine):
         alone, _ = prefill_in_chunks(engine, TOKENS[:length], length)
         same(engine, engine.decode([alone], TOKENS[length : length + 1]), together[row : row + 1])
         assert batch[row].length == length + 1
+
+
+@pytest.mark.parametrize("asked", [range(300), [5], range(3, 300, 4)])
+def test_logits_in_slices_are_the_same_and_no_slice_is_large(engine, asked):
+    whole = engine.prefill(engine.new_sequence(512), TOKENS, logits_at=asked)
+    slices = []
+    assert engine.prefill(engine.new_sequence(512), TOKENS, logits_at=asked, on_logits=slices.append) is None
+    assert max(map(len, slices)) <= LOGIT_ROWS
+    same(engine, np.concatenate(slices), whole)
 
 
 def test_logits_only_where_asked(engine):

@@ -24,7 +24,7 @@ steps = st.lists(
         st.tuples(st.just("say"), said("gateway", PEERS)),
         st.tuples(st.just("say"), st.tuples(senders.filter(PEERS.__contains__), anything)),
         st.tuples(st.just("ask"), st.sampled_from(("r", "s", "t"))),
-        st.tuples(st.just("gone"), st.sampled_from(("r", "s", "t"))),
+        st.tuples(st.just("gone"), st.sampled_from(("r", "s", "t", "u"))),
         st.tuples(st.just("place"), st.sampled_from(("d0", "d1"))),
         st.tuples(st.just("serve"), st.sampled_from((0, 1, VOCABULARY - 1, VOCABULARY, 1_000_000))),
         st.tuples(st.just("wait"), pauses),
@@ -60,7 +60,8 @@ def take_step(node, what, how):
         case "ask":
             packed = bytes(4 * 6)
             keys = tuple(extend_keys(ROOT, packed, LAYOUT.block_tokens))
-            asked = ClientRequest(tokens=packed, root=ROOT, keys=keys, sampling=Sampling(), stop=StopRule(max_tokens=4))
+            more = {"siblings": (("u", 5),)} if how == "s" else {"prompt_logprobs": 1} if how == "t" else {}
+            asked = ClientRequest(tokens=packed, root=ROOT, keys=keys, sampling=Sampling(), stop=StopRule(max_tokens=4), **more)
             node.client(how, asked)
         case "gone":
             node.client(how, ClientGone())

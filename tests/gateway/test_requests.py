@@ -12,6 +12,7 @@ from mooncake_zmq.core.messages import (
     CancelRequest,
     FirstToken,
     Placed,
+    PromptScored,
     Rejected,
     RejectReason,
     RequestEnded,
@@ -28,6 +29,7 @@ from mooncake_zmq.gateway.requests import (
     ClientRequest,
     Failed,
     Finished,
+    PromptLogprobs,
     Requests,
     RequestsSettings,
     StopFound,
@@ -778,3 +780,57 @@ def test_what_a_resumed_attempt_reused_is_not_the_prompt_s():
     node.say("v1", TokensDecoded(entries=(("r", 2, 2, (text(2),)),), reused=(("r", 2, 6),)))
     (finished,) = [output for _, output in node.clients if isinstance(output, Finished)]
     assert finished.cached_own == 0
+
+
+# --- a prompt's probabilities
+
+
+def score(node, first, *values, attempt=1, sender="p0"):
+    told = tuple((-value, ((7, -value),)) for value in values)
+    node.say(sender, PromptScored(request_id="r", attempt=attempt, first=first, logprobs=told))
+
+
+def scores(node):
+    told = [output for _, output in node.clients if isinstance(output, PromptLogprobs)]
+    assert [each.first for each in told] == [1 + sum(len(other.logprobs) for other in told[:at]) for at in range(len(told))]
+    return [-own for each in told for own, _ in each.logprobs]
+
+
+def test_a_prompts_probabilities_reach_the_client_once_and_in_order(node):
+    node.ask(prompt_logprobs=1)
+    schedule = node.place()
+    assert schedule.keys == (), "nothing is reused"
+    start = node.one(StartPrefill, "p0")
+    assert (start.prompt_logprobs, start.stages, len(start.keys)) == (1, (), 1)
+    score(node, 1, 1.0, 2.0)
+    node.fail(1)
+    node.advance(1.0)
+    node.place()
+    score(node, 1, 1.0, 2.0, 3.0, attempt=2)
+    score(node, 4, 4.0, 5.0, attempt=2)
+    assert scores(node) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    node.first(attempt=2)
+    node.fail(2)
+    node.advance(1.0)
+    assert node.place().keys, "what is told need not be computed again"
+    assert node.take(StartPrefill)[-1].prompt_logprobs is None
+
+
+@pytest.mark.parametrize("message", ["a gap", "too many", "no such token", "a token first"])
+def test_a_prefill_that_scores_what_is_not_there_has_failed(message):
+    node = Node()
+    node.actor._layout = replace(LAYOUT, vocab_size=8)
+    node.ask(prompt_logprobs=1)
+    node.place()
+    match message:
+        case "a gap":
+            score(node, 2, 1.0)
+        case "too many":
+            score(node, 1, *[1.0] * 6)
+        case "no such token":
+            node.say("p0", PromptScored(request_id="r", attempt=1, first=1, logprobs=((-1.0, ((8, -1.0),)),)))
+        case "a token first":
+            node.first(token=7)
+    assert scores(node) == []
+    assert node.actor.counts["tokens_out_of_range"] == 1
+    assert node.one(CancelRequest, "p0").attempt == 1

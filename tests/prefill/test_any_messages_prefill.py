@@ -48,10 +48,11 @@ def outcome(work, share):
     if share > 0.9:
         return WorkFailed("odd")
     match work:
-        case ComputeChunk(prefix=prefix, outputs=outputs, sampling=sampling):
+        case ComputeChunk(prefix=prefix, outputs=outputs, sampling=sampling, seeds=seeds):
             if prefix and share > 0.7:
                 return ChunkComputed((), None, 0.1, failed=(0,), corrupt=(0,) if share > 0.8 else ())
-            return ChunkComputed(tuple(5 for _ in outputs), None if sampling is None else 3, share)
+            others = tuple((4, None) for _ in seeds)
+            return ChunkComputed(tuple(5 for _ in outputs), None if sampling is None else 3, share, others=others)
         case CopyBlocks(copies=copies):
             return BlocksCopied(tuple(5 for _ in copies))
     raise TypeError(work)

@@ -19,7 +19,7 @@ def test_chats_extend_prompt_and_answer_and_know_their_blocks() -> None:
     assert any(turn.cancel_after_s is not None or turn.cancel_after_tokens is not None for turn in turns)
     assert {turn.request.sampling.temperature > 0 for turn in turns} == {True, False}
     assert {len(turn.request.tokens) // 4 % LAYOUT.block_tokens for turn in turns} >= {0, 1, 7}
-    assert {turn.reason for turn in turns} == {"stop", "length"}
+    assert {answer.reason for turn in turns for answer in turn.answers} == {"stop", "length"}
     for chat in trace.chats:
         for turn, following in zip(chat.turns, chat.turns[1:], strict=False):
             so_far = unpack_tokens(turn.request.tokens) + list(turn.answer)

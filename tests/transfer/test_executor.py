@@ -22,17 +22,20 @@ from mooncake_zmq.core.work import (
     ComputeChunk,
     CopyBlocks,
     DecodeStep,
+    ForkSequence,
     LayersComputed,
     ProbeProcess,
     ProcessProbed,
     PullBlocks,
     SequenceBlock,
+    SequenceForked,
     SlotGrant,
     StepDecoded,
     StepEntry,
     WorkFailed,
 )
 from mooncake_zmq.engine.constraint import Grammars
+from mooncake_zmq.engine.sampling import logprob
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import ToyEngine
 from mooncake_zmq.gateway.constraints import of_lark
@@ -344,6 +347,50 @@ def test_a_constraint_that_cannot_be_followed_fails_its_answer_alone(make_rig):
     failed = rig.result(rig.compute(3, 0, PROMPT, sampling=nonsense))
     assert isinstance(failed, WorkFailed)
     assert failed.reason.startswith("constraint: ")
+
+
+def test_choices_are_sampled_by_their_seeds_and_go_on_from_copies(make_rig):
+    sampling = Sampling(temperature=1.0, seed=5, logprobs=1, prompt_tokens=len(PROMPT))
+    rig = make_rig("a")
+    for sequence in (1, 2, 3):
+        rig.executor.open_sequence(sequence, 32, sampling)
+    work = ComputeChunk(1, 0, PROMPT.tobytes(), (), (), sampling, seeds=(6, 7))
+    chunk = rig.result(rig.start(work, TIMEOUT_S))
+    alone = []
+    for seed in (5, 6, 7):
+        rig.executor.open_sequence(10 + seed, 32, sampling)
+        own = structs.replace(sampling, seed=seed)
+        result = rig.result(rig.compute(10 + seed, 0, PROMPT, sampling=own))
+        alone.append((result.token, result.logprob))
+    assert [(chunk.token, chunk.logprob), *chunk.others] == alone
+    assert len({token for token, _ in alone}) > 1
+    step = StepEntry(1, alone[0][0], len(PROMPT), sampling)
+    rig.run(DecodeStep((step,)))  # the first goes on meanwhile
+    assert rig.run(ForkSequence(1, (2, 3), len(PROMPT))) == SequenceForked()
+    entries = [(sequence, alone[sequence - 1][0], 4 + sequence) for sequence in (2, 3)]
+    for sequence, token, seed in entries:
+        own = structs.replace(sampling, seed=seed)
+        steps = [rig.run(DecodeStep((StepEntry(each, token, len(PROMPT), own),))) for each in (sequence, 10 + seed)]
+        assert steps[0].tokens == steps[1].tokens
+
+
+@pytest.mark.parametrize("cut", [4, 12, len(PROMPT)])
+def test_a_prompts_probabilities_are_told_chunk_by_chunk(make_rig, cut):
+    rig, engine = make_rig("a"), ToyEngine()
+    logits = engine.prefill(engine.new_sequence(32), PROMPT, logits_at=range(len(PROMPT)))
+    expected = [logprob(row, int(token), 3) for row, token in zip(logits, PROMPT[1:], strict=False)]
+    rig.executor.open_sequence(1, 32)
+    told, token = [], None
+    for start, stop in ((0, cut), (cut, len(PROMPT))):
+        if start < stop:
+            ends = stop == len(PROMPT)
+            work = ComputeChunk(1, start, PROMPT[start:stop].tobytes(), (), (), GREEDY if ends else None)
+            work = structs.replace(work, prompt_logprobs=3, following=PROMPT[stop : stop + 1].tobytes())
+            chunk = rig.result(rig.start(work, TIMEOUT_S))
+            told += chunk.scored
+            token = chunk.token
+    assert told == expected
+    assert token == logits[-1].argmax()
 
 
 @pytest.mark.parametrize("host", ["here", "there"])

@@ -9,7 +9,16 @@ from test_executor import GREEDY, PROMPT, Rig, loads, opened, reference
 
 from mooncake_zmq.core.actor import WorkDone
 from mooncake_zmq.core.messages import SegmentRef
-from mooncake_zmq.core.work import BlocksCopied, BlocksPulled, CopyBlocks, PullBlocks, SequenceBlock, WorkFailed
+from mooncake_zmq.core.work import (
+    BlocksCopied,
+    BlocksPulled,
+    CopyBlocks,
+    ForkSequence,
+    PullBlocks,
+    SequenceBlock,
+    SequenceForked,
+    WorkFailed,
+)
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.toy import ToyEngine
 from mooncake_zmq.transfer.cuda import DeviceSegment, DeviceSequence
@@ -87,6 +96,16 @@ def test_chunks_then_steps_equal_the_bare_engine(make_rig, where):
     assert rig.decode(1, first) == more
     host = make_rig("b", "cpu")
     assert [ref.checksum for ref in host.prefill()[0]] == [ref.checksum for ref in refs], "of the same bytes"
+
+
+def test_copies_of_a_sequence_go_on_as_it_does(make_rig):
+    rig = make_rig("a", "gpu")
+    token, more = reference()
+    rig.prefill()
+    for sequence in (2, 3):
+        rig.executor.open_sequence(sequence, 32)
+    assert rig.run(ForkSequence(1, (2, 3), len(PROMPT))) == SequenceForked()
+    assert [rig.decode(sequence, token) for sequence in (1, 3, 2)] == [more] * 3
 
 
 @pytest.mark.parametrize("verify_local", [True, False])

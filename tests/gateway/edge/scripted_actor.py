@@ -4,11 +4,12 @@ import asyncio
 import json
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 import uvicorn
+from msgspec import structs
 
 from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello, StateTold
@@ -61,6 +62,8 @@ class ScriptedActor:
 
     script: Callable[[ClientRequest, int], Batches] = lambda _request, _number: [[*tokens("ok"), finished()]]
     settings: EdgeSettings = field(default_factory=EdgeSettings)
+    max_open: int = 256
+    cors_origins: tuple[str, ...] = ()
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     share: bool = False
     max_model_len: int = 64
@@ -86,8 +89,16 @@ class ScriptedActor:
             layout_fingerprint="layout",
             tokenizer=byte_tokenizer(),
         )
-        self.edge = Edge(name="gw", incarnation=0xABC, model=model, settings=self.settings, backing=self, listed=self.listed)
-        self.app = create_app(self.edge)
+        self.edge = Edge(
+            name="gw",
+            incarnation=0xABC,
+            model=model,
+            settings=self.settings,
+            max_open=self.max_open,
+            backing=self,
+            listed=self.listed,
+        )
+        self.app = create_app(self.edge, self.cors_origins)
         self._playing: set[asyncio.Task[None]] = set()
 
     @property
@@ -102,11 +113,14 @@ class ScriptedActor:
                 account = ToClient(event.request_id, finished())
                 asyncio.get_running_loop().call_soon(self.edge.deliver, account)
             return
-        assert event.request_id not in self.requests
-        task = asyncio.create_task(self._play(event.request_id, self.script(event.input, len(self.requests))))
-        self.requests[event.request_id] = event.input
-        self._playing.add(task)
-        task.add_done_callback(self._playing.discard)
+        request = event.input
+        for request_id, seed in ((event.request_id, request.sampling.seed), *request.siblings):
+            own = replace(request, sampling=structs.replace(request.sampling, seed=seed), siblings=())
+            assert request_id not in self.requests
+            task = asyncio.create_task(self._play(request_id, self.script(own, len(self.requests))))
+            self.requests[request_id] = own
+            self._playing.add(task)
+            task.add_done_callback(self._playing.discard)
 
     def peers(self) -> dict[str, Hello]:
         return self.up

@@ -115,7 +115,7 @@ def test_a_connection_without_a_second_call_is_closed_after_its_idle_time():
 
 
 def test_a_body_that_stalls_keeps_nobody_else_waiting():
-    actor = ScriptedActor(settings=EdgeSettings(max_open_requests=4, max_choices=4))
+    actor = ScriptedActor(max_open=4)
 
     async def client(port):
         stalled = [await connect(port) for _ in range(40)]

@@ -84,17 +84,23 @@ def test_more_messages_than_tokens_are_refused_before_the_template_sees_them():
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_in_openais_words():
-    said = refusal(ScriptedActor(max_model_len=10).complete(prompt="x" * 10), "prompt", "context_length_exceeded")
-    assert said.startswith("This model's maximum context length is 10 tokens. However, ")
+    words = "This model's maximum context length is 10 tokens. However, you requested {} tokens ({} in the prompt, {} in the"
+    actor = ScriptedActor(max_model_len=10)
+    said = refusal(actor.complete(prompt="x" * 10), "prompt", "context_length_exceeded")
+    assert said.startswith(words.format(11, 10, 1))
+    said = refusal(actor.complete(prompt="x" * 6, max_tokens=7), "max_tokens", "context_length_exceeded")
+    assert said.startswith(words.format(13, 6, 7))
+    said = refusal(actor.chat(max_completion_tokens=9), "max_completion_tokens", "context_length_exceeded")
+    assert said.startswith(words.format(14, 5, 9))
 
 
 @pytest.mark.parametrize(
     ("prompt", "decoder"),
     [
-        ([[1]] * 65, "_lists_of_ids"),
-        ([[1] * 100] * 64, "_lists_of_ids"),
-        (["a"] * 65, "_texts"),
-        (['"\\'] * 130, "_texts"),
+        ([[1]] * 129, "_lists_of_ids"),
+        ([[1] * 100] * 128, "_lists_of_ids"),
+        (["a"] * 129, "_texts"),
+        (['"\\'] * 258, "_texts"),
         ([1] * 64, "_ids"),
     ],
 )
@@ -166,7 +172,7 @@ def test_what_is_being_answered_keeps_no_text():
 def test_errors_quote_little_of_what_was_sent(call):
     actor, long = ScriptedActor(), "y" * 5000
 
-    def refuse(_messages, tools):
+    def refuse(_messages, _answer, _tools):
         raise ValueError(f"no such role: {long}")
 
     actor.edge.model.tokenizer.chat = refuse

@@ -38,7 +38,8 @@ BAD_FIELDS = [
     ("seed", 1.5),
     ("seed", 10**40),
     ("n", 0),
-    ("n", 9),
+    ("n", 129),
+    ("n", 1 << 40),
     ("n", True),
     ("stop", ""),
     ("stop", ["a", ""]),
@@ -118,7 +119,7 @@ def test_bad_messages(messages):
 def test_what_the_template_refuses():
     actor = ScriptedActor()
 
-    def refuse(_messages, tools):
+    def refuse(_messages, _answer, _tools):
         raise ValueError("the chat template refused the messages: roles must alternate")
 
     actor.edge.model.tokenizer.chat = refuse
@@ -224,7 +225,7 @@ def test_a_body_that_stalls():
 
 
 def test_too_many_open_requests():
-    actor = ScriptedActor(lambda _request, _number: [], settings=EdgeSettings(max_open_requests=3, max_choices=3))
+    actor = ScriptedActor(lambda _request, _number: [], max_open=3)
 
     async def go():
         transport = httpx.ASGITransport(app=actor.app)
@@ -248,7 +249,7 @@ def test_too_many_open_requests():
 
 
 def test_more_choices_than_slots_or_than_allowed():
-    small = ScriptedActor(settings=EdgeSettings(max_open_requests=2, max_choices=2))
+    small = ScriptedActor(max_open=2, settings=EdgeSettings(max_choices=2))
     refused(small.complete(prompt=["a", "b", "c"]), "prompt")
     refused(small.complete(prompt=["a", "b"], n=2), "n")
     assert small.complete(n=2).status_code == 200

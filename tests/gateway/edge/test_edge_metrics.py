@@ -207,9 +207,8 @@ def test_one_line_in_the_log():
     "wrong",
     [
         {"max_body_bytes": 0},
-        {"max_open_requests": 0},
         {"max_choices": 0},
-        {"max_choices": 257},
+        {"keep_alive_s": -1.0},
         {"max_buffered_outputs": 0},
         {"tokenize_threads": 0},
         {"short_body_bytes": -1},

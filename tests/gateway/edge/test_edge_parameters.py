@@ -4,7 +4,7 @@ import pytest
 from scripted_actor import EOS, ScriptedActor, events, finished
 
 from mooncake_zmq.gateway import unsupported
-from mooncake_zmq.gateway.requests import TokenOut
+from mooncake_zmq.gateway.requests import PromptLogprobs, TokenOut
 
 ASKING = {
     "functions": [{"name": "f"}],
@@ -88,7 +88,6 @@ def test_probabilities_out_of_range():
         assert ScriptedActor().complete(**asked).status_code == 400
     for asked in ({"logprobs": 2}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
         assert ScriptedActor().chat(**asked).status_code == 400
-    assert ScriptedActor().complete(echo=True, logprobs=1).status_code == 400
 
 
 def told(_request, _number):
@@ -128,3 +127,65 @@ def test_chats_tell_probabilities_token_by_token(stream):
     assert bytes(byte for entry in content[:3] for byte in entry["bytes"]).decode() == "\u00e9!"
     assert content[1]["top_logprobs"] == [{"token": "y", "logprob": -0.125, "bytes": [ord("y")]}]
     assert ScriptedActor(told).chat().json()["choices"][0]["logprobs"] is None
+
+
+def scoring(request, _number):
+    """Of the prompt "hey", then one token."""
+    assert request.prompt_logprobs == 1
+    told = ((-0.5, ((ord("e"), -0.5),)), (-2.0, ((ord("x"), -0.125),)))
+    return [
+        [PromptLogprobs(1, told[:1])],
+        [PromptLogprobs(2, told[1:])],
+        [TokenOut(0, ord("!"), (-1.0, ((ord("!"), -1.0),)))],
+        [finished("length")],
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["hey", list(b"hey")])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_with_probabilities_tells_those_of_the_prompt_first(stream, prompt, max_tokens):
+    actor = ScriptedActor(scoring)
+    response = actor.complete(prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, stream=stream)
+    assert actor.only.stop.max_tokens == 1
+    bodies = events(response)[:-1] if stream else [response.json()]
+    assert "".join(body["choices"][0]["text"] for body in bodies) == "hey" + "!" * max_tokens
+    parts = [part for body in bodies if (part := body["choices"][0]["logprobs"])]
+    whole = {name: sum((part[name] for part in parts), []) for name in parts[0]}
+    likeliest = [None, {"e": -0.5}, {"x": -0.125, "y": -2.0}, {"!": -1.0}]
+    expected = {
+        "tokens": ["h", "e", "y", "!"],
+        "token_logprobs": [None, -0.5, -2.0, -1.0],
+        "top_logprobs": likeliest,
+        "text_offset": [0, 1, 2, 3],
+    }
+    assert whole == {name: each[: 3 + max_tokens] for name, each in expected.items()}
+    assert bodies[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_what_lm_eval_asks_for_is_answered_as_it_reads_it():
+    """The sum over the continuation, and whether each of its tokens was the likeliest."""
+    asked = {"prompt": [list(b"hey")], "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234, "temperature": 0}
+    (choice,) = ScriptedActor(scoring).complete(**asked).json()["choices"]
+    context = 1
+    told, likeliest = (choice["logprobs"][name][context:-1] for name in ("token_logprobs", "top_logprobs"))
+    assert sum(told) == -2.5
+    assert [own == max(top.values()) for own, top in zip(told, likeliest, strict=True)] == [True, False]
+
+
+def test_no_answer_is_for_echo_alone_and_counts_nothing():
+    usage = ScriptedActor(scoring).complete(prompt="hey", echo=True, logprobs=1, max_tokens=0).json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 0)
+    actor = ScriptedActor()
+    assert actor.complete(echo=True, max_tokens=0).json()["choices"][0]["text"] == "hello"
+    assert actor.only.prompt_logprobs is None
+    for response in (ScriptedActor().complete(max_tokens=0), ScriptedActor().chat(max_tokens=0)):
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
+
+
+def test_probabilities_of_prompts_are_of_one_choice_and_not_too_many():
+    assert ScriptedActor().complete(echo=True, logprobs=1, n=2).json()["error"]["param"] == "n"
+    actor = ScriptedActor(max_model_len=5000)
+    response = actor.complete(prompt=["x" * 1600] * 2, echo=True, logprobs=20)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
+    assert not actor.requests

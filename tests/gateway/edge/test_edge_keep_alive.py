@@ -1,0 +1,106 @@
+"""What streams say while a prompt is computed, and which pages of browsers may call."""
+
+import asyncio
+import json
+
+import pytest
+from scripted_actor import ScriptedActor, events, failing, finished, tokens
+
+from mooncake_zmq.core.actor import ToClient
+from mooncake_zmq.gateway.settings import EdgeSettings
+
+SOON = EdgeSettings(keep_alive_s=0.02)
+BODY = json.dumps({"prompt": "a", "stream": True}).encode()
+ASK = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+
+
+def silent(_request, _number):
+    return []
+
+
+def after_two_comments(actor, outputs):
+    """What a stream then brings."""
+    read = []
+
+    async def client(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ASK)
+        async with asyncio.timeout(5):
+            for _ in range(2):
+                await reader.readuntil(b": keep-alive\n\n")
+            for output in outputs:
+                actor.edge.deliver(ToClient(next(iter(actor.requests)), output))
+            read.append(await reader.readuntil(b"0\r\n\r\n"))
+        writer.close()
+
+    actor.serve(client)
+    return read[0]
+
+
+def test_a_stream_says_that_it_lives_while_the_prompt_is_computed():
+    rest = after_two_comments(ScriptedActor(silent, settings=SOON), [*tokens("ok"), finished()])
+    assert b'"text":"ok"' in rest
+    assert rest.count(b"data: ") == 2
+    assert b"data: [DONE]" in rest
+
+
+def test_an_error_behind_a_comment_comes_in_the_stream():
+    rest = after_two_comments(ScriptedActor(silent, settings=SOON), [failing()])
+    assert b'data: {"error":{"message":"no decode node"' in rest
+    assert b"[DONE]" not in rest
+
+
+def test_a_client_that_hangs_up_between_comments_is_noticed():
+    actor = ScriptedActor(silent, settings=SOON)
+
+    async def client(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ASK)
+        async with asyncio.timeout(5):
+            await reader.readuntil(b": keep-alive\n\n")
+        writer.close()
+        await actor.until(lambda: actor.cancelled)
+
+    actor.serve(client)
+
+
+@pytest.mark.parametrize("settings", [EdgeSettings(), EdgeSettings(keep_alive_s=0)])
+def test_who_need_not_wait_hears_no_comment_and_an_early_error_keeps_its_status(settings):
+    assert ScriptedActor(lambda *_: [[failing()]], settings=settings).complete(stream=True).status_code == 503
+    response = ScriptedActor(settings=settings).complete(stream=True)
+    assert events(response)[-1] == "[DONE]"
+    assert "keep-alive" not in response.text
+
+
+PAGE = "https://chat.example.org"
+PREFLIGHT = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+def test_pages_of_named_origins_may_call_and_read_the_answer():
+    actor = ScriptedActor(cors_origins=(PAGE,))
+    asked = actor.call("OPTIONS", "/v1/chat/completions", headers=PREFLIGHT)
+    assert asked.status_code == 200
+    assert asked.headers["access-control-allow-origin"] == PAGE
+    assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
+    for response in (
+        actor.call("POST", "/v1/completions", json={"prompt": "a", "stream": True}, headers={"origin": PAGE}),
+        actor.call("POST", "/v1/completions", json={"prompt": ""}, headers={"origin": PAGE}),
+    ):
+        assert response.headers["access-control-allow-origin"] == PAGE
+        assert "x-request-id" in response.headers["access-control-expose-headers"]
+    strange = actor.call("OPTIONS", "/v1/chat/completions", headers={**PREFLIGHT, "origin": "https://evil.example"})
+    assert strange.status_code == 400
+    assert "access-control-allow-origin" not in strange.headers
+
+
+def test_all_origins_or_none():
+    assert ScriptedActor(cors_origins=("*",)).call("GET", "/v1/models", headers={"origin": PAGE}).headers[
+        "access-control-allow-origin"
+    ] == ("*")
+    actor = ScriptedActor()
+    assert actor.call("OPTIONS", "/v1/completions", headers=PREFLIGHT).status_code == 405
+    assert "access-control-allow-origin" not in actor.call("GET", "/v1/models", headers={"origin": PAGE}).headers
