@@ -29,8 +29,8 @@ TRIES: Final = 3
 """Prefills tried for a request that would push others past their bounds."""
 
 
-Refused = tuple[RejectReason, float]
-"""The reason, and when to try again."""
+Refused = tuple[RejectReason, float, float]
+"""The reason, when to try again, and the TTFT or TBT that was predicted; 0: it was for something else."""
 
 
 class Placement:
@@ -92,7 +92,7 @@ class Placement:
         spare = self.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
         late_s = self._admission.late_prefill_s(limits, prefill, ttft_s * spare)
         if late_s:
-            return RejectReason.TTFT, late_s
+            return RejectReason.TTFT, late_s, ttft_s
         expected = self._outputs.expected(schedule.max_tokens)
         at = now if self._at_once else now + ttft_s
         joining = self._joining(at, prefill, plan, expected, schedule.choices)
@@ -104,7 +104,7 @@ class Placement:
             return self._no_decode(joining.stay_tokens)
         slow_s = self._admission.slow_decode_s(limits, decode, expected)
         if slow_s:
-            return RejectReason.TBT, slow_s
+            return RejectReason.TBT, slow_s, decode.tbt_s
         return Decision(
             prefill,
             decode,
@@ -192,14 +192,14 @@ class Placement:
             barred = (*barred, choice.node.name)
             pushed_s = choice.queue_s + choice.work_s
         if pushed_s:
-            return RejectReason.TTFT, bounded(pushed_s)
+            return RejectReason.TTFT, bounded(pushed_s), 0.0
         last_resort = self._router.choose(now, schedule, plan, ()) if schedule.exclude else None
         if last_resort is not None:
             return last_resort
         if any(not node.draining for node in self._prefills.nodes):
             shortest_s = min(self._prefills.shortest_queue_s(now), MAX_RETRY_S)
-            return RejectReason.NO_ROOM, bounded(shortest_s / 2)
-        return RejectReason.NO_PREFILL, NO_NODE_RETRY_S
+            return RejectReason.NO_ROOM, bounded(shortest_s / 2), 0.0
+        return RejectReason.NO_PREFILL, NO_NODE_RETRY_S, 0.0
 
     def _in_pipeline(self, schedule: Schedule, plan: Plan, choice: PrefillChoice) -> PrefillChoice:
         """With others that compute a long prompt together with it, if that is sooner."""
@@ -258,11 +258,17 @@ class Placement:
         able = [node for node in self._decodes.nodes if not (node.draining or node.whole)]
         leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for node in able]
         if not leave_s:
-            return RejectReason.NO_DECODE, NO_NODE_RETRY_S
-        return RejectReason.NO_ROOM, bounded(min(leave_s))
+            return RejectReason.NO_DECODE, NO_NODE_RETRY_S, 0.0
+        return RejectReason.NO_ROOM, bounded(min(leave_s)), 0.0
 
 
 def rejected(schedule: Schedule, refused: Refused) -> Rejected:
     """The answer to one that is not placed."""
-    reason, retry_after_s = refused
-    return Rejected(request_id=schedule.request_id, attempt=schedule.attempt, reason=reason, retry_after_s=retry_after_s)
+    reason, retry_after_s, predicted_s = refused
+    return Rejected(
+        request_id=schedule.request_id,
+        attempt=schedule.attempt,
+        reason=reason,
+        retry_after_s=retry_after_s,
+        predicted_s=min(MAX_PREDICTION_S, max(0.0, predicted_s)),
+    )

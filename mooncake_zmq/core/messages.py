@@ -276,6 +276,8 @@ class Rejected(_Message, frozen=True):
     attempt: Count
     reason: RejectReason
     retry_after_s: Seconds
+    predicted_s: Seconds = 0.0
+    """Of one that would miss its SLO: the TTFT or TBT that was predicted, where it was that; 0: it was another's."""
 
 
 class Outcome(_Record, frozen=True):

@@ -28,6 +28,7 @@ from mooncake_zmq.core.messages import (
     Message,
     Placed,
     Rejected,
+    RejectReason,
     RequestEnded,
     Schedule,
     TokensDecoded,
@@ -53,7 +54,7 @@ class Attempt:
     decode: str = ""
     stages: tuple[str, ...] = ()
     predicted_ttft_s: float | None = None
-    """From `began_s` on."""
+    """From `began_s` on. Of a request that was refused, what it was refused for."""
     predicted_tbt_s: float | None = None
     first_s: float | None = None
     """When its first token came."""
@@ -179,6 +180,12 @@ class Accounts:
                 found = self._attempt(message.request_id, message.attempt)
                 if found is not None:
                     _placed(found[1], message, now - found[0].arrived_at)
+            case Rejected(reason=reason, predicted_s=predicted_s) if predicted_s:
+                found = self._attempt(message.request_id, message.attempt)
+                if found is not None and reason is RejectReason.TTFT:
+                    found[1].predicted_ttft_s = predicted_s
+                elif found is not None:
+                    found[1].predicted_tbt_s = predicted_s
             case FirstToken():
                 found = self._attempt(message.request_id, message.attempt)
                 if found is not None and found[1].prefill == sender:

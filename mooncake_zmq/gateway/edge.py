@@ -150,9 +150,10 @@ class Edge:
         clock: Callable[[], float] = time.monotonic,
         tenants: Tenants | None = None,
         listed: Sequence[Listed] = (),
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         """`max_open`: requests that the actor takes at once. `tenants`: who may call; None: everybody. `listed`: the nodes that
-        there should be."""
+        there should be. `about`: more for /cluster."""
         self.tenants = tenants
         self.name = name
         self.model = model
@@ -174,6 +175,7 @@ class Edge:
             peers=backing.peers,
             refusals=backing.refusals,
             recent=lambda: self.traces.recent(),
+            about=about or {},
             clock=lambda: self.clock(),
         )
         self.draining = False

@@ -59,8 +59,11 @@ class Overview:
         peers: Callable[[], Mapping[str, Hello]],
         refusals: Callable[[], Mapping[str, str]],
         recent: Callable[[], list[dict[str, Any]]],
+        about: Mapping[str, Any],
         clock: Callable[[], float],
     ) -> None:
+        """`about`: what never changes, for JSON."""
+        self._about = about
         self._gateway, self._model, self._listed, self._watching = gateway, model, listed, watching
         self._status, self._peers, self._refusals, self._clock = status, peers, refusals, clock
         self._recent = recent
@@ -110,7 +113,10 @@ class Overview:
     def picture(self) -> dict[str, Any]:
         """Everything, for JSON; the same object as long as it is the same picture."""
         if self._clock() - self._made_at >= FRESH_S:
-            self._made_at, self._picture = self._clock(), picture(self.seen()) | {"recent": self._recent()}
+            self._made_at, self._picture = (
+                self._clock(),
+                picture(self.seen()) | {"about": self._about, "recent": self._recent()},
+            )
         return self._picture
 
     async def state(self, node: str) -> bytes:

@@ -559,6 +559,13 @@ class _Process:
             backing=_Backing(self.runtime, requests, self._state),
             tenants=api_keys.tenants if api_keys else None,
             listed=[Listed(node.name, node.role, node.host) for node in self.config.nodes],
+            about={
+                "cluster": self.config.cluster.name,
+                "block_tokens": self.layout.block_tokens,
+                "block_bytes": self.layout.block_bytes,
+                "ttft_slo_s": self.config.conductor.ttft_slo_s,
+                "tbt_slo_s": self.config.conductor.tbt_slo_s,
+            },
         )
         self.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
         self.beside.append(lambda: (edge.own_counts(), edge.own_gauges()))

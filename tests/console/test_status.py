@@ -114,6 +114,14 @@ def test_each_says_how_it_is_used(command: str):
     assert f"mooncake-zmq {command}" in result.output
 
 
+def test_a_node_that_runs_elsewhere_is_dumped_by_a_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    answers = gateways({"g": httpx.Response(200, json={"node": "decode-a", "jobs": []})})
+    monkeypatch.setattr(Gateways, "of", lambda *_, **__: answers)
+    settings = ["--config", str(CONFIG / "toy.toml"), "--set", f"cluster.runtime_dir={tmp_path}"]
+    result = CliRunner().invoke(main, ["dump", "--node", "decode-a", *settings])
+    assert (result.exit_code, json.loads(result.output)["decode-a"]["jobs"]) == (0, [])
+
+
 def test_without_a_cluster_status_is_2_and_dump_says_that_nobody_tells(tmp_path: Path):
     settings = ["--config", str(CONFIG / "toy.toml"), "--set", f"cluster.runtime_dir={tmp_path}", "--url", "http://127.0.0.1:1"]
     assert CliRunner().invoke(main, ["status", *settings]).exit_code == 2

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from test_requests import Node
 
-from mooncake_zmq.core.messages import DecodeAccount, FirstToken, Outcome, RequestEnded, TokensDecoded
+from mooncake_zmq.core.messages import (
+    DecodeAccount,
+    FirstToken,
+    Outcome,
+    Rejected,
+    RejectReason,
+    RequestEnded,
+    TokensDecoded,
+)
 from mooncake_zmq.gateway.accounts import CANCELLED, MAX_ATTEMPTS, MAX_OPEN, Account, Accounts, line, spans, told
 from mooncake_zmq.gateway.requests import ClientGone, StopFound
 from mooncake_zmq.gateway.traces import MAX_TRACES, Names, Traces, trace_id_of
@@ -126,9 +134,9 @@ def test_a_client_that_wants_no_more_ends_it(how, outcome):
 def test_a_request_that_is_refused_or_finds_nobody_is_told_of_too():
     node = Followed()
     node.ask()
-    node.take_all = node.sent.clear()
-    node.reject(1)
+    node.say("k0", Rejected(request_id="r", attempt=1, reason=RejectReason.TTFT, retry_after_s=3.0, predicted_s=40.0))
     assert (node.only.outcome, node.only.attempts[0].why) == ("ttft_slo", "ttft_slo")
+    assert line(node.only)["predicted_ttft_s"] == 40.0
     node = Followed()
     node.drain()
     node.ask()
