@@ -156,6 +156,8 @@ def test_more_engine_threads_than_cores_is_a_warning(write: Any) -> None:
     loaded = load(write("", NODES + "threads = 900\n"), {}, {})
     assert any("900 threads" in text for text in warnings(loaded))
     assert any("there is no prefill" in text for text in warnings(loaded))
+    loaded = load(write("[gateway]\ncors_origins = ['*']\n", "[[nodes]]\nname = 'g'\nrole = 'gateway'\n"), {}, {})
+    assert any("g: cors_origins is * and there are no API keys" in text for text in warnings(loaded))
 
 
 def test_addresses_beyond_the_machine_without_keys_are_a_warning(write: Any) -> None:
