@@ -41,6 +41,14 @@ def test_to_look_is_to_have_the_nodes_report(path):
     assert not actor.looks
 
 
+def test_who_is_no_operator_has_nobody_report():
+    actor = guarded()
+    for key, looks in ((None, False), ("alice", False), ("root", True)):
+        actor.looks.clear()
+        assert ask(actor, key, "/health").status_code == 200
+        assert bool(actor.looks) == looks
+
+
 def test_what_is_degraded_is_in_health_in_metrics_and_in_the_cluster_and_requests_are_served():
     actor = watched(reports=full_disk())
     health = actor.call("GET", "/health")
