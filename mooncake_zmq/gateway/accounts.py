@@ -6,7 +6,7 @@ nodes tell durations, which are laid back from when their messages arrived here.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mooncake_zmq.core.actor import (
@@ -31,6 +31,7 @@ from mooncake_zmq.core.messages import (
     RejectReason,
     RequestEnded,
     Schedule,
+    StartPrefill,
     TokensDecoded,
 )
 from mooncake_zmq.gateway.requests import ClientGone, ClientRequest, Failed, Finished, TokenOut
@@ -126,7 +127,8 @@ class Accounts:
             case Received(sender, message):
                 self._heard(now, sender, message)
             case FromClient(request_id, ClientRequest() as client):
-                self._begin(now, request_id, client)
+                for each in (request_id, *(sibling for sibling, _ in client.siblings)):
+                    self._begin(now, each, client)
         over: list[tuple[str, Finished | Failed]] = []
         for effect in effects:
             match effect:
@@ -136,6 +138,8 @@ class Accounts:
                     over.append((request_id, end))
                 case Send(to, Schedule() as schedule):
                     self._scheduled(now, to, schedule)
+                case Send(_, StartPrefill(siblings=siblings) as start) if siblings:
+                    self._shared(now, start)
                 case Send(_, RequestEnded() as ended):
                     self._outcome(ended)
                 case SetTimer(("attempt", str(request_id))):
@@ -163,11 +167,24 @@ class Accounts:
     def _scheduled(self, now: float, conductor: str, schedule: Schedule) -> None:
         account = self._of(now, schedule.request_id)
         if account.last is None or account.last.number != schedule.attempt:
-            account.made += 1
             began_s = now - account.arrived_at
-            account.attempts.append(Attempt(number=schedule.attempt, began_s=began_s, conductor=conductor))
-            if len(account.attempts) > MAX_ATTEMPTS:
-                del account.attempts[1]
+            self._add(account, Attempt(number=schedule.attempt, began_s=began_s, conductor=conductor))
+
+    def _shared(self, now: float, start: StartPrefill) -> None:
+        """Choices of a prompt are placed with the first of them."""
+        found = self._attempt(start.request_id, start.attempt)
+        if found is None:
+            return
+        leader, led_since = found[1], found[0].arrived_at + found[1].began_s
+        for sibling in start.siblings:
+            account = self._of(now, sibling.request_id)
+            self._add(account, replace(leader, number=sibling.attempt, began_s=led_since - account.arrived_at))
+
+    def _add(self, account: Account, attempt: Attempt) -> None:
+        account.made += 1
+        account.attempts.append(attempt)
+        if len(account.attempts) > MAX_ATTEMPTS:
+            del account.attempts[1]
 
     def _heard(self, now: float, sender: str, message: Message) -> None:
         match message:
@@ -188,7 +205,7 @@ class Accounts:
                     found[1].predicted_tbt_s = predicted_s
             case FirstToken():
                 found = self._attempt(message.request_id, message.attempt)
-                if found is not None and found[1].prefill == sender:
+                if found is not None and found[1].prefill == sender and found[1].ended_s is None:
                     _first(*found, message, now - found[0].arrived_at)
 
     def _attempt(self, request_id: str, number: int) -> tuple[Account, Attempt] | None:
