@@ -218,6 +218,8 @@ class _Request:
     """Which requests have its prompt: those of one call."""
     led_by: str = ""
     """The one whose placement it waits for."""
+    booked: bool = False
+    """Has its attempt a booking of its own, whose end and outcome a conductor wants to know?"""
     scored: int = 0
     """Tokens of the prompt whose probabilities its client has."""
     exclude: tuple[str, ...] = ()
@@ -414,6 +416,7 @@ class Requests:
         client, siblings = request.client, self._waiting_siblings(request)
         for each in (request, *siblings):
             self._scheduled(now, each, conductor)
+            each.booked = each is request
         timers: list[Effect] = [self._stall_timer(each) for each in (request, *siblings)]
         for each in siblings:
             each.led_by = request.request_id
@@ -773,6 +776,8 @@ class Requests:
     def _forget_booking(self, request: _Request, *, ended: bool) -> list[Effect]:
         """The attempt is over: once for each. `ended`: its output ended by itself."""
         request.scheduled = False
+        if not request.booked:
+            return []
         outcome = self._outcome(request, ended) if request.ttft_s is not None else None
         if request.conductor not in self._peers:
             return []

@@ -10,6 +10,7 @@ from mooncake_zmq.core.messages import (
     FirstToken,
     Rejected,
     RejectReason,
+    RequestEnded,
     Sampling,
     Schedule,
     StartPrefill,
@@ -52,6 +53,7 @@ def test_choices_are_placed_and_computed_together_and_end_apart(node):
         node.tokens(1, 2, 3, 4, request_id=name)
         assert node.end(name).completion_tokens == 5
     assert [node.text(name) for name in THREE] == [[text(i) for i in range(5)]] * 3
+    assert node.one(RequestEnded, "k0").request_id == "r", "there is one booking"
     assert node.busy() == {}
 
 
