@@ -19,6 +19,8 @@ MAX_COMPILED = 32
 """Grammars kept ready, the last ones used: a copy of one takes 15 us, compiling it a millisecond or, at worst, a second."""
 MAX_COMPILE_S = 8.0
 """Of one grammar, in its thread's own time: far beyond what a gateway lets through, so that no engine refuses that."""
+MAX_WAIT_S = 20.0
+"""A step waits for a grammar, and all answers in the batch with it."""
 SHOWN_CHARS = 200
 
 
@@ -125,8 +127,16 @@ class Grammars:
         return matcher
 
     def begin(self, constraint: bytes, answer: Sequence[int]) -> Callable[[], Matcher]:
-        """The same, in a thread of its own; the result waits for it, and raises what it raised."""
-        return self._thread.submit(self.matcher, constraint, answer).result
+        """The same, in a thread of its own; the result waits for it, though not for long, and raises what it raised."""
+        made = self._thread.submit(self.matcher, constraint, answer)
+
+        def wait() -> Matcher:
+            try:
+                return made.result(MAX_WAIT_S)
+            except TimeoutError:
+                raise ConstraintError(f"its grammar was not ready in {MAX_WAIT_S:g} s") from None
+
+        return wait
 
     def check(self, constraint: bytes) -> None:
         """Raises ConstraintError unless an answer can begin."""

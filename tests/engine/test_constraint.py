@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mooncake_zmq.core.messages import Sampling
+from mooncake_zmq.engine import constraint as constraint_module
 from mooncake_zmq.engine.constraint import MAX_COMPILED, Bytes, ConstraintError, Grammars
 from mooncake_zmq.engine.sampling import Past, choose, near_tie, scores
 from mooncake_zmq.engine.tokenizer import ByteVocabulary, byte_tokenizer
@@ -143,6 +144,16 @@ def test_what_has_answers_byte_by_byte_has_them_in_the_models_own_tokens(tokeniz
         assert not matcher.allowed()[end]
     with pytest.raises(ConstraintError):
         by_bytes.check(of_lark("start: start"))
+
+
+def test_nobody_waits_for_a_grammar_for_ever(monkeypatch):
+    monkeypatch.setattr(constraint_module, "MAX_WAIT_S", 0.01)
+    go_on = threading.Event()
+    grammars = Grammars(lambda: go_on.wait(10) and byte_tokenizer(), 512)
+    with pytest.raises(ConstraintError, match="not ready"):
+        grammars.begin(YES_NO, ())()
+    go_on.set()
+    grammars.close()
 
 
 def test_compiled_grammars_are_kept_up_to_a_bound():
