@@ -51,7 +51,7 @@ CLIENT_ID_CHARS = 256
 SWITCH_S = 0.0005
 """After which a thread that prepares a prompt gives way: the loop asks for its turn at every call of the system, so that
 Python's 5 ms would add up."""
-CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tools"')
+CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
 """What bodies say that ask for a grammar, and others may."""
 COMPILE_S = 1.0
 """Of a grammar, which every engine that follows it has to compile too."""
