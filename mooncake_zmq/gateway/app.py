@@ -58,7 +58,7 @@ SWITCH_S = 0.0005
 Python's 5 ms would add up."""
 CLUSTER_ID = b"x-mooncake-request-id"
 """Our own id, whatever the client calls its request."""
-CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tools"')
+CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
 """What bodies say that ask for a grammar, and others may."""
 COMPILE_S = 1.0
 """Of a grammar, which every engine that follows it has to compile too."""

@@ -112,18 +112,28 @@ def _as_refused(name: str) -> Iterator[None]:
 # --- the grammars, as llguidance writes them down; its library is loaded where one is asked for
 
 
+OPTIONS: dict[str, Any] = {"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": False}
+
+
+def schema_of(grammar: bytes) -> dict[str, Any] | None:
+    """What `of_schema` was given; None: it is another grammar."""
+    if not grammar.startswith(b"{"):
+        return None
+    found: dict[str, Any] | None = msgspec.json.decode(grammar)["grammars"][0].get("json_schema")
+    return found
+
+
 def schema_text(schema: dict[str, Any]) -> str:
     """A schema as JSON that is safe to compile. Raises ValueError."""
     _check_schema(schema)
-    return msgspec.json.encode(schema).decode()
+    return msgspec.json.encode(schema | {"x-guidance": OPTIONS}).decode()
 
 
 def of_schema(schema: dict[str, Any]) -> bytes:
     """JSON that it describes, its parts in the order of the schema's. Raises ValueError."""
     from llguidance import LLMatcher
 
-    options = {"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": False}
-    return LLMatcher.grammar_from_json_schema(schema_text(schema), overrides=options).encode()  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_json_schema(schema_text(schema)).encode()
 
 
 def of_lark(text: str) -> bytes:
@@ -164,8 +174,8 @@ def _of_grammar(raw: bytes) -> bytes:
     from llguidance import grammar_from
 
     text = _pattern.decode(raw)
-    if any(word in text for word in ("%json", "%llguidance", "%regex")):
-        raise ValueError("%json, %llguidance and %regex are not supported: give a schema as such")
+    if text.lstrip().startswith("{") or any(word in text for word in ("%json", "%llguidance", "%regex")):
+        raise ValueError("%json, %llguidance, %regex and JSON are not supported: give a schema as such")
     return grammar_from("grammar", text).encode()
 
 

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule, TokenLogprob
 from mooncake_zmq.engine.constraint import ConstraintError, Grammars
-from mooncake_zmq.gateway.constraints import Constrained, ConstraintRefused
+from mooncake_zmq.gateway.constraints import Constrained, ConstraintRefused, schema_of
 from mooncake_zmq.gateway.edge import ServedModel
 from mooncake_zmq.gateway.logprobs import of_chat, of_completion
 from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, PromptLogprobs, TokenOut
@@ -184,8 +184,8 @@ class Body(Constrained, frozen=True, kw_only=True):
     def choices_per_prompt(self) -> int:
         return self.n or 1
 
-    def tools_for(self, model: ServedModel, settings: EdgeSettings) -> Tools:
-        """Raises ConstraintRefused."""
+    def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None) -> Tools:
+        """`answer`: the schema of one, if there is one. Raises ConstraintRefused."""
         return NO_TOOLS
 
     def stops(self) -> list[str]:
@@ -371,10 +371,10 @@ class ChatBody(Body, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None  # type: ignore[assignment]
     done: ClassVar[frozenset[str]] = frozenset({"tools", "tool_choice"})
 
-    def tools_for(self, model: ServedModel, settings: EdgeSettings) -> Tools:
+    def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None) -> Tools:
         """See `Body`."""
         form = settings.tool_call_parser or None
-        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, model.tokenizer, form)
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, model.tokenizer, form, answer)
 
     @property
     def likeliest(self) -> int | None:
@@ -521,10 +521,11 @@ def prepare(
 def _form(body: Body, model: ServedModel, settings: EdgeSettings, grammars: Grammars | None) -> tuple[Tools, bytes]:
     """The tools, and the grammar that the answers follow; empty: none. Engines are sent none that cannot be followed."""
     try:
-        tools = body.tools_for(model, settings)
         param, constraint = body.constraint()
-        if constraint and tools.form is not None:
-            text = "an answer that may call tools has no other form: set tool_choice to none"
+        answer = schema_of(constraint) if constraint else None
+        tools = body.tools_for(model, settings, answer)
+        if constraint and answer is None and tools.form is not None:
+            text = "an answer that may call tools is held to a schema or to nothing: set tool_choice to none"
             raise ConstraintRefused(param, text)
         if tools.constraint:
             param, constraint = "tools", tools.constraint

@@ -98,8 +98,16 @@ class Tools:
 NO_TOOLS = Tools([], None, (), 0, False)
 
 
-def read_tools(tools: Raw, choice: Raw, parallel: bool | None, words: Words, form: CallForm | None = None) -> Tools:
-    """What is asked. `form`: the operator's; None: as the template tells. Raises ConstraintRefused."""
+def read_tools(
+    tools: Raw,
+    choice: Raw,
+    parallel: bool | None,
+    words: Words,
+    form: CallForm | None = None,
+    answer: dict[str, Any] | None = None,
+) -> Tools:
+    """What is asked. `form`: the operator's; None: as the template tells. `answer`: the schema of an answer without calls, if
+    it has one. Raises ConstraintRefused."""
     given, chosen = _given(bytes(tools)), _chosen(bytes(choice))
     must = chosen == "required" or isinstance(chosen, _Choice)
     if not given:
@@ -123,7 +131,11 @@ def read_tools(tools: Raw, choice: Raw, parallel: bool | None, words: Words, for
     most = 1 if parallel is False or isinstance(chosen, _Choice) else MAX_CALLS
     marks = _special_marks(form, words)
     strict = any(function.strict for function in functions)
-    constraint = _grammar(form, functions, most, marks, must=must) if must or strict else b""
+    if answer is not None and not must and form == "llama3_json":
+        text = "this model's calls are JSON too, so that its answer may be held to a schema alone where tool_choice is none"
+        raise ConstraintRefused("response_format", text)
+    held = must or strict or answer is not None
+    constraint = _grammar(form, functions, most, marks, must=must, answer=answer) if held else b""
     return Tools(given, form, names, most if parallel is False else 0, bool(marks), constraint)
 
 
@@ -193,26 +205,38 @@ def _special_marks(form: CallForm, words: Words) -> dict[str, int]:
     return found
 
 
-def _grammar(form: CallForm, functions: list[_Function], most: int, marks: dict[str, int], *, must: bool) -> bytes:
-    """At most so many calls as the model writes them, with arguments of their schemas; alone, or among text unless they must
-    be. Raises ConstraintRefused."""
+def _grammar(
+    form: CallForm,
+    functions: list[_Function],
+    most: int,
+    marks: dict[str, int],
+    *,
+    must: bool,
+    answer: dict[str, Any] | None,
+) -> bytes:
+    """At most so many calls as the model writes them, with arguments of their schemas; unless they must be, in their place an
+    answer of its schema, or text around them. Raises ConstraintRefused."""
+    alone = must or answer is not None
     names = [f"body_{number}" for number in range(len(functions))]
     lines = [f"body: {' | '.join(names)}"]
     for name, function in zip(names, functions, strict=True):
         lines += _body(name, function, "parameters" if form == "llama3_json" else "arguments", must=must)
-    if not must:
+    if not alone:
         lines.append("TEXT: /(.|\\n)*/")
     match form:
         case "hermes":
-            start = _several("call", "\\n", most) if must else f"call{{0,{most}}} TEXT"
-            opening = _mark("open", Hermes.MARK, marks, lines, must=must)
+            start = _several("call", "\\n", most) if alone else f"call{{0,{most}}} TEXT"
+            opening = _mark("open", Hermes.MARK, marks, lines, alone=alone)
             lines.append(f'call: {opening} "\\n" body "\\n" {_literal(Hermes.END, marks)}')
         case "mistral":
-            opening = _mark("open", Mistral.MARK, marks, lines, must=must)
-            start = f'{opening} "[" {_several("body", ", ", most)} "]"' + ("" if must else " | TEXT")
+            opening = _mark("open", Mistral.MARK, marks, lines, alone=alone)
+            start = f'{opening} "[" {_several("body", ", ", most)} "]"' + ("" if alone else " | TEXT")
         case "llama3_json":
-            start = _several("body", "; ", most) + ("" if must else " | PLAIN")
-            lines += [] if must else ["PLAIN: /(\\s*[^{\\s](.|\\n)*)?/"]
+            start = _several("body", "; ", most) + ("" if alone else " | PLAIN")
+            lines += [] if alone else ["PLAIN: /(\\s*[^{\\s](.|\\n)*)?/"]
+    if answer is not None and not must:
+        start = f"answer | {start}"
+        lines.append(f"answer: %json {schema_text(answer)}")
     return of_lark("\n".join([f"start: {start}", *lines]))
 
 
@@ -235,9 +259,9 @@ def _literal(mark: str, marks: dict[str, int]) -> str:
     return f"<[{marks[mark]}]>" if mark in marks else json.dumps(mark)
 
 
-def _mark(rule: str, mark: str, marks: dict[str, int], lines: list[str], *, must: bool) -> str:
-    """What opens calls; behind text, which ends with the first mark in it, if they need not come."""
-    if must:
+def _mark(rule: str, mark: str, marks: dict[str, int], lines: list[str], *, alone: bool) -> str:
+    """What opens calls; behind text, which ends with the first mark in it, if there may be some."""
+    if alone:
         return _literal(mark, marks)
     if mark in marks:
         return f"TEXT {_literal(mark, marks)}"

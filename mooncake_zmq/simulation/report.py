@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mooncake_zmq.core.messages import Hello, Message
+from mooncake_zmq.core.node import WATCHING
 from mooncake_zmq.core.work import WatchEngine, Work
 from mooncake_zmq.decode import request as decode_request
 from mooncake_zmq.gateway import requests
@@ -44,7 +45,7 @@ def possible() -> dict[str, set[str]]:
     return {
         "faults": {kind.value for kind in FaultKind},
         "transitions": {f"{what} {a.value} -> {b.value}" for what, table in TABLES for a, b in _moves(table)},
-        "messages": {message.__name__ for message in get_args(Message) if message is not Hello},
+        "messages": {message.__name__ for message in set(get_args(Message)) - WATCHING - {Hello}},  # none is an actor's word
         "works": {work.__name__ for work in get_args(Work) if work is not WatchEngine},  # a simulated vLLM publishes nothing
         "store works": {work.__name__ for work in get_args(store_events.Work)},
     }

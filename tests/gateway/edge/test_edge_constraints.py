@@ -95,6 +95,7 @@ REFUSED = [
     ("guided_grammar", "garbage <<<", "grammar"),
     ("guided_grammar", 'start: "a" b', "b"),
     ("guided_grammar", 'start: %json {"type": "integer", "multipleOf": 999983}', "%json"),
+    ("guided_grammar", ' {"grammars": [{"lark_grammar": "start: /a/"}]} start: "a"', "give a schema as such"),
     ("guided_grammar", "start: start", "no answer can follow it"),
     ("structured_outputs", {"jsn": {}}, "jsn"),
     ("structured_outputs", {"regex": "a", "choice": ["a"]}, "give one of"),

@@ -201,6 +201,28 @@ def test_calls_of_a_strict_function_follow_its_schema_among_any_text(form):
     assert lax.only.sampling.constraint == b""
 
 
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_an_answer_is_calls_or_json_of_its_schema(form):
+    template, written = FORMS[form]
+    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "required": ["name"]}}}
+    actor = with_template(template, saying("x"))
+    response = actor.chat(tools=TOOLS, response_format=shape)
+    if form == "llama3_json":  # where the one begins as the other
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "response_format"
+        return
+    constraint = actor.only.sampling.constraint
+    assert follows(constraint, '{"name": "weather"}')
+    assert follows(constraint, '{ "name":\n1, "b": [2]}')
+    assert follows(constraint, written % '{"any": 1}')
+    for wrong in ("", "text", "{}", 'Hm {"name": 1}', (written % "{}").replace("weather", "other")):
+        assert not follows(constraint, wrong)
+    must = with_template(template, saying("x"))
+    assert must.chat(tools=TOOLS, response_format=shape, tool_choice="required").status_code == 200
+    assert not follows(must.only.sampling.constraint, '{"name": 1}')
+    assert follows(must.only.sampling.constraint, written % '{"place": "Rom"}')
+
+
 def test_several_calls_may_be_required_or_one_alone():
     call = FORMS["hermes"][1] % '{"place": "Rom"}'
     for parallel in (None, True, False):
@@ -247,7 +269,7 @@ REFUSED = [
     ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "maybe"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "none of the tools"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
-    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "tool_choice"),
+    ({"tools": TOOLS, "guided_regex": "a+"}, "guided_regex", "tool_choice"),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "zork"}}}], "tool_choice": "required"},
         "tools",
