@@ -4,6 +4,9 @@ _SESSION = {
     "session_dropped": "Frames and messages dropped unread, by reason",
     "session_duplicates": "Frames that had come before",
     "session_retransmits": "Frames sent again",
+    "session_refused": "Peers refused: another protocol, model, tokenizer or layout, by reason",
+    "session_windows_full": "Messages that waited because a peer acknowledged too little",
+    "session_watches_refused": "Gateways that asked for reports beyond the limit",
     "session_timeouts": "Peers given up after silence",
     "zmq_frames_received": "Frames received",
     "zmq_frames_sent": "Frames sent",
@@ -11,7 +14,21 @@ _SESSION = {
     "connections_admitted": "Connections let in by their key",
     "connections_refused": "Connections refused: no key, or one that is not known",
 }
+_ANY = {
+    "unexpected_messages": "Messages that an actor has no use for, by type",
+    "unexpected": "Messages that the conductor has no use for, by type",
+    "tokens_out_of_range": "Messages with tokens that the model does not have",
+    "role_changes_begun": "Times that this node was asked to change its role and began to",
+    "role_changes_refused": "Times that it was asked and did not",
+    "degraded": "Nodes that are not as they should be, by reason",
+}
 _GATEWAY = {
+    "requests_refused": "Requests refused: the gateway drains, or has too many open",
+    "requests_handed_over": "Requests given back because a drain ran out of time",
+    "ready_waits_over": "Starts that did not hear all nodes in time",
+    "attempts_stalled": "Attempts given up because nothing came for too long",
+    "duplicate_tokens": "Tokens that had come before",
+    "early_tokens_dropped": "Tokens that came too long before their turn",
     "requests": "Requests accepted",
     "requests_cancelled": "Requests whose client hung up",
     "requests_failed": "Requests ended by an error, by its code",
@@ -45,6 +62,14 @@ _GATEWAY = {
 }
 _CONDUCTOR = {
     "placed": "Requests placed",
+    "stale_schedules": "Requests to place for attempts that were over",
+    "repeated_schedules": "Requests to place that were placed already",
+    "bookings_dropped": "Bookings forgotten: too many",
+    "bookings_expired": "Bookings forgotten: nobody ended them",
+    "chains_forgotten": "Prefixes no longer watched: too many",
+    "keys_evicted": "Blocks forgotten: the index was full",
+    "strangers": "Reports of nodes that are no members",
+    "replica_wishes_deferred": "Copies not asked for yet: too many at once",
     "plans": "Requests placed, by where the longest prefix came from",
     "pipelines_placed": "Requests whose prompt is shared by several prefills",
     "rejected": "Requests refused, by reason",
@@ -100,7 +125,10 @@ _ENGINES = {
     "stage_tokens_computed": "Tokens computed for other prefills' prompts",
     "stages_failed": "Stages that failed",
     "stages_refused": "Stages refused: no room in the slab, or the node drains",
-    "role_changes_begun": "Times that this node was asked to change its role and began to",
+    "jobs_handed_over": "Requests given back because a drain ran out of time",
+    "engine_blocks_unknown": "Blocks of a vLLM's KV events whose beginning is not known",
+    "prefix_leases_expired": "Leases of prefixes that ended before they were read",
+    "handoffs_corrupt": "Handoffs whose checksums differ",
 }
 _POOL = {
     "capacity_blocks": "Blocks that there is room for in memory",
@@ -133,6 +161,10 @@ _POOL = {
     "fetched_blocks_corrupt": "Fetched blocks that did not verify",
     "fetches_denied": "Fetches not begun, by reason",
     "gather_refused": "Blocks that a lease did without, by source and reason",
+    "leases_denied": "Leases denied: too many, or the node drains",
+    "wishes_left": "Copies that were asked for and are not made",
+    "put_tokens_misfit": "Puts whose tokens are not those of their keys",
+    "fetched_tokens_misfit": "Fetched blocks whose tokens are not those of their keys",
     "late_commits": "Commits of puts that were over",
     "leases_expired": "Leases that their holder did not end",
     "lookup_blocks": "Blocks asked for, by where they were: local, disk, remote, or miss",
@@ -218,7 +250,7 @@ _STORE = {
     "store_evicted_over_quota": "Values evicted because their tenant was over its share",
     "store_units_taken_over": "Units of memory that went to values of another size",
 }
-TEXTS = {**_SESSION, **_CONDUCTOR, **_ENGINES, **_POOL, **_GATEWAY, **_STORE}
+TEXTS = {**_SESSION, **_ANY, **_CONDUCTOR, **_ENGINES, **_POOL, **_GATEWAY, **_STORE}
 """By the plain name, without `mooncake_` and labels."""
 
 

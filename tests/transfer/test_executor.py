@@ -374,6 +374,24 @@ def test_choices_are_sampled_by_their_seeds_and_go_on_from_copies(make_rig):
         assert steps[0].tokens == steps[1].tokens
 
 
+def test_choices_with_a_constraint_follow_it_each_by_itself(make_rig):
+    sampling = Sampling(temperature=5.0, constraint=of_lark("start: /[a-z]{6}/"), prompt_tokens=len(PROMPT))
+    rig = make_rig("a", grammars=Grammars(byte_tokenizer, 512))
+    for sequence in (1, 2, 3):
+        rig.executor.open_sequence(sequence, 32, sampling)
+    work = ComputeChunk(1, 0, PROMPT.tobytes(), (), (), sampling, seeds=(1, 2))
+    chunk = rig.result(rig.start(work, TIMEOUT_S))
+    assert rig.run(ForkSequence(1, (2, 3), len(PROMPT))) == SequenceForked()
+    firsts = [chunk.token, *(token for token, _ in chunk.others)]
+    choices = [structs.replace(sampling, seed=seed) for seed in range(3)]
+    entries = [StepEntry(i + 1, firsts[i], len(PROMPT), choices[i]) for i in range(3)]
+    run = rig.run(DecodeStep(tuple(entries), steps=6))
+    answers = [bytes([firsts[i], *(row[i] for row in run.tokens[:5])]).decode() for i in range(3)]
+    assert len(set(answers)) == 3
+    assert all(re.fullmatch("[a-z]{6}", answer) for answer in answers)
+    assert list(run.tokens[5]) == [256] * 3, "nothing but ends follow"
+
+
 @pytest.mark.parametrize("cut", [4, 12, len(PROMPT)])
 def test_a_prompts_probabilities_are_told_chunk_by_chunk(make_rig, cut):
     rig, engine = make_rig("a"), ToyEngine()
