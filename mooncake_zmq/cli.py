@@ -501,7 +501,7 @@ def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
 def _gateways(path: str, assignments: tuple[str, ...], url: str, ca: str) -> Any:
     from mooncake_zmq.console.gateways import Gateways
 
-    return _or_exit(lambda: Gateways.of(_load(path, None, assignments), url=url, ca=ca))
+    return _or_exit(lambda: Gateways.at(url, ca=ca) if url else Gateways.of(_load(path, None, assignments), ca=ca))
 
 
 def _located(path: str) -> str:

@@ -14,6 +14,8 @@ from mooncake_zmq.runtime.tls import trusting
 KEY_VARIABLE = "MOONCAKE_ZMQ_API_KEY"
 """The API key of an operator, where the gateways want one."""
 TIMEOUT_S, CONNECT_S = 6.0, 2.0
+SERVING = ("ok", "degraded")
+NOBODY = "the deployment has no gateway"
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -34,28 +36,58 @@ class Gateways:
     ) -> None:
         """`urls`: by the gateway's name."""
         self.urls = dict(urls)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        # Several gateways may share an address: a new connection may find another one.
+        headers = {"connection": "close", **({"authorization": f"Bearer {key}"} if key else {})}
         timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S)
         self._client = httpx.Client(headers=headers, timeout=timeout, verify=trust, trust_env=False, transport=transport)
 
     @classmethod
-    def of(cls, loaded: Loaded, *, url: str = "", ca: str = "") -> "Gateways":
-        """Those of a config, or the one at `url`; `ca`: a PEM file of whom to trust. Raises ConfigError."""
-        places = {url: url} if url else {node.name: place(loaded, node) for node in loaded.config.of_role("gateway")}
+    def of(cls, loaded: Loaded, *, ca: str = "") -> "Gateways":
+        """Those of a config; `ca`: a PEM file of whom to trust. Raises ConfigError."""
+        places = {node.name: place(loaded, node) for node in loaded.config.of_role("gateway")}
         return cls(places, key=os.environ.get(KEY_VARIABLE, ""), trust=trusted(loaded, ca))
 
-    def ask(self, path: str) -> tuple[str, Any]:
-        """Who answered, and what. Raises NoGateway."""
+    @classmethod
+    def at(cls, url: str, *, ca: str = "") -> "Gateways":
+        """The one at `url`, whatever is configured here. Raises ConfigError."""
+        return cls({url: url}, key=os.environ.get(KEY_VARIABLE, ""), trust=_trust(ca))
+
+    def picture(self) -> tuple[str, Any]:
+        """Who answered, and how the cluster is. A gateway that drains or starts speaks only if no other serves. Raises
+        NoGateway."""
+        last: tuple[str, Any] | None = None
         told: list[str] = []
-        for name, url in self.urls.items():
+        for name in self.urls:
             try:
-                answer = self._client.get(f"{url.rstrip('/')}{path}")
-                if answer.status_code == httpx.codes.OK:
-                    return name, answer.json()
-                told.append(f"{name}: {_reason(answer)}")
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-                told.append(f"{name} at {url}: {error or type(error).__name__}")
-        raise NoGateway("; ".join(told) or "the deployment has no gateway")
+                last = name, self._ask(name, "/cluster")
+            except NoGateway as error:
+                told.append(str(error))
+                continue
+            if last[1].get("status") in SERVING:
+                return last
+        if last is None:
+            raise NoGateway("; ".join(told) or NOBODY)
+        return last
+
+    def ask(self, path: str) -> tuple[str, Any]:
+        """The first who answered, and what. Raises NoGateway."""
+        told: list[str] = []
+        for name in self.urls:
+            try:
+                return name, self._ask(name, path)
+            except NoGateway as error:
+                told.append(str(error))
+        raise NoGateway("; ".join(told) or NOBODY)
+
+    def _ask(self, name: str, path: str) -> Any:
+        url = self.urls[name]
+        try:
+            answer = self._client.get(f"{url.rstrip('/')}{path}")
+            if answer.status_code == httpx.codes.OK:
+                return answer.json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise NoGateway(f"{name} at {url}: {error or type(error).__name__}") from None
+        raise NoGateway(f"{name}: {_reason(answer)}")
 
     def close(self) -> None:
         """Let go of connections."""
@@ -73,17 +105,23 @@ def place(loaded: Loaded, node: NodeSettings) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{section.http_port}"
 
 
-def trusted(loaded: Loaded, ca: str) -> ssl.SSLContext | bool:
+def trusted(loaded: Loaded, ca: str) -> ssl.SSLContext:
     """Whom to take for a gateway: who is certified by `ca`, who shows the certificate that the config names, if its file is
     here, or whomever the system trusts. Raises ConfigError."""
     certificates = [Path(loaded.section(node).tls_certificate) for node in loaded.config.of_role("gateway")]
     here = [path for path in certificates if path.is_file()]
     try:
-        if ca:
-            return ssl.create_default_context(cafile=ca)
-        return trusting(here[0]) if here else True
+        return trusting(here[0]) if here and not ca else _trust(ca)
     except OSError as error:
-        raise ConfigError(f"{ca or here[0]}: {error.strerror or error}") from None
+        raise ConfigError(f"{here[0]}: {error.strerror or error}") from None
+
+
+def _trust(ca: str) -> ssl.SSLContext:
+    """Empty: whomever the system trusts."""
+    try:
+        return ssl.create_default_context(cafile=ca or None)
+    except OSError as error:
+        raise ConfigError(f"{ca}: {error.strerror or error}") from None
 
 
 def _reason(answer: httpx.Response) -> str:

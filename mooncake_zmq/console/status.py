@@ -18,7 +18,7 @@ EVERY_S = 1.0
 def show(gateways: Gateways, console: Console, *, as_json: bool) -> int:
     """Print how the cluster is; the exit code says the same."""
     try:
-        gateway, picture = gateways.ask("/cluster")
+        gateway, picture = gateways.picture()
     except NoGateway as error:
         if as_json:
             console.out(json.dumps({"status": "down", "verdict": f"No gateway answers: {error}"}, indent=1), highlight=False)
@@ -45,7 +45,7 @@ def watch(gateways: Gateways, console: Console, *, times: int | None = None) -> 
         while times is None or times > 0:
             times = None if times is None else times - 1
             try:
-                gateway, picture = gateways.ask("/cluster")
+                gateway, picture = gateways.picture()
                 code = exit_code(picture)
                 foot = Text(f"by {gateway}; Ctrl-C ends this", style="dim")
                 live.update(Group(tables.overview(picture), Text(), tables.traffic(picture), foot), refresh=True)

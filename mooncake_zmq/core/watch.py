@@ -123,5 +123,7 @@ def report(
 def _levels(values: Mapping[str, float]) -> list[tuple[str, float]]:
     """Those that a message may say, by name."""
     return [
-        (name, value) for name, value in sorted(values.items()) if len(name) <= MAX_LABEL and -MAX_LEVEL <= value <= MAX_LEVEL
+        (name, float(value))  # a truth value would be sent as one, and its message dropped unread
+        for name, value in sorted(values.items())
+        if len(name) <= MAX_LABEL and -MAX_LEVEL <= value <= MAX_LEVEL
     ]

@@ -110,7 +110,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
         allow_origins=origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+        expose_headers=("x-request-id", CLUSTER_ID.decode(), "retry-after", "retry-after-ms"),
     )
     return [cors]
 

@@ -148,6 +148,7 @@ def picture(seen: Seen) -> dict[str, Any]:
     gateways = _sum(seen.reports("gateway"))
     engines = _sum(seen.reports("prefill", "vllm"))
     pools = _sum(seen.reports("cache-node"))
+    rejected = _of(gateways, "requests_rejected", "reason")
     return {
         "gateway": seen.gateway,
         "model": seen.model,
@@ -167,8 +168,8 @@ def picture(seen: Seen) -> dict[str, Any]:
         "misses": {why: sum(engines[name] + pools[name] for name in names) for why, names in MISSES.items()},
         "requests": {
             "finished": _of(gateways, "requests_finished", "reason"),
-            "failed": _of(gateways, "requests_failed", "code"),
-            "rejected": _of(gateways, "requests_rejected", "reason"),
+            "failed": {code: count for code, count in _of(gateways, "requests_failed", "code").items() if code not in rejected},
+            "rejected": rejected,
             "cancelled": gateways["requests_cancelled"],
             "attempts_retried": gateways["attempts_retried"],
         },

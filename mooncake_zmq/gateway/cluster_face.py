@@ -1,6 +1,7 @@
 """How operators see the cluster at a gateway: `/cluster`, the same each second as events, and any node's whole state."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,16 +18,19 @@ from mooncake_zmq.gateway.traces import MAX_TRACES, Traces
 
 MAX_ONLOOKERS = 16
 """Clients of `/cluster/events` at once; a further one is answered 503."""
-HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+LONGEST_S = 300.0
+EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+HEADERS = [(name.encode(), value.encode()) for name, value in EVENT_STREAM.items()]
 HangUp = Callable[[Scope, Receive], Awaitable[None]]
 
 
 class Events:
-    """GET /cluster/events: the picture each second, until the client goes or the gateway drains."""
+    """GET /cluster/events: the picture each second, until the client goes, the gateway drains, or `LONGEST_S` are over: then it
+    comes again, and shows a key that may have been taken away since."""
 
     def __init__(self, overview: Overview, draining: Callable[[], bool], send_timeout_s: float, hang_up: HangUp) -> None:
         self._overview, self._draining = overview, draining
@@ -37,13 +41,17 @@ class Events:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         overview = self._overview
+        if scope["method"] == "HEAD":
+            await Response(headers=EVENT_STREAM)(scope, receive, send)
+            return
         if self._onlookers >= MAX_ONLOOKERS:
             raise RequestError(503, f"{MAX_ONLOOKERS} clients look on already", code="overloaded")
         self._onlookers += 1
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await self._write(send, {"type": "http.response.start", "status": 200, "headers": HEADERS})
-            while not gone.done() and not self._draining():
+            ends_at = time.monotonic() + LONGEST_S
+            while not gone.done() and not self._draining() and time.monotonic() < ends_at:
                 await overview.look()
                 await self._write(send, {"type": "http.response.body", "body": self._said(), "more_body": True})
                 await asyncio.wait([gone], timeout=EVERY_S)

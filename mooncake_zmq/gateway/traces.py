@@ -10,6 +10,8 @@ from mooncake_zmq.gateway.accounts import Account, told
 MAX_TRACES = 2048
 """Requests kept, of which the oldest go first: a few KiB each."""
 MAX_OPEN = 8192
+MAX_FOUND = 128
+"""Requests told by one name: the choices of a call, or calls that their client calls the same."""
 RECENT = 24
 """Of them, those that a picture of the cluster shows."""
 
@@ -43,8 +45,9 @@ class Traces:
         return names
 
     def find(self, wanted: str) -> list[dict[str, Any]]:
-        """All requests that were over and are known by this name, for JSON."""
-        return [_record(names, account) for names, account in self._ended if wanted in (*names, account.request_id)]
+        """The last requests that were over and are known by this name, for JSON: `MAX_FOUND` at most."""
+        known = ((names, account) for names, account in reversed(self._ended) if wanted in (*names, account.request_id))
+        return [_record(names, account) for names, account in islice(known, MAX_FOUND if wanted else 0)][::-1]
 
     def recent(self) -> list[dict[str, Any]]:
         """The last ones, the newest first."""

@@ -54,8 +54,9 @@ class LogFile:
         sys.stderr.flush()
         sys.stdout.flush()
         try:
+            fd = open_own(next_one := self._path.with_name(self._path.name + ".0"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             os.replace(self._path, older(self._path))
-            fd = open_own(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.replace(next_one, self._path)
         except OSError:
             return
         for standard in _STANDARD:

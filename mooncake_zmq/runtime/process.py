@@ -556,7 +556,7 @@ class _Process:
             ),
             settings=self.settings.edge,
             max_open=self.settings.requests.max_open,
-            backing=_Backing(self.runtime, requests, self._state),
+            backing=_Backing(self.runtime, requests, self._state, self._data),
             tenants=api_keys.tenants if api_keys else None,
             listed=[Listed(node.name, node.role, node.host) for node in self.config.nodes],
             about={
@@ -583,9 +583,7 @@ class _Process:
         stopped = asyncio.Event()
         try:
             if self.node.metrics_port:
-                self._serve_metrics(
-                    lambda: (self._data(), {}), lambda: self._in_loop(lambda: [*edge.metrics.registry.collect()])
-                )
+                self._serve_metrics(lambda: ({}, {}), lambda: self._in_loop(lambda: [*edge.metrics.registry.collect()]))
             self._attend(on_drain=edge.drain, before_drain=partial(_leave_first, door.leave) if shared else None)
             self.runtime.attach(asyncio.get_running_loop(), stopped.set, self._on_crash)
             serving = asyncio.create_task(server.serve(sockets=[]))
@@ -722,7 +720,7 @@ class _Process:
     def _serve_metrics(self, snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple) -> None:
         try:
             host, port = self.node.metrics_host, self.node.metrics_port
-            model = self.model.spec.name if self.node.role in (*ENGINE_ROLES, "vllm") else ""
+            model = self.model.spec.name if self.node.role in ENGINE_ROLES else ""  # a vLLM tells its own
             self.stack.callback(serve_metrics(host, port, snapshot, also, engine_of=model))
         except OSError as error:
             raise PortInUse(f"metrics_host {host}, metrics_port {port}: {error.strerror}") from error
@@ -797,8 +795,15 @@ class _Process:
 class _Backing:
     """What the HTTP edge asks of this process; see `gateway.edge.Backing`."""
 
-    def __init__(self, runtime: ZmqRuntime, requests: Requests, state: Callable[[], dict[str, Any]]) -> None:
-        self._runtime, self._requests, self._state = runtime, requests, state
+    def __init__(
+        self,
+        runtime: ZmqRuntime,
+        requests: Requests,
+        state: Callable[[], dict[str, Any]],
+        beside: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """`beside`: counts of the parts that run beside the loop."""
+        self._runtime, self._requests, self._state, self._beside = runtime, requests, state, beside
         self._asked: OrderedDict[int, tuple[str, Callable[[StateTold], None]]] = OrderedDict()
         """Who waits for which node's state; who waits longer than `MAX_ASKS` others waits in vain."""
         runtime.node.on_state = self._on_state
@@ -816,7 +821,7 @@ class _Backing:
         return self._requests.cluster
 
     def counts(self) -> Mapping[str, float]:
-        return _counts(self._runtime)
+        return {**_counts(self._runtime), **self._beside()}
 
     def gauges(self) -> Mapping[str, float]:
         return self._runtime.gauges()

@@ -59,6 +59,19 @@ def test_the_first_gateway_that_answers_speaks():
     assert (code, "by lives" in text) == (1, True)
 
 
+def test_a_gateway_that_drains_speaks_only_where_no_other_serves():
+    drains, serves = httpx.Response(200, json=told("draining")), httpx.Response(200, json=told())
+    code, text = said(gateways({"drains": drains, "serves": serves}))
+    assert (code, "by serves" in text) == (1, True)
+    code, text = said(gateways({"dead": httpx.ConnectError("refused"), "drains": drains}))
+    assert (code, "by drains" in text) == (2, True)
+
+
+def test_a_gateway_by_its_url_needs_no_settings(tmp_path: Path):
+    result = CliRunner().invoke(main, ["status", "--url", "http://127.0.0.1:1", "--config", str(tmp_path / "none.toml")])
+    assert (result.exit_code, "No gateway answers" in result.output) == (2, True)
+
+
 def test_where_no_gateway_answers_it_says_why_and_2():
     key = httpx.Response(401, json={"error": {"message": "You didn't provide an API key"}})
     code, text = said(gateways({"dead": httpx.ConnectError("refused"), "locked": key}))
@@ -101,7 +114,7 @@ def test_an_operators_key_goes_with_every_question(monkeypatch: pytest.MonkeyPat
     Gateways({"g": "http://g"}, key="secret", transport=httpx.MockTransport(handle)).ask("/cluster")
     assert seen == ["Bearer secret"]
     monkeypatch.setenv(KEY_VARIABLE, "other")
-    of = Gateways.of(load(CONFIG / "toy.toml"), url="http://127.0.0.1:1")
+    of = Gateways.at("http://127.0.0.1:1")
     assert of._client.headers["authorization"] == "Bearer other"
     with pytest.raises(NoGateway):
         of.ask("/cluster")

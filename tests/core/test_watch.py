@@ -3,7 +3,7 @@
 import json
 
 from mooncake_zmq.core.actor import Started
-from mooncake_zmq.core.messages import MAX_LEVELS, AskState, Hello, PrefillLoad, Report, StateTold, Watch, encode
+from mooncake_zmq.core.messages import MAX_LEVELS, AskState, Hello, PrefillLoad, Report, StateTold, Watch, decode, encode
 from mooncake_zmq.core.node import Node, Transmit
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.shell import Tally
@@ -124,6 +124,12 @@ class Pair:
             self.now += 0.2
             for name, node in self.nodes.items():
                 self.carry(name, node.tick(self.now))
+
+
+def test_a_gauge_that_is_a_truth_value_is_told_as_a_number():
+    told = report(uptime_s=1.0, draining=False, counts={}, gauges={"ssd_writable": True}, moved=(), refused={})
+    assert decode(encode(told)) == told
+    assert told.gauges == (("ssd_writable", 1.0),)
 
 
 def test_a_node_reports_and_its_actor_hears_nothing_of_it():

@@ -18,7 +18,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.gateway.accounts import CANCELLED, MAX_ATTEMPTS, MAX_OPEN, Account, Accounts, line, spans, told
 from mooncake_zmq.gateway.requests import ClientGone, StopFound
-from mooncake_zmq.gateway.traces import MAX_TRACES, Names, Traces, trace_id_of
+from mooncake_zmq.gateway.traces import MAX_FOUND, MAX_TRACES, Names, Traces, trace_id_of
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.run import run_seed
 
@@ -185,6 +185,12 @@ def test_a_ring_of_traces_finds_a_call_by_each_of_its_names_and_forgets_the_olde
     for number in range(MAX_TRACES):
         traces.end(Account(request_id=f"b{number}", arrived_at=0.0))
     assert traces.find("a") == []
+    assert traces.find("") == [], "what nearly all calls have not named is no name"
+    for number in range(2 * MAX_FOUND):
+        traces.name([f"c{number}"], Names(f"c{number}", "always the same", ""))
+        traces.end(Account(request_id=f"c{number}", arrived_at=0.0))
+    last = [f"c{number}" for number in range(MAX_FOUND, 2 * MAX_FOUND)]
+    assert [found["request_id"] for found in traces.find("always the same")] == last
 
 
 def test_trace_ids_are_those_of_w3c():

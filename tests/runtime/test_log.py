@@ -90,3 +90,13 @@ def test_a_file_that_standard_error_does_not_go_to_is_left_alone(tmp_path: Path)
     before, now = write_lines(tmp_path / "n.log", str(tmp_path / "other.log"))
     assert (len(before), len(now)) == (0, 402)
     assert (tmp_path / "other.log").read_text() == "of somebody else\n"
+
+
+def test_a_log_file_that_cannot_be_turned_over_goes_on_and_is_tried_again(tmp_path: Path) -> None:
+    log = tmp_path / "n.log"
+    (tmp_path / "n.log.0").mkdir()  # nothing can be opened there
+    before, now = write_lines(log, str(log))
+    assert (len(before), len(now)) == (0, 402)
+    (tmp_path / "n.log.0").rmdir()
+    before, _ = write_lines(log, str(log))
+    assert before

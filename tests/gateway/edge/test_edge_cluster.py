@@ -147,6 +147,13 @@ def test_the_picture_comes_again_and_again(monkeypatch):
     assert [each["status"] for each in pictures] == ["degraded"] * 3
 
 
+def test_who_looks_on_for_long_comes_again(monkeypatch):
+    monkeypatch.setattr(cluster_face, "EVERY_S", 0.01)
+    monkeypatch.setattr(cluster_face, "LONGEST_S", 0.0)
+    assert events(watched(), 1) == []
+    assert watched().call("HEAD", "/cluster/events").status_code == 200
+
+
 def test_so_many_look_on_and_one_more_is_sent_away_until_one_goes(monkeypatch):
     monkeypatch.setattr(cluster_face, "EVERY_S", 0.01)
     monkeypatch.setattr(cluster_face, "MAX_ONLOOKERS", 1)
