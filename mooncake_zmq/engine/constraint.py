@@ -2,7 +2,6 @@
 constraint is first asked for. What is asked is none of its business: `gateway.constraints` writes grammars, this reads them."""
 
 import hashlib
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -11,9 +10,10 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from mooncake_zmq.core.grammar import links
 
 if TYPE_CHECKING:  # else where it is needed: to load it takes as long as half of a node's start
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -25,7 +25,7 @@ MAX_COMPILE_S = 8.0
 MAX_WAIT_S = 20.0
 """A step waits for a grammar, and all answers in the batch with it."""
 MAX_LINKS = 4000
-"""Of one grammar, see `links`. A gateway lets a quarter of it through."""
+"""Of one grammar, see `core.grammar`. A gateway lets a quarter of it through."""
 COMPILE_STACK_BYTES = 256 << 20
 """The library goes one call deeper, of at most 6 KB, for each link of a chain, and ends the process where the stack does."""
 SHOWN_CHARS = 200
@@ -200,14 +200,6 @@ class Grammars:
         table = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=self._vocab_size)
         vocabulary.greedy = table.greedy_tokenize
         return table
-
-
-def links(grammar: str) -> int:
-    """At least its rules and references to schemas, of which chains are made. A rule begins a line. Raises ValueError and, if
-    it is JSON of great depth, RecursionError."""
-    if grammar.lstrip().startswith("{"):  # where a name may be written in many ways
-        grammar = msgspec.json.encode(msgspec.json.decode(grammar)).decode()
-    return sum(":" in line for line in re.split(r"\n|\\n", grammar)) + grammar.count("$ref")
 
 
 _stack_size = threading.Lock()

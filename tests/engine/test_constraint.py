@@ -213,7 +213,9 @@ grammars = Grammars(byte_tokenizer, 512)
 for much in (1000, 3500, 20000):
     whole = json.dumps({"grammars": [{"json_schema": schema(much)}]})
     hidden = json.dumps({"grammars": [{"lark_grammar": rules(much)}]}).replace("r", "\\\\u0072")
-    for grammar in (rules(much), rules(much, "R"), whole, whole.replace("$ref", "\\\\u0024ref"), hidden, f"start: %json {json.dumps(schema(much))}"):
+    inline = f"start: %json {json.dumps(schema(much))}"
+    escaped = whole.replace("$ref", "\\\\u0024ref")
+    for grammar in (rules(much), rules(much, "R"), whole, escaped, hidden, inline):
         try:
             grammars.check(grammar.encode())
             print("followed", end=" ")
