@@ -6,11 +6,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mooncake_zmq.core.grammar import links
 
 if TYPE_CHECKING:  # else where it is needed: to load it takes as long as half of a node's start
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -21,6 +24,10 @@ MAX_COMPILE_S = 8.0
 """Of one grammar, in its thread's own time: far beyond what a gateway lets through, so that no engine refuses that."""
 MAX_WAIT_S = 20.0
 """A step waits for a grammar, and all answers in the batch with it."""
+MAX_LINKS = 4000
+"""Of one grammar, see `core.grammar`. A gateway lets a quarter of it through."""
+COMPILE_STACK_BYTES = 256 << 20
+"""The library goes one call deeper, of at most 6 KB, for each link of a chain, and ends the process where the stack does."""
 SHOWN_CHARS = 200
 
 
@@ -93,58 +100,78 @@ class Matcher:
         return bits
 
 
+class Begun:
+    """A matcher that another thread makes."""
+
+    def __init__(self, made: "Future[Matcher]") -> None:
+        self._made = made
+        self._wait_s = MAX_WAIT_S
+
+    def settle(self, until_s: float) -> None:
+        """Return when it is made or has failed, or at this moment of `time.monotonic`: thereafter nobody waits for it."""
+        if not self._made.done():
+            wait_for([self._made], max(0.0, until_s - time.monotonic()))
+        self._wait_s = 0.0
+
+    def get(self) -> Matcher:
+        """Waits for it, though not for long. Raises ConstraintError."""
+        try:
+            return self._made.result(self._wait_s)
+        except TimeoutError:
+            raise ConstraintError(f"its grammar was not ready in {MAX_WAIT_S:g} s") from None
+        except CancelledError:
+            raise ConstraintError("its grammar is no longer wanted") from None
+
+    def drop(self) -> None:
+        """Nobody wants it any more."""
+        self._made.cancel()
+
+
 class Grammars:
-    """Matchers over one vocabulary. Safe to share between threads; `begin` has one of its own."""
+    """Matchers over one vocabulary, made one after the other in a thread of their own. Safe to share between threads."""
 
     def __init__(self, words: Callable[[], Words], vocab_size: int, *, max_compile_s: float = MAX_COMPILE_S) -> None:
         """`words`: opens the tokenizer. `vocab_size`: ids that the engine gives logits for."""
         self._max_compile_s = max_compile_s
         self._words = words
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
         self._table: LLTokenizer | None = None
         self._eos_ids: tuple[int, ...] = ()
         self._compiled: OrderedDict[bytes, LLMatcher | str] = OrderedDict()
-        """By digest; why it is refused, of those that are."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        """By digest; why it is refused, of those that are. The thread's alone."""
+        self._thread = _deep_thread("grammars")
 
     def matcher(self, constraint: bytes, answer: Sequence[int] = ()) -> Matcher:
         """Behind the answer so far. Raises ConstraintError."""
-        digest = hashlib.blake2b(constraint, digest_size=16).digest()
-        with self._lock:
-            found = self._compiled.get(digest)
-            if found is None:
-                found = self._compile(constraint)
-                while len(self._compiled) >= MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-                self._compiled[digest] = found
-            self._compiled.move_to_end(digest)
-            if isinstance(found, str):
-                raise ConstraintError(found)
-            matcher = Matcher(found.deep_copy(), self._eos_ids, self._vocab_size)
-        for token in answer:
-            matcher.feed(token)
-        return matcher
+        return self._thread.submit(self._make, constraint, answer).result()
 
-    def begin(self, constraint: bytes, answer: Sequence[int]) -> Callable[[], Matcher]:
-        """The same, in a thread of its own; the result waits for it, though not for long, and raises what it raised."""
-        made = self._thread.submit(self.matcher, constraint, answer)
-
-        def wait() -> Matcher:
-            try:
-                return made.result(MAX_WAIT_S)
-            except TimeoutError:
-                raise ConstraintError(f"its grammar was not ready in {MAX_WAIT_S:g} s") from None
-
-        return wait
+    def begin(self, constraint: bytes, answer: Sequence[int]) -> Begun:
+        """The same, without waiting for it."""
+        return Begun(self._thread.submit(self._make, constraint, answer))
 
     def check(self, constraint: bytes) -> None:
         """Raises ConstraintError unless an answer can begin."""
-        self.matcher(constraint).allowed()
+        self._thread.submit(lambda: self._make(constraint, ()).allowed()).result()
 
     def close(self) -> None:
         """Begin nothing more. May be called twice."""
         self._thread.shutdown(cancel_futures=True)
+
+    def _make(self, constraint: bytes, answer: Sequence[int]) -> Matcher:
+        digest = hashlib.blake2b(constraint, digest_size=16).digest()
+        found = self._compiled.get(digest)
+        if found is None:
+            found = self._compile(constraint)
+            while len(self._compiled) >= MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            self._compiled[digest] = found
+        self._compiled.move_to_end(digest)
+        if isinstance(found, str):
+            raise ConstraintError(found)
+        matcher = Matcher(found.deep_copy(), self._eos_ids, self._vocab_size)
+        for token in answer:
+            matcher.feed(token)
+        return matcher
 
     def _compile(self, constraint: bytes) -> "LLMatcher | str":
         from llguidance import LLMatcher
@@ -152,8 +179,11 @@ class Grammars:
         table = self._table = self._table or self._make_table()
         began_s = time.thread_time()
         try:
-            matcher = LLMatcher(table, constraint.decode(), log_level=0, limits=_limits())
-        except (UnicodeDecodeError, ValueError) as error:
+            grammar = constraint.decode()
+            if (found := links(grammar)) > MAX_LINKS:
+                return f"its {found} rules and references are more than {MAX_LINKS}"
+            matcher = LLMatcher(table, grammar, log_level=0, limits=_limits())
+        except (ValueError, RecursionError) as error:
             return f"no grammar: {error}"
         if matcher.is_error():
             return _reason(matcher)
@@ -170,6 +200,22 @@ class Grammars:
         table = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=self._vocab_size)
         vocabulary.greedy = table.greedy_tokenize
         return table
+
+
+_stack_size = threading.Lock()
+"""It is the process's, for the threads that are begun next."""
+
+
+def _deep_thread(name: str) -> ThreadPoolExecutor:
+    """One thread that may go deep."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+    with _stack_size:
+        before = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            executor.submit(int)  # it begins with the first that it is given
+        finally:
+            threading.stack_size(before)
+    return executor
 
 
 def _limits() -> "LLParserLimits":

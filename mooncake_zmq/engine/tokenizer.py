@@ -132,7 +132,7 @@ class Tokenizer:
                 eos_token=self._conversation.eos_token,
                 **({"tools": tools} if tools else {}),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise TemplateFailed(f"the chat template refused the messages: {error}") from error
 
 

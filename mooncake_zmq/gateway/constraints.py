@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from mooncake_zmq.core.grammar import links
 from mooncake_zmq.core.messages import MAX_CONSTRAINT_BYTES
 from mooncake_zmq.gateway.unsupported import NULL, Unsupported
 
@@ -21,6 +22,8 @@ MAX_DEPTH = 64
 MAX_MULTIPLE = 2048
 """Of the common multiple of all `multipleOf`: numbers are told apart by as many states, and it may be half a minute's work."""
 MAX_CHOICES = 2048
+MAX_LINKS = 1000
+"""Rules and references to schemas: a quarter of what engines take."""
 WHITESPACE = r"[ \n\r\t]{1,40}"
 """Between the parts of JSON: a model that goes astray is not to fill its answer with it."""
 
@@ -95,9 +98,18 @@ def _read(name: str, raw: bytes, grammar: Callable[[bytes], bytes]) -> bytes:
         raise ConstraintRefused(name, f"{len(raw)} bytes of JSON are more than {MAX_SCHEMA_BYTES}")
     with _as_refused(name):
         made = grammar(raw)
-    if len(made) > MAX_CONSTRAINT_BYTES:
-        raise ConstraintRefused(name, f"it makes a grammar of {len(made)} bytes, more than {MAX_CONSTRAINT_BYTES}")
-    return made
+    return within_limits(name, made)
+
+
+def within_limits(name: str, grammar: bytes) -> bytes:
+    """The grammar, if engines take one of its size. Raises ConstraintRefused."""
+    if len(grammar) > MAX_CONSTRAINT_BYTES:
+        raise ConstraintRefused(name, f"it makes a grammar of {len(grammar)} bytes, more than {MAX_CONSTRAINT_BYTES}")
+    with _as_refused(name):
+        found = links(grammar.decode())
+    if found > MAX_LINKS:
+        raise ConstraintRefused(name, f"its {found} rules and references are more than {MAX_LINKS}")
+    return grammar
 
 
 @contextlib.contextmanager
@@ -115,6 +127,11 @@ def _as_refused(name: str) -> Iterator[None]:
 OPTIONS: dict[str, Any] = {"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": False}
 
 
+NOTES: dict[str, type] = {"title": str, "description": str, "examples": list}
+VALUES = ("enum", "const")
+"""What is an answer's, whatever stands in it."""
+
+
 def schema_of(grammar: bytes) -> dict[str, Any] | None:
     """What `of_schema` was given; None: it is another grammar."""
     if not grammar.startswith(b"{"):
@@ -124,9 +141,19 @@ def schema_of(grammar: bytes) -> dict[str, Any] | None:
 
 
 def schema_text(schema: dict[str, Any]) -> str:
-    """A schema as JSON that is safe to compile. Raises ValueError."""
+    """A schema as JSON that is safe to compile, without what it says to readers alone. Raises ValueError."""
     _check_schema(schema)
-    return msgspec.json.encode(schema | {"x-guidance": OPTIONS}).decode()
+    return msgspec.json.encode(_bare(schema) | {"x-guidance": OPTIONS}).decode()
+
+
+def _bare(schema: Any) -> Any:
+    """Without notes. What has a note's name but not its kind is a schema: that of a property, say."""
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {name: value for name, value in schema.items() if not isinstance(value, NOTES.get(name, ()))}
+    return {name: value if name in VALUES else _bare(value) for name, value in kept.items()}
 
 
 def of_schema(schema: dict[str, Any]) -> bytes:
@@ -198,28 +225,38 @@ _READERS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def _check_schema(schema: dict[str, Any]) -> None:
-    """Before a library walks it. Raises ValueError."""
-    multiple = 1
-    level: list[Any] = [schema]
+def check_depth(value: Any) -> None:
+    """Before it is walked by what goes one call deeper for each level. Raises ValueError."""
+    for _ in _levels(value):
+        pass
+
+
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """A value of JSON, all that stands in it, all that stands in that. Raises ValueError where it is too deep."""
+    level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
+        yield level
         inner: list[Any] = []
         for each in level:
-            if isinstance(each, dict):
-                multiple = math.lcm(multiple, _states(each.get("multipleOf")))
-                inner += each.values()
-            elif isinstance(each, list):
-                inner += each
-        if multiple > MAX_MULTIPLE:
-            raise ValueError(f"the common multiple of all multipleOf is more than {MAX_MULTIPLE}")
+            inner += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
         if not (level := inner):
             return
     raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    """Before a library walks it. Raises ValueError."""
+    multiple = 1
+    for level in _levels(schema):
+        for each in level:
+            if isinstance(each, dict):
+                multiple = math.lcm(multiple, _states(each.get("multipleOf")))
+        if multiple > MAX_MULTIPLE:
+            raise ValueError(f"the common multiple of all multipleOf is more than {MAX_MULTIPLE}")
 
 
 def _states(multiple_of: Any) -> int:
     """What `multipleOf` counts: its digits, whatever the power of ten."""
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, int | float) or multiple_of <= 0:
         return 1  # no number, which the library refuses, or a name in `properties`
-    digits = f"{multiple_of:.17g}" if isinstance(multiple_of, float) else str(multiple_of)
-    return int(digits.partition("e")[0].replace(".", "").strip("0") or 1)
+    return int(repr(multiple_of).partition("e")[0].replace(".", "").strip("0") or 1)

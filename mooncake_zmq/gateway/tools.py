@@ -6,6 +6,7 @@ How calls are read out of an answer stands in `gateway.calls`.
 import hashlib
 import json
 import string
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
@@ -14,12 +15,14 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from mooncake_zmq.gateway.calls import Arguments, Begins, Hermes, Llama, Mistral, Reader, Told
-from mooncake_zmq.gateway.constraints import ConstraintRefused, of_lark, schema_text
+from mooncake_zmq.gateway.constraints import ConstraintRefused, check_depth, of_lark, schema_text, within_limits
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 << 10
 MAX_CALLS = 16
 """In an answer with a grammar."""
+MAX_READ_CALLS = 128
+"""In any answer: further ones are not told."""
 CallForm = Literal["hermes", "llama3_json", "mistral"]
 FORMS: dict[CallForm, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
@@ -136,7 +139,7 @@ def read_tools(
         raise ConstraintRefused("response_format", text)
     held = must or strict or answer is not None
     constraint = _grammar(form, functions, most, marks, must=must, answer=answer) if held else b""
-    return Tools(given, form, names, most if parallel is False else 0, bool(marks), constraint)
+    return Tools(given, form, names, 1 if parallel is False else MAX_READ_CALLS, bool(marks), constraint)
 
 
 def form_of(template: str) -> CallForm | None:
@@ -170,6 +173,7 @@ def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
     found = msgspec.json.decode(given or "{}") if isinstance(given, str) else given
     if not isinstance(found, dict):
         raise ValueError("the arguments of a call are no JSON object")
+    check_depth(found)
     return found
 
 
@@ -178,6 +182,7 @@ def _given(raw: bytes) -> list[dict[str, Any]]:
         raise ConstraintRefused("tools", f"{len(raw)} bytes of JSON are more than {MAX_TOOLS_BYTES}")
     try:
         given = _tools.decode(raw) or []
+        check_depth(given)
         msgspec.convert(given, list[_Tool])
     except (ValueError, RecursionError) as error:
         raise ConstraintRefused("tools", str(error)[:200]) from None
@@ -237,7 +242,7 @@ def _grammar(
     if answer is not None and not must:
         start = f"answer | {start}"
         lines.append(f"answer: %json {schema_text(answer)}")
-    return of_lark("\n".join([f"start: {start}", *lines]))
+    return within_limits("tools", of_lark("\n".join([f"start: {start}", *lines])))
 
 
 def _body(name: str, function: _Function, key: str, *, must: bool) -> list[str]:
@@ -291,7 +296,7 @@ class CallReader:
     """One answer's text and calls."""
 
     def __init__(self, reader: Reader, max_calls: int) -> None:
-        """`max_calls`: further ones are not told; 0: all are."""
+        """`max_calls`: further ones are not told."""
         self.calls = 0
         self._reader = reader
         self._max_calls = max_calls
@@ -317,7 +322,7 @@ class CallReader:
                     pieces.append(CallPiece(self.calls - 1, None, more))
                 case str():
                     text += each
-        return text, [piece for piece in pieces if not self._max_calls or piece.index < self._max_calls]
+        return text, [piece for piece in pieces if piece.index < self._max_calls]
 
 
 def call_delta(piece: CallPiece, salt: str) -> dict[str, Any]:
@@ -329,9 +334,13 @@ def call_delta(piece: CallPiece, salt: str) -> dict[str, Any]:
 
 def whole_calls(pieces: list[CallPiece], salt: str) -> list[dict[str, Any]]:
     """All calls of an answer."""
-    names = {piece.index: piece.name for piece in pieces if piece.name is not None}
-    texts = {index: "".join(piece.arguments for piece in pieces if piece.index == index) for index in names}
-    return [_call(index, name, texts[index], salt) for index, name in names.items()]
+    names: dict[int, str] = {}
+    texts: defaultdict[int, list[str]] = defaultdict(list)
+    for piece in pieces:
+        texts[piece.index].append(piece.arguments)
+        if piece.name is not None:
+            names[piece.index] = piece.name
+    return [_call(index, name, "".join(texts[index]), salt) for index, name in names.items()]
 
 
 def _call(index: int, name: str, arguments: str, salt: str) -> dict[str, Any]:

@@ -57,7 +57,7 @@ from mooncake_zmq.core.work import (
     WorkFailed,
     WriteToDisk,
 )
-from mooncake_zmq.engine.constraint import ConstraintError, Grammars
+from mooncake_zmq.engine.constraint import MAX_WAIT_S, ConstraintError, Grammars
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import Past, choose
 from mooncake_zmq.engine.scoring import PromptScores
@@ -556,6 +556,7 @@ class Executor:
         for step in range(work.steps):
             logits = self._engine.decode(sequences, np.array(fed, np.int32))
             chosen = []
+            _settle(pasts)
             for row, entry in enumerate(work.entries):
                 try:
                     chosen.append(_next(logits[row], entry, fed[row], step, pasts[row]))
@@ -719,6 +720,8 @@ class _OpenSequence:
     def close(self) -> None:
         if self.memory:
             self.memory.close()
+        if self.past:
+            self.past.close()
 
 
 def _nothing() -> Result:
@@ -982,6 +985,14 @@ class _Worker:
                 # A thread has no caller that could crash: the process must learn that it is not to go on.
                 log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
                 self._on_crash(error)
+
+
+def _settle(pasts: Iterable[Past | None]) -> None:
+    """All answers of a step wait for their grammars together."""
+    until_s = time.monotonic() + MAX_WAIT_S
+    for past in pasts:
+        if past is not None:
+            past.settle(until_s)
 
 
 def _next(

@@ -1,7 +1,10 @@
 """Answers follow their grammar from wherever they go on, and end exactly where it lets them."""
 
 import json
+import subprocess
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -128,7 +131,7 @@ def test_the_vocabulary_is_read_once_and_not_before_it_is_asked_for():
     grammars = Grammars(words, 512)
     assert not opened
     waits = [grammars.begin(YES_NO, ()) for _ in range(3)]
-    assert [sorted(np.flatnonzero(wait().allowed())) for wait in waits] == [[ord("n"), ord("y")]] * 3
+    assert [sorted(np.flatnonzero(begun.get().allowed())) for begun in waits] == [[ord("n"), ord("y")]] * 3
     assert len(opened) == 1
     grammars.close()
     grammars.close()
@@ -151,7 +154,7 @@ def test_nobody_waits_for_a_grammar_for_ever(monkeypatch):
     go_on = threading.Event()
     grammars = Grammars(lambda: go_on.wait(10) and byte_tokenizer(), 512)
     with pytest.raises(ConstraintError, match="not ready"):
-        grammars.begin(YES_NO, ())()
+        grammars.begin(YES_NO, ()).get()
     go_on.set()
     grammars.close()
 
@@ -191,6 +194,70 @@ def test_what_is_forbidden_stays_so_whatever_the_bias():
     past = Past(sampling, b"", grammars)
     assert set(np.flatnonzero(np.isfinite(scores(logits, sampling, 0, past)))) == {ord("y"), ord("n")}
     assert near_tie(logits, Sampling(constraint=YES_NO), 0, past)
+
+
+CHAINS = """
+import json, sys, threading
+from mooncake_zmq.engine.constraint import ConstraintError, Grammars
+from mooncake_zmq.engine.tokenizer import byte_tokenizer
+from mooncake_zmq.gateway.constraints import of_lark
+
+def rules(count, of="r"):
+    return f"start: {of}0\\n" + "".join(f"{of}{i}: {of}{i + 1}\\n" for i in range(count)) + f'{of}{count}: "a"'
+
+def schema(count):
+    chain = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": chain | {f"d{count}": {"type": "null"}}}
+
+grammars = Grammars(byte_tokenizer, 512)
+for much in (1000, 3500, 20000):
+    whole = json.dumps({"grammars": [{"json_schema": schema(much)}]})
+    hidden = json.dumps({"grammars": [{"lark_grammar": rules(much)}]}).replace("r", "\\\\u0072")
+    inline = f"start: %json {json.dumps(schema(much))}"
+    escaped = whole.replace("$ref", "\\\\u0024ref")
+    for grammar in (rules(much), rules(much, "R"), whole, escaped, hidden, inline):
+        try:
+            grammars.check(grammar.encode())
+            print("followed", end=" ")
+        except ConstraintError as error:
+            print("refused" if "rules and references" in str(error) else error, end=" ")
+assert threading.stack_size() == 0
+"""
+
+
+def test_a_chain_of_rules_or_references_ends_no_process():
+    ran = subprocess.run([sys.executable, "-c", CHAINS], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["followed"] * 12 + ["refused"] * 6
+
+
+def test_what_nobody_wants_any_more_is_not_made():
+    go_on = threading.Event()
+    grammars = Grammars(lambda: go_on.wait(10) and byte_tokenizer(), 512)
+    first = Past(Sampling(constraint=YES_NO), b"", grammars)
+    dropped = Past(Sampling(constraint=PERSON), b"", grammars)
+    dropped.close()
+    go_on.set()
+    first.forbid(np.zeros(512, np.float32))
+    first.close()
+    assert len(grammars._compiled) == 1
+    with pytest.raises(ConstraintError, match="no longer wanted"):
+        dropped.forbid(np.zeros(512, np.float32))
+    grammars.close()
+
+
+def test_who_waited_in_vain_once_waits_no_more():
+    go_on = threading.Event()
+    grammars = Grammars(lambda: go_on.wait(10) and byte_tokenizer(), 512)
+    past = Past(Sampling(constraint=YES_NO), b"", grammars)
+    past.settle(time.monotonic())
+    with pytest.raises(ConstraintError, match="not ready"):
+        past.forbid(np.zeros(512, np.float32))
+    assert not go_on.is_set()
+    go_on.set()
+    past.settle(time.monotonic() + 10)
+    past.forbid(np.zeros(512, np.float32))
+    grammars.close()
 
 
 def test_grammars_are_made_from_many_threads_at_once():

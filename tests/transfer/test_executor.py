@@ -34,7 +34,7 @@ from mooncake_zmq.core.work import (
     StepEntry,
     WorkFailed,
 )
-from mooncake_zmq.engine.constraint import Grammars
+from mooncake_zmq.engine.constraint import Begun, Grammars
 from mooncake_zmq.engine.sampling import logprob
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import ToyEngine
@@ -347,6 +347,33 @@ def test_a_constraint_that_cannot_be_followed_fails_its_answer_alone(make_rig):
     failed = rig.result(rig.compute(3, 0, PROMPT, sampling=nonsense))
     assert isinstance(failed, WorkFailed)
     assert failed.reason.startswith("constraint: ")
+
+
+def test_answers_of_a_step_wait_for_their_grammars_together_and_a_closed_one_leaves_none(make_rig, monkeypatch):
+    go_on, moments = threading.Event(), []
+    grammars = Grammars(lambda: go_on.wait(10) and byte_tokenizer(), 512)
+    rig = make_rig("a", grammars=grammars)
+    samplings = [Sampling(constraint=of_lark(f'start: "{number}"'), prompt_tokens=len(PROMPT)) for number in range(3)]
+    settle = Begun.settle
+
+    def note(begun, until_s):
+        moments.append(until_s)
+        settle(begun, 0.0)
+
+    monkeypatch.setattr(Begun, "settle", note)
+    for number, sampling in enumerate(samplings):
+        rig.executor.open_sequence(number, 64, sampling, sampling.past(PROMPT.tobytes()))
+        rig.result(rig.compute(number, 0, PROMPT))
+    entries = (StepEntry(number, 5, len(PROMPT), sampling) for number, sampling in enumerate(samplings))
+    run = rig.run(DecodeStep(tuple(entries), steps=4))
+    assert [row for row, why in run.failed if "not ready" in why] == [0, 1, 2]
+    assert len(moments) == 3
+    assert len(set(moments)) == 1
+    for number in range(3):
+        rig.executor.close_sequence(number)
+    go_on.set()
+    grammars.check(of_lark('start: "last"'))
+    assert len(grammars._compiled) == 2, "one was begun, and two were not"
 
 
 def test_choices_are_sampled_by_their_seeds_and_go_on_from_copies(make_rig):

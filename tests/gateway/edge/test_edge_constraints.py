@@ -68,7 +68,18 @@ def multiples(*numbers):
     return {"allOf": [{"type": "number", "multipleOf": number} for number in numbers]}
 
 
+def chained(times):
+    chain = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(times)}
+    return {"$ref": "#/$defs/d0", "$defs": chain | {f"d{times}": {"type": "null"}}}
+
+
+def ruled(times):
+    return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(times)) + f'r{times}: "a"'
+
+
 REFUSED = [
+    ("guided_grammar", ruled(3000), "rules and references"),
+    ("guided_json", chained(1480), "rules and references"),
     ("response_format", {"type": "xml"}, "xml"),
     ("response_format", "json", "object"),
     ("response_format", {"type": "json_schema"}, "json_schema is given"),
@@ -130,6 +141,28 @@ def test_two_forms_at_once_are_refused():
 def test_multiples_that_are_few_states_are_taken():
     for numbers in ((7,), (0.01,), (100000,), (0.25, 4)):
         assert ScriptedActor().complete(guided_json=multiples(*numbers)).status_code == 200
+
+
+@pytest.mark.parametrize("multiple", [0.1, 0.3, 0.05, 0.7, 1e-7, 1.1])
+def test_a_multiple_is_what_is_written_whatever_its_binary_fraction(multiple):
+    assert ScriptedActor().complete(guided_json=multiples(multiple)).status_code == 200
+
+
+def test_chains_of_a_size_that_is_asked_for_are_taken():
+    assert ScriptedActor().complete(guided_json=chained(400)).status_code == 200
+    assert ScriptedActor().complete(guided_grammar=ruled(400)).status_code == 200
+
+
+def test_what_a_schema_says_to_readers_is_not_sent_to_engines():
+    note = {"title": "NOTE", "description": "NOTE", "examples": ["NOTE"]}
+    named = {name: note | {"const": {"title": "kept"}} for name in note}
+    actor = ScriptedActor()
+    assert actor.complete(guided_json=note | {"type": "object", "properties": named, "required": list(note)}).status_code == 200
+    constraint = actor.only.sampling.constraint
+    assert b"NOTE" not in constraint
+    assert follows(constraint, json.dumps(dict.fromkeys(note, {"title": "kept"})))
+    assert not follows(constraint, json.dumps(dict.fromkeys(note, {})))
+    assert not follows(constraint, "{}")
 
 
 def test_a_property_may_be_named_as_a_keyword():

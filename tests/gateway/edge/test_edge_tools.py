@@ -9,6 +9,7 @@ from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 from mooncake_zmq.engine.constraint import ConstraintError, Grammars
 from mooncake_zmq.engine.tokenizer import BYTE_TEMPLATE, ByteVocabulary, Conversation, Tokenizer, byte_tokenizer
 from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.gateway.tools import CallPiece, whole_calls
 
 WEATHER = {
     "type": "function",
@@ -260,7 +261,30 @@ def test_the_operator_says_how_calls_are_written():
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["clock"]
 
 
+def calling(arguments):
+    return {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]}
+
+
+def requiring(parameters):
+    function = {"name": "f", "parameters": parameters}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+
+
+def deep(times):
+    schema = {"type": "string"}
+    for _ in range(times):
+        schema = {"items": schema}
+    return schema
+
+
+CHAIN = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(1480)} | {"d1480": {"type": "null"}}
 REFUSED = [
+    (requiring({"$ref": "#/$defs/d0", "$defs": CHAIN}), "tools", "rules and references"),
+    (requiring({"enum": ["x" * (100 << 10)]}), "tools", "makes a grammar of"),
+    (requiring(deep(80)), "tools", "nested more than 64 deep"),
+    ({"tools": requiring(deep(80))["tools"]}, "tools", "nested more than 64 deep"),
+    (calling(deep(80)), "messages", "nested more than 64 deep"),
+    (calling(json.dumps(deep(80))), "messages", "nested more than 64 deep"),
     ({"tools": "x"}, "tools", "array"),
     ({"tools": [{"type": "function"}]}, "tools", "function"),
     ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
@@ -292,6 +316,42 @@ def test_what_cannot_be_done_is_refused_and_told_why(asked, param, why):
     assert error["param"] == param
     assert why in error["message"]
     assert len(error["message"]) < 400
+
+
+def test_schemas_of_tools_count_without_what_they_say_to_readers():
+    function = {"name": "f", "parameters": {"type": "object", "description": "x" * (100 << 10)}}
+    asked = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    assert ScriptedActor(max_model_len=1 << 20).chat(**asked).status_code == 200
+
+
+def test_of_very_many_calls_the_first_are_told():
+    said = tokens('<tool_call>{"name": "clock"}</tool_call>' * 130)
+    actor = ScriptedActor(lambda _request, _number: one_by_one([*said, finished()]), max_model_len=1 << 14)
+    choice = actor.chat(tools=TOOLS).json()["choices"][0]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["clock"] * 128
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+
+
+def test_the_pieces_of_calls_are_looked_at_once_each():
+    looked = []
+
+    class Looked(CallPiece):
+        __slots__ = ()
+
+        def __getattribute__(self, name):
+            looked.append(name)
+            return super().__getattribute__(name)
+
+    pieces = [Looked(index, name, text) for index in range(100) for name, text in (("f", "{"), (None, "}"))]
+    assert [call["function"]["arguments"] for call in whole_calls(pieces, "salt")] == ["{}"] * 100
+    assert len(looked) <= 10 * len(pieces)
+
+
+def test_a_template_that_goes_too_deep_refuses_the_messages():
+    template = "{% macro down(x) %}{{ down(x) }}{% endmacro %}{{ down(messages) }}"
+    response = with_template(template, saying("x")).chat()
+    assert response.status_code == 400
+    assert "template refused" in response.json()["error"]["message"]
 
 
 def test_a_model_whose_template_takes_no_tools_or_in_an_unknown_form_is_not_given_any():
