@@ -198,6 +198,11 @@ class Body(Constrained, frozen=True, kw_only=True):
         return [found] if isinstance(found, str) else found or []
 
     @property
+    def wished_tokens(self) -> int | None:
+        """How many tokens an answer shall have at most: `max_completion_tokens` counts before `max_tokens`. 0: none is told."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -251,7 +256,7 @@ class Body(Constrained, frozen=True, kw_only=True):
         """Fit the output into the model's context: a wish that does not fit is an error, a default is clipped."""
         room = model.max_model_len - prompt_tokens
         _check_fits(prompt_tokens, param, model)
-        wish = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        wish = self.wished_tokens
         if wish == 0:
             self.check_no_answer()
             return StopRule(max_tokens=1)
@@ -486,7 +491,6 @@ def prepare(
         if scored_left < 0:
             raise _invalid("logprobs", f"an answer tells at most {MAX_SCORES} probabilities of its prompts")
         offsets = None if likeliest is None else _offsets(ids, model)
-        silent = 0 in (body.max_tokens, body.max_completion_tokens)
         for nth in range(n):
             index = len(prepared.choices)
             sampling = body.sampling((seed + nth) % SEEDS, len(ids), model, constraint)
@@ -512,7 +516,7 @@ def prepare(
                 echo=echo,
                 tools=tools,
                 offsets=offsets,
-                silent=silent,
+                silent=body.wished_tokens == 0,
             )
             prepared.choices.append(choice)
     return prepared

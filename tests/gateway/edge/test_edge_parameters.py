@@ -183,6 +183,16 @@ def test_no_answer_is_for_echo_alone_and_counts_nothing():
         assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_an_answer_is_silent_where_the_wish_that_counts_is_for_none(echo, stream):
+    actor = ScriptedActor()
+    response = actor.complete(max_tokens=0, max_completion_tokens=2, echo=echo, stream=stream)
+    bodies = events(response)[:-1] if stream else [response.json()]
+    assert actor.only.stop.max_tokens == 2
+    assert "".join(body["choices"][0]["text"] for body in bodies) == "hello" * echo + "ok"
+
+
 def test_probabilities_of_prompts_are_of_one_choice_and_not_too_many():
     assert ScriptedActor().complete(echo=True, logprobs=1, n=2).json()["error"]["param"] == "n"
     actor = ScriptedActor(max_model_len=5000)
