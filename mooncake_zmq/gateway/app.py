@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import re
 import secrets
 import sys
 import time
@@ -60,6 +61,8 @@ CLUSTER_ID = b"x-mooncake-request-id"
 """Our own id, whatever the client calls its request."""
 CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
 """What bodies say that ask for a grammar, and others may."""
+ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
+"""A letter or an underscore, as JSON may write it too: such a body may say the same in other bytes."""
 COMPILE_S = 1.0
 """Of a grammar, which every engine that follows it has to compile too."""
 METHOD_CHARS = 16
@@ -198,7 +201,7 @@ class _Threads:
     async def run(self, raw: bytearray, work: Callable[[], WorkT]) -> WorkT:
         """`work`, for that body; what it raises."""
         pool = self._short if len(raw) <= self._short_bytes else self._long
-        if any(word in raw for word in CONSTRAINING):
+        if any(word in raw for word in CONSTRAINING) or ESCAPED_NAME.search(raw):
             pool = self._constrained
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
