@@ -483,7 +483,7 @@ class Prefill:
             tbt_slo_s=request.tbt_slo_s,
             past=request.sampling.past(request.tokens),
             tenant=request.tenant,
-            siblings=request.siblings,
+            siblings=tuple([each for each in request.siblings if each.request_id in job.choices]),
         )
         return [*effects, Send(request.decode, reserve)]
 

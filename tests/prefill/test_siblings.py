@@ -64,6 +64,23 @@ def test_who_leaves_gets_no_token_and_the_others_do(node, gone):
     assert gone not in dict(node.one(HandoffDone, "d").siblings)
 
 
+def test_no_room_is_taken_for_who_left_the_queue():
+    """The decode has heard of the cancel before, and would hear of it no more."""
+    node = Node(max_active=1, short_lane=0)
+    node.down("c")
+    node.ready("before")
+    node.start(siblings=SIBLINGS[:3])
+    node.say("g", CancelRequest(request_id="s2", attempt=1))
+    node.computed()
+    node.sent.clear()
+    node.computed()
+    assert node.one(ReserveDecode, "d").siblings == (SIBLINGS[0], SIBLINGS[2])
+    node.take(HandoffDone)
+    node.reserve()
+    node.computed(others=tuple((each.seed, None) for each in SIBLINGS[:3]))
+    assert dict(node.one(HandoffDone, "d").siblings) == {"s1": 1, "s3": 3}
+
+
 def test_the_job_ends_with_the_last_who_wants_it(node):
     begin(node)
     for sibling in SIBLINGS:
