@@ -289,8 +289,9 @@ class _Generation:
         return prepare(raw, self._kind, edge.model, edge.settings, lambda: secrets.randbelow(SEEDS), tenant, self._grammars)
 
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
-        usage.take(prepared.requests)
-        call.submit(prepared.requests, prepared.body.choices_per_prompt)
+        each = prepared.body.choices_per_prompt
+        usage.take(prepared.requests, each)
+        call.submit(prepared.requests, each)
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
             if prepared.body.stream:
@@ -300,12 +301,10 @@ class _Generation:
                     _accept(call, reply, await call.take())
                 await _json(reply.whole())(scope, _nothing, send)
         finally:
-            prompt_tokens = sum(len(choice.prompt_ids) for choice in prepared.choices)
-            completion_tokens = sum(choice.completion_tokens for choice in prepared.choices)
-            usage.tokens_used = prompt_tokens + completion_tokens
+            usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
             scope["state"]["facts"] |= {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": completion_tokens,
+                "prompt_tokens": reply.prompt_tokens,
+                "completion_tokens": reply.completion_tokens,
                 "finish_reasons": [choice.finish_reason for choice in prepared.choices],
             }
 

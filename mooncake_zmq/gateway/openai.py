@@ -808,6 +808,16 @@ class Reply:
     def done(self) -> bool:
         return all(choice.settled for choice in self.choices)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """A prompt counts once, however many choices it has: it is computed once."""
+        return sum(len(choice.prompt_ids) for choice in self._first_choices)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all choices, as far as they have come."""
+        return sum(choice.completion_tokens for choice in self.choices)
+
     def whole(self) -> dict[str, Any]:
         """The body of a call that does not stream."""
         body: dict[str, Any] = {**self._head, "choices": [self._choice(choice) for choice in self.choices]}
@@ -902,14 +912,11 @@ class Reply:
 
     @property
     def _first_choices(self) -> list[Choice]:
-        """One for each prompt: a prompt counts once, however many choices it has."""
+        """One for each prompt."""
         return self.choices[:: self.body.choices_per_prompt]
 
     def _usage(self) -> dict[str, Any]:
-        usage = _usage(
-            sum(len(choice.prompt_ids) for choice in self._first_choices),
-            sum(choice.completion_tokens for choice in self.choices),
-        )
+        usage = _usage(self.prompt_tokens, self.completion_tokens)
         served = self._served()
         cached = served and {"cached_tokens": served["cached_own"] + served["cached_local"] + served["cached_remote"]}
         return {**usage, "prompt_tokens_details": cached}
