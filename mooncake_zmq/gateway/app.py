@@ -324,8 +324,8 @@ async def _hang_up(scope: Scope, receive: Receive) -> None:
 
 
 class _Stream:
-    """A reply as server-sent events. Nothing is sent before the first output, so an early failure keeps its status; unless that
-    output is long in coming."""
+    """A reply as server-sent events. Nothing is sent before there is something to say, so an early failure keeps its status;
+    unless that is long in coming."""
 
     def __init__(self, call: Call, reply: Reply, send: Send, settings: EdgeSettings) -> None:
         self._call = call
@@ -333,16 +333,14 @@ class _Stream:
         self._send = send
         self._settings = settings
         self._begun = False
+        self._clock = asyncio.get_running_loop().time
+        self._said_at = self._clock()
 
     async def run(self) -> None:
         reply = self._reply
-        first = await self._first()
         try:
-            _accept(self._call, reply, first)
-            await self._begin()
-            await self._say(self._news())
             while not reply.done:
-                _accept(self._call, reply, await self._call.take())
+                _accept(self._call, reply, await self._next())
                 await self._say(self._news())
         except RequestError as error:
             if not self._begun:
@@ -352,14 +350,15 @@ class _Stream:
         usage = server_sent(reply.usage_chunk()) if reply.body.include_usage else b""
         await self._say(usage + DONE, last=True)
 
-    async def _first(self) -> list[tuple[int, ClientOutput]]:
-        """The first outputs; while the prompt is computed, something now and then that is none."""
+    async def _next(self) -> list[tuple[int, ClientOutput]]:
+        """The next outputs; while none come that say anything, something now and then that is none: a prompt is computed, or an
+        answer goes on elsewhere."""
+        keep_alive_s = self._settings.keep_alive_s
         while True:
             try:
-                async with asyncio.timeout(self._settings.keep_alive_s or None):
+                async with asyncio.timeout_at(self._said_at + keep_alive_s if keep_alive_s else None):
                     return await self._call.take()
             except TimeoutError:
-                await self._begin()
                 await self._say(KEEP_ALIVE)
 
     async def _begin(self) -> None:
@@ -378,7 +377,9 @@ class _Stream:
 
     async def _say(self, events: bytes, *, last: bool = False) -> None:
         if events:
+            await self._begin()
             await self._write({"type": "http.response.body", "body": events, "more_body": not last})
+            self._said_at = self._clock()
 
     async def _write(self, message: Message) -> None:
         """A client that takes nothing for long is as good as gone."""
