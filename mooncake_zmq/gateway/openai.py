@@ -462,6 +462,8 @@ def prepare(
     `grammars`: to see whether a constraint can be followed; None: it is not tried."""
     body = _parse(raw, kind)
     check_model(body.model, model)
+    if model.foreign and body.likeliest is not None:
+        raise _invalid("logprobs", "a vLLM engine is asked for no probabilities here", UNSUPPORTED)
     prompts = body.prompts(model, settings.max_choices)
     n = body.choices_per_prompt
     if len(prompts) * n > settings.max_choices:
