@@ -88,10 +88,12 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
         threads.close()
         grammars.close()
 
+    completions = _Generation(edge, threads, CompletionBody, grammars)
+    chats = _Generation(edge, threads, ChatBody, grammars)
     app = Starlette(
         routes=[
-            Route("/v1/completions", _Posted(edge, threads, _Generation(edge, CompletionBody, grammars)), methods=["POST"]),
-            Route("/v1/chat/completions", _Posted(edge, threads, _Generation(edge, ChatBody, grammars)), methods=["POST"]),
+            Route("/v1/completions", _Posted(edge, threads, completions), methods=["POST"]),
+            Route("/v1/chat/completions", _Posted(edge, threads, chats), methods=["POST"]),
             Route("/tokenize", _Posted(edge, threads, _Tokens(edge, tokenize)), methods=["POST"]),
             Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
             *_plain_routes(edge),
@@ -188,8 +190,8 @@ def _plain_routes(edge: Edge) -> list[Route]:
 
 
 class _Threads:
-    """Where bodies are made into requests: never on the loop, which every stream waits for. Short ones wait for no long one,
-    and none for a grammar of another."""
+    """Where bodies are made into requests, and what is told of whole prompts into JSON: never on the loop, which every stream
+    waits for. Short ones wait for no long one, and none for a grammar of another."""
 
     def __init__(self, settings: EdgeSettings) -> None:
         sys.setswitchinterval(SWITCH_S)
@@ -204,6 +206,12 @@ class _Threads:
         if any(word in raw for word in CONSTRAINING) or ESCAPED_NAME.search(raw):
             pool = self._constrained
         return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    async def told(self, reply: Reply, work: Callable[[], bytes]) -> bytes:
+        """`work`, which writes what there is of `reply`, whom nobody else touches meanwhile."""
+        if not reply.is_long:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._long, work)
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -279,8 +287,9 @@ class _Tokens:
 class _Generation:
     """POST /v1/completions or /v1/chat/completions."""
 
-    def __init__(self, edge: Edge, kind: type[CompletionBody] | type[ChatBody], grammars: Grammars) -> None:
+    def __init__(self, edge: Edge, threads: _Threads, kind: type[CompletionBody] | type[ChatBody], grammars: Grammars) -> None:
         self._edge = edge
+        self._threads = threads
         self._kind = kind
         self._grammars = grammars
 
@@ -295,11 +304,12 @@ class _Generation:
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
             if prepared.body.stream:
-                await _Stream(call, reply, send, self._edge.settings).run()
+                await _Stream(call, reply, send, self._threads, self._edge.settings).run()
             else:
                 while not reply.done:
                     _accept(call, reply, await call.take())
-                await _json(reply.whole())(scope, _nothing, send)
+                whole = await self._threads.told(reply, lambda: msgspec.json.encode(reply.whole()))
+                await Response(whole, media_type="application/json")(scope, _nothing, send)
         finally:
             usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
             scope["state"]["facts"] |= {
@@ -327,10 +337,11 @@ class _Stream:
     """A reply as server-sent events. Nothing is sent before there is something to say, so an early failure keeps its status;
     unless that is long in coming."""
 
-    def __init__(self, call: Call, reply: Reply, send: Send, settings: EdgeSettings) -> None:
+    def __init__(self, call: Call, reply: Reply, send: Send, threads: _Threads, settings: EdgeSettings) -> None:
         self._call = call
         self._reply = reply
         self._send = send
+        self._threads = threads
         self._settings = settings
         self._begun = False
         self._clock = asyncio.get_running_loop().time
@@ -341,11 +352,11 @@ class _Stream:
         try:
             while not reply.done:
                 _accept(self._call, reply, await self._next())
-                await self._say(self._news())
+                await self._say(await self._news())
         except RequestError as error:
             if not self._begun:
                 raise
-            await self._say(self._news() + server_sent(error.body()), last=True)
+            await self._say(await self._news() + server_sent(error.body()), last=True)
             return
         usage = server_sent(reply.usage_chunk()) if reply.body.include_usage else b""
         await self._say(usage + DONE, last=True)
@@ -372,8 +383,8 @@ class _Stream:
         ]
         await self._write({"type": "http.response.start", "status": 200, "headers": headers})
 
-    def _news(self) -> bytes:
-        return b"".join(server_sent(chunk) for chunk in self._reply.chunks())
+    async def _news(self) -> bytes:
+        return await self._threads.told(self._reply, lambda: b"".join(server_sent(chunk) for chunk in self._reply.chunks()))
 
     async def _say(self, events: bytes, *, last: bool = False) -> None:
         if events:

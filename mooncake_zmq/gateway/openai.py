@@ -755,6 +755,11 @@ class Choice:
         if self.finish_reason is None:
             self._say(self._scanner.flush(), "length" if self._silent else output.reason)
 
+    @property
+    def tells_prompt(self) -> bool:
+        """Will the next piece tell the probabilities of the prompt?"""
+        return bool(self._echoed_ids)
+
     def settle(self, output: Finished | Failed) -> None:
         """The actor's last word."""
         self.settled = True
@@ -809,6 +814,11 @@ class Reply:
     @property
     def done(self) -> bool:
         return all(choice.settled for choice in self.choices)
+
+    @property
+    def is_long(self) -> bool:
+        """Does what is to be said now tell probabilities of whole prompts, so that to write it takes long?"""
+        return any(choice.tells_prompt and choice.has_news for choice in self.choices)
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,11 +1,12 @@
 """What is asked is done or refused: parameters without effect, tokens' probabilities, biases."""
 
+import threading
 from dataclasses import replace
 
 import pytest
 from scripted_actor import EOS, ScriptedActor, events, finished
 
-from mooncake_zmq.gateway import unsupported
+from mooncake_zmq.gateway import openai, unsupported
 from mooncake_zmq.gateway.requests import PromptLogprobs, TokenOut
 
 ASKING = {
@@ -163,6 +164,25 @@ def test_echo_with_probabilities_tells_those_of_the_prompt_first(stream, prompt,
     }
     assert whole == {name: each[: 3 + max_tokens] for name, each in expected.items()}
     assert bodies[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whole_prompts_probabilities_are_written_by_another_thread(stream, monkeypatch):
+    """They are so many that to write them stops every stream."""
+    threads, real = [], openai.of_completion
+
+    def spy(ids, *arguments):
+        threads.append((len(ids), threading.current_thread().name.rpartition("_")[0]))
+        return real(ids, *arguments)
+
+    monkeypatch.setattr(openai, "of_completion", spy)
+    asked = {"prompt": "hey", "logprobs": 1, "max_tokens": 1, "stream": stream}
+    ScriptedActor(scoring).complete(echo=True, **asked)
+    assert threads[0] == (4, "prepare-long")
+    assert all(name == "" for _, name in threads[1:])
+    del threads[:]
+    ScriptedActor(told).complete(**asked)
+    assert {name for _, name in threads} == {""}
 
 
 def test_what_lm_eval_asks_for_is_answered_as_it_reads_it():
