@@ -160,7 +160,9 @@ class ForkSequence(Struct, frozen=True):
 
 
 class SequenceForked(Struct, frozen=True):
-    """All of them hold it."""
+    """All of them hold it, but for those `without_memory`."""
+
+    without_memory: tuple[int, ...] = ()
 
 
 class StepEntry(Struct, frozen=True, gc=False):

@@ -618,9 +618,13 @@ class Decode:
             request.in_flight -= 1
             if request.state is RequestState.CLOSING:
                 effects += self._try_end(request)
-            elif request is not leader and isinstance(result, WorkFailed):
+            elif request is leader:
+                continue
+            elif isinstance(result, WorkFailed):
                 effects += self._fail(now, request, f"copy of a prompt's KV failed: {result.reason}")
-            elif request is not leader:
+            elif request.sequence in result.without_memory:
+                effects += self._fail(now, request, "no memory for the sequence", full=True)
+            else:
                 self._move(request, RequestEvent.VERIFIED)
                 request.parts.clear()
                 effects += self._first(now, request, request.last)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import re
 import secrets
 import sys
 import time
@@ -60,6 +61,8 @@ CLUSTER_ID = b"x-mooncake-request-id"
 """Our own id, whatever the client calls its request."""
 CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
 """What bodies say that ask for a grammar, and others may."""
+ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
+"""A letter or an underscore, as JSON may write it too: such a body may say the same in other bytes."""
 COMPILE_S = 1.0
 """Of a grammar, which every engine that follows it has to compile too."""
 METHOD_CHARS = 16
@@ -85,10 +88,12 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
         threads.close()
         grammars.close()
 
+    completions = _Generation(edge, threads, CompletionBody, grammars)
+    chats = _Generation(edge, threads, ChatBody, grammars)
     app = Starlette(
         routes=[
-            Route("/v1/completions", _Posted(edge, threads, _Generation(edge, CompletionBody, grammars)), methods=["POST"]),
-            Route("/v1/chat/completions", _Posted(edge, threads, _Generation(edge, ChatBody, grammars)), methods=["POST"]),
+            Route("/v1/completions", _Posted(edge, threads, completions), methods=["POST"]),
+            Route("/v1/chat/completions", _Posted(edge, threads, chats), methods=["POST"]),
             Route("/tokenize", _Posted(edge, threads, _Tokens(edge, tokenize)), methods=["POST"]),
             Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
             *_plain_routes(edge),
@@ -185,8 +190,8 @@ def _plain_routes(edge: Edge) -> list[Route]:
 
 
 class _Threads:
-    """Where bodies are made into requests: never on the loop, which every stream waits for. Short ones wait for no long one,
-    and none for a grammar of another."""
+    """Where bodies are made into requests, and what is told of whole prompts into JSON: never on the loop, which every stream
+    waits for. Short ones wait for no long one, and none for a grammar of another."""
 
     def __init__(self, settings: EdgeSettings) -> None:
         sys.setswitchinterval(SWITCH_S)
@@ -198,9 +203,15 @@ class _Threads:
     async def run(self, raw: bytearray, work: Callable[[], WorkT]) -> WorkT:
         """`work`, for that body; what it raises."""
         pool = self._short if len(raw) <= self._short_bytes else self._long
-        if any(word in raw for word in CONSTRAINING):
+        if any(word in raw for word in CONSTRAINING) or ESCAPED_NAME.search(raw):
             pool = self._constrained
         return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    async def told(self, reply: Reply, work: Callable[[], bytes]) -> bytes:
+        """`work`, which writes what there is of `reply`, whom nobody else touches meanwhile."""
+        if not reply.is_long:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._long, work)
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -276,8 +287,9 @@ class _Tokens:
 class _Generation:
     """POST /v1/completions or /v1/chat/completions."""
 
-    def __init__(self, edge: Edge, kind: type[CompletionBody] | type[ChatBody], grammars: Grammars) -> None:
+    def __init__(self, edge: Edge, threads: _Threads, kind: type[CompletionBody] | type[ChatBody], grammars: Grammars) -> None:
         self._edge = edge
+        self._threads = threads
         self._kind = kind
         self._grammars = grammars
 
@@ -286,23 +298,23 @@ class _Generation:
         return prepare(raw, self._kind, edge.model, edge.settings, lambda: secrets.randbelow(SEEDS), tenant, self._grammars)
 
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
-        usage.take(prepared.requests)
-        call.submit(prepared.requests, prepared.body.choices_per_prompt)
+        each = prepared.body.choices_per_prompt
+        usage.take(prepared.requests, each)
+        call.submit(prepared.requests, each)
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
             if prepared.body.stream:
-                await _Stream(call, reply, send, self._edge.settings).run()
+                await _Stream(call, reply, send, self._threads, self._edge.settings).run()
             else:
                 while not reply.done:
                     _accept(call, reply, await call.take())
-                await _json(reply.whole())(scope, _nothing, send)
+                whole = await self._threads.told(reply, lambda: msgspec.json.encode(reply.whole()))
+                await Response(whole, media_type="application/json")(scope, _nothing, send)
         finally:
-            prompt_tokens = sum(len(choice.prompt_ids) for choice in prepared.choices)
-            completion_tokens = sum(choice.completion_tokens for choice in prepared.choices)
-            usage.tokens_used = prompt_tokens + completion_tokens
+            usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
             scope["state"]["facts"] |= {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": completion_tokens,
+                "prompt_tokens": reply.prompt_tokens,
+                "completion_tokens": reply.completion_tokens,
                 "finish_reasons": [choice.finish_reason for choice in prepared.choices],
             }
 
@@ -322,42 +334,42 @@ async def _hang_up(scope: Scope, receive: Receive) -> None:
 
 
 class _Stream:
-    """A reply as server-sent events. Nothing is sent before the first output, so an early failure keeps its status; unless that
-    output is long in coming."""
+    """A reply as server-sent events. Nothing is sent before there is something to say, so an early failure keeps its status;
+    unless that is long in coming."""
 
-    def __init__(self, call: Call, reply: Reply, send: Send, settings: EdgeSettings) -> None:
+    def __init__(self, call: Call, reply: Reply, send: Send, threads: _Threads, settings: EdgeSettings) -> None:
         self._call = call
         self._reply = reply
         self._send = send
+        self._threads = threads
         self._settings = settings
         self._begun = False
+        self._clock = asyncio.get_running_loop().time
+        self._said_at = self._clock()
 
     async def run(self) -> None:
         reply = self._reply
-        first = await self._first()
         try:
-            _accept(self._call, reply, first)
-            await self._begin()
-            await self._say(self._news())
             while not reply.done:
-                _accept(self._call, reply, await self._call.take())
-                await self._say(self._news())
+                _accept(self._call, reply, await self._next())
+                await self._say(await self._news())
         except RequestError as error:
             if not self._begun:
                 raise
-            await self._say(self._news() + server_sent(error.body()), last=True)
+            await self._say(await self._news() + server_sent(error.body()), last=True)
             return
         usage = server_sent(reply.usage_chunk()) if reply.body.include_usage else b""
         await self._say(usage + DONE, last=True)
 
-    async def _first(self) -> list[tuple[int, ClientOutput]]:
-        """The first outputs; while the prompt is computed, something now and then that is none."""
+    async def _next(self) -> list[tuple[int, ClientOutput]]:
+        """The next outputs; while none come that say anything, something now and then that is none: a prompt is computed, or an
+        answer goes on elsewhere."""
+        keep_alive_s = self._settings.keep_alive_s
         while True:
             try:
-                async with asyncio.timeout(self._settings.keep_alive_s or None):
+                async with asyncio.timeout_at(self._said_at + keep_alive_s if keep_alive_s else None):
                     return await self._call.take()
             except TimeoutError:
-                await self._begin()
                 await self._say(KEEP_ALIVE)
 
     async def _begin(self) -> None:
@@ -371,12 +383,14 @@ class _Stream:
         ]
         await self._write({"type": "http.response.start", "status": 200, "headers": headers})
 
-    def _news(self) -> bytes:
-        return b"".join(server_sent(chunk) for chunk in self._reply.chunks())
+    async def _news(self) -> bytes:
+        return await self._threads.told(self._reply, lambda: b"".join(server_sent(chunk) for chunk in self._reply.chunks()))
 
     async def _say(self, events: bytes, *, last: bool = False) -> None:
         if events:
+            await self._begin()
             await self._write({"type": "http.response.body", "body": events, "more_body": not last})
+            self._said_at = self._clock()
 
     async def _write(self, message: Message) -> None:
         """A client that takes nothing for long is as good as gone."""

@@ -307,8 +307,10 @@ class Edge:
 
     def open(self, call: "Call", ids: Sequence[str], first_index: int, requests: Sequence[ClientRequest]) -> None:
         """Requests for answers to one prompt, the first of which tells the actor of the others."""
+        prompt_tokens = len(requests[0].tokens) // 4
         for index, request_id in enumerate(ids, first_index):
-            self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, len(requests[0].tokens) // 4))
+            self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, prompt_tokens))
+            prompt_tokens = 0  # counted once
         siblings = tuple((other, request.sampling.seed) for other, request in zip(ids[1:], requests[1:], strict=True))
         self.backing.inject(FromClient(ids[0], replace(requests[0], siblings=siblings)))
 

@@ -63,11 +63,12 @@ class Usage:
             self._tenants.begin(self._clock(), self._tenant)
         return self
 
-    def take(self, requests: Sequence[ClientRequest]) -> None:
-        """For requests that are about to begin."""
+    def take(self, requests: Sequence[ClientRequest], each: int = 1) -> None:
+        """For requests that are about to begin, `each` in a row for one prompt, which is computed once."""
         if self._tenants is None or self._tenant is None:
             return
-        tokens = sum(len(request.tokens) // 4 + request.stop.max_tokens for request in requests)
+        tokens = sum(len(request.tokens) // 4 for request in requests[::each])
+        tokens += sum(request.stop.max_tokens for request in requests)
         self._tenants.take(self._clock(), self._tenant, len(requests), tokens)
         self._slots, self._tokens = len(requests), tokens
 

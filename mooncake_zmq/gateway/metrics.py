@@ -25,6 +25,7 @@ class RequestTimes:
     began_at: float
     """When its HTTP call came."""
     prompt_tokens: int
+    """0 where another answer to the same prompt counts them."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
 
@@ -71,8 +72,9 @@ class EdgeMetrics(Collector):
                 times.last_token_at = now
                 self._generated.inc()
             case Finished():
-                self._queries.inc(output.prompt_tokens)
-                self._hits.inc(output.cached_own + output.cached_local + output.cached_remote)
+                if times.prompt_tokens:
+                    self._queries.inc(output.prompt_tokens)
+                    self._hits.inc(output.cached_own + output.cached_local + output.cached_remote)
                 self._queue.observe(output.queue_s)
                 self._prefill.observe(output.prefill_s)
                 if times.first_token_at is not None:

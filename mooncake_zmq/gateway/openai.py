@@ -198,6 +198,11 @@ class Body(Constrained, frozen=True, kw_only=True):
         return [found] if isinstance(found, str) else found or []
 
     @property
+    def wished_tokens(self) -> int | None:
+        """How many tokens an answer shall have at most: `max_completion_tokens` counts before `max_tokens`. 0: none is told."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -251,7 +256,7 @@ class Body(Constrained, frozen=True, kw_only=True):
         """Fit the output into the model's context: a wish that does not fit is an error, a default is clipped."""
         room = model.max_model_len - prompt_tokens
         _check_fits(prompt_tokens, param, model)
-        wish = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        wish = self.wished_tokens
         if wish == 0:
             self.check_no_answer()
             return StopRule(max_tokens=1)
@@ -457,6 +462,8 @@ def prepare(
     `grammars`: to see whether a constraint can be followed; None: it is not tried."""
     body = _parse(raw, kind)
     check_model(body.model, model)
+    if model.foreign and body.likeliest is not None:
+        raise _invalid("logprobs", "a vLLM engine is asked for no probabilities here", UNSUPPORTED)
     prompts = body.prompts(model, settings.max_choices)
     n = body.choices_per_prompt
     if len(prompts) * n > settings.max_choices:
@@ -486,7 +493,6 @@ def prepare(
         if scored_left < 0:
             raise _invalid("logprobs", f"an answer tells at most {MAX_SCORES} probabilities of its prompts")
         offsets = None if likeliest is None else _offsets(ids, model)
-        silent = 0 in (body.max_tokens, body.max_completion_tokens)
         for nth in range(n):
             index = len(prepared.choices)
             sampling = body.sampling((seed + nth) % SEEDS, len(ids), model, constraint)
@@ -512,7 +518,7 @@ def prepare(
                 echo=echo,
                 tools=tools,
                 offsets=offsets,
-                silent=silent,
+                silent=body.wished_tokens == 0,
             )
             prepared.choices.append(choice)
     return prepared
@@ -749,6 +755,11 @@ class Choice:
         if self.finish_reason is None:
             self._say(self._scanner.flush(), "length" if self._silent else output.reason)
 
+    @property
+    def tells_prompt(self) -> bool:
+        """Will the next piece tell the probabilities of the prompt?"""
+        return bool(self._echoed_ids)
+
     def settle(self, output: Finished | Failed) -> None:
         """The actor's last word."""
         self.settled = True
@@ -803,6 +814,21 @@ class Reply:
     @property
     def done(self) -> bool:
         return all(choice.settled for choice in self.choices)
+
+    @property
+    def is_long(self) -> bool:
+        """Does what is to be said now tell probabilities of whole prompts, so that to write it takes long?"""
+        return any(choice.tells_prompt and choice.has_news for choice in self.choices)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """A prompt counts once, however many choices it has: it is computed once."""
+        return sum(len(choice.prompt_ids) for choice in self._first_choices)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all choices, as far as they have come."""
+        return sum(choice.completion_tokens for choice in self.choices)
 
     def whole(self) -> dict[str, Any]:
         """The body of a call that does not stream."""
@@ -898,14 +924,11 @@ class Reply:
 
     @property
     def _first_choices(self) -> list[Choice]:
-        """One for each prompt: a prompt counts once, however many choices it has."""
+        """One for each prompt."""
         return self.choices[:: self.body.choices_per_prompt]
 
     def _usage(self) -> dict[str, Any]:
-        usage = _usage(
-            sum(len(choice.prompt_ids) for choice in self._first_choices),
-            sum(choice.completion_tokens for choice in self.choices),
-        )
+        usage = _usage(self.prompt_tokens, self.completion_tokens)
         served = self._served()
         cached = served and {"cached_tokens": served["cached_own"] + served["cached_local"] + served["cached_remote"]}
         return {**usage, "prompt_tokens_details": cached}

@@ -65,7 +65,7 @@ class EdgeSettings:
     """Seconds a client may take nothing of what is ready for it before it counts as gone. It is cut off, and its requests are
     cancelled; up to then 64 KiB wait in its connection and `max_buffered_outputs` before it."""
     keep_alive_s: float = 15.0
-    """A stream that has nothing to tell yet says so this often, by a comment that clients pass over: proxies and clients cut
+    """A stream that has nothing to tell says so this often, by a comment that clients pass over: proxies and clients cut
     connections on which nothing comes, and a long prompt takes minutes. From the first comment on, an error can only come in
     the stream. 0: never."""
     short_body_bytes: int = 32 << 10

@@ -483,7 +483,7 @@ class Prefill:
             tbt_slo_s=request.tbt_slo_s,
             past=request.sampling.past(request.tokens),
             tenant=request.tenant,
-            siblings=request.siblings,
+            siblings=tuple([each for each in request.siblings if each.request_id in job.choices]),
         )
         return [*effects, Send(request.decode, reserve)]
 
@@ -705,7 +705,8 @@ class Prefill:
             self._move(job, JobEvent.CHUNK_DONE)
             return self._on_prefix_failed(now, job, result)
         first_block, start, stop = job.chunk_first_block, job.computed, job.chunk_stop
-        self._workload.measure(now, result, start=start, stop=stop, loads=job.chunk_loads, share=job.share)
+        if job.request.prompt_logprobs is None:  # what those take is no measure of what others will
+            self._workload.measure(now, result, start=start, stop=stop, loads=job.chunk_loads, share=job.share)
         self.counts.add("prompt_tokens_computed", stop - start)
         job.load_s = max(job.load_s, result.loaded_s)
         job.computed = stop

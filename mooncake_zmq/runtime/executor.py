@@ -219,7 +219,7 @@ class Executor:
                 opened = job.sequences[sequence] = self._sequences[sequence]
                 opened.uses += 1
             self._jobs[work_id] = job
-        if any(opened.memory is None for opened in job.sequences.values()):
+        if any(job.sequences[sequence].memory is None for sequence in _needed(work)):
             job.result = WorkFailed("no memory for the sequence")
             self._begin(job, [], [])
             return
@@ -573,12 +573,15 @@ class Executor:
 
     def _fork(self, job: "_Job", work: ForkSequence) -> Result:
         source = job.sequences[work.source].kv
+        without = tuple(target for target in work.targets if job.sequences[target].memory is None)
         for target in work.targets:
             job.check()
+            if target in without:
+                continue
             copy = job.sequences[target].kv
             copy.copy_from(source, work.tokens)
             copy.settle()
-        return SequenceForked()
+        return SequenceForked(without)
 
     # --- copying whole blocks
 
@@ -1037,6 +1040,11 @@ def _by_layer(layers: int, loads: Sequence[BlockLoad]) -> "list[_LayersOfBlock]"
     """One layer of all blocks after the other."""
     order = ((range(layer, layer + 1), load) for layer in range(layers) for load in loads)
     return [(layer, load) for layer, load in order if load.first_layer <= layer.start < load.stop_layer]
+
+
+def _needed(work: Work) -> list[int]:
+    """The sequences without whose memory nothing of a work can be done."""
+    return [work.source] if isinstance(work, ForkSequence) else _sequences_of(work)
 
 
 def _sequences_of(work: Work) -> list[int]:

@@ -139,6 +139,14 @@ def test_a_copy_that_fails_fails_the_copies_alone(node):
     assert list(node.actor._requests) == ["r"]
 
 
+def test_a_copy_without_memory_goes_elsewhere_and_the_others_run(node):
+    node.three()
+    fork = node.work(ForkSequence)[1]
+    node.forked(SequenceForked(fork.targets[:1]))
+    assert node.failed() == {"s": True}
+    assert list(node.actor._requests) == ["r", "t"]
+
+
 def test_a_prefill_that_is_gone_is_missed_by_nobody_once_its_kv_is_here(node):
     node.three()
     node.down("p0")

@@ -1,7 +1,7 @@
 """Choices of one prompt: computed once, and a first token for each that is still wanted."""
 
 import pytest
-from test_prefill import Node
+from test_prefill import Node, prompt
 
 from mooncake_zmq.core.messages import (
     AttemptFailed,
@@ -64,6 +64,23 @@ def test_who_leaves_gets_no_token_and_the_others_do(node, gone):
     assert gone not in dict(node.one(HandoffDone, "d").siblings)
 
 
+def test_no_room_is_taken_for_who_left_the_queue():
+    """The decode has heard of the cancel before, and would hear of it no more."""
+    node = Node(max_active=1, short_lane=0)
+    node.down("c")
+    node.ready("before")
+    node.start(siblings=SIBLINGS[:3])
+    node.say("g", CancelRequest(request_id="s2", attempt=1))
+    node.computed()
+    node.sent.clear()
+    node.computed()
+    assert node.one(ReserveDecode, "d").siblings == (SIBLINGS[0], SIBLINGS[2])
+    node.take(HandoffDone)
+    node.reserve()
+    node.computed(others=tuple((each.seed, None) for each in SIBLINGS[:3]))
+    assert dict(node.one(HandoffDone, "d").siblings) == {"s1": 1, "s3": 3}
+
+
 def test_the_job_ends_with_the_last_who_wants_it(node):
     begin(node)
     for sibling in SIBLINGS:
@@ -116,3 +133,17 @@ def test_a_prompt_whose_probabilities_are_wanted_is_computed_whole_and_told_chun
     sent = [m for _, m in node.sent if isinstance(m, PromptScored | FirstToken)]
     assert [(m.first, m.logprobs) for m in sent[-3:-1]] == [(1, told[:8]), (9, told[8:])]
     assert isinstance(sent[-1], FirstToken)
+
+
+def test_what_scoring_takes_is_no_measure_of_what_others_will():
+    node = Node()
+    node.down("c")
+    before = node.actor.dump(node.now)["compute"]
+    node.ready(prompt_logprobs=1)
+    node.computed(scored=tuple((-1.0, ()) for _ in range(8)), elapsed_s=100.0)
+    assert node.actor.dump(node.now)["compute"] == before
+    node.computed(scored=((-1.0, ()),), elapsed_s=100.0)
+    assert node.actor.dump(node.now)["compute"] == before
+    node.ready("plain", prompt(10, base=900))
+    node.computed(elapsed_s=100.0)
+    assert node.actor.dump(node.now)["compute"] != before

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -399,6 +400,19 @@ def test_choices_are_sampled_by_their_seeds_and_go_on_from_copies(make_rig):
         own = structs.replace(sampling, seed=seed)
         steps = [rig.run(DecodeStep((StepEntry(each, token, len(PROMPT), own),))) for each in (sequence, 10 + seed)]
         assert steps[0].tokens == steps[1].tokens
+
+
+def test_a_copy_without_memory_keeps_no_other_from_being_made(make_rig, monkeypatch):
+    rig = make_rig("a")
+    for sequence in (1, 3):
+        rig.executor.open_sequence(sequence, 32)
+    monkeypatch.setattr(ToyEngine, "new_sequence", Mock(side_effect=MemoryError))
+    rig.executor.open_sequence(2, 32)
+    chunk = rig.result(rig.compute(1, 0, PROMPT, sampling=GREEDY))
+    assert rig.run(ForkSequence(1, (2, 3), len(PROMPT))) == SequenceForked((2,))
+    steps = [rig.run(DecodeStep((StepEntry(each, chunk.token, len(PROMPT), GREEDY),))) for each in (1, 3)]
+    assert steps[0].tokens == steps[1].tokens
+    assert rig.run(ForkSequence(2, (3,), len(PROMPT))) == WorkFailed("no memory for the sequence")
 
 
 def test_choices_with_a_constraint_follow_it_each_by_itself(make_rig):

@@ -204,7 +204,8 @@ def test_bodies_are_made_into_requests_by_other_threads_long_ones_by_their_own(m
     assert all(name.startswith(lane) for name in seen)
 
 
-def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none():
+@pytest.mark.parametrize("name", [b"guided_regex", b"guided\\u005fregex", b"\\u0067\\u0075ided_rege\\u0078"])
+def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none(name):
     actor, go_on, threads = ScriptedActor(), threading.Event(), []
 
     def slow(text):
@@ -216,8 +217,8 @@ def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none():
 
     async def client(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
-            body = {"model": "toy", "prompt": "formed", "guided_regex": "a+"}
-            formed = asyncio.create_task(http.post("/v1/completions", json=body))
+            body = b'{"prompt": "formed", "%b": "a+"}' % name
+            formed = asyncio.create_task(http.post("/v1/completions", content=body))
             await actor.until(lambda: len(threads) == 1)
             assert (await http.post("/v1/completions", json={"model": "toy", "prompt": "plain"})).status_code == 200
             go_on.set()
@@ -225,6 +226,18 @@ def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none():
 
     actor.serve(client)
     assert [name.rpartition("_")[0] for name in threads] == ["prepare-grammar", "prepare"]
+
+
+@pytest.mark.parametrize("text", ["caf\u00e9", "<a&b>", "\u4e2d\U0001f642"])
+def test_whose_text_is_written_with_escapes_waits_for_no_grammar(text, monkeypatch):
+    actor, threads = ScriptedActor(), []
+    encode = actor.edge.model.tokenizer.encode
+    monkeypatch.setattr(
+        actor.edge.model.tokenizer, "encode", lambda text: threads.append(threading.current_thread().name) or encode(text)
+    )
+    escaped = json.dumps({"prompt": text}).replace("<", "\\u003c").replace("&", "\\u0026")
+    assert actor.call("POST", "/v1/completions", content=escaped.encode()).status_code == 200
+    assert [name.rpartition("_")[0] for name in threads] == ["prepare"]
 
 
 def test_a_long_body_keeps_no_short_one_waiting():

@@ -7,24 +7,29 @@ import pytest
 from scripted_actor import ScriptedActor, events, failing, finished, tokens
 
 from mooncake_zmq.core.actor import ToClient
+from mooncake_zmq.gateway.requests import PromptLogprobs, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 SOON = EdgeSettings(keep_alive_s=0.02)
-BODY = json.dumps({"prompt": "a", "stream": True}).encode()
-ASK = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+SCORED = {"echo": True, "logprobs": 0}
+
+
+def ask(**changes):
+    body = json.dumps({"prompt": "abc", "stream": True} | changes).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
 
 def silent(_request, _number):
     return []
 
 
-def after_two_comments(actor, outputs):
+def after_two_comments(actor, outputs, **changes):
     """What a stream then brings."""
     read = []
 
     async def client(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(ASK)
+        writer.write(ask(**changes))
         async with asyncio.timeout(5):
             for _ in range(2):
                 await reader.readuntil(b": keep-alive\n\n")
@@ -44,6 +49,24 @@ def test_a_stream_says_that_it_lives_while_the_prompt_is_computed():
     assert b"data: [DONE]" in rest
 
 
+def test_a_stream_says_that_it_lives_while_its_answer_is_resumed():
+    actor = ScriptedActor(lambda *_: [tokens("o")], settings=SOON)
+    rest = after_two_comments(actor, [*tokens("k", 1), finished()])
+    assert b'"text":"k"' in rest
+    assert rest.count(b"data: ") == 2
+
+
+def test_what_comes_and_says_nothing_ends_no_comments():
+    actor = ScriptedActor(lambda *_: [[PromptLogprobs(1, ((-0.5, ()),))]], settings=SOON)
+    rest = after_two_comments(actor, [PromptLogprobs(2, ((-0.25, ()),)), TokenOut(0, 100, (-1.0, ())), finished()], **SCORED)
+    assert b'"token_logprobs":[null,-0.5,-0.25' in rest
+
+
+def test_what_fails_before_anything_was_said_keeps_its_status():
+    actor = ScriptedActor(lambda *_: [[PromptLogprobs(1, ((-0.5, ()),))], [failing()]])
+    assert actor.complete(stream=True, **SCORED).status_code == 503
+
+
 def test_an_error_behind_a_comment_comes_in_the_stream():
     rest = after_two_comments(ScriptedActor(silent, settings=SOON), [failing()])
     assert b'data: {"error":{"message":"no decode node"' in rest
@@ -55,7 +78,7 @@ def test_a_client_that_hangs_up_between_comments_is_noticed():
 
     async def client(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(ASK)
+        writer.write(ask())
         async with asyncio.timeout(5):
             await reader.readuntil(b": keep-alive\n\n")
         writer.close()

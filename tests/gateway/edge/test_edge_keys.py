@@ -97,6 +97,16 @@ def test_more_than_a_minutes_amount_is_429_with_retry_after(limits):
     assert actor.edge.tenants.slots_taken == 0
 
 
+def test_a_prompt_takes_of_a_minutes_amount_once_however_many_choices_it_has():
+    """Eight tokens of the prompt and four of each answer, of which two are written."""
+    actor = guarded(tokens=28)
+    actor.edge.clock = lambda: 0.0
+    assert ask(actor, "alice", n=5).status_code == 200
+    counts = actor.edge.tenants.counts()
+    assert counts["tenant_tokens[tenant=alice]"] == 8 + 5 * 2
+    assert ask(actor, "alice", n=5).headers["retry-after"] == str(18 * 60 // 28 + 1)
+
+
 def test_a_share_of_the_slots_bounds_a_calls_choices():
     actor = guarded(share=0.25)
     assert ask(actor, "alice", n=2).status_code == 200

@@ -55,6 +55,20 @@ def test_vllm_metrics():
     assert value(samples, "vllm:time_to_first_token_seconds_bucket", le="0.001") <= 3
 
 
+def test_a_prompt_counts_once_however_many_choices_it_has():
+    actor = ScriptedActor()
+    with structlog.testing.capture_logs() as lines:
+        usage = actor.complete(prompt=["hello", "you"], n=3).json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (8, 12)
+    (line,) = (line for line in lines if line["event"] == "http")
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (8, 12)
+    samples = scrape(actor)
+    assert value(samples, "vllm:prompt_tokens_total") == 8
+    assert value(samples, "vllm:generation_tokens_total") == 12
+    assert value(samples, "vllm:prefix_cache_queries_total") == 10, "two times what the script says"
+    assert value(samples, "vllm:prefix_cache_hits_total") == 8
+
+
 def test_where_the_time_of_a_request_went():
     """Queue and prefill as the actor tells them; decode from the first token to the last, by the edge's clock."""
     actor = ScriptedActor(lambda _request, _number: one_by_one([*tokens("abc"), finished(queue_s=0.7, prefill_s=3.0)]))

@@ -1,9 +1,12 @@
 """What is asked is done or refused: parameters without effect, tokens' probabilities, biases."""
 
+import threading
+from dataclasses import replace
+
 import pytest
 from scripted_actor import EOS, ScriptedActor, events, finished
 
-from mooncake_zmq.gateway import unsupported
+from mooncake_zmq.gateway import openai, unsupported
 from mooncake_zmq.gateway.requests import PromptLogprobs, TokenOut
 
 ASKING = {
@@ -163,6 +166,25 @@ def test_echo_with_probabilities_tells_those_of_the_prompt_first(stream, prompt,
     assert bodies[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_whole_prompts_probabilities_are_written_by_another_thread(stream, monkeypatch):
+    """They are so many that to write them stops every stream."""
+    threads, real = [], openai.of_completion
+
+    def spy(ids, *arguments):
+        threads.append((len(ids), threading.current_thread().name.rpartition("_")[0]))
+        return real(ids, *arguments)
+
+    monkeypatch.setattr(openai, "of_completion", spy)
+    asked = {"prompt": "hey", "logprobs": 1, "max_tokens": 1, "stream": stream}
+    ScriptedActor(scoring).complete(echo=True, **asked)
+    assert threads[0] == (4, "prepare-long")
+    assert all(name == "" for _, name in threads[1:])
+    del threads[:]
+    ScriptedActor(told).complete(**asked)
+    assert {name for _, name in threads} == {""}
+
+
 def test_what_lm_eval_asks_for_is_answered_as_it_reads_it():
     """The sum over the continuation, and whether each of its tokens was the likeliest."""
     asked = {"prompt": [list(b"hey")], "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234, "temperature": 0}
@@ -181,6 +203,26 @@ def test_no_answer_is_for_echo_alone_and_counts_nothing():
     assert actor.only.prompt_logprobs is None
     for response in (ScriptedActor().complete(max_tokens=0), ScriptedActor().chat(max_tokens=0)):
         assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_an_answer_is_silent_where_the_wish_that_counts_is_for_none(echo, stream):
+    actor = ScriptedActor()
+    response = actor.complete(max_tokens=0, max_completion_tokens=2, echo=echo, stream=stream)
+    bodies = events(response)[:-1] if stream else [response.json()]
+    assert actor.only.stop.max_tokens == 2
+    assert "".join(body["choices"][0]["text"] for body in bodies) == "hello" * echo + "ok"
+
+
+def test_an_engine_that_is_asked_for_no_probabilities_is_no_cause_to_try():
+    actor = ScriptedActor()
+    actor.edge.model = replace(actor.edge.model, foreign=True)
+    for response in (actor.complete(logprobs=0), actor.complete(logprobs=1, echo=True), actor.chat(logprobs=True)):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, "logprobs", "unsupported_parameter")
+    assert not actor.requests
+    assert actor.complete(echo=True).status_code == actor.chat(logprobs=False).status_code == 200
 
 
 def test_probabilities_of_prompts_are_of_one_choice_and_not_too_many():
