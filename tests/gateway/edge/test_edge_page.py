@@ -4,6 +4,8 @@ import base64
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,13 @@ def test_it_needs_no_other_host_and_writes_no_markup():
     assert re.findall(writers, SOURCE) == []
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node is here to read it")
+def test_its_script_is_one(tmp_path):
+    script = tmp_path / "page.js"
+    script.write_text(content("script"))
+    subprocess.run(["node", "--check", script], check=True, timeout=60)
+
+
 def test_every_element_that_it_looks_for_is_there_once():
     ids = re.findall(r'\bid="([\w-]+)"', SOURCE)
     assert len(ids) == len(set(ids))
@@ -96,7 +105,9 @@ def picture() -> dict[str, Any]:
     actor.up["cache-node"] = hello("cache-node")
     actor.reports = {"prefill": Heard(100.0, 1, Report(uptime_s=1.0, gauges=tuple(gauges.items()), moved=moved))}
     actor.edge.clock = lambda: 100.0
-    attempt = Attempt(number=1, began_s=0.0, conductor="conductor", placed_s=0.1, prefill="prefill", decode="decode", first_s=0.5)
+    attempt = Attempt(
+        number=1, began_s=0.0, conductor="conductor", placed_s=0.1, prefill="prefill", decode="decode", first_s=0.5
+    )
     account = Account(request_id="gw-1", arrived_at=0.0, outcome="stop", duration_s=1.0, attempts=[attempt])
     actor.edge.ended(account)
     return actor.call("GET", "/cluster").json()
