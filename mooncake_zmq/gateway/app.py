@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import Bytes, Grammars
-from mooncake_zmq.gateway import cluster_face, manual
+from mooncake_zmq.gateway import cluster_face, manual, pages
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
@@ -43,7 +43,6 @@ from mooncake_zmq.gateway.openai import (
     server_sent,
     unknown_model,
 )
-from mooncake_zmq.gateway.pages import front_page
 from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Limited, Tenant
@@ -168,7 +167,8 @@ def _plain_routes(edge: Edge) -> list[Route]:
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def front(request: Request) -> Response:
-        return HTMLResponse(front_page(str(request.base_url), edge.model.id, edge.model.max_model_len))
+        text = pages.front_page(str(request.base_url), edge.model.id, edge.model.max_model_len)
+        return HTMLResponse(text, headers=pages.headers())
 
     return [
         Route("/", front),
