@@ -6,6 +6,7 @@ As on the real one, a slot holds a header (key, checksum) beside the bytes, and 
 from dataclasses import dataclass, field
 from random import Random
 
+from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
@@ -41,6 +42,16 @@ class SimDisk:
         """The slot's row, replacing its former one."""
         self.rows.pop(block.slot, None)
         self.rows[block.slot] = block
+
+    def contents(self) -> DiskContents:
+        """What a life finds. A row may have outlived its slot's use: of two with one key the newer is true, as `transfer.disk`
+        has it."""
+        newest: dict[Key, DiskBlock] = {}
+        for block in self.rows.values():
+            newest.pop(block.key, None)
+            newest[block.key] = block
+        self.rows = {block.slot: block for block in newest.values()}
+        return DiskContents(self.slots, tuple(newest.values()))
 
     def read(self, block: DiskBlock) -> bytes:
         """Whatever stands in the slot."""

@@ -123,7 +123,7 @@ class Simulator(World[Machine]):
             segment = Segment(name, incarnation, spec.host, self._layout, spec.slots)
             self.segments[name, incarnation] = segment
         disk = self.disks.get(name)
-        actor = spec.make(incarnation, DiskContents(disk.slots, tuple(disk.rows.values())) if disk else DiskContents())
+        actor = spec.make(incarnation, disk.contents() if disk else DiskContents())
         machine = Machine(
             self,
             name=name,
