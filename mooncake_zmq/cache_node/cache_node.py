@@ -5,7 +5,7 @@ and to the SSD, are works. `gathering` brings together what a lease misses, `dis
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,6 @@ from mooncake_zmq.core.messages import (
     GrantedSlot,
     LeaseBlocks,
     LeaseRenewed,
-    Message,
     ReclaimSlots,
     ReleaseLease,
     RenewLease,
@@ -57,6 +56,7 @@ from mooncake_zmq.core.messages import (
     SlotRef,
     SlotsReserved,
 )
+from mooncake_zmq.core.reactions import Reactions
 from mooncake_zmq.core.reports import REPORT
 from mooncake_zmq.core.shell import Ids, Tally
 from mooncake_zmq.core.work import BlocksCopied, DiskWritten, ProbeProcess, ProcessProbed, SlotGrant, WorkFailed
@@ -154,17 +154,19 @@ class CacheNode:
         self._reporting = False
         """The timer of the next `CacheLoad` is armed."""
         self._draining = False
-        self._reactions: dict[type[Message], Callable[[float, str, Any], list[Effect]]] = {
-            LeaseBlocks: self._on_lease,
-            ReleaseLease: self._on_release,
-            RenewLease: self._on_renew,
-            ReserveSlots: self._on_reserve,
-            CommitSlots: self._on_commit,
-            ReportCorrupt: self._on_corrupt,
-            ChangeReplica: self._on_change_replica,
-            BlocksLeased: self._gatherer.on_leased,
-        }
-        """What each message leads to."""
+        self._reactions = Reactions(
+            self.counts,
+            {
+                LeaseBlocks: self._on_lease,
+                ReleaseLease: self._on_release,
+                RenewLease: self._on_renew,
+                ReserveSlots: self._on_reserve,
+                CommitSlots: self._on_commit,
+                ReportCorrupt: self._on_corrupt,
+                ChangeReplica: self._on_change_replica,
+                BlocksLeased: self._gatherer.on_leased,
+            },
+        )
 
     @property
     def transitions(self) -> dict[str, int]:
@@ -198,9 +200,9 @@ class CacheNode:
         return effects + self._drained() if self._draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
-        # Patterns over the frequent ones would take longer than all that is done with some of them.
+        # As with messages, the frequent ones first: see `Reactions`.
         if type(event) is Received:
-            return self._on_message(now, event.sender, event.message)
+            return self._reactions.to(now, event.sender, event.message)
         if type(event) is TimerFired and event.key == REPORT:
             return self._report(now)
         match event:
@@ -237,13 +239,6 @@ class CacheNode:
                 return []
             case _:
                 raise TypeError(event)
-
-    def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
-        react = self._reactions.get(type(message))
-        if react is None:
-            self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
-            return []
-        return react(now, sender, message)
 
     def check(self, now: float) -> None:
         """See `core.actor`."""

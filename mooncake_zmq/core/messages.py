@@ -7,10 +7,10 @@ holder always stops first. Delivery (at most once, in order, within a conversati
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 PROTOCOL_VERSION = 11
 MAX_MESSAGE_BYTES = 4 << 20
@@ -510,6 +510,20 @@ class ReserveDecode(_Message, frozen=True):
     tenant: Tenant = ""
     siblings: Siblings = ()
     """Further choices that begin with the same KV, each with room of its own; those for which there is none go elsewhere."""
+
+
+ForChoices = TypeVar("ForChoices", StartPrefill, ReserveDecode)
+
+
+def for_sibling(message: ForChoices, sibling: Sibling) -> ForChoices:
+    """The same for a further choice, by itself."""
+    return structs.replace(
+        message,
+        request_id=sibling.request_id,
+        attempt=sibling.attempt,
+        sampling=structs.replace(message.sampling, seed=sibling.seed),
+        siblings=(),
+    )
 
 
 class DecodeReserved(_Message, frozen=True):

@@ -147,8 +147,12 @@ class Node:
                 self.on_state(sender, message)
         return []
 
+    def state(self, now: float) -> bytes:
+        """All of it, as JSON."""
+        return json.dumps(self._state() if self._state is not None else self.dump(now), default=printable).encode()
+
     def _state_for(self, now: float, ask_id: int) -> StateTold:
-        state = json.dumps(self._state() if self._state is not None else self.dump(now), default=printable).encode()
+        state = self.state(now)
         if len(state) > MAX_DUMP_BYTES:
             return StateTold(ask_id=ask_id, error=clip(f"{len(state)} bytes of state are more than a message takes"))
         return StateTold(ask_id=ask_id, state=state)

@@ -7,7 +7,7 @@ told. The others did not come in time, from where they were said to be, or no lo
 
 import math
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from mooncake_zmq.core.messages import Sampled, Sampling, SlotRef, StopRule, TokenLogprob
 from mooncake_zmq.kv.block_hash import Key
@@ -60,6 +60,13 @@ class ComputeChunk(Struct, frozen=True):
     """Tell the probability of each token but the first, and of the one in `following`, and so many of the likeliest ones'."""
     following: bytes = b""
     """The token after these (int32 bytes); empty where the prompt ends."""
+
+    @property
+    def samplings(self) -> tuple[Sampling, ...]:
+        """Of each choice whose next token is sampled; none while more chunks follow."""
+        if self.sampling is None:
+            return ()
+        return (self.sampling, *(structs.replace(self.sampling, seed=seed) for seed in self.seeds))
 
 
 class LayersComputed(Struct, frozen=True, gc=False):

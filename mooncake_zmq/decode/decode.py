@@ -5,11 +5,10 @@ gateway, which resumes it elsewhere from prompt and tokens so far.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import structs
 from msgspec.structs import asdict
 
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
@@ -53,7 +52,6 @@ from mooncake_zmq.core.messages import (
     Hello,
     LayersReady,
     LeaseRenewed,
-    Message,
     ReclaimSlots,
     ReportCorrupt,
     ReserveDecode,
@@ -62,8 +60,10 @@ from mooncake_zmq.core.messages import (
     TokenLogprob,
     TokensDecoded,
     clip,
+    for_sibling,
 )
 from mooncake_zmq.core.pace import STEP_MEMORY_S, Pace
+from mooncake_zmq.core.reactions import Reactions
 from mooncake_zmq.core.reports import REPORT, Reports
 from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
 from mooncake_zmq.core.work import (
@@ -160,20 +160,23 @@ class Decode:
         self._reports = Reports(settings.report_s)
         self._ids = Ids()
         self._leaving = Leaving(may_become, self.counts)
-        self._reactions: dict[type[Message], Callable[[float, str, Any], list[Effect]]] = {
-            ReserveDecode: self._on_reserve,
-            HandoffBlocks: self._on_blocks,
-            LayersReady: self._on_layers,
-            HandoffDone: self._on_done,
-            HandoffFailed: self._on_handoff_failed,
-            CancelRequest: self._on_cancel,
-            BlocksLeased: self._on_leased,
-            LeaseRenewed: self._on_renewed,
-            SlotsReserved: self._on_slots,
-            ReclaimSlots: self._on_reclaim,
-            ChangeRole: self._on_change,
-        }
-        """What each message leads to."""
+        self._reactions = Reactions(
+            self.counts,
+            {
+                ReserveDecode: self._on_reserve,
+                HandoffBlocks: self._on_blocks,
+                LayersReady: self._on_layers,
+                HandoffDone: self._on_done,
+                HandoffFailed: self._on_handoff_failed,
+                CancelRequest: self._on_cancel,
+                BlocksLeased: self._on_leased,
+                LeaseRenewed: self._on_renewed,
+                SlotsReserved: self._on_slots,
+                ReclaimSlots: self._on_reclaim,
+                ChangeRole: self._on_change,
+            },
+            self._pool.may_say,
+        )
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -183,9 +186,9 @@ class Decode:
         return effects + self._drained() if self._leaving.draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
-        # Patterns over the frequent ones would take longer than all that is done with some of them.
+        # As with messages, the frequent ones first: see `Reactions`.
         if type(event) is Received:
-            return self._on_message(now, event.sender, event.message)
+            return self._reactions.to(now, event.sender, event.message)
         if type(event) is WorkDone:
             return self._on_work(now, event)
         if type(event) is TimerFired and event.key == REPORT:
@@ -234,13 +237,6 @@ class Decode:
             assert isinstance(result, COPIED)
             return self._put_ended(self._pool.on_copied(work_id, result))
         return []
-
-    def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
-        react = self._reactions.get(type(message))
-        if react is None or not self._pool.may_say(sender, message):
-            self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
-            return []
-        return react(now, sender, message)
 
     def _on_renewed(self, _now: float, _sender: str, message: LeaseRenewed) -> list[Effect]:
         self._pool.on_renewed(message)
@@ -341,14 +337,7 @@ class Decode:
             self.counts.add("reservations_denied")
             failed = AttemptFailed(request_id=sibling.request_id, attempt=sibling.attempt, reason=lack, full=True)
             return [*effects, Send(message.gateway, failed)]
-        own = structs.replace(
-            message,
-            request_id=sibling.request_id,
-            attempt=sibling.attempt,
-            sampling=structs.replace(message.sampling, seed=sibling.seed),
-            siblings=(),
-        )
-        request = self._admit(now, leader.prefill, own, budget, effects)
+        request = self._admit(now, leader.prefill, for_sibling(message, sibling), budget, effects)
         self._move(request, RequestEvent.RESERVED)
         request.forked, request.leader = True, leader
         leader.siblings.append(request)

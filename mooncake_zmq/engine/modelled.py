@@ -23,6 +23,7 @@ from mooncake_zmq.engine.spec import (
     check_entering,
     check_room,
     check_tokens,
+    row_by_row,
 )
 
 MASK = (1 << 20) - 1
@@ -72,11 +73,7 @@ class ModelledEngine:
         if logits_at is None:
             return None
         rows = (self._logits(self._mixed(sequence, start + range(len(tokens))[at])) for at in logits_at)
-        if on_logits:
-            for row in rows:
-                on_logits(row[None])
-            return None
-        return np.stack(list(rows))
+        return row_by_row(rows, on_logits)
 
     def prefill_layers(
         self,

@@ -1,7 +1,7 @@
 """What a model is to the rest of the system: its shape and identity, and the methods every engine has."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -172,3 +172,12 @@ def check_tokens(tokens: NDArray[Any], vocab_size: int) -> None:
     """Raise ValueError when an id lies outside the vocabulary."""
     if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         raise ValueError(f"token id out of range: the vocabulary has {vocab_size} ids")
+
+
+def row_by_row(rows: Iterable[NDArray[np.float32]], on_logits: LogitsCallback | None) -> NDArray[np.float32] | None:
+    """What `Engine.prefill` answers with these rows of logits, [vocab_size] each, made as they are asked for."""
+    if on_logits is None:
+        return np.stack(list(rows))
+    for row in rows:
+        on_logits(row[None])
+    return None

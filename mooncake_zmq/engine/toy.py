@@ -9,7 +9,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
-from mooncake_zmq.engine.spec import LayerCallback, LogitsCallback, ModelSpec, check_entering, check_room, check_tokens
+from mooncake_zmq.engine.spec import (
+    LayerCallback,
+    LogitsCallback,
+    ModelSpec,
+    check_entering,
+    check_room,
+    check_tokens,
+    row_by_row,
+)
 
 MODULUS = 1 << 20  # running sums below 2**20 are exact in float32
 EOS_ID = 256
@@ -77,11 +85,9 @@ class ToyEngine:
         if logits_at is None:
             return None
         lengths = [start + range(len(tokens))[at] + 1 for at in logits_at]
-        if on_logits:
-            for length in lengths:
-                on_logits(self._logits(self._hash(sequence, range(self.spec.layers), length))[None])
-            return None
-        return np.stack([self._logits(self._hash(sequence, range(self.spec.layers), length)) for length in lengths])
+        return row_by_row(
+            (self._logits(self._hash(sequence, range(self.spec.layers), length)) for length in lengths), on_logits
+        )
 
     def prefill_layers(
         self,

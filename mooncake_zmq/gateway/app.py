@@ -329,8 +329,7 @@ async def _hang_up(scope: Scope, receive: Receive) -> None:
     abort = scope["state"].get("abort")
     if abort is not None:
         abort()
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await cluster_face.until_gone(receive)
 
 
 class _Stream:
@@ -376,12 +375,7 @@ class _Stream:
         if self._begun:
             return
         self._begun = True
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-        ]
-        await self._write({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._write({"type": "http.response.start", "status": 200, "headers": cluster_face.HEADERS})
 
     async def _news(self) -> bytes:
         return await self._threads.told(self._reply, lambda: b"".join(server_sent(chunk) for chunk in self._reply.chunks()))
@@ -437,8 +431,7 @@ async def _read_body(request: Request, reading: Reading, settings: EdgeSettings)
 
 
 async def _watch(receive: Receive, call: Call) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await cluster_face.until_gone(receive)
     call.hang_up()
 
 

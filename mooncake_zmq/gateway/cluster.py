@@ -13,7 +13,6 @@ from mooncake_zmq.core.watch import STALE_S, Heard
 
 MAX_REASONS = 256
 """Degradations told at a time; of more, the first."""
-DIFFERS = ("protocol", "model", "tokenizer", "layout")
 TIERS = {
     "prefill": {"slab": ("cached_blocks", "capacity_blocks")},
     "cache-node": {"dram": ("cached_blocks", "capacity_blocks"), "ssd": ("cached_disk_blocks", "capacity_disk_blocks")},

@@ -12,18 +12,13 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from mooncake_zmq.core.watch import EVERY_S
-from mooncake_zmq.gateway.openai import RequestError, quoted, server_sent
+from mooncake_zmq.gateway.openai import EVENT_STREAM, RequestError, quoted, server_sent
 from mooncake_zmq.gateway.overview import NoState, Overview
 from mooncake_zmq.gateway.traces import MAX_TRACES, Traces
 
 MAX_ONLOOKERS = 16
 """Clients of `/cluster/events` at once; a further one is answered 503."""
 LONGEST_S = 300.0
-EVENT_STREAM = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
 HEADERS = [(name.encode(), value.encode()) for name, value in EVENT_STREAM.items()]
 HangUp = Callable[[Scope, Receive], Awaitable[None]]
 
@@ -47,7 +42,7 @@ class Events:
         if self._onlookers >= MAX_ONLOOKERS:
             raise RequestError(503, f"{MAX_ONLOOKERS} clients look on already", code="overloaded")
         self._onlookers += 1
-        gone = asyncio.create_task(_until_gone(receive))
+        gone = asyncio.create_task(until_gone(receive))
         try:
             await self._write(send, {"type": "http.response.start", "status": 200, "headers": HEADERS})
             ends_at = time.monotonic() + LONGEST_S
@@ -75,7 +70,8 @@ class Events:
             await send(message)
 
 
-async def _until_gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Return once the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -965,6 +965,8 @@ def server_sent(event: dict[str, Any]) -> bytes:
     return b"data: " + line + b"\n\n"
 
 
+EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+"""The headers of a stream of events."""
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: whoever reads events passes over it."""

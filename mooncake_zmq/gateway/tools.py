@@ -111,7 +111,7 @@ def read_tools(
 ) -> Tools:
     """What is asked. `form`: the operator's; None: as the template tells. `answer`: the schema of an answer without calls, if
     it has one. Raises ConstraintRefused."""
-    given, chosen = _given(bytes(tools)), _chosen(bytes(choice))
+    (given, functions), chosen = _given(bytes(tools)), _chosen(bytes(choice))
     must = chosen == "required" or isinstance(chosen, _Choice)
     if not given:
         if must:
@@ -119,7 +119,6 @@ def read_tools(
         return NO_TOOLS
     if not words.takes_tools:
         raise ConstraintRefused("tools", "this model's chat template takes no tools")
-    functions = [msgspec.convert(each, _Tool).function for each in given]
     names = tuple(function.name for function in functions)
     if chosen == "none":
         return Tools(given, None, names, 0, False)
@@ -177,16 +176,16 @@ def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _given(raw: bytes) -> list[dict[str, Any]]:
+def _given(raw: bytes) -> tuple[list[dict[str, Any]], list[_Function]]:
+    """As the template takes them, and what they say."""
     if len(raw) > MAX_TOOLS_BYTES:
         raise ConstraintRefused("tools", f"{len(raw)} bytes of JSON are more than {MAX_TOOLS_BYTES}")
     try:
         given = _tools.decode(raw) or []
         check_depth(given)
-        msgspec.convert(given, list[_Tool])
+        return given, [tool.function for tool in msgspec.convert(given, list[_Tool])]
     except (ValueError, RecursionError) as error:
         raise ConstraintRefused("tools", str(error)[:200]) from None
-    return given
 
 
 def _chosen(raw: bytes) -> "Literal['none', 'auto', 'required'] | _Choice | None":

@@ -5,7 +5,7 @@ It owns its slab (the slots its KV is handed off and reused from) and its queue.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
@@ -49,7 +49,6 @@ from mooncake_zmq.core.messages import (
     Hello,
     LayersReady,
     LeaseRenewed,
-    Message,
     PromptScored,
     ReclaimSlots,
     ReportCorrupt,
@@ -66,6 +65,7 @@ from mooncake_zmq.core.messages import (
     TokenLogprob,
     clip,
 )
+from mooncake_zmq.core.reactions import Reactions
 from mooncake_zmq.core.reports import REPORT, Reports
 from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
 from mooncake_zmq.core.work import (
@@ -154,27 +154,30 @@ class Prefill:
             transitions=self.job_transitions,
             forget_corrupt=self._on_corrupt,
         )
-        self._reactions: dict[type[Message], Callable[[float, str, Any], list[Effect]]] = {
-            StartPrefill: self._on_start,
-            CancelRequest: self._on_cancel,
-            DecodeReserved: self._on_reserved,
-            DecodeDenied: self._on_denied,
-            StartStage: self._on_start_stage,
-            StageChunk: self._on_stage_chunk,
-            EndStage: self._on_end_stage,
-            StageReady: self._on_stage_ready,
-            StageDone: self._on_stage_done,
-            StageFailed: self._on_stage_failed,
-            HandoffReceived: self._on_handoff_received,
-            HandoffFailed: self._on_handoff_failed,
-            BlocksLeased: self._on_leased,
-            LeaseRenewed: self._on_renewed,
-            SlotsReserved: self._on_slots,
-            ReclaimSlots: self._on_reclaim,
-            ChangeRole: self._on_change,
-            ReportCorrupt: self._on_report_corrupt,
-        }
-        """What each message leads to."""
+        self._reactions = Reactions(
+            self.counts,
+            {
+                StartPrefill: self._on_start,
+                CancelRequest: self._on_cancel,
+                DecodeReserved: self._on_reserved,
+                DecodeDenied: self._on_denied,
+                StartStage: self._on_start_stage,
+                StageChunk: self._on_stage_chunk,
+                EndStage: self._on_end_stage,
+                StageReady: self._on_stage_ready,
+                StageDone: self._on_stage_done,
+                StageFailed: self._on_stage_failed,
+                HandoffReceived: self._on_handoff_received,
+                HandoffFailed: self._on_handoff_failed,
+                BlocksLeased: self._on_leased,
+                LeaseRenewed: self._on_renewed,
+                SlotsReserved: self._on_slots,
+                ReclaimSlots: self._on_reclaim,
+                ChangeRole: self._on_change,
+                ReportCorrupt: self._on_report_corrupt,
+            },
+            self._pool.may_say,
+        )
 
     @property
     def transitions(self) -> dict[str, int]:
@@ -193,9 +196,9 @@ class Prefill:
         return [Fence(self.slots.take_fences()), *effects] if self.slots.fences else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
-        # Patterns over the frequent ones would take longer than all that is done with some of them.
+        # As with messages, the frequent ones first: see `Reactions`.
         if type(event) is Received:
-            return self._on_message(now, event.sender, event.message)
+            return self._reactions.to(now, event.sender, event.message)
         if type(event) is TimerFired and event.key == REPORT:
             return self._report(now)
         if type(event) is WorkDone:
@@ -240,13 +243,6 @@ class Prefill:
             assert isinstance(result, STAGED)
             return self._stages.on_computed(now, result) + self._reports.hurry(now)
         return []
-
-    def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
-        react = self._reactions.get(type(message))
-        if react is None or not self._pool.may_say(sender, message):
-            self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
-            return []
-        return react(now, sender, message)
 
     def _on_start_stage(self, now: float, sender: str, message: StartStage) -> list[Effect]:
         return self._stages.on_start(now, sender, message, draining=self._leaving.draining)

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import structlog
-from msgspec import structs
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
@@ -469,10 +468,8 @@ class Executor:
 
     def _sample(self, job: "_Job", work: ComputeChunk, logits: NDArray[np.float32], position: int) -> tuple[Sampled, ...]:
         """The token at `position` for each choice."""
-        assert work.sampling is not None
         past = job.sequences[work.sequence].past
-        samplings = [work.sampling, *(structs.replace(work.sampling, seed=seed) for seed in work.seeds)]
-        return tuple(choose(logits, sampling, position, past) for sampling in samplings)
+        return tuple(choose(logits, sampling, position, past) for sampling in work.samplings)
 
     def _compute_stage(self, job: "_Job", stage: ComputeStage, sequence: SequenceKV) -> Result:
         assert self._engine

@@ -556,7 +556,7 @@ class _Process:
             ),
             settings=self.settings.edge,
             max_open=self.settings.requests.max_open,
-            backing=_Backing(self.runtime, requests, self._state, self._data),
+            backing=_Backing(self.runtime, requests, self._data),
             tenants=api_keys.tenants if api_keys else None,
             listed=[Listed(node.name, node.role, node.host) for node in self.config.nodes],
             about={
@@ -733,7 +733,7 @@ class _Process:
 
     def _data(self) -> dict[str, float]:
         """Counts of the parts that run beside the loop."""
-        return {f"{part}_{name}": value for part, counts in self.data_counts.items() for name, value in counts.items()}
+        return {name: value for part, counts in self.data_counts.items() for name, value in _named(part, counts).items()}
 
     def _snapshot(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         return self._in_loop(self._facts)
@@ -799,11 +799,10 @@ class _Backing:
         self,
         runtime: ZmqRuntime,
         requests: Requests,
-        state: Callable[[], dict[str, Any]],
         beside: Callable[[], Mapping[str, float]],
     ) -> None:
         """`beside`: counts of the parts that run beside the loop."""
-        self._runtime, self._requests, self._state, self._beside = runtime, requests, state, beside
+        self._runtime, self._requests, self._beside = runtime, requests, beside
         self._asked: OrderedDict[int, tuple[str, Callable[[StateTold], None]]] = OrderedDict()
         """Who waits for which node's state; who waits longer than `MAX_ASKS` others waits in vain."""
         runtime.node.on_state = self._on_state
@@ -839,7 +838,7 @@ class _Backing:
 
     def ask_state(self, node: str, ask_id: int, tell: Callable[[StateTold], None]) -> None:
         if node == self._runtime.node.session.me:
-            tell(StateTold(ask_id=ask_id, state=json.dumps(self._state(), default=printable).encode()))
+            tell(StateTold(ask_id=ask_id, state=self._runtime.node.state(time.monotonic())))
             return
         self._asked[ask_id] = node, tell
         if len(self._asked) > MAX_ASKS:
@@ -895,8 +894,8 @@ def _named(part: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _counts(runtime: ZmqRuntime) -> dict[str, float]:
-    session = {f"session_{name}": value for name, value in runtime.node.session.counts.items()}
-    return {**runtime.node.actor.counts, **session, **{f"zmq_{name}": value for name, value in runtime.counts.items()}}
+    node = runtime.node
+    return {**node.actor.counts, **_named("session", node.session.counts), **_named("zmq", runtime.counts)}
 
 
 def claim(host: str, port: int, *, share: bool) -> socket.socket:

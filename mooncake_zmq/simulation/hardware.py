@@ -11,7 +11,6 @@ from random import Random
 from typing import Protocol
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import Event, PeerDown, PeerUp
@@ -344,11 +343,9 @@ class Machine:
 
     def _sampled(self, work: ComputeChunk, kv_hash: int, end: int) -> tuple[Sampled, ...]:
         """The next token for each choice."""
-        if work.sampling is None:
-            return ()
-        samplings = [work.sampling, *(structs.replace(work.sampling, seed=seed) for seed in work.seeds)]
-        tokens = [self.sequences[work.sequence].token_of(kv_hash, end, sampling) for sampling in samplings]
-        return tuple((token, logprob_of(token, end, work.sampling)) for token in tokens)
+        sequence = self.sequences[work.sequence]
+        tokens = [(sequence.token_of(kv_hash, end, sampling), sampling) for sampling in work.samplings]
+        return tuple((token, logprob_of(token, end, sampling)) for token, sampling in tokens)
 
     def _compute_stage(self, running: Running, work: ComputeStage) -> Steps:
         hardware, chunk, segment = self.world.hardware, work.chunk, self.segment

@@ -41,6 +41,7 @@ from mooncake_zmq.core.messages import (
     StartPrefill,
     TokensDecoded,
     clip,
+    for_sibling,
 )
 from mooncake_zmq.core.reports import REPORT, Reports
 from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
@@ -80,19 +81,7 @@ def unable(sampling: Sampling, made: int) -> str | None:
 
 def _each_choice(message: StartPrefill) -> list[StartPrefill]:
     """vLLM has a cache of its own, which the second one finds filled."""
-    own = structs.replace(message, siblings=())
-    return [
-        own,
-        *(
-            structs.replace(
-                own,
-                request_id=each.request_id,
-                attempt=each.attempt,
-                sampling=structs.replace(own.sampling, seed=each.seed),
-            )
-            for each in message.siblings
-        ),
-    ]
+    return [structs.replace(message, siblings=()), *(for_sibling(message, each) for each in message.siblings)]
 
 
 class VllmNode:
