@@ -88,9 +88,10 @@ class Batches:
         """What the request is told: by the gap when it joins, what becomes of it while it runs."""
         batch, expected = self.batch(joining, node), joining.expected_tokens
         stretch = gaps.stretch(expected)
-        grown_s = node.scale * self._context_s * gaps.growth_tokens(batch + joining.choices, expected)
-        gap_s, alone_s = self._look_at(joining, node), node.scale * joining.alone_s
-        return DecodeChoice(node, tbt_s=stretch * (gap_s + grown_s), batch=batch, alone_s=stretch * alone_s)
+        grown_s = self._grown_s(node, batch + joining.choices, expected)
+        alone_s = self._alone_s(joining, node) + self._grown_s(node, joining.choices, expected)
+        tbt_s = stretch * (self._look_at(joining, node) + grown_s)
+        return DecodeChoice(node, tbt_s=tbt_s, batch=batch, alone_s=stretch * alone_s)
 
     def weigh(self, joining: Joining) -> None:
         """Before `gap_s`: what the request adds to any step."""
@@ -128,6 +129,14 @@ class Batches:
         return node.there * staying + come
 
     # --- leaves
+
+    def _grown_s(self, node: DecodeNode, batch: float, expected_tokens: float) -> float:
+        return node.scale * self._context_s * gaps.growth_tokens(batch, expected_tokens)
+
+    def _alone_s(self, joining: Joining, node: DecodeNode) -> float:
+        """The gap with nobody else there. A request's choices beyond the batch wait for each other even then."""
+        gap_s, over = node.scale * joining.alone_s, joining.choices - node.max_batch
+        return self._waiting_s(joining, node, gap_s, over) if over > 0 else gap_s
 
     def _waiting_s(self, joining: Joining, node: DecodeNode, gap_s: float, over: float) -> float:
         """The same where the batch has no place: its step is that of a full one, and `over` leave one after the other first."""

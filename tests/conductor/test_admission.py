@@ -123,6 +123,16 @@ def test_idle_nodes_are_never_refused():
     assert isinstance(cluster.schedule(tokens=LONG), Rejected)
 
 
+@pytest.mark.parametrize(("choices", "max_tokens"), [(4, 20), (1, 4000)], ids=["choices beyond the batch", "a long answer"])
+def test_what_slows_only_itself_down_is_not_refused(choices, max_tokens):
+    """Nobody's leaving would make it faster: it would be refused for ever."""
+    cluster = Cluster(1, costs=Costs(decode_step_s=0.02, decode_context_s=0.0001), tbt_slo_s=0.03)
+    cluster.decode_load("d0", max_batch=1)
+    answer = cluster.schedule(tokens=50, choices=choices, max_tokens=max_tokens)
+    assert isinstance(answer, Placed)
+    assert answer.tbt_s > 0.03
+
+
 def test_a_long_prompt_is_not_refused_for_as_long_as_any_short_one_runs():
     cluster = Cluster(1, ttft_slo_s=10)
     cluster.prefill_load("p0", queued_s=0.5)
