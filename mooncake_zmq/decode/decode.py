@@ -196,9 +196,8 @@ class Decode:
         match event:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
-                self._pool.peer_up(up)
                 self._reports.peer_up(up)
-                return []
+                return self._pool.peer_up(now, up)
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
             case TimerFired(("renew",)):

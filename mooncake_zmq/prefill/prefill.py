@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mooncake_zmq.cache_node.client import PoolClient, PutEnded
+from mooncake_zmq.cache_node.client import UNHEARD, PoolClient, PutEnded
 from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
@@ -206,15 +206,16 @@ class Prefill:
         match event:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
-                self._pool.peer_up(up)
                 self._reports.peer_up(up)
-                return []
+                return self._pool.peer_up(now, up)
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
             case TimerFired(("renew",)):
                 return [*self._pool.renew(now), self._renew_timer()]
             case TimerFired(("deadline", str(request_id), int(attempt))):
                 return self._on_deadline(now, request_id, attempt)
+            case TimerFired((kind, int(lease_id))) if kind == UNHEARD:
+                return self._leased(lease_id, ()) if self._pool.forgo(lease_id) else []
             case TimerFired((kind, str(request_id), int(attempt))) if kind == DEADLINE:
                 return self._stages.on_deadline(request_id, attempt)
             case Started():
@@ -453,12 +454,18 @@ class Prefill:
         wanted = () if unreused else reusable[len(job.prefix) :]
         if job.group is not None:
             job.group.keys = () if unreused else reusable
-        if wanted and self._pool.node is not None:
+        promised = bool(wanted) and len(job.prefix) < request.reuse_blocks
+        if wanted and (promised or self._pool.node is not None):
             job.lease_id = self._ids.new()
             self._leases[job.lease_id] = job
-            fetch = len(job.prefix) < request.reuse_blocks  # from other hosts, or from this host's SSD
             effects += self._pool.lease(
-                now, job.lease_id, wanted, request.sources, fetch=fetch, compute_s=self._workload.block_s(now)
+                now,
+                job.lease_id,
+                wanted,
+                request.sources,
+                fetch=promised,  # from other hosts, or from this host's SSD
+                compute_s=self._workload.block_s(now),
+                wait_s=self._workload.spared_s(now, request, job.length, len(job.prefix)),
             )
         else:
             job.leased = True
@@ -483,19 +490,21 @@ class Prefill:
         )
         return [*effects, Send(request.decode, reserve)]
 
-    def _on_leased(self, now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
+    def _on_leased(self, _now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
         sources = self._pool.on_leased(message)
-        job = self._leases.get(message.lease_id)
-        if sources is None:
-            return []
-        if (of_stage := self._stages.on_leased(message.lease_id, sources)) is not None:
+        return [] if sources is None else self._leased(message.lease_id, sources, message.remote)
+
+    def _leased(self, lease_id: int, sources: tuple[SlotRef, ...], remote: int = 0) -> list[Effect]:
+        """What the pool has of what was asked for, the last `remote` blocks from elsewhere; nothing, if it was not heard."""
+        job = self._leases.get(lease_id)
+        if (of_stage := self._stages.on_leased(lease_id, sources)) is not None:
             return of_stage
         if job is None or job.state is not PREPARING or job.leased:
-            return self._pool.release(message.lease_id)
+            return self._pool.release(lease_id)
         job.leased = True
         job.estimate = None
         sources = sources[: (job.length - 1) // self._layout.block_tokens - len(job.prefix)]  # no more than were asked for
-        remote = min(message.remote, len(sources))
+        remote = min(remote, len(sources))
         job.prefix += sources
         job.remote_blocks += remote
         job.local_blocks += len(sources) - remote
@@ -940,7 +949,7 @@ class Prefill:
                 effects += self._end(now, job)
             elif job.request.decode == peer or peer in job.request.stages and job.state is not JobState.HANDING_OFF:
                 effects += self._fail(now, job, f"{peer} is down", avoid=peer)
-            elif job.lease_id is not None and not job.leased and self._pool.node is None:
+            elif job.lease_id is not None and not job.leased and not self._pool.wants(job.lease_id):
                 job.leased, job.estimate = True, None
         return effects + self._stages.peer_down(peer)
 

@@ -247,12 +247,20 @@ class Stages:
     def _reuse(self, now: float, stage: Stage) -> list[Effect]:
         """Lease what the own slab does not hold."""
         wanted = stage.request.keys[len(stage.prefix) :]
-        if not wanted or self._pool.node is None:
+        promised = bool(wanted) and len(stage.prefix) < stage.request.reuse_blocks
+        if not wanted or not (promised or self._pool.node is not None):
             return self._begin(stage)
         stage.lease_id = self._ids.new()
-        fetch = len(stage.prefix) < stage.request.reuse_blocks
-        compute_s = self._share(stage.request) * self._workload.block_s(now)
-        return self._pool.lease(now, stage.lease_id, wanted, stage.request.sources, fetch=fetch, compute_s=compute_s)
+        share = self._share(stage.request)
+        return self._pool.lease(
+            now,
+            stage.lease_id,
+            wanted,
+            stage.request.sources,
+            fetch=promised,
+            compute_s=share * self._workload.block_s(now),
+            wait_s=share * self._workload.spared_s(now, stage.request, stage.request.tokens, len(stage.prefix)),
+        )
 
     def on_leased(self, lease_id: int, sources: tuple[SlotRef, ...]) -> list[Effect] | None:
         """The pool's answer; None if it is not to a stage."""
@@ -409,7 +417,7 @@ class Stages:
         for stage in list(self._stages.values()):
             if stage.leader == peer:
                 effects += self._end(stage)
-            elif stage.state is StageState.LEASING and self._pool.node is None:
+            elif stage.lease_id is not None and stage.state is StageState.LEASING and not self._pool.wants(stage.lease_id):
                 stage.lease_id = None
                 effects += self._begin(stage)
         return effects

@@ -579,6 +579,32 @@ def test_leases_of_stages_and_jobs_are_told_apart():
     assert not line.leftovers()
 
 
+def test_a_stage_whose_pool_was_not_heard_waits_for_what_the_plan_reuses():
+    line = Line(("p1",), blocks={"p0": 2, "p1": 2})
+    node = line.nodes["p1"]
+    node.down("c")
+    line.start(reuse_blocks=2)
+    line.run()
+    assert line.computed == []
+    node.up("c", 7, host="h-p1")
+    line.run()
+    assert line.computed[0] == ("p0", 2 * B)
+    line.received()
+    assert not line.leftovers()
+
+
+def test_a_stage_does_without_a_pool_that_is_not_heard():
+    line = Line(("p1",), blocks={"p0": 2, "p1": 2})
+    line.nodes["p1"].down("c")
+    line.start(reuse_blocks=2)
+    line.run()
+    line.nodes["p1"].advance(1.0)
+    line.run()
+    assert line.computed[0] == ("p0", 0)
+    line.received()
+    assert not line.leftovers()
+
+
 # --- the rule
 
 
