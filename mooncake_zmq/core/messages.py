@@ -465,6 +465,7 @@ class AttemptFailed(_Message, frozen=True):
 
     `full`: nothing broke, there was only no room. `avoid`: the node to keep away from, the sender if empty. `refused`: the
     decode would miss the request's TBT now that its prefill is done; a request without a token ends as if it had been rejected.
+    `stuck`: its answer cannot follow its constraint, and no attempt will: the request ends.
     """
 
     request_id: RequestId
@@ -474,6 +475,7 @@ class AttemptFailed(_Message, frozen=True):
     avoid: Annotated[str, Meta(max_length=64)] = ""
     refused: bool = False
     retry_after_s: Seconds = 0.0
+    stuck: bool = False
 
 
 class CancelRequest(_Message, frozen=True):
@@ -837,13 +839,14 @@ class StageDone(_Message, frozen=True):
 
 class StageFailed(_Message, frozen=True):
     """The stage is over here, and with it the attempt. `full`: there was only no room. `unreached`: reused blocks were not
-    reached, and the next attempt should compute them."""
+    reached, and the next attempt should compute them. `stuck`: as in `AttemptFailed`."""
 
     request_id: RequestId
     attempt: Count
     reason: Text
     full: bool = False
     unreached: bool = False
+    stuck: bool = False
 
 
 class EndStage(_Message, frozen=True):

@@ -724,7 +724,7 @@ class Decode:
         assert step is not None
         columns: Sequence[tuple[int, ...]] = [()] * len(step.members)
         told: Sequence[tuple[TokenLogprob | None, ...]] = [()] * len(step.members)
-        unable: dict[int, str] = {}
+        unable: dict[int, WorkFailed] = {}
         if isinstance(result, StepDecoded):
             self._measure(now, step, result)
             columns = list(zip(*result.tokens, strict=True))
@@ -742,7 +742,7 @@ class Decode:
                 effects += self._fail(now, request, f"step failed: {result.reason}")
                 continue
             if place in unable:
-                effects += self._fail(now, request, f"constraint: {unable[place]}")
+                effects += self._take_rest(now, request, tokens[:-1], logprobs[:-1], batches, unable[place])
                 continue
             effects += self._take_tokens(now, request, tokens, logprobs, batches)
             if step.steps > 1 and request.state is READY:
@@ -784,6 +784,21 @@ class Decode:
         request.steps += stop
         batches.setdefault(message.gateway, []).append((entry, told, request.account(now) if ended else None))
         return effects + self._close(now, request) if ended else effects
+
+    def _take_rest(
+        self,
+        now: float,
+        request: Request,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob | None, ...],
+        batches: dict[str, list[_Entry]],
+        failed: WorkFailed,
+    ) -> list[Effect]:
+        """What was sampled before a step that failed for this request alone."""
+        effects = self._take_tokens(now, request, tokens, logprobs, batches) if tokens else []
+        if request.state is not READY:
+            return effects
+        return effects + self._fail(now, request, failed.reason, stuck=failed.stuck)
 
     def _store(self, now: float, request: Request, taken: Sequence[int]) -> list[Effect]:
         """The pool gets the blocks that these tokens complete, so that the next turn of a chat hits them."""
@@ -845,11 +860,13 @@ class Decode:
             effects += self._fail(now, next(iter(self._requests.values())), "decode is leaving", full=True)
         return effects
 
-    def _fail(self, now: float, request: Request, reason: str, *, full: bool = False, avoid: str = "") -> list[Effect]:
+    def _fail(
+        self, now: float, request: Request, reason: str, *, full: bool = False, avoid: str = "", stuck: bool = False
+    ) -> list[Effect]:
         self.counts.add("requests_failed")
         message = request.request
         failed = AttemptFailed(
-            request_id=message.request_id, attempt=message.attempt, reason=clip(reason), full=full, avoid=avoid
+            request_id=message.request_id, attempt=message.attempt, reason=clip(reason), full=full, avoid=avoid, stuck=stuck
         )
         return [Send(message.gateway, failed), *self._tell_prefill(request, reason), *self._close(now, request)]
 

@@ -625,7 +625,8 @@ class Prefill:
             return []
         if message.unreached:
             self._forgo_reuse(job)
-        return self._fail(now, job, f"{sender}: {message.reason}", full=message.full, avoid=sender if message.full else "")
+        avoid = sender if message.full else ""
+        return self._fail(now, job, f"{sender}: {message.reason}", full=message.full, avoid=avoid, stuck=message.stuck)
 
     def _led(self, stage: str, request_id: str, attempt: int) -> Job | None:
         """The job in whose pipeline `stage` is a later one."""
@@ -705,7 +706,7 @@ class Prefill:
         if isinstance(result, WorkFailed):
             self.counts.add("chunks_failed")
             self._move(job, JobEvent.CHUNK_DONE)
-            return self._fail(now, job, f"chunk failed: {result.reason}")
+            return self._fail(now, job, f"chunk failed: {result.reason}", stuck=result.stuck)
         if result.failed:
             self._move(job, JobEvent.CHUNK_DONE)
             return self._on_prefix_failed(now, job, result)
@@ -884,10 +885,13 @@ class Prefill:
         avoid: str = "",
         tell_decode: bool = True,
         refused_for_s: float | None = None,
+        stuck: bool = False,
     ) -> list[Effect]:
         self.counts.add("jobs_failed" if refused_for_s is None else "jobs_refused_by_decode")
         request = job.request
-        effects = self._tell_choices(job, reason, full=full, avoid=avoid, refused_for_s=refused_for_s)
+        effects = self._failed(
+            job.gateway, job.choices, reason, full=full, avoid=avoid, refused_for_s=refused_for_s, stuck=stuck
+        )
         if tell_decode and job.state is not JobState.QUEUED:
             effects.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return effects + self._end(now, job)
@@ -903,7 +907,7 @@ class Prefill:
         reservation did, and then that would stand, unused, until the deadline."""
         request = job.request
         job.choices.pop(request.request_id, None)  # its gateway knows
-        told = self._tell_choices(job, reason, full=True)
+        told = self._failed(job.gateway, job.choices, reason, full=True)
         if job.state is not JobState.QUEUED:
             told.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return told + self._end(now, job)
@@ -997,11 +1001,6 @@ class Prefill:
             for slot in slots
         ]
 
-    def _tell_choices(
-        self, job: Job, reason: str, *, full: bool, avoid: str = "", refused_for_s: float | None = None
-    ) -> list[Effect]:
-        return self._failed(job.gateway, job.choices, reason, full=full, avoid=avoid, refused_for_s=refused_for_s)
-
     def _failed(
         self,
         gateway: str,
@@ -1009,8 +1008,9 @@ class Prefill:
         reason: str,
         *,
         full: bool,
-        avoid: str,
+        avoid: str = "",
         refused_for_s: float | None = None,
+        stuck: bool = False,
     ) -> list[Effect]:
         return [
             Send(
@@ -1023,6 +1023,7 @@ class Prefill:
                     avoid=avoid,
                     refused=refused_for_s is not None,
                     retry_after_s=refused_for_s or 0.0,
+                    stuck=stuck,
                 ),
             )
             for request_id, attempt in choices.items()

@@ -366,7 +366,7 @@ class Stages:
         self._move(stage, StageEvent.CHUNK_DONE)
         if isinstance(result, WorkFailed):
             self._counts.add("chunks_failed")
-            return self._fail(stage, f"chunk failed: {result.reason}")
+            return self._fail(stage, f"chunk failed: {result.reason}", stuck=result.stuck)
         if result.failed:
             return self._on_prefix_failed(stage, result)
         chunk = stage.chunks.popleft()
@@ -426,9 +426,12 @@ class Stages:
         """End all that are left, as ones for which there is no room."""
         return [e for stage in list(self._stages.values()) for e in self._fail(stage, reason, full=True)]
 
-    def _fail(self, stage: Stage, reason: str, *, full: bool = False, unreached: bool = False) -> list[Effect]:
+    def _fail(
+        self, stage: Stage, reason: str, *, full: bool = False, unreached: bool = False, stuck: bool = False
+    ) -> list[Effect]:
         self._counts.add("stages_failed")
-        return [self._failed(stage.leader, stage.request, reason, full=full, unreached=unreached), *self._end(stage)]
+        failed = self._failed(stage.leader, stage.request, reason, full=full, unreached=unreached, stuck=stuck)
+        return [failed, *self._end(stage)]
 
     def _end(self, stage: Stage) -> list[Effect]:
         """Let go of everything; of what a chunk in flight still writes, once it is done."""
@@ -478,9 +481,23 @@ class Stages:
             checksum=self._slots.checksum[slot],
         )
 
-    def _failed(self, leader: str, request: StartStage, reason: str, *, full: bool = False, unreached: bool = False) -> Send:
+    def _failed(
+        self,
+        leader: str,
+        request: StartStage,
+        reason: str,
+        *,
+        full: bool = False,
+        unreached: bool = False,
+        stuck: bool = False,
+    ) -> Send:
         failed = StageFailed(
-            request_id=request.request_id, attempt=request.attempt, reason=clip(reason), full=full, unreached=unreached
+            request_id=request.request_id,
+            attempt=request.attempt,
+            reason=clip(reason),
+            full=full,
+            unreached=unreached,
+            stuck=stuck,
         )
         return Send(leader, failed)
 

@@ -412,6 +412,17 @@ def test_a_chunk_that_fails_anywhere_ends_the_attempt(name, chunk, kind):
     assert (asked[0].keys == ()) == (kind == "unreached"), "blocks out of reach are computed the next time"
 
 
+def test_a_constraint_that_the_last_stage_cannot_follow_is_told_to_the_gateway():
+    line = Line(("p1",))
+    line.start()
+    while not any(getattr(work.chunk, "sampling", None) for work in line.nodes["p1"].works.values()):
+        assert line.step()
+    line.compute("p1", WorkFailed("constraint: no token can follow", stuck=True))
+    line.run()
+    assert line.first.one(AttemptFailed, "g").stuck
+    assert not line.leftovers()
+
+
 def test_a_stage_without_room_says_so_and_holds_nothing():
     line = Line(("p1",))
     slots = line.nodes["p1"].actor.slots
