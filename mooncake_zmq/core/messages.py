@@ -590,6 +590,8 @@ class HandoffDone(_Message, frozen=True):
     """What they hold, for KV events."""
     siblings: Annotated[tuple[tuple[RequestId, Token], ...], Meta(max_length=MAX_CHOICES)] = ()
     """The first tokens of the further choices that are still wanted."""
+    wanted: bool = True
+    """False: the first choice was cancelled, and there are only further ones. The decode may have heard of that too early."""
 
 
 class HandoffReceived(_Message, frozen=True):

@@ -323,7 +323,8 @@ class ProcessProbed(Struct, frozen=True):
 
 
 class WorkFailed(Struct, frozen=True):
-    """The work as a whole did not happen, or not in time. `stuck`: the answer cannot follow its constraint, here or anywhere."""
+    """The work as a whole did not happen, or not in time. `stuck`: the answer cannot follow its constraint, nor could it
+    anywhere else."""
 
     reason: str
     stuck: bool = False

@@ -563,7 +563,8 @@ class Decode:
         received = HandoffReceived(request_id=message.request_id, attempt=message.attempt)
         effects: list[Effect] = [Send(request.prefill, received), *self._offer_prompt(now, request, done)]
         effects += self._fork(now, request, done)
-        return effects + (self._close(now, request) if request.unwanted else self._first(now, request, done.token))
+        wanted = done.wanted and not request.unwanted
+        return effects + (self._first(now, request, done.token) if wanted else self._close(now, request))
 
     def _first(self, now: float, request: Request, token: int) -> list[Effect]:
         """It has its KV and its first token: it joins the batch, unless that token ends it."""

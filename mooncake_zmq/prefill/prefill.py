@@ -809,6 +809,7 @@ class Prefill:
             token=firsts[0].token,
             index=request.first_index,
             siblings=tuple([(first.request_id, first.token) for first in firsts[1:] if first.request_id in job.choices]),
+            wanted=request.request_id in job.choices,
             **(job.group.offer(base) if job.group else {}),
         )
         effects: list[Effect] = [Send(job.gateway, first) for first in firsts if first.request_id in job.choices]

@@ -61,7 +61,9 @@ def test_who_leaves_gets_no_token_and_the_others_do(node, gone):
     compute(node)
     firsts = {first.request_id for first in node.take(FirstToken, "g")}
     assert (len(firsts), gone in firsts) == (15, False)
-    assert gone not in dict(node.one(HandoffDone, "d").siblings)
+    done = node.one(HandoffDone, "d")
+    assert gone not in dict(done.siblings)
+    assert done.wanted == (gone != "r")
 
 
 def test_no_room_is_taken_for_who_left_the_queue():
