@@ -343,6 +343,8 @@ class PrefillLoad(_Message, frozen=True):
     load: Measured = Measured()
     """Of reused KV, from the host's pool into the engine."""
     draining: bool = False
+    token_s: Seconds = 0.0
+    """A prompt's token by its own costs, which is what `compute` is held against; 0: by the conductor's."""
 
 
 class DecodeLoad(_Message, frozen=True):
@@ -365,6 +367,8 @@ class DecodeLoad(_Message, frozen=True):
     bookings: Annotated[tuple[Count, ...], Meta(max_length=MAX_REPORTED)] = ()
     """Of the requests that are running or reserved, as far as they fit."""
     draining: bool = False
+    fixed_s: Seconds = 0.0
+    """A step's fixed part by its own costs, which is what `step` is held against; 0: by the conductor's."""
 
 
 class SourceRate(_Record, frozen=True):

@@ -951,6 +951,7 @@ class Decode:
             step=self._pace.measured(now),
             bookings=tuple(bookings[:MAX_REPORTED]),
             draining=self._leaving.draining,
+            fixed_s=self._costs.decode_step_s,
         )
         return self._reports.send(now, load)
 

@@ -115,6 +115,7 @@ class Workload:
             compute=self._compute.measured(now),
             load=self._load.measured(now),
             draining=draining,
+            token_s=self._costs.prefill_token_s,
         )
 
     def dump(self, now: float) -> dict[str, Any]:

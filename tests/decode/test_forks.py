@@ -9,7 +9,6 @@ from mooncake_zmq.core.messages import (
     CancelRequest,
     DecodeDenied,
     DecodeReserved,
-    HandoffDone,
     HandoffFailed,
     HandoffReceived,
     Sibling,
