@@ -203,12 +203,13 @@ class PoolClient:
                 effects.append(Send(self.node, RenewLease(lease_id=lease_id, ttl_s=self.settings.lease_ttl_s)))
         return effects
 
-    def on_renewed(self, message: LeaseRenewed) -> None:
+    def on_renewed(self, _now: float, _sender: str, message: LeaseRenewed) -> list[Effect]:
         """The lease lasts `lease_ttl_s` from when the renewal was sent."""
         lease = self._leases.get(message.lease_id)
         if lease is not None and lease.renewal_sent_at is not None:
             lease.expires_at = lease.renewal_sent_at + self.settings.lease_ttl_s
             lease.renewal_sent_at = None
+        return []
 
     def release(self, lease_id: int) -> list[Effect]:
         """No more reading under this lease."""
@@ -297,7 +298,7 @@ class PoolClient:
             effects.append(Send(self.node, CommitSlots(put_id=put_id, checksums=tuple(checksums))))
         return PutEnded(effects, [put.token])
 
-    def on_reclaim(self, message: ReclaimSlots) -> list[Effect]:
+    def on_reclaim(self, _now: float, _sender: str, message: ReclaimSlots) -> list[Effect]:
         """The pool asks about a put that ran past its time: answer unless a copy of it still runs."""
         if message.put_id in self._puts or self.node is None:
             return []

@@ -170,9 +170,9 @@ class Prefill:
                 HandoffReceived: self._on_handoff_received,
                 HandoffFailed: self._on_handoff_failed,
                 BlocksLeased: self._on_leased,
-                LeaseRenewed: self._on_renewed,
+                LeaseRenewed: self._pool.on_renewed,
                 SlotsReserved: self._on_slots,
-                ReclaimSlots: self._on_reclaim,
+                ReclaimSlots: self._pool.on_reclaim,
                 ChangeRole: self._on_change,
                 ReportCorrupt: self._on_report_corrupt,
             },
@@ -257,15 +257,8 @@ class Prefill:
     def _on_handoff_received(self, now: float, sender: str, message: HandoffReceived) -> list[Effect]:
         return self._on_handoff_ended(now, sender, message.request_id, message.attempt)
 
-    def _on_renewed(self, _now: float, _sender: str, message: LeaseRenewed) -> list[Effect]:
-        self._pool.on_renewed(message)
-        return []
-
     def _on_slots(self, now: float, _sender: str, message: SlotsReserved) -> list[Effect]:
         return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
-
-    def _on_reclaim(self, _now: float, _sender: str, message: ReclaimSlots) -> list[Effect]:
-        return self._pool.on_reclaim(message)
 
     def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
         return self._report(now) if self._leaving.change(sender, message, self._peers) else []

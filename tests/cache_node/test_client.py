@@ -73,9 +73,9 @@ def test_a_renewal_counts_from_when_it_was_sent_and_only_once_confirmed(client):
     assert client.renew(3.0) == [Send("c", RenewLease(lease_id=1, ttl_s=10.0))]
     assert client.renew(6.0) == [], "one renewal at a time, or the answers could not be told apart"
     assert client.reading_time_s(6.0, 1) == pytest.approx(1.5)
-    client.on_renewed(LeaseRenewed(lease_id=1))
+    client.on_renewed(6.0, "c", LeaseRenewed(lease_id=1))
     assert client.reading_time_s(6.0, 1) == pytest.approx(4.5)
-    client.on_renewed(LeaseRenewed(lease_id=1))
+    client.on_renewed(6.0, "c", LeaseRenewed(lease_id=1))
     assert client.reading_time_s(6.0, 1) == pytest.approx(4.5)
     assert client.renew(7.0) != []
 
@@ -133,11 +133,11 @@ def test_a_put_copies_for_less_than_its_time_and_commits_what_was_written(client
     ]
     (start,) = grant(client, now=1.0, index=1).effects
     assert start.deadline_s == pytest.approx(6.5)
-    assert client.on_reclaim(ReclaimSlots(put_id=5)) == [], "its copy still runs"
+    assert client.on_reclaim(1.0, "c", ReclaimSlots(put_id=5)) == [], "its copy still runs"
     ended = client.on_copied(77, BlocksCopied((42,)))
     assert ended.tokens == ["token"]
     assert ended.effects == [Send("c", CommitSlots(put_id=5, checksums=((1, 42),)))]
-    assert client.on_reclaim(ReclaimSlots(put_id=5)) == [Send("c", CommitSlots(put_id=5, checksums=()))]
+    assert client.on_reclaim(1.0, "c", ReclaimSlots(put_id=5)) == [Send("c", CommitSlots(put_id=5, checksums=()))]
 
 
 @pytest.mark.parametrize("result", [WorkFailed("test"), BlocksCopied((None,))])
