@@ -97,7 +97,7 @@ def return_frames(router: "zmq.Socket[bytes]", keyed: bool) -> None:
     while True:
         sender = router.recv()
         frame: Any = router.recv(copy=False)
-        assert not keyed or frame.get(USER_ID) == NEAR
+        assert not keyed or frame.get(USER_ID).split()[0] == NEAR
         if frame.bytes.startswith(WANTED):
             router.send_multipart((sender, frame.bytes))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mooncake_zmq.core.actor import Effect, PeerUp, Send, Start
+from mooncake_zmq.core.actor import CancelTimer, Effect, PeerUp, Send, SetTimer, Start
 from mooncake_zmq.core.messages import (
     BlocksLeased,
     CommitSlots,
@@ -48,6 +48,9 @@ class PoolClientSettings:
 COPY_MARGIN = 0.25
 """Part of a lease's time kept back: a copy must end this much before the lease does."""
 
+UNHEARD = "pool unheard"
+"""Of the timers that end the wait for a cache-node, with the lease's id."""
+
 OF_POOLS = frozenset((BlocksLeased, LeaseRenewed, SlotsReserved, ReclaimSlots))
 
 
@@ -80,13 +83,15 @@ class PoolClient:
         self._incarnation = 0
         self._host = host
         self._leases: dict[int, HeldLease] = {}
+        self._unasked: dict[int, LeaseBlocks] = {}
+        """Leases to ask for once the cache-node is heard. Not while `node` is known."""
         self._puts: dict[int, _Put] = {}
         self._copies: dict[int, int] = {}
 
     @property
     def leases(self) -> int:
-        """Leases held or asked for."""
-        return len(self._leases)
+        """Leases held, asked for, or to be asked for."""
+        return len(self._leases) + len(self._unasked)
 
     @property
     def puts(self) -> int:
@@ -98,10 +103,16 @@ class PoolClient:
         """Tokens of the puts in flight, for the owner's `check`."""
         return [put.token for put in self._puts.values()]
 
-    def peer_up(self, up: PeerUp) -> None:
-        """A cache-node of our host appeared."""
-        if self.node is None and up.hello.role == "cache-node" and up.hello.host == self._host:
-            self.node, self._incarnation = up.peer, up.incarnation
+    def peer_up(self, now: float, up: PeerUp) -> list[Effect]:
+        """Somebody appeared: if it is the cache-node of our host, it is asked for the leases that wait for it."""
+        if self.node is not None or up.hello.role != "cache-node" or up.hello.host != self._host:
+            return []
+        self.node, self._incarnation = up.peer, up.incarnation
+        effects: list[Effect] = []
+        for ask in self._unasked.values():
+            effects += [CancelTimer((UNHEARD, ask.lease_id)), *self._ask(now, ask)]
+        self._unasked.clear()
+        return effects
 
     def peer_down(self, peer: str) -> PutEnded:
         """Our cache-node is gone: leases are void, puts that have not begun to copy end."""
@@ -121,14 +132,21 @@ class PoolClient:
     # --- leases
 
     def lease(
-        self, now: float, lease_id: int, keys: Sequence[Key], sources: Sequence[str], *, fetch: bool, compute_s: float = 0.0
+        self,
+        now: float,
+        lease_id: int,
+        keys: Sequence[Key],
+        sources: Sequence[str],
+        *,
+        fetch: bool,
+        compute_s: float = 0.0,
+        wait_s: float = 0.0,
     ) -> list[Effect]:
-        """Ask for the leading run of `keys`. Only while `node` is not None.
+        """Ask for the leading run of `keys`; while `node` is None, once it is heard, for which it has `wait_s` at most: then
+        `UNHEARD` tells its owner to `forgo` the lease.
 
         `fetch`: what DRAM lacks is worth waiting for, unless it takes longer than `compute_s` a block (0: not known).
         """
-        assert self.node is not None
-        self._leases[lease_id] = HeldLease(now + self.settings.lease_ttl_s)
         ask = LeaseBlocks(
             lease_id=lease_id,
             keys=tuple(keys),
@@ -137,7 +155,23 @@ class PoolClient:
             ttl_s=self.settings.lease_ttl_s,
             compute_s=compute_s,
         )
+        if self.node is not None:
+            return self._ask(now, ask)
+        self._unasked[lease_id] = ask
+        return [SetTimer((UNHEARD, lease_id), min(wait_s, self.settings.fetch_s))]
+
+    def _ask(self, now: float, ask: LeaseBlocks) -> list[Effect]:
+        assert self.node is not None
+        self._leases[ask.lease_id] = HeldLease(now + self.settings.lease_ttl_s)
         return [Send(self.node, ask)]
+
+    def wants(self, lease_id: int) -> bool:
+        """Whether this lease is held, asked for or to be asked for: not, if the cache-node went that was asked."""
+        return lease_id in self._leases or lease_id in self._unasked
+
+    def forgo(self, lease_id: int) -> bool:
+        """The cache-node was not heard in time. Returns whether the lease still waited for it."""
+        return self._unasked.pop(lease_id, None) is not None
 
     def on_leased(self, message: BlocksLeased) -> tuple[SlotRef, ...] | None:
         """Where to read the blocks of a lease still wanted, else None. An empty lease is over at once, and one of what is
@@ -169,15 +203,18 @@ class PoolClient:
                 effects.append(Send(self.node, RenewLease(lease_id=lease_id, ttl_s=self.settings.lease_ttl_s)))
         return effects
 
-    def on_renewed(self, message: LeaseRenewed) -> None:
+    def on_renewed(self, _now: float, _sender: str, message: LeaseRenewed) -> list[Effect]:
         """The lease lasts `lease_ttl_s` from when the renewal was sent."""
         lease = self._leases.get(message.lease_id)
         if lease is not None and lease.renewal_sent_at is not None:
             lease.expires_at = lease.renewal_sent_at + self.settings.lease_ttl_s
             lease.renewal_sent_at = None
+        return []
 
     def release(self, lease_id: int) -> list[Effect]:
         """No more reading under this lease."""
+        if self.forgo(lease_id):
+            return [CancelTimer((UNHEARD, lease_id))]
         if self._leases.pop(lease_id, None) is None or self.node is None:
             return []
         return [Send(self.node, ReleaseLease(lease_id=lease_id))]
@@ -261,7 +298,7 @@ class PoolClient:
             effects.append(Send(self.node, CommitSlots(put_id=put_id, checksums=tuple(checksums))))
         return PutEnded(effects, [put.token])
 
-    def on_reclaim(self, message: ReclaimSlots) -> list[Effect]:
+    def on_reclaim(self, _now: float, _sender: str, message: ReclaimSlots) -> list[Effect]:
         """The pool asks about a put that ran past its time: answer unless a copy of it still runs."""
         if message.put_id in self._puts or self.node is None:
             return []

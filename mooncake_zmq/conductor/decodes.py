@@ -9,7 +9,7 @@ full waits for a place, and that wait stands in its gap between the first two to
 from bisect import insort
 
 from mooncake_zmq.conductor.booking import Booking
-from mooncake_zmq.conductor.corrections import Accuracy, Correction
+from mooncake_zmq.conductor.corrections import MOST_FACTOR, Accuracy, Correction
 from mooncake_zmq.conductor.ranking import Ranking
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
@@ -52,7 +52,7 @@ class DecodeNode:
         self.reported_at = 0.0
         self.step = Correction(half_life_s)
         self.scale = 1.0
-        """Its correction."""
+        """Of its steps: of its own costs, corrected, to ours."""
         self.step_s = step_s
         """The step as it is now, corrected."""
         self.there = 0
@@ -230,10 +230,11 @@ class Decodes:
         if not measured.predicted_s and load.step_s:
             model_s = self._costs.step_s(max(1, min(load.running, load.max_batch)), load.context_tokens)
             measured = Measured(seconds=load.step_s, predicted_s=model_s)
-        before = node.scale
+        before = node.step.factor
         if node.step.report(now, measured):
             self._accuracy.add("step", measured.seconds, before * measured.predicted_s)
-        node.scale = scale = node.step.factor
+        own = load.fixed_s / self._costs.decode_step_s if load.fixed_s else 1.0
+        node.scale = scale = min(own * node.step.factor, MOST_FACTOR)
         self._unchecked += 1
         if scale < self.least_scale or self._unchecked > len(self.nodes):
             self._unchecked = 0

@@ -85,7 +85,7 @@ class Picture:
             node.name: {
                 "queue_s": node.queued_s(now),
                 "jobs": len(node.ends),
-                "compute_factor": node.compute.factor,
+                "compute_factor": node.factor,
                 "load_factor": node.load.factor,
                 "bookings": len(node.unseen),
                 "draining": node.draining,
@@ -98,7 +98,7 @@ class Picture:
             node.name: {
                 "batch": node.there + node.coming_requests,
                 "step_s": node.step_s,
-                "step_factor": node.step.factor,
+                "step_factor": node.scale,
                 "free_tokens": None if node.load is None else node.free,
                 "bookings": len(node.coming),
                 "draining": node.draining,

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right, insort
 from typing import Final
 
-from mooncake_zmq.conductor.corrections import Accuracy, Correction
+from mooncake_zmq.conductor.corrections import MOST_FACTOR, Accuracy, Correction
 from mooncake_zmq.conductor.ranking import Ranking
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
@@ -78,7 +78,7 @@ class PrefillNode:
         self.compute = Correction(half_life_s)
         self.load = Correction(half_life_s)
         self.factor = 1.0
-        """Of computing."""
+        """Of computing: of the node's own costs, corrected, to ours."""
         self.floor_at = 0.0
         """Before this it is not free for a job of no negative priority: whose rank is later than those in the past already."""
         self.load_token_s = load_token_s
@@ -141,6 +141,7 @@ class Prefills:
         self._half_life_s = settings.correction_half_life_s
         self._grace_s = settings.report_grace_s
         self._load_token_s = costs.load_s(1)
+        self._token_s = costs.prefill_token_s
         self._accuracy = accuracy
 
     def join(self, name: str, host: str, *, whole: bool = False) -> PrefillNode:
@@ -271,11 +272,13 @@ class Prefills:
     # --- leaves
 
     def _correct(self, now: float, node: PrefillNode, load: PrefillLoad) -> None:
-        before = node.factor
+        before = node.compute.factor
         if node.compute.report(now, load.compute):
             self._accuracy.add("compute", load.compute.seconds, before * load.compute.predicted_s)
-        if node.compute.factor != before:
-            node.factor = node.compute.factor
+        own = load.token_s / self._token_s if load.token_s else 1.0
+        factor = min(own * node.compute.factor, MOST_FACTOR)
+        if factor != node.factor:
+            node.factor = factor
             if not node.closed:
                 self.quickest.set(node, _grain(node.factor))
         before = node.load.factor

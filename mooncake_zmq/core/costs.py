@@ -7,7 +7,7 @@ Loading that prefix overlaps with computing, layer by layer, so the longer of th
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 POSITIVE = (
     "prefill_token_s",
@@ -17,6 +17,8 @@ POSITIVE = (
     "transfer_bytes_per_s",
     "decode_step_s",
 )
+COMPUTING = ("prefill_token_s", "prefill_square_s", "decode_step_s", "decode_request_s", "decode_context_s")
+LEAST_S = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,18 @@ class Costs:
         if self.profiled_model and self.profiled_model != fingerprint:
             measured = f"{self.profile or 'costs.profiled_model'} measured another model"
             raise ValueError(f"{measured} ({self.profiled_model[:12]}, not {fingerprint[:12]}): run mooncake-zmq profile again")
+
+    @property
+    def are_nobodys(self) -> bool:
+        """Has nobody said what computing costs here? Then they are those of one model on one core."""
+        defaults = Costs()
+        return all(getattr(self, name) == getattr(defaults, name) for name in COMPUTING)
+
+    def scaled(self, *, prefill: float, decode: float) -> "Costs":
+        """So many times these, in computing prompts and in decode steps."""
+        factors = dict.fromkeys(COMPUTING[:2], prefill) | dict.fromkeys(COMPUTING[2:], decode)
+        scaled = {name: factor * getattr(self, name) for name, factor in factors.items()}
+        return replace(self, **{name: max(LEAST_S, value) if name in POSITIVE else value for name, value in scaled.items()})
 
     def compute_s(self, tokens: int, prefix: int) -> float:
         """Time to compute tokens `prefix` to `tokens`, the KV of the first `prefix` being there: t(tokens) - t(prefix)."""

@@ -343,6 +343,8 @@ class PrefillLoad(_Message, frozen=True):
     load: Measured = Measured()
     """Of reused KV, from the host's pool into the engine."""
     draining: bool = False
+    token_s: Seconds = 0.0
+    """A prompt's token by its own costs, which is what `compute` is held against; 0: by the conductor's."""
 
 
 class DecodeLoad(_Message, frozen=True):
@@ -365,6 +367,8 @@ class DecodeLoad(_Message, frozen=True):
     bookings: Annotated[tuple[Count, ...], Meta(max_length=MAX_REPORTED)] = ()
     """Of the requests that are running or reserved, as far as they fit."""
     draining: bool = False
+    fixed_s: Seconds = 0.0
+    """A step's fixed part by its own costs, which is what `step` is held against; 0: by the conductor's."""
 
 
 class SourceRate(_Record, frozen=True):
@@ -465,6 +469,7 @@ class AttemptFailed(_Message, frozen=True):
 
     `full`: nothing broke, there was only no room. `avoid`: the node to keep away from, the sender if empty. `refused`: the
     decode would miss the request's TBT now that its prefill is done; a request without a token ends as if it had been rejected.
+    `stuck`: its answer cannot follow its constraint, and no attempt will: the request ends.
     """
 
     request_id: RequestId
@@ -474,6 +479,7 @@ class AttemptFailed(_Message, frozen=True):
     avoid: Annotated[str, Meta(max_length=64)] = ""
     refused: bool = False
     retry_after_s: Seconds = 0.0
+    stuck: bool = False
 
 
 class CancelRequest(_Message, frozen=True):
@@ -588,6 +594,8 @@ class HandoffDone(_Message, frozen=True):
     """What they hold, for KV events."""
     siblings: Annotated[tuple[tuple[RequestId, Token], ...], Meta(max_length=MAX_CHOICES)] = ()
     """The first tokens of the further choices that are still wanted."""
+    wanted: bool = True
+    """False: the first choice was cancelled, and there are only further ones. The decode may have heard of that too early."""
 
 
 class HandoffReceived(_Message, frozen=True):
@@ -837,13 +845,14 @@ class StageDone(_Message, frozen=True):
 
 class StageFailed(_Message, frozen=True):
     """The stage is over here, and with it the attempt. `full`: there was only no room. `unreached`: reused blocks were not
-    reached, and the next attempt should compute them."""
+    reached, and the next attempt should compute them. `stuck`: as in `AttemptFailed`."""
 
     request_id: RequestId
     attempt: Count
     reason: Text
     full: bool = False
     unreached: bool = False
+    stuck: bool = False
 
 
 class EndStage(_Message, frozen=True):

@@ -199,8 +199,9 @@ class StepDecoded(Struct, frozen=True):
     elapsed_s: float
     logprobs: tuple[tuple[TokenLogprob | None, ...], ...] = ()
     """Alike; empty where no entry asks."""
-    failed: tuple[tuple[int, str], ...] = ()
-    """Entries, by their places, whose answers cannot follow their constraints, and why: their tokens are none."""
+    failed: tuple[tuple[int, "WorkFailed"], ...] = ()
+    """Entries, by their places, whose answers cannot follow their constraints, and why: their tokens of the last step are
+    none."""
 
 
 class SequenceBlock(Struct, frozen=True, gc=False):
@@ -322,9 +323,11 @@ class ProcessProbed(Struct, frozen=True):
 
 
 class WorkFailed(Struct, frozen=True):
-    """The work as a whole did not happen, or not in time."""
+    """The work as a whole did not happen, or not in time. `stuck`: the answer cannot follow its constraint, nor could it
+    anywhere else."""
 
     reason: str
+    stuck: bool = False
 
 
 Work = (

@@ -170,9 +170,9 @@ class Decode:
                 HandoffFailed: self._on_handoff_failed,
                 CancelRequest: self._on_cancel,
                 BlocksLeased: self._on_leased,
-                LeaseRenewed: self._on_renewed,
+                LeaseRenewed: self._pool.on_renewed,
                 SlotsReserved: self._on_slots,
-                ReclaimSlots: self._on_reclaim,
+                ReclaimSlots: self._pool.on_reclaim,
                 ChangeRole: self._on_change,
             },
             self._pool.may_say,
@@ -196,9 +196,8 @@ class Decode:
         match event:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
-                self._pool.peer_up(up)
                 self._reports.peer_up(up)
-                return []
+                return self._pool.peer_up(now, up)
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
             case TimerFired(("renew",)):
@@ -238,15 +237,8 @@ class Decode:
             return self._put_ended(self._pool.on_copied(work_id, result))
         return []
 
-    def _on_renewed(self, _now: float, _sender: str, message: LeaseRenewed) -> list[Effect]:
-        self._pool.on_renewed(message)
-        return []
-
     def _on_slots(self, now: float, _sender: str, message: SlotsReserved) -> list[Effect]:
         return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
-
-    def _on_reclaim(self, _now: float, _sender: str, message: ReclaimSlots) -> list[Effect]:
-        return self._pool.on_reclaim(message)
 
     def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
         return self._report(now) if self._leaving.change(sender, message, self._peers) else []
@@ -564,7 +556,8 @@ class Decode:
         received = HandoffReceived(request_id=message.request_id, attempt=message.attempt)
         effects: list[Effect] = [Send(request.prefill, received), *self._offer_prompt(now, request, done)]
         effects += self._fork(now, request, done)
-        return effects + (self._close(now, request) if request.unwanted else self._first(now, request, done.token))
+        wanted = done.wanted and not request.unwanted
+        return effects + (self._first(now, request, done.token) if wanted else self._close(now, request))
 
     def _first(self, now: float, request: Request, token: int) -> list[Effect]:
         """It has its KV and its first token: it joins the batch, unless that token ends it."""
@@ -725,7 +718,7 @@ class Decode:
         assert step is not None
         columns: Sequence[tuple[int, ...]] = [()] * len(step.members)
         told: Sequence[tuple[TokenLogprob | None, ...]] = [()] * len(step.members)
-        unable: dict[int, str] = {}
+        unable: dict[int, WorkFailed] = {}
         if isinstance(result, StepDecoded):
             self._measure(now, step, result)
             columns = list(zip(*result.tokens, strict=True))
@@ -743,7 +736,7 @@ class Decode:
                 effects += self._fail(now, request, f"step failed: {result.reason}")
                 continue
             if place in unable:
-                effects += self._fail(now, request, f"constraint: {unable[place]}")
+                effects += self._take_rest(now, request, tokens[:-1], logprobs[:-1], batches, unable[place])
                 continue
             effects += self._take_tokens(now, request, tokens, logprobs, batches)
             if step.steps > 1 and request.state is READY:
@@ -785,6 +778,21 @@ class Decode:
         request.steps += stop
         batches.setdefault(message.gateway, []).append((entry, told, request.account(now) if ended else None))
         return effects + self._close(now, request) if ended else effects
+
+    def _take_rest(
+        self,
+        now: float,
+        request: Request,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob | None, ...],
+        batches: dict[str, list[_Entry]],
+        failed: WorkFailed,
+    ) -> list[Effect]:
+        """What was sampled before a step that failed for this request alone."""
+        effects = self._take_tokens(now, request, tokens, logprobs, batches) if tokens else []
+        if request.state is not READY:
+            return effects
+        return effects + self._fail(now, request, failed.reason, stuck=failed.stuck)
 
     def _store(self, now: float, request: Request, taken: Sequence[int]) -> list[Effect]:
         """The pool gets the blocks that these tokens complete, so that the next turn of a chat hits them."""
@@ -846,11 +854,13 @@ class Decode:
             effects += self._fail(now, next(iter(self._requests.values())), "decode is leaving", full=True)
         return effects
 
-    def _fail(self, now: float, request: Request, reason: str, *, full: bool = False, avoid: str = "") -> list[Effect]:
+    def _fail(
+        self, now: float, request: Request, reason: str, *, full: bool = False, avoid: str = "", stuck: bool = False
+    ) -> list[Effect]:
         self.counts.add("requests_failed")
         message = request.request
         failed = AttemptFailed(
-            request_id=message.request_id, attempt=message.attempt, reason=clip(reason), full=full, avoid=avoid
+            request_id=message.request_id, attempt=message.attempt, reason=clip(reason), full=full, avoid=avoid, stuck=stuck
         )
         return [Send(message.gateway, failed), *self._tell_prefill(request, reason), *self._close(now, request)]
 
@@ -934,6 +944,7 @@ class Decode:
             step=self._pace.measured(now),
             bookings=tuple(bookings[:MAX_REPORTED]),
             draining=self._leaving.draining,
+            fixed_s=self._costs.decode_step_s,
         )
         return self._reports.send(now, load)
 

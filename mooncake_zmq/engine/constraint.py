@@ -35,6 +35,10 @@ class ConstraintError(Exception):
     """A constraint that is none, or that cannot be followed within the limits: in one line."""
 
 
+class ConstraintNotReady(ConstraintError):
+    """It was not read in time, or is not wanted any more, which says nothing about it."""
+
+
 class Words(Protocol):
     """What is needed of a tokenizer; `engine.tokenizer.Tokenizer` is one."""
 
@@ -118,9 +122,9 @@ class Begun:
         try:
             return self._made.result(self._wait_s)
         except TimeoutError:
-            raise ConstraintError(f"its grammar was not ready in {MAX_WAIT_S:g} s") from None
+            raise ConstraintNotReady(f"its grammar was not ready in {MAX_WAIT_S:g} s") from None
         except CancelledError:
-            raise ConstraintError("its grammar is no longer wanted") from None
+            raise ConstraintNotReady("its grammar is no longer wanted") from None
 
     def drop(self) -> None:
         """Nobody wants it any more."""

@@ -19,7 +19,7 @@ from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, Promp
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenant
 from mooncake_zmq.gateway.tools import NO_TOOLS, CallPiece, Tools, call_delta, read_calls, read_tools, whole_calls, with_names
-from mooncake_zmq.gateway.unsupported import NULL, UnsupportedOfMessage, asked, asked_of_message
+from mooncake_zmq.gateway.unsupported import NULL, UnsupportedOfMessage, asked, asked_of_message, refusal
 from mooncake_zmq.kv.block_hash import pack_tokens
 
 KindT = TypeVar("KindT")
@@ -433,7 +433,7 @@ def parsed(raw: bytes | bytearray, kind: type[KindT]) -> KindT:
 def _parse(raw: bytes | bytearray, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
     body = parsed(raw, kind)
     if (name := asked(body)) is not None:
-        raise _invalid(name, f"{name} is not supported", UNSUPPORTED)
+        raise _invalid(name, refusal(name), UNSUPPORTED)
     return body
 
 

@@ -720,6 +720,9 @@ class Requests:
         self.counts.add(f"attempts_failed[by={self._peers[sender].role}]")
         if message.refused and not request.begun:
             return self._refuse(request, RejectReason.TBT, message.retry_after_s)
+        if message.stuck:
+            why = f"the answer cannot go on as its constraint demands ({message.reason})"
+            return self._fail(request, Failed(status=400, code="constraint_stuck", message=why))
         request.broken += not message.full
         return self._retry(request, exclude=message.avoid or sender)
 

@@ -103,6 +103,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 """What asks for nothing beside null."""
+INSTEAD = {
+    "best_of": "ask for n answers with logprobs, and choose among them",
+    "suffix": "write the model's own marks for what stands before and behind into the prompt",
+}
+"""What does as much."""
 NAMES = tuple(sorted(set(Unsupported.__struct_fields__) - set(Harmless.__struct_fields__)))
 MESSAGE_NAMES = UnsupportedOfMessage.__struct_fields__
 
@@ -110,6 +115,11 @@ MESSAGE_NAMES = UnsupportedOfMessage.__struct_fields__
 def asked(given: Unsupported) -> str | None:
     """The first parameter that asks for what is not done here."""
     return _first(given, tuple(name for name in NAMES if name not in given.done))
+
+
+def refusal(name: str) -> str:
+    """Why it is refused, in words for whoever asked."""
+    return f"{name} is not supported" + (f": {INSTEAD[name]}" if name in INSTEAD else "")
 
 
 def asked_of_message(given: UnsupportedOfMessage) -> str | None:

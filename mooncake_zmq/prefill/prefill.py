@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mooncake_zmq.cache_node.client import PoolClient, PutEnded
+from mooncake_zmq.cache_node.client import UNHEARD, PoolClient, PutEnded
 from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
@@ -170,9 +170,9 @@ class Prefill:
                 HandoffReceived: self._on_handoff_received,
                 HandoffFailed: self._on_handoff_failed,
                 BlocksLeased: self._on_leased,
-                LeaseRenewed: self._on_renewed,
+                LeaseRenewed: self._pool.on_renewed,
                 SlotsReserved: self._on_slots,
-                ReclaimSlots: self._on_reclaim,
+                ReclaimSlots: self._pool.on_reclaim,
                 ChangeRole: self._on_change,
                 ReportCorrupt: self._on_report_corrupt,
             },
@@ -206,15 +206,16 @@ class Prefill:
         match event:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
-                self._pool.peer_up(up)
                 self._reports.peer_up(up)
-                return []
+                return self._pool.peer_up(now, up)
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
             case TimerFired(("renew",)):
                 return [*self._pool.renew(now), self._renew_timer()]
             case TimerFired(("deadline", str(request_id), int(attempt))):
                 return self._on_deadline(now, request_id, attempt)
+            case TimerFired((kind, int(lease_id))) if kind == UNHEARD:
+                return self._leased(lease_id, ()) if self._pool.forgo(lease_id) else []
             case TimerFired((kind, str(request_id), int(attempt))) if kind == DEADLINE:
                 return self._stages.on_deadline(request_id, attempt)
             case Started():
@@ -256,15 +257,8 @@ class Prefill:
     def _on_handoff_received(self, now: float, sender: str, message: HandoffReceived) -> list[Effect]:
         return self._on_handoff_ended(now, sender, message.request_id, message.attempt)
 
-    def _on_renewed(self, _now: float, _sender: str, message: LeaseRenewed) -> list[Effect]:
-        self._pool.on_renewed(message)
-        return []
-
     def _on_slots(self, now: float, _sender: str, message: SlotsReserved) -> list[Effect]:
         return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
-
-    def _on_reclaim(self, _now: float, _sender: str, message: ReclaimSlots) -> list[Effect]:
-        return self._pool.on_reclaim(message)
 
     def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
         return self._report(now) if self._leaving.change(sender, message, self._peers) else []
@@ -453,12 +447,18 @@ class Prefill:
         wanted = () if unreused else reusable[len(job.prefix) :]
         if job.group is not None:
             job.group.keys = () if unreused else reusable
-        if wanted and self._pool.node is not None:
+        promised = bool(wanted) and len(job.prefix) < request.reuse_blocks
+        if wanted and (promised or self._pool.node is not None):
             job.lease_id = self._ids.new()
             self._leases[job.lease_id] = job
-            fetch = len(job.prefix) < request.reuse_blocks  # from other hosts, or from this host's SSD
             effects += self._pool.lease(
-                now, job.lease_id, wanted, request.sources, fetch=fetch, compute_s=self._workload.block_s(now)
+                now,
+                job.lease_id,
+                wanted,
+                request.sources,
+                fetch=promised,  # from other hosts, or from this host's SSD
+                compute_s=self._workload.block_s(now),
+                wait_s=self._workload.spared_s(now, request, job.length, len(job.prefix)),
             )
         else:
             job.leased = True
@@ -483,19 +483,21 @@ class Prefill:
         )
         return [*effects, Send(request.decode, reserve)]
 
-    def _on_leased(self, now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
+    def _on_leased(self, _now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
         sources = self._pool.on_leased(message)
-        job = self._leases.get(message.lease_id)
-        if sources is None:
-            return []
-        if (of_stage := self._stages.on_leased(message.lease_id, sources)) is not None:
+        return [] if sources is None else self._leased(message.lease_id, sources, message.remote)
+
+    def _leased(self, lease_id: int, sources: tuple[SlotRef, ...], remote: int = 0) -> list[Effect]:
+        """What the pool has of what was asked for, the last `remote` blocks from elsewhere; nothing, if it was not heard."""
+        job = self._leases.get(lease_id)
+        if (of_stage := self._stages.on_leased(lease_id, sources)) is not None:
             return of_stage
         if job is None or job.state is not PREPARING or job.leased:
-            return self._pool.release(message.lease_id)
+            return self._pool.release(lease_id)
         job.leased = True
         job.estimate = None
         sources = sources[: (job.length - 1) // self._layout.block_tokens - len(job.prefix)]  # no more than were asked for
-        remote = min(message.remote, len(sources))
+        remote = min(remote, len(sources))
         job.prefix += sources
         job.remote_blocks += remote
         job.local_blocks += len(sources) - remote
@@ -616,7 +618,8 @@ class Prefill:
             return []
         if message.unreached:
             self._forgo_reuse(job)
-        return self._fail(now, job, f"{sender}: {message.reason}", full=message.full, avoid=sender if message.full else "")
+        avoid = sender if message.full else ""
+        return self._fail(now, job, f"{sender}: {message.reason}", full=message.full, avoid=avoid, stuck=message.stuck)
 
     def _led(self, stage: str, request_id: str, attempt: int) -> Job | None:
         """The job in whose pipeline `stage` is a later one."""
@@ -696,7 +699,7 @@ class Prefill:
         if isinstance(result, WorkFailed):
             self.counts.add("chunks_failed")
             self._move(job, JobEvent.CHUNK_DONE)
-            return self._fail(now, job, f"chunk failed: {result.reason}")
+            return self._fail(now, job, f"chunk failed: {result.reason}", stuck=result.stuck)
         if result.failed:
             self._move(job, JobEvent.CHUNK_DONE)
             return self._on_prefix_failed(now, job, result)
@@ -799,6 +802,7 @@ class Prefill:
             token=firsts[0].token,
             index=request.first_index,
             siblings=tuple([(first.request_id, first.token) for first in firsts[1:] if first.request_id in job.choices]),
+            wanted=request.request_id in job.choices,
             **(job.group.offer(base) if job.group else {}),
         )
         effects: list[Effect] = [Send(job.gateway, first) for first in firsts if first.request_id in job.choices]
@@ -875,10 +879,13 @@ class Prefill:
         avoid: str = "",
         tell_decode: bool = True,
         refused_for_s: float | None = None,
+        stuck: bool = False,
     ) -> list[Effect]:
         self.counts.add("jobs_failed" if refused_for_s is None else "jobs_refused_by_decode")
         request = job.request
-        effects = self._tell_choices(job, reason, full=full, avoid=avoid, refused_for_s=refused_for_s)
+        effects = self._failed(
+            job.gateway, job.choices, reason, full=full, avoid=avoid, refused_for_s=refused_for_s, stuck=stuck
+        )
         if tell_decode and job.state is not JobState.QUEUED:
             effects.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return effects + self._end(now, job)
@@ -894,7 +901,7 @@ class Prefill:
         reservation did, and then that would stand, unused, until the deadline."""
         request = job.request
         job.choices.pop(request.request_id, None)  # its gateway knows
-        told = self._tell_choices(job, reason, full=True)
+        told = self._failed(job.gateway, job.choices, reason, full=True)
         if job.state is not JobState.QUEUED:
             told.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return told + self._end(now, job)
@@ -940,7 +947,7 @@ class Prefill:
                 effects += self._end(now, job)
             elif job.request.decode == peer or peer in job.request.stages and job.state is not JobState.HANDING_OFF:
                 effects += self._fail(now, job, f"{peer} is down", avoid=peer)
-            elif job.lease_id is not None and not job.leased and self._pool.node is None:
+            elif job.lease_id is not None and not job.leased and not self._pool.wants(job.lease_id):
                 job.leased, job.estimate = True, None
         return effects + self._stages.peer_down(peer)
 
@@ -988,11 +995,6 @@ class Prefill:
             for slot in slots
         ]
 
-    def _tell_choices(
-        self, job: Job, reason: str, *, full: bool, avoid: str = "", refused_for_s: float | None = None
-    ) -> list[Effect]:
-        return self._failed(job.gateway, job.choices, reason, full=full, avoid=avoid, refused_for_s=refused_for_s)
-
     def _failed(
         self,
         gateway: str,
@@ -1000,8 +1002,9 @@ class Prefill:
         reason: str,
         *,
         full: bool,
-        avoid: str,
+        avoid: str = "",
         refused_for_s: float | None = None,
+        stuck: bool = False,
     ) -> list[Effect]:
         return [
             Send(
@@ -1014,6 +1017,7 @@ class Prefill:
                     avoid=avoid,
                     refused=refused_for_s is not None,
                     retry_after_s=refused_for_s or 0.0,
+                    stuck=stuck,
                 ),
             )
             for request_id, attempt in choices.items()

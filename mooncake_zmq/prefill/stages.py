@@ -247,12 +247,20 @@ class Stages:
     def _reuse(self, now: float, stage: Stage) -> list[Effect]:
         """Lease what the own slab does not hold."""
         wanted = stage.request.keys[len(stage.prefix) :]
-        if not wanted or self._pool.node is None:
+        promised = bool(wanted) and len(stage.prefix) < stage.request.reuse_blocks
+        if not wanted or not (promised or self._pool.node is not None):
             return self._begin(stage)
         stage.lease_id = self._ids.new()
-        fetch = len(stage.prefix) < stage.request.reuse_blocks
-        compute_s = self._share(stage.request) * self._workload.block_s(now)
-        return self._pool.lease(now, stage.lease_id, wanted, stage.request.sources, fetch=fetch, compute_s=compute_s)
+        share = self._share(stage.request)
+        return self._pool.lease(
+            now,
+            stage.lease_id,
+            wanted,
+            stage.request.sources,
+            fetch=promised,
+            compute_s=share * self._workload.block_s(now),
+            wait_s=share * self._workload.spared_s(now, stage.request, stage.request.tokens, len(stage.prefix)),
+        )
 
     def on_leased(self, lease_id: int, sources: tuple[SlotRef, ...]) -> list[Effect] | None:
         """The pool's answer; None if it is not to a stage."""
@@ -358,7 +366,7 @@ class Stages:
         self._move(stage, StageEvent.CHUNK_DONE)
         if isinstance(result, WorkFailed):
             self._counts.add("chunks_failed")
-            return self._fail(stage, f"chunk failed: {result.reason}")
+            return self._fail(stage, f"chunk failed: {result.reason}", stuck=result.stuck)
         if result.failed:
             return self._on_prefix_failed(stage, result)
         chunk = stage.chunks.popleft()
@@ -409,7 +417,7 @@ class Stages:
         for stage in list(self._stages.values()):
             if stage.leader == peer:
                 effects += self._end(stage)
-            elif stage.state is StageState.LEASING and self._pool.node is None:
+            elif stage.lease_id is not None and stage.state is StageState.LEASING and not self._pool.wants(stage.lease_id):
                 stage.lease_id = None
                 effects += self._begin(stage)
         return effects
@@ -418,9 +426,12 @@ class Stages:
         """End all that are left, as ones for which there is no room."""
         return [e for stage in list(self._stages.values()) for e in self._fail(stage, reason, full=True)]
 
-    def _fail(self, stage: Stage, reason: str, *, full: bool = False, unreached: bool = False) -> list[Effect]:
+    def _fail(
+        self, stage: Stage, reason: str, *, full: bool = False, unreached: bool = False, stuck: bool = False
+    ) -> list[Effect]:
         self._counts.add("stages_failed")
-        return [self._failed(stage.leader, stage.request, reason, full=full, unreached=unreached), *self._end(stage)]
+        failed = self._failed(stage.leader, stage.request, reason, full=full, unreached=unreached, stuck=stuck)
+        return [failed, *self._end(stage)]
 
     def _end(self, stage: Stage) -> list[Effect]:
         """Let go of everything; of what a chunk in flight still writes, once it is done."""
@@ -470,9 +481,23 @@ class Stages:
             checksum=self._slots.checksum[slot],
         )
 
-    def _failed(self, leader: str, request: StartStage, reason: str, *, full: bool = False, unreached: bool = False) -> Send:
+    def _failed(
+        self,
+        leader: str,
+        request: StartStage,
+        reason: str,
+        *,
+        full: bool = False,
+        unreached: bool = False,
+        stuck: bool = False,
+    ) -> Send:
         failed = StageFailed(
-            request_id=request.request_id, attempt=request.attempt, reason=clip(reason), full=full, unreached=unreached
+            request_id=request.request_id,
+            attempt=request.attempt,
+            reason=clip(reason),
+            full=full,
+            unreached=unreached,
+            stuck=stuck,
         )
         return Send(leader, failed)
 

@@ -57,6 +57,11 @@ class Workload:
         """What computing one block has taken lately; 0 if nothing was measured yet."""
         return self._compute.ratio(now) * self._costs.compute_s(self._block_tokens, 0) if self._compute.known else 0.0
 
+    def spared_s(self, now: float, request: StartPrefill | StartStage, tokens: int, own_blocks: int) -> float:
+        """What computing the blocks that the plan reuses would take, but for the first `own_blocks`."""
+        own, promised = own_blocks * self._block_tokens, self._promised(request, tokens)
+        return self._compute.ratio(now) * self._costs.compute_s(promised, own) if promised > own else 0.0
+
     def measure(
         self,
         now: float,
@@ -110,6 +115,7 @@ class Workload:
             compute=self._compute.measured(now),
             load=self._load.measured(now),
             draining=draining,
+            token_s=self._costs.prefill_token_s,
         )
 
     def dump(self, now: float) -> dict[str, Any]:

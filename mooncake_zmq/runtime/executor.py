@@ -56,7 +56,7 @@ from mooncake_zmq.core.work import (
     WorkFailed,
     WriteToDisk,
 )
-from mooncake_zmq.engine.constraint import MAX_WAIT_S, ConstraintError, Grammars
+from mooncake_zmq.engine.constraint import MAX_WAIT_S, ConstraintError, ConstraintNotReady, Grammars
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import Past, choose
 from mooncake_zmq.engine.scoring import PromptScores
@@ -295,7 +295,7 @@ class Executor:
         except MemoryError as error:
             result = WorkFailed(f"out of memory: {error}")
         except ConstraintError as error:
-            result = WorkFailed(f"constraint: {error}")
+            result = _unable(error)
         except Exception as error:
             self._leave(job, WorkFailed(f"bug: {error!r}"))
             raise
@@ -549,7 +549,7 @@ class Executor:
         pasts = [job.sequences[entry.sequence].past for entry in work.entries]
         asked = any(entry.sampling.logprobs is not None for entry in work.entries)
         fed, made, told = tuple(entry.token for entry in work.entries), [], []
-        failed: dict[int, str] = {}
+        failed: dict[int, WorkFailed] = {}
         for step in range(work.steps):
             logits = self._engine.decode(sequences, np.array(fed, np.int32))
             chosen = []
@@ -558,7 +558,7 @@ class Executor:
                 try:
                     chosen.append(_next(logits[row], entry, fed[row], step, pasts[row]))
                 except ConstraintError as error:  # of this answer alone
-                    failed[row] = str(error)
+                    failed[row] = _unable(error)
                     chosen.append((0, None))
             fed = tuple(token for token, _ in chosen)
             made.append(fed)
@@ -985,6 +985,11 @@ class _Worker:
                 # A thread has no caller that could crash: the process must learn that it is not to go on.
                 log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
                 self._on_crash(error)
+
+
+def _unable(error: ConstraintError) -> WorkFailed:
+    """The model, the tokens so far and the constraint are the same wherever it is tried again."""
+    return WorkFailed(f"constraint: {error}", stuck=not isinstance(error, ConstraintNotReady))
 
 
 def _settle(pasts: Iterable[Past | None]) -> None:

@@ -99,6 +99,8 @@ HTTP_CLOSE_S = 5
 LEAVE_S = 0.5
 """Between a gateway's turning away from a shared address and its drain: whoever was let in last has said what he wants."""
 HTTP_BACKLOG = 2048
+MEASURED_TOKENS = 128
+"""The KV that a decode's steps are measured with."""
 FILES_PER_PEER = 8
 """Descriptors that a gateway's conversation with a peer may take, while either side connects anew too."""
 
@@ -168,6 +170,7 @@ class _Process:
         with notify.patience("waiting for the model"):
             self.model = learn(self.config, self.node)
         self.layout = self.model.layout(self.config.model.block_tokens)
+        self._costs = self._configured_costs()
         self.signals_seen = 0
         self.drain_until = 0.0
         """When what is done before the end must have ended (monotonic clock); 0: there is no time for any."""
@@ -220,6 +223,8 @@ class _Process:
         if node.role in ENGINE_ROLES:
             with notify.patience("loading the engine"):
                 engine = self._load_engine()
+            with notify.patience("measuring the engine"):
+                self._measure(engine)
         pool = self.settings if node.role == "cache-node" else None
         disk = self._open_disk(pool.ssd) if pool and pool.ssd.directory else None
         publisher = self._open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
@@ -327,6 +332,17 @@ class _Process:
         if self.cuda:
             _warm_up(engine)
         return engine
+
+    def _measure(self, engine: Engine) -> None:
+        """Without a profile, what this engine takes is measured once: or the first predictions would rest on nothing."""
+        from mooncake_zmq.engine.own_costs import measured
+
+        costs = self._costs
+        if not costs.are_nobodys:
+            return
+        most = self.settings.chunk_tokens if self.node.role == "prefill" else MEASURED_TOKENS
+        self._costs = measured(engine, costs, most_tokens=most)
+        log.info("engine_measured", token_s=self._costs.prefill_token_s, step_s=self._costs.step_s(1, 0))
 
     def _make_segment(self) -> tuple[Segment | None, SegmentRef | None]:
         setting = PARTS[self.node.role].segment_setting
@@ -483,12 +499,12 @@ class _Process:
             incarnation=self.incarnation,
             settings=self._actor_settings(),
             layout=self.layout,
-            costs=self._costs(),
+            costs=self._costs,
             disk=found,
             may_become=self.node.may_become,
         )
 
-    def _costs(self) -> Costs:
+    def _configured_costs(self) -> Costs:
         try:
             self.config.costs.check_model(self.model.spec.fingerprint)
         except ValueError as error:

@@ -407,7 +407,8 @@ class ZmqRuntime:
                 self._router.recv(zmq.DONTWAIT)  # the connection's identity; who speaks, the envelope tells
             except zmq.Again:
                 return self._drained_all()
-            frame, key_of = take_part(self._router, self._connections, keyed=self._keyed)
+            frame, shown = take_part(self._router, self._connections, keyed=self._keyed)
+            key_of = None if shown is None else self._sockets.holder("control", shown)
             self._count("frames_received")
             if skip_rest(self._router, self._connections):
                 self._count("frames_dropped[reason=not_single_part]")

@@ -355,7 +355,7 @@ def _put_never_ends() -> Replacements:
     def silent(self: PoolClient, work_id: int, result: Any) -> PutEnded:
         return PutEnded([], on_copied(self, work_id, result).tokens)
 
-    return [(PoolClient, "on_copied", silent), (PoolClient, "on_reclaim", lambda self, message: [])]
+    return [(PoolClient, "on_copied", silent), (PoolClient, "on_reclaim", lambda self, now, sender, message: [])]
 
 
 def _undrained() -> Replacements:

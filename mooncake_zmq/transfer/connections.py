@@ -175,8 +175,8 @@ def receive(listening: "zmq.Socket[bytes]", connections: Connections | None) -> 
 def take_part(
     listening: "zmq.Socket[bytes]", connections: Connections | None, *, keyed: bool = False
 ) -> tuple[bytes, str | None]:
-    """The next part of a message that goes on, and if `keyed` whose key its connection has; else None. Who watches the socket
-    is told."""
+    """The next part of a message that goes on, and if `keyed` what its connection has shown (see `Sockets.holder`); else None.
+    Who watches the socket is told."""
     if connections is None:
         return listening.recv(), None
     frame = listening.recv(copy=False)

@@ -84,7 +84,7 @@ class DataServer:
             self._sockets.give_back()
             raise
         self._keyed = self._sockets.keys is not None and endpoint.startswith("tcp://")
-        self._tickets = Tickets(sealed=self._sockets.seals(endpoint), life_s=TICKET_S)
+        self._tickets = Tickets(sealed=self._sockets.seals(endpoint), life_s=TICKET_S, lets_in=self._lets_in)
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._socket.router_mandatory = True
         self._connections: Connections | None = None
@@ -147,7 +147,11 @@ class DataServer:
                 self._host.count("garbage")
             else:
                 holder = str(frames[1].get(USER_ID)) if self._keyed else ""
-                self._offer(peer, holder, wanted.protocol, wanted.incarnation)
+                if self._lets_in(holder):
+                    self._offer(peer, holder, wanted.protocol, wanted.incarnation)
+
+    def _lets_in(self, holder: str) -> bool:
+        return not self._keyed or bool(self._sockets.holder("data", holder))
 
     def _offer(self, peer: bytes, holder: str, protocol: int, incarnation: int) -> None:
         answer: StreamOffered | StreamDenied

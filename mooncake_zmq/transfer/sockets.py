@@ -7,8 +7,9 @@ Without keys TCP is for loopback alone, or for whoever says that he trusts his n
 loopback's too: who connects must have a key that `core.keys` admits there, and must meet the key that he expects. `ipc://`
 sockets lie in a directory that is this user's alone, and need none.
 
-A server asks by ZAP (RFC 27) whom it may let in. One thread answers for all of them, and tells the name of the key as the
-connection's User-Id, which ZeroMQ puts to each message. Who began as one name stays that one for the connection's life.
+A server asks by ZAP (RFC 27) whom it may let in. One thread answers for all of them, and tells the key and its name as the
+connection's User-Id, which ZeroMQ puts to each message. Who began as one name stays that one for the connection's life, or
+until the key is dropped: ZeroMQ does not cut the connection, but nothing counts any more that comes over it (`Sockets.holder`).
 """
 
 import contextlib
@@ -183,6 +184,14 @@ class Sockets:
             socket.curve_secretkey = keys.secret
         return socket
 
+    def holder(self, plane: Plane, shown: str) -> str:
+        """Whose key a connection has shown, from the User-Id of what comes over it; empty once that lets nobody in any more."""
+        name, _, key = shown.partition(" ")
+        if self.keys is not None and self.keys.book.admitted(plane, key) == name:
+            return name
+        self.counts["refused"] += 1
+        return ""
+
     def _keys_for(self, endpoint: str) -> Keys | None:
         """None: it is in clear. Raises BadEndpoint."""
         if not endpoint.startswith("tcp://"):
@@ -242,7 +251,7 @@ class Sockets:
         self.counts["admitted"] += 1
         if plane == "control":
             self._in_use[name] = key
-        return [version, request_id, b"200", b"", name.encode(), b""]
+        return [version, request_id, b"200", b"", f"{name} {key}".encode(), b""]
 
     def _tell_refused(self, plane: str, address: str) -> None:
         now = time.monotonic()

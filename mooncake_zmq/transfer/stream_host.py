@@ -39,6 +39,8 @@ SHUT_S = 0.2
 ACCEPT_AGAIN_S = 0.1
 """Pause after an accept that failed, as for want of file descriptors."""
 ACCEPTED_AT_ONCE = 64
+LOOK_S = 1.0
+"""How often the keys of those whose streams are open are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class _Unattached:
 class _Open:
     served: Served
     holder: str
+    token: bytes
 
 
 class StreamHost:
@@ -119,6 +122,7 @@ class StreamHost:
         self._open: dict[threading.Thread, _Open] = {}
         self._shut: set[threading.Thread] = set()
         """Of these, those that were ended for others."""
+        self._looked_at = 0.0
         self._unattached: dict[int, _Unattached] = {}
         """By descriptor, in the order in which they came."""
         self._listener, self.endpoint = listen_beside(endpoint, port)
@@ -170,13 +174,15 @@ class StreamHost:
                 if self._listener.fileno() in ready:
                     self._accept()
                 self._expire(time.monotonic())
+                self._look(time.monotonic())
         except Exception as error:
             log.critical("streams_crashed", streams=self._name, exc_info=error)
             self._on_crash(error)
 
     def _patience_s(self) -> float:
         oldest = next(iter(self._unattached.values()), None)
-        return -1 if oldest is None else max(0.0, oldest.until - time.monotonic())
+        patience_s = math.inf if oldest is None else max(0.0, oldest.until - time.monotonic())
+        return min(patience_s, LOOK_S) if self._open else -1 if oldest is None else patience_s
 
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
@@ -231,7 +237,8 @@ class StreamHost:
         try:
             self._make_room(holder)
             tune(connection)
-            self._begin(self._make(Guest(connection, challenge.token, challenge.keys, holder)), holder)
+            guest = Guest(connection, challenge.token, challenge.keys, holder)
+            self._begin(self._make(guest), guest)
         except (OSError, RuntimeError) as error:  # the latter: the system has no thread for us
             self.count("streams_refused")
             log.warning("stream_refused", streams=self._name, key=holder, reason=str(error))
@@ -240,6 +247,17 @@ class StreamHost:
     def _expire(self, now: float) -> None:
         for unattached in [each for each in self._unattached.values() if each.until <= now]:
             self._turn_away(unattached)
+
+    def _look(self, now: float) -> None:
+        """End the streams of those whose key was dropped."""
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        with self._lock:
+            gone = [each for each in self._open.values() if not self._tickets.stands(each.token)]
+        for each in gone:
+            log.warning("stream_ended", streams=self._name, key=each.holder, reason="its key was dropped")
+            each.served.shut()
 
     def _turn_away(self, unattached: _Unattached) -> None:
         self._forget(unattached)
@@ -287,10 +305,10 @@ class StreamHost:
         oldest.shut()
         return True
 
-    def _begin(self, served: Served, holder: str) -> None:
+    def _begin(self, served: Served, guest: Guest) -> None:
         thread = threading.Thread(target=self._serve, args=(served,), name=self._name, daemon=True)
         with self._lock:
-            self._open[thread] = _Open(served, holder)
+            self._open[thread] = _Open(served, guest.holder, guest.token)
         try:
             thread.start()
         except RuntimeError:

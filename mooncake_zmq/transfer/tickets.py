@@ -17,6 +17,7 @@ import math
 import os
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -59,17 +60,20 @@ class StreamKeys:
 class Tickets:
     """Those of one server. From any thread."""
 
-    def __init__(self, *, sealed: bool, life_s: float = math.inf) -> None:
-        """`life_s`: how long a stream can be attached by a ticket, as often as one likes."""
+    def __init__(self, *, sealed: bool, life_s: float = math.inf, lets_in: Callable[[str], bool] = lambda holder: True) -> None:
+        """`life_s`: how long a stream can be attached by a ticket, as often as one likes. `lets_in`: whether a holder's key is
+        still good; with it go his tickets and his streams."""
         self.sealed = sealed
+        self._lets_in = lets_in
         self._life_s = life_s
         self._master = os.urandom(SECRET_BYTES)
         self._holders = [""]
-        """Names of keys by their number: as many as there are keys."""
+        """Of keys, by their number: as many as there are keys."""
         self._numbers = {"": 0}
 
     def make(self, holder: str = "") -> Ticket:
-        """A new one, for the holder of this key; empty: none had to be shown."""
+        """A new one, for the holder of this key: its name first, and whatever tells it from his others. Empty: none had to be
+        shown."""
         number = self._numbers.get(holder)
         if number is None and len(self._holders) < MAX_HOLDERS:
             number = self._numbers[holder] = len(self._holders)
@@ -83,15 +87,22 @@ class Tickets:
         return hmac.digest(self._master, b"secret" + token, "sha256")
 
     def is_good(self, token: bytes) -> bool:
-        """Was it made here, and not too long ago?"""
+        """Was it made here, not too long ago, and for a key that is still good?"""
         body, mark = token[:-_MARK_BYTES], token[-_MARK_BYTES:]
         if len(token) != TOKEN_BYTES or not hmac.compare_digest(mark, self._mark(body)):
             return False
         _, made_at = _MADE.unpack_from(body, _SALT_BYTES)
-        return bool(time.monotonic() - made_at <= self._life_s)
+        return bool(time.monotonic() - made_at <= self._life_s) and self.stands(token)
+
+    def stands(self, token: bytes) -> bool:
+        """Is the key still good for whose holder this token was made here?"""
+        return self._lets_in(self._shown(token))
 
     def holder_of(self, token: bytes) -> str:
-        """Of a token that was made here."""
+        """His name, of a token that was made here."""
+        return self._shown(token).partition(" ")[0]
+
+    def _shown(self, token: bytes) -> str:
         number: int = _MADE.unpack_from(token, _SALT_BYTES)[0]
         return self._holders[number]
 

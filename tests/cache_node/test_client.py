@@ -3,8 +3,8 @@
 import pytest
 from actor_harness import leased
 
-from mooncake_zmq.cache_node.client import COPY_MARGIN, PoolClient, PoolClientSettings
-from mooncake_zmq.core.actor import PeerUp, Send
+from mooncake_zmq.cache_node.client import COPY_MARGIN, UNHEARD, PoolClient, PoolClientSettings
+from mooncake_zmq.core.actor import CancelTimer, PeerUp, Send, SetTimer
 from mooncake_zmq.core.messages import (
     CommitSlots,
     GrantedSlot,
@@ -33,7 +33,7 @@ def up(name="c", host="h0", role="cache-node"):
 @pytest.fixture
 def client():
     client = PoolClient("h0", SETTINGS, Tally())
-    client.peer_up(up())
+    client.peer_up(0.0, up())
     return client
 
 
@@ -49,11 +49,11 @@ def grant(client, now=1.0, put_id=5, index=0, work_id=77):
 
 def test_only_the_hosts_own_cache_node_is_the_pool():
     client = PoolClient("h0", SETTINGS, Tally())
-    client.peer_up(up("c9", host="h9"))
-    client.peer_up(up("p", role="prefill"))
+    client.peer_up(0.0, up("c9", host="h9"))
+    client.peer_up(0.0, up("p", role="prefill"))
     assert client.node is None
-    client.peer_up(up("c"))
-    client.peer_up(up("c2"))
+    client.peer_up(0.0, up("c"))
+    client.peer_up(0.0, up("c2"))
     assert client.node == "c", "one pool at a time: leases and puts are its alone"
     client.peer_down("c2")
     assert client.node == "c"
@@ -73,9 +73,9 @@ def test_a_renewal_counts_from_when_it_was_sent_and_only_once_confirmed(client):
     assert client.renew(3.0) == [Send("c", RenewLease(lease_id=1, ttl_s=10.0))]
     assert client.renew(6.0) == [], "one renewal at a time, or the answers could not be told apart"
     assert client.reading_time_s(6.0, 1) == pytest.approx(1.5)
-    client.on_renewed(LeaseRenewed(lease_id=1))
+    client.on_renewed(6.0, "c", LeaseRenewed(lease_id=1))
     assert client.reading_time_s(6.0, 1) == pytest.approx(4.5)
-    client.on_renewed(LeaseRenewed(lease_id=1))
+    client.on_renewed(6.0, "c", LeaseRenewed(lease_id=1))
     assert client.reading_time_s(6.0, 1) == pytest.approx(4.5)
     assert client.renew(7.0) != []
 
@@ -85,6 +85,28 @@ def test_a_lease_only_asked_for_is_not_renewed_until_granted(client):
     assert client.renew(3.0) == []
     client.on_leased(leased(1, [REF]))
     assert len(client.renew(4.0)) == 1
+
+
+def test_a_lease_that_waits_for_the_pool_counts_from_when_it_was_asked_for():
+    client = PoolClient("h0", SETTINGS, Tally())
+    assert client.lease(0.0, 1, KEYS, (), fetch=True, wait_s=1.0) == [SetTimer((UNHEARD, 1), 1.0)]
+    assert client.peer_up(0.5, up("p", role="prefill")) == []
+    stopped, asked = client.peer_up(1.0, up())
+    assert stopped == CancelTimer((UNHEARD, 1))
+    assert (asked.to, asked.message.lease_id) == ("c", 1)
+    assert not client.forgo(1), "it is asked for: the pool answers"
+    client.on_leased(leased(1, [REF]))
+    assert client.reading_time_s(1.0, 1) == pytest.approx(SETTINGS.lease_ttl_s * (1 - COPY_MARGIN))
+
+
+def test_a_lease_waits_for_the_pool_no_longer_than_for_other_hosts():
+    client = PoolClient("h0", SETTINGS, Tally())
+    assert client.lease(0.0, 1, KEYS, (), fetch=True, wait_s=60.0) == [SetTimer((UNHEARD, 1), SETTINGS.fetch_s)]
+    assert client.wants(1)
+    assert client.forgo(1)
+    assert not client.wants(1)
+    assert client.leases == 0
+    assert client.peer_up(3.0, up()) == []
 
 
 def test_a_dead_pool_voids_its_leases(client):
@@ -111,11 +133,11 @@ def test_a_put_copies_for_less_than_its_time_and_commits_what_was_written(client
     ]
     (start,) = grant(client, now=1.0, index=1).effects
     assert start.deadline_s == pytest.approx(6.5)
-    assert client.on_reclaim(ReclaimSlots(put_id=5)) == [], "its copy still runs"
+    assert client.on_reclaim(1.0, "c", ReclaimSlots(put_id=5)) == [], "its copy still runs"
     ended = client.on_copied(77, BlocksCopied((42,)))
     assert ended.tokens == ["token"]
     assert ended.effects == [Send("c", CommitSlots(put_id=5, checksums=((1, 42),)))]
-    assert client.on_reclaim(ReclaimSlots(put_id=5)) == [Send("c", CommitSlots(put_id=5, checksums=()))]
+    assert client.on_reclaim(1.0, "c", ReclaimSlots(put_id=5)) == [Send("c", CommitSlots(put_id=5, checksums=()))]
 
 
 @pytest.mark.parametrize("result", [WorkFailed("test"), BlocksCopied((None,))])
@@ -145,7 +167,7 @@ def test_a_pool_that_dies_ends_puts_but_not_their_copies_in_flight(client):
     grant(client)
     assert client.peer_down("c").tokens == ["asked"]
     assert client.puts == 1
-    client.peer_up(up())
+    client.peer_up(0.0, up())
     ended = client.on_copied(77, BlocksCopied((1,)))
     assert ended.tokens == ["copying"]
 

@@ -53,6 +53,8 @@ def until_none(remaining: Callable[[], Any], timeout_s: float) -> None:
 class ToyCluster:
     """`mooncake-zmq up`, with the toy model by default, in a directory and under a cluster name of its own."""
 
+    nodes = NODES
+
     def __init__(
         self, directory: Path, *, config: str = "configs/toy.toml", settings: tuple[str, ...] = (), port: int | None = None
     ) -> None:
@@ -102,7 +104,7 @@ class ToyCluster:
 
     def leftovers(self) -> list[str]:
         """Sockets and segments of this cluster; all must be gone after its end. Nodes' locks tell of former lives, and stay."""
-        stay = {"logs", "up.out", *(f"{node}.lock" for node in NODES)}
+        stay = {"logs", "up.out", *(f"{node}.lock" for node in self.nodes)}
         files = [path.name for path in self.runtime_dir.iterdir() if path.name not in stay]
         segments = [path.name for path in Path("/dev/shm").glob(f"mooncake={self.name}=*")]
         processes = [pid for pid in os.listdir("/proc") if pid.isdigit() and self._belongs(int(pid))]
@@ -110,7 +112,7 @@ class ToyCluster:
 
     def errors(self) -> list[str]:
         """Lines of the nodes' logs that tell of a broken rule, and logs that do not even tell of a start."""
-        logs = [self.runtime_dir / "logs" / f"{node}.log" for node in NODES]
+        logs = [self.runtime_dir / "logs" / f"{node}.log" for node in self.nodes]
         texts = {log.name: log.read_text() for log in logs}
         silent = [name for name, text in texts.items() if '"started"' not in text]
         return silent + [line for text in texts.values() for line in text.splitlines() if _tells_of_an_error(line)]
@@ -145,11 +147,11 @@ class ToyCluster:
         }
 
     def dumps(self) -> dict[str, Any]:
-        return collect_dumps(self.runtime_dir, NODES)
+        return collect_dumps(self.runtime_dir, self.nodes)
 
     def missing(self) -> list[str]:
         """Nodes that do not answer, and peers that are not in conversation."""
-        return unheard(self.dumps(), NODES)
+        return unheard(self.dumps(), self.nodes)
 
     def busy_gauges(self) -> list[str]:
         return busy(self.dumps())

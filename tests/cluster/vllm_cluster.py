@@ -12,11 +12,8 @@ import httpx
 from stub_vllm import DONE, Pieces, event, usage
 from toy_cluster import ROOT, ToyCluster, free_port
 
-from mooncake_zmq.chaos.checks import busy, unheard
 from mooncake_zmq.engine.gguf_vocabulary import byte_level_bpe
-from mooncake_zmq.operate import collect_dumps
 
-NODES = ("conductor-0", "cache-a", "vllm-a", "vllm-b", "gateway-0")
 VOCABULARY = 99
 
 
@@ -76,6 +73,8 @@ def answering(gap_s: float = 0.0, *, dies_after: Callable[[], int | None] = lamb
 class VllmCluster(ToyCluster):
     """configs/vllm.toml on free ports, beside the servers at `urls`."""
 
+    nodes = ("conductor-0", "cache-a", "vllm-a", "vllm-b", "gateway-0")
+
     def __init__(self, directory: Path, model: Path, urls: tuple[str, str], settings: tuple[str, ...] = ()) -> None:
         text = (ROOT / "configs/vllm.toml").read_text()
         for old, new in zip(("http://127.0.0.1:8001", "http://127.0.0.1:8002"), urls, strict=True):
@@ -92,15 +91,6 @@ class VllmCluster(ToyCluster):
     def complete(self) -> bool:
         detail = self.health()
         return detail is not None and detail["peers"].get("vllm") == ["vllm-a", "vllm-b"]
-
-    def dumps(self) -> dict[str, Any]:
-        return collect_dumps(self.runtime_dir, NODES)
-
-    def missing(self) -> list[str]:
-        return unheard(self.dumps(), NODES)
-
-    def busy_gauges(self) -> list[str]:
-        return busy(self.dumps())
 
     def complete_text(self, **body: Any) -> dict[str, Any]:
         return super().complete_text(**{"model": self.model_name, **body})

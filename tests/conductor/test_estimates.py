@@ -14,6 +14,7 @@ from mooncake_zmq.conductor.corrections import (
     MOST_BIAS,
     MOST_FACTOR,
     MOST_SPARE,
+    PRIOR_REPORTS,
     SPARE,
     Bias,
     Correction,
@@ -24,7 +25,7 @@ from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.gaps import longest_gaps
-from mooncake_zmq.core.messages import MAX_REPORTED, Measured, Outcome, Placed, RequestEnded
+from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, Measured, Outcome, Placed, PrefillLoad, RequestEnded
 from mooncake_zmq.core.order import Order, work_ahead_s
 from mooncake_zmq.core.pace import Pace
 from mooncake_zmq.gateway.gaps import Gaps
@@ -314,6 +315,31 @@ def test_a_correction_grows_with_evidence_and_fades_without():
     assert 1.0 < correction.factor < 2.5
     correction.report(600.0, last)
     assert correction.factor == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_nodes_own_costs_are_believed_at_once_and_do_not_fade():
+    """Ours are another machine's: without this the first predictions, and those after a pause, would be as far off."""
+    ours = Cluster(hosts=1).schedule(keys("x", 4), 4 * BLOCK + 1)
+    cluster = Cluster(hosts=1)
+    own = COSTS.scaled(prefill=0.01, decode=0.02)
+    for pause_s in (0.0, 60.0, 600.0):
+        cluster.advance(pause_s)
+        cluster.say("p0", PrefillLoad(token_s=own.prefill_token_s))
+        cluster.say(
+            "d0", DecodeLoad(running=0, reserved=0, free_tokens=10**6, capacity_tokens=10**6, fixed_s=own.decode_step_s)
+        )
+        placed = cluster.schedule(keys("x", 4), 4 * BLOCK + 1, request_id=f"r{pause_s}")
+        assert placed.ttft_s == pytest.approx(own.compute_s(4 * BLOCK + 1, 0))
+        assert placed.tbt_s == pytest.approx(0.02 * ours.tbt_s)
+        cluster.say("g", RequestEnded(request_id=f"r{pause_s}", attempt=1))
+
+
+def test_what_a_node_measured_corrects_its_own_costs():
+    cluster = Cluster(hosts=1)
+    cluster.say("p0", PrefillLoad(token_s=0.01 * COSTS.prefill_token_s, compute=Measured(seconds=3.0, predicted_s=1.0)))
+    correction = (3.0 + PRIOR_REPORTS) / (1 + PRIOR_REPORTS)
+    placed = cluster.schedule(keys("x", 4), 4 * BLOCK + 1)
+    assert placed.ttft_s == pytest.approx(0.01 * correction * COSTS.compute_s(4 * BLOCK + 1, 0))
 
 
 def test_an_idle_node_repeats_its_measurement_and_that_is_no_news():

@@ -603,16 +603,36 @@ def test_a_failed_step_fails_all_its_requests(node):
     assert_nothing_left(node)
 
 
-def test_a_step_that_cannot_follow_ones_constraint_fails_that_request_alone(node):
+@pytest.mark.parametrize("stuck", [True, False])
+def test_a_step_that_cannot_follow_ones_constraint_fails_that_request_alone(node, stuck):
     node.run("r0")
     node.run("r1")
     node.step()
     work_id, work = node.work(DecodeStep)
     node.take(TokensDecoded)
-    node.done(work_id, StepDecoded(((0, 6),), 0.01, failed=((0, "too complex"),)))
+    node.done(work_id, StepDecoded(((0, 6),), 0.01, failed=((0, WorkFailed("too complex", stuck=stuck)),)))
     failed = node.one(AttemptFailed)
-    assert (failed.request_id, failed.reason) == ("r0", "constraint: too complex")
+    assert (failed.request_id, failed.reason, failed.stuck) == ("r0", "too complex", stuck)
     assert [entry[0] for entry in node.one(TokensDecoded).entries] == ["r1"]
+
+
+def test_what_a_run_sampled_before_it_got_stuck_is_told_first():
+    node = Node(max_steps=10)
+    node.run("r0")
+    work_id, _ = node.work(DecodeStep)
+    node.done(work_id, StepDecoded(((5,), (6,), (0,)), 0.01, failed=((0, WorkFailed("too complex", stuck=True)),)))
+    told = [m for to, m in node.sent if to == "g" and isinstance(m, TokensDecoded | AttemptFailed)]
+    assert [type(m) for m in told] == [TokensDecoded, AttemptFailed]
+    assert [entry[3] for entry in told[0].entries] == [(5, 6)]
+
+
+def test_an_answer_that_ended_before_its_run_got_stuck_is_whole():
+    node = Node(max_steps=10)
+    node.run("r0")
+    work_id, _ = node.work(DecodeStep)
+    node.done(work_id, StepDecoded(((5,), (9,), (0,)), 0.01, failed=((0, WorkFailed("too complex", stuck=True)),)))
+    assert [entry[3] for entry in node.one(TokensDecoded).entries] == [(5, 9)]
+    assert node.take(AttemptFailed) == []
 
 
 # --- what it tells

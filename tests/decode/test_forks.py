@@ -1,6 +1,7 @@
 """Choices that begin with one prompt's KV: one handoff, a copy for each, and nothing left whatever ends them."""
 
 import pytest
+from msgspec import structs
 from test_decode import B, Node, assert_nothing_left
 
 from mooncake_zmq.core.messages import (
@@ -8,7 +9,6 @@ from mooncake_zmq.core.messages import (
     CancelRequest,
     DecodeDenied,
     DecodeReserved,
-    HandoffDone,
     HandoffFailed,
     HandoffReceived,
     Sibling,
@@ -24,13 +24,13 @@ class Family(Node):
         siblings = tuple(Sibling(request_id=name, attempt=1, seed=seed) for name, seed in (("s", 7), ("t", 8)))
         self.reserve("r", length, siblings=siblings, **changes)
 
-    def handoff_done(self, request_id="r", *, siblings=(("s", 21), ("t", 22)), **options):
+    def handoff_done(self, request_id="r", *, siblings=(("s", 21), ("t", 22)), wanted=True, **options):
         kept, self.handed = self.say, []
         self.say = lambda _, message: self.handed.append(message)
         super().handoff_done(request_id, **options)
         self.say = kept
         (done,) = self.handed
-        self.say("p0", HandoffDone(**{name: getattr(done, name) for name in done.__struct_fields__} | {"siblings": siblings}))
+        self.say("p0", structs.replace(done, siblings=siblings, wanted=wanted))
 
     def three(self, **options):
         self.reserve_three(**options)
@@ -97,6 +97,23 @@ def test_the_first_may_leave_while_its_handoff_goes_on_for_the_others(node):
     node.forked()
     assert [entry.sampling.seed for entry in node.work(DecodeStep)[1].entries] == [7, 8]
     assert "r" not in node.actor._requests
+
+
+def test_the_first_whose_cancel_came_before_its_reservation_is_not_decoded(node):
+    """The prefill heard of it in time, and went on for the others."""
+    node.say("g", CancelRequest(request_id="r", attempt=1))
+    node.reserve_three()
+    node.blocks("r")
+    node.pulled()
+    node.handoff_done("r", wanted=False)
+    assert node.one(HandoffReceived, "p0").request_id == "r"
+    node.forked()
+    assert [entry.sampling.seed for entry in node.work(DecodeStep)[1].entries] == [7, 8]
+    node.step()
+    for name in ("s", "t"):
+        node.say("g", CancelRequest(request_id=name, attempt=1))
+    node.step()
+    assert_nothing_left(node)
 
 
 def test_when_nobody_is_left_the_handoff_ends(node):

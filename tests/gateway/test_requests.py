@@ -303,6 +303,17 @@ def test_a_request_that_fails_too_often_gets_one_error():
     assert node.busy() == {}
 
 
+@pytest.mark.parametrize(("state", "sender"), [("prefilling", "p0"), ("decoding", "d0")])
+def test_an_answer_that_cannot_follow_its_constraint_ends_at_once(state, sender):
+    """The next attempt would come to the same place."""
+    node = in_state(state)
+    node.fail(1, sender, stuck=True)
+    assert (node.end().status, node.end().code) == (400, "constraint_stuck")
+    assert "test" in node.end().message
+    assert not any(key[0] == "attempt" for key in node.timers)
+    assert node.busy() == {}
+
+
 def test_finding_no_room_costs_none_of_the_attempts_that_may_break_and_avoids_the_full_node():
     node = in_state("prefilling", max_attempts=2)
     for attempt in range(1, 20):

@@ -412,6 +412,17 @@ def test_a_chunk_that_fails_anywhere_ends_the_attempt(name, chunk, kind):
     assert (asked[0].keys == ()) == (kind == "unreached"), "blocks out of reach are computed the next time"
 
 
+def test_a_constraint_that_the_last_stage_cannot_follow_is_told_to_the_gateway():
+    line = Line(("p1",))
+    line.start()
+    while not any(getattr(work.chunk, "sampling", None) for work in line.nodes["p1"].works.values()):
+        assert line.step()
+    line.compute("p1", WorkFailed("constraint: no token can follow", stuck=True))
+    line.run()
+    assert line.first.one(AttemptFailed, "g").stuck
+    assert not line.leftovers()
+
+
 def test_a_stage_without_room_says_so_and_holds_nothing():
     line = Line(("p1",))
     slots = line.nodes["p1"].actor.slots
@@ -576,6 +587,32 @@ def test_leases_of_stages_and_jobs_are_told_apart():
     line.first.say("g", CancelRequest(request_id="r", attempt=1))
     line.run()
     node.say("c", BlocksLeased(lease_id=ask.lease_id, node="c", incarnation=7, slots=(1,), generations=(2,), checksums=(3,)))
+    assert not line.leftovers()
+
+
+def test_a_stage_whose_pool_was_not_heard_waits_for_what_the_plan_reuses():
+    line = Line(("p1",), blocks={"p0": 2, "p1": 2})
+    node = line.nodes["p1"]
+    node.down("c")
+    line.start(reuse_blocks=2)
+    line.run()
+    assert line.computed == []
+    node.up("c", 7, host="h-p1")
+    line.run()
+    assert line.computed[0] == ("p0", 2 * B)
+    line.received()
+    assert not line.leftovers()
+
+
+def test_a_stage_does_without_a_pool_that_is_not_heard():
+    line = Line(("p1",), blocks={"p0": 2, "p1": 2})
+    line.nodes["p1"].down("c")
+    line.start(reuse_blocks=2)
+    line.run()
+    line.nodes["p1"].advance(1.0)
+    line.run()
+    assert line.computed[0] == ("p0", 0)
+    line.received()
     assert not line.leftovers()
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from actor_harness import LAYOUT, Harness, leased
 
-from mooncake_zmq.cache_node.client import PoolClientSettings
+from mooncake_zmq.cache_node.client import UNHEARD, PoolClientSettings
 from mooncake_zmq.core.actor import Drained, TimerFired
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
@@ -226,6 +226,60 @@ def test_blocks_are_waited_for_only_when_the_plan_counts_on_them(node):
     assert node.one(LeaseBlocks).fetch_s > 0.0, "this host's SSD may hold them"
     node.start("r1", reuse_blocks=0)
     assert node.one(LeaseBlocks).fetch_s == 0.0
+
+
+@pytest.fixture
+def early():
+    """Begun after a restart, the gateway and the decode were heard and not yet the host's pool."""
+    node = Node()
+    node.down("c")
+    node.start("r", prompt(20), reuse_blocks=4)
+    node.reserve()
+    return node
+
+
+def test_a_request_that_comes_before_the_pool_was_heard_waits_for_what_its_plan_reuses(early):
+    assert early.works == {}, "computing it all takes longer than the pool needs to be heard"
+    early.down("k")
+    assert early.works == {}, "somebody else's death says nothing of the pool"
+    early.up("c", 8)
+    ask = early.one(LeaseBlocks, "c")
+    assert len(ask.keys) == 4
+    early.say("c", leased(ask.lease_id, [SlotRef(node="c", incarnation=8, slot=i, generation=2, checksum=5) for i in range(4)]))
+    assert early.computed().start == 16
+    assert early.one(FirstToken).local == 16
+    early.received()
+    assert early.one(ReleaseLease, "c").lease_id == ask.lease_id
+    early.put_all()
+    assert_nothing_left(early)
+
+
+def test_a_pool_is_waited_for_no_longer_than_computing_takes_what_it_would_spare(early):
+    spared_s = COSTS.compute_s(16, 0)
+    early.advance(spared_s * 0.9)
+    assert early.works == {}
+    early.advance(spared_s * 0.2)
+    assert early.work(ComputeChunk)[1].start == 0
+    early.up("c", 8)
+    assert early.take(LeaseBlocks) == [], "it is computing"
+    early.finish()
+    early.received()
+    early.put_all()
+    assert_nothing_left(early)
+
+
+def test_a_pool_that_was_not_heard_is_waited_for_only_when_the_plan_counts_on_it():
+    node = Node()
+    node.down("c")
+    node.ready("r", prompt(20), reuse_blocks=0)
+    assert node.work(ComputeChunk)[1].start == 0
+
+
+def test_who_leaves_before_the_pool_was_heard_asks_it_for_nothing(early):
+    early.say("g", CancelRequest(request_id="r", attempt=1))
+    early.up("c", 8)
+    assert early.take(LeaseBlocks) == []
+    assert_nothing_left(early)
 
 
 def test_a_prompt_of_whole_blocks_keeps_its_last_block_to_compute(node):
@@ -766,7 +820,7 @@ def settle(node):
 def assert_nothing_left(node):
     assert node.busy() == {}
     assert node.sequences == set()
-    assert not [timer for timer in node.timers if timer[0] == "deadline"]
+    assert not [timer for timer in node.timers if timer[0] in ("deadline", UNHEARD)]
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -15,7 +15,7 @@ from mooncake_zmq.core.messages import (
     ReserveDecode,
     Sibling,
 )
-from mooncake_zmq.core.work import ComputeChunk
+from mooncake_zmq.core.work import ComputeChunk, WorkFailed
 from mooncake_zmq.kv.block_hash import unpack_tokens
 
 SIBLINGS = tuple(Sibling(request_id=f"s{index}", attempt=1, seed=index) for index in range(1, 16))
@@ -61,7 +61,9 @@ def test_who_leaves_gets_no_token_and_the_others_do(node, gone):
     compute(node)
     firsts = {first.request_id for first in node.take(FirstToken, "g")}
     assert (len(firsts), gone in firsts) == (15, False)
-    assert gone not in dict(node.one(HandoffDone, "d").siblings)
+    done = node.one(HandoffDone, "d")
+    assert gone not in dict(done.siblings)
+    assert done.wanted == (gone != "r")
 
 
 def test_no_room_is_taken_for_who_left_the_queue():
@@ -99,6 +101,16 @@ def test_what_breaks_is_told_to_each_that_is_left(node):
     node.say("g", CancelRequest(request_id="s1", attempt=1))
     node.down("d")
     assert {failed.request_id for failed in node.take(AttemptFailed, "g")} == {"r", *(s.request_id for s in SIBLINGS[1:])}
+
+
+def test_answers_that_cannot_follow_their_constraint_are_told_so(node):
+    begin(node)
+    node.computed()
+    work_id, _ = node.work(ComputeChunk)
+    node.done(work_id, WorkFailed("constraint: no token can follow", stuck=True))
+    failed = node.take(AttemptFailed, "g")
+    assert len(failed) == 16
+    assert all(message.stuck and message.reason.endswith("no token can follow") for message in failed)
 
 
 def test_a_refused_job_is_told_to_each(node):

@@ -56,6 +56,11 @@ def directory(tmp_path: Path) -> Path:
     return directory
 
 
+def revoke(directory: Path, name: str) -> None:
+    book = directory / key_files.PUBLIC_KEYS
+    book.write_text("".join(line for line in book.read_text().splitlines(True) if not line.startswith(f"{name} ")))
+
+
 @pytest.fixture
 def sockets(directory: Path) -> Iterator[Callable[[str], Sockets]]:
     """Those of a process that has the keys of a name."""
@@ -243,6 +248,52 @@ def test_a_store_client_reads_and_writes_by_its_key(directory: Path, tmp_path: P
     finally:
         store.close()
         server.close()
+
+
+@pytest.mark.parametrize("how", ["rotated", "revoked"])
+def test_a_dropped_key_ends_what_its_holder_has_at_a_store(
+    how: str, directory: Path, tmp_path: Path, sockets: Callable[[str], Sockets]
+) -> None:
+    """Connection, ticket and streams, though the store runs on: whoever stole the key has nothing of them."""
+    server = store_server(tmp_path, sockets("a"))
+    stores = {name: MooncakeDistributedStore() for name in ("reader", "watcher-too")}
+    key_files.make(directory, [("watcher-too", ("store",))])
+    address = {"master_server_addr": f"a@{server.endpoint.removeprefix('tcp://')}"}
+    try:
+        for name, store in stores.items():
+            config = {**address, "keys": str(directory), "key_name": name, "share_memory": False, "timeout_s": 1.0}
+            eventually(lambda store=store, config=config: store.setup(config) == 0)
+            assert store.put(name, b"value") == 0
+            assert store.get(name) == b"value"
+        assert len(server._streams._host._open) == 2
+        if how == "rotated":
+            key_files.rotate(directory, "reader")
+            assert stores["reader"].get("reader") == b"value", "both keys are good"
+            key_files.drop(directory, "reader")
+        else:
+            revoke(directory, "reader")
+        eventually(lambda: [each.holder for each in server._streams._host._open.values()] == ["watcher-too"])
+        assert stores["reader"].get("reader") == b""
+        assert stores["watcher-too"].get("watcher-too") == b"value"
+        assert [each.holder for each in server._streams._host._open.values()] == ["watcher-too"]
+    finally:
+        for store in stores.values():
+            store.close()
+        server.close()
+
+
+def test_what_comes_over_a_connection_whose_key_was_dropped_counts_no_more(
+    directory: Path, sockets: Callable[[str], Sockets]
+) -> None:
+    where = {name: free_endpoint() for name in "ab"}
+    with (
+        running(runtime("a", where["a"], {"b": where["b"]}, sockets("a"))) as a,
+        running(runtime("b", where["b"], {"a": where["a"]}, sockets("b"))) as b,
+    ):
+        eventually(lambda: a.node.session.up_peers and b.node.session.up_peers)
+        revoke(directory, "b")
+        eventually(lambda: not a.node.session.up_peers)
+        assert a.node.session.counts["dropped[reason=not_its_key]"] > 0
 
 
 def test_what_a_store_client_may_use_the_name_of_its_key_tells(

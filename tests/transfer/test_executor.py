@@ -340,7 +340,7 @@ def test_a_constraint_that_cannot_be_followed_fails_its_answer_alone(make_rig):
     other = rig.result(rig.compute(2, 0, PROMPT, sampling=GREEDY))
     entries = StepEntry(1, chunk.token, len(PROMPT), sampling), StepEntry(2, other.token, len(PROMPT), GREEDY)
     run = rig.run(DecodeStep(entries, steps=40))
-    assert [place for place, _ in run.failed] == [0]
+    assert [(place, why.stuck) for place, why in run.failed] == [(0, True)]
     assert 1 < len(run.tokens) < 40
     assert [row[1] for row in run.tokens][:STEPS] == reference()[1][: len(run.tokens)]
     nonsense = Sampling(constraint=b"{", prompt_tokens=len(PROMPT))
@@ -348,6 +348,7 @@ def test_a_constraint_that_cannot_be_followed_fails_its_answer_alone(make_rig):
     failed = rig.result(rig.compute(3, 0, PROMPT, sampling=nonsense))
     assert isinstance(failed, WorkFailed)
     assert failed.reason.startswith("constraint: ")
+    assert failed.stuck
 
 
 def test_answers_of_a_step_wait_for_their_grammars_together_and_a_closed_one_leaves_none(make_rig, monkeypatch):
@@ -367,7 +368,8 @@ def test_answers_of_a_step_wait_for_their_grammars_together_and_a_closed_one_lea
         rig.result(rig.compute(number, 0, PROMPT))
     entries = (StepEntry(number, 5, len(PROMPT), sampling) for number, sampling in enumerate(samplings))
     run = rig.run(DecodeStep(tuple(entries), steps=4))
-    assert [row for row, why in run.failed if "not ready" in why] == [0, 1, 2]
+    assert [row for row, why in run.failed if "not ready" in why.reason] == [0, 1, 2]
+    assert not any(why.stuck for _, why in run.failed), "another one may be in time"
     assert len(moments) == 3
     assert len(set(moments)) == 1
     for number in range(3):

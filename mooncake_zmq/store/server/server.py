@@ -116,7 +116,7 @@ class StoreServer:
         self._socket.rcvtimeo = WAIT_MS
         self._works: DiskWorks | None = None
         self._timers = Timers(self._turns, on_crash)
-        self._tickets = Tickets(sealed=self._sockets.seals(endpoint))
+        self._tickets = Tickets(sealed=self._sockets.seals(endpoint), lets_in=self._lets_in)
         self._waker = self._sockets.inner(zmq.DEALER)
         """Used within turns. Its name is not one of a connection, nor to be guessed."""
         self._waker.routing_id = self._waker_name = b"w" + os.urandom(16)
@@ -218,29 +218,34 @@ class StoreServer:
         return self._socket.recv()
 
     def _receive(self, peer: bytes) -> None:
-        content, user = b"", None
+        content, shown = b"", None
         if self._socket.getsockopt(zmq.RCVMORE):
             keyed = self._keyed and len(peer) == ROUTING_ID_BYTES  # the waker has no key
-            content, user = take_part(self._socket, self._connections, keyed=keyed)
+            content, shown = take_part(self._socket, self._connections, keyed=keyed)
         try:
             request = protocol.decode_request(content)
         except protocol.NotAMessage:
             request = None
         skip_rest(self._socket, self._connections)
         if request is not None and len(peer) == ROUTING_ID_BYTES:
-            user = self._keyless if user is None else user
+            user = self._keyless if shown is None else self._sockets.holder("store", shown)
+            if shown is not None and not user:
+                return  # his key was dropped
             if isinstance(request, protocol.Hello):
-                self._turns.take(self._greeted(peer, request, user))
+                self._turns.take(self._greeted(peer, request, user, shown or ""))
             else:
                 self._turns.take(Asked(peer, request, user))
         elif not self._stopping and peer != self._waker_name:
             self._counts["garbage"] += 1
 
-    def _greeted(self, peer: bytes, hello: protocol.Hello, user: str | None) -> Greeted:
+    def _lets_in(self, holder: str) -> bool:
+        return not self._keyed or bool(self._sockets.holder("store", holder))
+
+    def _greeted(self, peer: bytes, hello: protocol.Hello, user: str | None, shown: str) -> Greeted:
         same_host = hello.boot_id == self._boot_id != ""
         path = str(self._turns.segment.path) if same_host else ""
         lives = hello.shared and same_host and is_lived(self._life_of(peer[1:17]))
-        return Greeted(peer, hello, path, lives, self._tickets.make(user or "").token, self._streams.endpoint, user)
+        return Greeted(peer, hello, path, lives, self._tickets.make(shown).token, self._streams.endpoint, user)
 
     def _send(self, reply: Reply) -> None:
         message = reply.reply

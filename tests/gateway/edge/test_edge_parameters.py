@@ -29,8 +29,9 @@ def test_what_is_not_done_is_refused_by_its_name(name):
     for call in (ScriptedActor().complete, ScriptedActor().chat):
         response = call(**{name: ASKING[name]})
         assert response.status_code == 400
-        assert response.json()["error"] == {
-            "message": f"{name} is not supported",
+        error = response.json()["error"]
+        assert error.pop("message").startswith(f"{name} is not supported")
+        assert error == {
             "type": "invalid_request_error",
             "param": name,
             "code": "unsupported_parameter",
@@ -43,6 +44,13 @@ def test_what_asks_for_nothing_is_taken():
     for call in (ScriptedActor().complete, ScriptedActor().chat):
         assert call(**asked).status_code == call(**nothing).status_code == 200
         assert call(user="me", metadata={"a": "b"}, safety_identifier="x", prompt_cache_key="y").status_code == 200
+
+
+@pytest.mark.parametrize(("name", "value", "hint"), [("best_of", 2, "ask for n answers"), ("suffix", "end", "into the prompt")])
+def test_a_refusal_says_what_does_as_much(name, value, hint):
+    error = ScriptedActor().complete(**{name: value}).json()["error"]
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert hint in error["message"]
 
 
 def test_an_unknown_parameter_is_refused():

@@ -1,0 +1,60 @@
+"""What an engine takes here, measured while its process starts, where nobody has said what things cost. It never runs beside
+requests."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.engine.spec import Engine
+
+FEW_TOKENS, TOKENS = 8, 128
+"""The weights are read once a chunk, which few tokens pay for dearly: they only tell whether more would take too long."""
+MOST_S = 4.0
+"""A prefill that may take longer is not tried."""
+ENOUGH_S = 0.1
+"""A prefill this long is measured well enough; of an engine that is quicker, longer ones are."""
+STEPS = 4
+SCHEDSTAT = "/proc/thread-self/schedstat"
+
+
+def unhindered_s() -> float:
+    """A clock that stands while this thread has something to do and no core: other processes of a host start beside it."""
+    try:
+        with open(SCHEDSTAT) as told:
+            waited_s = int(told.read().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):  # a kernel that does not tell
+        waited_s = 0.0
+    return time.perf_counter() - waited_s
+
+
+def measured(engine: Engine, costs: Costs, *, most_tokens: int, clock: Callable[[], float] = unhindered_s) -> Costs:
+    """`costs`, with prefill and decode each as much slower or quicker as this engine is. `most_tokens`: of a chunk. Of equal
+    works the quickest counts."""
+    most_tokens = max(1, min(most_tokens, engine.spec.max_positions - STEPS - 1))
+    sequence = engine.new_sequence(most_tokens + STEPS + 1)
+
+    def prefill_s(tokens: int) -> float:
+        sequence.set_length(0)
+        return _took_s(lambda: engine.prefill(sequence, np.zeros(tokens, np.int32)), clock)
+
+    try:
+        tokens = min(FEW_TOKENS, most_tokens)
+        prefill_s(tokens)  # the first one finds everything cold
+        took_s = prefill_s(tokens)
+        if took_s * TOKENS < MOST_S * tokens:
+            tokens = min(TOKENS, most_tokens)
+            while (took_s := prefill_s(tokens)) < ENOUGH_S and tokens < most_tokens:
+                tokens = min(2 * tokens, most_tokens)
+            took_s = min(took_s, prefill_s(tokens))
+        step_s = min(_took_s(lambda: engine.decode([sequence], np.zeros(1, np.int32)), clock) for _ in range(STEPS))
+    finally:
+        sequence.close()
+    return costs.scaled(prefill=took_s / costs.compute_s(tokens, 0), decode=step_s / costs.step_s(1, tokens))
+
+
+def _took_s(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    began = clock()
+    work()
+    return clock() - began
