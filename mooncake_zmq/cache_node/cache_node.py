@@ -20,7 +20,6 @@ from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings
 from mooncake_zmq.cache_node.tenants import PoolTenants, slots_of
 from mooncake_zmq.core.actor import (
     CancelTimer,
-    Drained,
     DrainTimedOut,
     DrainWanted,
     Effect,
@@ -29,6 +28,7 @@ from mooncake_zmq.core.actor import (
     PeerDown,
     PeerUp,
     Received,
+    RestWanted,
     Send,
     SetTimer,
     ShelfTold,
@@ -38,6 +38,7 @@ from mooncake_zmq.core.actor import (
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     MAX_TOKENS,
     BlocksAnnounced,
@@ -153,7 +154,7 @@ class CacheNode:
         self._has_disk = disk.slots > 0
         self._reporting = False
         """The timer of the next `CacheLoad` is armed."""
-        self._draining = False
+        self._leaving = Leaving("", self.counts)
         self._reactions = Reactions(
             self.counts,
             {
@@ -197,7 +198,7 @@ class CacheNode:
         effects += self._announce()
         if not self._reporting:
             effects += self._begin_reports()
-        return effects + self._drained() if self._draining else effects
+        return effects + self._drained() if self._leaving.draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         # As with messages, the frequent ones first: see `Reactions`.
@@ -230,11 +231,11 @@ class CacheNode:
             case ShelfTold() as told:
                 return self._on_shelf(told)
             case DrainWanted():
-                self._draining = True
-                for holder in [h for h, g in self._gatherer.gatherings.items() if g.wish]:
-                    self._gatherer.drop(holder)
-                self.disk.begin_drain()
+                self._leaving.drain()
+                self._take_no_more()
                 return []
+            case RestWanted(resting):
+                return self._on_rest(resting)
             case Started() | DrainTimedOut() | TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
@@ -299,7 +300,7 @@ class CacheNode:
             "sources": [[rate.source, rate.block_s, rate.pending_blocks] for rate in self._gatherer.sources(now)],
             "pending": [[str(h), len(g.keys), g.here, g.limits, g.deadline - now] for h, g in gatherings.items()],
             "disk": {"readable": self.disk.readable, "writable": self.disk.writable, "fault": self.disk.fault},
-            "draining": self._draining,
+            "draining": self._leaving.draining,
         }
 
     # --- readers
@@ -310,7 +311,7 @@ class CacheNode:
         if holder in self._leases or holder in gatherings:
             return []
         mine = sum(1 for h in self._leases if h.node == sender) + sum(1 for h in gatherings if h.node == sender)
-        if self._draining or mine >= self._settings.max_leases_per_client:
+        if self._leaving.draining or mine >= self._settings.max_leases_per_client:
             self.counts.add("leases_denied")
             return [Send(sender, BlocksLeased(lease_id=message.lease_id, node=self.name, incarnation=self.incarnation))]
         fetch_s = min(message.fetch_s, self._settings.max_lease_s)
@@ -442,7 +443,7 @@ class CacheNode:
                 self._let_go_first(key)
             return []
         wishes = sum(1 for gathering in self._gatherer.gatherings.values() if gathering.wish)
-        if self._draining or wishes >= self._settings.max_wishes:
+        if self._leaving.draining or wishes >= self._settings.max_wishes:
             self.counts.add("wishes_left")
             return []
         holder = HolderId(self.name, self.incarnation, self._ids.new())
@@ -466,7 +467,7 @@ class CacheNode:
         self._chains.touch(message.parent, self.slots.committed_of(found))
         tokens = self._fitting_tokens(message)
         owner = self._tenants.number(message.tenant)
-        room = 0 if self._draining else self._room_for_puts(sender)
+        room = 0 if self._leaving.draining else self._room_for_puts(sender)
         owners = [owner] * len(message.keys) if owner != NOBODY else ()
         slots, held = self.slots.reserve_missing(message.keys, room, owners, found)
         generations = self.slots.generation
@@ -612,24 +613,49 @@ class CacheNode:
             self.counts.add("evicted_blocks[tier=disk]", len(left_disk))
             self.slots.evicted.clear()
             self.disk.slots.evicted.clear()
-        informed = [name for name, peer in self._peers.items() if peer.role == "conductor" and name not in self._newcomers]
-        effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], informed)
+        effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], self._informed())
         if self._newcomers:
-            dram = self.slots.committed_keys()
-            disk = [key for key in self.disk.slots.committed_keys() if self.slots.committed(key) is None]
-            everything = announcements(dram, on_disk=disk if self.disk.readable else ())
+            everything = [] if self._leaving.resting else self._all_held()
             everything += _of_shelf(list(self._shelf))
             everything.append(BlocksAnnounced(complete=True))
             effects += [Send(newcomer, message) for newcomer in self._newcomers for message in everything]
             self._newcomers.clear()
         return effects
 
+    def _all_held(self) -> list[BlocksAnnounced]:
+        dram = self.slots.committed_keys()
+        disk = [key for key in self.disk.slots.committed_keys() if self.slots.committed(key) is None]
+        return announcements(dram, on_disk=disk if self.disk.readable else ())
+
+    def _take_no_more(self) -> None:
+        for holder in [h for h, g in self._gatherer.gatherings.items() if g.wish]:
+            self._gatherer.drop(holder)
+        self.disk.begin_drain()
+
+    def _on_rest(self, resting: bool) -> list[Effect]:
+        """Nothing that is held here is to be had while it rests, so conductors plan without; then they hear of all of it."""
+        self._leaving.rest(resting)
+        if resting:
+            self._take_no_more()
+            held = dict.fromkeys([*self.slots.committed_keys(), *self.disk.slots.committed_keys()])
+            return [Send(name, message) for message in announcements((), list(held)) for name in self._conductors()]
+        self.disk.end_drain()
+        self._newcomers = self._conductors()
+        return []
+
+    def _conductors(self) -> list[str]:
+        return [name for name, peer in self._peers.items() if peer.role == "conductor"]
+
+    def _informed(self) -> list[str]:
+        """Conductors that hear of what changes."""
+        return [] if self._leaving.resting else [name for name in self._conductors() if name not in self._newcomers]
+
     def _on_shelf(self, told: ShelfTold) -> list[Effect]:
         """Kept for conductors that come later."""
         self._shelf |= dict.fromkeys(told.stored)
         for key in told.removed:
             self._shelf.pop(key, None)
-        informed = [name for name, peer in self._peers.items() if peer.role == "conductor" and name not in self._newcomers]
+        informed = [name for name in self._conductors() if name not in self._newcomers]
         return [Send(name, message) for message in _of_shelf(told.stored, told.removed) for name in informed]
 
     # --- what fetching takes
@@ -646,13 +672,12 @@ class CacheNode:
         sources = self._gatherer.sources(now)
         self._reporting = bool(sources)
         load = CacheLoad(sources=tuple(sources[:MAX_SOURCES]))
-        conductors = [name for name, peer in self._peers.items() if peer.role == "conductor"]
         timers: list[Effect] = [SetTimer(REPORT, self._settings.report_s)] if sources else []
-        return [*[Send(name, load, lossy=True) for name in conductors], *timers]
+        return [*[Send(name, load, lossy=True) for name in self._conductors()], *timers]
 
     def _drained(self) -> list[Effect]:
         busy = self._leases or self._puts or self._gatherer.gatherings or self._gatherer.fetches or self.disk.demoting
-        return [Drained()] if self._draining and not busy else []
+        return self._leaving.drained(idle=not busy)
 
     def _holder(self, sender: str, number: int) -> HolderId:
         return HolderId(sender, self._peers[sender].incarnation, number)

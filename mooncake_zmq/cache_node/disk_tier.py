@@ -132,6 +132,10 @@ class DiskTier:
         self._draining = True
         self._look()
 
+    def end_drain(self) -> None:
+        """Go on as before."""
+        self._draining, self._clean = False, 0
+
     def demote(self) -> list[Effect]:
         """Write the coldest DRAM blocks that are not on disk yet, a batch at a time, and beside it one that is full. Of a disk
         that has just failed: arm the timer of the next try."""

@@ -682,7 +682,8 @@ class _Process:
 
     def _status(self) -> str:
         session = self.runtime.node.session
-        return f"{'draining' if self.signals_seen else 'serving'}; hears {len(session.up_peers)} of {len(self._peers)} peers"
+        doing = "draining" if self.signals_seen else "resting" if self.runtime.node.resting else "serving"
+        return f"{doing}; hears {len(session.up_peers)} of {len(self._peers)} peers"
 
     def _ready(self) -> None:
         gc.collect()
@@ -844,6 +845,9 @@ class _Backing:
         if len(self._asked) > MAX_ASKS:
             self._asked.popitem(last=False)
         self._runtime.ask_state(node, ask_id)
+
+    def rest(self, node: str, resting: bool) -> None:
+        self._runtime.rest(node, resting)
 
     def _on_state(self, sender: str, told: StateTold) -> None:
         node, tell = self._asked.get(told.ask_id, ("", None))
