@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import Bytes, Grammars
-from mooncake_zmq.gateway import cluster_face, manual, pages
+from mooncake_zmq.gateway import admin, cluster_face, manual, pages
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
@@ -181,6 +181,7 @@ def _plain_routes(edge: Edge) -> list[Route]:
         Route("/version", version),
         Route("/metrics", metrics),
         *manual.routes(),
+        *admin.routes(edge.overview, keyed=lambda: edge.tenants is not None),
         *cluster_face.routes(
             edge.overview,
             edge.traces,

@@ -18,6 +18,13 @@ TIERS = {
     "cache-node": {"dram": ("cached_blocks", "capacity_blocks"), "ssd": ("cached_disk_blocks", "capacity_disk_blocks")},
 }
 """By role: each tier of blocks, and the gauges of what it holds and may hold."""
+LEFT = {
+    "prefill": ("requests_waiting", "requests_running", "stages"),
+    "decode": ("requests_waiting", "requests_running", "requests_closing"),
+    "vllm": ("requests_waiting", "requests_running", "requests_closing"),
+    "cache-node": ("leases", "pending_leases", "writing_blocks", "demoting_blocks"),
+}
+"""By role: the gauges of what a node that drains has still to finish."""
 REASONS = (
     *("conductor_down", "prefill_down", "decode_down", "cache_node_down", "vllm_down", "gateway_down"),
     *("disk_not_written", "disk_not_read", "engine_gone", "model_differs", "other_differs"),
@@ -154,7 +161,7 @@ def picture(seen: Seen) -> dict[str, Any]:
         "status": "degraded" if seen.status == "ok" and found else seen.status,
         "verdict": verdict(seen.status, found),
         "degraded": [asdict(each) for each in found],
-        "nodes": [_node(seen, node, found) for node in seen.listed],
+        "nodes": [told_node(seen, node, found) for node in seen.listed],
         "tiers": _tiers(seen),
         "flows": _flows(seen),
         "hits": {
@@ -176,30 +183,47 @@ def picture(seen: Seen) -> dict[str, Any]:
     }
 
 
-def _node(seen: Seen, node: Listed, found: Sequence[Degraded]) -> dict[str, Any]:
+def told_node(seen: Seen, node: Listed, found: Sequence[Degraded] = ()) -> dict[str, Any]:
+    """One node, with what of `found` is its own."""
     report, heard = seen.report(node.name), seen.heard.get(node.name)
     there = node.name in seen.peers or node.name == seen.gateway
     mine = [each.reason for each in found if each.node == node.name]
-    draining = report is not None and report.draining
+    role, draining = seen.role_of(node), report is not None and report.draining
+    gauges = dict(report.gauges) if report is not None else {}
+    left = sum(gauges.get(name, 0) for name in LEFT.get(role, ()))
+    done = draining and report is not None and report.resting and not left
     refused = node.name in seen.refusals
-    state = "refused" if refused else "down" if not there else "draining" if draining else "degraded" if mine else "ready"
+    state = (
+        "refused"
+        if refused
+        else "down"
+        if not there
+        else "drained"
+        if done
+        else "draining"
+        if draining
+        else "degraded"
+        if mine
+        else "ready"
+    )
     known: dict[str, Any] = {
         "name": node.name,
-        "role": seen.role_of(node),
+        "role": role,
         "host": node.host,
         "state": state,
         "degraded": mine,
     }
     if report is None or heard is None:
         return known
-    gauges = dict(report.gauges)
     return known | {
         "incarnation": heard.incarnation,
         "uptime_s": report.uptime_s,
         "age_s": round(seen.now - heard.at, 3),
+        "resting": report.resting,
+        "left": left if draining else None,
         "gauges": gauges,
         "moved": [{"kind": moved.kind, "peer": moved.peer, "bytes": moved.bytes} for moved in report.moved],
-        "tiers": _tiers_of(seen.role_of(node), gauges),
+        "tiers": _tiers_of(role, gauges),
     }
 
 
