@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mooncake_zmq.core.messages import Hello, Report
+from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.watch import STALE_S, Heard
 
 MAX_REASONS = 256
@@ -266,6 +267,14 @@ def _of(counts: Mapping[str, int], base: str, label: str) -> dict[str, int]:
     """What is counted under a name, by its one label."""
     head = f"{base}[{label}="
     return {name[len(head) : -1]: value for name, value in sorted(counts.items()) if name.startswith(head)}
+
+
+def count_prediction(counts: Tally, of: str, actual_s: float, predicted_s: float) -> None:
+    """What was predicted came true, or another thing. In whole microseconds, as counters are."""
+    counts.add(f"predictions[of={of}]")
+    counts.add(f"predicted_microseconds[of={of}]", round(predicted_s * 1e6))
+    counts.add(f"actual_microseconds[of={of}]", round(actual_s * 1e6))
+    counts.add(f"prediction_error_microseconds[of={of}]", round(abs(predicted_s - actual_s) * 1e6))
 
 
 def _prediction(counts: Mapping[str, int], of: str) -> dict[str, float]:
