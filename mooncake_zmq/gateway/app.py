@@ -47,7 +47,7 @@ from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Limited, Tenant
 from mooncake_zmq.gateway.tokens import detokenize, tokenize
-from mooncake_zmq.gateway.traces import Names, trace_id_of
+from mooncake_zmq.gateway.traces import names_of
 
 CLIENT_CLOSED_REQUEST = 499
 """Status in log and metrics when the client hung up; nobody receives it."""
@@ -452,7 +452,7 @@ class _Envelope:
         own_id = self._edge.new_id()
         client_id = headers.get(b"x-request-id", b"")
         traceparent = headers.get(b"traceparent", b"")[:CLIENT_ID_CHARS].decode("latin-1")
-        names = Names(own_id, client_id[:CLIENT_ID_CHARS].decode("latin-1"), trace_id_of(traceparent))
+        names = names_of(own_id, client_id[:CLIENT_ID_CHARS].decode("latin-1"), traceparent)
         echoed = client_id if 0 < len(client_id) <= CLIENT_ID_CHARS else own_id.encode()
         # A fresh dict: the server may share its own between all calls.
         state = scope["state"] = {

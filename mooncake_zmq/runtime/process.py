@@ -61,6 +61,7 @@ from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
 from mooncake_zmq.runtime.metrics import Snapshot
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
+from mooncake_zmq.runtime.otlp import OTEL, Otlp, is_installed
 from mooncake_zmq.runtime.tls import Tls, tls_files_of
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
@@ -541,6 +542,7 @@ class _Process:
         api_keys = ApiKeys(path, self.settings.requests.max_open) if path else None
         if api_keys:
             self.runtime.every(REFRESH_S, api_keys.refresh)
+        otlp = self._open_otlp()
         edge = Edge(
             name=self.node.name,
             incarnation=self.incarnation,
@@ -566,6 +568,7 @@ class _Process:
                 "ttft_slo_s": self.config.conductor.ttft_slo_s,
                 "tbt_slo_s": self.config.conductor.tbt_slo_s,
             },
+            export=otlp.tell if otlp else lambda account, names: None,
         )
         self.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
         self.beside.append(lambda: (edge.own_counts(), edge.own_gauges()))
@@ -598,6 +601,17 @@ class _Process:
             await serving
         finally:
             self.runtime.close()
+
+    def _open_otlp(self) -> Otlp | None:
+        endpoint = self.settings.otlp_endpoint
+        if not endpoint:
+            return None
+        if not is_installed():
+            raise ConfigError(f"gateway.otlp_endpoint needs the extra otel: {OTEL}")
+        otlp = Otlp(endpoint, gateway=self.node.name, model=self.model.spec.name, on_crash=self._on_crash)
+        self.stack.callback(otlp.close)
+        self.data_counts["otlp"] = otlp.counts
+        return otlp
 
     # --- what every role has
 
