@@ -16,6 +16,7 @@ from mooncake_zmq.cache_node.chains import Chains
 from mooncake_zmq.cache_node.contents import UNKNOWN, Contents, in_chains
 from mooncake_zmq.cache_node.disk_tier import RETRY, DiskContents, DiskTier
 from mooncake_zmq.cache_node.gathering import DISK, Gatherer, Gathering
+from mooncake_zmq.cache_node.misses import CORRUPT, DENIED, Misses
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
 from mooncake_zmq.cache_node.tenants import PoolTenants, slots_of
 from mooncake_zmq.core.actor import (
@@ -117,6 +118,7 @@ class CacheNode:
         self._settings = settings
         self._layout = layout
         self._ids = Ids()
+        self._misses = Misses()
         self._contents = Contents(self.slots.capacity, layout.block_tokens if settings.kv_events.endpoint else 0)
         self.disk = DiskTier(
             settings.ssd,
@@ -129,6 +131,7 @@ class CacheNode:
             ref=self._ref,
             new_id=self._ids.new,
             counts=self.counts,
+            going=self._misses.going,
         )
         self._chains = Chains(self.slots, self._contents)
         self._announcer = Announcer(self.tiers, self.counts)
@@ -313,6 +316,8 @@ class CacheNode:
         mine = sum(1 for h in self._leases if h.node == sender) + sum(1 for h in gatherings if h.node == sender)
         if self._leaving.draining or mine >= self._settings.max_leases_per_client:
             self.counts.add("leases_denied")
+            self.counts.add("lookup_blocks[result=miss]", len(message.keys))
+            self.counts.add(f"lookup_misses[reason={DENIED}]", len(message.keys))
             return [Send(sender, BlocksLeased(lease_id=message.lease_id, node=self.name, incarnation=self.incarnation))]
         fetch_s = min(message.fetch_s, self._settings.max_lease_s)
         gathering = Gathering(
@@ -347,7 +352,7 @@ class CacheNode:
         self.counts.add("lookup_blocks[result=local]", len(run) - len(origins))
         self.counts.add("lookup_blocks[result=disk]", disk)
         self.counts.add("lookup_blocks[result=remote]", remote)
-        self.counts.add("lookup_blocks[result=miss]", len(gathering.keys) - len(run))
+        self._count_misses(gathering)
         slots = tuple(gathering.run)
         parents, tokens = self._told(slots) if gathering.contents else ((), ())
         leased = BlocksLeased(
@@ -368,6 +373,14 @@ class CacheNode:
         self.disk.used(len(run))
         self._leases[holder] = GrantedLease(slots, now + gathering.ttl_s)
         return [reply, SetTimer(("lease", holder.node, holder.incarnation, holder.number), gathering.ttl_s)]
+
+    def _count_misses(self, gathering: Gathering) -> None:
+        missed = gathering.keys[gathering.here :]
+        if missed:
+            self.counts.add("lookup_blocks[result=miss]", len(missed))
+            coming = self._gatherer.coming(gathering)
+            for why, blocks in self._misses.count(missed, self.tiers(missed), coming=coming, lost=gathering.lost).items():
+                self.counts.add(f"lookup_misses[reason={why}]", blocks)
 
     def _owners(self, holder: str, slots: Sequence[int]) -> tuple[str, ...]:
         """Whose these blocks are, for another cache-node, which will have copies of them."""
@@ -428,6 +441,7 @@ class CacheNode:
             current = ref.node == self.name and ref.incarnation == self.incarnation and ref.slot < self.slots.capacity
             stands = current and self.slots.generation[ref.slot] == ref.generation
             if stands and self.slots.state_of(ref.slot) is SlotState.COMMITTED:
+                self._misses.going([key for key in (self.slots.key_of(ref.slot),) if key is not None], CORRUPT)
                 self.slots.forget(ref.slot)
                 self.counts.add("corrupt_blocks[tier=dram]")
         return []
@@ -614,6 +628,7 @@ class CacheNode:
             self.slots.evicted.clear()
             self.disk.slots.evicted.clear()
         effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], self._informed())
+        self._misses.left(self._announcer.gone)
         if self._newcomers:
             everything = [] if self._leaving.resting else self._all_held()
             everything += _of_shelf(list(self._shelf))

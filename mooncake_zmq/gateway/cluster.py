@@ -31,18 +31,17 @@ REASONS = (
     *("disk_not_written", "disk_not_read", "engine_gone", "model_differs", "other_differs"),
 )
 """All there are, for metrics: one that is not the case is told as well."""
+MISS_REASONS = (
+    *("never_stored", "evicted", "behind_another", "source_lacks", "slower_than_computing", "no_room", "too_late"),
+    *("fetch_failed", "corrupt", "disk_failed", "denied"),
+)
 MISSES = {
-    "unreached": ("prefix_blocks_unreached",),
-    "corrupt": ("prefix_blocks_corrupt", "corrupt_blocks[tier=dram]", "corrupt_blocks[tier=disk]", "fetched_blocks_corrupt"),
-    "no_room": ("fetches_denied[reason=no_room]",),
-    "slower_than_computing": (
-        "gather_refused[source=disk,reason=slower_than_computing]",
-        "gather_refused[source=node,reason=slower_than_computing]",
-    ),
-    "fetch_failed": ("fetch_failures[source=disk]", "fetch_failures[source=node]"),
-    "not_held": ("lookup_blocks[result=miss]",),
+    **{why: (f"lookup_misses[reason={why}]",) for why in MISS_REASONS},
+    "not_read": ("prefix_blocks_unreached",),
+    "damaged_when_read": ("prefix_blocks_corrupt",),
 }
-"""Why blocks were computed that a request might have reused, by the counters that tell it; most are in blocks."""
+"""Why blocks were computed that a request might have reused, by the counters that tell it: those that a lease did without, and,
+at the end, those that were leased and then not read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,6 +170,7 @@ _POOL = {
     "fetched_tokens_misfit": "Fetched blocks whose tokens are not those of their keys",
     "late_commits": "Commits of puts that were over",
     "leases_expired": "Leases that their holder did not end",
+    "lookup_misses": "Blocks asked for that were a miss, by reason: together lookup_blocks of result miss",
     "lookup_blocks": "Blocks asked for, by where they were: local, disk, remote, or miss",
     "put_blocks": "Blocks offered, by what became of them",
     "tenant_put_blocks": "Likewise, by tenant",

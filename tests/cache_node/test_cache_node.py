@@ -102,7 +102,9 @@ class Pool(Harness):
                 index |= dict.fromkeys(message.stored, Medium.CPU) | dict.fromkeys(message.on_disk, Medium.DISK)
                 for key in message.removed:
                     index.pop(key, None)
-        slots = self.actor.slots
+        slots, counts = self.actor.slots, self.actor.counts
+        missed = sum(count for name, count in counts.items() if name.startswith("lookup_misses["))
+        assert missed == counts.get("lookup_blocks[result=miss]", 0), "each miss has a reason"
         assert {slot: slots.generation[slot] for slot in self.fences} == self.fences, "every change is fenced"
         for event in self.published:
             if isinstance(event, BlocksStored):

@@ -13,6 +13,7 @@ import pytest
 from scripted_actor import ScriptedActor, events, hello
 
 import mooncake_zmq
+from mooncake_zmq.cache_node.misses import REASONS
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.core.messages import Moved, RejectReason, Report
@@ -189,7 +190,8 @@ def test_loads_are_gauges_of_their_roles():
 
 
 def test_it_has_words_for_every_reason_span_and_way():
-    assert list(table("MISSES").keys() ^ cluster.MISSES.keys()) == []
+    assert list(table("MISSES").keys() ^ cluster.MISSES.keys()) == ["none"]
+    assert set(cluster.MISS_REASONS) == set(REASONS)
     assert set(table("WAYS")) <= set(KINDS)
     assert set(KINDS) - set(table("WAYS")) == {"reuse", "promote", "demote"}  # within a node
     accounts = (HOME / "gateway/accounts.py").read_text()
