@@ -78,6 +78,8 @@ def test_with_keys_it_takes_an_admins_from_wherever(key, status):
         {"host": ""},
         {"origin": "http://evil.example"},
         {"origin": "null"},
+        {"x-forwarded-for": "10.0.0.9"},
+        {"via": "1.1 proxy"},
         {"origin": "http://127.0.0.1:3000"},
     ],
 )
