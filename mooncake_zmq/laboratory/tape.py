@@ -4,8 +4,11 @@ It looks on and changes nothing. What it keeps is bounded: of too many pictures 
 """
 
 import gzip
+import io
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import msgspec
@@ -50,7 +53,10 @@ class _Ended:
 @dataclass(slots=True)
 class _Picture:
     at_s: float
-    body: bytes
+    packed: bytes
+    """JSON, by zlib."""
+    size: int
+    """Of it in bytes, unpacked."""
     open: int
     refused: int
     """Since the picture before."""
@@ -147,9 +153,10 @@ class Tape:
         now = self._world.now
         self.due_at = now + self._every_s
         body = msgspec.json.encode(picture(self._seen(now)) | {"about": self._about(), "recent": []})
-        self._pictures.append(_Picture(now, body, len(self._gateway.open), self._refused, self._ended))
+        packed = zlib.compress(body, 1)
+        self._pictures.append(_Picture(now, packed, len(body), len(self._gateway.open), self._refused, self._ended))
         self._refused, self._ended = 0, []
-        if len(self._pictures) > MAX_PICTURES or sum([len(each.body) for each in self._pictures]) > MAX_BYTES:
+        if len(self._pictures) > MAX_PICTURES or sum([each.size for each in self._pictures]) > MAX_BYTES:
             self._thin()
 
     def _thin(self) -> None:
@@ -212,7 +219,12 @@ class Tape:
             "refused": [each.refused for each in self._pictures],
             "ended": until,
         }
-        return gzip.compress(b"\n".join([msgspec.json.encode(head), *[each.body for each in self._pictures], *ended]), mtime=0)
+        pictures = (zlib.decompress(each.packed) for each in self._pictures)
+        buffer = io.BytesIO()
+        with gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=6, mtime=0) as file:
+            for number, line in enumerate(chain((msgspec.json.encode(head),), pictures, ended)):
+                file.write(b"\n" * bool(number) + line)
+        return buffer.getvalue()
 
 
 def _kept(ended: Sequence[_Ended]) -> list[_Ended]:
@@ -228,7 +240,8 @@ def _kept(ended: Sequence[_Ended]) -> list[_Ended]:
 
 def _merged(one: _Picture, other: _Picture) -> _Picture:
     """The later one, with what ended since the one before both."""
-    return _Picture(other.at_s, other.body, other.open, one.refused + other.refused, _kept([*one.ended, *other.ended]))
+    ended = _kept([*one.ended, *other.ended])
+    return _Picture(other.at_s, other.packed, other.size, other.open, one.refused + other.refused, ended)
 
 
 def _asked(schedule: Schedule) -> ClientRequest:
