@@ -50,11 +50,12 @@ class Misses:
         their way; `lost`: why they did not come."""
         reasons = Counter[str]()
         for place, (key, tier) in enumerate(zip(missed, tiers, strict=True)):
+            why = lost.get(key)
             if key in coming:
                 why = TOO_LATE
             elif tier is not None:
-                why = lost.get(key) or (BEHIND if place else NO_ROOM)
-            else:
-                why = lost.get(key) or self._gone.get(key, NEVER_STORED)
+                why = why or (BEHIND if place else NO_ROOM)
+            elif why is None or why == LACKS:  # that it was here once says more
+                why = self._gone.get(key, why or NEVER_STORED)
             reasons[why] += 1
         return reasons

@@ -132,4 +132,6 @@ def test_what_went_last_is_remembered_and_no_more_than_so_much(monkeypatch: pyte
     asked = tuple(map(key, range(5)))
     told = gone.count(asked, [None] * 5, coming=(), lost={key(3): "fetch_failed"})
     assert told == {"never_stored": 2, "evicted": 2, "fetch_failed": 1}, "gone once more, it is so for the last reason"
+    assert gone.count(asked[:1], [None], coming=(), lost={key(0): "source_lacks"}) == {"source_lacks": 1}
+    assert gone.count(asked[1:2], [None], coming=(), lost={key(1): "source_lacks"}) == {"evicted": 1}
     assert gone.count(asked[:2], [Medium.CPU] * 2, coming=(), lost={}) == {"no_room": 1, "behind_another": 1}
