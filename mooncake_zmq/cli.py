@@ -429,6 +429,35 @@ def role(node: str, role: Role, path: str, assignments: tuple[str, ...], conduct
 
 
 @main.command()
+@click.argument("node", metavar="NODE")
+@config_option
+@set_option
+@url_option
+@ca_option
+@click.option("--undo", is_flag=True, help="Have it serve again.")
+@click.option("--wait", default=300.0, show_default=True, metavar="SECONDS", help="How long to look on until it is drained.")
+def drain(node: str, path: str, assignments: tuple[str, ...], url: str, ca: str, undo: bool, wait: float) -> None:
+    """Have NODE, a prefill, decode, vllm or cache-node on whatever host, take nothing new and finish what it has.
+
+    Its process stays, so that this can be undone; one that is started anew serves. The first gateway that answers passes it on:
+    with API keys that takes one with role=admin, in MOONCAKE_ZMQ_API_KEY; without, a gateway at a loopback address of this
+    machine.
+    The exit status is 0 once nothing is left, 1 if something is, 2 if it was refused. To end the process as well, stop it.
+
+    \b
+    Examples:
+      mooncake-zmq drain decode-b
+      mooncake-zmq drain decode-b --undo
+    """
+    from rich.console import Console
+
+    from mooncake_zmq.console import drain as draining
+
+    gateways = _gateways(path, assignments, url, ca)
+    sys.exit(draining.undo(gateways, node, Console()) if undo else draining.drain(gateways, node, Console(), within_s=wait))
+
+
+@main.command()
 @config_option
 @set_option
 @click.option("--host", metavar="HOST", help="The host of FILE that this machine is; else those whose addresses it has.")

@@ -33,6 +33,7 @@ from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.runtime.api_keys import api_keys_of
 from mooncake_zmq.runtime.exposure import Judgement, judged
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
+from mooncake_zmq.runtime.otlp import OTEL, is_installed
 from mooncake_zmq.runtime.tls import tls_files_of
 from mooncake_zmq.transfer.key_files import directory_of
 from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint, is_loopback
@@ -41,6 +42,8 @@ from mooncake_zmq.vllm_node.settings import VllmSettings
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 """Of a page, as browsers write it."""
+ENDPOINT = re.compile(r"https?://[^/?#\s]+")
+"""Of a collector of spans."""
 RENAMED = {"edge.max_open_requests": "requests.max_open"}
 """Settings that are called something else now, by the end of their path."""
 
@@ -259,6 +262,8 @@ class GatewaySettings:
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages in a browser may call this gateway and read what it answers: "https://chat.example.org", or "*" for
     all. A call that needs an API key needs it from there too. Empty: none."""
+    otlp_endpoint: str = ""
+    """Where spans of requests go as OTLP over HTTP: a collector, "http://HOST:4318". Needs the extra `otel`. Empty: nowhere."""
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     requests: RequestsSettings = field(default_factory=RequestsSettings)
@@ -271,6 +276,8 @@ class GatewaySettings:
             raise ValueError("tls_certificate and tls_key go together: set both")
         if self.edge.max_choices > self.requests.max_open:
             raise ValueError("edge.max_choices must not exceed requests.max_open, or such a call could never be served")
+        if self.otlp_endpoint and not ENDPOINT.match(self.otlp_endpoint):
+            raise ValueError(f"otlp_endpoint: {self.otlp_endpoint!r} is no URL of a collector: write http://HOST:4318")
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ValueError(f"cors_origins: {origin!r} is no origin: write SCHEME://HOST[:PORT], without a path, or *")
@@ -661,6 +668,8 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     yield from _plain_warnings(loaded)
     yield from _quota_warnings(loaded)
     for node in config.of_role("gateway"):
+        if loaded.section(node).otlp_endpoint and not is_installed():
+            yield f"{node.name}: otlp_endpoint needs the extra otel on its host, which is not here: {OTEL}"
         yield from (f"{node.name}: {text}" for text in gateway_warnings(loaded.section(node)))
     pools = {node.host for node in config.of_role("cache-node")}
     for node in config.of_role(*ENGINE_ROLES):

@@ -18,6 +18,7 @@ from mooncake_zmq.core.actor import (
     PeerUp,
     Publish,
     Received,
+    RestWanted,
     Send,
     SetTimer,
     Start,
@@ -62,7 +63,7 @@ class Harness:
         self.sent = []
         self.clients = []
         self.published = []
-        self.drained = False
+        self.drained = self.rests = False
         self.peers = {}
         self.work_ids = Counter()
         self.handle(Started())
@@ -144,6 +145,10 @@ class Harness:
 
     def drain(self):
         self.handle(DrainWanted())
+
+    def rest(self, resting=True):
+        self.rests = resting
+        return self.handle(RestWanted(resting))
 
     def run_out_of_drain(self):
         self.handle(DrainTimedOut())

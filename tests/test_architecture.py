@@ -181,6 +181,7 @@ def test_everything_is_caught_in_one_place_only() -> None:
         "runtime/executor",
         "runtime/kv_events",
         "runtime/kv_subscriber",
+        "runtime/otlp",
         "store/server/server",
         "store/server/disk_works",
         "store/server/turns",

@@ -46,6 +46,14 @@ def test_the_shipped_files_are_sound(name: str) -> None:
     assert not [text for text in warnings(loaded) if not any(words in text for words in expected)]
 
 
+def test_spans_without_the_extra_for_them_are_warned_of(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "[gateway]\notlp_endpoint = 'http://collector:4318'\n"
+    loaded = load(write(told, "[[nodes]]\nname = 'g'\nrole = 'gateway'\n"), {}, {})
+    for installed in (True, False):
+        monkeypatch.setattr(config_module, "is_installed", lambda installed=installed: installed)
+        assert any("needs the extra otel" in text for text in warnings(loaded)) == (not installed)
+
+
 def test_command_line_beats_environment_beats_file_beats_default(write: Any) -> None:
     path = write("[decode]\nmax_batch = 3\n")
     variable = {"MOONCAKE_ZMQ_DECODE__MAX_BATCH": "4"}
@@ -87,6 +95,10 @@ def test_a_node_may_replace_keys_of_its_role(write: Any) -> None:
         ),
         ("[gateway.requests]\nmax_open = 9\n", "x.toml: gateway: edge.max_choices must not exceed requests.max_open"),
         ("[gateway]\ncors_origins = ['chat.example.org']\n", "cors_origins: 'chat.example.org' is no origin: write SCHEME://"),
+        (
+            "[gateway]\notlp_endpoint = 'collector:4318'\n",
+            "otlp_endpoint: 'collector:4318' is no URL of a collector: write http://",
+        ),
         ("[gateway]\ncors_origins = ['https://a.b/chat']\n", "cors_origins: 'https://a.b/chat' is no origin"),
         ("[prefill.pool]\nnothing = 1\n", "x.toml: prefill.pool.nothing: unknown key"),
         ("decode = 3\n", "x.toml: decode: expected object, got int"),

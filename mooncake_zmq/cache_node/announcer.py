@@ -24,6 +24,8 @@ class Announcer:
         self._counts = counts
         self._stored: list[BlocksStored] = []
         self._new: list[Key] = []
+        self.gone: list[Key] = []
+        """What the last flush found in no tier any more."""
 
     @property
     def pending(self) -> bool:
@@ -37,6 +39,7 @@ class Announcer:
 
     def flush(self, evicted: Sequence[tuple[Medium, Sequence[Key]]], conductors: Iterable[str]) -> list[Effect]:
         """Tell of everything since the last call: what came, what left the tier it was told to be in."""
+        self.gone = []
         if not self._stored and not any(keys for _, keys in evicted):
             return []
         events: list[KvEvent] = list(self._stored)
@@ -57,6 +60,7 @@ class Announcer:
                 removed.append(key)
             elif tier is ON_DISK and key not in new:
                 on_disk.append(key)  # in DRAM still, or again, it left the disk alone, or is told above
+        self.gone = removed
         self._stored.clear()
         self._new.clear()
         effects: list[Effect] = [Publish(tuple(events))]

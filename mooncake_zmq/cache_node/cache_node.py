@@ -16,11 +16,11 @@ from mooncake_zmq.cache_node.chains import Chains
 from mooncake_zmq.cache_node.contents import UNKNOWN, Contents, in_chains
 from mooncake_zmq.cache_node.disk_tier import RETRY, DiskContents, DiskTier
 from mooncake_zmq.cache_node.gathering import DISK, Gatherer, Gathering
+from mooncake_zmq.cache_node.misses import CORRUPT, DENIED, Misses
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
 from mooncake_zmq.cache_node.tenants import PoolTenants, slots_of
 from mooncake_zmq.core.actor import (
     CancelTimer,
-    Drained,
     DrainTimedOut,
     DrainWanted,
     Effect,
@@ -29,6 +29,7 @@ from mooncake_zmq.core.actor import (
     PeerDown,
     PeerUp,
     Received,
+    RestWanted,
     Send,
     SetTimer,
     ShelfTold,
@@ -38,6 +39,7 @@ from mooncake_zmq.core.actor import (
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     MAX_TOKENS,
     BlocksAnnounced,
@@ -116,6 +118,7 @@ class CacheNode:
         self._settings = settings
         self._layout = layout
         self._ids = Ids()
+        self._misses = Misses()
         self._contents = Contents(self.slots.capacity, layout.block_tokens if settings.kv_events.endpoint else 0)
         self.disk = DiskTier(
             settings.ssd,
@@ -128,6 +131,7 @@ class CacheNode:
             ref=self._ref,
             new_id=self._ids.new,
             counts=self.counts,
+            going=self._misses.going,
         )
         self._chains = Chains(self.slots, self._contents)
         self._announcer = Announcer(self.tiers, self.counts)
@@ -153,7 +157,7 @@ class CacheNode:
         self._has_disk = disk.slots > 0
         self._reporting = False
         """The timer of the next `CacheLoad` is armed."""
-        self._draining = False
+        self._leaving = Leaving("", self.counts)
         self._reactions = Reactions(
             self.counts,
             {
@@ -197,7 +201,7 @@ class CacheNode:
         effects += self._announce()
         if not self._reporting:
             effects += self._begin_reports()
-        return effects + self._drained() if self._draining else effects
+        return effects + self._drained() if self._leaving.draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         # As with messages, the frequent ones first: see `Reactions`.
@@ -230,11 +234,11 @@ class CacheNode:
             case ShelfTold() as told:
                 return self._on_shelf(told)
             case DrainWanted():
-                self._draining = True
-                for holder in [h for h, g in self._gatherer.gatherings.items() if g.wish]:
-                    self._gatherer.drop(holder)
-                self.disk.begin_drain()
+                self._leaving.drain()
+                self._take_no_more()
                 return []
+            case RestWanted(resting):
+                return self._on_rest(resting)
             case Started() | DrainTimedOut() | TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
@@ -299,7 +303,7 @@ class CacheNode:
             "sources": [[rate.source, rate.block_s, rate.pending_blocks] for rate in self._gatherer.sources(now)],
             "pending": [[str(h), len(g.keys), g.here, g.limits, g.deadline - now] for h, g in gatherings.items()],
             "disk": {"readable": self.disk.readable, "writable": self.disk.writable, "fault": self.disk.fault},
-            "draining": self._draining,
+            "draining": self._leaving.draining,
         }
 
     # --- readers
@@ -310,8 +314,10 @@ class CacheNode:
         if holder in self._leases or holder in gatherings:
             return []
         mine = sum(1 for h in self._leases if h.node == sender) + sum(1 for h in gatherings if h.node == sender)
-        if self._draining or mine >= self._settings.max_leases_per_client:
+        if self._leaving.draining or mine >= self._settings.max_leases_per_client:
             self.counts.add("leases_denied")
+            self.counts.add("lookup_blocks[result=miss]", len(message.keys))
+            self.counts.add(f"lookup_misses[reason={DENIED}]", len(message.keys))
             return [Send(sender, BlocksLeased(lease_id=message.lease_id, node=self.name, incarnation=self.incarnation))]
         fetch_s = min(message.fetch_s, self._settings.max_lease_s)
         gathering = Gathering(
@@ -346,7 +352,7 @@ class CacheNode:
         self.counts.add("lookup_blocks[result=local]", len(run) - len(origins))
         self.counts.add("lookup_blocks[result=disk]", disk)
         self.counts.add("lookup_blocks[result=remote]", remote)
-        self.counts.add("lookup_blocks[result=miss]", len(gathering.keys) - len(run))
+        self._count_misses(gathering)
         slots = tuple(gathering.run)
         parents, tokens = self._told(slots) if gathering.contents else ((), ())
         leased = BlocksLeased(
@@ -367,6 +373,14 @@ class CacheNode:
         self.disk.used(len(run))
         self._leases[holder] = GrantedLease(slots, now + gathering.ttl_s)
         return [reply, SetTimer(("lease", holder.node, holder.incarnation, holder.number), gathering.ttl_s)]
+
+    def _count_misses(self, gathering: Gathering) -> None:
+        missed = gathering.keys[gathering.here :]
+        if missed:
+            self.counts.add("lookup_blocks[result=miss]", len(missed))
+            coming = self._gatherer.coming(gathering)
+            for why, blocks in self._misses.count(missed, self.tiers(missed), coming=coming, lost=gathering.lost).items():
+                self.counts.add(f"lookup_misses[reason={why}]", blocks)
 
     def _owners(self, holder: str, slots: Sequence[int]) -> tuple[str, ...]:
         """Whose these blocks are, for another cache-node, which will have copies of them."""
@@ -427,6 +441,7 @@ class CacheNode:
             current = ref.node == self.name and ref.incarnation == self.incarnation and ref.slot < self.slots.capacity
             stands = current and self.slots.generation[ref.slot] == ref.generation
             if stands and self.slots.state_of(ref.slot) is SlotState.COMMITTED:
+                self._misses.going([key for key in (self.slots.key_of(ref.slot),) if key is not None], CORRUPT)
                 self.slots.forget(ref.slot)
                 self.counts.add("corrupt_blocks[tier=dram]")
         return []
@@ -442,7 +457,7 @@ class CacheNode:
                 self._let_go_first(key)
             return []
         wishes = sum(1 for gathering in self._gatherer.gatherings.values() if gathering.wish)
-        if self._draining or wishes >= self._settings.max_wishes:
+        if self._leaving.draining or wishes >= self._settings.max_wishes:
             self.counts.add("wishes_left")
             return []
         holder = HolderId(self.name, self.incarnation, self._ids.new())
@@ -466,7 +481,7 @@ class CacheNode:
         self._chains.touch(message.parent, self.slots.committed_of(found))
         tokens = self._fitting_tokens(message)
         owner = self._tenants.number(message.tenant)
-        room = 0 if self._draining else self._room_for_puts(sender)
+        room = 0 if self._leaving.draining else self._room_for_puts(sender)
         owners = [owner] * len(message.keys) if owner != NOBODY else ()
         slots, held = self.slots.reserve_missing(message.keys, room, owners, found)
         generations = self.slots.generation
@@ -612,24 +627,50 @@ class CacheNode:
             self.counts.add("evicted_blocks[tier=disk]", len(left_disk))
             self.slots.evicted.clear()
             self.disk.slots.evicted.clear()
-        informed = [name for name, peer in self._peers.items() if peer.role == "conductor" and name not in self._newcomers]
-        effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], informed)
+        effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], self._informed())
+        self._misses.left(self._announcer.gone)
         if self._newcomers:
-            dram = self.slots.committed_keys()
-            disk = [key for key in self.disk.slots.committed_keys() if self.slots.committed(key) is None]
-            everything = announcements(dram, on_disk=disk if self.disk.readable else ())
+            everything = [] if self._leaving.resting else self._all_held()
             everything += _of_shelf(list(self._shelf))
             everything.append(BlocksAnnounced(complete=True))
             effects += [Send(newcomer, message) for newcomer in self._newcomers for message in everything]
             self._newcomers.clear()
         return effects
 
+    def _all_held(self) -> list[BlocksAnnounced]:
+        dram = self.slots.committed_keys()
+        disk = [key for key in self.disk.slots.committed_keys() if self.slots.committed(key) is None]
+        return announcements(dram, on_disk=disk if self.disk.readable else ())
+
+    def _take_no_more(self) -> None:
+        for holder in [h for h, g in self._gatherer.gatherings.items() if g.wish]:
+            self._gatherer.drop(holder)
+        self.disk.begin_drain()
+
+    def _on_rest(self, resting: bool) -> list[Effect]:
+        """Nothing that is held here is to be had while it rests, so conductors plan without; then they hear of all of it."""
+        self._leaving.rest(resting)
+        if resting:
+            self._take_no_more()
+            held = dict.fromkeys([*self.slots.committed_keys(), *self.disk.slots.committed_keys()])
+            return [Send(name, message) for message in announcements((), list(held)) for name in self._conductors()]
+        self.disk.end_drain()
+        self._newcomers = self._conductors()
+        return []
+
+    def _conductors(self) -> list[str]:
+        return [name for name, peer in self._peers.items() if peer.role == "conductor"]
+
+    def _informed(self) -> list[str]:
+        """Conductors that hear of what changes."""
+        return [] if self._leaving.resting else [name for name in self._conductors() if name not in self._newcomers]
+
     def _on_shelf(self, told: ShelfTold) -> list[Effect]:
         """Kept for conductors that come later."""
         self._shelf |= dict.fromkeys(told.stored)
         for key in told.removed:
             self._shelf.pop(key, None)
-        informed = [name for name, peer in self._peers.items() if peer.role == "conductor" and name not in self._newcomers]
+        informed = [name for name in self._conductors() if name not in self._newcomers]
         return [Send(name, message) for message in _of_shelf(told.stored, told.removed) for name in informed]
 
     # --- what fetching takes
@@ -646,13 +687,12 @@ class CacheNode:
         sources = self._gatherer.sources(now)
         self._reporting = bool(sources)
         load = CacheLoad(sources=tuple(sources[:MAX_SOURCES]))
-        conductors = [name for name, peer in self._peers.items() if peer.role == "conductor"]
         timers: list[Effect] = [SetTimer(REPORT, self._settings.report_s)] if sources else []
-        return [*[Send(name, load, lossy=True) for name in conductors], *timers]
+        return [*[Send(name, load, lossy=True) for name in self._conductors()], *timers]
 
     def _drained(self) -> list[Effect]:
         busy = self._leases or self._puts or self._gatherer.gatherings or self._gatherer.fetches or self.disk.demoting
-        return [Drained()] if self._draining and not busy else []
+        return self._leaving.drained(idle=not busy)
 
     def _holder(self, sender: str, number: int) -> HolderId:
         return HolderId(sender, self._peers[sender].incarnation, number)

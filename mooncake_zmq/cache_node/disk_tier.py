@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mooncake_zmq.cache_node.contents import UNKNOWN, Content, Contents
+from mooncake_zmq.cache_node.misses import CORRUPT, DISK_FAILED
 from mooncake_zmq.cache_node.settings import RETRY_S, SsdSettings
 from mooncake_zmq.cache_node.tenants import PoolTenants
 from mooncake_zmq.core.actor import Effect, SetTimer, Start
@@ -61,8 +62,9 @@ class DiskTier:
         ref: Callable[[int], SlotRef],
         new_id: Callable[[], int],
         counts: Tally,
+        going: Callable[[Sequence[Key], str], None],
     ) -> None:
-        """`most`: blocks that each of the `tenants` may have here."""
+        """`most`: blocks that each of the `tenants` may have here. `going` is told of what is let go, and not to make room."""
         self.slots = Slots(contents.slots, policy, most)
         self._tenants = tenants
         self.readable = self.writable = contents.slots > 0
@@ -84,6 +86,7 @@ class DiskTier:
         self._ref = ref
         self._new_id = new_id
         self._counts = counts
+        self._going = going
         self._draining = False
         self._clean = 0
         """At least so many of the coldest DRAM slots were on disk or free when last looked at, less those used since."""
@@ -131,6 +134,10 @@ class DiskTier:
         """Write all that DRAM alone holds, as far as there is room, and nothing that comes later."""
         self._draining = True
         self._look()
+
+    def end_drain(self) -> None:
+        """Go on as before."""
+        self._draining, self._clean = False, 0
 
     def demote(self) -> list[Effect]:
         """Write the coldest DRAM blocks that are not on disk yet, a batch at a time, and beside it one that is full. Of a disk
@@ -207,6 +214,7 @@ class DiskTier:
         for index in result.corrupt:
             slot, key = demotions[index].slot, demotions[index].block.key
             if self._dram.committed(key) == slot and self._dram.checksum[slot] == demotions[index].block.checksum:
+                self._going((key,), CORRUPT)
                 self._dram.forget(slot)
                 self._counts.add("corrupt_blocks[tier=dram]")
         self._counts.add("demoted_blocks", sum(result.written))
@@ -229,6 +237,7 @@ class DiskTier:
         """A copy did not verify: a miss from now on, and nothing is written to its place any more. Call when it is unpinned."""
         if self.slots.state_of(block.slot) is SlotState.COMMITTED and self.slots.key_of(block.slot) == block.key:
             self._counts.add("corrupt_blocks[tier=disk]")
+            self._going((block.key,), CORRUPT)
             if self.slots.pins[block.slot]:
                 self.slots.forget(block.slot)  # another reader is at it, and will find the same
             else:
@@ -239,6 +248,7 @@ class DiskTier:
         if self.readable:
             self.readable = self.writable = False
             self._try_later(now, reason, "read")
+            self._going(self.slots.committed_keys(), DISK_FAILED)
             for key in self.slots.committed_keys():
                 slot = self.slots.committed(key)
                 assert slot is not None

@@ -6,12 +6,13 @@ of a chain begins at the root. A source slower than computing is not asked. At t
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from mooncake_zmq.cache_node.contents import UNKNOWN, Content, Contents
 from mooncake_zmq.cache_node.disk_tier import DiskTier
+from mooncake_zmq.cache_node.misses import CORRUPT, FAILED, LACKS, NO_ROOM, SLOW
 from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.cache_node.tenants import PoolTenants
 from mooncake_zmq.core.actor import Effect, Send, Start
@@ -61,6 +62,8 @@ class Gathering:
     """Batches under way for this gathering, by source."""
     asked: set[Key] = field(default_factory=set)
     """Keys of those batches."""
+    lost: dict[Key, str] = field(default_factory=dict)
+    """Why these did not come from the source that was asked last, or that would have been."""
     waits_for: frozenset[Key] = frozenset()
     """All keys, once it waits: what comes or fails concerns it only if it is among these."""
 
@@ -152,6 +155,10 @@ class Gatherer:
         """DRAM slots that copies write to, for the owner's `check`."""
         return [slot for fetch in self._fetches.values() for _, slot, _ in fetch.copies]
 
+    def coming(self, gathering: Gathering) -> set[Key]:
+        """What is on its way here, for this one or another."""
+        return gathering.asked | self._flying if self._flying else gathering.asked
+
     def copies(self, work_id: int) -> bool:
         """Is this work one of ours?"""
         return work_id in self._copying
@@ -204,6 +211,7 @@ class Gatherer:
             gathering.limits.pop(source, None)
         self._rates.pop(source, None)
         for fetch_id in [i for i, fetch in self._fetches.items() if fetch.source == source and not fetch.copies]:
+            self._lose(self._fetches[fetch_id], self._fetches[fetch_id].keys, FAILED)
             self._close(fetch_id)
         return [effect for gathering in list(self.gatherings.values()) for effect in self._advance(now, gathering)]
 
@@ -282,6 +290,8 @@ class Gatherer:
                 continue
             if not batch and self._too_slow(now, gathering, source):
                 self._counts.add(f"gather_refused[source={'disk' if source == DISK else 'node'},reason=slower_than_computing]")
+                rest = gathering.keys[gathering.here : gathering.limits[source]]
+                gathering.lost.update(dict.fromkeys((each for each in rest if self._wanted(source, each)), SLOW))
                 gathering.limits[source] = 0
                 break
             batch.append(key)
@@ -311,6 +321,7 @@ class Gatherer:
         if gathering is not None and leased < len(fetch.keys) and sender in gathering.limits:
             lacks = gathering.keys.index(fetch.keys[leased])
             gathering.limits[sender] = min(gathering.limits[sender], lacks)
+            self._lose(fetch, fetch.keys[leased:], LACKS)
         time_left = fetch.asked_at + self._settings.fetch_lease_s - now
         if gathering is not None:
             time_left = min(time_left, gathering.deadline - now)
@@ -345,6 +356,7 @@ class Gatherer:
         slots, held = self._dram.reserve_missing(keys, len(keys), self._owners(fetch, blocks))
         if len(slots) + held < len(keys):
             self._counts.add("fetches_denied[reason=no_room]")
+            self._lose(fetch, [key for index, key in enumerate(keys) if index not in slots], NO_ROOM)
             gathering = self.gatherings.get(fetch.holder)
             if gathering is not None:
                 gathering.limits.pop(fetch.source, None)
@@ -378,6 +390,7 @@ class Gatherer:
                 came[key] = self._disk.content(source.slot) if isinstance(source, DiskBlock) else fetch.told.get(key, UNKNOWN)
                 continue
             self._dram.free(slot)
+            self._lose(fetch, (key,), CORRUPT if index in bad else FAILED)
             if index in bad and isinstance(source, DiskBlock):
                 self._disk.corrupt(source)
                 continue  # the disk says itself what it has: what comes after this block may still be there
@@ -400,6 +413,12 @@ class Gatherer:
             self._disk.fail(now, result.fault)
         effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
         return effects + self._close(fetch_id) + self.advance_waiting(now, fetch.keys)
+
+    def _lose(self, fetch: _Fetch, keys: Iterable[Key], why: str) -> None:
+        """These do not come by this fetch; should they come by another, nobody asks why."""
+        gathering = self.gatherings.get(fetch.holder)
+        if gathering is not None:
+            gathering.lost.update(dict.fromkeys(keys, why))
 
     def _note(self, came: Mapping[Key, Content], slots: Sequence[int], gathering: Gathering | None) -> None:
         """Keep what these blocks hold; where that is not known, what they follow in the chain that was asked for, if any."""

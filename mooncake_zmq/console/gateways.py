@@ -23,6 +23,10 @@ class NoGateway(Exception):
     """None of the gateways told what was asked; in one line."""
 
 
+class Refused(NoGateway):
+    """One of them answered that it will not."""
+
+
 class Gateways:
     """The gateways of a deployment, in the order of its file."""
 
@@ -79,15 +83,28 @@ class Gateways:
                 told.append(str(error))
         raise NoGateway("; ".join(told) or NOBODY)
 
-    def _ask(self, name: str, path: str) -> Any:
+    def _ask(self, name: str, path: str, method: str = "GET") -> Any:
         url = self.urls[name]
         try:
-            answer = self._client.get(f"{url.rstrip('/')}{path}")
+            answer = self._client.request(method, f"{url.rstrip('/')}{path}")
             if answer.status_code == httpx.codes.OK:
                 return answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise NoGateway(f"{name} at {url}: {error or type(error).__name__}") from None
-        raise NoGateway(f"{name}: {_reason(answer)}")
+        kind = Refused if answer.is_client_error else NoGateway
+        raise kind(f"{name}: {_reason(answer)}")
+
+    def order(self, path: str, method: str) -> tuple[str, Any]:
+        """Have the first that answers do something; what it says of that. Raises NoGateway."""
+        told: list[str] = []
+        for name in self.urls:
+            try:
+                return name, self._ask(name, path, method)
+            except Refused:
+                raise  # the others would too
+            except NoGateway as error:
+                told.append(str(error))
+        raise NoGateway("; ".join(told) or NOBODY)
 
     def close(self) -> None:
         """Let go of connections."""

@@ -7,7 +7,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-STYLES = {"ready": "green", "ok": "green", "degraded": "yellow", "draining": "yellow", "starting": "yellow"}
+STYLES = {
+    "ready": "green",
+    "ok": "green",
+    "degraded": "yellow",
+    "draining": "yellow",
+    "drained": "yellow",
+    "starting": "yellow",
+}
 Picture = Mapping[str, Any]
 
 
@@ -30,7 +37,7 @@ def nodes(picture: Picture) -> Table:
         gauges = node.get("gauges", {})
         table.add_row(
             *(Text(str(node[name])) for name in ("name", "role", "host")),
-            Text(str(node["state"]), style=STYLES.get(str(node["state"]), "red")),
+            Text(_state(node), style=STYLES.get(str(node["state"]), "red")),
             _age(node.get("uptime_s")),
             *(_level(gauges, name) for name in ("requests_waiting", "requests_running")),
             _full(node),
@@ -60,6 +67,11 @@ def traffic(picture: Picture) -> Table:
             f"{of} predicted", f"{told_s['predicted_s']:.3f} s, was {actual_s:.3f} s, off by {error_s:.3f} s on average"
         )
     return table
+
+
+def _state(node: Mapping[str, Any]) -> str:
+    left = node.get("left")
+    return f"{node['state']}, {left:.0f} left" if left else str(node["state"])
 
 
 def _full(node: Mapping[str, Any]) -> str:

@@ -64,6 +64,12 @@ class DrainWanted(Struct, frozen=True):
     """The operator wants this process gone: accept nothing new, finish the rest."""
 
 
+class RestWanted(Struct, frozen=True):
+    """The operator wants this process to accept nothing new, finish the rest and stay; or, not `resting`, to accept again."""
+
+    resting: bool
+
+
 class DrainTimedOut(Struct, frozen=True):
     """The time that a drain may take is over: hand over what is left, now. The process ends as soon as that is heard."""
 
@@ -98,6 +104,7 @@ Event = (
     | WorkDone
     | Started
     | DrainWanted
+    | RestWanted
     | DrainTimedOut
     | FromClient
     | ShelfTold

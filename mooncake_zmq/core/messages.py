@@ -903,6 +903,15 @@ class Report(_Message, frozen=True):
     """Peers that it does not talk with, and why."""
     left_off: Count = 0
     """Of all these, what a report has no room for."""
+    resting: bool = False
+    """It drains because an operator asked it to, and stays."""
+
+
+class SetResting(_Message, frozen=True):
+    """Gateway -> whoever may rest: an operator wants you to accept nothing new, finish what you have and stay; or, not
+    `resting`, to accept again. Reports tell of it. Said twice it is as if said once."""
+
+    resting: bool
 
 
 class AskState(_Message, frozen=True):
@@ -966,6 +975,7 @@ Message = (
     | Report
     | AskState
     | StateTold
+    | SetResting
 )
 
 

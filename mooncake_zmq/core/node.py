@@ -17,11 +17,12 @@ from mooncake_zmq.core.actor import (
     Effect,
     Event,
     Received,
+    RestWanted,
     Send,
     Start,
     WorkDone,
 )
-from mooncake_zmq.core.messages import MAX_DUMP_BYTES, AskState, Message, Report, StateTold, Watch, clip
+from mooncake_zmq.core.messages import MAX_DUMP_BYTES, AskState, Message, Report, SetResting, StateTold, Watch, clip
 from mooncake_zmq.core.moves import MOVES, Moves
 from mooncake_zmq.core.session import Session, SessionEvent
 from mooncake_zmq.core.watch import Looking, Watchers, report
@@ -31,7 +32,7 @@ Facts = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
 """Counts and gauges of a whole process, as its metrics tell them."""
 Dump = Callable[[], dict[str, Any]]
 Observe = Callable[[float, Event, list[Effect]], None]
-WATCHING: frozenset[type] = frozenset((Watch, Report, AskState, StateTold))
+WATCHING: frozenset[type] = frozenset((Watch, Report, AskState, StateTold, SetResting))
 """Messages that no actor hears."""
 
 
@@ -65,6 +66,8 @@ class Node:
         self.session = session
         self.looking = Looking()
         self.draining = False
+        self.resting = False
+        """An operator wants nothing new to be taken, until he says otherwise or this life ends."""
         self.on_state: Callable[[str, StateTold], None] = lambda sender, told: None
         """Hears what was asked for by `ask_state`."""
         self.watchers = Watchers(session.counts)
@@ -112,12 +115,17 @@ class Node:
         """Have a peer tell all its state: `on_state` hears it, if it comes."""
         return self._run(now, self.session.send(now, peer, AskState(ask_id=ask_id)))
 
+    def rest(self, now: float, peer: str, resting: bool) -> list[Outer]:
+        """Have a peer take nothing new, or take again: its reports tell once it does."""
+        return self._run(now, self.session.send(now, peer, SetResting(resting=resting)))
+
     def report(self, now: float) -> Report:
         """How this process is."""
         counts, gauges = self._facts() if self._facts is not None else (self.actor.counts, self.actor.gauges(now))
         return report(
             uptime_s=now - self._began_at,
-            draining=self.draining or "role_changes_begun" in counts,
+            draining=self.draining or self.resting or "role_changes_begun" in counts,
+            resting=self.resting,
             counts=counts,
             gauges=gauges,
             moved=self.moves.told() if self.moves is not None else (),
@@ -134,11 +142,14 @@ class Node:
         told = self.report(now) if due else None
         return [event for peer in due if told for event in self.session.send(now, peer, told, lossy=True)]
 
-    def _on_watching(self, now: float, sender: str, message: Message) -> list[SessionEvent]:
+    def _on_watching(self, now: float, sender: str, message: Message) -> Sequence[Event]:
         match message:
             case Watch(for_s=for_s):
                 self.watchers.ask(now, sender, for_s)
                 return self._tell(now)
+            case SetResting(resting=resting) if resting != self.resting:
+                self.resting = resting
+                return [RestWanted(resting)]
             case Report():
                 self.looking.hear(now, sender, message)
             case AskState(ask_id=ask_id):

@@ -100,6 +100,7 @@ def report(
     *,
     uptime_s: float,
     draining: bool,
+    resting: bool = False,
     counts: Mapping[str, float],
     gauges: Mapping[str, float],
     moved: Iterable[Moved],
@@ -112,6 +113,7 @@ def report(
     return Report(
         uptime_s=max(0.0, uptime_s),
         draining=draining,
+        resting=resting,
         gauges=tuple(levels),
         counts=tuple(totals),
         moved=tuple(moved),

@@ -24,6 +24,7 @@ from mooncake_zmq.core.actor import (
     PeerDown,
     PeerUp,
     Received,
+    RestWanted,
     Send,
     SetTimer,
     Start,
@@ -211,6 +212,9 @@ class Decode:
                 return [self._reports.begin(), self._renew_timer()]
             case DrainWanted():
                 self._leaving.drain()
+                return self._report(now)
+            case RestWanted(resting):
+                self._leaving.rest(resting)
                 return self._report(now)
             case DrainTimedOut():
                 self._leaving.drain()

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import Bytes, Grammars
-from mooncake_zmq.gateway import cluster_face, manual, pages
+from mooncake_zmq.gateway import admin, cluster_face, manual, pages
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
@@ -47,7 +47,7 @@ from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Limited, Tenant
 from mooncake_zmq.gateway.tokens import detokenize, tokenize
-from mooncake_zmq.gateway.traces import Names, trace_id_of
+from mooncake_zmq.gateway.traces import names_of
 
 CLIENT_CLOSED_REQUEST = 499
 """Status in log and metrics when the client hung up; nobody receives it."""
@@ -181,6 +181,7 @@ def _plain_routes(edge: Edge) -> list[Route]:
         Route("/version", version),
         Route("/metrics", metrics),
         *manual.routes(),
+        *admin.routes(edge.overview, keyed=lambda: edge.tenants is not None),
         *cluster_face.routes(
             edge.overview,
             edge.traces,
@@ -451,7 +452,7 @@ class _Envelope:
         own_id = self._edge.new_id()
         client_id = headers.get(b"x-request-id", b"")
         traceparent = headers.get(b"traceparent", b"")[:CLIENT_ID_CHARS].decode("latin-1")
-        names = Names(own_id, client_id[:CLIENT_ID_CHARS].decode("latin-1"), trace_id_of(traceparent))
+        names = names_of(own_id, client_id[:CLIENT_ID_CHARS].decode("latin-1"), traceparent)
         echoed = client_id if 0 < len(client_id) <= CLIENT_ID_CHARS else own_id.encode()
         # A fresh dict: the server may share its own between all calls.
         state = scope["state"] = {

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mooncake_zmq.core.messages import Hello, Report
+from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.watch import STALE_S, Heard
 
 MAX_REASONS = 256
@@ -18,23 +19,29 @@ TIERS = {
     "cache-node": {"dram": ("cached_blocks", "capacity_blocks"), "ssd": ("cached_disk_blocks", "capacity_disk_blocks")},
 }
 """By role: each tier of blocks, and the gauges of what it holds and may hold."""
+LEFT = {
+    "prefill": ("requests_waiting", "requests_running", "stages"),
+    "decode": ("requests_waiting", "requests_running", "requests_closing"),
+    "vllm": ("requests_waiting", "requests_running", "requests_closing"),
+    "cache-node": ("leases", "pending_leases", "writing_blocks", "demoting_blocks"),
+}
+"""By role: the gauges of what a node that drains has still to finish."""
 REASONS = (
     *("conductor_down", "prefill_down", "decode_down", "cache_node_down", "vllm_down", "gateway_down"),
     *("disk_not_written", "disk_not_read", "engine_gone", "model_differs", "other_differs"),
 )
 """All there are, for metrics: one that is not the case is told as well."""
+MISS_REASONS = (
+    *("never_stored", "evicted", "behind_another", "source_lacks", "slower_than_computing", "no_room", "too_late"),
+    *("fetch_failed", "corrupt", "disk_failed", "denied"),
+)
 MISSES = {
-    "unreached": ("prefix_blocks_unreached",),
-    "corrupt": ("prefix_blocks_corrupt", "corrupt_blocks[tier=dram]", "corrupt_blocks[tier=disk]", "fetched_blocks_corrupt"),
-    "no_room": ("fetches_denied[reason=no_room]",),
-    "slower_than_computing": (
-        "gather_refused[source=disk,reason=slower_than_computing]",
-        "gather_refused[source=node,reason=slower_than_computing]",
-    ),
-    "fetch_failed": ("fetch_failures[source=disk]", "fetch_failures[source=node]"),
-    "not_held": ("lookup_blocks[result=miss]",),
+    **{why: (f"lookup_misses[reason={why}]",) for why in MISS_REASONS},
+    "not_read": ("prefix_blocks_unreached",),
+    "damaged_when_read": ("prefix_blocks_corrupt",),
 }
-"""Why blocks were computed that a request might have reused, by the counters that tell it; most are in blocks."""
+"""Why blocks were computed that a request might have reused, by the counters that tell it: those that a lease did without, and,
+at the end, those that were leased and then not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +161,7 @@ def picture(seen: Seen) -> dict[str, Any]:
         "status": "degraded" if seen.status == "ok" and found else seen.status,
         "verdict": verdict(seen.status, found),
         "degraded": [asdict(each) for each in found],
-        "nodes": [_node(seen, node, found) for node in seen.listed],
+        "nodes": [told_node(seen, node, found) for node in seen.listed],
         "tiers": _tiers(seen),
         "flows": _flows(seen),
         "hits": {
@@ -176,30 +183,47 @@ def picture(seen: Seen) -> dict[str, Any]:
     }
 
 
-def _node(seen: Seen, node: Listed, found: Sequence[Degraded]) -> dict[str, Any]:
+def told_node(seen: Seen, node: Listed, found: Sequence[Degraded] = ()) -> dict[str, Any]:
+    """One node, with what of `found` is its own."""
     report, heard = seen.report(node.name), seen.heard.get(node.name)
     there = node.name in seen.peers or node.name == seen.gateway
     mine = [each.reason for each in found if each.node == node.name]
-    draining = report is not None and report.draining
+    role, draining = seen.role_of(node), report is not None and report.draining
+    gauges = dict(report.gauges) if report is not None else {}
+    left = sum(gauges.get(name, 0) for name in LEFT.get(role, ()))
+    done = draining and report is not None and report.resting and not left
     refused = node.name in seen.refusals
-    state = "refused" if refused else "down" if not there else "draining" if draining else "degraded" if mine else "ready"
+    state = (
+        "refused"
+        if refused
+        else "down"
+        if not there
+        else "drained"
+        if done
+        else "draining"
+        if draining
+        else "degraded"
+        if mine
+        else "ready"
+    )
     known: dict[str, Any] = {
         "name": node.name,
-        "role": seen.role_of(node),
+        "role": role,
         "host": node.host,
         "state": state,
         "degraded": mine,
     }
     if report is None or heard is None:
         return known
-    gauges = dict(report.gauges)
     return known | {
         "incarnation": heard.incarnation,
         "uptime_s": report.uptime_s,
         "age_s": round(seen.now - heard.at, 3),
+        "resting": report.resting,
+        "left": left if draining else None,
         "gauges": gauges,
         "moved": [{"kind": moved.kind, "peer": moved.peer, "bytes": moved.bytes} for moved in report.moved],
-        "tiers": _tiers_of(seen.role_of(node), gauges),
+        "tiers": _tiers_of(role, gauges),
     }
 
 
@@ -242,6 +266,14 @@ def _of(counts: Mapping[str, int], base: str, label: str) -> dict[str, int]:
     """What is counted under a name, by its one label."""
     head = f"{base}[{label}="
     return {name[len(head) : -1]: value for name, value in sorted(counts.items()) if name.startswith(head)}
+
+
+def count_prediction(counts: Tally, of: str, actual_s: float, predicted_s: float) -> None:
+    """What was predicted came true, or another thing. In whole microseconds, as counters are."""
+    counts.add(f"predictions[of={of}]")
+    counts.add(f"predicted_microseconds[of={of}]", round(predicted_s * 1e6))
+    counts.add(f"actual_microseconds[of={of}]", round(actual_s * 1e6))
+    counts.add(f"prediction_error_microseconds[of={of}]", round(abs(predicted_s - actual_s) * 1e6))
 
 
 def _prediction(counts: Mapping[str, int], of: str) -> dict[str, float]:

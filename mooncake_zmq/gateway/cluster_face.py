@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mooncake_zmq.core.watch import EVERY_S
 from mooncake_zmq.gateway.openai import EVENT_STREAM, RequestError, quoted, server_sent
-from mooncake_zmq.gateway.overview import NoState, Overview
+from mooncake_zmq.gateway.overview import NoNode, Overview
 from mooncake_zmq.gateway.traces import MAX_TRACES, Traces
 
 MAX_ONLOOKERS = 16
@@ -86,7 +86,7 @@ def routes(overview: Overview, traces: Traces, events: Events) -> list[Route]:
     async def state(request: Request) -> Response:
         try:
             return _json(await overview.state(request.path_params["node"]))
-        except NoState as error:
+        except NoNode as error:
             raise RequestError(error.status, str(error), code=error.code) from None
 
     async def trace(request: Request) -> Response:

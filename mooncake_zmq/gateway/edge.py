@@ -151,9 +151,10 @@ class Edge:
         tenants: Tenants | None = None,
         listed: Sequence[Listed] = (),
         about: Mapping[str, Any] | None = None,
+        export: Callable[[Account, Names], None] = lambda account, names: None,
     ) -> None:
         """`max_open`: requests that the actor takes at once. `tenants`: who may call; None: everybody. `listed`: the nodes that
-        there should be. `about`: more for /cluster."""
+        there should be. `about`: more for /cluster. `export` is given each request that is over."""
         self.tenants = tenants
         self.name = name
         self.model = model
@@ -179,6 +180,7 @@ class Edge:
             clock=lambda: self.clock(),
         )
         self.draining = False
+        self._export = export
         self.traces = Traces()
         """The last requests that are over."""
         self.counts: dict[str, float] = {}
@@ -218,6 +220,7 @@ class Edge:
         """A request is over, in whatever way: one line in the log, and a trace for whoever asks."""
         names = self.traces.end(account)
         _log.info("request", id=account.request_id, client_id=names.client_id, trace_id=names.trace_id, **line(account))
+        self._export(account, names)
 
     def drain(self) -> None:
         """Refuse new calls; the open ones go on. The actor hears of it from the runtime."""

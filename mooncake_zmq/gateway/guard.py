@@ -14,6 +14,7 @@ from mooncake_zmq.gateway.tenants import Tenant, Tenants
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/live", "/docs"))
 OPEN_BELOW = "/docs/"
 OPERATORS_PATHS = ("/metrics", "/cluster", "/trace")
+ADMINS_PATHS = ("/admin",)
 """With all that is below them."""
 MAX_KEY_BYTES = 256
 
@@ -32,6 +33,8 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
         raise RequestError(401, text, code="invalid_api_key")
     if tenant is None:
         raise RequestError(401, "Incorrect API key provided", code="invalid_api_key")
+    if _is_below(path, ADMINS_PATHS) and tenant.role != "admin":
+        raise RequestError(403, f"{quoted(path)} is for keys with role=admin", code="insufficient_permissions")
     if _for_operators(path) and not sees_all(tenants, tenant):
         raise RequestError(403, f"{quoted(path)} is for keys with role=metrics or role=admin", code="insufficient_permissions")
     if not _for_operators(path) and tenant.role == "metrics":
@@ -41,7 +44,11 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
 
 
 def _for_operators(path: str) -> bool:
-    return any(path == own or path.startswith(f"{own}/") for own in OPERATORS_PATHS)
+    return _is_below(path, OPERATORS_PATHS)
+
+
+def _is_below(path: str, paths: Sequence[str]) -> bool:
+    return any(path == own or path.startswith(f"{own}/") for own in paths)
 
 
 def sees_all(tenants: Tenants | None, tenant: Tenant | None) -> bool:

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from mooncake_zmq.core.messages import Hello, StateTold
+from mooncake_zmq.core.roles import MAY_REST
 from mooncake_zmq.core.watch import Heard
-from mooncake_zmq.gateway.cluster import Degraded, Listed, Seen, by_reason, degraded, picture
+from mooncake_zmq.gateway.cluster import Degraded, Listed, Seen, by_reason, degraded, picture, told_node
 
 LOOK_S = 90.0
 """How long after somebody looked reports still come: longer than a scraper waits, so that what it gets is never old."""
@@ -19,10 +20,12 @@ FRESH_S = 0.25
 """A picture is made at most this often, however many ask."""
 MAX_STATES, STATE_S = 8, 5.0
 """States that are being waited for at once, and how long one may take."""
+MAX_RESTS, REST_S = 8, 5.0
+"""Likewise nodes that were asked to rest or to serve again."""
 
 
-class NoState(Exception):
-    """A node's state is not to be had; `status`: of HTTP."""
+class NoNode(Exception):
+    """A node does not tell or do what was asked; `status`: of HTTP."""
 
     def __init__(self, status: int, code: str, text: str) -> None:
         super().__init__(text)
@@ -43,6 +46,9 @@ class Watching(Protocol):
 
     def ask_state(self, node: str, ask_id: int, tell: Callable[[StateTold], None]) -> None:
         """Ask a node for all its state; `tell` hears it, perhaps."""
+
+    def rest(self, node: str, resting: bool) -> None:
+        """Have a node rest, or serve again: its reports tell once it does."""
 
 
 class Overview:
@@ -70,7 +76,7 @@ class Overview:
         self._looks_until = float("-inf")
         self._made_at = float("-inf")
         self._picture: dict[str, Any] = {}
-        self._states = 0
+        self._states = self._rests = 0
         self._asks = 0
 
     async def look(self) -> None:
@@ -120,13 +126,12 @@ class Overview:
         return self._picture
 
     async def state(self, node: str) -> bytes:
-        """All of a node's state, as JSON. Raises NoState."""
-        if node not in {each.name for each in self._listed}:
-            raise NoState(404, "unknown_node", f"there is no node {node[:64]!r}")
+        """All of a node's state, as JSON. Raises NoNode."""
+        self._listed_as(node)
         if self._states >= MAX_STATES:
-            raise NoState(503, "overloaded", f"{MAX_STATES} states are being waited for")
+            raise NoNode(503, "overloaded", f"{MAX_STATES} states are being waited for")
         if node != self._gateway and node not in self._peers():
-            raise NoState(503, "node_down", f"{node} does not answer")
+            raise NoNode(503, "node_down", f"{node} does not answer")
         told: asyncio.Future[StateTold] = asyncio.get_running_loop().create_future()
         self._asks += 1
         self._states += 1
@@ -135,9 +140,44 @@ class Overview:
             async with asyncio.timeout(STATE_S):
                 state = await told
         except TimeoutError:
-            raise NoState(504, "node_silent", f"{node} did not tell its state within {STATE_S:g} s") from None
+            raise NoNode(504, "node_silent", f"{node} did not tell its state within {STATE_S:g} s") from None
         finally:
             self._states -= 1
         if state.error:
-            raise NoState(503, "state_too_long", f"{node}: {state.error}")
+            raise NoNode(503, "state_too_long", f"{node}: {state.error}")
         return state.state
+
+    async def rest(self, node: str, resting: bool) -> dict[str, Any]:
+        """Have a node rest or serve again, and say how it is once it does. Raises NoNode."""
+        role = self._listed_as(node).role
+        if role not in MAY_REST:
+            text = f"{node} is a {role}, which keeps nothing that has to be waited for: stop it, and others go on"
+            raise NoNode(400, "cannot_drain", text)
+        if self._rests >= MAX_RESTS:
+            raise NoNode(503, "overloaded", f"{MAX_RESTS} nodes are being waited for")
+        self._rests += 1
+        try:
+            async with asyncio.timeout(REST_S):
+                return await self._rested(node, resting)
+        except TimeoutError:
+            raise NoNode(504, "node_silent", f"{node} did not say within {REST_S:g} s that it does") from None
+        finally:
+            self._rests -= 1
+
+    async def _rested(self, node: str, resting: bool) -> dict[str, Any]:
+        """Asked once only: a message to one who is up arrives, or he is not up any more."""
+        self._watching.look(LOOK_S)
+        if node not in self._peers():
+            raise NoNode(503, "node_down", f"{node} does not answer")
+        self._watching.rest(node, resting)
+        while (report := self.seen().report(node)) is None or report.resting != resting:
+            if node not in self._peers():
+                raise NoNode(503, "node_down", f"{node} went away")
+            await asyncio.sleep(POLL_S)
+        return next(told_node(self.seen(), each) for each in self._listed if each.name == node)
+
+    def _listed_as(self, node: str) -> Listed:
+        found = next((each for each in self._listed if each.name == node), None)
+        if found is None:
+            raise NoNode(404, "unknown_node", f"there is no node {node[:64]!r}")
+        return found

@@ -1,4 +1,5 @@
-"""The page a browser sees at the gateway's root: one file that asks the gateway for all it shows, and what it may do there."""
+"""The page a browser sees at the gateway's root: one file that asks the gateway for all it shows, and what it may do there. The
+same file shows a replay that is written into it."""
 
 import base64
 import hashlib
@@ -9,6 +10,8 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 
+POLICY_PLACE, TAPE_PLACE = "<!--policy-->", "<!--tape-->"
+"""Where a replay's page has what a live one has not."""
 _BLANK = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -23,7 +26,7 @@ def headers() -> Mapping[str, str]:
     """With which it is sent: it may run its own script and style, known by their hashes, and speak with its gateway alone."""
     policy = (
         "default-src 'none'",
-        *(f"{kind}-src '{_hash(kind)}'" for kind in ("script", "style")),
+        *_runs(),
         "connect-src 'self'",
         "img-src 'self' data:",
         *(f"{what} 'none'" for what in ("base-uri", "form-action", "frame-ancestors")),
@@ -36,13 +39,29 @@ def headers() -> Mapping[str, str]:
     }
 
 
+def replay_page(title: str, tape: bytes) -> str:
+    """The same page as a file of its own, which shows the `tape` of a replay and asks nobody for anything. `title`: in place of
+    the model's name; `tape`: gzip of lines of JSON, as `laboratory.tape` writes them."""
+    policy = ("default-src 'none'", *_runs(), "img-src data:", "base-uri 'none'", "form-action 'none'")
+    blanks = {"base": "", "model": title, "max_model_len": "", "curl": ""}
+    page = _BLANK.sub(lambda blank: escape(blanks[blank[1]]), sheet())
+    meta = f'<meta http-equiv="content-security-policy" content="{"; ".join(policy)}">'
+    written = f'<script type="text/plain" id="tape">{base64.b64encode(tape).decode()}</script>'
+    return page.replace(POLICY_PLACE, meta).replace(TAPE_PLACE, written)
+
+
 def front_page(base_url: str, model: str, max_model_len: int) -> str:
     """With endpoint, model and a line to try it with."""
     base = base_url.rstrip("/")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
     curl = f"curl -N {base}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
     told = {"base": base, "model": model, "max_model_len": str(max_model_len), "curl": curl}
-    return _BLANK.sub(lambda blank: escape(told[blank[1]]), sheet())
+    page = _BLANK.sub(lambda blank: escape(told[blank[1]]), sheet())
+    return page.replace(POLICY_PLACE, "").replace(TAPE_PLACE, "")
+
+
+def _runs() -> tuple[str, ...]:
+    return tuple(f"{kind}-src '{_hash(kind)}'" for kind in ("script", "style"))
 
 
 def _hash(tag: str) -> str:

@@ -52,6 +52,7 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
 )
 from mooncake_zmq.core.shell import Lifecycle, Named, Tally
+from mooncake_zmq.gateway.cluster import count_prediction
 from mooncake_zmq.gateway.gaps import Gaps
 from mooncake_zmq.gateway.readiness import WAIT, ClusterView, Readiness
 from mooncake_zmq.gateway.settings import RequestsSettings
@@ -798,17 +799,10 @@ class Requests:
             output_tokens=len(request.output) - request.resumed_at,
             ended=ended,
         )
-        self._compare("ttft", outcome.ttft_s, outcome.predicted_ttft_s)
+        count_prediction(self.counts, "ttft", outcome.ttft_s, outcome.predicted_ttft_s)
         if len(request.gaps):
-            self._compare("tbt", outcome.tbt_s, outcome.predicted_tbt_s)
+            count_prediction(self.counts, "tbt", outcome.tbt_s, outcome.predicted_tbt_s)
         return outcome
-
-    def _compare(self, of: str, actual_s: float, predicted_s: float) -> None:
-        """Whole microseconds, as counters are."""
-        self.counts.add(f"predictions[of={of}]")
-        self.counts.add(f"predicted_microseconds[of={of}]", round(predicted_s * 1e6))
-        self.counts.add(f"actual_microseconds[of={of}]", round(actual_s * 1e6))
-        self.counts.add(f"prediction_error_microseconds[of={of}]", round(abs(predicted_s - actual_s) * 1e6))
 
     def _prediction(self, of: str) -> dict[str, float]:
         """Mean of what came and of how far the prediction was off, in seconds."""

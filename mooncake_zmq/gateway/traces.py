@@ -22,6 +22,10 @@ class Names(NamedTuple):
     id: str
     client_id: str = ""
     trace_id: str = ""
+    parent_id: str = ""
+    """The client's span, of its traceparent."""
+    sampled: bool = True
+    """Whether its trace is to be kept; a client that sends none does not mind."""
 
 
 class Traces:
@@ -46,7 +50,7 @@ class Traces:
 
     def find(self, wanted: str) -> list[dict[str, Any]]:
         """The last requests that were over and are known by this name, for JSON: `MAX_FOUND` at most."""
-        known = ((names, account) for names, account in reversed(self._ended) if wanted in (*names, account.request_id))
+        known = ((names, account) for names, account in reversed(self._ended) if wanted in (*names[:3], account.request_id))
         return [_record(names, account) for names, account in islice(known, MAX_FOUND if wanted else 0)][::-1]
 
     def recent(self) -> list[dict[str, Any]]:
@@ -58,9 +62,19 @@ def _record(names: Names, account: Account) -> dict[str, Any]:
     return {"id": names.id, "x_request_id": names.client_id, "trace_id": names.trace_id, **told(account)}
 
 
-def trace_id_of(traceparent: str) -> str:
-    """The trace id in a W3C traceparent; empty: it is none."""
+def names_of(own_id: str, client_id: str, traceparent: str) -> Names:
+    """By a W3C traceparent, as far as it is one."""
     parts = traceparent.split("-")
-    if len(parts) < 4 or len(parts[1]) != 32 or not all(each in "0123456789abcdef" for each in parts[1]):
-        return ""
-    return parts[1]
+    if len(parts) < 4 or not (_is_id(parts[1], 32) and _is_id(parts[2], 16)):
+        return Names(own_id, client_id)
+    flags = parts[3][:2]
+    return Names(own_id, client_id, parts[1], parts[2], not _is_hex(flags) or bool(int(flags, 16) & 1))
+
+
+def _is_id(text: str, digits: int) -> bool:
+    """Zeros alone are none."""
+    return len(text) == digits and _is_hex(text) and any(each != "0" for each in text)
+
+
+def _is_hex(text: str) -> bool:
+    return bool(text) and all(each in "0123456789abcdef" for each in text)

@@ -102,7 +102,7 @@ class Arrivals:
         """Hears of every placement."""
         self.exhausted = False
         self.open: dict[str, _Request] = {}
-        self._name = name
+        self.name = name
         self._settings = settings
         self._arrivals = arrivals
         self._next: Arrival | None = None
@@ -141,7 +141,13 @@ class Arrivals:
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
-        return {"requests_open": len(self.open)}
+        waiting = sum([request.waiting or not request.prefill for request in self.open.values()])
+        decoding = sum([request.tokens > request.resumed_at and not request.waiting for request in self.open.values()])
+        return {
+            "requests_waiting": waiting,
+            "requests_prefilling": len(self.open) - waiting - decoding,
+            "requests_decoding": decoding,
+        }
 
     def dump(self, now: float) -> dict[str, Any]:
         """See `core.actor`."""

@@ -34,6 +34,7 @@ Examples:
   mooncake-zmq sim --like BurstGPT_1.csv --generate like:rate=5 --hardware h800-llama3-70b
   mooncake-zmq sim trace.jsonl --speed 3 --admission prediction --tbt-slo 0.06 --prefill 12 --decode 4
   mooncake-zmq sim trace.jsonl --sweep conductor.kvcache_balancing_threshold=1.05,2,4 --jobs 4
+  mooncake-zmq sim trace.jsonl --speed 3 --admission prediction --page replay.html
   mooncake-zmq sim trace.jsonl --sweep prefill=6,8,10 --dask tcp://head:8786
 """
 
@@ -100,6 +101,7 @@ def bars(names: Sequence[str]) -> Iterator[Progress]:
 @click.option("--dask", metavar="ADDRESS", help="Run on this Dask cluster's workers instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Draw PNGs there.")
+@click.option("--page", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write it as a page to look at.")
 @one_line
 def sim(trace: Path | None, generate: str | None, like: Path | None, **options: Any) -> None:
     """Replay TRACE through the cluster's own actors in virtual time, and say how it went.
@@ -112,13 +114,27 @@ def sim(trace: Path | None, generate: str | None, like: Path | None, **options: 
     runs = sweep(base, axes_of(options["sweeps"]))
     if options["plot"] is not None:
         new_figure(1, 1)  # says at once that there is no matplotlib
-    jobs = [Job(source, setup) for _, setup in runs]
+    jobs = [Job(source, setup, _page(options, len(runs))) for _, setup in runs]
     with bars(["sim" for _ in runs]) as progress:
         if options["dask"]:
             outcomes = run_on_dask(options["dask"], jobs, report.outcome_of, progress)
         else:
             outcomes = run_jobs(jobs, options["jobs"], report.outcome_of, progress)
     _show([chosen for chosen, _ in runs], outcomes, as_json=options["as_json"], plot=options["plot"])
+    if options["page"] is not None:
+        click.echo(f"wrote {options['page']}", err=True)
+
+
+def _page(options: dict[str, Any], runs: int) -> str:
+    """Where the one run is written to; empty: nowhere."""
+    page: Path | None = options["page"]
+    if page is None:
+        return ""
+    if runs > 1 or options["dask"]:
+        raise StudyError("--page is for one run, on this machine")
+    if not page.parent.is_dir():
+        raise StudyError(f"--page {page}: there is no directory {page.parent}")
+    return str(page.resolve())
 
 
 def _source(trace: Path | None, generate: str | None, like: Path | None, first: int | None) -> Source:

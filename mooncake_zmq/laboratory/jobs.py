@@ -48,6 +48,8 @@ class Job(msgspec.Struct, frozen=True):
 
     source: Source
     setup: Setup
+    page: str = ""
+    """Where the replay is written to, to be looked at; empty: nowhere."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,7 +71,7 @@ def load(source: Source) -> list[Arrival]:
 
 def run_job(job: Job, progress: Callable[[float], None]) -> RunResult:
     """Load and replay, in this process. Raises StudyError."""
-    result = run_one(job.setup, load(job.source), progress)
+    result = run_one(job.setup, load(job.source), progress, Path(job.page) if job.page else None)
     if not result.peak_mib:
         result.peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB
     return result

@@ -24,6 +24,7 @@ from mooncake_zmq.laboratory.machine import ModelledMachine
 from mooncake_zmq.laboratory.recorder import Recorder
 from mooncake_zmq.laboratory.resources import Host
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival, NodeProfile, RequestRecord, RunResult, Setup
+from mooncake_zmq.laboratory.tape import Tape
 from mooncake_zmq.simulation.links import Direct, HelloOf, Sessions, Wires
 from mooncake_zmq.simulation.world import Link, Process, ProcessSpec, World
 
@@ -37,19 +38,29 @@ PATIENCE_S = 86_400.0
 """Virtual time without an end after which what is still open has failed."""
 
 
-def run(setup: Setup, arrivals: Sequence[Arrival], progress: Callable[[float], None] = lambda share: None) -> RunResult:
-    """Replay `arrivals`, which come in order of time, on the cluster of `setup`; `progress` hears the share that has ended."""
+def run(
+    setup: Setup,
+    arrivals: Sequence[Arrival],
+    progress: Callable[[float], None] = lambda share: None,
+    write: Callable[[bytes], None] | None = None,
+) -> RunResult:
+    """Replay `arrivals`, which come in order of time, on the cluster of `setup`; `progress` hears the share that has ended, and
+    `write`, if anybody, what `tape` has written down of it."""
     began_wall_s, began_cpu_s = time.perf_counter(), time.process_time()
-    result = Replay(setup, arrivals).run(progress)
+    replay = Replay(setup, arrivals, taped=write is not None)
+    result = replay.run(progress)
+    if write is not None and replay.tape is not None:
+        write(replay.tape.written())
     result.wall_s, result.cpu_s = time.perf_counter() - began_wall_s, time.process_time() - began_cpu_s
     result.peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return result
 
 
 class Replay:
-    """One run. `link`: "direct", or "sessions" to have every message encoded, sent and acknowledged as in the live cluster."""
+    """One run. `link`: "direct", or "sessions" to have every message encoded, sent and acknowledged as in the live cluster.
+    `taped`: it is written down."""
 
-    def __init__(self, setup: Setup, arrivals: Sequence[Arrival], *, link: str = "direct") -> None:
+    def __init__(self, setup: Setup, arrivals: Sequence[Arrival], *, link: str = "direct", taped: bool = False) -> None:
         self.placed: list[Placed] | None = None
         """Every placement, if somebody wants them: set it to a list."""
         self.cluster = cluster_of(setup, arrivals)
@@ -66,6 +77,8 @@ class Replay:
         )
         self._engines: list[tuple[str, str, ModelledMachine]] = []
         """Name, role and machine of every life with an engine."""
+        last_s = arrivals[-1].at_s / setup.speed if arrivals else 0.0
+        self.tape = Tape(setup, self.cluster.layout, last_s=last_s, own=self.recorder.watch) if taped else None
         self.gateway = self._gateway(encoded=link != "direct")
         processes = specs(setup, self.cluster, lambda: self.gateway)
         self._hosts = {spec.host: _host(setup.hardware) for spec in processes}
@@ -74,9 +87,11 @@ class Replay:
             specs=processes,
             link=self._link(link),
             build=self._embody,
-            watch=self.recorder.watch,
+            watch=self.recorder.watch if self.tape is None else self.tape.watch,
             anew_s=self.cluster.lab.change_s,
         )
+        if self.tape is not None:
+            self.tape.attach(self.world, self.gateway, _hello_of(self.cluster))
         for name in self.world.processes:
             self.world.restart(name)
         self._pools: list[Any] = [actor for actor in self._actors("cache-node")]
@@ -85,16 +100,25 @@ class Replay:
     def run(self, progress: Callable[[float], None]) -> RunResult:
         """To the end of every request."""
         gateway, world, samples = self.gateway, self.world, 0
-        world.run_until(BEGIN_S)
+        self._let_pass(BEGIN_S)
         while gateway.open or not gateway.exhausted:
             self._sample(samples)
             samples += 1
-            world.run_until(world.now + SAMPLE_S)
+            self._let_pass(world.now + SAMPLE_S)
             progress(len(self._records) / max(1, len(self._arrivals)))
             if gateway.open and world.now - self._ended_at > PATIENCE_S:
                 break
         self._give_up()
+        if self.tape is not None:
+            self.tape.look()
         return self._finish()
+
+    def _let_pass(self, until: float) -> None:
+        tape = self.tape
+        while tape is not None and tape.due_at < until:
+            self.world.run_until(tape.due_at)
+            tape.look()
+        self.world.run_until(until)
 
     # --- the world
 
@@ -146,6 +170,8 @@ class Replay:
     def _on_ended(self, number: int, record: RequestRecord) -> None:
         self._records[number] = record
         self._ended_at = self.world.now
+        if self.tape is not None:
+            self.tape.on_ended(number, record)
 
     def _sample(self, number: int) -> None:
         at, recorder = self.world.now - BEGIN_S, self.recorder

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.study import Arrival, RunResult, Setup
@@ -18,22 +20,24 @@ Progress = Callable[[float], None]
 """Called now and then with the share of the requests that have ended."""
 
 
-def run_one(setup: Setup, arrivals: Sequence[Arrival], progress: Progress) -> RunResult:
-    """Replay `arrivals` as `setup` says. Raises StudyError."""
+def run_one(setup: Setup, arrivals: Sequence[Arrival], progress: Progress, page: Path | None = None) -> RunResult:
+    """Replay `arrivals` as `setup` says, and write it into the file `page`, if any. Raises StudyError."""
     check(setup)
     began_s = time.perf_counter()
     if setup.policy in COUPLED:
+        if page is not None:
+            raise StudyError(f"--page shows nodes of ours, and policy {setup.policy} has none")
         from mooncake_zmq.laboratory import coupled
 
         result: RunResult = coupled.run(setup, arrivals, progress)
     else:
-        result = _replayed(setup, arrivals, progress)
+        result = _replayed(setup, arrivals, progress, page)
     if not result.wall_s:
         result.wall_s = time.perf_counter() - began_s
     return result
 
 
-def _replayed(setup: Setup, arrivals: Sequence[Arrival], progress: Progress) -> RunResult:
+def _replayed(setup: Setup, arrivals: Sequence[Arrival], progress: Progress, page: Path | None) -> RunResult:
     """Through our own actors, which know nothing of the coupled model's settings."""
     from mooncake_zmq.laboratory import cluster, replay
 
@@ -43,9 +47,20 @@ def _replayed(setup: Setup, arrivals: Sequence[Arrival], progress: Progress) -> 
         cluster.cluster_of(asked, arrivals)
     except ValueError as error:
         raise StudyError(str(error)) from None
-    result: RunResult = replay.run(asked, arrivals, progress)
+    write = None if page is None else partial(_write_page, page, setup)
+    result: RunResult = replay.run(asked, arrivals, progress, write)
     result.setup = setup
     return result
+
+
+def _write_page(page: Path, setup: Setup, tape: bytes) -> None:
+    from mooncake_zmq.gateway.pages import replay_page
+
+    title = f"replay, {setup.speed:g}x"
+    try:
+        page.write_text(replay_page(title, tape), encoding="utf-8")
+    except OSError as error:
+        raise StudyError(f"--page {page}: {error.strerror}") from None
 
 
 def check(setup: Setup) -> None:

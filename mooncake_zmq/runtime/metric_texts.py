@@ -58,6 +58,9 @@ _GATEWAY = {
     "http_connections_displaced": "Idle HTTP connections closed for newcomers",
     "http_connections_timed_out": "HTTP connections closed because they were idle or their headers late",
     "http_handshakes_failed": "TLS handshakes that failed",
+    "otlp_requests_exported": "Requests whose spans the collector took",
+    "otlp_requests_dropped": "Requests whose spans it was not told, by reason: a full queue, or it did not take them",
+    "otlp_requests_not_sampled": "Requests whose client said that its trace is not sampled",
     "http_out_of_descriptors": "Times that no HTTP connection could be taken for lack of descriptors",
 }
 _CONDUCTOR = {
@@ -167,6 +170,7 @@ _POOL = {
     "fetched_tokens_misfit": "Fetched blocks whose tokens are not those of their keys",
     "late_commits": "Commits of puts that were over",
     "leases_expired": "Leases that their holder did not end",
+    "lookup_misses": "Blocks asked for that were a miss, by reason: together lookup_blocks of result miss",
     "lookup_blocks": "Blocks asked for, by where they were: local, disk, remote, or miss",
     "put_blocks": "Blocks offered, by what became of them",
     "tenant_put_blocks": "Likewise, by tenant",

@@ -61,6 +61,7 @@ from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
 from mooncake_zmq.runtime.metrics import Snapshot
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
+from mooncake_zmq.runtime.otlp import OTEL, Otlp, is_installed
 from mooncake_zmq.runtime.tls import Tls, tls_files_of
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
@@ -557,6 +558,7 @@ class _Process:
         api_keys = ApiKeys(path, self.settings.requests.max_open) if path else None
         if api_keys:
             self.runtime.every(REFRESH_S, api_keys.refresh)
+        otlp = self._open_otlp()
         edge = Edge(
             name=self.node.name,
             incarnation=self.incarnation,
@@ -582,6 +584,7 @@ class _Process:
                 "ttft_slo_s": self.config.conductor.ttft_slo_s,
                 "tbt_slo_s": self.config.conductor.tbt_slo_s,
             },
+            export=otlp.tell if otlp else lambda account, names: None,
         )
         self.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
         self.beside.append(lambda: (edge.own_counts(), edge.own_gauges()))
@@ -614,6 +617,17 @@ class _Process:
             await serving
         finally:
             self.runtime.close()
+
+    def _open_otlp(self) -> Otlp | None:
+        endpoint = self.settings.otlp_endpoint
+        if not endpoint:
+            return None
+        if not is_installed():
+            raise ConfigError(f"gateway.otlp_endpoint needs the extra otel: {OTEL}")
+        otlp = Otlp(endpoint, gateway=self.node.name, model=self.model.spec.name, on_crash=self._on_crash)
+        self.stack.callback(otlp.close)
+        self.data_counts["otlp"] = otlp.counts
+        return otlp
 
     # --- what every role has
 
@@ -698,7 +712,8 @@ class _Process:
 
     def _status(self) -> str:
         session = self.runtime.node.session
-        return f"{'draining' if self.signals_seen else 'serving'}; hears {len(session.up_peers)} of {len(self._peers)} peers"
+        doing = "draining" if self.signals_seen else "resting" if self.runtime.node.resting else "serving"
+        return f"{doing}; hears {len(session.up_peers)} of {len(self._peers)} peers"
 
     def _ready(self) -> None:
         gc.collect()
@@ -860,6 +875,9 @@ class _Backing:
         if len(self._asked) > MAX_ASKS:
             self._asked.popitem(last=False)
         self._runtime.ask_state(node, ask_id)
+
+    def rest(self, node: str, resting: bool) -> None:
+        self._runtime.rest(node, resting)
 
     def _on_state(self, sender: str, told: StateTold) -> None:
         node, tell = self._asked.get(told.ask_id, ("", None))

@@ -204,6 +204,8 @@ class ZmqRuntime:
         self._timers = Timers()
         self._inbox: deque[Callable[[], None]] = deque()
         self._drained_at: float | None = None
+        self._rested = False
+        """What the log says of that."""
         self._told: dict[str, str] = {}
         """What the log says of each peer."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -289,6 +291,11 @@ class ZmqRuntime:
         """See `Node.ask_state`."""
         if not self._closed:
             self._carry_out(self.node.ask_state(time.monotonic(), peer, ask_id))
+
+    def rest(self, peer: str, resting: bool) -> None:
+        """See `Node.rest`."""
+        if not self._closed:
+            self._carry_out(self.node.rest(time.monotonic(), peer, resting))
 
     def gauges(self) -> dict[str, float]:
         """The actor's current levels."""
@@ -426,6 +433,9 @@ class ZmqRuntime:
         self._carry_out(self.node.tick(time.monotonic()))
         self._try_other_keys(time.monotonic())
         self._tell_of_peers()
+        if self.node.resting != self._rested:
+            self._rested = self.node.resting
+            log.info("resting" if self._rested else "serves_again")
 
     def _tell_of_peers(self) -> None:
         """Log who came, went or was refused since the last tick: a lost link or a wrong model is found here."""

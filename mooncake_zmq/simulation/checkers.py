@@ -46,6 +46,7 @@ from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.events import BlocksStored
 from mooncake_zmq.simulation.hardware import Machine, Running, Segment
+from mooncake_zmq.simulation.rest_checker import RestChecker
 
 if TYPE_CHECKING:
     from mooncake_zmq.simulation.share_checker import ShareChecker
@@ -125,6 +126,7 @@ class Checkers:
         self._block_tokens = block_tokens
         self._max_lease_s = max_lease_s
         self._shares = shares
+        self._rests = RestChecker()
         self._attempts: dict[str, int] = {}
         """The latest attempt of each request."""
         self._pools: dict[LifeId, _Pool] = {}
@@ -147,6 +149,9 @@ class Checkers:
                 self.messages[type(effect.message).__name__] += 1
             elif isinstance(effect, Start):
                 self.works[type(effect.work).__name__] += 1
+        wrong = self._rests.observed(self._simulator.now, spec.name, incarnation, spec.role, actor, event)
+        if wrong is not None:
+            raise Violation("I4", wrong)
         if spec.role == "gateway":
             self._gateway_did(event, effects)
         if spec.role == "cache-node":

@@ -34,6 +34,8 @@ class FaultKind(Enum):
     DRAIN = "drain"
     """The operator drains the process, which may take `duration_s`; then it hands over what it has left, exits, and a new life
     begins."""
+    REST = "rest"
+    """The operator has the target rest, by whichever gateway lives: it takes nothing new, and again after `duration_s`."""
     ROLE = "role"
     """The operator asks for the target to change its role, and again after `duration_s`, to what it then may become."""
     SLOW = "slow"
@@ -72,7 +74,14 @@ class Fault:
 MIN_FAULTS, MAX_FAULTS, MIN_KINDS = 8, 14, 4
 
 
-_OF_BLOCKS = (FaultKind.ROLE, FaultKind.STOP_ASKER, FaultKind.STOP_WRITER, FaultKind.COPY_FAIL, FaultKind.GARBAGE)
+_OF_BLOCKS = (
+    FaultKind.REST,
+    FaultKind.ROLE,
+    FaultKind.STOP_ASKER,
+    FaultKind.STOP_WRITER,
+    FaultKind.COPY_FAIL,
+    FaultKind.GARBAGE,
+)
 LONG_STOP_S = 3.2
 """Above the simulated cluster's `lease_ttl_s`."""
 SHORT_DRAIN_S = 0.02
@@ -81,6 +90,8 @@ STRESS_FAULTS = 4
 """More faults of each kind to be stressed."""
 
 
+USUAL = tuple(kind for kind in FaultKind if kind is not FaultKind.REST)
+"""What every seed draws from."""
 STORE_FAULTS = tuple(kind for kind in FaultKind if kind not in _OF_BLOCKS)
 """What can happen to stores where there is nothing else."""
 
@@ -92,7 +103,7 @@ def draw_faults(
     segments: Sequence[str],
     window_s: float,
     stress: Sequence[FaultKind] = (),
-    kinds: Sequence[FaultKind] = tuple(FaultKind),
+    kinds: Sequence[FaultKind] = USUAL,
 ) -> tuple[Fault, ...]:
     """At least 8 faults of at least 4 kinds, at random times within the window. `segments`: processes that hold blocks."""
     kinds = list(kinds)
@@ -101,6 +112,11 @@ def draw_faults(
     chosen += list(stress) * STRESS_FAULTS
     faults = [_draw(random, kind, processes, segments, window_s) for kind in chosen]
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def draw_rests(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
+    """Of an operator who looks on: some nodes are to rest for a while. Drawn by themselves, so that other faults stay."""
+    return tuple(_draw(random, FaultKind.REST, processes, (), window_s) for _ in range(random.randint(2, 5)))
 
 
 def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: Sequence[str], window_s: float) -> Fault:
@@ -122,6 +138,9 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             return Fault(kind, at_s, duration_s, (one,))
         case FaultKind.DRAIN:
             return Fault(kind, at_s, random.choice((SHORT_DRAIN_S, duration_s)), (one,))
+        case FaultKind.REST:
+            resting = random.choice([name for name in processes if not name.startswith(("conductor", "gateway"))])
+            return Fault(kind, at_s, duration_s, (resting,))
         case FaultKind.ROLE:
             changeable = random.choice([name for name in processes if name.startswith(("prefill", "decode"))])
             return Fault(kind, at_s, duration_s, (changeable,))

@@ -100,6 +100,10 @@ class Sessions:
         for peer in list(node.session.up_peers)[:1]:
             self._carry_out(process, node.ask_state(now, peer, 1))
 
+    def rest(self, process: Process[Any], peer: str, resting: bool) -> None:
+        """An operator has a peer rest by this gateway."""
+        self._carry_out(process, _node(process).rest(self._world.now, peer, resting))
+
     def _start(self, process: Process[Any]) -> None:
         self._carry_out(process, _node(process).start(self._world.now, Started()))
 

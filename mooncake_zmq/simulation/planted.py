@@ -367,6 +367,15 @@ def _undrained() -> Replacements:
     return [(Leaving, "drained", at_once)]
 
 
+def _restless() -> Replacements:
+    """Who is to rest says so and takes what comes."""
+
+    def rest(self: Leaving, resting: bool) -> None:
+        self.resting = resting
+
+    return [(Leaving, "rest", rest)]
+
+
 def _stale_hidden() -> Replacements:
     """A stage writes a chunk's hidden states over those that the next stage has still to read, under the same generation."""
 
@@ -486,6 +495,7 @@ PLANTED: dict[str, Planted] = {
     "number_decides": Planted("the larger incarnation is right", ("I4", "I6"), (K.CLOCK, K.IMPOSTOR), _number_decides),
     "keys_not_compared": Planted("the sender is not compared with the key", ("I6",), (K.IMPOSTOR,), _keys_not_compared),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
+    "restless": Planted("who rests takes new requests", ("I4",), (), _restless),
     "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
     "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),
     **{f"{STORES}{name}": Planted(*bug) for name, bug in planted_stores.PLANTED.items()},

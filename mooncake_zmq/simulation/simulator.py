@@ -293,6 +293,7 @@ class Simulator(World[Machine]):
             self.resume(name)
             if process.life is None:
                 self.restart(name)
+            self._wake(name)
 
     def _strike(self, fault: Fault) -> None:
         self.faults_begun[fault.kind.value] += 1
@@ -321,6 +322,8 @@ class Simulator(World[Machine]):
                     self.stores.drains(name)
             case FaultKind.ROLE, (name,):
                 self._ask_for_role(name)
+            case FaultKind.REST, (name,):
+                self._have_rest(name, True)
             case FaultKind.BIT_FLIP, (name,):
                 self._flip_bits(name, int(fault.amount))
             case FaultKind.DISK_FULL | FaultKind.DISK_FAIL, (name,):
@@ -353,6 +356,8 @@ class Simulator(World[Machine]):
                 self.resume(name)
             case FaultKind.DRAIN, (name,):
                 self._drain_timed_out(self.processes[name])
+            case FaultKind.REST, (name,):
+                self._wake(name)
             case FaultKind.ROLE, (name,):
                 self._ask_for_role(name)
             case FaultKind.DISK_FULL | FaultKind.DISK_FAIL, (name,):
@@ -411,6 +416,21 @@ class Simulator(World[Machine]):
             process = self.random.choice(conductors)
             wish = SetRole(name, BECOMES[spec.role])
             self.in_life(process, self.now, self.handle, process, Asked("role", wish))
+
+    def _have_rest(self, name: str, resting: bool) -> None:
+        """The operator says so to a gateway that lives, if there is one."""
+        gateways = [each for each in self.processes.values() if each.spec.role == "gateway" and each.life is not None]
+        talking = [each for each in gateways if name in each.spec.peers]
+        if talking:
+            process = self.random.choice(talking)
+            self.in_life(process, self.now, self._sessions.rest, process, name, resting)
+
+    def _wake(self, name: str) -> None:
+        """The operator says so until it serves."""
+        life = self.processes[name].life
+        if life is not None and life.node is not None and life.node.resting:
+            self._have_rest(name, False)
+            self.at(self.now + LOOK_EVERY_S, self._wake, name)
 
     def _drain_timed_out(self, process: Process[Machine]) -> None:
         """It hands over what it has left and leaves; a new life begins."""

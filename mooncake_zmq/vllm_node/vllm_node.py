@@ -21,6 +21,7 @@ from mooncake_zmq.core.actor import (
     PeerDown,
     PeerUp,
     Received,
+    RestWanted,
     Send,
     SetTimer,
     Start,
@@ -151,6 +152,9 @@ class VllmNode:
                 return [self._reports.begin(), *self._ask(), *self._begin_watch()]
             case DrainWanted():
                 self._leaving.drain()
+                return self._report(now)
+            case RestWanted(resting):
+                self._leaving.rest(resting)
                 return self._report(now)
             case DrainTimedOut():
                 self._leaving.drain()

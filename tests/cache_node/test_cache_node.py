@@ -102,7 +102,9 @@ class Pool(Harness):
                 index |= dict.fromkeys(message.stored, Medium.CPU) | dict.fromkeys(message.on_disk, Medium.DISK)
                 for key in message.removed:
                     index.pop(key, None)
-        slots = self.actor.slots
+        slots, counts = self.actor.slots, self.actor.counts
+        missed = sum(count for name, count in counts.items() if name.startswith("lookup_misses["))
+        assert missed == counts.get("lookup_blocks[result=miss]", 0), "each miss has a reason"
         assert {slot: slots.generation[slot] for slot in self.fences} == self.fences, "every change is fenced"
         for event in self.published:
             if isinstance(event, BlocksStored):
@@ -118,6 +120,7 @@ class Pool(Harness):
         for name, index in self.index.items():
             if name in self.peers:
                 here = dict.fromkeys(on_disk, Medium.DISK) | dict.fromkeys(in_dram, Medium.CPU)
+                here = {} if self.rests else here
                 assert index == here, "the index says what is here, and in which tier"
 
     def put(self, *numbers, client="p0", put_id=None, parent=None, tenant=""):
@@ -1359,6 +1362,23 @@ def test_a_draining_pool_grants_nothing_and_ends_when_all_is_given_back(pool):
     assert pool.drained
 
 
+def test_a_resting_pool_grants_nothing_is_planned_without_and_then_tells_what_it_holds(pool):
+    pool.store(1)
+    lease_id, _ = pool.leased(1)
+    pool.rest()
+    assert pool.index["k"] == {}
+    assert pool.leased(1, client="d0")[1] == ()
+    assert pool.put(5)[1].grants == ()
+    pool.up("k2")
+    assert pool.index["k2"] == {}
+    pool.say("p0", ReleaseLease(lease_id=lease_id))
+    assert not pool.drained
+    pool.rest(False)
+    assert pool.index["k"] == pool.index["k2"] == {key(1): Medium.CPU}
+    assert pool.leased(1)[1] != ()
+    assert len(pool.put(5)[1].grants) == 1
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
     rng = random.Random(seed)
@@ -1377,7 +1397,7 @@ def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
         alive = [name for name in pool.peers if name in ("p0", "d0")]
         client = rng.choice(alive) if alive else None
         some = rng.sample(range(14), rng.randint(1, 5))
-        match rng.randrange(12):
+        match rng.randrange(13):
             case 0 | 1 if client:
                 sources = tuple(rng.sample(("c1", "c2"), rng.randint(0, 2)))
                 leases.append((client, pool.lease(*some, client=client, sources=sources, fetch_s=rng.choice((0, 3.0)))))
@@ -1412,6 +1432,8 @@ def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
                 elif names and client:
                     slot = pool.actor.slots.committed(rng.choice(names))
                     pool.say(client, ReportCorrupt(slots=(pool.actor._ref(slot),)))
+            case 11 if pool.rests or rng.random() < 0.2:
+                pool.rest(not pool.rests)
             case _:
                 asks += [(to, m) for to, m in pool.sent if isinstance(m, LeaseBlocks)]
                 pool.sent.clear()

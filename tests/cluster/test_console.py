@@ -67,3 +67,28 @@ def test_a_request_is_traced_by_its_clients_id_with_its_time_at_each_node(cluste
     lines = [json.loads(each) for each in log.splitlines()]
     (line,) = [each for each in lines if each["event"] == "request" and each["client_id"] == "traced"]
     assert (line["id"], line["attempts"], line["given_up"]) == (served["request"], 1, [])
+
+
+def test_a_drained_node_finishes_what_it_has_takes_nothing_and_serves_again(cluster: ToyCluster) -> None:
+    body = {"model": "toy", "prompt": [7] * 40, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    gateways = Gateways({"gateway-0": cluster.url})
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        decode = eventually(lambda: _busy_decode(gateways), what="it is seen where the request runs")
+        told = gateways.order(f"/admin/drain/{decode}", "POST")[1]
+        assert told["resting"]
+        others = {cluster.complete_text(prompt=[number] * 40, max_tokens=4)["mooncake"]["decode"] for number in range(4)}
+        assert decode not in others
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert (chunks[-1]["mooncake"]["decode"], chunks[-1]["mooncake"]["attempts"]) == (decode, 1)
+    command = [sys.executable, "-m", "mooncake_zmq", "drain", decode, "--url", cluster.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, f"{decode} is drained" in done.stdout) == (0, True), done.stderr
+    assert gateways.order(f"/admin/drain/{decode}", "DELETE")[1]["state"] == "ready"
+
+
+def _busy_decode(gateways: Gateways) -> str | None:
+    nodes = [each for each in gateways.picture()[1]["nodes"] if each["role"] == "decode"]
+    return next((each["name"] for each in nodes if each.get("gauges", {}).get("requests_running")), None)

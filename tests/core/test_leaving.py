@@ -53,3 +53,25 @@ def test_links_cover_all_roles_that_a_process_may_have() -> None:
     assert may_talk(both, "a", ("decode",), other_host)
     assert not may_talk(("decode",), "a", ("decode",), other_host)
     assert may_talk(("decode",), "a", both, other_host) == may_talk(both, other_host, ("decode",), "a")
+
+
+def test_who_rests_takes_nothing_and_does_not_end() -> None:
+    counts = Tally()
+    leaving = Leaving("decode", counts)
+    leaving.rest(True)
+    assert leaving.draining
+    assert leaving.drained(idle=True) == []
+    assert not leaving.change("k", TO_DECODE, PEERS)
+    assert counts == {"role_changes_refused": 1}
+    leaving.rest(False)
+    assert not leaving.draining
+    assert leaving.change("k", TO_DECODE, PEERS)
+
+
+def test_who_leaves_is_not_kept_by_an_end_of_its_rest() -> None:
+    leaving = Leaving("", Tally())
+    leaving.rest(True)
+    leaving.drain()
+    leaving.rest(False)
+    assert leaving.draining
+    assert leaving.drained(idle=True) == [Drained()]

@@ -2,8 +2,19 @@
 
 import json
 
-from mooncake_zmq.core.actor import Started
-from mooncake_zmq.core.messages import MAX_LEVELS, AskState, Hello, PrefillLoad, Report, StateTold, Watch, decode, encode
+from mooncake_zmq.core.actor import RestWanted, Started
+from mooncake_zmq.core.messages import (
+    MAX_LEVELS,
+    AskState,
+    Hello,
+    PrefillLoad,
+    Report,
+    SetResting,
+    StateTold,
+    Watch,
+    decode,
+    encode,
+)
 from mooncake_zmq.core.node import Node, Transmit
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.shell import Tally
@@ -152,12 +163,13 @@ def test_a_node_reports_and_its_actor_hears_nothing_of_it():
 def test_who_is_no_gateway_may_not_ask():
     pair = Pair("p", "d")
     pair.run(1.0)
-    for message in (Watch(for_s=5.0), AskState(ask_id=1), Report(uptime_s=1.0), StateTold(ask_id=1)):
+    for message in (Watch(for_s=5.0), AskState(ask_id=1), Report(uptime_s=1.0), StateTold(ask_id=1), SetResting(resting=True)):
         pair.nodes["d"].session.send(pair.now, "p", message)
     pair.carry("d", pair.nodes["d"].tick(pair.now))
     pair.run(1.0)
     assert len(pair.nodes["p"].watchers) == 0
-    assert pair.nodes["p"].session.counts["dropped[reason=not_of_its_role]"] == 4
+    assert pair.nodes["p"].session.counts["dropped[reason=not_of_its_role]"] == 5
+    assert not pair.nodes["p"].resting
 
 
 def test_all_of_a_nodes_state_comes_once_when_it_is_asked_for():
@@ -179,6 +191,19 @@ def test_a_state_that_no_message_takes_is_told_to_be_too_long():
     pair.nodes["g"].on_state = lambda _sender, answer: told.append(answer)
     pair.carry("g", pair.nodes["g"].ask_state(pair.now, "p", 7))
     assert "more than a message takes" in told[0].error
+
+
+def test_who_is_to_rest_hears_it_once_and_tells_until_it_is_undone():
+    pair = Pair("g", "p")
+    pair.run(1.0)
+    pair.carry("g", pair.nodes["g"].look(pair.now, 30.0))
+    for resting in (True, True, False):
+        pair.carry("g", pair.nodes["g"].rest(pair.now, "p", resting))
+        pair.run(1.5)
+        told = pair.nodes["g"].looking.heard["p"].report
+        assert (told.resting, told.draining) == (resting, resting)
+    asked = [event for event in pair.nodes["p"].actor.events if isinstance(event, RestWanted)]
+    assert asked == [RestWanted(True), RestWanted(False)]
 
 
 def test_loads_go_where_they_went_before():

@@ -260,6 +260,19 @@ def test_a_draining_decode_denies_new_requests_and_finishes_the_old(node):
     assert node.drained
 
 
+def test_a_resting_decode_denies_new_requests_stays_and_takes_them_again(node):
+    node.run("r0", max_tokens=2)
+    node.rest()
+    node.reserve("r1")
+    assert node.one(DecodeDenied).full
+    node.step()
+    node.settle()
+    assert not node.drained
+    node.rest(False)
+    assert not node.take(DecodeLoad)[-1].draining
+    node.run("r2", max_tokens=2)
+
+
 def test_a_drain_that_ran_out_of_time_hands_everything_over_at_once(node):
     node.run("r0")
     node.run("r1")

@@ -18,7 +18,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.gateway.accounts import CANCELLED, MAX_ATTEMPTS, MAX_OPEN, Account, Accounts, line, spans, told
 from mooncake_zmq.gateway.requests import ClientGone, StopFound
-from mooncake_zmq.gateway.traces import MAX_FOUND, MAX_TRACES, Names, Traces, trace_id_of
+from mooncake_zmq.gateway.traces import MAX_FOUND, MAX_TRACES, Names, Traces, names_of
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.run import run_seed
 
@@ -195,8 +195,11 @@ def test_a_ring_of_traces_finds_a_call_by_each_of_its_names_and_forgets_the_olde
 
 def test_trace_ids_are_those_of_w3c():
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-    assert trace_id_of(parent) == "4bf92f3577b34da6a3ce929d0e0e4736"
-    assert [trace_id_of(each) for each in ("", "x", "00-zz-1-1", parent.upper())] == [""] * 4
+    trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    assert names_of("own", "theirs", parent) == Names("own", "theirs", trace_id, span_id, True)
+    assert not names_of("own", "", parent[:-2] + "00").sampled
+    none = ("", "x", "00-zz-1-1", parent.upper(), f"00-{'0' * 32}-{span_id}-01", f"00-{trace_id}-{'0' * 16}-01")
+    assert {names_of("own", "theirs", each) for each in none} == {Names("own", "theirs")}
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -115,8 +115,8 @@ def test_numbers_of_the_whole_cluster_are_sums_of_reports():
                 Moved(kind="reuse", peer="p0", bytes=5),
             ),
         ),
-        c0=told(counts={"lookup_blocks[result=miss]": 4.0}, gauges={"cached_blocks": 1.0, "capacity_blocks": 4.0}),
-        c1=told(counts={"lookup_blocks[result=miss]": 1.0}, gauges={"cached_blocks": 2.0, "capacity_blocks": 4.0}),
+        c0=told(counts={"lookup_misses[reason=evicted]": 4.0}, gauges={"cached_blocks": 1.0, "capacity_blocks": 4.0}),
+        c1=told(counts={"lookup_misses[reason=evicted]": 1.0}, gauges={"cached_blocks": 2.0, "capacity_blocks": 4.0}),
         g0=told(
             counts={
                 "requests_rejected[reason=ttft_slo]": 3.0,
@@ -135,7 +135,7 @@ def test_numbers_of_the_whole_cluster_are_sums_of_reports():
         {"from": "p0", "to": "c0", "kind": "put", "bytes": 20},
     ]
     assert whole["hits"]["tokens"] == {"own": 32, "local": 0, "remote": 0, "computed": 10}
-    assert (whole["misses"]["not_held"], whole["misses"]["unreached"]) == (5, 2)
+    assert (whole["misses"]["evicted"], whole["misses"]["not_read"]) == (5, 2)
     assert whole["requests"]["rejected"] == {"ttft_slo": 3}
     assert whole["predictions"]["ttft"] == {"count": 2, "actual_s": 1.0, "predicted_s": 1.5, "absolute_error_s": 0.5}
     json.dumps(whole)

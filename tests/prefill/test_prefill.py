@@ -453,6 +453,30 @@ def test_a_draining_prefill_refuses_new_jobs_and_finishes_the_old(node):
     assert node.drained
 
 
+def test_a_resting_prefill_refuses_new_jobs_stays_and_takes_jobs_again(node):
+    node.ready("r0")
+    node.rest()
+    assert node.one(PrefillLoad, "k").draining, "it says so at once"
+    node.start("r1")
+    assert node.one(AttemptFailed).full
+    node.finish()
+    node.received("r0")
+    node.put_all()
+    assert not node.drained
+    node.rest(False)
+    assert not node.take(PrefillLoad)[-1].draining
+    node.ready("r2")
+    node.rest()
+    node.drain()
+    node.rest(False)
+    node.start("r3")
+    assert node.one(AttemptFailed).request_id == "r3", "who leaves does so, whether it rested or not"
+    node.finish()
+    node.received("r2")
+    node.put_all()
+    assert node.drained
+
+
 def test_a_drain_that_ran_out_of_time_hands_everything_over_at_once(node):
     node.ready("r0")
     node.finish()

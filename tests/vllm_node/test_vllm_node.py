@@ -229,6 +229,22 @@ def test_a_drained_node_finishes_what_it_has_and_hands_over_what_takes_too_long(
     assert node.drained
 
 
+def test_a_resting_node_finishes_what_it_has_stays_and_takes_requests_again():
+    node = Node()
+    node.begin("a")
+    node.rest()
+    assert node.take(PrefillLoad)[-1].draining
+    assert node.take(DecodeLoad)[-1].draining
+    node.begin("b")
+    assert node.one(AttemptFailed).full
+    node.ends(Generated((9,)))
+    assert not node.drained
+    node.rest(False)
+    assert not node.take(PrefillLoad)[-1].draining
+    node.begin("c")
+    assert node.generating
+
+
 def test_reports_name_the_work_left_and_the_kv_held():
     node = Node()
     node.begin("a", length=10, booking=5)

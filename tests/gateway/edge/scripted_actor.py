@@ -12,7 +12,7 @@ import uvicorn
 from msgspec import structs
 
 from mooncake_zmq.core.actor import FromClient, ToClient
-from mooncake_zmq.core.messages import Hello, StateTold
+from mooncake_zmq.core.messages import Hello, Report, StateTold
 from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.app import create_app
@@ -78,6 +78,9 @@ class ScriptedActor:
     reports: dict[str, Heard] = field(default_factory=dict)
     looks: list[float] = field(default_factory=list)
     states: dict[str, StateTold] = field(default_factory=dict)
+    rests: list[tuple[str, bool]] = field(default_factory=list)
+    deaf: bool = False
+    """No node does what it is asked to."""
 
     def __post_init__(self) -> None:
         model = ServedModel(
@@ -149,6 +152,11 @@ class ScriptedActor:
     def ask_state(self, node: str, ask_id: int, tell: Callable[[StateTold], None]) -> None:
         if node in self.states:
             tell(self.states[node])
+
+    def rest(self, node: str, resting: bool) -> None:
+        self.rests.append((node, resting))
+        if not self.deaf:
+            self.reports[node] = Heard(self.edge.clock(), 1, Report(uptime_s=1.0, draining=resting, resting=resting))
 
     async def _play(self, request_id: str, batches: Batches) -> None:
         for batch in batches:

@@ -100,6 +100,20 @@ def test_a_request_has_one_id_everywhere_and_is_found_by_its_clients_too(body):
         assert found["outcome"] == "length"
 
 
+@pytest.mark.parametrize(("flags", "sampled"), [("01", True), ("00", False)])
+def test_who_keeps_spans_is_given_each_request_with_its_clients_span(flags, sampled):
+    actor = ScriptedActor()
+    told = []
+    actor.edge._export = lambda account, names: told.append((account.outcome, names))
+    trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    request = {"model": "toy", "prompt": "hello"}
+    actor.call("POST", "/v1/completions", json=request, headers={"traceparent": f"00-{trace_id}-{span_id}-{flags}"})
+    (request_id,) = actor.requests
+    actor.edge.ended(Account(request_id=request_id, arrived_at=0.0, outcome="length"))
+    ((outcome, names),) = told
+    assert (outcome, names[2:]) == ("length", (trace_id, span_id, sampled))
+
+
 def test_further_choices_have_numbers_behind_the_calls_id():
     actor = ScriptedActor()
     answer = actor.complete(n=3)

@@ -13,10 +13,12 @@ import pytest
 from scripted_actor import ScriptedActor, events, hello
 
 import mooncake_zmq
+from mooncake_zmq.cache_node.misses import REASONS
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.core.messages import Moved, RejectReason, Report
 from mooncake_zmq.core.moves import KINDS
+from mooncake_zmq.core.roles import MAY_REST
 from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.gateway import cluster, pages
 from mooncake_zmq.gateway.accounts import Account, Attempt, Span
@@ -132,6 +134,28 @@ def of_kinds(picture: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
+def test_who_can_be_drained_has_a_button_for_it():
+    (found,) = re.findall(r"^const MAY_REST = (\[.*\]);$", SOURCE, re.MULTILINE)
+    assert tuple(json.loads(found)) == MAY_REST
+
+
+def test_a_replay_is_the_same_page_and_may_do_less():
+    written = pages.replay_page("<replay>", b"tape")
+    live = ScriptedActor().call("GET", "/").text
+    for tag in ("script", "style"):
+        assert content(tag, written) == content(tag, live) == content(tag)
+    (policy,) = re.findall(r'<meta http-equiv="content-security-policy" content="([^"]*)">', written)
+    rules = dict(each.split(" ", 1) for each in policy.split("; "))
+    for tag in ("script", "style"):
+        assert rules[f"{tag}-src"] in pages.headers()["content-security-policy"]
+    assert (rules["default-src"], "connect-src" in rules) == ("'none'", False)
+    assert '<script type="text/plain" id="tape">dGFwZQ==</script>' in written
+    assert written.index(policy) < written.index("<style>")
+    assert written.index('id="tape"') < written.index("<script>")
+    assert "&lt;replay&gt;" in written
+    assert 'id="tape"' not in live
+
+
 def test_it_reads_only_what_the_cluster_tells(picture):
     reads, told = table("READS"), of_kinds(picture)
     about = reads.pop("about")
@@ -166,7 +190,8 @@ def test_loads_are_gauges_of_their_roles():
 
 
 def test_it_has_words_for_every_reason_span_and_way():
-    assert list(table("MISSES").keys() ^ cluster.MISSES.keys()) == []
+    assert list(table("MISSES").keys() ^ cluster.MISSES.keys()) == ["none"]
+    assert set(cluster.MISS_REASONS) == set(REASONS)
     assert set(table("WAYS")) <= set(KINDS)
     assert set(KINDS) - set(table("WAYS")) == {"reuse", "promote", "demote"}  # within a node
     accounts = (HOME / "gateway/accounts.py").read_text()

@@ -1,0 +1,267 @@
+"""Writes a replay down as pictures of the cluster at times of the virtual clock: what a gateway's `/cluster` would have told.
+
+It looks on and changes nothing. What it keeps is bounded: of too many pictures every second one goes.
+"""
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+import msgspec
+
+from mooncake_zmq.core.actor import Effect, Event, FromClient, Send, Start, ToClient, WorkDone
+from mooncake_zmq.core.messages import Hello, Report, Sampling, Schedule, StopRule
+from mooncake_zmq.core.moves import MOVES, Moves
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.watch import Heard, report
+from mooncake_zmq.gateway.accounts import Account, Accounts, told
+from mooncake_zmq.gateway.cluster import Listed, Seen, count_prediction, picture
+from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.laboratory.keys import ROOT, Prompt
+from mooncake_zmq.laboratory.study import RequestRecord, Setup
+from mooncake_zmq.simulation.world import Observe, Process, World
+
+MAX_PICTURES = 2000
+MAX_BYTES = 48 << 20
+"""Of all pictures as JSON; they are written packed, a twentieth of that."""
+WANTED_PICTURES = 1200
+MIN_EVERY_S = 1.0
+"""As often as a gateway hears of its nodes."""
+KEPT, KEPT_REFUSED = 4, 2
+"""Requests told of those that ended between two pictures, and how many of them at most were refused if others were not."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """One life of a process."""
+
+    began_at: float
+    moves: Moves
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    refused: bool
+    record: bytes
+
+
+@dataclass(slots=True)
+class _Picture:
+    at_s: float
+    packed: bytes
+    """JSON, by zlib."""
+    size: int
+    """Of it in bytes, unpacked."""
+    open: int
+    refused: int
+    """Since the picture before."""
+    ended: list[_Ended]
+
+
+class Tape:
+    """Of one run of `setup`, whose last request comes at `last_s`. `own`: who looks on at a process beside it."""
+
+    def __init__(
+        self, setup: Setup, layout: BlockLayout, *, last_s: float, own: Callable[[Process[Any]], Observe | None]
+    ) -> None:
+        self.due_at = 0.0
+        """When it wants to look."""
+        self._every_s = max(MIN_EVERY_S, last_s / WANTED_PICTURES)
+        self._setup = setup
+        self._layout = layout
+        self._own = own
+        self._block_bytes = layout.block_tokens * setup.hardware.costs.kv_bytes_per_token
+        self._lives: dict[str, _Life] = {}
+        self._accounts = Accounts(self._account_closed)
+        self._over: list[tuple[str, RequestRecord]] = []
+        """Ended in the event that is being handled."""
+        self._counts = Tally()
+        self._refused = 0
+        self._ended: list[_Ended] = []
+        self._pictures: list[_Picture] = []
+        self._world: World[Any]
+        self._gateway: Any
+        self._hello: Callable[[Process[Any]], Hello]
+
+    def attach(self, world: World[Any], gateway: Any, hello: Callable[[Process[Any]], Hello]) -> None:
+        """Learn whose replay this is."""
+        self._world, self._gateway, self._hello = world, gateway, hello
+
+    # --- looking on
+
+    def watch(self, process: Process[Any]) -> Observe | None:
+        """See `World`."""
+        moves = Moves(process.name, self._layout)
+        self._lives[process.name] = _Life(self._world.now, moves)
+        if process.spec.role == "gateway":
+            return self._gateway_did
+        own = self._own(process)
+
+        def observe(event: Event, effects: list[Effect]) -> None:
+            if type(event) is WorkDone:
+                moves.end(event.work_id, event.result)
+            for effect in effects:
+                if type(effect) is Start and type(effect.work) in MOVES:
+                    moves.begin(effect.work_id, effect.work)
+            if own is not None:
+                own(event, effects)
+
+        return observe
+
+    def on_ended(self, number: int, record: RequestRecord) -> None:
+        """A request is over, in the event that its gateway handles now."""
+        self._over.append((f"r{number}", record))
+
+    def _gateway_did(self, event: Event, effects: list[Effect]) -> None:
+        """The replay's gateway has no clients: what a live one would hear of them and tell them is added."""
+        now = self._world.now
+        for effect in effects:
+            if type(effect) is Send and type(effect.message) is Schedule and effect.message.attempt == 1:
+                self._accounts.observe(now, FromClient(effect.message.request_id, _asked(effect.message)), ())
+        self._accounts.observe(now, event, [*effects, *(ToClient(name, _outcome(record)) for name, record in self._over)])
+        for _, record in self._over:
+            self._count(record)
+        self._over.clear()
+
+    def _count(self, record: RequestRecord) -> None:
+        """As `gateway.requests` does."""
+        if record.outcome == "rejected":
+            self._refused += 1
+            self._counts.add(f"requests_rejected[reason={record.reason}]")
+        if record.outcome != "finished":
+            self._counts.add(f"requests_failed[code={record.reason}]")
+            return
+        self._counts.add("requests_finished[reason=length]")
+        count_prediction(self._counts, "ttft", record.ttft_s, max(0.0, record.predicted_ttft_s))
+        if record.output_tokens > 1:
+            count_prediction(self._counts, "tbt", record.tbt_s, max(0.0, record.predicted_tbt_s))
+
+    def _account_closed(self, account: Account) -> None:
+        refused = account.outcome != "length"
+        record = {"id": account.request_id, "x_request_id": "", "trace_id": "", **told(account)}
+        self._ended = _kept([*self._ended, _Ended(refused, msgspec.json.encode(record))])
+
+    # --- pictures
+
+    def look(self) -> None:
+        """Write down how the cluster is now."""
+        now = self._world.now
+        self.due_at = now + self._every_s
+        body = msgspec.json.encode(picture(self._seen(now)) | {"about": self._about(), "recent": []})
+        packed = zlib.compress(body, 1)
+        self._pictures.append(_Picture(now, packed, len(body), len(self._gateway.open), self._refused, self._ended))
+        self._refused, self._ended = 0, []
+        if len(self._pictures) > MAX_PICTURES or sum([each.size for each in self._pictures]) > MAX_BYTES:
+            self._thin()
+
+    def _thin(self) -> None:
+        self._every_s *= 2
+        left = self._pictures
+        self._pictures = [_merged(one, other) for one, other in zip(left[::2], left[1::2], strict=False)]
+        if len(left) % 2:
+            self._pictures.append(left[-1])
+        self.due_at = self._pictures[-1].at_s + self._every_s
+
+    def _about(self) -> dict[str, Any]:
+        setup = self._setup
+        return {
+            "cluster": f"{setup.prefill}P+{setup.decode}D of {setup.hardware.name}, {setup.policy}",
+            "block_tokens": self._layout.block_tokens,
+            "block_bytes": self._block_bytes,
+            "ttft_slo_s": setup.ttft_slo_s,
+            "tbt_slo_s": setup.tbt_slo_s,
+        }
+
+    def _seen(self, now: float) -> Seen:
+        processes = self._world.processes.values()
+        alive = [process for process in processes if process.life is not None]
+        return Seen(
+            now=now,
+            gateway=self._gateway.name,
+            status="ok",
+            model=self._setup.hardware.name,
+            listed=[Listed(each.name, each.configured, each.spec.host) for each in processes],
+            peers={each.name: self._hello(each) for each in alive if each.name != self._gateway.name},
+            heard={each.name: Heard(now, each.lives, self._report(now, each)) for each in alive},
+        )
+
+    def _report(self, now: float, process: Process[Any]) -> Report:
+        """As `core.node` makes it; bytes are those that the modelled blocks would have."""
+        life, actor = self._lives[process.name], process.life.actor if process.life is not None else None
+        assert actor is not None
+        counts = {**actor.counts, **self._counts} if actor is self._gateway else actor.counts
+        scale = self._block_bytes / self._layout.block_bytes
+        moved = [msgspec.structs.replace(each, bytes=int(each.bytes * scale)) for each in life.moves.told()]
+        return report(
+            uptime_s=now - life.began_at,
+            draining="role_changes_begun" in counts,
+            counts=counts,
+            gauges=actor.gauges(now),
+            moved=moved,
+            refused={},
+        )
+
+    def written(self) -> bytes:
+        """All of it for `gateway.pages.replay_page`: a head, a line for each picture, and one for each request that is told."""
+        ended: list[bytes] = []
+        until: list[int] = []
+        for each in self._pictures:
+            ended += [one.record for one in each.ended]
+            until.append(len(ended))
+        head = {
+            "at_s": [round(each.at_s, 3) for each in self._pictures],
+            "open": [each.open for each in self._pictures],
+            "refused": [each.refused for each in self._pictures],
+            "ended": until,
+        }
+        pictures = (zlib.decompress(each.packed) for each in self._pictures)
+        buffer = io.BytesIO()
+        with gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=6, mtime=0) as file:
+            for number, line in enumerate(chain((msgspec.json.encode(head),), pictures, ended)):
+                file.write(b"\n" * bool(number) + line)
+        return buffer.getvalue()
+
+
+def _kept(ended: Sequence[_Ended]) -> list[_Ended]:
+    """The last ones, refused ones among them."""
+    if len(ended) <= KEPT:
+        return list(ended)
+    refused = [place for place, each in enumerate(ended) if each.refused]
+    others = [place for place, each in enumerate(ended) if not each.refused]
+    chosen = refused[-max(KEPT_REFUSED, KEPT - len(others)) :]
+    chosen += others[-(KEPT - len(chosen)) :] if len(chosen) < KEPT else []
+    return [ended[place] for place in sorted(chosen)]
+
+
+def _merged(one: _Picture, other: _Picture) -> _Picture:
+    """The later one, with what ended since the one before both."""
+    ended = _kept([*one.ended, *other.ended])
+    return _Picture(other.at_s, other.packed, other.size, other.open, one.refused + other.refused, ended)
+
+
+def _asked(schedule: Schedule) -> ClientRequest:
+    """What a client would have asked for; nobody reads its tokens."""
+    tokens = cast(bytes, Prompt(schedule.tokens, 1, 0))
+    stop = StopRule(max_tokens=schedule.max_tokens)
+    return ClientRequest(tokens=tokens, root=ROOT, keys=schedule.keys, sampling=Sampling(), stop=stop)
+
+
+def _outcome(record: RequestRecord) -> Finished | Failed:
+    if record.outcome != "finished":
+        return Failed(status=429, code=record.reason, message=record.reason)
+    return Finished(
+        reason="length",
+        prompt_tokens=record.input_tokens,
+        completion_tokens=record.output_tokens,
+        cached_own=record.hit_own,
+        cached_local=record.hit_dram + record.hit_disk,
+        cached_remote=record.hit_remote,
+        prefill=record.prefill,
+        decode=record.decode,
+        attempts=record.attempts,
+    )
