@@ -1,8 +1,8 @@
 """One side of `bench vllm`: a vLLM engine with one KV connector, or none, that computes when asked.
 
 Run by path, in vLLM's Python. Its argument is a JSON object: `side` (one of CONNECTORS), `model` (a directory), `stores` (an
-endpoint), `device` ("cpu" or "cuda"), `longest` (tokens of a prompt), `kv_tokens` (of KV: half of it may be kept for saving). A model without
-weights has vLLM's dummies. Requests and answers are lines of JSON, as in `engine_driver`.
+endpoint), `device` ("cpu" or "cuda"), `longest` (tokens of a prompt), `kv_tokens` (that its KV cache holds; half of them may be
+kept for saving). A model without weights has vLLM's dummies. Requests and answers are lines of JSON, as in `engine_driver`.
 """
 
 import importlib
