@@ -107,7 +107,7 @@ def sim(trace: Path | None, generate: str | None, like: Path | None, **options: 
     TRACE is Mooncake's JSON lines, an Azure LLM inference CSV or a BurstGPT CSV, plain or .gz. The CSVs name no blocks: none of
     their prompts is taken to begin as another. The vllm policies are a model of coupled instances, on prefill + decode nodes.
     """
-    source = _source(trace, generate, like, options["first"])
+    source = source_of(trace, generate, like, options["first"])
     base = _base(options)
     runs = sweep(base, axes_of(options["sweeps"]))
     if options["plot"] is not None:
@@ -121,7 +121,8 @@ def sim(trace: Path | None, generate: str | None, like: Path | None, **options: 
     _show([chosen for chosen, _ in runs], outcomes, as_json=options["as_json"], plot=options["plot"])
 
 
-def _source(trace: Path | None, generate: str | None, like: Path | None, first: int | None) -> Source:
+def source_of(trace: Path | None, generate: str | None, like: Path | None, first: int | None) -> Source:
+    """Where the arrivals come from, as the options say. Raises StudyError."""
     if (trace is None) == (generate is None and like is None):
         raise StudyError("give a TRACE, or --generate SPEC, or --like FILE")
     if trace is not None:
