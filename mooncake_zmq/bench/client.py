@@ -52,7 +52,7 @@ class Client:
     chat: bool = False
     """A conversation of one message instead of a prompt; `form` must be text."""
     plain: bool = False
-    """Without vLLM's parameters: answers may then end before the trace's do, and tokens are counted by the pieces they come in."""
+    """Without vLLM's parameters: answers may then end before the trace's do, and pieces of text count as tokens."""
     timeout_s: float = 600.0
     """For one answer."""
 

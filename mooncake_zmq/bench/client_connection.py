@@ -1,7 +1,7 @@
 """HTTP/1.1 connections of a client that measures: what comes is stamped as soon as this process has it, and parsed in C.
 
-httpx spends tens of microseconds on every piece of a stream, in tasks that run when their turn comes: with a thousand streams its
-times would be its own.
+httpx spends tens of microseconds on every piece of a stream, in tasks that run when their turn comes: with a thousand streams
+its times would be its own.
 """
 
 import asyncio

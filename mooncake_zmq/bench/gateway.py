@@ -1,5 +1,5 @@
-"""`bench gateway`: what the way through the gateway costs, beside what is wanted of it. Engines do not count: the toy's takes no
-time to speak of, the modelled ones sleep, and CPU time is that of the gateway's process alone.
+"""`bench gateway`: what the way through the gateway costs, beside what is wanted of it. Engines do not count: the toy's takes
+no time to speak of, the modelled ones sleep, and CPU time is that of the gateway's process alone.
 """
 
 import asyncio
@@ -255,7 +255,7 @@ class _Run:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in result.errors.items()) or "none"
         self._report.notes += [
             f"{name}: TTFT p50 {1e3 * result.ttft_s.p50:.1f}, p99 {1e3 * result.ttft_s.p99:.1f} ms; "
-            f"{result.output_tokens_per_s:,.0f} tokens/s; gateway's CPU {1e3 * cpu_s / max(1, result.requests):.2f} ms a request "
+            f"{result.output_tokens_per_s:,.0f} tokens/s; gateway's CPU {1e3 * cpu_s / max(1, result.requests):.2f} ms for one "
             f"of {result.output_tokens / max(1, result.finished):.0f} tokens, {100 * cpu_s / result.span_s:.0f} % of a core",
             f"{name}: errors: {kinds}; client sent late by {1e3 * result.late_s.p99:.1f} ms (p99)",
         ]

@@ -364,7 +364,8 @@ class Call:
         self._slots = 1
         self._ids: list[str] = []
         self._outputs: list[tuple[int, ClientOutput]] = []
-        self._wake = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
+        self._nudged = False
         self._gone = False
         self._too_slow = False
         self.names: Names | None = None
@@ -401,20 +402,35 @@ class Call:
             self._outputs = [(index, Failed(status=503, code="client_too_slow", message="the client reads too slowly"))]
         if not self._too_slow:
             self._outputs.append((index, output))
-        self._wake.set()
+        if self._waiting is not None:
+            self._wake()
 
     async def take(self) -> list[tuple[int, ClientOutput]]:
-        """What has come, at least one and in order; raises HungUp when the client is gone. Of a reader that lagged no more at
-        once than keeps the loop for a few milliseconds."""
+        """What has come, in order; nothing only after a nudge. Raises HungUp when the client is gone. Of a reader that lagged
+        no more at once than keeps the loop for a few milliseconds."""
         if self._outputs:
             await asyncio.sleep(0)
-        while not self._outputs and not self._gone:
-            self._wake.clear()
-            await self._wake.wait()
+        while not self._outputs and not self._gone and not self._nudged:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        self._nudged = False
         if self._gone:
             raise HungUp
-        outputs, self._outputs = self._outputs[:OUTPUTS_AT_ONCE], self._outputs[OUTPUTS_AT_ONCE:]
+        if len(self._outputs) <= OUTPUTS_AT_ONCE:
+            outputs, self._outputs = self._outputs, []
+        else:
+            outputs, self._outputs = self._outputs[:OUTPUTS_AT_ONCE], self._outputs[OUTPUTS_AT_ONCE:]
         return outputs
+
+    def nudge(self) -> None:
+        """Whoever takes shall come back, with nothing if there is nothing."""
+        self._nudged = True
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     @property
     def gone(self) -> bool:
@@ -425,7 +441,7 @@ class Call:
         """The client is gone."""
         self._gone = True
         self._cancel_all("abort")
-        self._wake.set()
+        self._wake()
 
     def stop(self, index: int) -> None:
         """A stop string ended this choice: the rest of it is not wanted."""
