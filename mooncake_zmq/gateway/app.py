@@ -43,7 +43,7 @@ from mooncake_zmq.gateway.openai import (
     server_sent,
     unknown_model,
 )
-from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished
+from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Limited, Tenant
 from mooncake_zmq.gateway.tokens import detokenize, tokenize
@@ -348,6 +348,8 @@ class _Stream:
         self._said_at = self._loop.time()
         self._writing_since: float | None = None
         self._limit = asyncio.timeout(None)
+        self._unsaid = b""
+        call.shortcut = self._say_at_once
 
     async def run(self) -> None:
         self._look()
@@ -376,9 +378,29 @@ class _Stream:
     async def _next(self) -> list[tuple[int, ClientOutput]]:
         """The next outputs; while none come that say anything, something now and then that is none: a prompt is computed, or an
         answer goes on elsewhere."""
-        while not (outputs := await self._call.take()):
-            await self._say(KEEP_ALIVE)
-        return outputs
+        while True:
+            outputs = await self._call.take()
+            unsaid, self._unsaid = self._unsaid, b""
+            if unsaid or not outputs:
+                await self._say(unsaid or KEEP_ALIVE)
+            if outputs:
+                return outputs
+
+    def _say_at_once(self, outputs: list[tuple[int, ClientOutput]]) -> bool:
+        """Tokens of an answer that has begun are most of what is ever said: for them nobody is woken, unless the client takes
+        no more for now."""
+        if not self._begun or not all(type(output) is TokenOut for _, output in outputs):
+            return False
+        _accept(self._call, self._reply, outputs)
+        events = self._reply.news()
+        if not events:
+            return True
+        if self._push(events):
+            self._said_at = self._loop.time()
+        else:
+            self._unsaid += events
+            self._call.nudge()
+        return True
 
     def _look(self) -> None:
         """One timer for all the times of a stream, set again only when it fires: to set one for each token, and to take it

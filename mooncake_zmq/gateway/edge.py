@@ -186,6 +186,7 @@ class Edge:
         self._id_prefix = f"{name}-{incarnation:x}"
         self._numbers = count(1)
         self._open: dict[str, _Open] = {}
+        self._to_tell: list[Call] = []
         self._max_open = max_open
         self._slots_taken = 0
         self.bodies = 0
@@ -201,6 +202,17 @@ class Edge:
     def call(self) -> "Call":
         """Take a slot for an HTTP call that is whole; raises Full."""
         return Call(self)
+
+    def tell(self, call: "Call") -> None:
+        """Have a call tell its client what came, once the runtime's turn is over."""
+        if not self._to_tell:
+            asyncio.get_running_loop().call_soon(self._tell_all)
+        self._to_tell.append(call)
+
+    def _tell_all(self) -> None:
+        calls, self._to_tell = self._to_tell, []
+        for call in calls:
+            call.tell()
 
     def deliver(self, effect: ToClient) -> None:
         """The actor has something for a client. What comes after a cancel is dropped."""
@@ -366,6 +378,9 @@ class Call:
         self._outputs: list[tuple[int, ClientOutput]] = []
         self._waiting: asyncio.Future[None] | None = None
         self._nudged = False
+        self._is_told = False
+        self.shortcut: Callable[[list[tuple[int, ClientOutput]]], bool] = lambda outputs: False
+        """Takes outputs at once, while nobody takes any from here; False: it does not want these."""
         self._gone = False
         self._too_slow = False
         self.names: Names | None = None
@@ -402,7 +417,16 @@ class Call:
             self._outputs = [(index, Failed(status=503, code="client_too_slow", message="the client reads too slowly"))]
         if not self._too_slow:
             self._outputs.append((index, output))
-        if self._waiting is not None:
+        if self._waiting is not None and not self._is_told:
+            self._is_told = True
+            self._edge.tell(self)
+
+    def tell(self) -> None:
+        """From the edge, once for all that came in a turn of the runtime: past the reader if that can be, else he is woken."""
+        self._is_told = False
+        outputs, self._outputs = self._outputs, []  # more may come while these are looked at
+        if self._waiting is None or not 0 < len(outputs) <= OUTPUTS_AT_ONCE or not self.shortcut(outputs):
+            self._outputs = outputs + self._outputs
             self._wake()
 
     async def take(self) -> list[tuple[int, ClientOutput]]:
