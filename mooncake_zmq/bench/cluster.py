@@ -57,12 +57,12 @@ class BenchCluster:
         self._nodes = nodes
         # Kept connections: setting up a client takes tens of milliseconds, which are no part of an answer's time.
         self._client = httpx.Client(base_url=url, timeout=REQUEST_TIMEOUT_S)
-        self._model = str(self._client.get("/v1/models").json()["data"][0]["id"])
+        self.model = str(self._client.get("/v1/models").json()["data"][0]["id"])
 
     def complete(self, tokens: list[int], *, max_tokens: int) -> Answer:
         """Stream a greedy completion of a token-id prompt that ends only at `max_tokens`."""
         body = {
-            "model": self._model,
+            "model": self.model,
             "prompt": tokens,
             "max_tokens": max_tokens,
             "temperature": 0,

@@ -1,11 +1,20 @@
 """The `bench` commands: progress on standard error, the result on standard output."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import click
 
+from mooncake_zmq.bench.load_commands import client, gateway
+from mooncake_zmq.bench.options import (
+    backend_option,
+    cache_dir_option,
+    json_option,
+    model_option,
+    numbers_option,
+    plot_option,
+    rounds_option,
+    tell,
+)
 from mooncake_zmq.engine.cpu import Backend, limit_blas
 from mooncake_zmq.kv.eviction import POLICIES
 
@@ -29,6 +38,8 @@ Examples:
   mooncake-zmq bench disk --trace conversation_trace.jsonl --block-kib 64
   mooncake-zmq bench schedule --trace conversation_trace.jsonl --json
   mooncake-zmq bench vllm --python ~/vllm-venv/bin/python
+  mooncake-zmq bench client http://127.0.0.1:8000 --trace conversation_trace.jsonl --ttft-slo 5 --tbt-slo 0.1
+  mooncake-zmq bench gateway
 """
 
 
@@ -43,49 +54,6 @@ Then, in the deployment's file:
 """
 
 
-Option = Callable[[Callable[..., None]], Callable[..., None]]
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-model_option = click.option(
-    "--model", default="default", show_default=True, metavar="MODEL", help="As in the setting model.path."
-)
-cache_dir_option = click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
-backend_option = click.option(
-    "--backend", type=click.Choice(get_args(Backend)), default="auto", show_default=True, help="Of our engine."
-)
-
-
-def rounds_option(default: int) -> Option:
-    """How often each row is measured."""
-    what = "Rounds per row; medians are shown."
-    return click.option("--rounds", type=click.IntRange(min=1), default=default, show_default=True, help=what)
-
-
-def plot_option(what: str) -> Option:
-    """A file to draw `what` to."""
-    return click.option("--plot", type=click.Path(path_type=Path), help=f"Draw {what} to this file.")
-
-
-def numbers_option(name: str, least: int, default: str, help: str) -> Option:
-    """An option of whole numbers with commas between them: a tuple, sorted, none twice."""
-
-    def parse(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
-        try:
-            numbers = tuple(sorted({int(each) for each in value.split(",")}))
-        except ValueError:
-            raise click.BadParameter(f"{value!r} is not a list like 1,2,4") from None
-        if numbers[0] < least:
-            raise click.BadParameter(f"{numbers[0]} is below {least}")
-        return numbers
-
-    return click.option(name, default=default, show_default=True, metavar="N,N,..", help=help, callback=parse)
-
-
-def tell(text: str) -> None:
-    """Progress."""
-    click.echo(text, err=True)
-
-
 @click.group(epilog=EXAMPLES)
 @click.pass_context
 def bench(context: click.Context) -> None:
@@ -93,6 +61,10 @@ def bench(context: click.Context) -> None:
     from mooncake_zmq.bench.report import warnings_only
 
     context.with_resource(warnings_only())
+
+
+bench.add_command(client)
+bench.add_command(gateway)
 
 
 @bench.command()

@@ -55,6 +55,12 @@ def cpu_s(pid: int) -> float:
     return own + sum(cpu_s(child) for child in children)
 
 
+def threads_cpu_s(pid: int) -> float:
+    """CPU time that the threads of a process have used which are there now, to the microsecond or better."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
 def _children(task: Path) -> list[str]:
     try:
         return (task / "children").read_text().split()

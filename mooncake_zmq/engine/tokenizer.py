@@ -147,6 +147,8 @@ class TokenStream:
         self._decode = partial(vocabulary.decode, special=special)
         self._ids: list[int] = []
         self._read = 0
+        self._emitted = ""
+        """The text of what ends at `_read`."""
 
     def push(self, token: int) -> str:
         self._ids.append(token)
@@ -157,7 +159,7 @@ class TokenStream:
         return self._emit(whole=True)
 
     def _emit(self, *, whole: bool) -> str:
-        emitted = self._decode(self._ids[: self._read])
+        emitted = self._emitted
         text = self._decode(self._ids)
         if len(text) <= len(emitted) or (text.endswith(REPLACEMENT) and not whole):
             if whole:  # special tokens, say: to keep them would make each further one cost more
@@ -165,6 +167,7 @@ class TokenStream:
             return ""
         del self._ids[: self._read]
         self._read = len(self._ids)
+        self._emitted = self._decode(self._ids)
         return text[len(emitted) :]
 
 

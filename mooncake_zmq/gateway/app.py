@@ -43,7 +43,7 @@ from mooncake_zmq.gateway.openai import (
     server_sent,
     unknown_model,
 )
-from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished
+from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Limited, Tenant
 from mooncake_zmq.gateway.tokens import detokenize, tokenize
@@ -305,7 +305,7 @@ class _Generation:
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
             if prepared.body.stream:
-                await _Stream(call, reply, send, self._threads, self._edge.settings).run()
+                await _Stream(call, reply, scope, send, self._threads, self._edge.settings).run()
             else:
                 while not reply.done:
                     _accept(call, reply, await call.take())
@@ -337,22 +337,37 @@ class _Stream:
     """A reply as server-sent events. Nothing is sent before there is something to say, so an early failure keeps its status;
     unless that is long in coming."""
 
-    def __init__(self, call: Call, reply: Reply, send: Send, threads: _Threads, settings: EdgeSettings) -> None:
+    def __init__(self, call: Call, reply: Reply, scope: Scope, send: Send, threads: _Threads, settings: EdgeSettings) -> None:
         self._call = call
         self._reply = reply
         self._send = send
+        self._push: Callable[[bytes], bool] = scope["state"].get("push", _never)
         self._threads = threads
         self._settings = settings
         self._begun = False
-        self._clock = asyncio.get_running_loop().time
-        self._said_at = self._clock()
+        self._loop = asyncio.get_running_loop()
+        self._said_at = self._loop.time()
+        self._writing_since: float | None = None
+        self._limit = asyncio.timeout(None)
+        self._unsaid = b""
+        call.shortcut = self._say_at_once
 
     async def run(self) -> None:
+        self._look()
+        try:
+            async with self._limit:
+                await self._tell()
+        except TimeoutError:
+            raise _Stuck from None
+        finally:
+            self._timer.cancel()
+
+    async def _tell(self) -> None:
         reply = self._reply
         try:
             while not reply.done:
                 _accept(self._call, reply, await self._next())
-                await self._say(await self._news())
+                await self._say(await self._news() if reply.is_long else reply.news())
         except RequestError as error:
             if not self._begun:
                 raise
@@ -364,13 +379,47 @@ class _Stream:
     async def _next(self) -> list[tuple[int, ClientOutput]]:
         """The next outputs; while none come that say anything, something now and then that is none: a prompt is computed, or an
         answer goes on elsewhere."""
-        keep_alive_s = self._settings.keep_alive_s
         while True:
-            try:
-                async with asyncio.timeout_at(self._said_at + keep_alive_s if keep_alive_s else None):
-                    return await self._call.take()
-            except TimeoutError:
-                await self._say(KEEP_ALIVE)
+            outputs = await self._call.take()
+            unsaid, self._unsaid = self._unsaid, b""
+            if unsaid or not outputs:
+                await self._say(unsaid or KEEP_ALIVE)
+            if outputs:
+                return outputs
+
+    def _say_at_once(self, outputs: list[tuple[int, ClientOutput]]) -> bool:
+        """Tokens of an answer that has begun are most of what is ever said: for them nobody is woken, unless the client takes
+        no more for now."""
+        if not self._begun or not all(type(output) is TokenOut for _, output in outputs):
+            return False
+        _accept(self._call, self._reply, outputs)
+        events = self._reply.news()
+        if not events:
+            return True
+        if self._push(events):
+            self._said_at = self._loop.time()
+        else:
+            self._unsaid += events
+            self._call.nudge()
+        return True
+
+    def _look(self) -> None:
+        """One timer for all the times of a stream, set again only when it fires: to set one for each token, and to take it
+        back, would cost as much as the token."""
+        now, settings = self._loop.time(), self._settings
+        due = now + settings.send_timeout_s
+        if self._writing_since is not None:
+            due = self._writing_since + settings.send_timeout_s
+            if due <= now:  # a client that takes nothing for long is as good as gone
+                self._limit.reschedule(now)
+                return
+        elif settings.keep_alive_s:
+            silent_since = self._said_at
+            if silent_since + settings.keep_alive_s <= now:
+                self._call.nudge()
+                silent_since = now
+            due = min(due, silent_since + settings.keep_alive_s)
+        self._timer = self._loop.call_at(due, self._look)
 
     async def _begin(self) -> None:
         if self._begun:
@@ -379,21 +428,25 @@ class _Stream:
         await self._write({"type": "http.response.start", "status": 200, "headers": cluster_face.HEADERS})
 
     async def _news(self) -> bytes:
-        return await self._threads.told(self._reply, lambda: b"".join(server_sent(chunk) for chunk in self._reply.chunks()))
+        return await self._threads.told(self._reply, self._reply.news)
 
     async def _say(self, events: bytes, *, last: bool = False) -> None:
-        if events:
+        if not events:
+            return
+        if last or not self._begun or not self._push(events):
             await self._begin()
             await self._write({"type": "http.response.body", "body": events, "more_body": not last})
-            self._said_at = self._clock()
+        self._said_at = self._loop.time()
 
     async def _write(self, message: Message) -> None:
-        """A client that takes nothing for long is as good as gone."""
-        try:
-            async with asyncio.timeout(self._settings.send_timeout_s):
-                await self._send(message)
-        except TimeoutError:
-            raise _Stuck from None
+        self._writing_since = self._loop.time()
+        await self._send(message)
+        self._writing_since = None
+
+
+def _never(_events: bytes) -> bool:
+    """Of a server that takes nothing but ASGI's messages."""
+    return False
 
 
 def _accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -> None:

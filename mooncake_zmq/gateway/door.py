@@ -23,6 +23,7 @@ from typing import Any
 import h11
 import structlog
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -80,7 +81,7 @@ class Connection(H11Protocol):
     """One connection, as uvicorn serves it, with bounds on what its client may do to others."""
 
     def __init__(self, door: "Door", address: str, **uvicorn_own: Any) -> None:
-        own = {**uvicorn_own, "app_state": {**uvicorn_own["app_state"], "abort": self.abort}}
+        own = {**uvicorn_own, "app_state": {**uvicorn_own["app_state"], "abort": self.abort, "push": self.push}}
         super().__init__(**own)
         self.address = address
         self.conn = _Pieces(h11.SERVER, door.settings.max_head_bytes)
@@ -92,7 +93,8 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.quiet_since = None
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # asyncio's own name for it
+        with contextlib.suppress(AttributeError):  # asyncio's own name for it; libuv's measure is 256 KiB
+            transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         with contextlib.suppress(OSError):  # gone already
             # The kernel's own: it holds while the last of an answer waits in its buffers, when nobody here does.
             transport.get_extra_info("socket").setsockopt(
@@ -115,6 +117,16 @@ class Connection(H11Protocol):
             self.abort()
         if waited:  # what came now may be the first of a call: it has its own time
             self.quiet_since = None
+
+    def push(self, part: bytes) -> bool:
+        """Write the next part of an answer that has begun and is not over, past all that stands between it and ASGI's messages.
+        False: not now, the client takes no more, or not so: its answer has no chunks."""
+        cycle = self.cycle
+        if self.flow.write_paused or cycle is None or cycle.conn.their_http_version != b"1.1":
+            return False
+        if not cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
 
     def abort(self) -> None:
         """Cut it now; what was not taken is lost."""
@@ -454,6 +466,12 @@ class Door:
     def _later(self, delay_s: float, what: Callable[[], None]) -> None:
         if self._loop is not None:
             self._timers[what] = self._loop.call_later(delay_s, what)
+
+
+def new_loop(*, tls: bool) -> asyncio.AbstractEventLoop:
+    """The loop for a gateway's connections. libuv's takes less time for a token; but what it holds for a TLS connection, half a
+    MiB, cannot be bounded, so there it is asyncio's own."""
+    return asyncio.new_event_loop() if tls else uvloop.new_event_loop()
 
 
 def server_config(app: ASGIApp, settings: ConnectionSettings) -> uvicorn.Config:

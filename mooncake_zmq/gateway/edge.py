@@ -188,6 +188,7 @@ class Edge:
         self._id_prefix = f"{name}-{incarnation:x}"
         self._numbers = count(1)
         self._open: dict[str, _Open] = {}
+        self._to_tell: list[Call] = []
         self._max_open = max_open
         self._slots_taken = 0
         self.bodies = 0
@@ -203,6 +204,17 @@ class Edge:
     def call(self) -> "Call":
         """Take a slot for an HTTP call that is whole; raises Full."""
         return Call(self)
+
+    def tell(self, call: "Call") -> None:
+        """Have a call tell its client what came, once the runtime's turn is over."""
+        if not self._to_tell:
+            asyncio.get_running_loop().call_soon(self._tell_all)
+        self._to_tell.append(call)
+
+    def _tell_all(self) -> None:
+        calls, self._to_tell = self._to_tell, []
+        for call in calls:
+            call.tell()
 
     def deliver(self, effect: ToClient) -> None:
         """The actor has something for a client. What comes after a cancel is dropped."""
@@ -367,7 +379,11 @@ class Call:
         self._slots = 1
         self._ids: list[str] = []
         self._outputs: list[tuple[int, ClientOutput]] = []
-        self._wake = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
+        self._nudged = False
+        self._is_told = False
+        self.shortcut: Callable[[list[tuple[int, ClientOutput]]], bool] = lambda outputs: False
+        """Takes outputs at once, while nobody takes any from here; False: it does not want these."""
         self._gone = False
         self._too_slow = False
         self.names: Names | None = None
@@ -404,20 +420,44 @@ class Call:
             self._outputs = [(index, Failed(status=503, code="client_too_slow", message="the client reads too slowly"))]
         if not self._too_slow:
             self._outputs.append((index, output))
-        self._wake.set()
+        if self._waiting is not None and not self._is_told:
+            self._is_told = True
+            self._edge.tell(self)
+
+    def tell(self) -> None:
+        """From the edge, once for all that came in a turn of the runtime: past the reader if that can be, else he is woken."""
+        self._is_told = False
+        outputs, self._outputs = self._outputs, []  # more may come while these are looked at
+        if self._waiting is None or not 0 < len(outputs) <= OUTPUTS_AT_ONCE or not self.shortcut(outputs):
+            self._outputs = outputs + self._outputs
+            self._wake()
 
     async def take(self) -> list[tuple[int, ClientOutput]]:
-        """What has come, at least one and in order; raises HungUp when the client is gone. Of a reader that lagged no more at
-        once than keeps the loop for a few milliseconds."""
+        """What has come, in order; nothing only after a nudge. Raises HungUp when the client is gone. Of a reader that lagged
+        no more at once than keeps the loop for a few milliseconds."""
         if self._outputs:
             await asyncio.sleep(0)
-        while not self._outputs and not self._gone:
-            self._wake.clear()
-            await self._wake.wait()
+        while not self._outputs and not self._gone and not self._nudged:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        self._nudged = False
         if self._gone:
             raise HungUp
-        outputs, self._outputs = self._outputs[:OUTPUTS_AT_ONCE], self._outputs[OUTPUTS_AT_ONCE:]
+        if len(self._outputs) <= OUTPUTS_AT_ONCE:
+            outputs, self._outputs = self._outputs, []
+        else:
+            outputs, self._outputs = self._outputs[:OUTPUTS_AT_ONCE], self._outputs[OUTPUTS_AT_ONCE:]
         return outputs
+
+    def nudge(self) -> None:
+        """Whoever takes shall come back, with nothing if there is nothing."""
+        self._nudged = True
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     @property
     def gone(self) -> bool:
@@ -428,7 +468,7 @@ class Call:
         """The client is gone."""
         self._gone = True
         self._cancel_all("abort")
-        self._wake.set()
+        self._wake()
 
     def stop(self, index: int) -> None:
         """A stop string ended this choice: the rest of it is not wanted."""

@@ -1,11 +1,15 @@
 """What a gateway's clients see, as Prometheus metrics: vLLM's names for them, `mooncake_*` for our own."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.runtime.metrics import families
@@ -46,13 +50,14 @@ class EdgeMetrics(Collector):
         self._waiting_and_running, self._counts, self._gauges = waiting_and_running, counts, gauges
         self._labels = {"model_name": model_name, "engine": "0"}
         self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", TTFT_BUCKETS_S)
-        self._itl = self._histogram("inter_token_latency_seconds", "Time between two tokens.", ITL_BUCKETS_S)
+        # Of every token: what the library does for a histogram would take a tenth of the time that a token is given here.
+        self._tokens = 0
+        self._gaps, self._gaps_s = [0] * (len(ITL_BUCKETS_S) + 1), 0.0
         self._e2e = self._histogram("e2e_request_latency_seconds", "Time from a request to its end.", REQUEST_BUCKETS_S)
         self._queue = self._histogram("request_queue_time_seconds", "Time until prefill began.", REQUEST_BUCKETS_S)
         self._prefill = self._histogram("request_prefill_time_seconds", "Time in prefill.", REQUEST_BUCKETS_S)
         self._decode = self._histogram("request_decode_time_seconds", "Time from first to last token.", REQUEST_BUCKETS_S)
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
-        self._generated = self._counter("generation_tokens", "Tokens delivered.")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the KV pool.")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens whose KV was loaded and verified.")
         names = (*self._labels, "finished_reason")
@@ -63,14 +68,16 @@ class EdgeMetrics(Collector):
         """Something is about to go to the client."""
         match output:
             case TokenOut():
+                self._tokens += 1
                 if times.first_token_at is None:
                     times.first_token_at = now
                     self._ttft.observe(now - times.began_at)
                     self._prompt.inc(times.prompt_tokens)
                 else:
-                    self._itl.observe(now - times.last_token_at)
+                    gap_s = now - times.last_token_at
+                    self._gaps[bisect_left(ITL_BUCKETS_S, gap_s)] += 1
+                    self._gaps_s += gap_s
                 times.last_token_at = now
-                self._generated.inc()
             case Finished():
                 if times.prompt_tokens:
                     self._queries.inc(output.prompt_tokens)
@@ -97,8 +104,19 @@ class EdgeMetrics(Collector):
             metric = Metric(name, documentation, "gauge")
             metric.add_sample(name, self._labels, value)
             yield metric
+        yield from self._of_tokens()
         yield from families(self._counts(), "counter")
         yield from families(self._gauges(), "gauge")
+
+    def _of_tokens(self) -> Iterator[Metric]:
+        labels, values = tuple(self._labels), tuple(self._labels.values())
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens delivered.", labels=labels)
+        tokens.add_metric(values, self._tokens)
+        yield tokens
+        bounds = [*map(floatToGoString, (*ITL_BUCKETS_S, math.inf))]
+        gaps = HistogramMetricFamily("vllm:inter_token_latency_seconds", "Time between two tokens.", labels=labels)
+        gaps.add_metric(values, [*zip(bounds, accumulate(self._gaps), strict=True)], self._gaps_s)
+        yield gaps
 
     def describe(self) -> list[Metric]:
         """Nothing: registering must not ask the actor, which may not run yet."""

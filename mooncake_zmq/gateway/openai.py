@@ -772,6 +772,18 @@ class Choice:
         self.pieces_taken += 1
         return piece
 
+    @property
+    def says_text_alone(self) -> bool:
+        """Is there a text to say, neither the first nor the last of the answer, and beside it nothing but token ids?"""
+        return self.pieces_taken > 0 and self.finish_reason is None and not self._pieces and any(self._text)
+
+    def take_text(self) -> tuple[str, list[int]]:
+        """`take`, of what is text alone."""
+        text, ids = "".join(self._text), self._token_ids
+        self._text, self._token_ids, self.has_news = [], [], False
+        self.pieces_taken += 1
+        return text, ids
+
     def _add(self, text: str) -> None:
         stopped = False
         self._chars += len(text)
@@ -804,6 +816,8 @@ class Reply:
         self._model = model
         self._chat = isinstance(self.body, ChatBody)
         self._request_id = request_id
+        self._says_text_alone = self.body.likeliest is None and not self.body.continuous_usage
+        self._forms: dict[int, list[bytes]] = {}
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
             "object": ("chat.completion" if self._chat else "text_completion"),
@@ -837,11 +851,28 @@ class Reply:
             body["prompt_token_ids"] = self.choices[0].prompt_ids
         return {**body, "usage": self._usage(), "mooncake": self._served()}
 
-    def chunks(self) -> Iterator[dict[str, Any]]:
-        """What there is to say now."""
-        for choice in self.choices:
-            if choice.has_news:
-                yield from self._chunks(choice)
+    def news(self) -> bytes:
+        """What there is to say now, as server-sent events."""
+        return b"".join([self._events(choice) for choice in self.choices if choice.has_news])
+
+    def _events(self, choice: Choice) -> bytes:
+        if not choice.says_text_alone or not self._says_text_alone:
+            return b"".join(map(server_sent, self._chunks(choice)))
+        form = self._forms.get(choice.index)
+        if form is None:
+            form = self._forms[choice.index] = self._form(choice)
+        text, ids = choice.take_text()
+        written = _one_line(msgspec.json.encode(text))
+        if len(form) == 2:
+            return form[0] + written + form[1]
+        return form[0] + written + form[1] + msgspec.json.encode(ids) + form[2]
+
+    def _form(self, choice: Choice) -> list[bytes]:
+        """A chunk of this choice as it is written, cut where its text stands, and its token ids: nothing else changes from
+        token to token."""
+        content = {"delta": {"content": _TEXT}} if self._chat else {"text": _TEXT}
+        ids = {"token_ids": _TEXT} if self.body.return_token_ids else {}
+        return server_sent(self._chunk(choice, content, ids=ids)).split(msgspec.json.encode(_TEXT))
 
     def _chunks(self, choice: Choice) -> Iterator[dict[str, Any]]:
         """The first output always says something: a client times it."""
@@ -959,12 +990,19 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 def server_sent(event: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    line = msgspec.json.encode(event)
-    for raw, escaped in LINE_ENDS:
-        line = line.replace(raw, escaped)
-    return b"data: " + line + b"\n\n"
+    return b"data: " + _one_line(msgspec.json.encode(event)) + b"\n\n"
 
 
+def _one_line(written: bytes) -> bytes:
+    """JSON without what clients may take for the end of a line."""
+    if not written.isascii():
+        for raw, escaped in LINE_ENDS:
+            written = written.replace(raw, escaped)
+    return written
+
+
+_TEXT = "\0text"
+"""Stands where the text of a chunk does; no model's name has such a character."""
 EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 """The headers of a stream of events."""
 DONE = b"data: [DONE]\n\n"

@@ -660,6 +660,8 @@ class Requests:
         if index < len(request.output):
             self.counts.add("duplicate_tokens")
             return []
+        if index == len(request.output) and not request.early:
+            return self._emit(request, token, logprob)
         if index == len(request.output) or len(request.early) < EARLY_TOKENS:
             request.early[index] = token, logprob
         else:

@@ -109,7 +109,7 @@ def sim(trace: Path | None, generate: str | None, like: Path | None, **options: 
     TRACE is Mooncake's JSON lines, an Azure LLM inference CSV or a BurstGPT CSV, plain or .gz. The CSVs name no blocks: none of
     their prompts is taken to begin as another. The vllm policies are a model of coupled instances, on prefill + decode nodes.
     """
-    source = _source(trace, generate, like, options["first"])
+    source = source_of(trace, generate, like, options["first"])
     base = _base(options)
     runs = sweep(base, axes_of(options["sweeps"]))
     if options["plot"] is not None:
@@ -137,7 +137,8 @@ def _page(options: dict[str, Any], runs: int) -> str:
     return str(page.resolve())
 
 
-def _source(trace: Path | None, generate: str | None, like: Path | None, first: int | None) -> Source:
+def source_of(trace: Path | None, generate: str | None, like: Path | None, first: int | None) -> Source:
+    """Where the arrivals come from, as the options say. Raises StudyError."""
     if (trace is None) == (generate is None and like is None):
         raise StudyError("give a TRACE, or --generate SPEC, or --like FILE")
     if trace is not None:

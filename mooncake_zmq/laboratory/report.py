@@ -69,8 +69,8 @@ def _lines(setup: Setup, summary: Summary) -> list[tuple[str, str]]:
         ("within TTFT alone, within TBT alone", f"{percent(summary.within_ttft)}, {percent(summary.within_tbt)}"),
         ("within both, of those not rejected", percent(summary.admitted_within_slo)),
         (f"goodput, requests/s (target {percent(summary.target)}: {_met(summary)})", f"{summary.goodput_per_s:.3f}"),
-        ("TTFT mean, p50, p90, p99, s", _spread(summary.ttft_s, 1)),
-        ("TBT (longest tenth) mean, p50, p90, p99, ms", _spread(summary.tbt_s, 1000)),
+        ("TTFT mean, p50, p90, p99, s", written(summary.ttft_s, 1)),
+        ("TBT (longest tenth) mean, p50, p90, p99, ms", written(summary.tbt_s, 1000)),
         ("prompt tokens reused", percent(summary.hit_ratio)),
         *((f"  from {TIER_NAMES[tier]}", percent(share)) for tier, share in summary.hits.items() if share),
         ("prefill engine time, s a request", f"{summary.prefill_gpu_s:.3f}"),
@@ -104,7 +104,8 @@ def _met(summary: Summary) -> str:
     return "met" if summary.attained else "missed"
 
 
-def _spread(found: Spread, scale: float) -> str:
+def written(found: Spread, scale: float) -> str:
+    """Mean and percentiles, times `scale`."""
     return ", ".join(f"{scale * each:.4g}" for each in (found.mean, found.p50, found.p90, found.p99))
 
 

@@ -202,7 +202,7 @@ class _Process:
     def run(self) -> None:
         """Build the role, serve, and raise what a worker thread died of, if one did."""
         if self.node.role == "gateway":
-            asyncio.run(self._serve_gateway())
+            self._run_gateway()
         else:
             self._serve_actor()
         log.info("stopped")
@@ -527,6 +527,12 @@ class _Process:
         return settings
 
     # --- the gateway
+
+    def _run_gateway(self) -> None:
+        from mooncake_zmq.gateway.door import new_loop
+
+        with asyncio.Runner(loop_factory=partial(new_loop, tls=bool(self.settings.tls_certificate))) as runner:
+            runner.run(self._serve_gateway())
 
     async def _serve_gateway(self) -> None:
         from mooncake_zmq.engine.tokenizer import open_tokenizer

@@ -270,6 +270,8 @@ class ZmqRuntime:
     def stop(self) -> None:
         """Stop at once."""
         self.stopped = True
+        if self._loop is not None:  # what nobody takes any more would keep the loop busy until we are closed
+            self._loop.remove_reader(self._router.fileno())
         if self._on_stop is not None:
             self._on_stop()
 

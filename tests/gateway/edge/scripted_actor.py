@@ -5,6 +5,7 @@ import json
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.app import create_app
 from mooncake_zmq.gateway.cluster import Listed
-from mooncake_zmq.gateway.door import Door, server_config
+from mooncake_zmq.gateway.door import Door, new_loop, server_config
 from mooncake_zmq.gateway.edge import Edge, ServedModel
 from mooncake_zmq.gateway.readiness import ClusterView
 from mooncake_zmq.gateway.requests import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
@@ -213,7 +214,8 @@ class ScriptedActor:
                 await serving
             assert not self.door.connections
 
-        asyncio.run(go())
+        with asyncio.Runner(loop_factory=partial(new_loop, tls=self.tls is not None)) as runner:
+            runner.run(go())
         self.check_idle()
 
     async def until(self, condition: Callable[[], bool]) -> None:

@@ -257,3 +257,26 @@ def test_slos_in_seconds_and_a_priority_go_with_the_request():
     actor = ScriptedActor()
     actor.complete(ttft_slo=2, tbt_slo=0.05, priority=-3)
     assert (actor.only.ttft_slo_s, actor.only.tbt_slo_s, actor.only.priority) == (2.0, 0.05, -3)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("ids", [False, True])
+def test_tokens_said_at_once_look_as_all_others_do(chat, ids):
+    """A chunk put together of what was written once is the chunk that would be written anew."""
+    actor = ScriptedActor(lambda _request, _number: [*one_by_one(tokens("hé\u2028llo")), [finished()]])
+    ask = actor.chat if chat else actor.complete
+    chunks = events(ask(stream=True, return_token_ids=ids))[:-1]
+    said = [
+        chunk for chunk in chunks if chunk["choices"][0].get("delta", chunk["choices"][0]).get("content" if chat else "text")
+    ]
+    first = said[0]
+    assert len(said) == 6
+    for chunk in said:
+        assert chunk.keys() - {"prompt_token_ids"} == first.keys() - {"prompt_token_ids"}
+        assert chunk["choices"][0].keys() - {"prompt_token_ids"} == first["choices"][0].keys() - {"prompt_token_ids"}
+        assert (chunk["id"], chunk["model"], chunk["object"]) == (first["id"], first["model"], first["object"])
+    texts = [chunk["choices"][0]["delta"]["content"] if chat else chunk["choices"][0]["text"] for chunk in said]
+    assert texts == ["h", "é", "\u2028", "l", "l", "o"]
+    if ids:
+        told = [each for chunk in chunks for each in chunk["choices"][0].get("token_ids", [])]
+        assert told == [*"hé\u2028llo".encode()]

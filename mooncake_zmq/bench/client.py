@@ -1,0 +1,219 @@
+"""`bench client`: replays a trace against an OpenAI endpoint, each request at its time, and hears what becomes of it.
+
+Nobody waits for anybody: an answer that is slow delays no other request, up to the most streams that may be open. What this
+client itself is late is measured and told, not added to what the server took.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from mooncake_zmq.bench.client_connection import Broken, Connections, Target
+from mooncake_zmq.bench.client_prompts import PromptForm, pieces
+from mooncake_zmq.bench.client_stream import Seen, ask
+from mooncake_zmq.laboratory.study import Arrival
+
+Progress = Callable[[str], None]
+Beyond = Literal["wait", "drop"]
+
+PROGRESS_S = 5.0
+LOOK_S = 0.02
+"""How often the loop's own lag is looked at."""
+AHEAD = 128
+"""Bodies made before their time: in the public traces dozens of requests come at one."""
+NOT_SENT = "not sent: too many open"
+CONNECT_S = 30.0
+
+
+class NoServer(Exception):
+    """It does not say which model it serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    """How to ask, and what for."""
+
+    url: str
+    model: str = ""
+    """Empty: the first that the server lists."""
+    api_key: str = ""
+    speed: float = 1.0
+    max_open: int = 1024
+    """Streams open at once; see `beyond`."""
+    beyond: Beyond = "wait"
+    """What becomes of a request while so many are open: it waits for one of them to end, and those after it too; or it is not
+    sent at all, which counts as a failure."""
+    form: PromptForm = field(default_factory=PromptForm)
+    chat: bool = False
+    """A conversation of one message instead of a prompt; `form` must be text."""
+    plain: bool = False
+    """Without vLLM's parameters: answers may then end before the trace's do, and pieces of text count as tokens."""
+    timeout_s: float = 600.0
+    """For one answer."""
+
+    @property
+    def path(self) -> str:
+        """Of the endpoint."""
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        """Of each call."""
+        key = {b"authorization": b"Bearer " + self.api_key.encode()} if self.api_key else {}
+        return {b"content-type": b"application/json", b"accept": b"text/event-stream", **key}
+
+
+@dataclass(slots=True)
+class Heard:
+    """A whole replay."""
+
+    model: str
+    seen: list[Seen] = field(default_factory=list)
+    loop_lag_s: list[float] = field(default_factory=list)
+    """How much later than it should the loop came around, again and again: bytes may have waited so long to be stamped."""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    """Of this process."""
+
+
+async def replay(client: Client, arrivals: Sequence[Arrival], progress: Progress) -> Heard:
+    """Send them all and wait for the last answer. Raises NoServer."""
+    connections = Connections(Target.of(client.url))
+    heard = Heard(client.model or await _first_model(client, connections))
+    heard.seen = [
+        Seen(due_s=each.at_s / client.speed, input_tokens=client.form.length(each), output_tokens=each.output_tokens)
+        for each in arrivals
+    ]
+    bodies: asyncio.Queue[bytes] = asyncio.Queue(AHEAD)
+    making = asyncio.create_task(_make(client, heard.model, arrivals, bodies))
+    while not bodies.full() and not making.done():
+        await asyncio.sleep(0)
+    cpu_s, began = time.process_time(), time.perf_counter()
+    async with _attended(heard, began, progress):
+        await _Sender(client, connections, heard, began).run(bodies)
+    heard.wall_s, heard.cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
+    await connections.close()
+    return heard
+
+
+class _Sender:
+    def __init__(self, client: Client, connections: Connections, heard: Heard, began: float) -> None:
+        self._client, self._connections = client, connections
+        self._heard, self._began = heard, began
+        self._room = asyncio.Semaphore(client.max_open)
+
+    async def run(self, bodies: "asyncio.Queue[bytes]") -> None:
+        async with asyncio.TaskGroup() as group:
+            for seen in self._heard.seen:
+                body = await bodies.get()
+                await asyncio.sleep(max(0.0, self._began + seen.due_s - time.perf_counter()))
+                if self._room.locked():
+                    if self._client.beyond == "drop":
+                        seen.error = NOT_SENT
+                        continue
+                    asked = time.perf_counter()
+                    await self._room.acquire()
+                    seen.held_s = time.perf_counter() - asked
+                else:
+                    await self._room.acquire()
+                group.create_task(self._one(body, seen))
+
+    async def _one(self, body: bytes, seen: Seen) -> None:
+        client = self._client
+        seen.late_s = max(0.0, time.perf_counter() - self._began - seen.due_s - seen.held_s)
+        try:
+            await ask(self._connections, client.path, client.headers, body, seen, client.timeout_s)
+        finally:
+            self._room.release()
+
+
+async def _make(client: Client, model: str, arrivals: Sequence[Arrival], bodies: "asyncio.Queue[bytes]") -> None:
+    """Before their time, and a block a turn of the loop: streams do not wait for it."""
+    for arrival in arrivals:
+        wanted: dict[str, object] = {
+            "model": model,
+            "max_tokens": arrival.output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if not client.plain:
+            wanted |= {"ignore_eos": True, "return_token_ids": True}
+        parts = [msgspec.json.encode(wanted)[:-1], b',"messages":[{"role":"user","content":' if client.chat else b',"prompt":']
+        for piece in pieces(arrival, client.form):
+            parts.append(piece)
+            await asyncio.sleep(0)
+        parts.append(b"}]}" if client.chat else b"}")
+        await bodies.put(b"".join(parts))
+
+
+@contextlib.asynccontextmanager
+async def _attended(heard: Heard, began: float, progress: Progress) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(_look(heard.loop_lag_s)), asyncio.create_task(_tell(heard, began, progress))]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _look(lags_s: list[float]) -> None:
+    while True:
+        due = time.perf_counter() + LOOK_S
+        await asyncio.sleep(LOOK_S)
+        lags_s.append(max(0.0, time.perf_counter() - due))
+
+
+async def _tell(heard: Heard, began: float, progress: Progress) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        now_s = time.perf_counter() - began
+        sent = sum(1 for each in heard.seen if each.late_s or each.status or each.error)
+        over = [each for each in heard.seen if each.ended_s >= 0 or each.error]
+        tokens = sum(len(each.token_s) for each in heard.seen)
+        bad = sum(1 for each in over if each.outcome != "finished")
+        progress(
+            f"{now_s:.0f} s: {sent:,} of {len(heard.seen):,} sent, {sent - len(over):,} open, {len(over):,} over, "
+            f"{bad:,} of them rejected or failed, {tokens:,} tokens"
+        )
+
+
+class _Whole:
+    """An answer that does not stream."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.said = b""
+
+    def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
+        """See `client_connection.Heard`."""
+        self.status = status
+
+    def body(self, at: float, piece: bytes) -> None:
+        """See `client_connection.Heard`."""
+        self.said = (self.said + piece)[: 1 << 20]
+
+
+class _Card(msgspec.Struct):
+    id: str
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+async def _first_model(client: Client, connections: Connections) -> str:
+    whole = _Whole()
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            await connections.call(b"GET", "/v1/models", client.headers, b"", whole)
+        return msgspec.json.decode(whole.said, type=_Cards).data[0].id
+    except (TimeoutError, Broken, msgspec.DecodeError, IndexError) as error:
+        why = f"answered {whole.status}" if whole.status not in (0, 200) else str(error) or type(error).__name__
+        raise NoServer(f"{client.url}/v1/models: {why}: name the model by --model") from None

@@ -1,0 +1,196 @@
+"""HTTP/1.1 connections of a client that measures: what comes is stamped as soon as this process has it, and parsed in C.
+
+httpx spends tens of microseconds on every piece of a stream, in tasks that run when their turn comes: with a thousand streams
+its times would be its own.
+"""
+
+import asyncio
+import contextlib
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+MAX_IDLE = 4096
+"""Connections kept between two calls; one more is closed."""
+
+
+class BadUrl(ValueError):
+    """It cannot be called."""
+
+
+class Broken(Exception):
+    """The connection did not come about, or ended before the answer did."""
+
+
+class Heard(Protocol):
+    """Hears of one answer, in the loop, as it comes."""
+
+    def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
+        """Status and headers are here; `at` by `time.perf_counter`."""
+
+    def body(self, at: float, piece: bytes) -> None:
+        """The next bytes of the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server, and the path that stands before what is called there."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str
+    authority: bytes
+
+    @classmethod
+    def of(cls, url: str) -> "Target":
+        """`http://host:8000`, perhaps with a path, `/v1` at its end being understood. Raises BadUrl."""
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise BadUrl(f"{url}: {error}") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BadUrl(f"{url} is no http:// or https:// address")
+        tls = parts.scheme == "https"
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, port or (443 if tls else 80), tls, prefix, parts.netloc.rpartition("@")[2].encode())
+
+
+class Connections:
+    """Those to one server: an idle one is used again, the last one first."""
+
+    def __init__(self, target: Target, context: ssl.SSLContext | None = None) -> None:
+        self.target = target
+        self._context = (context or ssl.create_default_context()) if target.tls else None
+        self._idle: list[_Connection] = []
+
+    async def call(self, method: bytes, path: str, headers: dict[bytes, bytes], body: bytes, heard: Heard) -> None:
+        """One call to its end. Raises Broken."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                with contextlib.suppress(_NotTaken):  # closed from the other side as we wrote
+                    return await self._call(connection, method, path, headers, body, heard)
+        try:
+            await self._call(await self._open(), method, path, headers, body, heard)
+        except _NotTaken:
+            raise Broken("the connection was closed") from None
+
+    async def close(self) -> None:
+        """Those that are idle."""
+        while self._idle:
+            self._idle.pop().transport.abort()
+
+    async def _open(self) -> "_Connection":
+        target = self.target
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(_Connection, target.host, target.port, ssl=self._context)
+        except OSError as error:
+            raise Broken(f"no connection: {error.strerror or error}") from None
+        return connection
+
+    async def _call(
+        self, connection: "_Connection", method: bytes, path: str, headers: dict[bytes, bytes], body: bytes, heard: Heard
+    ) -> None:
+        all_headers = {b"host": self.target.authority, b"content-length": b"%d" % len(body), **headers}
+        lines = b"".join(b"%b: %b\r\n" % each for each in all_headers.items())
+        head = b"%b %b HTTP/1.1\r\n%b\r\n" % (method, (self.target.prefix + path).encode(), lines)
+        try:
+            await connection.exchange(head + body, heard)
+        except BaseException:
+            connection.transport.abort()
+            raise
+        if connection.usable and len(self._idle) < MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.transport.close()
+
+
+class _NotTaken(Exception):
+    """A kept connection ended before anything of the answer came: the call may be made again."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, with one call at a time."""
+
+    transport: asyncio.Transport
+
+    def __init__(self) -> None:
+        self._lost: str | None = None
+        self._heard: Heard | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: dict[bytes, bytes] = {}
+        self._at = 0.0
+        self._begun = False
+        self._until_closed = False
+        """The answer has no end but the connection's."""
+
+    @property
+    def usable(self) -> bool:
+        """For another call?"""
+        return self._lost is None and self._heard is None
+
+    async def exchange(self, request: bytes, heard: Heard) -> None:
+        """Send it and hear the answer."""
+        assert self._heard is None
+        self._heard, self._begun = heard, False
+        self._ended = asyncio.get_running_loop().create_future()
+        if self._lost is not None:
+            raise _NotTaken
+        self.transport.write(request)
+        await self._ended
+        self._heard = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
+        self.transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self._lost = str(exc) if exc is not None else "closed"
+        if self._until_closed and exc is None:
+            self.on_message_complete()
+        self._fail(Broken(f"the connection ended: {self._lost}") if self._begun else _NotTaken())
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        self._at = time.perf_counter()
+        self._begun = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(Broken(f"the answer is no HTTP: {error}"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """From the parser, as all that follow."""
+        self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """The answer has begun."""
+        headers, self._headers = self._headers, {}
+        self._until_closed = not headers.keys() & {b"content-length", b"transfer-encoding"}
+        if self._heard is not None:
+            self._heard.answered(self._at, self._parser.get_status_code(), headers)
+
+    def on_body(self, piece: bytes) -> None:
+        """More of it."""
+        if self._heard is not None:
+            self._heard.body(self._at, piece)
+
+    def on_message_complete(self) -> None:
+        """All of it. Whether the connection is kept is known by then; a parser is good for one answer after another."""
+        if not self._parser.should_keep_alive():
+            self._lost = "not kept"
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(error)

@@ -1,0 +1,210 @@
+"""What a replay against a server comes to: percentiles, goodput, errors by kind, and how late the client itself was."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mooncake_zmq.bench.client import Heard
+from mooncake_zmq.bench.client_stream import Seen
+from mooncake_zmq.bench.report import commit, machine
+from mooncake_zmq.laboratory.metrics import Spread, spread
+from mooncake_zmq.laboratory.report import percent, written
+
+LATE_S = 0.02
+"""Lag of this client, at p99, from which on its times are in doubt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Seconds; None: no bound."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+    def met(self, seen: Seen) -> bool:
+        """Did it finish within both?"""
+        in_ttft = self.ttft_s is None or seen.ttft_s <= self.ttft_s
+        return seen.outcome == "finished" and in_ttft and (self.tbt_s is None or seen.tbt_s <= self.tbt_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One replay in figures. Shares from 0 to 1, times in seconds."""
+
+    url: str
+    model: str
+    bounds: Bounds
+    requests: int
+    finished: int
+    rejected: int
+    failed: int
+    errors: dict[str, int]
+    """Failed and rejected, by kind."""
+    examples: dict[str, str]
+    """What was said of each kind, once."""
+    within_slo: float
+    """Of all requests."""
+    goodput_per_s: float
+    requests_per_s: float
+    """Finished ones, from the first arrival to the last end."""
+    output_tokens_per_s: float
+    prompt_tokens: int
+    """By the server's account; of a server that gives none, as the trace has them."""
+    output_tokens: int
+    cached_tokens: int | None
+    """None: the server does not tell."""
+    ttft_s: Spread
+    tbt_s: Spread
+    """A request's longest tenth of gaps."""
+    gap_s: Spread
+    """Between any two tokens that came apart."""
+    tpot_s: Spread
+    e2e_s: Spread
+    most_open: int
+    held: int
+    held_s: Spread
+    """Of those that had to wait for another to end."""
+    late_s: Spread
+    """How late this client sent."""
+    loop_lag_s: Spread
+    """How late it may have heard."""
+    span_s: float
+    client_cpu: float
+    """Share of a core that the client took."""
+
+    @property
+    def doubtful(self) -> bool:
+        """Was the client itself too late to tell?"""
+        return max(self.late_s.p99, self.loop_lag_s.p99) > LATE_S
+
+
+def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
+    """The figures of a replay."""
+    seen = heard.seen
+    finished = [each for each in seen if each.outcome == "finished"]
+    started = [each for each in seen if each.token_s]
+    bad = [each for each in seen if each.outcome != "finished"]
+    good = sum(map(bounds.met, seen))
+    span_s = max((_sent_s(each) + max(each.ended_s, 0.0) for each in seen), default=0.0)
+    told = [each for each in finished if each.cached_tokens >= 0]
+    return Result(
+        url=url,
+        model=heard.model,
+        bounds=bounds,
+        requests=len(seen),
+        finished=len(finished),
+        rejected=sum(1 for each in seen if each.outcome == "rejected"),
+        failed=sum(1 for each in seen if each.outcome == "failed"),
+        errors=dict(Counter(each.error for each in bad).most_common()),
+        examples={each.error: each.said for each in reversed(bad) if each.said},
+        within_slo=good / max(1, len(seen)),
+        goodput_per_s=_rate(good, span_s),
+        requests_per_s=_rate(len(finished), span_s),
+        output_tokens_per_s=_rate(sum(each.tokens for each in seen), span_s),
+        prompt_tokens=sum(each.prompt_tokens if each.prompt_tokens >= 0 else each.input_tokens for each in finished),
+        output_tokens=sum(each.tokens for each in seen),
+        cached_tokens=sum(each.cached_tokens for each in told) if told else None,
+        ttft_s=spread([each.ttft_s for each in started]),
+        tbt_s=spread([each.tbt_s for each in finished if len(each.token_s) > 1]),
+        gap_s=spread(np.concatenate([np.diff(each.token_s) for each in started]).tolist() if started else []),
+        tpot_s=spread([each.tpot_s for each in finished if each.tpot_s]),
+        e2e_s=spread([each.ended_s for each in finished]),
+        most_open=max((count for _, count in open_over_time(seen)), default=0),
+        held=sum(1 for each in seen if each.held_s),
+        held_s=spread([each.held_s for each in seen if each.held_s]),
+        late_s=spread([each.late_s for each in seen if each.ended_s >= 0]),
+        loop_lag_s=spread(heard.loop_lag_s),
+        span_s=span_s,
+        client_cpu=_rate(heard.cpu_s, heard.wall_s),
+    )
+
+
+def open_over_time(seen: Sequence[Seen]) -> list[tuple[float, int]]:
+    """How many streams were open, at each change."""
+    changes = [(_sent_s(each), 1) for each in seen if each.ended_s >= 0]
+    changes += [(_sent_s(each) + each.ended_s, -1) for each in seen if each.ended_s >= 0]
+    found, count = [], 0
+    for at_s, change in sorted(changes):
+        count += change
+        found.append((at_s, count))
+    return found
+
+
+def _sent_s(seen: Seen) -> float:
+    return seen.due_s + seen.held_s + seen.late_s
+
+
+def _rate(count: float, span_s: float) -> float:
+    return count / span_s if span_s else 0.0
+
+
+def show(heard: Heard, url: str, bounds: Bounds, *, as_json: bool, html: Path | None) -> None:
+    """Print to standard output, and write a page if asked."""
+    from mooncake_zmq.bench.client_page import page
+
+    result = result_of(heard, url, bounds)
+    if html is not None:
+        html.write_text(page(result, heard.seen), encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(as_dict(result)))
+    else:
+        Console(width=None if sys.stdout.isatty() else 140).print(table(result))
+
+
+def as_dict(result: Result) -> dict[str, Any]:
+    """`{"bench": "client", "commit", "machine", and the fields of `Result`}`."""
+    return {"bench": "client", "commit": commit(), "machine": machine(), **asdict(result)}
+
+
+def table(result: Result) -> Table:
+    """A row for each figure."""
+    shown = Table(title=f"bench client  {result.url}, {result.model}", title_justify="left", show_header=False)
+    shown.add_column("what")
+    shown.add_column("value", justify="right", no_wrap=True)
+    for what, value in lines(result):
+        shown.add_row(what, value)
+    return shown
+
+
+def lines(result: Result) -> list[tuple[str, str]]:
+    """What a reader sees of it."""
+    counts = f"{result.requests:,} ({result.finished:,}, {result.rejected:,}, {result.failed:,})"
+    met = f"{result.goodput_per_s:.3f} ({percent(result.within_slo)})"
+    cached = "not told" if result.cached_tokens is None else f"{result.cached_tokens:,} ({_share(result)})"
+    found = [
+        ("requests (finished, rejected with 429, failed)", counts),
+        *((f"  {kind or 'ended early'}", f"{count:,}") for kind, count in result.errors.items()),
+        (f"goodput, requests/s within {_bounds(result.bounds)}", met),
+        ("finished, requests/s; tokens/s", f"{result.requests_per_s:.3f}; {result.output_tokens_per_s:,.0f}"),
+        ("tokens of prompts; of answers", f"{result.prompt_tokens:,}; {result.output_tokens:,}"),
+        ("tokens of prompts from the cache", cached),
+        ("TTFT mean, p50, p90, p99, s", written(result.ttft_s, 1)),
+        ("TBT (longest tenth) mean, p50, p90, p99, ms", written(result.tbt_s, 1000)),
+        ("gaps between tokens mean, p50, p90, p99, ms", written(result.gap_s, 1000)),
+        ("TPOT mean, p50, p90, p99, ms", written(result.tpot_s, 1000)),
+        ("E2E mean, p50, p90, p99, s", written(result.e2e_s, 1)),
+        ("streams open at most", f"{result.most_open:,}"),
+        ("held back for a free stream; mean, p50, p90, p99, s", f"{result.held:,}; {written(result.held_s, 1)}"),
+        ("this client sent late by mean, p50, p90, p99, ms", written(result.late_s, 1000)),
+        ("this client's loop came late by mean, p50, p90, p99, ms", written(result.loop_lag_s, 1000)),
+        ("time, s; this client's share of a core", f"{result.span_s:.1f}; {percent(result.client_cpu)}"),
+    ]
+    return [*found, ("the client itself was late: its times are in doubt", "!")] if result.doubtful else found
+
+
+def _share(result: Result) -> str:
+    return percent((result.cached_tokens or 0) / max(1, result.prompt_tokens))
+
+
+def _bounds(bounds: Bounds) -> str:
+    ttft = "any TTFT" if bounds.ttft_s is None else f"TTFT <= {bounds.ttft_s:g} s"
+    return f"{ttft}, {'any TBT' if bounds.tbt_s is None else f'TBT <= {1000 * bounds.tbt_s:g} ms'}"

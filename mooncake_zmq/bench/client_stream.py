@@ -1,0 +1,232 @@
+"""One streamed answer of an OpenAI endpoint, as a client sees it: when its tokens came, what was told of it, why it failed."""
+
+import asyncio
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from mooncake_zmq.bench.client_connection import Broken, Connections
+from mooncake_zmq.laboratory.gaps import longest_tenth_s
+
+MAX_EVENT_BYTES = 8 << 20
+"""Of one event or of an error's body; more is an error."""
+SHOWN_CHARS = 200
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What became of one request. Times in seconds: of the trace since its begin, of the answer since it was sent."""
+
+    due_s: float = 0.0
+    """When the trace has it come."""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    """As the trace has them."""
+    held_s: float = 0.0
+    """How long it waited because the most streams were open that may be."""
+    late_s: float = 0.0
+    """How long after its time and its wait it was sent: this client's own lag."""
+    status: int = 0
+    """0: none came."""
+    answered_s: float = -1.0
+    retry_after: str = ""
+    token_s: "array[float]" = field(default_factory=lambda: array("d"))
+    """When each token came, where the server tells ids; else each event that brought text."""
+    ended_s: float = -1.0
+    finished: bool = False
+    """Did it say so itself?"""
+    prompt_tokens: int = -1
+    """By its own account, as the next two; -1: it gave none."""
+    completion_tokens: int = -1
+    cached_tokens: int = -1
+    text_chars: int = 0
+    error: str = ""
+    """Its kind; empty: none."""
+    said: str = ""
+    """What it said of that, or of a refusal."""
+
+    @property
+    def outcome(self) -> str:
+        """As `laboratory` calls it: finished, rejected or failed."""
+        if self.status == 429:
+            return "rejected"
+        return "failed" if self.error or not self.finished else "finished"
+
+    @property
+    def tokens(self) -> int:
+        """Of the answer: by the server's account, or as they came."""
+        return max(self.completion_tokens, 0) or len(self.token_s)
+
+    @property
+    def ttft_s(self) -> float:
+        """-1: no token came."""
+        return self.token_s[0] if self.token_s else -1.0
+
+    @property
+    def tbt_s(self) -> float:
+        """Mean of the longest tenth of the gaps, as the laboratory and the gateway count."""
+        return longest_tenth_s(np.diff(self.token_s))
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of a token but the first; 0 with fewer than two."""
+        return (self.token_s[-1] - self.token_s[0]) / (self.tokens - 1) if self.tokens > 1 and len(self.token_s) > 1 else 0.0
+
+
+class _Delta(Struct, frozen=True, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(Struct, frozen=True, gc=False):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Details(Struct, frozen=True, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(Struct, frozen=True, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Error(Struct, frozen=True, gc=False):
+    message: str | None = None
+    code: str | int | None = None
+    type: str | None = None
+
+
+class _Event(Struct, frozen=True, gc=False):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | str | None = None
+
+
+class _ErrorBody(Struct, frozen=True, gc=False):
+    error: _Error | str | None = None
+
+
+_event = msgspec.json.Decoder(_Event)
+_error_body = msgspec.json.Decoder(_ErrorBody)
+
+
+class Listener:
+    """Hears one answer into a `Seen`; see `client_connection.Heard`."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        self.began_at = time.perf_counter()
+        self._rest = b""
+        self._broken = False
+
+    def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
+        """See `Heard`."""
+        seen = self.seen
+        seen.status, seen.answered_s = status, at - self.began_at
+        seen.retry_after = headers.get(b"retry-after", b"").decode("latin-1")
+
+    def body(self, at: float, piece: bytes) -> None:
+        """See `Heard`."""
+        if self._broken:
+            return
+        self._rest += piece
+        if self.seen.status != 200:
+            self._rest = self._rest[:MAX_EVENT_BYTES]
+            return
+        *lines, self._rest = self._rest.split(b"\n") if b"\n" in piece else (self._rest,)
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._line(at, line[5:].strip())
+        if len(self._rest) > MAX_EVENT_BYTES:
+            self.fail("an event too long", f"more than {MAX_EVENT_BYTES} bytes")
+
+    def end(self, at: float) -> None:
+        """The answer is whole."""
+        seen = self.seen
+        seen.ended_s = at - self.began_at
+        if seen.error:
+            return
+        if seen.status != 200:
+            self._refused()
+        elif not seen.finished:
+            self.fail("ended early", f"after {seen.tokens} tokens")
+
+    def _line(self, at: float, line: bytes) -> None:
+        if line == b"[DONE]":
+            return
+        try:
+            event = _event.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.fail("nonsense", str(error))
+            return
+        if event.error is not None:
+            self._told(event.error)
+        for choice in event.choices:
+            self._choice(at - self.began_at, choice)
+        if event.usage is not None:
+            self._account(event.usage)
+
+    def _choice(self, at_s: float, choice: _Choice) -> None:
+        seen, delta = self.seen, choice.delta
+        text = choice.text or (delta and (delta.content or delta.reasoning_content)) or ""
+        seen.text_chars += len(text)
+        if choice.token_ids:
+            seen.token_s.extend([at_s] * len(choice.token_ids))
+        elif choice.token_ids is None and (text or (delta and delta.tool_calls is not None)):
+            seen.token_s.append(at_s)
+        seen.finished = seen.finished or choice.finish_reason is not None
+
+    def _account(self, usage: _Usage) -> None:
+        seen, details = self.seen, usage.prompt_tokens_details
+        seen.prompt_tokens = -1 if usage.prompt_tokens is None else usage.prompt_tokens
+        seen.completion_tokens = -1 if usage.completion_tokens is None else usage.completion_tokens
+        if details is not None and details.cached_tokens is not None:
+            seen.cached_tokens = details.cached_tokens
+
+    def _refused(self) -> None:
+        try:
+            told = _error_body.decode(self._rest).error
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            told = self._rest[:SHOWN_CHARS].decode(errors="replace")
+        code, said = _read(told)
+        self.fail(f"HTTP {self.seen.status}{f' {code}' if code else ''}", said)
+
+    def _told(self, told: _Error | str) -> None:
+        code, said = _read(told)
+        self.fail(f"in the stream: {code or 'error'}", said)
+
+    def fail(self, kind: str, said: str) -> None:
+        """What comes from now on does not count."""
+        self._broken = True
+        self.seen.error, self.seen.said = kind, said[:SHOWN_CHARS]
+
+
+def _read(told: _Error | str | None) -> tuple[str, str]:
+    if isinstance(told, _Error):
+        return str(told.code or told.type or ""), told.message or ""
+    return "", told or ""
+
+
+async def ask(connections: Connections, path: str, headers: dict[bytes, bytes], body: bytes, seen: Seen, most_s: float) -> Seen:
+    """One request, to its end or for `most_s`; what becomes of it goes into `seen`."""
+    listener = Listener(seen)
+    try:
+        async with asyncio.timeout(most_s):
+            await connections.call(b"POST", path, headers, body, listener)
+    except TimeoutError:
+        listener.fail("timeout", f"after {most_s:g} s")
+    except Broken as error:
+        listener.fail("connection", str(error))
+    listener.end(time.perf_counter())
+    return seen

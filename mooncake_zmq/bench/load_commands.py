@@ -1,0 +1,140 @@
+"""`bench client` and `bench gateway`: options in, a table, one JSON object or a page out."""
+
+import asyncio
+from pathlib import Path
+from typing import Literal
+
+import click
+from msgspec import structs
+
+from mooncake_zmq.bench.options import json_option, plot_option, rounds_option, tell
+from mooncake_zmq.engine.cpu import limit_blas
+
+CLIENT_EXAMPLES = """\b
+Examples:
+  mooncake-zmq bench client http://127.0.0.1:8000 --trace conversation_trace.jsonl --speed 0.1 --last-id 48000
+  mooncake-zmq bench client http://127.0.0.1:8000 --generate conversation:requests=500,rate=2 --ttft-slo 5 --tbt-slo 0.1
+  mooncake-zmq bench client http://127.0.0.1:8000 --generate toolagent:requests=200,rate=4 --block-tokens 64 --html run.html
+  mooncake-zmq bench client http://10.0.0.7:8000/v1 --trace BurstGPT_1.csv --limit 1000 --model llama --api-key $KEY --json
+  mooncake-zmq bench client https://api.example.com --generate uniform:rate=1 --chat --plain --max-open 64 --beyond drop
+"""
+GATEWAY_EXAMPLES = """\b
+Examples:
+  mooncake-zmq bench gateway
+  mooncake-zmq bench gateway --only relay --rounds 5 --json
+"""
+GATEWAY_PARTS = ("ttft", "relay", "open", "rate")
+
+
+@click.command(epilog=CLIENT_EXAMPLES, context_settings={"max_content_width": 110})
+@click.argument("url")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Mooncake's JSON lines, Azure's or BurstGPT's CSV."
+)
+@click.option("--generate", metavar="SPEC", help="Make a trace, as `mooncake-zmq sim` does.")
+@click.option("--like", type=click.Path(path_type=Path), metavar="FILE", help="Make a trace by the statistics of FILE.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
+@click.option("--output-tokens", type=click.IntRange(1), metavar="N", help="Of every answer, whatever the trace says.")
+@click.option("--speed", type=click.FloatRange(min=0, min_open=True), default=1.0, help="Arrivals come so many times as fast.")
+@click.option("--model", default="", metavar="NAME", help="The first that the server lists by default.")
+@click.option("--api-key", default="", envvar="OPENAI_API_KEY", metavar="KEY", help="Also from OPENAI_API_KEY.")
+@click.option("--max-open", type=click.IntRange(1), default=1024, show_default=True, help="Streams open at once.")
+@click.option(
+    "--beyond",
+    type=click.Choice(["wait", "drop"]),
+    default="wait",
+    show_default=True,
+    help="A request that finds so many open waits, as do all behind it, or is not sent and counts as failed.",
+)
+@click.option("--text", is_flag=True, help="Prompts of words instead of token ids: equal hash ids give equal text.")
+@click.option("--chat", is_flag=True, help="Ask /v1/chat/completions, one message of words.")
+@click.option("--plain", is_flag=True, help="No parameters of vLLM's (ignore_eos, return_token_ids): answers may end earlier.")
+@click.option("--first-id", type=click.IntRange(0), default=0, show_default=True, help="Prompts' ids are from this one on ...")
+@click.option("--last-id", type=click.IntRange(0), default=255, show_default=True, help="... to this one.")
+@click.option(
+    "--block-tokens", type=click.IntRange(1, 512), default=512, help="A hash id stands for so many; shortens prompts."
+)
+@click.option("--ttft-slo", type=click.FloatRange(min=0), metavar="S", help="Of goodput: seconds to the first token.")
+@click.option("--tbt-slo", type=click.FloatRange(min=0), metavar="S", help="Of goodput: mean of the longest tenth of the gaps.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True, help="Of an answer, s."
+)
+@json_option
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write figures and plots to this page.")
+def client(
+    url: str,
+    trace: Path | None,
+    generate: str | None,
+    like: Path | None,
+    limit: int | None,
+    output_tokens: int | None,
+    speed: float,
+    model: str,
+    api_key: str,
+    max_open: int,
+    beyond: Literal["wait", "drop"],
+    text: bool,
+    chat: bool,
+    plain: bool,
+    first_id: int,
+    last_id: int,
+    block_tokens: int,
+    ttft_slo: float | None,
+    tbt_slo: float | None,
+    timeout: float,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Replay a trace against any OpenAI endpoint at URL, each request at its time, and tell how it was served.
+
+    Prompts are made of the trace's hash ids. TTFT counts from sending, with the connection's time; TBT is the mean of a
+    request's longest tenth of gaps. How late this client itself was stands in the last rows. Where the server tells no token
+    ids (--plain, or it does not know them) a piece of text counts as a token where gaps are taken.
+    """
+    import uvloop
+
+    from mooncake_zmq.bench.client import Client, NoServer, replay
+    from mooncake_zmq.bench.client_connection import BadUrl
+    from mooncake_zmq.bench.client_prompts import PromptForm
+    from mooncake_zmq.bench.client_report import Bounds, show
+    from mooncake_zmq.laboratory.command import source_of
+    from mooncake_zmq.laboratory.errors import StudyError
+    from mooncake_zmq.laboratory.jobs import load
+
+    try:
+        asked = Client(
+            url=url,
+            model=model,
+            api_key=api_key,
+            speed=speed,
+            max_open=max_open,
+            beyond=beyond,
+            form=PromptForm(text=text or chat, first_id=first_id, last_id=last_id, block_tokens=block_tokens),
+            chat=chat,
+            plain=plain,
+            timeout_s=timeout,
+        )
+        arrivals = load(structs.replace(source_of(trace, generate, like, limit), output_tokens=output_tokens))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            heard = runner.run(replay(asked, arrivals, tell))
+    except (BadUrl, NoServer, StudyError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    show(heard, url, Bounds(ttft_s=ttft_slo, tbt_s=tbt_slo), as_json=as_json, html=html)
+
+
+@click.command(epilog=GATEWAY_EXAMPLES)
+@rounds_option(3)
+@click.option(
+    "--only", "parts", multiple=True, type=click.Choice(GATEWAY_PARTS), help="Rows of this kind alone; may be repeated."
+)
+@json_option
+@plot_option("the ratios")
+def gateway(rounds: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
+    """What the gateway adds: TTFT at idle, CPU time of its process per token, a thousand open streams, 200 requests a second.
+
+    Engines are the toy's or modelled, so it takes no GPU; everything else is real. About two minutes on 2 cores.
+    """
+    limit_blas()
+    from mooncake_zmq.bench.gateway import bench_gateway
+
+    bench_gateway(rounds, parts or GATEWAY_PARTS, tell).show(as_json=as_json, plot=plot)

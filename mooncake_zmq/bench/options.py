@@ -1,0 +1,51 @@
+"""Options that several `bench` commands have, and how they tell of their progress."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from mooncake_zmq.engine.cpu import Backend
+
+Option = Callable[[Callable[..., None]], Callable[..., None]]
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+model_option = click.option(
+    "--model", default="default", show_default=True, metavar="MODEL", help="As in the setting model.path."
+)
+cache_dir_option = click.option("--cache-dir", default="", metavar="DIRECTORY", help="As in the setting model.cache_dir.")
+backend_option = click.option(
+    "--backend", type=click.Choice(get_args(Backend)), default="auto", show_default=True, help="Of our engine."
+)
+
+
+def rounds_option(default: int) -> Option:
+    """How often each row is measured."""
+    what = "Rounds per row; medians are shown."
+    return click.option("--rounds", type=click.IntRange(min=1), default=default, show_default=True, help=what)
+
+
+def plot_option(what: str) -> Option:
+    """A file to draw `what` to."""
+    return click.option("--plot", type=click.Path(path_type=Path), help=f"Draw {what} to this file.")
+
+
+def numbers_option(name: str, least: int, default: str, help: str) -> Option:
+    """An option of whole numbers with commas between them: a tuple, sorted, none twice."""
+
+    def parse(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
+        try:
+            numbers = tuple(sorted({int(each) for each in value.split(",")}))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not a list like 1,2,4") from None
+        if numbers[0] < least:
+            raise click.BadParameter(f"{numbers[0]} is below {least}")
+        return numbers
+
+    return click.option(name, default=default, show_default=True, metavar="N,N,..", help=help, callback=parse)
+
+
+def tell(text: str) -> None:
+    """Progress."""
+    click.echo(text, err=True)

@@ -1,0 +1,210 @@
+"""`bench client` against a gateway on loopback: what it sends, what it makes of every kind of answer, and its own lag."""
+
+import asyncio
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "gateway" / "edge"))
+from scripted_actor import ScriptedActor, finished, tokens
+
+from mooncake_zmq.bench.client import NOT_SENT, Client, NoServer, replay
+from mooncake_zmq.bench.client_connection import BadUrl, Target
+from mooncake_zmq.bench.client_page import page
+from mooncake_zmq.bench.client_prompts import PromptForm, pieces
+from mooncake_zmq.bench.client_report import Bounds, as_dict, lines, result_of
+from mooncake_zmq.bench.client_stream import Listener, Seen
+from mooncake_zmq.gateway.requests import Failed
+from mooncake_zmq.laboratory.study import Arrival
+
+FORM = PromptForm(block_tokens=16)
+
+
+def arrival(at_s=0.0, blocks=(1,), tokens=512, made=2):
+    return Arrival(at_s, tokens, made, blocks)
+
+
+def prompt(each, form=FORM):
+    return json.loads(b"".join(pieces(each, form)))
+
+
+def ask(actor, arrivals, **how):
+    """A replay against a gateway that plays `actor`'s script."""
+    found = []
+
+    async def client(port):
+        asked = Client(url=f"http://127.0.0.1:{port}/v1", **{"form": FORM, **how})
+        found.append(await asyncio.wait_for(replay(asked, arrivals, lambda text: None), 30))
+
+    actor.serve(client)
+    return found[0]
+
+
+# --- prompts
+
+
+def test_equal_ids_give_equal_tokens_and_others_do_not():
+    one, longer = prompt(arrival(blocks=(7, 8), tokens=1000)), prompt(arrival(blocks=(7, 9), tokens=1024))
+    other = prompt(arrival())
+    assert len(one) == 32
+    assert len(longer) == 32
+    assert one[:16] == longer[:16]
+    assert one[16:] != longer[16:]
+    assert other != one[:16]
+    assert set(one) <= set(range(256))
+
+
+def test_a_begun_block_begins_as_the_whole_one_and_lengths_are_the_traces():
+    whole, begun = (prompt(arrival(blocks=(1, 5), tokens=count), PromptForm(first_id=10, last_id=20)) for count in (1024, 700))
+    assert (len(whole), len(begun)) == (1024, 700)
+    assert begun == whole[:700]
+    assert set(whole) == set(range(10, 21))
+
+
+def test_as_text_equal_ids_give_equal_words():
+    form = PromptForm(text=True, block_tokens=16)
+    one, other = (prompt(arrival(blocks=(7, last), tokens=1024), form).split() for last in (8, 9))
+    assert len(one) == 32
+    assert one[:16] == other[:16]
+    assert one[16:] != other[16:]
+
+
+@pytest.mark.parametrize("wrong", [{"first_id": 5, "last_id": 4}, {"last_id": 1 << 31}, {"block_tokens": 0}])
+def test_forms_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match="token"):
+        PromptForm(**wrong)
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port"])
+def test_addresses_that_cannot_be_called_are_refused(url):
+    with pytest.raises(BadUrl):
+        Target.of(url)
+
+
+def test_an_address_may_end_in_v1_or_have_a_path():
+    assert Target.of("host:8000") == Target("host", 8000, False, "", b"host:8000")
+    assert Target.of("https://host/api/v1/") == Target("host", 443, True, "/api", b"host")
+
+
+# --- answers
+
+
+def test_tokens_and_the_servers_own_account_are_seen():
+    actor = ScriptedActor(lambda _request, _number: [*([each] for each in tokens("hey")), [finished("length")]])
+    heard = ask(actor, [arrival(), arrival(0.01)], api_key="secret")
+    assert heard.model == "toy"
+    for seen in heard.seen:
+        assert seen.outcome == "finished"
+        assert len(seen.token_s) == 3
+        assert sorted(seen.token_s) == list(seen.token_s)
+        assert 0 < seen.ttft_s <= seen.ended_s
+        assert (seen.completion_tokens, seen.prompt_tokens, seen.cached_tokens) == (3, 16, 4)
+    sent = list(actor.requests.values())
+    assert [each.stop.max_tokens for each in sent] == [2, 2]
+    assert not sent[0].stop.eos_ids
+    assert sent[0].tokens == sent[1].tokens
+
+
+def test_plain_and_chat_ask_for_what_every_server_knows():
+    actor = ScriptedActor(max_model_len=4096)
+    heard = ask(actor, [arrival()], chat=True, plain=True, form=PromptForm(text=True, block_tokens=16))
+    assert [each.outcome for each in heard.seen] == ["finished"]
+    assert actor.only.stop.eos_ids
+    assert heard.seen[0].text_chars == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome", "error"),
+    [
+        ([[Failed(status=429, code="ttft", message="too late", retry_after_s=2)]], "rejected", "HTTP 429 ttft"),
+        ([[Failed(status=503, code="no_decode", message="none")]], "failed", "HTTP 503 no_decode"),
+        ([tokens("a"), [Failed(status=503, code="lost", message="gone")]], "failed", "in the stream: lost"),
+    ],
+)
+def test_refusals_and_errors_are_told_by_their_kind(script, outcome, error):
+    heard = ask(ScriptedActor(lambda _request, _number: script), [arrival()])
+    result = result_of(heard, "url", Bounds())
+    assert heard.seen[0].outcome == outcome
+    assert result.errors == {error: 1}
+    assert result.goodput_per_s == 0
+    assert (result.rejected, result.failed) == ((1, 0) if outcome == "rejected" else (0, 1))
+
+
+def test_what_ends_without_saying_so_has_failed():
+    listener = Listener(Seen())
+    listener.answered(listener.began_at, 200, {})
+    listener.body(listener.began_at + 1, b'data: {"choices":[{"text":"a"}]}\r\n\r\ndata: {"cho')
+    listener.body(listener.began_at + 3, b'ices":[{"text":"b"}]}\n\n: keep-alive\n\ndata: [DONE]\n\n')
+    listener.end(listener.began_at + 4)
+    assert listener.seen.error == "ended early"
+    assert list(listener.seen.token_s) == [pytest.approx(1), pytest.approx(3)]
+    assert listener.seen.ended_s == pytest.approx(4)
+
+
+def test_who_is_not_there_is_told_as_an_error_of_the_connection():
+    target = Client(url="http://127.0.0.1:1", model="m", form=FORM)
+    heard = asyncio.run(replay(target, [arrival()], lambda text: None))
+    assert heard.seen[0].error == "connection"
+    with pytest.raises(NoServer, match="name the model"):
+        asyncio.run(replay(Client(url="http://127.0.0.1:1", form=FORM), [arrival()], lambda text: None))
+
+
+# --- many of them
+
+
+def test_beyond_the_most_open_streams_requests_wait_or_are_dropped():
+    slow = [*([each] for each in tokens("abcdefgh")), [finished()]]
+    waiting = ask(ScriptedActor(lambda _request, _number: slow), [arrival() for _ in range(4)], max_open=1)
+    result = result_of(waiting, "url", Bounds())
+    assert (result.finished, result.held, result.most_open) == (4, 3, 1)
+    dropping = ask(ScriptedActor(lambda _request, _number: slow), [arrival() for _ in range(4)], max_open=1, beyond="drop")
+    assert [each.error for each in dropping.seen] == ["", NOT_SENT, NOT_SENT, NOT_SENT]
+
+
+def test_a_client_that_is_late_itself_says_so():
+    def script(_request, _number):
+        time.sleep(0.1)  # the client's loop is this one
+        return [[*tokens("ok"), finished()]]
+
+    result = result_of(ask(ScriptedActor(script), [arrival(0.001 * each) for each in range(4)]), "url", Bounds())
+    assert result.doubtful
+    assert any("the client itself was late" in what for what, _ in lines(result))
+
+
+def seen(ttft_s=1.0, gap_s=0.1, count=3, **more):
+    each = Seen(status=200, finished=True, ended_s=ttft_s + count * gap_s, **more)
+    each.token_s.extend(ttft_s + number * gap_s for number in range(count))
+    return each
+
+
+def heard_of(*each):
+    class Told:
+        model, loop_lag_s, wall_s, cpu_s = "toy", [0.0], 1.0, 0.1
+
+    Told.seen = list(each)
+    return Told
+
+
+def test_goodput_counts_who_finished_within_both_bounds():
+    late, slow, refused = seen(ttft_s=3), seen(gap_s=0.3), Seen(status=429, error="HTTP 429", ended_s=0.1)
+    result = result_of(
+        heard_of(seen(cached_tokens=4, prompt_tokens=8), late, slow, refused), "url", Bounds(ttft_s=2, tbt_s=0.2)
+    )
+    assert result.within_slo == 0.25
+    assert (result.requests, result.finished, result.rejected) == (4, 3, 1)
+    assert result.cached_tokens == 4
+    assert result.ttft_s.p50 == 1
+    assert result.tbt_s.p99 == pytest.approx(0.3, rel=0.05)
+    assert as_dict(result)["bench"] == "client"
+
+
+def test_the_page_is_whole_in_itself():
+    told = heard_of(seen(), seen(due_s=1.0), Seen(status=503, error="HTTP 503 <b>", said="<script>", ended_s=0.1))
+    text = page(result_of(told, "http://127.0.0.1:1", Bounds()), told.seen)
+    assert text.count("<svg") == 5
+    assert "<polyline" in text
+    assert not re.search(r"<script|src=|href=|url\(|@import", text)

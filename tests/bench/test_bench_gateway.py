@@ -1,0 +1,74 @@
+"""`bench gateway` and `bench client` as commands: their clusters, what they count by, and what a user can mend."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mooncake_zmq.bench.command import bench
+from mooncake_zmq.bench.gateway import BACKEND, MODELLED, NODES, OPEN_STREAMS, TOY
+from mooncake_zmq.bench.memory import threads_cpu_s
+from mooncake_zmq.config import load
+
+
+@pytest.mark.parametrize(("model", "backend"), [(TOY, ""), (MODELLED, BACKEND)])
+def test_its_clusters_have_room_for_all_streams_at_every_node(tmp_path: Path, model: str, backend: str) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_text(model + NODES.format(backend=backend))
+    config = load(path).config
+    gateway = config.gateway
+    most = (
+        gateway.requests.max_open,
+        gateway.connections.max_per_address,
+        config.decode.max_requests,
+        config.prefill.max_queued,
+    )
+    assert min(most) > OPEN_STREAMS
+    assert {node.role for node in config.nodes} == {"conductor", "gateway", "cache-node", "prefill", "decode"}
+    assert [bool(node.modelled) for node in config.of_role("prefill", "decode")] == [bool(backend)] * 2
+
+
+def test_cpu_time_counts_every_thread_that_is_there() -> None:
+    done, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        ends_at = time.thread_time() + 0.02
+        while time.thread_time() < ends_at:
+            pass
+        done.set()
+        over.wait(10)
+
+    before = threads_cpu_s(os.getpid())
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert done.wait(20)
+    assert threads_cpu_s(os.getpid()) - before >= 0.015
+    over.set()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("ftp://host", "--generate", "uniform:rate=1"), "no http:// or https:// address"),
+        (("http://127.0.0.1:1", "--model", "m"), "give a TRACE"),
+        (("http://127.0.0.1:1", "--model", "m", "--generate", "nonsense"), "'nonsense' is none of"),
+        (("http://127.0.0.1:1", "--generate", "uniform:requests=1"), "name the model by --model"),
+        (("http://h", "--generate", "uniform:rate=1", "--first-id", "9", "--last-id", "3"), "token ids from 9 to 3"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(arguments: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(bench, ["client", *arguments])
+    assert result.exit_code == 1
+    assert said in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["client", "gateway"])
+def test_help_shows_how_it_is_used(command: str) -> None:
+    result = CliRunner().invoke(bench, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"mooncake-zmq bench {command}" in result.output

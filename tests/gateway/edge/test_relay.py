@@ -1,0 +1,103 @@
+"""Tokens on their short way to the client: what comes over a connection is what ASGI's own way would have brought."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
+
+from mooncake_zmq.gateway.door import Connection
+from mooncake_zmq.gateway.settings import EdgeSettings
+
+BODY = {"model": "toy", "prompt": "hello", "stream": True, "stream_options": {"include_usage": True}, "n": 2}
+
+
+def says(text="h\u00e9llo\u2028 you", **settings):
+    return ScriptedActor(lambda _request, _number: one_by_one([*tokens(text), finished()]), EdgeSettings(**settings))
+
+
+def said(chunks):
+    """Without what differs from call to call."""
+    for chunk in chunks[:-1]:
+        for own in ("id", "created", "mooncake"):
+            chunk.pop(own, None)
+    return chunks
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_over_a_connection_comes_what_comes_by_asgi_and_the_connection_is_kept(ids):
+    body = {**BODY, "return_token_ids": ids}
+    by_asgi = said(events(says().complete(**body)))
+    found = []
+
+    async def client(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            found.extend([await http.post("/v1/completions", json=body) for _ in range(2)])
+        assert len(actor.door.connections) == 1
+
+    actor = says()
+    actor.serve(client)
+    # Of two choices either may be first.
+    whole = [[sorted(map(json.dumps, said(events(each))[:-1])) for each in found], sorted(map(json.dumps, by_asgi[:-1]))]
+    assert whole[0] == [whole[1], whole[1]]
+
+
+def test_all_tokens_of_a_step_are_one_write(monkeypatch):
+    parts = []
+    push = Connection.push
+
+    def pushed(self, part):
+        parts.append(part)
+        return push(self, part)
+
+    monkeypatch.setattr(Connection, "push", pushed)
+    actor = ScriptedActor(lambda _request, _number: [tokens("a"), tokens("bcd", 1), tokens("e", 4), [finished()]])
+
+    async def client(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            answer = await http.post("/v1/completions", json={**BODY, "n": 1})
+        assert "".join(chunk["choices"][0]["text"] for chunk in events(answer)[:-1] if chunk["choices"]) == "abcde"
+
+    actor.serve(client)
+    assert [json.loads(part.removeprefix(b"data: "))["choices"][0]["text"] for part in parts][:2] == ["bcd", "e"]
+
+
+def test_who_speaks_http_1_0_gets_events_without_chunks():
+    actor = says("hello")
+    found = []
+
+    async def client(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        raw = json.dumps({**BODY, "n": 1}).encode()
+        head = b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw)
+        writer.write(head + raw)
+        found.append(await asyncio.wait_for(reader.read(), 10))
+        writer.close()
+
+    actor.serve(client)
+    head, _, body = found[0].partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    lines = [line for line in body.split(b"\n") if line]
+    assert all(line.startswith(b"data: ") for line in lines)
+    assert lines[-1] == b"data: [DONE]"
+
+
+def test_what_a_connection_does_not_take_at_once_is_kept_in_order(monkeypatch):
+    text = "".join(chr(97 + number % 26) for number in range(500))
+    push, tries = Connection.push, []
+
+    def full_now_and_then(self, part):
+        tries.append(part)
+        return len(tries) % 3 > 0 and push(self, part)
+
+    monkeypatch.setattr(Connection, "push", full_now_and_then)
+    actor = ScriptedActor(lambda _request, _number: [*([each] for each in tokens(text)), [finished()]], max_model_len=1024)
+
+    async def client(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            answer = await http.post("/v1/completions", json={**BODY, "n": 1, "max_tokens": 600})
+        assert "".join(chunk["choices"][0]["text"] for chunk in events(answer)[:-1] if chunk["choices"]) == text
+
+    actor.serve(client)
+    assert len(tries) > 100
