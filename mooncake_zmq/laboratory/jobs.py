@@ -122,7 +122,9 @@ def run_jobs(jobs: Sequence[Job], processes: int, keep: Callable[[RunResult], Fo
 def _run_apart(job: Job, number: int, keep: Callable[[RunResult], Found], progress: Progress, stop: Event) -> Found:
     command = [sys.executable, "-m", "mooncake_zmq.laboratory"]
     # No array is large enough for threads: they would only wait, and spend time on it.
-    environment = {SWITCH: LABORATORY.name, "OPENBLAS_NUM_THREADS": "1"} | os.environ
+    environment = {"OPENBLAS_NUM_THREADS": "1"} | os.environ
+    if os.environ.get(SWITCH) != "0":
+        environment[SWITCH] = LABORATORY.name
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
