@@ -488,7 +488,8 @@ def doctor(path: str, assignments: tuple[str, ...], host: str | None, as_json: b
 
 
 @main.command(name="compile")
-def compile_() -> None:
+@click.option("--laboratory", is_flag=True, help="Of what `sim` replays a trace through instead; that takes minutes.")
+def compile_(*, laboratory: bool) -> None:
     """Make machine code of what a conductor decides with: two to three times the decisions per second.
 
     Needs the extra "mypyc", a C compiler and Python's headers, and takes about a minute. It lies beside the sources; those that
@@ -498,10 +499,11 @@ def compile_() -> None:
     Example:
       pip install 'mooncake-zmq[mypyc]' && mooncake-zmq compile
     """
-    from mooncake_zmq.mypyc_build import CannotCompile, compile_all
+    from mooncake_zmq.mypyc_build import CannotCompile, compile_part
+    from mooncake_zmq.mypyc_code import DECISIONS, LABORATORY
 
     try:
-        click.echo(f"compiled: {compile_all()}")
+        click.echo(f"compiled: {compile_part(LABORATORY if laboratory else DECISIONS)}")
     except CannotCompile as error:
         _fail(str(error))
 

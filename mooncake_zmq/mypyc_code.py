@@ -1,9 +1,12 @@
-"""Machine code for what a decision goes through: the same modules, compiled by mypyc where there is a C compiler.
+"""Machine code for what a decision goes through, or a replayed trace: the same modules, compiled by mypyc where there is a C
+compiler.
 
 What `mypyc_build` makes lies in `__mypyc__` beside the sources, as `__pycache__` does, in a folder named after this Python and
-the sources. Sources that changed are never shadowed: they run as Python until they are compiled anew. Without any of it the
-decisions are the same, and a quarter as many in a second. Constants that every decision reads are `Final`: they then stand in
-the code, instead of being looked up by name.
+the sources: one for conductors, and one for the laboratory's own processes, where whatever a trace goes through is machine
+code. No other process runs that: simulations replace parts of actors, which machine code does not allow. Sources that changed
+are never shadowed: they run as Python until they are compiled anew. Without any of it the decisions are the same, and a quarter
+as many in a second. Constants that every decision reads are `Final`: they then stand in the code, instead of being looked up by
+name.
 """
 
 import importlib.machinery
@@ -13,21 +16,50 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import xxhash
 
 PACKAGE = Path(__file__).parent
-MODULES = (
+
+
+class Part(NamedTuple):
+    """What is compiled together. `rooms`: what its modules are made of: a change in any of it makes them stale."""
+
+    name: str
+    modules: tuple[str, ...]
+    rooms: tuple[str, ...]
+    optimize: str
+    """The compiler's level, unless MYPYC_OPT_LEVEL says another: the higher, the longer it takes."""
+
+
+_DECISIONS = (
     *(f"core.{name}" for name in ("costs", "gaps", "shell")),
     *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "bookings", "choices", "conductor")),
     *(f"conductor.{name}" for name in ("corrections", "decodes", "membership", "placement", "plans", "prefills")),
     *(f"conductor.{name}" for name in ("prefix_index", "ranking", "recent", "routing", "sources", "transfers")),
 )
 """Not among them: modules whose classes are msgspec's, which mypyc does not know."""
-ROOMS = ("core", "conductor", "kv")
-"""What those modules are made of: a change in any of it makes them stale."""
+_REPLAYS = (
+    *(f"core.{name}" for name in ("leaving", "moves", "order", "pace", "reactions", "reports")),
+    *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slots")),
+    *(f"prefill.{name}" for name in ("chunking", "prefill", "queue", "workload")),
+    *(f"decode.{name}" for name in ("batch", "decode", "request")),
+    *(f"cache_node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
+    *(f"laboratory.{name}" for name in ("gaps", "keys", "machine", "recorder", "resources")),
+    *(f"simulation.{name}" for name in ("links", "world")),
+)
+DECISIONS = Part("decisions", _DECISIONS, ("core", "conductor", "kv"), "3")
+LABORATORY = Part(
+    "laboratory",
+    (*_DECISIONS, *_REPLAYS),
+    (*DECISIONS.rooms, "prefill", "decode", "cache_node", "laboratory", "simulation"),
+    "1",
+)
+PARTS = (DECISIONS, LABORATORY)
 SWITCH = "MOONCAKE_ZMQ_MYPYC"
-"""The environment variable that turns it off, as 0: tests replace parts of classes, which machine code does not allow."""
+"""The environment variable that turns it off, as 0: tests replace parts of classes, which machine code does not allow. As the
+name of a part, that one is used where it is there."""
 HOME = PACKAGE / "__mypyc__"
 EXTENSION = importlib.machinery.EXTENSION_SUFFIXES[0]
 TAG = EXTENSION.split(".")[1]
@@ -49,10 +81,14 @@ class _Finder:
 
 def use() -> None:
     """Import the compiled modules from here on, if they are there and not stale. Before any of them is imported."""
-    if os.environ.get(SWITCH) != "0" and HOME.is_dir():
-        files = compiled_files(folder(PACKAGE))
-        if is_complete(files):
+    switch = os.environ.get(SWITCH)
+    if switch == "0" or not HOME.is_dir():
+        return
+    for part in (LABORATORY, DECISIONS) if switch == LABORATORY.name else (DECISIONS,):
+        files = compiled_files(folder(PACKAGE, part))
+        if is_complete(files, part):
             sys.meta_path.insert(0, _Finder(files))
+            return
 
 
 def in_use() -> bool:
@@ -60,10 +96,10 @@ def in_use() -> bool:
     return str(importlib.import_module(f"{__package__}.conductor.routing").__file__).endswith(EXTENSION)
 
 
-def folder(package: Path) -> Path:
+def folder(package: Path, part: Part) -> Path:
     """Where the compiled modules of a package's sources are, or would be."""
-    digest = xxhash.xxh3_128(repr(MODULES).encode())
-    for room in ROOMS:
+    digest = xxhash.xxh3_128(repr(part.modules).encode())
+    for room in part.rooms:
         for path in sorted((package / room).glob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
     return HOME / f"{TAG}-{digest.hexdigest()[:16]}"
@@ -74,7 +110,7 @@ def compiled_files(folder: Path) -> dict[str, Path]:
     return {path.name.removesuffix(EXTENSION): path for path in folder.glob(f"*{EXTENSION}")}
 
 
-def is_complete(files: dict[str, Path]) -> bool:
+def is_complete(files: dict[str, Path], part: Part) -> bool:
     """Whether all modules are there, and the library that has their code."""
-    wanted = {f"{__package__}.{name}" for name in MODULES}
+    wanted = {f"{__package__}.{name}" for name in part.modules}
     return wanted <= files.keys() and any(name.endswith("__mypyc") for name in files)

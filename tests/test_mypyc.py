@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 import mooncake_zmq
-from mooncake_zmq.mypyc_code import MODULES, is_complete
+from mooncake_zmq.mypyc_build import SLOTTED
+from mooncake_zmq.mypyc_code import PARTS, folder, is_complete
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+QUICKLY = {"MYPYC_OPT_LEVEL": "0"}
+"""How much the C compiler thinks about it changes no number."""
 DECISIONS = """
 import hashlib
 from mooncake_zmq.bench.schedule import COSTS, LAYOUT, generated
@@ -60,7 +63,7 @@ def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
     shutil.copytree(Path(mooncake_zmq.__file__).parent, package, ignore=shutil.ignore_patterns("__mypyc__", "__pycache__"))
 
     def run(*arguments, switch="1"):
-        environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_MYPYC": switch}
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_MYPYC": switch} | QUICKLY
         done = subprocess.run(
             [sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
         )
@@ -84,9 +87,71 @@ def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
     assert run("-c", DECISIONS) == as_python, "stale machine code is not used"
 
 
-def test_half_of_the_machine_code_is_as_good_as_none(tmp_path):
-    whole = {f"mooncake_zmq.{name}": tmp_path for name in MODULES}
-    assert not is_complete(whole)
-    assert is_complete(whole | {"0a1b__mypyc": tmp_path})
+REPLAY = """
+import hashlib
+import msgspec
+from mooncake_zmq.laboratory.generated import generate, parse_spec
+from mooncake_zmq.laboratory.profiles import find_profile
+from mooncake_zmq.laboratory.replay import run
+from mooncake_zmq.laboratory.study import Setup
+from mooncake_zmq.prefill import prefill
+from mooncake_zmq.simulation import world
+
+arrivals = generate(parse_spec("conversation:requests=150,rate=6,seed=1", None))
+setup = Setup(prefill=3, decode=2, hardware=find_profile("a800-llama3-70b"))
+result = run(setup, arrivals)
+result.wall_s = result.cpu_s = result.peak_mib = 0.0
+suffixes = {module.__file__.rpartition(".")[2] for module in (prefill, world)}
+print(*suffixes, len(result.requests), hashlib.sha256(msgspec.json.encode(result)).hexdigest())
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+def test_a_replay_of_machine_code_has_the_same_result_to_the_last_digit(tmp_path):
+    package = tmp_path / "mooncake_zmq"
+    shutil.copytree(Path(mooncake_zmq.__file__).parent, package, ignore=shutil.ignore_patterns("__mypyc__", "__pycache__"))
+
+    def run(*arguments, switch):
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_MYPYC": switch} | QUICKLY
+        done = subprocess.run(
+            [sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    run("-m", "mooncake_zmq", "compile", "--laboratory", switch="0")
+    as_python, elsewhere, as_machine_code = (run("-c", REPLAY, switch=switch) for switch in ("0", "1", "laboratory"))
+    assert as_python[:2] == ["py", "150"]
+    assert elsewhere == as_python, "no other process runs it"
+    assert as_machine_code == ["so", *as_python[1:]]
+
+
+def test_what_is_compiled_is_there_and_no_part_takes_the_others_folder():
+    for part in PARTS:
+        for name in part.modules:
+            assert (Path(mooncake_zmq.__file__).parent / f"{name.replace('.', '/')}.py").exists(), name
+            assert name.split(".")[0] in part.rooms, "its changes are seen"
+    assert len({folder(Path(mooncake_zmq.__file__).parent, part) for part in PARTS}) == len(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("written", "compiled"),
+    [
+        ("@dataclass(slots=True)", "@dataclass()"),
+        ("@dataclass(frozen=True, slots=True)", "@dataclass(frozen=True)"),
+        ("@dataclass(frozen=True, slots=True, kw_only=True)", "@dataclass(frozen=True, slots=True, kw_only=True)"),
+        ("@dataclass(slots=True, eq=False)", "@dataclass(slots=True, eq=False)"),
+    ],
+)
+def test_what_is_compiled_has_no_slots_where_nothing_else_is_asked_for(written, compiled):
+    assert SLOTTED.sub(r"@dataclass(\1)", f"{written}\nclass A:") == f"{compiled}\nclass A:"
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_half_of_the_machine_code_is_as_good_as_none(tmp_path, part):
+    whole = {f"mooncake_zmq.{name}": tmp_path for name in part.modules}
+    assert not is_complete(whole, part)
+    assert is_complete(whole | {"0a1b__mypyc": tmp_path}, part)
     del whole["mooncake_zmq.conductor.plans"]
-    assert not is_complete(whole | {"0a1b__mypyc": tmp_path})
+    assert not is_complete(whole | {"0a1b__mypyc": tmp_path}, part)

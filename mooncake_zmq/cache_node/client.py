@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mooncake_zmq.core.actor import CancelTimer, Effect, PeerUp, Send, SetTimer, Start
 from mooncake_zmq.core.messages import (
@@ -56,7 +57,7 @@ OF_POOLS = frozenset((BlocksLeased, LeaseRenewed, SlotsReserved, ReclaimSlots))
 
 @dataclass(slots=True)
 class _Put:
-    token: object
+    token: Any
     keys: tuple[Key, ...]
     sources: tuple[SlotRef | SequenceBlock, ...]
     sent_at: float
@@ -232,7 +233,7 @@ class PoolClient:
         put_id: int,
         keys: Sequence[Key],
         sources: Sequence[SlotRef | SequenceBlock],
-        token: object,
+        token: Any,
         *,
         parent: Key | None,
         tokens: bytes,

@@ -5,6 +5,7 @@ is, last the result or the error.
 """
 
 import gc
+import os
 import resource
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from mooncake_zmq.laboratory.generated import Shape, generate
 from mooncake_zmq.laboratory.runs import run_one
 from mooncake_zmq.laboratory.study import Arrival, RunResult, Setup
 from mooncake_zmq.laboratory.traces import read_trace
+from mooncake_zmq.mypyc_code import LABORATORY, SWITCH
 
 KIB = 1024
 FEW_COLLECTIONS = 200_000
@@ -121,7 +123,11 @@ def run_jobs(jobs: Sequence[Job], processes: int, keep: Callable[[RunResult], Fo
 
 def _run_apart(job: Job, number: int, keep: Callable[[RunResult], Found], progress: Progress, stop: Event) -> Found:
     command = [sys.executable, "-m", "mooncake_zmq.laboratory"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+    # No array is large enough for threads: they would only wait, and spend time on it.
+    environment = {"OPENBLAS_NUM_THREADS": "1"} | os.environ
+    if os.environ.get(SWITCH) != "0":
+        environment[SWITCH] = LABORATORY.name
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
         worker.stdin.write(msgspec.json.encode(job) + b"\n")

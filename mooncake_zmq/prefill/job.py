@@ -1,10 +1,30 @@
 """One job of a prefill and the table of its life. PURE."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mooncake_zmq.core.messages import Sibling, SlotRef, StartPrefill
 from mooncake_zmq.core.shell import Named
+from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.pipeline import Group
+
+
+class Tokens(Protocol):
+    """Token ids as int32 bytes. A replayed trace makes those of its prompts as they are read, so code that was compiled for
+    `bytes` must not touch them: it reads them by what is here."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> bytes: ...
+
+
+def tokens_of(request: StartPrefill) -> Tokens:
+    """Its prompt, and the output of earlier attempts."""
+    return request.tokens
+
+
+def are_known(request: StartPrefill, layout: BlockLayout) -> bool:
+    """Does the model have all tokens of a request?"""
+    return layout.has_tokens(request.tokens)
 
 
 class JobState(Named):
@@ -151,6 +171,16 @@ class Job:
         del self.own_slots[blocks:]
         del self.prefix[blocks:]
         return unused
+
+    @property
+    def tokens(self) -> Tokens:
+        """Those of its request."""
+        return self.request.tokens
+
+    @property
+    def past(self) -> bytes:
+        """What its sampling depends on."""
+        return self.request.sampling.past(self.request.tokens)
 
     @property
     def length(self) -> int:

@@ -84,7 +84,7 @@ from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots, SlotState
 from mooncake_zmq.prefill.chunking import chunk_stop
-from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState, attempts_of, choices_of
+from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState, are_known, attempts_of, choices_of, tokens_of
 from mooncake_zmq.prefill.pipeline import Group, grants, refusal, release, reserve, written
 from mooncake_zmq.prefill.queue import Turns
 from mooncake_zmq.prefill.settings import PrefillSettings
@@ -337,7 +337,7 @@ class Prefill:
         if current is not None and current.request.attempt >= message.attempt:
             return []
         effects = self._drop(now, current, "a newer attempt is here") if current is not None else []
-        length = len(message.tokens) // 4
+        length = len(tokens_of(message)) // 4
         lack = self._lack()
         reason = lack or self._refusal(message, length)
         if reason is not None:
@@ -359,9 +359,9 @@ class Prefill:
 
     def _refusal(self, message: StartPrefill, length: int) -> str | None:
         """What is wrong with the request here: it is tried a few times at most."""
-        if length == 0 or len(message.tokens) % 4:
+        if length == 0 or len(tokens_of(message)) % 4:
             return "no tokens"
-        if not self._layout.has_tokens(message.tokens):
+        if not are_known(message, self._layout):
             return "tokens that the model does not have"
         if not self._layout.has_token(message.sampling.largest_token) or message.sampling.prompt_tokens > length:
             return "sampling does not match tokens"
@@ -474,14 +474,14 @@ class Prefill:
             tokens=job.length,
             reuse_keys=() if unreused or scored else request.keys[: max(request.reuse_blocks, len(job.prefix))],
             last_key=request.keys[-1] if request.keys else request.root,
-            tail=request.tokens[full * self._layout.block_tokens * 4 :],
+            tail=job.tokens[full * self._layout.block_tokens * 4 :],
             first_index=request.first_index,
             sampling=request.sampling,
             stop=request.stop,
             deadline_s=max(0.0, job.arrived_at + request.deadline_s - now),
             booking=request.booking,
             tbt_slo_s=request.tbt_slo_s,
-            past=request.sampling.past(request.tokens),
+            past=job.past,
             tenant=request.tenant,
             siblings=tuple([each for each in request.siblings if each.request_id in job.choices]),
         )
@@ -553,7 +553,7 @@ class Prefill:
         job.sequence = self._ids.new()
         job.chunk_first_block = len(job.prefix)
         sampling = job.request.sampling
-        effects: list[Effect] = [OpenSequence(job.sequence, job.length, sampling, sampling.past(job.request.tokens))]
+        effects: list[Effect] = [OpenSequence(job.sequence, job.length, sampling, job.past)]
         first = min(held_blocks, len(job.prefix))
         if first < len(job.prefix):
             effects.append(self._handoff_blocks(job, first, tuple(job.prefix[first:]), ready=True))
@@ -663,14 +663,14 @@ class Prefill:
         work = ComputeChunk(
             sequence=job.sequence,
             start=start,
-            tokens=request.tokens[start * 4 : stop * 4],
+            tokens=job.tokens[start * 4 : stop * 4],
             prefix=prefix,
             outputs=self._grants(slots),
             sampling=request.sampling if samples else None,
             prefix_s=prefix_s,
             seeds=tuple([each.seed for each in request.siblings]) if samples else (),
             prompt_logprobs=request.prompt_logprobs,
-            following=request.tokens[stop * 4 : (stop + 1) * 4] if request.prompt_logprobs is not None else b"",
+            following=job.tokens[stop * 4 : (stop + 1) * 4] if request.prompt_logprobs is not None else b"",
         )
         if job.group:
             leaving = self._grants(job.group.begin_own(self.slots))
@@ -842,7 +842,7 @@ class Prefill:
             self._refs(slots),
             tuple(slots),
             parent=request.keys[first - 1] if first else None,
-            tokens=request.tokens[first * size : stop * size],
+            tokens=tokens_of(request)[first * size : stop * size],
             tenant=request.tenant,
         )
         if effects is None:

@@ -6,7 +6,7 @@ Three seams make it a proving ground or a laboratory: the *link* brings messages
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -74,26 +74,26 @@ class Carrier(Protocol):
 M = TypeVar("M", bound=Carrier)
 
 
-@dataclass(slots=True)
 class Life(Generic[M]):
     """One life of a process: everything here is lost when it ends."""
 
-    incarnation: int
-    machine: M
-    actor: Actor
-    observe: Observe | None = None
-    node: Node | None = None
-    """Its end of the sessions, if its link has them."""
-    timers: dict[TimerKey, int] = field(default_factory=dict)
-    postponed: deque[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=deque)
-    """What came while it was stopped, and then while it still caught up."""
-    paused: bool = False
-    drained: bool = False
-    become: str = ""
-    """The role that its process has in its next life; empty: it has none after this one."""
-    sent_at: float = float("-inf")
-    """When it last sent a message, if its link tells."""
-    recent: deque[tuple[str, bytes]] = field(default_factory=lambda: deque(maxlen=RECENT_FRAMES))
+    def __init__(self, incarnation: int, machine: M, actor: Actor, observe: Observe | None = None) -> None:
+        self.incarnation = incarnation
+        self.machine = machine
+        self.actor = actor
+        self.observe = observe
+        self.node: Node | None = None
+        """Its end of the sessions, if its link has them."""
+        self.timers: dict[TimerKey, int] = {}
+        self.postponed: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        """What came while it was stopped, and then while it still caught up."""
+        self.paused = False
+        self.drained = False
+        self.become = ""
+        """The role that its process has in its next life; empty: it has none after this one."""
+        self.sent_at = float("-inf")
+        """When it last sent a message, if its link tells."""
+        self.recent: deque[tuple[str, bytes]] = deque(maxlen=RECENT_FRAMES)
 
 
 class Process(Generic[M]):
