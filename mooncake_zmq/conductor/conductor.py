@@ -23,7 +23,7 @@ from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.roll_call import ROLL_CALL, RollCall
 from mooncake_zmq.conductor.settings import ConductorSettings
-from mooncake_zmq.conductor.sources import Sources
+from mooncake_zmq.conductor.sources import SHELF, Sources
 from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.core.actor import (
     Answered,
@@ -65,8 +65,6 @@ REPLICAS = ("replicas",)
 SWEEP = ("sweep",)
 EXPIRY_MIN_DELAY_S = 0.01
 """Rounding may wake the timer a hair early; it must not spin."""
-SHELF: Final = "/store"
-"""Behind a cache-node's name: what its store holds of vLLMs' blocks, which are not of the pool's kind."""
 PAUSE_S = 0.005
 """Between two pieces of a round of replicas."""
 SWEEP_S = 0.01
@@ -324,7 +322,7 @@ class Conductor:
         holder = sender
         if blocks.shelf:
             holder = sender + SHELF
-            self._sources.join_shelf(self._index.join(holder, pool=False), self._hosts[sender])
+            self._sources.join_shelf(self._index.join(holder, pool=False), sender, self._hosts[sender])
         self._announced(holder, blocks)
         return self._roll_call.announced(sender) if blocks.complete else []
 
@@ -403,7 +401,7 @@ class Conductor:
         self.counts.add("placed")
         if prefill.stages:
             self.counts.add("pipelines_placed")
-        self.counts.add(_FETCHED if prefill.sources else _LOCAL if prefill.reuse_blocks else _NOTHING)
+        self.counts.add(_FETCHED if prefill.sources or prefill.stores else _LOCAL if prefill.reuse_blocks else _NOTHING)
         return booking.placed
 
     def _on_ended(self, now: float, gateway: str, ended: RequestEnded) -> list[Effect]:

@@ -125,7 +125,7 @@ class Placement:
             prefill=prefill.node.name,
             decode=decode.node.name,
             reuse_blocks=prefill.reuse_blocks,
-            sources=tuple([self._index.name_of(bit) for bit in prefill.sources]) if prefill.sources else (),
+            sources=tuple([self._index.name_of(bit) for bit in prefill.sources]) if prefill.sources else prefill.stores,
             ttft_s=min(ttft_s, MAX_PREDICTION_S),
             tbt_s=min(decode.tbt_s * self.bias.factor, MAX_PREDICTION_S),
             booking=number,
