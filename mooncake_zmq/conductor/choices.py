@@ -33,7 +33,7 @@ class Limits:
 
 class PrefillChoice:
     """`work_s`: fetch, load and compute. `sources`: the bits of the cache-nodes to fetch from
-    what the host misses of `reuse_blocks`, none to fetch nothing; `stores`: for a vLLM, the names of those whose stores have it;
+    what the host misses of `reuse_blocks`, none to fetch nothing; `stores`: names of those whose stores have it for a vLLM;
     `fetch_s`: of `work_s`, what moves between hosts."""
 
     __slots__ = ("fetch_s", "node", "queue_s", "reuse_blocks", "share_s", "sources", "stages", "stores", "work_s")

@@ -141,7 +141,7 @@ class Planner:
         plan.fetches, plan.fetch_s = False, 0.0
         if plan.source >= 0 and local < plan.best and node.home >= 0:
             work_s = self._fetched_s(plan, node, local, work_s)
-        elif node.whole and plan.shelved is not None and local < plan.shelved[1]:
+        elif node.vllm and plan.shelved is not None and local < plan.shelved[1]:
             work_s = self._from_store_s(plan, plan.shelved, node, work_s)
         plan.weighed, plan.work_s = node, work_s
         now, ends, wait_s = plan.now, node.ends, 0.0

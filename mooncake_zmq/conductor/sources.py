@@ -76,7 +76,7 @@ class Sources:
     def settle(self, nodes: Iterable[PrefillNode]) -> None:
         """Tell these prefills which cache-nodes are theirs."""
         for node in nodes:
-            if node.whole:
+            if node.vllm:
                 node.homes = self._apart(node)
                 node.marks = node.homes << 1 | EVERYONE
                 continue
@@ -159,7 +159,7 @@ class Sources:
         assert self._names.keys() == self._hosts.keys() == self._named.keys()
         assert sorted(bit for pool in self._pools.values() for bit in pool) == sorted(self._names)
         for node in self._prefills.nodes:
-            if node.whole:
+            if node.vllm:
                 assert node.home == -1
                 assert node.homes == self._apart(node)
                 continue

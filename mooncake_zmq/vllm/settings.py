@@ -29,7 +29,7 @@ class ConnectorSettings:
     lookup_timeout_s: float = LOOKUP_TIMEOUT_S
     """Of a question; a store that takes longer has nothing. It costs a request so much once a second, the engine nothing."""
     coming_timeout_s: float = COMING_TIMEOUT_S
-    """How long a request that another engine prefilled waits for blocks that this one is still saving; then it computes them."""
+    """How long a request that another engine prefilled waits for blocks that are still being saved; then it computes them."""
 
     @property
     def asking(self) -> ClientSettings:
