@@ -395,7 +395,8 @@ class Loaded:
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
         """Tokens of prompt and output together: what the model takes, and the roomiest decode holds in whole blocks."""
-        blocks = [self.section(node).capacity_tokens // block_tokens for node in self.config.of_role("decode", "vllm")]
+        nodes = [self.section(node) for node in self.config.of_role("decode", "vllm")]
+        blocks = [each.capacity_tokens // block_tokens for each in nodes if getattr(each, "part", "both") != "prefill"]
         return min(max_model_len, max(blocks) * block_tokens) if blocks else max_model_len
 
 
