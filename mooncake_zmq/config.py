@@ -402,7 +402,8 @@ class Loaded:
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
         """Tokens of prompt and output together: what the model takes, and the roomiest decode holds in whole blocks."""
-        blocks = [self.section(node).capacity_tokens // block_tokens for node in self.config.of_role("decode", "vllm")]
+        nodes = [self.section(node) for node in self.config.of_role("decode", "vllm")]
+        blocks = [each.capacity_tokens // block_tokens for each in nodes if getattr(each, "part", "both") != "prefill"]
         return min(max_model_len, max(blocks) * block_tokens) if blocks else max_model_len
 
 
@@ -629,6 +630,7 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 what = f"KV of {section.capacity_tokens:,} tokens, {size / mib:,.0f} MiB"
             case "vllm":
                 what = f"vLLM at {section.url}, {section.max_running} requests at a time"
+                what += f", {section.part} alone" if section.part != "both" else ""
             case "conductor":
                 if config.costs.profile:
                     what = f"costs of {config.costs.profile}: " + ", ".join(_shown_costs(config.costs))
@@ -679,6 +681,7 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for role in ROLES:
         if role not in spared and not config.of_role(role):
             yield f"there is no {role}"
+    yield from _apart_warnings(loaded)
     for node in config.of_role("decode", "vllm"):
         if loaded.section(node).capacity_tokens < config.model.max_model_len:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
@@ -746,6 +749,17 @@ def _plain_warnings(loaded: Loaded) -> Iterator[str]:
             yield f"{node.name}: its blocks go in clear to other hosts (security.encrypt_bulk)"
         if node.store_endpoint.startswith("tcp://") and not is_loopback(node.store_endpoint):
             yield f"{node.name}: values of its store go in clear to other hosts (security.keys, security.encrypt_bulk)"
+
+
+def _apart_warnings(loaded: Loaded) -> Iterator[str]:
+    """vLLMs that do a part of the work alone, and nobody does the other."""
+    parts = {loaded.section(node).part for node in loaded.config.of_role("vllm")}
+    for part, other in (("prefill", "decode"), ("decode", "prefill")):
+        if part in parts and other not in parts:
+            yield f'vllm nodes of part "{part}" get nothing: there is none of part "{other}"'
+    stores = any(node.store_endpoint for node in loaded.config.of_role("cache-node"))
+    if parts - {"both"} and not stores:
+        yield "no cache-node has a store_endpoint: what one vLLM prefills, another computes again to decode it"
 
 
 def _profile_warnings(loaded: Loaded) -> Iterator[str]:

@@ -246,7 +246,7 @@ class Up:
             return []
         children = []
         for node in self.config.of_role("vllm"):
-            command = server_command(self._vllm_python, self.config, self.loaded.section(node))
+            command = server_command(self._vllm_python, self.config, self.loaded.section(node), node.host)
             children.append(_Child(node, logs / f"{node.name}.server.log", server=tuple(command)))
         return children
 

@@ -37,6 +37,8 @@ def values(kind, field=""):
             return st.none()
         case inspect.EnumType(cls=cls):
             return st.sampled_from(list(cls))
+        case inspect.LiteralType(values=told):
+            return st.sampled_from(told)
         case inspect.StrType():
             pool = ("r", "s", "t") if field == "request_id" else NAMES
             return st.sampled_from(pool if kind.min_length else ("", *pool))

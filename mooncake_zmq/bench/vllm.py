@@ -107,7 +107,7 @@ def _start(bench: VllmBench, model: Path, stores: str, scratch: Path, stack: Exi
     sides = {}
     for name in (PLAIN, OURS, THEIRS):
         progress(f"starting {name}")
-        order = {"side": name, "model": str(model), "stores": stores, "device": bench.device}
+        order: dict[str, str | int] = {"side": name, "model": str(model), "stores": stores, "device": bench.device}
         order |= {"longest": max(bench.lengths), "kv_tokens": 2 * sum(bench.lengths)}
         sides[name] = stack.enter_context(
             driver_process(DRIVER, order, python=bench.python, what=name, timeout_s=ANSWER_TIMEOUT_S, environment=environment)

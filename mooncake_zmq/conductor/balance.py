@@ -231,7 +231,7 @@ class Balance:
         before = self._mean or sample
         self._mean = [old + WEIGHT * (new - old) for old, new in zip(before, sample, strict=True)]
         working = len(self._working("prefill")) + len(self._working("decode"))
-        there = sum([not node.whole for node in self._prefills.nodes]) + sum([not node.whole for node in self._decodes.nodes])
+        there = sum([not node.vllm for node in self._prefills.nodes]) + sum([not node.vllm for node in self._decodes.nodes])
         drains = working < there
         if self._change is not None or drains or now < self._quiet_until:
             self._lopsided.reset()
@@ -243,9 +243,9 @@ class Balance:
     def _sample(self, now: float) -> list[float]:
         """As a typical request would find them now: see `_loads`."""
         settings, (work_s, tokens) = self._settings, self._typical
-        queued_s = [node.queued_s(now) for node in self._prefills.nodes if not (node.draining or node.whole)]
+        queued_s = [node.queued_s(now) for node in self._prefills.nodes if not (node.draining or node.vllm)]
         waits = [(fmean(queued_s) + work_s) / settings.ttft_slo_s, fmean(map(bool, queued_s))] if queued_s else []
-        decodes = [node for node in self._decodes.nodes if not (node.draining or node.whole)]
+        decodes = [node for node in self._decodes.nodes if not (node.draining or node.vllm)]
         if not decodes:
             return [*(waits or [0.0, 0.0]), 0.0, 0.0]
         typical = max(1.0, self._outputs.typical)
@@ -286,8 +286,8 @@ class Balance:
 
     def _working(self, role: str) -> list[PrefillNode] | list[DecodeNode]:
         if role == "prefill":
-            return [node for node in self._prefills.nodes if not (node.draining or node.whole)]
-        return [node for node in self._decodes.nodes if not (node.draining or node.whole)]
+            return [node for node in self._prefills.nodes if not (node.draining or node.vllm)]
+        return [node for node in self._decodes.nodes if not (node.draining or node.vllm)]
 
     # --- changing
 

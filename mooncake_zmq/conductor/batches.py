@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from mooncake_zmq.conductor.choices import DecodeChoice
-from mooncake_zmq.conductor.decodes import DecodeNode, Decodes
+from mooncake_zmq.conductor.decodes import Crowd, DecodeNode, Decodes
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
@@ -27,7 +27,8 @@ NO_ROOM: Final = math.inf
 
 class Joining:
     """One request that will join a batch at time `at`, as so many `choices`, with `own_tokens` of KV, and needs `need_tokens`
-    in all. `wait_s`: until its prefill begins. `stay_tokens`: how long a request stays."""
+    in all. `wait_s`: until its prefill begins. `stay_tokens`: how long a request stays. `handover_s`: what the decode takes for
+    its KV between first and second token."""
 
     slack: float = 0.0
     """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
@@ -47,9 +48,11 @@ class Joining:
         expected_tokens: float,
         stay_tokens: float,
         choices: int = 1,
+        handover_s: float = 0.0,
     ) -> None:
         self.at = at
         self.choices = choices
+        self.handover_s = handover_s
         self.wait_s = wait_s
         self.own_tokens = own_tokens
         self.need_tokens = need_tokens
@@ -69,13 +72,14 @@ class Batches:
         self._request_s = costs.decode_request_s
         self._context_s = costs.decode_context_s
 
-    def choose(self, now: float, joining: Joining, host: str, exclude: Collection[str]) -> DecodeChoice | None:
-        """Among ties a decode on `host`, where the handoff is a read of shared memory; else of the lightest ties, `MOST_TIES`
-        or a few more, the one with the most free tokens, then the name. Those in `exclude` only if no other has room."""
-        self._look_at_stale(now, joining)
-        node = self._least(joining, host, exclude)
+    def choose(self, now: float, joining: Joining, crowd: Crowd, host: str, exclude: Collection[str]) -> DecodeChoice | None:
+        """Of the crowd. Among ties a decode on `host`, where the handoff is a read of shared memory; else of the lightest ties,
+        `MOST_TIES` or a few more, the one with the most free tokens, then the name. Those in `exclude` only if no other has
+        room."""
+        self._look_at_stale(now, joining, crowd)
+        node = self._least(joining, crowd, host, exclude)
         if node is None and exclude:
-            node = self._least(joining, host, ())
+            node = self._least(joining, crowd, host, ())
         return None if node is None else self.promise(joining, node)
 
     def stay(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
@@ -88,10 +92,11 @@ class Batches:
         """What the request is told: by the gap when it joins, what becomes of it while it runs."""
         batch, expected = self.batch(joining, node), joining.expected_tokens
         stretch = gaps.stretch(expected)
+        load_s = joining.handover_s / gaps.longest_gaps(int(expected) - 1)
         grown_s = self._grown_s(node, batch + joining.choices, expected)
         alone_s = self._alone_s(joining, node) + self._grown_s(node, joining.choices, expected)
-        tbt_s = stretch * (self._look_at(joining, node) + grown_s)
-        return DecodeChoice(node, tbt_s=tbt_s, batch=batch, alone_s=stretch * alone_s)
+        tbt_s = stretch * (self._look_at(joining, node) + grown_s) + load_s
+        return DecodeChoice(node, tbt_s=tbt_s, batch=batch, alone_s=stretch * alone_s + load_s)
 
     def weigh(self, joining: Joining) -> None:
         """Before `gap_s`: what the request adds to any step."""
@@ -155,25 +160,25 @@ class Batches:
             joining.looked_at[node] = gap_s = self.gap_s(joining, node) if roomy else NO_ROOM
         return gap_s
 
-    def _look_at_stale(self, now: float, joining: Joining) -> None:
+    def _look_at_stale(self, now: float, joining: Joining, crowd: Crowd) -> None:
         """Those that reported long ago; what can be said of all others."""
         least = self._decodes.least_scale
         self.weigh(joining)
         joining.base_s, joining.own_s = least * self._step_s, least * (joining.alone_s - self._step_s)
-        for node in self._decodes.reported:
+        for node in crowd.reported:
             if now - node.reported_at <= STALE_S:
                 joining.slack = (joining.at - node.reported_at) / joining.stay_tokens
                 break
             if not node.draining:
                 self._look_at(joining, node)
 
-    def _least(self, joining: Joining, host: str, exclude: Collection[str]) -> DecodeNode | None:
-        entries = self._decodes.lightest.entries
-        least, place = self._search(joining, exclude)
+    def _least(self, joining: Joining, crowd: Crowd, host: str, exclude: Collection[str]) -> DecodeNode | None:
+        entries = crowd.lightest.entries
+        least, place = self._search(joining, crowd, exclude)
         if least == NO_ROOM:
             return None
         limit = least * self._tie
-        at_home = self._at_home(joining, host, exclude, limit)
+        at_home = self._at_home(joining, crowd.by_host.get(host, ()), exclude, limit)
         if at_home is not None:
             return at_home
         ties = self._ties(joining, exclude, limit)
@@ -184,13 +189,13 @@ class Batches:
                 ties.append(node)
         return _roomiest(ties)
 
-    def _search(self, joining: Joining, exclude: Collection[str]) -> tuple[float, int]:
+    def _search(self, joining: Joining, crowd: Crowd, exclude: Collection[str]) -> tuple[float, int]:
         """The smallest gap, and how many of the lightest had to be gone through for it."""
         least, place = NO_ROOM, 0
         for node, gap_s in joining.looked_at.items():
             if gap_s < least and node.name not in exclude:
                 least = gap_s
-        for step_s, name, node in self._decodes.lightest.entries:
+        for step_s, name, node in crowd.lightest.entries:
             if self._bound_s(joining, step_s) * ROUNDING >= least:
                 break
             place += 1
@@ -204,9 +209,11 @@ class Batches:
         slack, base_s = joining.slack, joining.base_s
         return joining.own_s + (base_s if slack >= step_s else step_s - (step_s - base_s) * slack / step_s)
 
-    def _at_home(self, joining: Joining, host: str, exclude: Collection[str], limit: float) -> DecodeNode | None:
+    def _at_home(
+        self, joining: Joining, there: Sequence[DecodeNode], exclude: Collection[str], limit: float
+    ) -> DecodeNode | None:
         tied: list[DecodeNode] = []
-        for node in self._decodes.by_host.get(host, ()):
+        for node in there:
             if not node.draining and node.name not in exclude and self._look_at(joining, node) <= limit:
                 tied.append(node)
         return _roomiest(tied) if tied else None

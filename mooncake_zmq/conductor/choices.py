@@ -33,16 +33,26 @@ class Limits:
 
 class PrefillChoice:
     """`work_s`: fetch, load and compute. `sources`: the bits of the cache-nodes to fetch from
-    what the host misses of `reuse_blocks`, none to fetch nothing; `fetch_s`: of `work_s`, what moves between hosts."""
+    what the host misses of `reuse_blocks`, none to fetch nothing; `stores`: names of those whose stores have it for a vLLM;
+    `fetch_s`: of `work_s`, what moves between hosts."""
 
-    __slots__ = ("fetch_s", "node", "queue_s", "reuse_blocks", "share_s", "sources", "stages", "work_s")
+    __slots__ = ("fetch_s", "node", "queue_s", "reuse_blocks", "share_s", "sources", "stages", "stores", "work_s")
 
     def __init__(
-        self, node: PrefillNode, *, reuse_blocks: int, sources: tuple[int, ...], queue_s: float, work_s: float, fetch_s: float
+        self,
+        node: PrefillNode,
+        *,
+        reuse_blocks: int,
+        sources: tuple[int, ...],
+        stores: tuple[str, ...] = (),
+        queue_s: float,
+        work_s: float,
+        fetch_s: float,
     ) -> None:
         self.node = node
         self.reuse_blocks = reuse_blocks
         self.sources = sources
+        self.stores = stores
         self.queue_s = queue_s
         self.work_s = work_s
         self.fetch_s = fetch_s

@@ -23,7 +23,7 @@ from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.roll_call import ROLL_CALL, RollCall
 from mooncake_zmq.conductor.settings import ConductorSettings
-from mooncake_zmq.conductor.sources import Sources
+from mooncake_zmq.conductor.sources import SHELF, Sources
 from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.core.actor import (
     Answered,
@@ -65,8 +65,6 @@ REPLICAS = ("replicas",)
 SWEEP = ("sweep",)
 EXPIRY_MIN_DELAY_S = 0.01
 """Rounding may wake the timer a hair early; it must not spin."""
-SHELF: Final = "/store"
-"""Behind a cache-node's name: what its store holds of vLLMs' blocks, which are not of the pool's kind."""
 PAUSE_S = 0.005
 """Between two pieces of a round of replicas."""
 SWEEP_S = 0.01
@@ -164,7 +162,7 @@ class Conductor:
             return self._on_message(now, event.sender, event.message)
         match event:
             case PeerUp(peer, incarnation, hello):
-                return self._on_peer_up(now, Member(peer, hello.role, hello.host, incarnation, hello.may_become))
+                return self._on_peer_up(now, Member(peer, hello.role, hello.host, incarnation, hello.may_become, hello.part))
             case PeerDown(peer, _):
                 return self._forget(now, peer)
             case TimerFired(key) if key == EXPIRY:
@@ -216,8 +214,12 @@ class Conductor:
         for node in self._index.counts:
             role = self._members.role_of(node.removesuffix(SHELF))
             assert role in ("cache-node", "vllm"), f"the index names {node}"
-        for role, nodes in (("prefill", self._prefills.nodes), ("decode", self._decodes.nodes)):
-            members = [member.name for each in (role, "vllm") for member in self._members.of_role(each)]
+        for role, other, nodes in (
+            ("prefill", "decode", self._prefills.nodes),
+            ("decode", "prefill", self._decodes.nodes),
+        ):
+            vllms = [member.name for member in self._members.of_role("vllm") if member.part != other]
+            members = [*(member.name for member in self._members.of_role(role)), *vllms]
             assert [node.name for node in nodes] == sorted(members)
         self._prefills.check(now)
         self._sources.check()
@@ -248,14 +250,19 @@ class Conductor:
             case "decode":
                 self._decodes.join(member.name, member.host)
             case "vllm":
-                vllm = self._prefills.join(member.name, member.host, whole=True)
-                self._sources.join_vllm(self._index.join(member.name, pool=False), vllm)
-                self._decodes.join(member.name, member.host, whole=True)
+                self._join_vllm(member)
             case "cache-node":
                 self._hosts[member.name] = member.host
                 self._sources.join(self._index.join(member.name), member.name, member.host)
         self._round = None  # it may name who was there before
         return effects + self._roll_call.changed() + self._balance.joined(now, member)
+
+    def _join_vllm(self, member: Member) -> None:
+        if member.part != "decode":
+            vllm = self._prefills.join(member.name, member.host, vllm=True, stays=member.part == "both")
+            self._sources.join_vllm(self._index.join(member.name, pool=False), vllm)
+        if member.part != "prefill":
+            self._decodes.join(member.name, member.host, vllm=True, stays=member.part == "both")
 
     def _forget(self, now: float, peer: str) -> list[Effect]:
         """Nothing said by or placed on this peer counts any more; a cache-node announces its whole set when it is back."""
@@ -275,8 +282,10 @@ class Conductor:
                 self._decodes.leave(self._decodes.by_name[peer])
             case "vllm":
                 self._forget_apart(peer)
-                self._prefills.leave(self._prefills.by_name[peer])
-                self._decodes.leave(self._decodes.by_name[peer])
+                if prefill := self._prefills.by_name.get(peer):
+                    self._prefills.leave(prefill)
+                if decode := self._decodes.by_name.get(peer):
+                    self._decodes.leave(decode)
             case "cache-node":
                 self._forget_apart(peer + SHELF)
                 bit = self._index.join(peer)
@@ -293,20 +302,29 @@ class Conductor:
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
         react = self._reactions.get((self._members.role_of(sender), type(message)))
         if react is None:
-            self.counts.add(f"unexpected[message={type(message).__name__}]")
-            return []
+            return self._unexpected(message)
         return react(now, sender, message)
 
+    def _unexpected(self, message: Message) -> list[Effect]:
+        """Nobody who has that part says such a thing."""
+        self.counts.add(f"unexpected[message={type(message).__name__}]")
+        return []
+
     def _on_prefill_load(self, now: float, sender: str, load: PrefillLoad) -> list[Effect]:
-        load = self._balance.prefill_load(sender, load)
-        for number, due in self._prefills.report(now, self._prefills.by_name[sender], load):
+        node = self._prefills.by_name.get(sender)
+        if node is None:
+            return self._unexpected(load)
+        for number, due in self._prefills.report(now, node, self._balance.prefill_load(sender, load)):
             booking = self._bookings.numbered(number)
             if booking is not None and booking.placed.prefill == sender:
                 booking.due = due
         return []
 
     def _on_decode_load(self, now: float, sender: str, load: DecodeLoad) -> list[Effect]:
-        self._decodes.report(now, self._decodes.by_name[sender], self._balance.decode_load(sender, load))
+        node = self._decodes.by_name.get(sender)
+        if node is None:
+            return self._unexpected(load)
+        self._decodes.report(now, node, self._balance.decode_load(sender, load))
         return []
 
     def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
@@ -324,11 +342,13 @@ class Conductor:
         holder = sender
         if blocks.shelf:
             holder = sender + SHELF
-            self._sources.join_shelf(self._index.join(holder, pool=False), self._hosts[sender])
+            self._sources.join_shelf(self._index.join(holder, pool=False), sender, self._hosts[sender])
         self._announced(holder, blocks)
         return self._roll_call.announced(sender) if blocks.complete else []
 
     def _on_vllm_blocks(self, _now: float, sender: str, blocks: BlocksAnnounced) -> list[Effect]:
+        if sender not in self._prefills.by_name:
+            return self._unexpected(blocks)
         self._announced(sender, blocks)
         return []
 
@@ -403,7 +423,7 @@ class Conductor:
         self.counts.add("placed")
         if prefill.stages:
             self.counts.add("pipelines_placed")
-        self.counts.add(_FETCHED if prefill.sources else _LOCAL if prefill.reuse_blocks else _NOTHING)
+        self.counts.add(_FETCHED if prefill.sources or prefill.stores else _LOCAL if prefill.reuse_blocks else _NOTHING)
         return booking.placed
 
     def _on_ended(self, now: float, gateway: str, ended: RequestEnded) -> list[Effect]:

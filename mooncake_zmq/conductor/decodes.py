@@ -25,6 +25,7 @@ class DecodeNode:
         "coming",
         "coming_requests",
         "context",
+        "crowd",
         "draining",
         "free",
         "held",
@@ -39,14 +40,15 @@ class DecodeNode:
         "step",
         "step_s",
         "there",
-        "whole",
+        "vllm",
     )
 
-    def __init__(self, name: str, host: str, *, half_life_s: float, step_s: float, whole: bool) -> None:
+    def __init__(self, name: str, host: str, *, half_life_s: float, step_s: float, vllm: bool, crowd: "Crowd | None") -> None:
         self.name = name
         self.host = host
-        self.whole = whole
-        """It takes what it prefilled itself, and nothing else: no search comes by it."""
+        self.vllm = vllm
+        self.crowd = crowd
+        """Among whom it is searched; None: it takes what it prefilled itself, and nothing else."""
         self.draining = False
         self.load: DecodeLoad | None = None
         self.reported_at = 0.0
@@ -78,18 +80,45 @@ class DecodeNode:
         return self.free + self.held * gone >= need_tokens and self.places + self.there * gone >= choices
 
 
-class Decodes:
-    """All decodes, by name, by host, and in the order that a search goes through."""
+class Crowd:
+    """Those that can go on with what the same prefills begin, by host and in the order that a search goes through."""
 
-    def __init__(self, settings: ConductorSettings, costs: Costs, accuracy: Accuracy) -> None:
-        self.nodes: list[DecodeNode] = []
-        """In name order."""
-        self.by_name: dict[str, DecodeNode] = {}
+    def __init__(self) -> None:
         self.by_host: dict[str, list[DecodeNode]] = {}
         self.lightest: Ranking[DecodeNode] = Ranking()
         """Those that do not drain, by the step of their batch as reported."""
         self.reported: dict[DecodeNode, None] = {}
         """Those that reported, the longest ago first."""
+
+    def leave(self, node: DecodeNode) -> None:
+        """A conversation ended."""
+        self.reported.pop(node, None)
+        self.lightest.remove(node)
+        mine = self.by_host[node.host]
+        mine.remove(node)
+        if not mine:
+            del self.by_host[node.host]
+
+    def check(self, members: list[DecodeNode]) -> None:
+        """The order tells what these do, all of the crowd."""
+        self.lightest.check()
+        assert {name for _, name, _ in self.lightest.entries} == {node.name for node in members if not node.draining}
+        times = [node.reported_at for node in self.reported]
+        assert times == sorted(times)
+        assert set(self.reported) == {node for node in members if node.load is not None}
+        assert {node for mine in self.by_host.values() for node in mine} == set(members)
+
+
+class Decodes:
+    """All decodes by name, and those that a search may come by in their crowds: a vLLM cannot read our own engine's KV, nor
+    the other way round."""
+
+    def __init__(self, settings: ConductorSettings, costs: Costs, accuracy: Accuracy) -> None:
+        self.nodes: list[DecodeNode] = []
+        """In name order."""
+        self.by_name: dict[str, DecodeNode] = {}
+        self.own = Crowd()
+        self.vllms = Crowd()
         self.least_scale = 1.0
         """No correction is below this."""
         self._unchecked = 0
@@ -97,14 +126,15 @@ class Decodes:
         self._costs = costs
         self._accuracy = accuracy
 
-    def join(self, name: str, host: str, *, whole: bool = False) -> None:
+    def join(self, name: str, host: str, *, vllm: bool = False, stays: bool = False) -> None:
         """A conversation began."""
         step_s = self._costs.step_s(1, 0)
-        node = DecodeNode(name, host, half_life_s=self._settings.correction_half_life_s, step_s=step_s, whole=whole)
+        crowd = None if stays else self.vllms if vllm else self.own
+        node = DecodeNode(name, host, half_life_s=self._settings.correction_half_life_s, step_s=step_s, vllm=vllm, crowd=crowd)
         insort(self.nodes, node, key=lambda each: each.name)
         self.by_name[name] = node
-        if not whole:
-            self.by_host.setdefault(host, []).append(node)
+        if crowd is not None:
+            crowd.by_host.setdefault(host, []).append(node)
         self.least_scale = min(self.least_scale, node.scale)
         self._rank(node)
 
@@ -112,14 +142,8 @@ class Decodes:
         """A conversation ended."""
         self.nodes.remove(node)
         del self.by_name[node.name]
-        self.reported.pop(node, None)
-        self.lightest.remove(node)
-        if node.whole:
-            return
-        mine = self.by_host[node.host]
-        mine.remove(node)
-        if not mine:
-            del self.by_host[node.host]
+        if node.crowd is not None:
+            node.crowd.leave(node)
 
     # --- what is told
 
@@ -137,10 +161,10 @@ class Decodes:
         node.held = load.capacity_tokens - load.free_tokens
         node.step_s = node.scale * self._costs.step_s(max(1, min(there, load.max_batch)), load.context_tokens)
         node.reported_at = now
-        if node in self.reported:
-            del self.reported[node]
-        if not node.whole:
-            self.reported[node] = None
+        crowd = node.crowd
+        if crowd is not None:
+            crowd.reported.pop(node, None)
+            crowd.reported[node] = None
         self._set_room(node)
         self._rank(node)
 
@@ -171,15 +195,10 @@ class Decodes:
     def check(self, now: float) -> None:
         """The order tells what the nodes do."""
         assert [node.name for node in self.nodes] == sorted(self.by_name)
-        self.lightest.check()
-        opened = {node.name for node in self.nodes if not (node.draining or node.whole)}
-        assert {name for _, name, _ in self.lightest.entries} == opened
-        times = [node.reported_at for node in self.reported]
-        assert times == sorted(times)
-        assert set(self.reported) == {node for node in self.nodes if node.load is not None and not node.whole}
+        for crowd in (self.own, self.vllms):
+            crowd.check([node for node in self.nodes if node.crowd is crowd])
         for node in self.nodes:
             assert self.by_name[node.name] is node
-            assert (node in self.by_host.get(node.host, ())) == (not node.whole)
             assert self.least_scale <= node.scale
             assert all(booking.coming for booking in node.coming)
             assert node.coming_requests == sum(booking.choices for booking in node.coming)
@@ -214,8 +233,11 @@ class Decodes:
             node.places = load.room - sum([booking.choices for booking in unseen])
 
     def _rank(self, node: DecodeNode) -> None:
-        if node.draining or node.whole:
-            self.lightest.remove(node)
+        crowd = node.crowd
+        if crowd is None:
+            return
+        if node.draining:
+            crowd.lightest.remove(node)
             return
         costs, step_s = self._costs, node.step_s
         if not node.there:
@@ -223,7 +245,7 @@ class Decodes:
         elif node.there + node.coming_requests >= node.max_batch:
             # Those it has no place for may leave with their KV: that counts for nothing.
             step_s = node.scale * costs.step_s(min(node.there, node.max_batch), 0)
-        self.lightest.set(node, step_s)
+        crowd.lightest.set(node, step_s)
 
     def _correct(self, now: float, node: DecodeNode, load: DecodeLoad) -> None:
         measured = load.step

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from mooncake_zmq.core.messages import Part
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -12,6 +14,7 @@ class Member:
     host: str
     incarnation: int
     may_become: str = ""
+    part: Part = "both"
 
 
 class Membership:

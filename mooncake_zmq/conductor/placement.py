@@ -2,6 +2,7 @@
 PURE."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Final
 
 from mooncake_zmq.conductor.admission import MAX_RETRY_S, NO_NODE_RETRY_S, Admission, bounded
@@ -11,7 +12,7 @@ from mooncake_zmq.conductor.booking import Booking, BookingKey
 from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.choices import Decision, DecodeChoice, Limits, PrefillChoice
 from mooncake_zmq.conductor.corrections import Bias, Lateness, OutputLengths
-from mooncake_zmq.conductor.decodes import Decodes
+from mooncake_zmq.conductor.decodes import Crowd, Decodes
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.plans import Plan, Planner
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
@@ -25,6 +26,7 @@ from mooncake_zmq.core.messages import Placed, Rejected, RejectReason, Schedule
 
 MAX_PREDICTION_S: Final = 1e7
 """The most a message may say."""
+NO_DECODE: Final = (RejectReason.NO_DECODE, RejectReason.NO_ROOM)
 TRIES: Final = 3
 """Prefills tried for a request that would push others past their bounds."""
 
@@ -83,10 +85,20 @@ class Placement:
     def decide(self, now: float, schedule: Schedule, plan: Plan) -> Decision | Refused:
         """Where it goes, or the refusal."""
         limits = self._admission.limits(schedule)
-        prefill = self._choose_prefill(now, schedule, plan, limits)
-        if isinstance(prefill, tuple):
-            return prefill
-        if self._pipelines and not prefill.node.whole:
+        prefill = self._choose_prefill(now, schedule, plan, limits, ())
+        if isinstance(prefill, PrefillChoice):
+            decided = self._go_on(now, schedule, plan, limits, prefill)
+            if not prefill.node.vllm or prefill.node.stays or not isinstance(decided, tuple) or decided[0] not in NO_DECODE:
+                return decided
+            # No vLLM can go on with what this one would prefill: whoever does both still may.
+            apart = [node.name for node in self._prefills.nodes if node.vllm and not node.stays]
+            prefill = self._choose_prefill(now, schedule, plan, limits, apart)
+            return decided if isinstance(prefill, tuple) else self._go_on(now, schedule, plan, limits, prefill)
+        return prefill
+
+    def _go_on(self, now: float, schedule: Schedule, plan: Plan, limits: Limits, prefill: PrefillChoice) -> Decision | Refused:
+        """From the prefill on."""
+        if self._pipelines and not prefill.node.vllm:
             prefill = self._in_pipeline(schedule, plan, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, plan.priority)
         spare = self.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
@@ -101,7 +113,7 @@ class Placement:
             joining = self._joining(at, prefill, plan, expected, 1)
             decode = self._choose_decode(now, joining, prefill, schedule)
         if decode is None:
-            return self._no_decode(joining.stay_tokens)
+            return self._no_decode(self._crowd(prefill.node), joining.stay_tokens)
         slow_s = self._admission.slow_decode_s(limits, decode, expected)
         if slow_s:
             return RejectReason.TBT, slow_s, decode.tbt_s
@@ -125,7 +137,7 @@ class Placement:
             prefill=prefill.node.name,
             decode=decode.node.name,
             reuse_blocks=prefill.reuse_blocks,
-            sources=tuple([self._index.name_of(bit) for bit in prefill.sources]) if prefill.sources else (),
+            sources=self._named(prefill),
             ttft_s=min(ttft_s, MAX_PREDICTION_S),
             tbt_s=min(decode.tbt_s * self.bias.factor, MAX_PREDICTION_S),
             booking=number,
@@ -160,6 +172,17 @@ class Placement:
 
     # --- leaves
 
+    def _named(self, prefill: PrefillChoice) -> tuple[str, ...]:
+        """The cache-nodes to name: where a vLLM decodes what another one prefills, first the one whose store that writes to."""
+        if not prefill.node.vllm:
+            return tuple([self._index.name_of(bit) for bit in prefill.sources]) if prefill.sources else ()
+        first = () if prefill.node.stays else self._sources.store_of(prefill.node.host)
+        return (*first, *prefill.stores)
+
+    def _crowd(self, prefill: PrefillNode) -> Crowd:
+        """Those that can go on with what it begins."""
+        return self._decodes.vllms if prefill.vllm else self._decodes.own
+
     def _joining(self, at: float, prefill: PrefillChoice, plan: Plan, expected: float, choices: int) -> Joining:
         return Joining(
             at,
@@ -169,19 +192,23 @@ class Placement:
             expected_tokens=expected,
             stay_tokens=max(1.0, self._outputs.typical),
             choices=choices,
+            handover_s=0.0 if prefill.node.stays or not prefill.node.vllm else self._costs.load_s(plan.tokens),
         )
 
     def _choose_decode(self, now: float, joining: Joining, prefill: PrefillChoice, schedule: Schedule) -> DecodeChoice | None:
-        if prefill.node.whole:
+        if prefill.node.stays:
             return self.batches.stay(joining, self._decodes.by_name[prefill.node.name])
-        return self.batches.choose(now, joining, prefill.node.host, schedule.exclude)
+        return self.batches.choose(now, joining, self._crowd(prefill.node), prefill.node.host, schedule.exclude)
 
     def _need_tokens(self, tokens: int, expected: float) -> int:
         """KV a decode must have free: whole blocks for prompt and one token, on which it insists, and the expected output."""
         return max((tokens // self._block_tokens + 1) * self._block_tokens, tokens + int(expected))
 
-    def _choose_prefill(self, now: float, schedule: Schedule, plan: Plan, limits: Limits) -> PrefillChoice | Refused:
-        barred = schedule.exclude
+    def _choose_prefill(
+        self, now: float, schedule: Schedule, plan: Plan, limits: Limits, without: Sequence[str]
+    ) -> PrefillChoice | Refused:
+        """None of `without`, and of those that the request excludes only if there is no other."""
+        barred = (*schedule.exclude, *without)
         pushed_s = 0.0
         for _ in range(TRIES):
             choice = self._router.choose(now, schedule, plan, barred)
@@ -193,7 +220,7 @@ class Placement:
             pushed_s = choice.queue_s + choice.work_s
         if pushed_s:
             return RejectReason.TTFT, bounded(pushed_s), 0.0
-        last_resort = self._router.choose(now, schedule, plan, ()) if schedule.exclude else None
+        last_resort = self._router.choose(now, schedule, plan, without) if schedule.exclude else None
         if last_resort is not None:
             return last_resort
         if any(not node.draining for node in self._prefills.nodes):
@@ -209,9 +236,7 @@ class Placement:
             reuse = choice.reuse_blocks if node is choice.node else weighed.local
             return Candidate(node.name, weighed.queue_s, node.factor, reuse)
 
-        usable = (
-            node for node in self._prefills.nodes if not (node.closed or node.whole) and node.name not in schedule.exclude
-        )
+        usable = (node for node in self._prefills.nodes if not (node.closed or node.vllm) and node.name not in schedule.exclude)
         pipeline = form_pipeline(
             candidate(choice.node),
             map(candidate, usable),
@@ -253,10 +278,9 @@ class Placement:
             now, work_s=choice.work_s, wait_s=choice.queue_s, overtake=node.overtake, nodes=len(self._prefills.nodes)
         )
 
-    def _no_decode(self, stay_tokens: float) -> Refused:
+    def _no_decode(self, crowd: Crowd, stay_tokens: float) -> Refused:
         """None has room: until the first request leaves one; without any decode, until one may be back."""
-        able = [node for node in self._decodes.nodes if not (node.draining or node.whole)]
-        leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for node in able]
+        leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for _, _, node in crowd.lightest.entries]
         if not leave_s:
             return RejectReason.NO_DECODE, NO_NODE_RETRY_S, 0.0
         return RejectReason.NO_ROOM, bounded(min(leave_s)), 0.0

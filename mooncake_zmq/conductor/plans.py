@@ -41,6 +41,8 @@ class Plan:
     """The marks of those not looked at yet that hold anything."""
     source: int = -1
     """The bit that all would fetch from; -1: nobody fetches."""
+    shelved: Group | None = None
+    """The longest run that a store holds for vLLMs."""
     out_at: float = 0.0
     moved_s: float = 0.0
     """What those not looked at yet at least must wait for a fetch."""
@@ -49,6 +51,8 @@ class Plan:
     best_load_s: float = 0.0
     """And with what they fetched."""
     local: int = 0
+    reused: int = 0
+    """With what is fetched."""
     fetches: bool = False
     queue_s: float = 0.0
     work_s: float = 0.0
@@ -133,10 +137,13 @@ class Planner:
             work_s = max(work_s, node.load_token_s * prefix)
             if plan.disk:
                 work_s += self._promote_s(plan, homes)
+        plan.local = plan.reused = local
         plan.fetches, plan.fetch_s = False, 0.0
         if plan.source >= 0 and local < plan.best and node.home >= 0:
             work_s = self._fetched_s(plan, node, local, work_s)
-        plan.weighed, plan.local, plan.work_s = node, local, work_s
+        elif node.vllm and plan.shelved is not None and local < plan.shelved[1]:
+            work_s = self._from_store_s(plan, plan.shelved, node, work_s)
+        plan.weighed, plan.work_s = node, work_s
         now, ends, wait_s = plan.now, node.ends, 0.0
         if ends and ends[-1] > now:
             ahead = bisect_right(node.ranks, now + node.overtake * work_s + node.priority_s * plan.priority)
@@ -180,6 +187,7 @@ class Planner:
         _, _, plan.best_s, plan.best_prefix = plan.groups[0]
         if self._fetches:
             self._name_source(plan)
+            self._find_shelved(plan)
         left = max(LOOKED_AT, min(len(self.orders[0]) // RARE, MOST_RARE))
         rest, plan.rest_s = 0, plan.whole_s
         for mask, blocks, unit_s, _ in plan.groups:
@@ -215,7 +223,28 @@ class Planner:
         fetched_s = max(node.factor * plan.best_s, node.load_token_s * plan.best_prefix) + fetch_s + behind_s
         if fetched_s >= work_s:
             return work_s
-        plan.fetches, plan.fetch_s = True, fetch_s
+        plan.fetches, plan.fetch_s, plan.reused = True, fetch_s, plan.best
+        return fetched_s
+
+    def _find_shelved(self, plan: Plan) -> None:
+        """All vLLMs are looked at if one may load from another host: no bound of those that are not counts on that."""
+        plan.shelved = next((group for group in plan.groups if self._sources.on_shelves(group[0])), None)
+        for node in self._sources.vllms if plan.shelved is not None else ():
+            if not node.closed:
+                plan.times[node] = self.ttft_s(plan, node)
+
+    def _from_store_s(self, plan: Plan, shelved: Group, node: PrefillNode, work_s: float) -> float:
+        """The work of a vLLM if it loads from the store of another host what is missing, where that is quicker. Nobody measures
+        such a load by itself: the node's own factor does, with all that it computes."""
+        _, blocks, rest_s, prefix = shelved
+        local = plan.local
+        if self._threshold and (local if self._threshold == NO_TIME else local * self._threshold > blocks):
+            return work_s
+        fetch_s = (blocks - local) * self._transfers.model_s
+        fetched_s = max(node.factor * rest_s, node.load_token_s * prefix) + fetch_s
+        if fetched_s >= work_s:
+            return work_s
+        plan.fetches, plan.fetch_s, plan.reused = True, fetch_s, blocks
         return fetched_s
 
     def _promote_s(self, plan: Plan, homes: int) -> float:

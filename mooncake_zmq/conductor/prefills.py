@@ -52,15 +52,17 @@ class PrefillNode:
         "priority_s",
         "ranks",
         "room",
+        "stays",
         "unseen",
-        "whole",
+        "vllm",
     )
 
-    def __init__(self, name: str, host: str, *, half_life_s: float, load_token_s: float, whole: bool) -> None:
+    def __init__(self, name: str, host: str, *, half_life_s: float, load_token_s: float, vllm: bool, stays: bool) -> None:
         self.name = name
         self.host = host
-        self.whole = whole
-        """It decodes as well what it prefills, and nothing else: a vLLM."""
+        self.vllm = vllm
+        self.stays = stays
+        """It decodes as well what it prefills, and nothing else: a vLLM may."""
         self.ranks: list[float] = []
         self.ends: list[float] = []
         self.numbers: list[int] = []
@@ -144,9 +146,9 @@ class Prefills:
         self._token_s = costs.prefill_token_s
         self._accuracy = accuracy
 
-    def join(self, name: str, host: str, *, whole: bool = False) -> PrefillNode:
+    def join(self, name: str, host: str, *, vllm: bool = False, stays: bool = False) -> PrefillNode:
         """A conversation began."""
-        node = PrefillNode(name, host, half_life_s=self._half_life_s, load_token_s=self._load_token_s, whole=whole)
+        node = PrefillNode(name, host, half_life_s=self._half_life_s, load_token_s=self._load_token_s, vllm=vllm, stays=stays)
         insort(self.nodes, node, key=lambda each: each.name)
         self.by_name[name] = node
         self.by_host.setdefault(host, []).append(node)

@@ -43,10 +43,12 @@ class Router:
         if node is None:
             return None
         weighed = plan if plan.weighed is node else self._planner.weigh(plan, node)
+        fetches = weighed.fetches and not node.vllm
         return PrefillChoice(
             node=node,
-            reuse_blocks=plan.best if weighed.fetches else weighed.local,
-            sources=self._sources.order(plan.source, plan.runs, node.homes, weighed.local) if weighed.fetches else (),
+            reuse_blocks=weighed.reused,
+            sources=self._sources.order(plan.source, plan.runs, node.homes, weighed.local) if fetches else (),
+            stores=self._sources.stores(plan.runs, node.host, weighed.local) if weighed.fetches and node.vllm else (),
             queue_s=weighed.queue_s,
             work_s=weighed.work_s,
             fetch_s=weighed.fetch_s,

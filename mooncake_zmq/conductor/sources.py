@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from mooncake_zmq.conductor.prefills import EVERYONE, PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import Run, bits_of
 
+SHELF = "/store"
+"""Behind a cache-node's name: what its store holds of vLLMs' blocks, which are not of the pool's kind."""
 MAX_SOURCES = 4
 """Cache-nodes named in one plan: the one to fetch from, and three more should it be gone or have evicted."""
 FEW = 16
@@ -27,8 +29,9 @@ class Sources:
         """The one named longest ago first, of equals in name order."""
         self._turn = 0
         self._pool_bits = 0
-        self._shelves: dict[int, str] = {}
-        """The host of each store that holds blocks of vLLMs."""
+        self._shelves: dict[int, tuple[str, str]] = {}
+        """Cache-node and host of each store that holds blocks of vLLMs."""
+        self._shelf_bits = 0
         self._vllms: dict[int, PrefillNode] = {}
 
     def join(self, bit: int, name: str, host: str) -> None:
@@ -56,22 +59,24 @@ class Sources:
         self._vllms[bit] = node
         self.settle([node])
 
-    def join_shelf(self, bit: int, host: str) -> None:
-        """A store has blocks of vLLMs, which those on its host can read."""
-        self._shelves[bit] = host
+    def join_shelf(self, bit: int, name: str, host: str) -> None:
+        """The store of this cache-node has blocks of vLLMs, which those on its host can read at once."""
+        self._shelves[bit] = name, host
+        self._shelf_bits |= 1 << bit
         self.settle(self._prefills.by_host.get(host, ()))
 
     def leave_apart(self, bit: int) -> None:
         """A vLLM left, or a store."""
         self._vllms.pop(bit, None)
-        host = self._shelves.pop(bit, None)
-        if host is not None:
+        _, host = self._shelves.pop(bit, ("", ""))
+        self._shelf_bits &= ~(1 << bit)
+        if host:
             self.settle(self._prefills.by_host.get(host, ()))
 
     def settle(self, nodes: Iterable[PrefillNode]) -> None:
         """Tell these prefills which cache-nodes are theirs."""
         for node in nodes:
-            if node.whole:
+            if node.vllm:
                 node.homes = self._apart(node)
                 node.marks = node.homes << 1 | EVERYONE
                 continue
@@ -88,7 +93,7 @@ class Sources:
         if pools != mask:
             for bit in bits_of(mask & ~pools):
                 vllm = self._vllms.get(bit)
-                found += by_host.get(self._shelves[bit], ()) if vllm is None else (vllm,)
+                found += by_host.get(self._shelves[bit][1], ()) if vllm is None else (vllm,)
         return found
 
     def first(self, mask: int) -> int:
@@ -118,6 +123,29 @@ class Sources:
                             return tuple(sources)
         return tuple(sources)
 
+    def on_shelves(self, mask: int) -> bool:
+        """Is any of these a store that vLLMs can read?"""
+        return bool(mask & self._shelf_bits)
+
+    @property
+    def vllms(self) -> Iterable[PrefillNode]:
+        """All of them."""
+        return self._vllms.values()
+
+    def stores(self, runs: Iterable[Run], host: str, blocks: int) -> tuple[str, ...]:
+        """The cache-nodes of other hosts whose stores hold more than so many blocks of vLLMs: the longest first."""
+        found: dict[str, None] = {}
+        for longer, mask in reversed(list(runs)):
+            for bit in bits_of(mask & self._shelf_bits) if longer > blocks else ():
+                name, there = self._shelves[bit]
+                if there != host:
+                    found[name] = None
+        return tuple(found)[:MAX_SOURCES]
+
+    def store_of(self, host: str) -> tuple[str, ...]:
+        """The cache-node whose store the vLLMs of this host write to; none if there is none."""
+        return tuple(self._names[bit] for bit in self._pools.get(host, ())[:1])
+
     def chosen(self, bit: int) -> None:
         """It was named first."""
         self._turn += 1
@@ -131,7 +159,7 @@ class Sources:
         assert self._names.keys() == self._hosts.keys() == self._named.keys()
         assert sorted(bit for pool in self._pools.values() for bit in pool) == sorted(self._names)
         for node in self._prefills.nodes:
-            if node.whole:
+            if node.vllm:
                 assert node.home == -1
                 assert node.homes == self._apart(node)
                 continue
@@ -141,7 +169,7 @@ class Sources:
 
     def _apart(self, vllm: PrefillNode) -> int:
         own = sum([1 << bit for bit, node in self._vllms.items() if node is vllm])
-        return own | sum([1 << bit for bit, host in self._shelves.items() if host == vllm.host])
+        return own | sum([1 << bit for bit, (_, host) in self._shelves.items() if host == vllm.host])
 
     def _rank(self, bit: int) -> tuple[int, str]:
         return self._named[bit], self._names[bit]

@@ -42,7 +42,8 @@ class Transfers:
 
     def __init__(self, *, block_s: float, disk_block_s: float, half_life_s: float, accuracy: Accuracy) -> None:
         """`block_s`, `disk_block_s`: what the cost model says of a block from another host, and from SSD."""
-        self._block_s = block_s
+        self.model_s = block_s
+        """What the cost model says of a block."""
         self._half_life_s = half_life_s
         self._accuracy = accuracy
         self._rates: dict[int, Rates] = {}
@@ -55,7 +56,7 @@ class Transfers:
 
     def report(self, now: float, destination: int, source: int | None, rate: SourceRate) -> float:
         """What one cache-node says of one source; None: its own SSD. Returns the seconds that are still on their way."""
-        rates = self.disk if source is None else self._rates.setdefault(source, Rates(self._block_s, self._half_life_s))
+        rates = self.disk if source is None else self._rates.setdefault(source, Rates(self.model_s, self._half_life_s))
         if rate.block_s > 0:
             before_s = rates.block_s(now, destination)
             if before_s != rate.block_s:

@@ -7,7 +7,7 @@ holder always stops first. Delivery (at most once, in order, within a conversati
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, structs
@@ -200,6 +200,10 @@ class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True,
     """Base of all messages: encodes as `[tag, field, ...]`."""
 
 
+Part = Literal["both", "prefill", "decode"]
+"""What a vLLM does of the requests that it gets."""
+
+
 class Hello(_Message, frozen=True):
     """The first message of every conversation. Fingerprints must be equal, or the peer is refused."""
 
@@ -212,6 +216,8 @@ class Hello(_Message, frozen=True):
     segment: SegmentRef | None = None
     may_become: Annotated[str, Meta(max_length=64)] = ""
     """The role that a conductor may ask it to change to; empty: none."""
+    part: Part = "both"
+    """Of a vLLM: whether others go on with what it prefills, or it with what others do."""
 
 
 # --- gateway <-> conductor
@@ -433,6 +439,9 @@ class StartPrefill(_Message, frozen=True):
     prompt_logprobs: Likeliest | None = None
     """Tell the probability of each of `tokens` but the first, and so many of the likeliest ones' in its place. Nothing is
     reused then."""
+    gateway: Annotated[str, Meta(max_length=64)] = ""
+    """Who asked, where a vLLM that prefilled passes the request on to its decode: with the first token, and its KV in the
+    stores."""
 
 
 class FirstToken(_Message, frozen=True):

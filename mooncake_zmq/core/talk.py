@@ -85,6 +85,7 @@ _SAYS: Mapping[tuple[str, str], Kinds] = {
     ("gateway", "vllm"): frozenset((StartPrefill, CancelRequest)),
     ("vllm", "gateway"): frozenset((FirstToken, TokensDecoded, AttemptFailed)),
     ("vllm", "conductor"): frozenset((PrefillLoad, DecodeLoad, BlocksAnnounced)),
+    ("vllm", "vllm"): frozenset((StartPrefill,)),
     ("prefill", "decode"): frozenset((ReserveDecode, HandoffBlocks, LayersReady, HandoffDone, HandoffFailed)),
     ("decode", "prefill"): frozenset((DecodeReserved, DecodeDenied, HandoffReceived, HandoffFailed, ReportCorrupt)),
     ("prefill", "prefill"): frozenset((StartStage, StageReady, StageChunk, StageDone, StageFailed, EndStage)),
@@ -118,11 +119,22 @@ _TO_WATCH = (("gateway", "gateway"), ("gateway", "cache-node"), ("cache-node", "
 """Those that have nothing else to say."""
 _ON_ONE_HOST = (("prefill", "cache-node"), ("cache-node", "prefill"))
 _IN_PIPELINES = (("prefill", "prefill"),)
+_APART = (("vllm", "vllm"),)
 
 
-def talks(role: Role, host: str, other_role: Role, other_host: str, *, pipelines: bool = False, watched: bool = False) -> bool:
+def talks(
+    role: Role,
+    host: str,
+    other_role: Role,
+    other_host: str,
+    *,
+    pipelines: bool = False,
+    watched: bool = False,
+    apart: bool = False,
+) -> bool:
     """Do two processes of these roles and hosts keep a conversation? Each pair that does costs both a heartbeat, so prefills do
-    among themselves only in a deployment with `pipelines`, and those that gateways only look at where that is `watched`."""
+    among themselves only in a deployment with `pipelines`, vLLMs only where some prefill and some decode `apart`, and those
+    that gateways only look at where that is `watched`."""
     pair = (role, other_role)
     if pair in _TO_WATCH:
         return watched
@@ -130,6 +142,8 @@ def talks(role: Role, host: str, other_role: Role, other_host: str, *, pipelines
         return host == other_host
     if pair in _IN_PIPELINES:
         return pipelines
+    if pair in _APART:
+        return apart
     return pair in SAYS or (other_role, role) in SAYS
 
 
@@ -141,7 +155,8 @@ def may_talk(
     *,
     pipelines: bool = False,
     watched: bool = False,
+    apart: bool = False,
 ) -> bool:
     """The same of processes that may have any of these roles in turn: a link stands through a change of either's role."""
     pairs = [(role, other) for role in roles for other in other_roles]
-    return any(talks(one, host, other, other_host, pipelines=pipelines, watched=watched) for one, other in pairs)
+    return any(talks(one, host, other, other_host, pipelines=pipelines, watched=watched, apart=apart) for one, other in pairs)

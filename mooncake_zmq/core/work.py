@@ -265,8 +265,8 @@ class DiskWritten(Struct, frozen=True):
 
 class Generate(Struct, frozen=True):
     """Have the engine beside this node go on from `tokens` (int32 bytes) until `stop` ends it, `count` output tokens being
-    among them. Its cache is shared by requests of the same `root` alone. What it reuses may stand at `sources`, cache-nodes.
-    No token for `quiet_s`: it has failed."""
+    among them. Its cache is shared by requests of the same `root` alone. What it reuses may stand at `sources`, cache-nodes;
+    the KV of `coming_tokens` does, or will in a moment. No token for `quiet_s`: it has failed."""
 
     tokens: bytes
     count: int
@@ -275,6 +275,7 @@ class Generate(Struct, frozen=True):
     stop: StopRule
     sources: tuple[str, ...] = ()
     quiet_s: float = math.inf
+    coming_tokens: int = 0
 
 
 class TokensGenerated(Struct, frozen=True, gc=False):

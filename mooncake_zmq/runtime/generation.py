@@ -32,6 +32,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
+from mooncake_zmq.vllm.hints import told
 
 log = structlog.get_logger()
 
@@ -175,8 +176,8 @@ def request_body(work: Generate) -> bytes:
         "stream_options": {"include_usage": True},
         "cache_salt": salt_of(work.root),
     }
-    if work.sources:
-        body["kv_transfer_params"] = {"mooncake_zmq.sources": list(work.sources)}
+    if hints := told(work.sources, work.coming_tokens):
+        body["kv_transfer_params"] = hints
     return msgspec.json.encode(body)
 
 

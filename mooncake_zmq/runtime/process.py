@@ -651,6 +651,7 @@ class _Process:
             layout=self.layout.fingerprint,
             segment=segment,
             may_become=self.node.may_become,
+            part=self.settings.part if self.node.role == "vllm" else "both",
         )
         return Session(
             me=self.node.name,
@@ -665,7 +666,8 @@ class _Process:
     def _peers(self) -> dict[str, NodeSettings]:
         """Those that this process keeps a conversation with, by name."""
         node, config = self.node, self.config
-        talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1, watched=True)
+        parts = {self.loaded.section(node).part for node in config.of_role("vllm")}
+        talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1, watched=True, apart=len(parts) > 1)
         return {
             peer.name: peer
             for peer in config.nodes

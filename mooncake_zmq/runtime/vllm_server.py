@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -76,8 +77,9 @@ def _longest(answer: httpx.Response) -> int | None:
     return min(found, default=None)
 
 
-def server_command(python: str, config: Config, settings: VllmSettings) -> list[str]:
-    """What starts such a server: by its own Python, for the deployment's model and lengths."""
+def server_command(python: str, config: Config, settings: VllmSettings, host: str = "") -> list[str]:
+    """What starts such a server: by its own Python, for the deployment's model and lengths. One that only prefills or decodes
+    has our connector, which that Python must have, over all stores, those of `host` first."""
     place = urlsplit(settings.url)
     told = {
         "--model": config.model.path,
@@ -92,6 +94,19 @@ def server_command(python: str, config: Config, settings: VllmSettings) -> list[
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": settings.kv_events}
         events |= {"replay_endpoint": settings.kv_events_replay or None, "topic": settings.kv_events_topic}
         told["--kv-events-config"] = json.dumps(events)
+    if settings.part != "both":
+        told["--kv-transfer-config"] = json.dumps(_transfer(config, host))
     arguments = [str(part) for name, value in told.items() for part in (name, value)]
     flags = ["--enable-scale-out", "--enable-prompt-tokens-details"]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags, *settings.serve_arguments]
+
+
+def _transfer(config: Config, host: str) -> dict[str, Any]:
+    stores = [node for node in config.of_role("cache-node") if node.store_endpoint]
+    stores.sort(key=lambda node: node.host != host)
+    return {
+        "kv_connector": "MooncakeZmqConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "mooncake_zmq.vllm.connector",
+        "kv_connector_extra_config": {"stores": ",".join(node.store_endpoint for node in stores)},
+    }

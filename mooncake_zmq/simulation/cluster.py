@@ -1,5 +1,6 @@
 """The cluster every seed runs: the live actors with settings small enough that pools evict, decodes preempt, leases expire."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from mooncake_zmq.cache_node.tenants import PoolTenant
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import Part
 from mooncake_zmq.core.roles import BECOMES, ROLES, Role
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.core.talk import may_talk
@@ -29,7 +31,8 @@ SLOT_BYTES = sim_layout(BLOCK_TOKENS).slot_bytes
 HOSTS = ("a", "b", "c")
 CONDUCTORS = ("conductor-1", "conductor-2")
 MEMBERS = tuple(f"{role}-{host}" for role in ("prefill", "decode", "cache-node") for host in HOSTS)
-VLLM_HOSTS = HOSTS[1:]
+VLLMS: Mapping[str, Part] = {"b": "both", "c": "both"}
+VLLMS_APART: Mapping[str, Part] = {"a": "decode", "b": "prefill", "c": "decode"}
 CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
 """Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
@@ -83,22 +86,23 @@ class ClusterSettings:
     vllm: VllmSettings = VllmSettings(
         max_running=1, max_queued=3, capacity_tokens=600, probe_s=0.5, probe_timeout_s=0.5, quiet_s=5.0
     )
-    vllm_hosts: tuple[str, ...] = ()
-    """Those with a vLLM beside our own engines."""
+    vllm_parts: Mapping[str, Part] = field(default_factory=dict)
+    """By host, of those with a vLLM beside our own engines."""
     watched: bool = False
     """Somebody looks at the cluster by its gateways."""
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
     @classmethod
     def of_seed(cls, seed: int) -> "ClusterSettings":
-        """Of three seeds one has vLLMs among the others, one computes longer prompts in pipelines of up to three prefills, one
-        decodes several steps in a work. Of five, one is watched."""
+        """Of three seeds one has vLLMs among the others, which in half of them prefill and decode apart; one computes longer
+        prompts in pipelines of up to three prefills, one decodes several steps in a work. Of five, one is watched."""
         plain = cls(watched=seed % 5 == 4)
         if seed % 3 == 2:
             return replace(plain, decode=replace(plain.decode, max_steps=5))
         if seed % 3 == 0:
-            members = (*MEMBERS, *(f"vllm-{host}" for host in VLLM_HOSTS))
-            return replace(plain, vllm_hosts=VLLM_HOSTS, conductor=replace(plain.conductor, members=members))
+            parts = VLLMS_APART if seed % 2 else VLLMS
+            members = (*MEMBERS, *(f"vllm-{host}" for host in parts))
+            return replace(plain, vllm_parts=parts, conductor=replace(plain.conductor, members=members))
         conductor = replace(
             plain.conductor,
             pipeline_stages=3,
@@ -125,8 +129,14 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
     places = {f"gateway-{i + 1}": HOSTS[i] for i in range(2)} | {name: HOSTS[i] for i, name in enumerate(CONDUCTORS)}
     for role in ("prefill", "decode", "cache-node"):
         places |= {f"{role}-{host}": host for host in HOSTS}
-    places |= {f"vllm-{host}": host for host in settings.vllm_hosts}
-    talk = partial(may_talk, pipelines=settings.conductor.pipeline_stages > 1, watched=settings.watched)
+    parts = {f"vllm-{host}": part for host, part in settings.vllm_parts.items()}
+    places |= {f"vllm-{host}": host for host in settings.vllm_parts}
+    talk = partial(
+        may_talk,
+        pipelines=settings.conductor.pipeline_stages > 1,
+        watched=settings.watched,
+        apart=len(set(parts.values())) > 1,
+    )
     return [
         ProcessSpec(
             name=name,
@@ -141,6 +151,7 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
             slots=PARTS[role].segment_slots(settings.of_role(role), settings.layout),
             disk_slots=settings.cache_node.ssd.bytes // SLOT_BYTES if role == "cache-node" else 0,
             may_become=BECOMES[role] if name in CHANGEABLE else "",
+            part=parts.get(name, "both"),
         )
         for name, host in places.items()
         for role in _roles_of(name)
@@ -159,7 +170,7 @@ def _make(settings: ClusterSettings, role: Role, name: str, host: str, incarnati
         name=name,
         host=host,
         incarnation=incarnation,
-        settings=settings.of_role(role),
+        settings=replace(settings.vllm, part=settings.vllm_parts[host]) if role == "vllm" else settings.of_role(role),
         layout=settings.layout,
         costs=settings.costs,
         disk=disk,

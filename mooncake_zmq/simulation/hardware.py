@@ -50,15 +50,21 @@ from mooncake_zmq.core.work import (
     WriteToDisk,
 )
 from mooncake_zmq.kv import reading
+from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
 from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_states, hidden_states, logprob_of
+from mooncake_zmq.simulation.shelf import Shelf, block_of, fill
 
 NO_ANSWER = "no answer"
 """Why a work stops that waited for a silent peer: its blocks were not reached."""
 ENGINE_FAILS = 0.05
 """A foreign engine refuses requests and questions so often by itself."""
+COMING_S, AGAIN_S = 0.2, 0.02
+"""A foreign engine waits so long for what is being saved, and looks again so often."""
+SAVES_LATE = 15
+"""Its blocks are in a store after so many times what a copy takes to begin."""
 ANSWER_LOSSES = 3
 """A foreign engine loses an answer at one token for so many copies that fail: an answer has many tokens."""
 
@@ -93,6 +99,8 @@ class Segment:
     layout: BlockLayout
     slots: int
     memory: bytearray = field(init=False)
+    shelf: Shelf | None = None
+    """What the store beside it holds for vLLMs, if it is a cache-node's."""
     generations: list[int] = field(init=False)
     parts: list[list[int]] = field(init=False)
     """Part checksums per slot, set by whoever wrote the part."""
@@ -511,29 +519,76 @@ class Machine:
 
     def _generate(self, running: Running, work: Generate) -> Steps:
         """A foreign engine: it has KV of its own, and a fault of copies is one that loses an answer under way."""
-        hardware, tokens = self.world.hardware, as_tokens(work.tokens)
+        hardware, tokens, known = self.world.hardware, as_tokens(work.tokens), work.tokens
         left, length = work.stop.max_tokens - work.count, len(tokens)
         sequence = SimSequence(length + left, work.sampling.past(work.tokens))
-        took_s = self._took(hardware.compute_start_s + hardware.compute_token_s * length)
+        start = reused = yield from self._load_shelved(work, sequence)
+        tokens = tokens[start:]
+        took_s = self._took(hardware.compute_start_s + hardware.compute_token_s * len(tokens))
         if self.world.random.random() < max(ENGINE_FAILS, self.world.copy_fail):
             yield took_s
             return WorkFailed("injected failure")
-        start = 0
         for made in range(1, left + 1):
             stop = yield self._wait_for_compute(running, took_s)
             stop = stop or (yield took_s)
             if stop or self.world.random.random() < self.world.copy_fail / ANSWER_LOSSES:
                 return WorkFailed(stop or "injected failure")
             sequence.run(start, tokens)
+            self._shelve(work, sequence, known, start)
             start += len(tokens)
             token = sequence.next_token(start, work.sampling)
             if work.stop.reason(token, work.count + made) is not None:
-                return Generated((token,))
+                return Generated((token,), reused)
             self._progressed(running.work_id, TokensGenerated((token,)))
-            tokens = np.array([token], dtype=np.uint32)
+            tokens, known = np.array([token], dtype=np.uint32), known + pack_tokens((token,))
             sequence.feed(token, start, work.sampling)
             took_s = self._took(hardware.step_s + hardware.step_entry_s)
         raise AssertionError("the last token ends an answer")
+
+    def _load_shelved(self, work: Generate, sequence: SimSequence) -> Generator[float, str | None, int]:
+        """The KV of so many tokens comes from stores. What another engine is still saving is waited for, but not for long."""
+        world, size = self.world, self.layout.block_tokens
+        keys = extend_keys(work.root, work.tokens, size)[: (len(work.tokens) // 4 - 1) // size]
+        coming, until = min(len(keys), work.coming_tokens // size), world.now + COMING_S
+        found = self._on_shelves(keys)
+        while len(found) < coming and world.now < until:
+            if (yield AGAIN_S):
+                break
+            found = self._on_shelves(keys)
+        if found:
+            yield self._took(world.hardware.network_start_s + world.hardware.network_block_s * len(found))
+        for index, block in enumerate(found):
+            fill(sequence, index * size, (index + 1) * size, block)
+        return len(found) * size
+
+    def _on_shelves(self, keys: Sequence[Key]) -> list[bytes]:
+        """The leading blocks that stores have which answer. A copy that is torn is noticed."""
+        world, found = self.world, list[bytes]()
+        for key in keys:
+            held = [block for shelf in self._shelves() if (block := shelf.get(key)) is not None]
+            if not held or (world.copy_tear and world.random.random() < world.copy_tear):
+                break
+            found.append(held[0])
+        return found
+
+    def _shelves(self) -> list[Shelf]:
+        """Of the stores that answer, the one on this host first."""
+        there = [segment for segment in self.world.segments.values() if segment.shelf is not None and segment.linked]
+        there = [each for each in there if self.world.reach(self.name, each.node, each.incarnation) == "yes"]
+        return [each.shelf for each in sorted(there, key=lambda each: each.host != self.host) if each.shelf is not None]
+
+    def _shelve(self, work: Generate, sequence: SimSequence, known: bytes, start: int) -> None:
+        """Blocks that are complete go to a store in a while, if this process lives to see it."""
+        size, stop = self.layout.block_tokens, len(known) // 4 // self.layout.block_tokens
+        if start // size < stop:
+            keys = extend_keys(work.root, known, size)
+            blocks = [(keys[at], block_of(sequence, at * size, (at + 1) * size)) for at in range(start // size, stop)]
+            self._later(self._took(self.world.hardware.copy_start_s * SAVES_LATE), lambda: self._put_on_shelf(blocks))
+
+    def _put_on_shelf(self, blocks: Sequence[tuple[Key, bytes]]) -> None:
+        for shelf in self._shelves()[:1]:
+            for key, block in blocks:
+                shelf.put(key, block)
 
     def _probe_engine(self) -> Steps:
         yield self._took(self.world.hardware.probe_s)

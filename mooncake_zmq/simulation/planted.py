@@ -44,7 +44,7 @@ from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.stages import Stages
-from mooncake_zmq.simulation import engine, hardware, planted_stores
+from mooncake_zmq.simulation import engine, hardware, planted_stores, shelf
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted_stores import Replacements, silent
 from mooncake_zmq.vllm_node.vllm_node import VllmNode
@@ -412,6 +412,31 @@ def _resume_repeats() -> Replacements:
     return [(VllmNode, "handle", forgetful)]
 
 
+def _passed_on_short() -> Replacements:
+    """A vLLM that prefilled passes the request on without the token that it made."""
+    handle = VllmNode.handle
+
+    def forgetful(self: VllmNode, now: float, event: Any) -> list[Effect]:
+        effects = handle(self, now, event)
+        for place, effect in enumerate(effects):
+            if isinstance(effect, Send) and isinstance(effect.message, StartPrefill):
+                rest = structs.replace(effect.message, tokens=effect.message.tokens[:-4])
+                effects[place] = structs.replace(effect, message=rest)
+        return effects
+
+    return [(VllmNode, "handle", forgetful)]
+
+
+def _shelved_wrong() -> Replacements:
+    """What vLLMs save in the stores is not what they load."""
+    put = shelf.Shelf.put
+
+    def spoilt(self: shelf.Shelf, key: Key, block: bytes) -> None:
+        put(self, key, block[4:] + block[:4])
+
+    return [(shelf.Shelf, "put", spoilt)]
+
+
 def _copied_short() -> Replacements:
     """A choice begins with all but the last token of its prompt's KV."""
     fork = hardware.Machine._fork
@@ -479,6 +504,8 @@ PLANTED: dict[str, Planted] = {
     "answer_forgotten": Planted("an answer resumed as prompt", ("I3",), (K.CRASH, K.CRASH), _answer_forgotten),
     "constraint_restarts": Planted("a grammar begun anew", ("I3",), (K.CRASH, K.CRASH), _constraint_restarts),
     "resume_repeats": Planted("a resume repeats a token", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_repeats),
+    "passed_on_short": Planted("a handover lacks the first token", ("I3",), (), _passed_on_short),
+    "shelved_wrong": Planted("vLLMs load other KV than they saved", ("I3",), (), _shelved_wrong),
     "index_lies": Planted("index keeps what is gone", ("I5",), (), _index_lies),
     "announce_early": Planted("announced before it is held", ("I5",), (), _announce_early),
     "contents_stale": Planted("events tell what a slot held before", ("I5",), (), _contents_stale),

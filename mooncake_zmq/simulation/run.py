@@ -74,7 +74,7 @@ def run_seed(
 def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *, trace: bool, stores_only: bool) -> None:
     random = Random(result.seed)
     settings = ClusterSettings.of_seed(result.seed)
-    workload = replace(workload, plain=bool(settings.vllm_hosts))
+    workload = replace(workload, plain=bool(settings.vllm_parts))
     specs = processes(settings)
     if stores_only:
         specs = [replace(spec, peers=()) for spec in specs if spec.role == "cache-node"]

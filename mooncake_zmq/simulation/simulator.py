@@ -33,6 +33,7 @@ from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.faults import Fault, FaultKind
 from mooncake_zmq.simulation.hardware import Hardware, Machine, Segment
 from mooncake_zmq.simulation.links import Sessions, Wires
+from mooncake_zmq.simulation.shelf import Shelf
 from mooncake_zmq.simulation.stores import Stores
 from mooncake_zmq.simulation.traces import MODEL
 from mooncake_zmq.simulation.world import LINGER_S, Life, Observe, Process, ProcessSpec, World
@@ -120,7 +121,8 @@ class Simulator(World[Machine]):
         incarnation = process.next_incarnation
         segment = None
         if spec.slots:
-            segment = Segment(name, incarnation, spec.host, self._layout, spec.slots)
+            shelf = Shelf() if spec.role == "cache-node" else None
+            segment = Segment(name, incarnation, spec.host, self._layout, spec.slots, shelf)
             self.segments[name, incarnation] = segment
         disk = self.disks.get(name)
         actor = spec.make(incarnation, disk.contents() if disk else DiskContents())
@@ -149,6 +151,7 @@ class Simulator(World[Machine]):
             layout=self._layout.fingerprint,
             segment=SegmentRef(path=f"{name}.{process.lives}", endpoint=f"sim:{name}", slots=slots) if slots else None,
             may_become=process.spec.may_become,
+            part=process.spec.part,
         )
 
     def restart(self, name: str, role: str = "") -> None:

@@ -32,6 +32,7 @@ from mooncake_zmq.core.actor import (
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.messages import Part
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.work import Progress, Result, Work
 
@@ -49,7 +50,7 @@ Observe = Callable[[Event, list[Effect]], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     """One process of the cluster. `make` builds its actor for a life, from what its disk holds; `slots`: size of its segment,
-    `disk_slots`: of its disk, 0 for none. `may_become`: what it says of that."""
+    `disk_slots`: of its disk, 0 for none. `may_become`, `part`: what it says of these."""
 
     name: str
     role: str
@@ -59,6 +60,7 @@ class ProcessSpec:
     slots: int = 0
     disk_slots: int = 0
     may_become: str = ""
+    part: Part = "both"
 
 
 class Carrier(Protocol):

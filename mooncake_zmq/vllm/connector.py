@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import StoreClient
+from mooncake_zmq.vllm import hints
 from mooncake_zmq.vllm.ledger import Ledger, Orders, Progress
 from mooncake_zmq.vllm.lookups import Lookups
 from mooncake_zmq.vllm.mover import HostMemory, Memory, Mover
@@ -254,6 +255,7 @@ class _SchedulerHalf:
             may_save=transfer.is_kv_producer,
             most_saving=max(1, int(kv_cache_config.num_blocks * SAVING_SHARE)),
             lookup_s=2 * settings.lookup_timeout_s,
+            coming_s=settings.coming_timeout_s,
         )
 
     def meet(self, shelves: Sequence[str]) -> None:
@@ -263,7 +265,7 @@ class _SchedulerHalf:
     def add(self, request: Any) -> None:
         if not request.resumable:  # its tokens may change
             self._requests[request.request_id] = request
-            self.ledger.add(request.request_id, self._keys(request))
+            self.ledger.add(request.request_id, self._keys(request), hints.read(request.kv_transfer_params))
 
     def finished(self, request_id: str) -> None:
         self._requests.pop(request_id, None)

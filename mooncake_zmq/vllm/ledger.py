@@ -7,12 +7,15 @@ request goes another way. Blocks that are being saved are named to the caller, w
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.vllm.hints import NO_HINTS, Hints
 from mooncake_zmq.vllm.names import BlockKeys, object_names
 
+AGAIN_S = 0.01
+"""What is still being saved elsewhere is looked for again after this long."""
 HOLD_LEFT_S = 2.0
 """A promise that holds no longer than this is asked for again."""
 REOFFER_S = 60.0
@@ -32,11 +35,16 @@ class Lookup(Protocol):
     def until(self) -> float:
         """When the hold ends by itself (monotonic clock), once there is an answer."""
 
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Names of the stores that have something of it, once there is an answer."""
+
 
 class Pool(Protocol):
     """Where blocks are looked up."""
 
-    def ask(self, names: list[str]) -> Lookup: ...
+    def ask(self, names: list[str], first: Sequence[str]) -> Lookup:
+        """`first`: names of stores to ask before the others."""
 
     def release(self, lookup: Lookup) -> None:
         """Whatever it holds need not be held any more."""
@@ -44,11 +52,12 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks of one request to fill from the pool."""
+    """Blocks of one request to fill from the pool. `holders`: names of the stores that had them when they were promised."""
 
     request_id: str
     keys: tuple[Key, ...]
     blocks: tuple[int, ...]
+    holders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,9 @@ class _Request:
     """`own`: blocks that the engine's own cache had when last asked. `saved`: blocks offered to the pool, or from it."""
 
     keys: BlockKeys
+    hints: Hints
+    coming_until: float | None = None
+    """How long to wait for what is still being saved; None: not asked yet."""
     own: int = 0
     saved: int = 0
     promise: _Promise | None = None
@@ -101,7 +113,7 @@ class _Request:
 @dataclass(slots=True)
 class Ledger:
     """See the module. `most_saving`: blocks that may be kept for saving at a time; the others wait for a later step.
-    `lookup_s`: a lookup not answered by then is a miss."""
+    `lookup_s`: a lookup not answered by then is a miss. `coming_s`: likewise blocks that are being saved elsewhere."""
 
     block_tokens: int
     pool: Pool
@@ -109,6 +121,7 @@ class Ledger:
     may_save: bool
     most_saving: int
     lookup_s: float = 1.0
+    coming_s: float = 1.0
     shelves: tuple[str, ...] = ()
     """One a rank; until they are told nothing is looked up or saved."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -120,10 +133,10 @@ class Ledger:
     _number: int = 0
     _recent: OrderedDict[Key, float] = field(default_factory=OrderedDict)
 
-    def add(self, request_id: str, keys: BlockKeys) -> None:
+    def add(self, request_id: str, keys: BlockKeys, hints: Hints = NO_HINTS) -> None:
         """A new request."""
         if len(self._requests) < MAX_REQUESTS:
-            self._requests[request_id] = _Request(keys)
+            self._requests[request_id] = _Request(keys, hints)
         else:
             self.counts["unfollowed"] += 1
 
@@ -151,7 +164,12 @@ class Ledger:
             self.counts["lookups_slow"] += 1
             self._let_go(request)
             return 0
-        return max(0, promise.first + found // len(self.shelves) - own) * self.block_tokens
+        there = promise.first + found // len(self.shelves)
+        if there < self._coming(now, request, stop):
+            if now - promise.asked_at >= AGAIN_S:
+                self._ask(now, request, own, stop)
+            return None
+        return max(0, there - own) * self.block_tokens
 
     def allocated(self, request_id: str, external_tokens: int, blocks: Sequence[int]) -> None:
         """The request has `blocks`, all it needs by now; the pool's part of them is to be loaded."""
@@ -161,7 +179,8 @@ class Ledger:
         if external_tokens:
             stop = request.own + external_tokens // self.block_tokens
             keys = request.keys.upto(stop)[request.own :]
-            request.load = Load(request_id, tuple(keys), tuple(blocks[request.own : stop]))
+            holders = request.promise.lookup.holders if request.promise is not None else ()
+            request.load = Load(request_id, tuple(keys), tuple(blocks[request.own : stop]), holders)
             self._loads.append(request.load)
             request.saved = max(request.saved, stop)
             self.counts["promised_blocks"] += len(keys)
@@ -233,8 +252,19 @@ class Ledger:
     def _ask(self, now: float, request: _Request, first: int, stop: int) -> _Promise:
         self._let_go(request)
         names = object_names(self.shelves, request.keys.upto(stop)[first:])
-        request.promise = _Promise(first, stop, self.pool.ask(names), now)
+        request.promise = _Promise(first, stop, self.pool.ask(names, request.hints.sources), now)
         return request.promise
+
+    def _coming(self, now: float, request: _Request, stop: int) -> int:
+        """Blocks that are worth waiting for."""
+        wanted = min(request.hints.coming_tokens // self.block_tokens, stop)
+        if request.coming_until is None:
+            request.coming_until = now + self.coming_s
+        if wanted and now >= request.coming_until:
+            self.counts["late_requests"] += 1
+            request.hints = replace(request.hints, coming_tokens=0)
+            return 0
+        return wanted
 
     def _is_stale(self, promise: _Promise, now: float) -> bool:
         return promise.lookup.answer() is not None and now > promise.lookup.until - HOLD_LEFT_S

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 
 from mooncake_zmq.store.client.client import Hold, StoreClient
 from mooncake_zmq.vllm import ledger
@@ -16,8 +17,8 @@ _NOTHING = Hold(0, 0.0)
 class Lookup:
     """One question. `release` may come before its answer."""
 
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
+    def __init__(self, names: list[str], first: Sequence[str]) -> None:
+        self.names, self.first = names, first
         self.hold = _NOTHING
         self.released = False
         self._done = threading.Event()
@@ -30,6 +31,10 @@ class Lookup:
     @property
     def until(self) -> float:
         return self.hold.until
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        return self.hold.holders
 
     def end(self, hold: Hold = _NOTHING) -> None:
         """The answer."""
@@ -45,9 +50,9 @@ class Lookups:
         self._lock = threading.Lock()
         self._lane = Lane("kv-lookups", self._work, Lookup.end, MAX_WAITING)
 
-    def ask(self, names: list[str]) -> Lookup:
+    def ask(self, names: list[str], first: Sequence[str] = ()) -> Lookup:
         """Answered with 0 at once where too many wait already."""
-        lookup = Lookup(names)
+        lookup = Lookup(names, first)
         if not self._lane.offer(lookup):
             lookup.end()
         return lookup
@@ -68,7 +73,7 @@ class Lookups:
         hold = lookup.hold
         try:
             if not hold.leases and not lookup.released:
-                hold = self._client.hold(lookup.names)
+                hold = self._client.hold(lookup.names, lookup.first)
         finally:
             with self._lock:
                 lookup.end(hold)

@@ -122,20 +122,23 @@ class Mover:
         good = 0
         try:
             for start, stop in _batches(len(load.blocks), self._loading.most):
-                came = self._fetch(load.keys[start:stop], load.blocks[start:stop])
+                came = self._fetch(load.keys[start:stop], load.blocks[start:stop], load.holders)
                 good += came
                 if came < stop - start:  # what follows a gap is computed again anyhow
                     break
         finally:
             self._end_load(load, good)
 
-    def _fetch(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+    def _fetch(self, keys: Sequence[bytes], blocks: Sequence[int], holders: Sequence[str]) -> int:
         """How many of the first blocks are there now."""
         memory = self._loading
         targets = memory.targets(blocks)
         size = memory.value_bytes
         answers = self._client.fetch(
-            object_names([self._shelf], keys), lambda index, told: targets[index] if told == size else None, [size] * len(keys)
+            object_names([self._shelf], keys),
+            lambda index, told: targets[index] if told == size else None,
+            [size] * len(keys),
+            holders,
         )
         came = next((index for index, answer in enumerate(answers) if answer != size), len(answers))
         memory.arrived(blocks[:came])

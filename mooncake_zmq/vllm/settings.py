@@ -9,6 +9,7 @@ from mooncake_zmq.store.client.peer import ClientSettings
 
 STAGING_BYTES = 64 << 20
 LOOKUP_TIMEOUT_S = 0.5
+COMING_TIMEOUT_S = 1.0
 MOVE_TIMEOUT_S = 2.0
 
 
@@ -27,6 +28,8 @@ class ConnectorSettings:
     """Pinned host memory for loads, and as much for saves, where the KV is on a GPU."""
     lookup_timeout_s: float = LOOKUP_TIMEOUT_S
     """Of a question; a store that takes longer has nothing. It costs a request so much once a second, the engine nothing."""
+    coming_timeout_s: float = COMING_TIMEOUT_S
+    """How long a request that another engine prefilled waits for blocks that are still being saved; then it computes them."""
 
     @property
     def asking(self) -> ClientSettings:
@@ -42,6 +45,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     own: dict[str, Any] = {"prefix": str(told.pop("prefix", "")), "model": str(told.pop("model", ""))}
     own["staging_bytes"] = int(told.pop("staging_bytes", STAGING_BYTES))
     own["lookup_timeout_s"] = float(told.pop("lookup_timeout_s", LOOKUP_TIMEOUT_S))
+    own["coming_timeout_s"] = float(told.pop("coming_timeout_s", COMING_TIMEOUT_S))
     if not addresses:
         raise ValueError("stores: names no store")
     _, endpoints, client = read_setup({"master_server_addr": addresses, "timeout_s": MOVE_TIMEOUT_S, **told})

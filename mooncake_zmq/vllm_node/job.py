@@ -59,6 +59,11 @@ class Job:
     """When the last of them came."""
 
     @property
+    def taken_over(self) -> bool:
+        """Another vLLM has prefilled it."""
+        return bool(self.request.gateway)
+
+    @property
     def length(self) -> int:
         """Tokens that it came with."""
         return len(self.request.tokens) // 4

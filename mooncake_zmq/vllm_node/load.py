@@ -40,6 +40,8 @@ class Load:
 
     def stepped(self, now: float, job: Job, tokens: int, batch: Sequence[Job]) -> None:
         """Later tokens of `job` came, one of `batch`."""
+        if not job.made:  # the first ones, of one that was taken over: that was no step
+            return
         predicted_s = self._costs.step_s(len(batch), sum(each.context for each in batch))
         # Of a batch each step is told by every member.
         self.step.add(now, (now - job.token_at) / len(batch), predicted_s * tokens / len(batch))

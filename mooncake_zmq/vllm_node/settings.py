@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from mooncake_zmq.core.messages import Part
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
@@ -12,6 +14,9 @@ class VllmSettings:
     url: str = "http://127.0.0.1:8001"
     """Where its vLLM serves: `vllm serve MODEL --enable-scale-out --enable-prompt-tokens-details`. Without the latter vLLM does
     not tell what it reused, and answers say that nothing was."""
+    part: Part = "both"
+    """Of the requests that it gets. "prefill": prompts and first tokens; another node goes on, of part "decode", which takes
+    nothing else and whose vLLM loads the KV from the stores: both run with the connector. "both": whole requests."""
     serve_arguments: tuple[str, ...] = ()
     """What `up --vllm-python` adds to the command line of the vLLM that it starts; nobody else looks at it."""
     max_running: int = 32
@@ -54,6 +59,8 @@ class VllmSettings:
                 raise ValueError(f"kv_events and kv_events_replay are tcp:// or ipc:// endpoints, not {endpoint!r}")
         if self.kv_events_replay and not self.kv_events:
             raise ValueError("kv_events_replay goes with kv_events")
+        if self.kv_events and self.part == "decode":
+            raise ValueError('kv_events: nothing is placed by what the vLLM of a node of part "decode" has in its cache')
         if not (0 <= self.overtake < math.inf and 0 <= self.priority_s < math.inf):
             raise ValueError("overtake and priority_s must be 0 or more, and finite")
         times = (self.report_s, self.measured_half_life_s, self.probe_s, self.probe_timeout_s, self.quiet_s)

@@ -1,10 +1,13 @@
 """The actor beside a vLLM server: queue, first token and later ones, what it reports of both kinds of work. PURE.
 
-To gateway and conductor it is a prefill and a decode in one, for requests that are placed on it as both. vLLM holds all KV. A
-request that cannot go on here ends with `AttemptFailed`; the gateway places it again, from prompt and tokens so far.
+To gateway and conductor it is a prefill and a decode in one, for requests that are placed on it as both; or one of the two:
+then it passes on what it prefilled, or goes on with what another one did, and the KV goes from vLLM to vLLM through the stores.
+vLLM holds all KV. A request that cannot go on here ends with `AttemptFailed`; the gateway places it again, from prompt and
+tokens so far.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import structs
@@ -38,8 +41,10 @@ from mooncake_zmq.core.messages import (
     FirstToken,
     Hello,
     Message,
+    Part,
     Sampling,
     StartPrefill,
+    StopRule,
     TokensDecoded,
     clip,
     for_sibling,
@@ -56,7 +61,7 @@ from mooncake_zmq.core.work import (
     WatchEngine,
     WorkFailed,
 )
-from mooncake_zmq.kv.block_hash import root_of_salt
+from mooncake_zmq.kv.block_hash import pack_tokens, root_of_salt
 from mooncake_zmq.kv.engine_events import EngineEvent
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
@@ -67,6 +72,9 @@ from mooncake_zmq.vllm_node.settings import VllmSettings
 PROBE = ("probe",)
 FOREVER_S = 1e7
 UNKNOWN = "vLLM was not asked yet"
+NO_DECODE = "the vLLM that is to go on is not there"
+TAKES: Mapping[Part, tuple[bool, bool]] = {"both": (True, True), "prefill": (True, False), "decode": (False, True)}
+"""By part: does a request begin there, and does it end there?"""
 
 
 def unable(sampling: Sampling, made: int) -> str | None:
@@ -167,7 +175,9 @@ class VllmNode:
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
         match message:
             case StartPrefill():
-                return [e for each in _each_choice(message) for e in self._on_start(now, sender, each)]
+                gateway = self._asker(sender, message)
+                choices = _each_choice(message) if gateway is not None else []
+                return [e for each in choices for e in self._on_start(now, gateway or "", each)]
             case CancelRequest():
                 return self._on_cancel(now, sender, message)
             case _:
@@ -222,7 +232,15 @@ class VllmNode:
 
     # --- the gateway's orders
 
-    def _on_start(self, now: float, sender: str, message: StartPrefill) -> list[Effect]:
+    def _asker(self, sender: str, message: StartPrefill) -> str | None:
+        """The gateway whose request it is; None if nobody we could answer, or a sender that has no right to name one."""
+        gateway = message.gateway or sender
+        roles = [hello.role for hello in (self._peers.get(sender), self._peers.get(gateway)) if hello is not None]
+        right = roles == ["vllm" if message.gateway else "gateway", "gateway"]
+        self.counts.add("unasked_requests", int(not right))
+        return gateway if right else None
+
+    def _on_start(self, now: float, gateway: str, message: StartPrefill) -> list[Effect]:
         current = self._jobs.get(message.request_id)
         if current is not None and current.request.attempt >= message.attempt:
             return []
@@ -231,8 +249,10 @@ class VllmNode:
         reason = lack or self._refusal(message)
         if reason is not None:
             self.counts.add("jobs_refused")
-            return [*effects, self._failed(sender, message, reason, full=lack is not None)]
-        job = Job(message, sender, self._ids.new(), self._load.rank(now, message), now)
+            return [*effects, self._failed(gateway, message, reason, full=lack is not None)]
+        if not self._may_pass_on(message):
+            return [*effects, self._failed(gateway, message, NO_DECODE, full=True, avoid=message.decode)]
+        job = Job(message, gateway, self._ids.new(), self._load.rank(now, message), now)
         self._jobs[message.request_id] = job
         return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
 
@@ -249,13 +269,14 @@ class VllmNode:
         length = len(message.tokens) // 4
         if length == 0 or not self._layout.has_tokens(message.tokens):
             return "no tokens, or such as the model does not have"
-        if message.decode != self.name or message.stages:
-            return "a vLLM computes the whole request"
+        if (not message.gateway, message.decode == self.name) != TAKES[self._settings.part] or message.stages:
+            return f"that is no work for a vLLM of part {self._settings.part}"
         if message.stop.max_tokens <= message.first_index:
             return "no token is wanted"
         if message.prompt_logprobs is not None:
             return "a vLLM is asked for no probabilities of a prompt"
-        if (reason := unable(message.sampling, message.first_index)) is not None:
+        goes_on = message.decode != self.name and message.stop.max_tokens > message.first_index + 1
+        if (reason := unable(message.sampling, message.first_index + goes_on)) is not None:
             return reason
         return None if length < self._settings.capacity_tokens else "prompt is longer than vLLM's KV"
 
@@ -294,9 +315,10 @@ class VllmNode:
                 count=request.first_index,
                 root=request.root,
                 sampling=request.sampling,
-                stop=request.stop,
+                stop=self._stop(request),
                 sources=request.sources,
                 quiet_s=self._settings.quiet_s,
+                coming_tokens=job.length - 1 if job.taken_over else 0,
             )
             left_s = request.deadline_s - (now - job.arrived_at)
             effects.append(Start(job.work_id, work, max(left_s, self._settings.report_s)))
@@ -316,6 +338,9 @@ class VllmNode:
             return self._end(now, job)
         if isinstance(result, WorkFailed):
             return self._fail(now, job, result.reason) + self._doubt(result.reason)
+        if job.taken_over:
+            self.counts.add("taken_over_tokens", job.length)
+            self.counts.add("taken_over_tokens_reused", result.reused)
         effects, ended = self._take(now, job, result.tokens, result.reused)
         if self._jobs.get(job.request.request_id) is not job:  # what came was nonsense
             return effects
@@ -331,9 +356,9 @@ class VllmNode:
             self.counts.add("tokens_out_of_range")
             return self._fail(now, job, "vLLM gave tokens that the model does not have"), False
         request, effects = job.request, list[Effect]()
-        taken, ended = request.stop.cut(tokens, job.count)
+        taken, ended = self._stop(request).cut(tokens, job.count)
         tokens = tokens[:taken]
-        if job.state is JobState.PREFILLING:
+        if job.state is JobState.PREFILLING and not job.taken_over:
             effects += self._first(now, job, tokens[0], reused)
             tokens, reused = tokens[1:], 0
         if tokens:
@@ -356,12 +381,34 @@ class VllmNode:
             prefill_s=max(0.0, now - job.began_at),
         )
         job.made, job.token_at = 1, now
-        return [Send(job.gateway, first), *self._reports.hurry(now)]
+        return [Send(job.gateway, first), *self._pass_on(now, job, token), *self._reports.hurry(now)]
+
+    def _pass_on(self, now: float, job: Job, token: int) -> list[Effect]:
+        """What only begins here goes on where it was placed to, if that was not its last token."""
+        request = job.request
+        if request.decode == self.name or request.stop.reason(token, job.count) is not None:
+            return []
+        if not self._may_pass_on(request):
+            return [self._failed(job.gateway, request, NO_DECODE, full=True, avoid=request.decode)]
+        self.counts.add("jobs_passed_on")
+        rest = structs.replace(
+            request,
+            gateway=job.gateway,
+            tokens=request.tokens + pack_tokens((token,)),
+            keys=(),
+            first_index=job.count,
+            reuse_blocks=job.length // self._layout.block_tokens,
+            deadline_s=max(0.0, request.deadline_s - (now - job.arrived_at)),
+        )
+        return [Send(request.decode, rest)]
 
     def _later(self, now: float, job: Job, tokens: tuple[int, ...], reused: int) -> Effect:
         request = job.request
+        if job.state is JobState.PREFILLING:
+            self._move(job, JobEvent.TOKEN)
         self._load.stepped(now, job, len(tokens), self._decoding)
-        told = ((request.request_id, request.attempt, reused),) if reused else ()
+        # Of one that was taken over, what it did not compute before is told by who did.
+        told = ((request.request_id, request.attempt, reused),) if reused and not job.taken_over else ()
         decoded = TokensDecoded(entries=((request.request_id, request.attempt, job.count, tokens),), reused=told)
         job.made += len(tokens)
         job.token_at = now
@@ -442,11 +489,13 @@ class VllmNode:
         return [CancelTimer(("deadline", request.request_id, request.attempt)), *self._reports.hurry(now)]
 
     def _report(self, now: float) -> list[Effect]:
-        """As a prefill and as a decode. Without a vLLM that is well it is as if it drained: nothing new, please."""
+        """As a prefill, as a decode or as both. Without a vLLM that is well it is as if it drained: nothing new, please."""
         closed = self._leaving.draining or self._lost
         jobs = list(self._jobs.values())
-        prompts, answers = (tell(now, jobs, closed=closed) for tell in (self._load.of_prompts, self._load.of_answers))
-        return self._reports.send(now, prompts, answers)
+        begins, goes_on = TAKES[self._settings.part]
+        prompts = [self._load.of_prompts(now, jobs, closed=closed)] if begins else []
+        answers = [self._load.of_answers(now, jobs, closed=closed)] if goes_on else []
+        return self._reports.send(now, *prompts, *answers)
 
     def _drained(self) -> list[Effect]:
         return self._leaving.drained(idle=not (self._jobs or self._closing))
@@ -461,8 +510,20 @@ class VllmNode:
     def _decoding(self) -> list[Job]:
         return [job for job in self._jobs.values() if job.state is JobState.DECODING]
 
-    def _failed(self, gateway: str, request: StartPrefill, reason: str, *, full: bool) -> Send:
-        failed = AttemptFailed(request_id=request.request_id, attempt=request.attempt, reason=clip(reason), full=full)
+    def _stop(self, request: StartPrefill) -> StopRule:
+        """When it ends here."""
+        if request.decode == self.name:
+            return request.stop
+        return structs.replace(request.stop, max_tokens=request.first_index + 1)
+
+    def _may_pass_on(self, request: StartPrefill) -> bool:
+        decode = self._peers.get(request.decode)
+        return request.decode == self.name or (decode is not None and decode.role == "vllm")
+
+    def _failed(self, gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str = "") -> Send:
+        failed = AttemptFailed(
+            request_id=request.request_id, attempt=request.attempt, reason=clip(reason), full=full, avoid=avoid
+        )
         return Send(gateway, failed)
 
     def _move(self, job: Job, event: JobEvent) -> None:

@@ -12,18 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from toy_cluster import Stream, eventually, free_port, greedy, until_none
-from vllm_cluster import VOCABULARY, VllmCluster, cpu_s, write_model
+from tiny_llama import llama_config, write_weights
+from toy_cluster import ROOT, Stream, eventually, free_port, greedy, until_none
+from vllm_cluster import VOCABULARY, ApartCluster, VllmCluster, cpu_s, write_model
 
 PYTHON = os.environ.get("REQUIRE_VLLM", "")
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="REQUIRE_VLLM names no Python with vLLM"),
     pytest.mark.timeout(3600),
 ]
-HIDDEN, HEADS, KV_HEADS, HEAD, INNER, LAYERS = 128, 4, 2, 32, 256, 2
 START_S = 1800.0
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -31,50 +29,15 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(ROOT),
 }
 PROMPT = [3 + i * 7 % 90 for i in range(300)]
 
 
 def write_llama(directory: Path) -> Path:
-    """Two layers of random normal weights."""
-    write_model(
-        directory,
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        hidden_act="silu",
-        tie_word_embeddings=False,
-        torch_dtype="float32",
-        bos_token_id=VOCABULARY - 2,
-    )
-    random = np.random.default_rng(0)
-
-    def normal(*shape: int) -> np.ndarray:
-        return random.standard_normal(shape, dtype=np.float32) * np.float32(3 / np.sqrt(shape[-1]))
-
-    parts = {
-        "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
-        "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
-        "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
-        "mlp.gate_proj": (INNER, HIDDEN),
-        "mlp.up_proj": (INNER, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INNER),
-    }
-    tensors = {"model.embed_tokens.weight": normal(VOCABULARY, HIDDEN), "lm_head.weight": normal(VOCABULARY, HIDDEN)}
-    tensors["model.norm.weight"] = np.ones(HIDDEN, np.float32)
-    for layer in range(LAYERS):
-        tensors |= {f"model.layers.{layer}.{name}.weight": normal(*shape) for name, shape in parts.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{name}.weight"] = np.ones(HIDDEN, np.float32)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    """Two layers of random normal weights, with a tokenizer that a gateway takes."""
+    write_model(directory, **llama_config(VOCABULARY), bos_token_id=VOCABULARY - 2)
+    write_weights(directory, VOCABULARY)
     return directory
 
 
@@ -87,7 +50,7 @@ class RealCluster(VllmCluster):
         serve = json.dumps(["--dtype", "float32", "--enforce-eager"])
         super().__init__(directory, model, urls, (f"vllm.serve_arguments={serve}", "gateway.requests.stall_s=120"))
         self.arguments += ["--engine", "vllm", "--vllm-python", PYTHON]
-        self.urls = dict(zip(("vllm-a", "vllm-b"), urls, strict=True))
+        self.urls = dict(zip(self.VLLMS, urls, strict=True))
 
     def start(self) -> None:
         process = self.up()
@@ -110,13 +73,17 @@ class RealCluster(VllmCluster):
         return total
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RealCluster]:
+class RealApart(RealCluster, ApartCluster):
+    """One prefills, the other decodes, both with our connector over the stores of two hosts."""
+
+
+@contextlib.contextmanager
+def running(kind: type[RealCluster]) -> Iterator[RealCluster]:
     with pytest.MonkeyPatch.context() as patched, contextlib.ExitStack() as stack:
         for name, value in ENVIRONMENT.items():
             patched.setenv(name, value)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mz-")))
-        made = RealCluster(directory, write_llama(directory / "models" / "tiny"))
+        made = kind(directory, write_llama(directory / "models" / "tiny"))
         try:
             made.start()
             yield made
@@ -124,6 +91,12 @@ def cluster() -> Iterator[RealCluster]:
             made.stop()
         finally:
             made.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RealCluster]:
+    with running(RealCluster) as made:
+        yield made
 
 
 def served(answer: dict) -> str:
@@ -178,3 +151,32 @@ def test_what_a_node_costs(cluster: RealCluster) -> None:
     for asker in askers:
         asker.join()
     print(f"node and HTTP: {1e3 * (sum(map(cpu_s, nodes)) - before) / (8 * tokens):.2f} ms of CPU a token at 8 streams")
+
+
+def alone(cluster: RealCluster, prompt: list[int], count: int) -> list[int]:
+    """The tokens that the second vLLM gives by itself, nothing being reused."""
+    body = {"token_ids": prompt, "cache_salt": "alone", "sampling_params": {"max_tokens": count, "temperature": 0.0}}
+    body["sampling_params"] |= {"ignore_eos": True, "detokenize": False}
+    answer = httpx.post(f"{list(cluster.urls.values())[1]}/inference/v1/generate", json=body, timeout=120.0)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def test_one_prefills_another_decodes_and_its_death_loses_no_token() -> None:
+    prompt = PROMPT + [9, 8, 7]
+    with running(RealApart) as cluster:
+        whole = alone(cluster, prompt, 200)
+        counts = lambda: cluster.dumps()["decode-b"]["counts"]  # noqa: E731
+        answer = cluster.complete_text(prompt=prompt, max_tokens=200, ignore_eos=True)
+        assert answer["choices"][0]["token_ids"] == whole
+        assert (answer["mooncake"]["prefill"], answer["mooncake"]["decode"]) == ("prefill-a", "decode-b")
+        assert answer["mooncake"]["attempts"] == 1
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "the prefill computed it all"
+        blocks = len(prompt) // 32 * 32
+        assert counts()["taken_over_tokens_reused"] == blocks, "and the decode loaded it"
+
+        with Stream(cluster.url, greedy(model=cluster.model_name, prompt=prompt, max_tokens=200, stream=True)) as stream:
+            stream.read(20)
+            os.kill(cluster.server("decode-b"), signal.SIGKILL)
+            assert stream.read() == whole
+        assert not stream.errors

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from stub_vllm import StubVllm
 from toy_cluster import Stream, eventually, greedy, until_none
-from vllm_cluster import VllmCluster, answering, expected, write_model
+from vllm_cluster import ApartCluster, VllmCluster, answering, expected, write_model
+
+from mooncake_zmq.vllm.hints import told
 
 PROMPT = [3 + i % 40 for i in range(50)]
 
@@ -86,3 +88,28 @@ def test_requests_outlive_the_engine_that_serves_them(cluster: VllmCluster, stub
     assert stubs[0].asked
     errors = [line for name in ("vllm-a", "vllm-b") for line in (cluster.runtime_dir / f"logs/{name}.log").open()]
     assert not [line for line in errors if '"level":"critical"' in line]
+
+
+def test_one_prefills_and_another_decodes(directory: Path, stubs: tuple[StubVllm, StubVllm]) -> None:
+    prefill, decode = stubs
+    made = ApartCluster(directory, write_model(directory / "models" / "strange"), (prefill.url, decode.url))
+    try:
+        made.start()
+        answer = made.complete_text(prompt=PROMPT, max_tokens=6)
+        assert answer["choices"][0]["token_ids"] == expected(PROMPT, 6)
+        assert (answer["mooncake"]["prefill"], answer["mooncake"]["decode"]) == ("prefill-a", "decode-b")
+        assert [body["sampling_params"]["max_tokens"] for body in prefill.asked] == [1]
+        (body,) = decode.asked
+        assert body["token_ids"] == PROMPT + expected(PROMPT, 1)
+        assert body["kv_transfer_params"] == told(["cache-a"], len(PROMPT))
+
+        # The decode hangs up in mid-answer: what is missing is begun at the prefill once more.
+        decode.answer = answering(dies_after=lambda: 5 if len(decode.asked) == 2 else None)
+        with Stream(made.url, greedy(model=made.model_name, prompt=PROMPT, max_tokens=40, stream=True)) as stream:
+            assert stream.read() == expected(PROMPT, 40)
+        assert not stream.errors
+        assert prefill.asked[-1]["token_ids"] == PROMPT + expected(PROMPT, 6)
+        until_none(made.busy_gauges, 30)
+        made.stop()
+    finally:
+        made.kill()

@@ -71,17 +71,21 @@ def answering(gap_s: float = 0.0, *, dies_after: Callable[[], int | None] = lamb
 
 
 class VllmCluster(ToyCluster):
-    """configs/vllm.toml on free ports, beside the servers at `urls`."""
+    """One of our configs on free ports, beside the servers at `urls`."""
+
+    CONFIG = "vllm.toml"
+    VLLMS = ("vllm-a", "vllm-b")
 
     nodes = ("conductor-0", "cache-a", "vllm-a", "vllm-b", "gateway-0")
 
     def __init__(self, directory: Path, model: Path, urls: tuple[str, str], settings: tuple[str, ...] = ()) -> None:
-        text = (ROOT / "configs/vllm.toml").read_text()
+        text = (ROOT / "configs" / self.CONFIG).read_text()
         for old, new in zip(("http://127.0.0.1:8001", "http://127.0.0.1:8002"), urls, strict=True):
             assert text.count(f'url = "{old}"') == 1
             text = text.replace(f'url = "{old}"', f'url = "{new}"')
-        text = text.replace("ipc:///tmp/", f"ipc://{directory}/")
-        text = text.replace("tcp://127.0.0.1:7301", f"tcp://127.0.0.1:{free_port()}").replace("1_073_741_824", "134_217_728")
+        text = text.replace("ipc:///tmp/", f"ipc://{directory}/").replace("1_073_741_824", "134_217_728")
+        for port in (7301, 7302):
+            text = text.replace(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{free_port()}")
         config = directory / "vllm.toml"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         config.write_text(text)
@@ -90,7 +94,7 @@ class VllmCluster(ToyCluster):
 
     def complete(self) -> bool:
         detail = self.health()
-        return detail is not None and detail["peers"].get("vllm") == ["vllm-a", "vllm-b"]
+        return detail is not None and detail["peers"].get("vllm") == sorted(self.VLLMS)
 
     def complete_text(self, **body: Any) -> dict[str, Any]:
         return super().complete_text(**{"model": self.model_name, **body})
@@ -98,6 +102,14 @@ class VllmCluster(ToyCluster):
     @property
     def model_name(self) -> str:
         return httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+
+
+class ApartCluster(VllmCluster):
+    """The first server prefills, the second one decodes."""
+
+    CONFIG = "vllm-apart.toml"
+    nodes = ("conductor-0", "cache-a", "cache-b", "prefill-a", "decode-b", "gateway-0")
+    VLLMS = ("prefill-a", "decode-b")
 
 
 def cpu_s(pid: int) -> float:

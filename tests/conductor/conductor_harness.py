@@ -39,8 +39,8 @@ def keys(name, count, start=0):
     return tuple(key(name, i) for i in range(start, start + count))
 
 
-def hello(role, host, may_become=""):
-    return Hello(protocol=1, role=role, host=host, model="m", tokenizer="t", layout="l", may_become=may_become)
+def hello(role, host, may_become="", part="both"):
+    return Hello(protocol=1, role=role, host=host, model="m", tokenizer="t", layout="l", may_become=may_become, part=part)
 
 
 class Cluster:
@@ -86,8 +86,8 @@ class Cluster:
             self.handle(TimerFired(timer))
         self.now = end
 
-    def up(self, name, role, host, incarnation=1, may_become=""):
-        return self.handle(PeerUp(name, incarnation, hello(role, host, may_become)))
+    def up(self, name, role, host, incarnation=1, may_become="", part="both"):
+        return self.handle(PeerUp(name, incarnation, hello(role, host, may_become, part)))
 
     def down(self, name):
         self.handle(PeerDown(name, "test"))

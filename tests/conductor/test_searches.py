@@ -23,6 +23,7 @@ from mooncake_zmq.core.messages import (
 )
 
 TIE = 1.05
+PARTS = ("both", "prefill", "decode")
 GPU = Costs(
     prefill_token_s=1.147e-4,
     prefill_square_s=7.181e-10,
@@ -59,13 +60,13 @@ class AllDecodes(Batches):
 
     compared = 0
 
-    def choose(self, now, joining, host, exclude):
-        found = super().choose(now, joining, host, exclude)
+    def choose(self, now, joining, crowd, host, exclude):
+        found = super().choose(now, joining, crowd, host, exclude)
         for barred in (exclude, ()):
             gaps = [
                 (self._look_at(joining, node), node)  # gaps are kept, so each is predicted once
                 for node in self._decodes.nodes
-                if not node.draining and node.name not in barred
+                if node.crowd is crowd and not node.draining and node.name not in barred
             ]
             least = min([gap_s for gap_s, _ in gaps], default=float("inf"))
             if least < float("inf"):
@@ -85,8 +86,10 @@ class AllDecodes(Batches):
 class Life:
     """A cluster of many nodes that all differ."""
 
-    def __init__(self, chance, hosts, overtake, costs, **settings):
+    def __init__(self, chance, hosts, overtake, costs, vllms=False, **settings):
+        """`vllms`: beside our own engines there is one on each host, of all parts."""
         self.chance = chance
+        self.vllms = vllms
         self.overtake = overtake
         self.cluster = Cluster(0, costs=costs, replica_interval_s=0, **settings)
         self.pools = [i for i in range(hosts) if i % 7 != 5]
@@ -94,6 +97,8 @@ class Life:
         for i in range(hosts):
             self.cluster.up(f"p{i}", "prefill", f"h{i}")
             self.cluster.up(f"d{i}", "decode", f"h{i}")
+            if vllms:
+                self.cluster.up(f"v{i}", "vllm", f"h{i}", part=PARTS[i % 3])
             if i in self.pools:
                 self.cluster.up(f"c{i}", "cache-node", f"h{i}")
         self.docs = [keys("sys", 2) + keys(f"doc{d}", chance.randrange(1, 30)) for d in range(12)]
@@ -106,6 +111,8 @@ class Life:
         chance = self.chance
         i = chance.randrange(self.hosts)
         pool = chance.choice(self.pools)
+        if self.vllms and chance.random() < 0.4:
+            self.vllm_step(i, pool)
         match chance.choices(("prefill", "decode", "blocks", "links", "ask"), (35, 20, 12, 5, 28))[0]:
             case "prefill":
                 self.say(f"p{i}", self.prefill_load())
@@ -123,6 +130,16 @@ class Life:
                 self.ask(number)
         self.cluster.now += chance.choice((0.0, 0.01, 0.05, 0.2))
         self.cluster.conductor.check(self.cluster.now)
+
+    def vllm_step(self, i, pool):
+        doc, part = self.chance.choice(self.docs), PARTS[i % 3]
+        some = self.chance.randrange(len(doc) + 1)
+        self.say(f"c{pool}", BlocksAnnounced(stored=doc[:some], removed=doc[some : some + 2], shelf=True))
+        if part != "decode":
+            self.say(f"v{i}", self.prefill_load())
+            self.say(f"v{i}", BlocksAnnounced(stored=doc[: some // 2], removed=doc[some // 2 : some]))
+        if part != "prefill":
+            self.say(f"v{i}", self.decode_load())
 
     def prefill_load(self):
         chance, latest = self.chance, 1.0 if self.overtake else 0.0
@@ -186,6 +203,20 @@ def test_a_search_finds_what_looking_at_all_finds(monkeypatch, costs, overtake, 
             life.step(number)
     assert AllPrefills.compared > before[0] + 200
     assert AllDecodes.compared > before[1] + 100
+
+
+@pytest.mark.parametrize("costs", [COSTS, GPU], ids=["cpu", "gpu"])
+def test_a_search_finds_it_among_vllms_too(monkeypatch, costs):
+    monkeypatch.setattr(placement, "Router", AllPrefills)
+    monkeypatch.setattr(placement, "Batches", AllDecodes)
+    monkeypatch.setattr(batches, "MOST_TIES", 1 << 40)
+    pairs = set()
+    for seed, hosts in ((1, 3), (2, 9), (3, 30)):
+        life = Life(random.Random(seed), hosts, 0.0, costs, vllms=True, ttft_slo_s=20, tbt_slo_s=0.2)
+        for number in range(300):
+            life.step(number)
+            pairs |= {(b.placed.prefill[0], b.placed.decode[0]) for b in life.cluster.conductor._bookings.all()}
+    assert pairs == {("p", "d"), ("v", "v")}
 
 
 def test_a_decode_that_joins_slow_ones_is_found(monkeypatch):

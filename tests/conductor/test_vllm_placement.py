@@ -47,10 +47,10 @@ def test_a_request_goes_where_vllm_itself_has_its_beginning():
 
 
 def test_a_request_goes_where_the_host_s_store_has_its_beginning():
-    cluster = Vllms()
+    cluster = Vllms(tie_ratio=1e-9)
     cluster.shelve("s1", keys("a", 6))
     answer = cluster.schedule(keys("a", 8))
-    assert (where(answer), answer.reuse_blocks) == ("v1", 6)
+    assert (where(answer), answer.reuse_blocks, answer.sources) == ("v1", 6, ())
     cluster.end(answer)
     cluster.down("s1")
     assert cluster.schedule(keys("a", 8)).reuse_blocks == 0
@@ -59,8 +59,25 @@ def test_a_request_goes_where_the_host_s_store_has_its_beginning():
     assert cluster.schedule(keys("a", 8)).reuse_blocks == 3
 
 
+def test_what_the_store_of_another_host_has_is_named_where_loading_it_is_quicker():
+    cluster = Vllms(3)
+    cluster.shelve("s1", keys("a", 6))
+    cluster.shelve("s2", keys("a", 4))
+    answer = cluster.schedule(keys("a", 8), exclude=("v1",))
+    if where(answer) == "v2":
+        assert (answer.reuse_blocks, answer.sources) == (6, ("s1",))
+    cluster.end(answer)
+    answer = cluster.schedule(keys("a", 8), exclude=("v1", "v2"))
+    assert (where(answer), answer.reuse_blocks, answer.sources) == ("v0", 6, ("s1", "s2"))
+    cold = cluster.schedule(keys("b", 8), exclude=("v1", "v2"))
+    assert (where(cold), cold.reuse_blocks, cold.sources) == ("v0", 0, ())
+    assert answer.ttft_s < cold.ttft_s, "what is loaded is not computed"
+    cluster.down("s1")
+    assert cluster.schedule(keys("a", 8), exclude=("v1", "v2")).sources == ("s2",)
+
+
 def test_what_one_kind_of_engine_holds_the_other_does_not_reuse():
-    cluster = Vllms(1, hosts=1)
+    cluster = Vllms(1, hosts=1, tie_ratio=1e-9)
     cluster.up("v9", "vllm", "h0")
     cluster.prefill_load("v9")
     cluster.announce("c0", keys("ours", 6))

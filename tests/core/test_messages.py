@@ -46,6 +46,8 @@ TYPES = typing.get_args(Message)
 def values(kind):
     """Values of a field's type, within the limits it declares."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
     if origin is typing.Annotated:
         return bounded(arguments[0], arguments[1])
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -223,7 +225,8 @@ def test_everything_on_the_wire_is_bounded():
             case inspect.IntType(ge=least) | inspect.FloatType(ge=least, gt=None) | inspect.FloatType(gt=least):
                 assert least is not None
             case _:
-                assert isinstance(found, inspect.BoolType | inspect.NoneType | inspect.EnumType), found
+                few = inspect.BoolType | inspect.NoneType | inspect.EnumType | inspect.LiteralType
+                assert isinstance(found, few), found
 
     walk(inspect.type_info(Message))
     walk(inspect.type_info(Envelope))

@@ -289,7 +289,7 @@ def test_a_stream_is_a_clients_whose_ticket_it_shows(server, raw):
         stream.send(Attach(bytes(16), my.token))
         assert stream.receive(decode_attached) == protocol.Stranger(0)
     assert server.counts["strangers"] == 1
-    for attach in (Attach(others._name, their.token), Attach(mine._name, bytes(40)), [1], b"\xc1" * 100):
+    for attach in (Attach(others._client_name, their.token), Attach(mine._client_name, bytes(40)), [1], b"\xc1" * 100):
         with attached(server, my) as stream:
             stream.send(attach)
             with pytest.raises(StreamError):

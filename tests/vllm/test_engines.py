@@ -216,7 +216,9 @@ def test_an_engine_that_orders_bytes_otherwise_finds_nothing(start: Callable[...
     other.kill()
 
 
-def test_blocks_of_a_device_come_and_go_through_staging_memory() -> None:
-    script = Path(__file__).with_name("device_memory.py")
+@pytest.mark.parametrize("name", ["device_memory.py", "refusals.py"])
+def test_in_vllms_own_python(name: str) -> None:
+    """Blocks of a device come and go through staging memory; what cannot work is refused at the start."""
+    script = Path(__file__).with_name(name)
     run = subprocess.run([PYTHON, str(script)], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -1,10 +1,12 @@
 """The scheduler's half without vLLM: promises, loads and saves of requests, over a pool that is a set of names."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from mooncake_zmq.vllm.ledger import HOLD_LEFT_S, REOFFER_S, Ledger, Progress
+from mooncake_zmq.vllm.hints import NO_HINTS, Hints
+from mooncake_zmq.vllm.ledger import AGAIN_S, HOLD_LEFT_S, REOFFER_S, Ledger, Progress
 from mooncake_zmq.vllm.names import chain_root, object_names, token_keys
 
 B = 4
@@ -17,6 +19,7 @@ class FakeLookup:
     names: list[str]
     count: int | None
     until: float = 1e9
+    holders: tuple[str, ...] = ("cache-b",)
 
     def answer(self) -> int | None:
         return self.count
@@ -30,9 +33,11 @@ class FakePool:
     slow: bool = False
     held: list[FakeLookup] = field(default_factory=list)
     asked: int = 0
+    first: Sequence[str] = ()
 
-    def ask(self, names: list[str]) -> FakeLookup:
+    def ask(self, names: list[str], first: Sequence[str]) -> FakeLookup:
         self.asked += 1
+        self.first = first
         missing = [index for index, name in enumerate(names) if name not in self.there]
         lookup = FakeLookup(names, None if self.slow else (missing[0] if missing else len(names)))
         self.held.append(lookup)
@@ -50,8 +55,10 @@ class World:
         self.blocks: dict[str, list[int]] = {}
         self.now = 0.0
 
-    def add(self, name: str = "r", tokens: list[int] = TOKENS, blocks: list[int] | None = None) -> None:
-        self.ledger.add(name, token_keys(chain_root(), tokens, B))
+    def add(
+        self, name: str = "r", tokens: list[int] = TOKENS, blocks: list[int] | None = None, hints: Hints = NO_HINTS
+    ) -> None:
+        self.ledger.add(name, token_keys(chain_root(), tokens, B), hints)
         self.blocks[name] = blocks or list(range(1, 20))
 
     def fill(self, count: int, tokens: list[int] = TOKENS) -> None:
@@ -246,3 +253,51 @@ def test_requests_that_are_not_followed_are_left_alone():
     world.ledger.loaded(["who"], {1})
     world.ledger.finished("who")
     assert world.step(computed=8, name="who").loads == ()
+
+
+def test_the_stores_that_a_request_names_are_asked_first_and_who_has_it_is_read_first():
+    world = World()
+    world.fill(6)
+    world.add(hints=Hints(("cache-b", "cache-c")))
+    assert world.matched() == 6 * B
+    assert world.pool.first == ("cache-b", "cache-c")
+    world.ledger.allocated("r", 6 * B, world.blocks["r"])
+    (load,) = world.step().loads
+    assert load.holders == ("cache-b",)
+
+
+def test_what_another_engine_is_still_saving_is_waited_for():
+    world = World()
+    world.fill(3)
+    world.add(hints=Hints(coming_tokens=len(TOKENS)))
+    assert world.matched() is None
+    asked = world.pool.asked
+    assert world.matched() is None
+    assert world.pool.asked == asked, "not at every step"
+    world.fill(10)
+    world.now += AGAIN_S
+    assert world.matched() is None, "it is asked"
+    assert world.matched() == 10 * B
+    assert len(world.pool.held) == 1
+    world.ledger.finished("r")
+    assert not world.pool.held
+
+
+def test_what_does_not_come_in_time_is_computed():
+    world = World()
+    world.fill(3)
+    world.add(hints=Hints(coming_tokens=len(TOKENS)))
+    assert world.matched() is None
+    world.now += world.ledger.coming_s
+    assert world.matched() == 3 * B
+    assert world.ledger.counts["late_requests"] == 1
+    world.fill(10)
+    world.now += AGAIN_S
+    assert world.matched() == 3 * B, "once it is decided, that is that"
+
+
+def test_more_than_the_prompt_is_never_waited_for():
+    world = World()
+    world.fill(10)
+    world.add(hints=Hints(coming_tokens=1 << 31))
+    assert world.matched() == 10 * B

@@ -335,3 +335,19 @@ def test_a_load_whose_thread_dies_of_a_bug_ends_all_the_same(make_pool, engine):
     one.memory.targets = bug
     assert one.load(1, 2) == {1, 2}
     assert one.load(1, 2) == {1, 2}, "at once, as there is nobody to do it"
+
+
+def test_the_store_that_is_named_is_asked_before_those_that_do_not_answer(make_pool, engine, tmp_path):
+    home, silent, far = (make_pool(name) for name in ("home", "silent", "far"))
+    writer = engine(far)
+    writer.save(0, 1)
+    names = object_names([SHELF], KEYS[:2])
+    client = StoreClient([home.endpoint, silent.endpoint, far.endpoint], QUICK)
+    assert client.connect() is None
+    with silent._turns:  # it hears, and does not answer
+        hold = client.hold(names, ["nobody", "far"])
+        assert (hold.count, hold.holders) == (2, ("far",))
+        assert client._peers[1]._session is not None, "the silent one was not asked, or it would be taken for lost"
+        assert client.hold(names, ["silent"]).count == 2, "a name that is wrong costs time, no more"
+        client.release(hold)
+    client.close()

@@ -11,6 +11,7 @@ from mooncake_zmq.up import Up
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 CONFIG = Path(__file__).parents[2] / "configs/vllm.toml"
+APART = CONFIG.with_name("vllm-apart.toml")
 
 
 def written(tmp_path: Path, old: str, new: str) -> Path:
@@ -40,6 +41,8 @@ def test_the_example_is_sound() -> None:
         ('kv_events = "ipc:///tmp/vllm-a.events.ipc"', 'kv_events_replay = "ipc:///tmp/r.ipc"', "goes with kv_events"),
         ('kv_events = "ipc:///tmp/vllm-a.events.ipc"', 'kv_events = "tcp://127.0.0.1:7301"', "where cache-a listens"),
         ("max_running = 32 ", "max_runing = 32 ", "unknown key"),
+        ("max_running = 32 ", 'part = "all"\nmax_running = 32 ', "part"),
+        ("max_running = 32 ", 'part = "decode"\nmax_running = 32 ', "kv_events"),
         ('engine = "vllm"', 'engine = "vllm"\ncard = "card.json"', "leave it out"),
         ('role = "vllm"\nhost = "host-a"\nsettings', 'role = "prefill"\nhost = "host-a"\n#', "only vllm nodes compute"),
     ],
@@ -72,3 +75,28 @@ def test_up_counts_servers_among_its_children_only_if_they_are_its_own(tmp_path:
     children = Up(loaded, str(CONFIG), None, (), vllm_python="python")._servers(tmp_path)
     assert [child.name for child in children] == ["vllm-a.server", "vllm-b.server"]
     assert all(child.server for child in children)
+
+
+def test_one_that_prefills_or_decodes_alone_has_the_connector_over_all_stores_its_own_first() -> None:
+    loaded = load(APART, {}, {})
+    node = loaded.config.node("decode-b")
+    command = server_command("python", loaded.config, loaded.section(node), node.host)
+    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"] == {"stores": "tcp://127.0.0.1:7302,tcp://127.0.0.1:7301"}
+    assert transfer["kv_role"] == "kv_both"
+    assert "decode alone" in "\n".join(summary(loaded))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('part = "decode", ', "", 'of part "prefill" get nothing'),
+        ('part = "prefill", ', "", 'of part "decode" get nothing'),
+        ("store_endpoint", "# store_endpoint", "computes again"),
+    ],
+)
+def test_a_part_that_is_missing_is_warned_of(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(APART.read_text().replace(old, new))
+    assert [text for text in warnings(load(path, {}, {})) if said in text]
+    assert not [text for text in warnings(load(APART, {}, {})) if said in text]

@@ -63,6 +63,8 @@ class Node(Harness):
             "sources": (),
             "deadline_s": 60.0,
         }
+        if "asker" in changes:
+            changes["gateway"] = changes.pop("asker")
         self.say(gateway, StartPrefill(**(fields | changes)))
 
     @property
@@ -267,6 +269,160 @@ def test_a_gateway_that_is_gone_wants_nothing_more():
     assert not node.busy()
 
 
+class Prefilling(Node):
+    """One that passes on to "w"."""
+
+    def __init__(self, **changed):
+        super().__init__(part="prefill", **changed)
+        self.up("w", 3, role="vllm")
+
+    def begin(self, *arguments, **changes):
+        super().begin(*arguments, **({"decode": "w"} | changes))
+
+
+class Decoding(Node):
+    """One that goes on with what "w" prefilled."""
+
+    def __init__(self, **changed):
+        super().__init__(part="decode", **changed)
+        self.up("w", 3, role="vllm")
+
+    def take_over(self, *arguments, **changes):
+        super().begin(*arguments, gateway="w", **({"asker": "g", "first_index": 1} | changes))
+
+
+def test_one_that_prefills_has_one_token_made_and_passes_on_the_rest():
+    node = Prefilling()
+    node.begin(length=10, sources=("s1",), booking=5, max_tokens=5)
+    work = node.work(Generate)[1]
+    assert (work.stop.max_tokens, work.sources, work.coming_tokens) == (1, ("s1",), 0)
+    node.advance(2.0)
+    node.ends(Generated((3,), reused=8))
+    first, (to, rest) = node.one(FirstToken), next((to, m) for to, m in node.sent if isinstance(m, StartPrefill))
+    assert (first.token, first.index, first.own) == (3, 0, 8)
+    assert (to, rest.gateway, rest.first_index, rest.booking, rest.sources) == ("w", "g", 1, 5, ("s1",))
+    assert unpack_tokens(rest.tokens) == [*range(10), 3]
+    assert rest.stop == StopRule(max_tokens=5, eos_ids=(9,)), "of the whole answer"
+    assert rest.deadline_s == 58.0
+    assert not node.busy()
+    node.take(StartPrefill)
+    node.begin("b", max_tokens=1)
+    node.ends(Generated((3,)))
+    node.begin("c")
+    node.ends(Generated((9,)))
+    assert len(node.take(FirstToken)) == 2
+    assert not node.take(StartPrefill), "an answer that has ended goes nowhere"
+
+
+def test_a_first_token_that_comes_before_the_end_of_its_stream_is_passed_on_once():
+    node = Prefilling()
+    node.begin()
+    node.gives(3, 4)
+    assert len(node.take(StartPrefill)) == 1
+    assert node.told() == {0: 3}
+    assert node.cancelled, "more was not asked for"
+    node.ends(WorkFailed("cancelled"))
+    assert not node.take(StartPrefill)
+    assert not node.busy()
+
+
+def test_one_that_decodes_goes_on_and_answers_to_the_gateway():
+    node = Decoding()
+    node.take_over(length=11, max_tokens=4, sources=("s1",))
+    work = node.work(Generate)[1]
+    assert (work.count, work.stop.max_tokens, work.sources, work.coming_tokens) == (1, 4, ("s1",), 10)
+    node.gives(5)
+    node.ends(Generated((6, 7), reused=8))
+    decoded = [(to, m) for to, m in node.sent if isinstance(m, TokensDecoded)]
+    assert {to for to, _ in decoded} == {"g"}
+    assert not any(m.reused for _, m in decoded), "what the prompt cost was told by who prefilled it"
+    assert node.told() == {1: 5, 2: 6, 3: 7}
+    assert not node.take(FirstToken)
+    assert (node.actor.counts["taken_over_tokens"], node.actor.counts["taken_over_tokens_reused"]) == (11, 8)
+    assert not node.busy()
+
+
+def test_each_part_reports_its_own_work_alone():
+    for node, told, untold in ((Prefilling(), PrefillLoad, DecodeLoad), (Decoding(), DecodeLoad, PrefillLoad)):
+        node.advance(node.own.report_s)
+        assert node.take(told)
+        assert not node.take(untold)
+    node = Decoding()
+    node.take_over(length=11, booking=7)
+    node.advance(1.0)
+    before = node.take(DecodeLoad)[-1].step
+    node.gives(5)
+    node.advance(node.own.report_s)
+    load = node.take(DecodeLoad)[-1]
+    assert (load.running, load.bookings, load.free_tokens) == (1, (7,), 200 - 12)
+    assert load.step == before, "its first token is no step"
+
+
+def test_no_part_takes_what_is_not_its_own():
+    node = Prefilling()
+    node.begin(decode="me")
+    assert not node.one(AttemptFailed).full
+    node = Decoding()
+    node.begin(decode="me")
+    assert not node.one(AttemptFailed).full
+    node = Node()
+    node.up("w", 3, role="vllm")
+    node.begin(decode="w")
+    assert not node.one(AttemptFailed).full
+
+
+def test_what_is_passed_on_by_somebody_else_or_for_nobody_is_dropped():
+    node = Decoding()
+    node.begin(gateway="g", asker="g2", first_index=1)
+    node.take_over(asker="k")
+    node.take_over(asker="nobody")
+    node.take_over(asker="")
+    assert not node.generating
+    assert not node.take(AttemptFailed)
+    assert node.actor.counts["unasked_requests"] == 4
+
+
+def test_a_decode_that_is_not_there_is_avoided_before_and_after_the_prefill():
+    node = Prefilling()
+    node.begin(decode="nobody")
+    assert (failed := node.one(AttemptFailed)).full
+    assert failed.avoid == "nobody"
+    node.begin("b")
+    node.down("w")
+    node.ends(Generated((3,)))
+    assert node.told() == {0: 3}
+    assert (failed := node.one(AttemptFailed)).full
+    assert failed.avoid == "w"
+    assert not node.busy()
+
+
+def test_a_full_decode_sends_the_request_elsewhere():
+    node = Decoding(max_running=1, max_queued=1)
+    for name in ("a", "b", "c"):
+        node.take_over(name)
+    ((to, failed),) = [(to, m) for to, m in node.sent if isinstance(m, AttemptFailed)]
+    assert (to, failed.request_id, failed.full) == ("g", "c", True)
+    node.down("g")
+    node.ends(WorkFailed("cancelled"))
+    assert not node.busy(), "nor does anything stay when its gateway is gone"
+
+
+def test_a_decode_goes_on_when_the_prefill_is_gone():
+    node = Decoding()
+    node.take_over(max_tokens=3)
+    node.down("w")
+    node.ends(Generated((1, 2)))
+    assert node.told() == {1: 1, 2: 2}
+
+
+def test_what_depends_on_the_answer_s_tokens_cannot_be_apart():
+    node = Prefilling()
+    node.begin(sampling=Sampling(presence_penalty=1.0))
+    assert "penalize" in node.one(AttemptFailed).reason
+    node.begin("b", sampling=Sampling(presence_penalty=1.0), max_tokens=1)
+    assert node.generating, "an answer of one token is whole"
+
+
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("begin"), st.sampled_from(("a", "b", "c", "d")), st.integers(1, 40)),
@@ -283,15 +439,15 @@ steps = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps)
-def test_nothing_that_comes_ends_or_spoils_it(steps):
-    node, attempt = Node(), 1
+@given(st.sampled_from((Node, Prefilling, Decoding)), steps)
+def test_nothing_that_comes_ends_or_spoils_it(kind_of_node, steps):
+    node, attempt = kind_of_node(), 1
     for kind, which, what in steps:
         works = node.generating
         match kind:
             case "begin":
                 attempt += 1
-                node.begin(which, what, attempt=attempt)
+                getattr(node, "take_over", node.begin)(which, what, attempt=attempt)
             case "say" if which in node.peers:
                 message = what
                 if isinstance(message, StartPrefill):

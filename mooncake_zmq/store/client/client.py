@@ -41,6 +41,8 @@ class Hold:
     count: int
     until: float
     leases: tuple[tuple[Peer, int], ...] = ()
+    holders: tuple[str, ...] = ()
+    """Names of the stores that have any of them."""
 
 
 class StoreClient:
@@ -129,13 +131,16 @@ class StoreClient:
                     self._remove_at(peer, replaced)
         return codes
 
-    def fetch(self, keys: Sequence[str], place: Place, caps: Sequence[int] | None = None) -> list[int]:
-        """Copy values to where `place` says; answers sizes or codes. `caps`: the largest size that each place takes."""
+    def fetch(
+        self, keys: Sequence[str], place: Place, caps: Sequence[int] | None = None, first: Sequence[str] = ()
+    ) -> list[int]:
+        """Copy values to where `place` says; answers sizes or codes. `caps`: the largest size that each place takes. `first`:
+        stores that may have them, see `hold`."""
         results = [int(Code.NOT_FOUND)] * len(keys)
         wanted = Wanted(keys, place, caps, results)
         left = [index for index, key in enumerate(keys) if is_key(key)]
         reached = False
-        for peer in self._peers:
+        for peer in self._in_order(first):
             for chunk in chunks(left, caps, CHUNK_BYTES):
                 try:
                     self._fetch_at(peer, chunk, wanted)
@@ -159,13 +164,14 @@ class StoreClient:
         answers = self._lookup(keys, self._sizes_at, int(Code.NOT_FOUND))
         return [UNREACHED if answer == -1 else answer for answer in answers]
 
-    def hold(self, keys: Sequence[str]) -> Hold:
+    def hold(self, keys: Sequence[str], first: Sequence[str] = ()) -> Hold:
         """Lease what is in memory of the values under `keys`, for whoever reads them later: any client may. What is on disk
-        alone counts too."""
+        alone counts too. `first`: stores that are asked next to home, before all others."""
         found = [False] * len(keys)
         until = time.monotonic() + self.settings.ttl_s
         leases: list[tuple[Peer, int]] = []
-        for peer in self._peers:
+        holders: dict[str, None] = {}
+        for peer in self._in_order(first):
             left = [index for index, there in enumerate(found) if not there and is_key(keys[index])]
             for chunk in chunks(left, None, CHUNK_BYTES):
                 request = protocol.Lease(peer.next_id(), [keys[index] for index in chunk], self.settings.ttl_s)
@@ -175,12 +181,14 @@ class StoreClient:
                 except Unreached:
                     break
                 leases.append((peer, request.id))
+                if any(sizes):
+                    holders[peer.name] = None
                 until = min(until, began + ttl_s)
                 for index, size in zip(chunk, sizes, strict=True):
                     found[index] = size > 0
                 if not any(sizes):  # nor will what follows be here
                     break
-        return Hold(found.index(False) if False in found else len(keys), until, tuple(leases))
+        return Hold(found.index(False) if False in found else len(keys), until, tuple(leases), tuple(holders))
 
     def release(self, hold: Hold) -> None:
         """The values may be evicted again; without this they may `until` the hold is over."""
@@ -245,6 +253,13 @@ class StoreClient:
                     break
 
     # --- one store
+
+    def _in_order(self, first: Sequence[str]) -> list[Peer]:
+        """Home, then the stores of these names, then the others. One that was never met has no name yet."""
+        if not first:
+            return self._peers
+        home, *others = self._peers
+        return [home, *sorted(others, key=lambda peer: first.index(peer.name) if peer.name in first else len(first))]
 
     def _is_named(self, peer: Peer, names: Sequence[str]) -> bool:
         try:

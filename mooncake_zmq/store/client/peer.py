@@ -93,12 +93,14 @@ class Peer:
     def __init__(self, endpoint: str, settings: ClientSettings, sockets: Sockets) -> None:
         """`endpoint`: where keys are needed with the server's name, `tcp://NAME@HOST:PORT`."""
         scheme, _, place = endpoint.partition("://")
+        self.name = ""
+        """Of the store, once it was met."""
         self._server, _, place = place.rpartition("@") if scheme == "tcp" else ("", "", place)
         self.endpoint = f"{scheme}://{place}"
         self.closed = False
         self.settings = settings
         self._sockets = sockets
-        self._name = os.urandom(16)
+        self._client_name = os.urandom(16)
         self._numbers = itertools.count(1)
         self._links = Links(self._make_link, settings.max_connections)
         self.counts = {"corrupt": 0, "stale": 0, "expired": 0}
@@ -175,7 +177,7 @@ class Peer:
         link.check_open()  # whoever closes from now on finds the stream to end
         try:
             stream.attach(Ticket(welcome.token, welcome.secret, welcome.sealed))
-            stream.send(Attach(self._name, welcome.token))
+            stream.send(Attach(self._client_name, welcome.token))
             attached = stream.receive(decode_attached)
         except StreamError as error:
             raise Unreached(f"{self.endpoint} takes no further stream: {error}") from error
@@ -223,7 +225,7 @@ class Peer:
         self._down_until = time.monotonic() + RETRY_S
 
     def _make_link(self) -> Link:
-        routing_id = b"c" + self._name + next(self._numbers).to_bytes(4, "big")
+        routing_id = b"c" + self._client_name + next(self._numbers).to_bytes(4, "big")
         try:
             return Link(self._sockets, self.endpoint, self._server, routing_id, lambda: self.closed)
         except (zmq.ZMQError, BadEndpoint) as error:
@@ -246,6 +248,7 @@ class Peer:
             self._links.put_back(link, broken=broken)
         if segment is None and self.settings.tune_malloc:
             keep_freed_memory()
+        self.name = welcome.name
         how = "shared memory" if segment is not None else "network"
         log.info("store_connected", endpoint=self.endpoint, store=welcome.name, incarnation=welcome.incarnation, by=how)
         return Session(welcome, segment, min(self.settings.ttl_s, welcome.max_ttl_s))
@@ -262,7 +265,7 @@ class Peer:
                 path, welcome.incarnation, entries=welcome.entries, memory_bytes=welcome.memory_bytes
             )
             if self._life is None:
-                self._life = Life(path.parent, welcome.cluster, self._name)
+                self._life = Life(path.parent, welcome.cluster, self._client_name)
         except (SharedMemoryError, OSError) as error:
             log.warning("store_not_mapped", endpoint=self.endpoint, reason=str(error))
             return None

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -15,15 +16,35 @@ BLOCK_TOKENS = 32
 VALUE_BYTES = LAYERS * 2 * KV_HEADS * HEAD * BLOCK_TOKENS * 4
 
 
-def write_model(directory: Path, seed: int = 0, positions: int = 4096) -> Path:
+def llama_config(vocabulary: int = VOCAB, positions: int = 4096) -> dict[str, Any]:
+    """What config.json says of its kind and sizes."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+
+
+def write_weights(directory: Path, vocabulary: int = VOCAB, seed: int = 0) -> None:
     """Different seeds have different weights in files of the same size."""
-    directory.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
         return random.standard_normal(shape, dtype=np.float32) * np.float32(3 / np.sqrt(shape[-1]))
 
-    tensors = {"model.embed_tokens.weight": normal(VOCAB, HIDDEN), "lm_head.weight": normal(VOCAB, HIDDEN)}
+    tensors = {"model.embed_tokens.weight": normal(vocabulary, HIDDEN), "lm_head.weight": normal(vocabulary, HIDDEN)}
     tensors["model.norm.weight"] = np.ones(HIDDEN, np.float32)
     for number in range(LAYERS):
         layer = f"model.layers.{number}."
@@ -40,26 +61,14 @@ def write_model(directory: Path, seed: int = 0, positions: int = 4096) -> Path:
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{layer}{name}.weight"] = np.ones(HIDDEN, np.float32)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": positions,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
+
+
+def write_model(directory: Path, seed: int = 0, positions: int = 4096) -> Path:
+    """With a tokenizer of words."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_weights(directory, seed=seed)
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    (directory / "config.json").write_text(json.dumps(llama_config(positions=positions) | ends))
     words = {"<bos>": 0, "<eos>": 1, "<unk>": 2} | {f"w{number}": number for number in range(3, VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
