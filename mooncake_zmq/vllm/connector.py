@@ -1,5 +1,5 @@
 """vLLM's KV connector on our pool: `MooncakeZmqConnector`. It translates; `ledger.py` decides and `mover.py` copies. The only
-module that imports vLLM and torch. Written against vLLM 0.32; with KV on a GPU it has not been run yet.
+module that imports vLLM and torch. Written against vLLM 0.32; docs/vllm.md says what has been run.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "MooncakeZmqConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "mooncake_zmq.vllm.connector", "kv_connector_extra_config": {"stores": "127.0.0.1:7300"}}'
@@ -50,6 +50,8 @@ SAVING_SHARE = 0.5
 """Of the engine's blocks, kept for saving at most."""
 IDLE_WAIT_S = 4e-3
 """How long a step that computes nothing waits for a copy to end: the engine would else ask a thousand times a second."""
+GPU_COPY_THREADS = 4
+"""One thread that verifies what it copies is slower than a GPU that computes an 8B's prompt."""
 
 
 @dataclass
@@ -330,6 +332,7 @@ class _WorkerHalf:
         order = _byte_order(weights, self._config, self._cache, tensors)
         self.shelf = order.shelf(f"{get_pp_group().rank_in_group}.{get_tp_group().rank_in_group}", self._settings.prefix)
         memories: tuple[Memory, Memory]
+        threads = 1
         if kinds == {"cpu"}:
             host = HostMemory(_spans(tensors, self._cache.num_blocks))
             memories = (host, host)
@@ -337,9 +340,11 @@ class _WorkerHalf:
             staging = self._settings.staging_bytes
             self._device = [_DeviceMemory(list(tensors.values()), self._cache.num_blocks, staging) for _ in range(2)]
             memories = (self._device[0], self._device[1])
+            threads = max(1, min(GPU_COPY_THREADS, (os.cpu_count() or 1) // 4))
         else:
             raise ValueError(f"MooncakeZmqConnector: KV on {sorted(kinds)} is not supported; on cpu or cuda it is")
-        self._mover = Mover(_connected(self._settings, self._settings.client), self.shelf, *memories)
+        threads = self._settings.copy_threads or threads
+        self._mover = Mover(_connected(self._settings, self._settings.client), self.shelf, *memories, threads=threads)
 
     def start_loads(self, orders: Orders) -> None:
         if orders.loads and self._mover is not None:
@@ -384,7 +389,7 @@ class _WorkerHalf:
 
 
 class _DeviceMemory:
-    """Blocks on a GPU, copied through pinned memory on a stream of their own. Untested on a GPU."""
+    """Blocks on a GPU, copied through pinned memory on a stream of their own."""
 
     def __init__(self, tensors: list[torch.Tensor], num_blocks: int, staging_bytes: int) -> None:
         self._device = tensors[0].device

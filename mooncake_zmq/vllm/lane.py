@@ -1,8 +1,9 @@
-"""A thread that does one kind of job after another, so that none of vLLM's hooks has to. Its queue is bounded."""
+"""Threads for what none of vLLM's hooks may wait for: one that does job after job from a bounded queue; some that share one."""
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -55,3 +56,49 @@ class Lane(Generic[T]):
                 self._jobs.clear()
             for job in left:
                 self._drop(job)
+
+
+class Crew:
+    """Cuts a job into ranges that the caller's thread and others of its own work on side by side. One caller at a time."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        """`threads`: the caller's included."""
+        self._lanes = [Lane(f"{name}-{number}", _Share.run, _Share.end, limit=1) for number in range(1, threads)]
+
+    def share(self, count: int, work: Callable[[int, int], Sequence[int]], lost: int) -> list[int]:
+        """What `work(start, stop)` answers for each of `count`; `lost` where its thread has come to an end."""
+        hands = max(1, min(len(self._lanes) + 1, count))
+        cuts = [count * hand // hands for hand in range(hands + 1)]
+        shares = [_Share(work, start, stop, [lost] * (stop - start)) for start, stop in zip(cuts, cuts[1:], strict=False)]
+        refused = [share for lane, share in zip(self._lanes, shares[1:], strict=False) if not lane.offer(share)]
+        try:
+            for share in (shares[0], *refused):
+                share.run()
+        finally:  # nobody may still be at work on what the caller thinks is over
+            for share in shares:
+                if share not in refused:
+                    share.over.wait()
+        return [answer for share in shares for answer in share.answers]
+
+    def close(self) -> None:
+        """Waits for shares under way, for a while."""
+        for lane in self._lanes:
+            lane.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    work: Callable[[int, int], Sequence[int]]
+    start: int
+    stop: int
+    answers: Sequence[int]
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        try:
+            self.answers = self.work(self.start, self.stop)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        self.over.set()

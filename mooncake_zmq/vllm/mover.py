@@ -1,4 +1,4 @@
-"""The worker's half, without vLLM: fills blocks from the pool and offers blocks to it, on two threads of its own.
+"""The worker's half, without vLLM: fills blocks from the pool and offers blocks to it, on threads of its own.
 
 Whoever orders keeps the blocks as they are until the end is told; so it does not matter how long a copy takes, and what a
 store that is gone or stopped costs is this thread's time. What fails is told by block, and counted.
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import UNREACHED, StoreClient
-from mooncake_zmq.vllm.lane import Lane
+from mooncake_zmq.vllm.lane import Crew, Lane
 from mooncake_zmq.vllm.ledger import Load, Save
 from mooncake_zmq.vllm.names import object_names
 from mooncake_zmq.vllm.spans import BlockSpans
@@ -67,8 +67,9 @@ class Moved:
 class Mover:
     """See the module. Orders come from one thread."""
 
-    def __init__(self, client: StoreClient, shelf: str, loading: Memory, saving: Memory) -> None:
-        """`shelf`: what names of this rank's blocks begin with."""
+    def __init__(self, client: StoreClient, shelf: str, loading: Memory, saving: Memory, threads: int = 1) -> None:
+        """`shelf`: what names of this rank's blocks begin with. `threads`: that copy one load side by side, and as many for
+        saves."""
         self._client, self._shelf = client, shelf
         self._loading, self._saving = loading, saving
         self._changed = threading.Condition()
@@ -77,6 +78,7 @@ class Mover:
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
         self._under_way = 0
+        self._loaders, self._savers = Crew("kv-load", threads), Crew("kv-save", threads)
         self._loads = Lane("kv-loads", self._load, lambda load: self._end_load(load, 0), MAX_WAITING)
         self._saves = Lane("kv-saves", self._save, self._end_save, MAX_WAITING)
 
@@ -114,6 +116,8 @@ class Mover:
     def close(self) -> None:
         self._loads.close()
         self._saves.close()
+        self._loaders.close()
+        self._savers.close()
         self._client.close()
 
     # --- on the lanes
@@ -134,12 +138,15 @@ class Mover:
         memory = self._loading
         targets = memory.targets(blocks)
         size = memory.value_bytes
-        answers = self._client.fetch(
-            object_names([self._shelf], keys),
-            lambda index, told: targets[index] if told == size else None,
-            [size] * len(keys),
-            holders,
-        )
+
+        def fetch(start: int, stop: int) -> list[int]:
+            names = object_names([self._shelf], keys[start:stop])
+            caps = [size] * (stop - start)
+            return self._client.fetch(
+                names, lambda index, told: targets[start + index] if told == size else None, caps, holders
+            )
+
+        answers = self._loaders.share(len(keys), fetch, UNREACHED)
         came = next((index for index, answer in enumerate(answers) if answer != size), len(answers))
         memory.arrived(blocks[:came])
         return came
@@ -148,8 +155,7 @@ class Mover:
         counts: Counter[str] = Counter()
         try:
             for start, stop in _batches(len(save.blocks), self._saving.most):
-                names = object_names([self._shelf], save.keys[start:stop])
-                codes = self._client.put(names, self._saving.sources(save.blocks[start:stop]))
+                codes = self._put(save.keys[start:stop], self._saving.sources(save.blocks[start:stop]))
                 counts["saved_blocks"] += codes.count(0)
                 counts["unsaved_blocks"] += len(codes) - codes.count(0)
                 if UNREACHED in codes:
@@ -159,6 +165,12 @@ class Mover:
             with self._changed:
                 self._counts += counts
             self._end_save(save)
+
+    def _put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
+        def put(start: int, stop: int) -> list[int]:
+            return self._client.put(object_names([self._shelf], keys[start:stop]), values[start:stop])
+
+        return self._savers.share(len(keys), put, UNREACHED)
 
     def _end_load(self, load: Load, good: int) -> None:
         with self._changed:

@@ -8,6 +8,7 @@ from mooncake_zmq.store.client.api import read_setup
 from mooncake_zmq.store.client.peer import ClientSettings
 
 STAGING_BYTES = 64 << 20
+MOST_COPY_THREADS = 8
 LOOKUP_TIMEOUT_S = 0.5
 COMING_TIMEOUT_S = 1.0
 MOVE_TIMEOUT_S = 2.0
@@ -26,6 +27,8 @@ class ConnectorSettings:
     """Identity of the weights, where their files do not tell; two models must not have the same."""
     staging_bytes: int = STAGING_BYTES
     """Pinned host memory for loads, and as much for saves, where the KV is on a GPU."""
+    copy_threads: int = 0
+    """Of a load, side by side, and as many of a save; 0: one, or with KV on a GPU a quarter of the cores, four at most."""
     lookup_timeout_s: float = LOOKUP_TIMEOUT_S
     """Of a question; a store that takes longer has nothing. It costs a request so much once a second, the engine nothing."""
     coming_timeout_s: float = COMING_TIMEOUT_S
@@ -44,6 +47,9 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     addresses = stores if isinstance(stores, str) else ",".join(map(str, stores))
     own: dict[str, Any] = {"prefix": str(told.pop("prefix", "")), "model": str(told.pop("model", ""))}
     own["staging_bytes"] = int(told.pop("staging_bytes", STAGING_BYTES))
+    own["copy_threads"] = int(told.pop("copy_threads", 0))
+    if not 0 <= own["copy_threads"] <= MOST_COPY_THREADS:
+        raise ValueError(f"copy_threads: {own['copy_threads']} is not within 0 to {MOST_COPY_THREADS}")
     own["lookup_timeout_s"] = float(told.pop("lookup_timeout_s", LOOKUP_TIMEOUT_S))
     own["coming_timeout_s"] = float(told.pop("coming_timeout_s", COMING_TIMEOUT_S))
     if not addresses:

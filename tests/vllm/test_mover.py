@@ -10,7 +10,7 @@ import pytest
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.store.client.peer import ClientSettings
 from mooncake_zmq.store.server.server import StoreServer
-from mooncake_zmq.vllm.lane import Lane
+from mooncake_zmq.vllm.lane import Crew, Lane
 from mooncake_zmq.vllm.ledger import Ledger, Load, Progress, Save
 from mooncake_zmq.vllm.lookups import Lookup, Lookups
 from mooncake_zmq.vllm.mover import HostMemory, Moved, Mover
@@ -28,7 +28,7 @@ QUICK = ClientSettings(timeout_s=0.3, setup_timeout_s=0.3)
 class Engine:
     """Two layers of KV as NumPy arrays, and a worker's half beside them."""
 
-    def __init__(self, address: str, settings: ClientSettings = QUICK, shelf: str = SHELF) -> None:
+    def __init__(self, address: str, settings: ClientSettings = QUICK, shelf: str = SHELF, threads: int = 1) -> None:
         random = np.random.default_rng(7)
         self.layers = [random.standard_normal((BLOCKS, 2, 8, 16), dtype=np.float32) for _ in range(2)]
         self.was = [layer.copy() for layer in self.layers]
@@ -36,7 +36,7 @@ class Engine:
         self.memory = HostMemory(BlockSpans(layers))
         client = StoreClient([address], settings)
         client.connect()
-        self.mover = Mover(client, shelf, self.memory, self.memory)
+        self.mover = Mover(client, shelf, self.memory, self.memory, threads)
         self.number = 0
 
     def save(self, *blocks: int) -> None:
@@ -351,3 +351,74 @@ def test_the_store_that_is_named_is_asked_before_those_that_do_not_answer(make_p
         assert client.hold(names, ["silent"]).count == 2, "a name that is wrong costs time, no more"
         client.release(hold)
     client.close()
+
+
+# --- several threads for one copy
+
+
+def test_each_gets_the_answer_for_its_own_place():
+    crew = Crew("t", 3)
+    for count in (0, 1, 2, 3, 8):
+        assert crew.share(count, lambda start, stop: [10 * index for index in range(start, stop)], -1) == [
+            10 * index for index in range(count)
+        ]
+    crew.close()
+
+
+def test_shares_are_worked_on_side_by_side():
+    together = threading.Barrier(3, timeout=20)
+
+    def work(start: int, stop: int) -> list[int]:
+        together.wait()
+        return [0] * (stop - start)
+
+    crew = Crew("t", 3)
+    assert crew.share(3, work, -1) == [0, 0, 0]
+    crew.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_a_thread_that_ended_had_to_do_is_lost_once_and_then_the_callers():
+    caller = threading.get_ident()
+
+    def work(start: int, stop: int) -> list[int]:
+        if threading.get_ident() != caller:
+            raise OSError("its end")
+        return [0] * (stop - start)
+
+    crew = Crew("t", 2)
+    assert crew.share(2, work, -1) == [0, -1]
+    eventually_refused = [crew.share(2, work, -1) for _ in range(50)]
+    assert eventually_refused[-1] == [0, 0]
+    crew.close()
+
+
+def test_nobody_is_at_work_any_more_when_the_callers_own_share_fails():
+    caller, ended = threading.get_ident(), []
+
+    def work(start: int, stop: int) -> list[int]:
+        if threading.get_ident() == caller:
+            raise OSError("its end")
+        time.sleep(0.05)
+        ended.append(start)
+        return [0] * (stop - start)
+
+    crew = Crew("t", 3)
+    with pytest.raises(OSError, match="its end"):
+        crew.share(3, work, -1)
+    assert sorted(ended) == [1, 2]
+    crew.close()
+
+
+def test_blocks_come_back_as_they_were_by_several_threads_and_a_gap_ends_what_came(make_pool, engine):
+    pool = make_pool()
+    one = engine(pool, threads=3)
+    one.save(*range(8))
+    one.wipe()
+    assert one.load(*range(8)) == set()
+    assert one.same(*range(8))
+    client = StoreClient([pool.endpoint], QUICK)
+    client.connect()
+    client.remove(object_names([SHELF], KEYS[4:5]))
+    client.close()
+    assert one.load(*range(8)) == {4, 5, 6, 7}
