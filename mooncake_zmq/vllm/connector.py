@@ -331,20 +331,20 @@ class _WorkerHalf:
         weights = self._settings.model or _identity(self._config)
         order = _byte_order(weights, self._config, self._cache, tensors)
         self.shelf = order.shelf(f"{get_pp_group().rank_in_group}.{get_tp_group().rank_in_group}", self._settings.prefix)
-        memories: tuple[Memory, Memory]
+        loading: Memory
+        saving: Memory
         threads = 1
         if kinds == {"cpu"}:
-            host = HostMemory(_spans(tensors, self._cache.num_blocks))
-            memories = (host, host)
+            loading = saving = HostMemory(_spans(tensors, self._cache.num_blocks))
         elif kinds == {"cuda"}:
             staging = self._settings.staging_bytes
             self._device = [_DeviceMemory(list(tensors.values()), self._cache.num_blocks, staging) for _ in range(2)]
-            memories = (self._device[0], self._device[1])
+            loading, saving = self._device
             threads = max(1, min(GPU_COPY_THREADS, (os.cpu_count() or 1) // 4))
         else:
             raise ValueError(f"MooncakeZmqConnector: KV on {sorted(kinds)} is not supported; on cpu or cuda it is")
         threads = self._settings.copy_threads or threads
-        self._mover = Mover(_connected(self._settings, self._settings.client), self.shelf, *memories, threads=threads)
+        self._mover = Mover(_connected(self._settings, self._settings.client), self.shelf, loading, saving, threads)
 
     def start_loads(self, orders: Orders) -> None:
         if orders.loads and self._mover is not None:
