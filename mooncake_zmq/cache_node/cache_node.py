@@ -50,6 +50,7 @@ from mooncake_zmq.core.messages import (
     GrantedSlot,
     LeaseBlocks,
     LeaseRenewed,
+    Message,
     ReclaimSlots,
     ReleaseLease,
     RenewLease,
@@ -375,8 +376,9 @@ class CacheNode:
         return [reply, SetTimer(("lease", holder.node, holder.incarnation, holder.number), gathering.ttl_s)]
 
     def _count_misses(self, gathering: Gathering) -> None:
+        """Of what a prefill asked for: a block that another cache-node misses here is counted there."""
         missed = gathering.keys[gathering.here :]
-        if missed:
+        if missed and self._peers[gathering.holder.node].role != "cache-node":
             self.counts.add("lookup_blocks[result=miss]", len(missed))
             coming = self._gatherer.coming(gathering)
             for why, blocks in self._misses.count(missed, self.tiers(missed), coming=coming, lost=gathering.lost).items():
@@ -630,8 +632,10 @@ class CacheNode:
         effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], self._informed())
         self._misses.left(self._announcer.gone)
         if self._newcomers:
-            everything = [] if self._leaving.resting else self._all_held()
+            everything: list[Message] = [] if self._leaving.resting else [*self._all_held()]
             everything += _of_shelf(list(self._shelf))
+            if self._leaving.resting:
+                everything.append(CacheLoad(sources=(), resting=True))
             everything.append(BlocksAnnounced(complete=True))
             effects += [Send(newcomer, message) for newcomer in self._newcomers for message in everything]
             self._newcomers.clear()
@@ -650,13 +654,17 @@ class CacheNode:
     def _on_rest(self, resting: bool) -> list[Effect]:
         """Nothing that is held here is to be had while it rests, so conductors plan without; then they hear of all of it."""
         self._leaving.rest(resting)
+        if self._leaving.leaves:
+            return []
+        told: list[Message] = [CacheLoad(sources=(), resting=resting)]
         if resting:
             self._take_no_more()
             held = dict.fromkeys([*self.slots.committed_keys(), *self.disk.slots.committed_keys()])
-            return [Send(name, message) for message in announcements((), list(held)) for name in self._conductors()]
-        self.disk.end_drain()
-        self._newcomers = self._conductors()
-        return []
+            told += announcements((), list(held))
+        else:
+            self.disk.end_drain()
+            self._newcomers = self._conductors()
+        return [Send(name, message) for message in told for name in self._conductors()]
 
     def _conductors(self) -> list[str]:
         return [name for name, peer in self._peers.items() if peer.role == "conductor"]
@@ -686,7 +694,7 @@ class CacheNode:
         """Until nothing is fetched any more and what was measured is too old to say anything, which ends with an empty one."""
         sources = self._gatherer.sources(now)
         self._reporting = bool(sources)
-        load = CacheLoad(sources=tuple(sources[:MAX_SOURCES]))
+        load = CacheLoad(sources=tuple(sources[:MAX_SOURCES]), resting=self._leaving.resting)
         timers: list[Effect] = [SetTimer(REPORT, self._settings.report_s)] if sources else []
         return [*[Send(name, load, lossy=True) for name in self._conductors()], *timers]
 

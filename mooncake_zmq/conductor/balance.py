@@ -193,6 +193,8 @@ class Balance:
             return {"node": node, "role": role, "happens": "nothing: that is its role"}, []
         if member.may_become != role:
             return {"error": f"{node} is a {member.role} and may not become a {role}: see may_become of nodes"}, []
+        if change is None and node not in [each.name for each in self._working(member.role)]:
+            return {"error": f"{node} drains, or rests: it changes its role when it takes requests again"}, []
         if not [each for each in self._working(member.role) if each.name != node]:
             return {"error": f"{node} is the only {member.role} that takes requests"}, []
         effects = [] if change is not None else self._begin(now, member, role)

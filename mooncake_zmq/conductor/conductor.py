@@ -190,7 +190,7 @@ class Conductor:
     def change_replica(self, now: float, keys: tuple[Key, ...], copies: int) -> list[Effect]:
         """Have `copies` hosts hold the chain `keys` (from its first block on, not empty): ask for the missing copies, or name
         those that go first. At least one copy stays; what was asked already is not asked again."""
-        readers = {node.host for node in self._prefills.nodes if not node.draining}
+        readers = {node.host for node in self._prefills.nodes if not node.draining and (node.vllm or node.home >= 0)}
         changes = self._replication.change(now, keys, copies, hosts=self._hosts, readers=readers)
         return [Send(node, message) for node, message in changes]
 
@@ -329,6 +329,7 @@ class Conductor:
 
     def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
         destination = self._index.join(sender)
+        self._sources.rest(destination, load.resting)
         pending_s = 0.0
         for rate in load.sources:
             if rate.source and self._members.role_of(rate.source) != "cache-node":

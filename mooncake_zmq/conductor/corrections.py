@@ -16,7 +16,7 @@ MOST_REPORTS = 16.0
 MOST_CHANGE = 4.0
 """One report counts as at most this many times off what was known: a single stall says little, however long it was."""
 MOST_FACTOR = 1e6
-"""No node is so slow; a report that says so must not carry the estimates off to infinity."""
+"""No node is so slow, or so quick; a report that says so must not carry the estimates off to infinity, or to nothing."""
 RECENT_OUTCOMES = 128.0
 """Requests that lateness and bias are means of."""
 SPARE = 3.0
@@ -36,6 +36,11 @@ COUNTERS = {
     )
     for kind in KINDS
 }
+
+
+def own_factor(own_s: float, our_s: float) -> float:
+    """How much slower a node's own costs are than ours; 1 where it tells none."""
+    return min(MOST_FACTOR, max(1 / MOST_FACTOR, own_s / our_s)) if own_s else 1.0
 
 
 class Accuracy:

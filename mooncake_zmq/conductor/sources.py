@@ -27,6 +27,8 @@ class Sources:
         """The turn in which each was last named first."""
         self._turns: dict[int, None] = {}
         """The one named longest ago first, of equals in name order."""
+        self._resting: set[int] = set()
+        """Those that serve nobody: nobody's home."""
         self._turn = 0
         self._pool_bits = 0
         self._shelves: dict[int, tuple[str, str]] = {}
@@ -48,11 +50,18 @@ class Sources:
         """A cache-node left."""
         host = self._hosts.pop(bit)
         del self._names[bit], self._named[bit], self._turns[bit]
+        self._resting.discard(bit)
         self._pool_bits &= ~(1 << bit)
         self._pools[host].remove(bit)
         if not self._pools[host]:
             del self._pools[host]
         self.settle(self._prefills.by_host.get(host, ()))
+
+    def rest(self, bit: int, resting: bool) -> None:
+        """A cache-node serves nobody, or serves again."""
+        if resting != (bit in self._resting):
+            self._resting ^= {bit}
+            self.settle(self._prefills.by_host.get(self._hosts[bit], ()))
 
     def join_vllm(self, bit: int, node: PrefillNode) -> None:
         """A vLLM came; `bit`: of what it holds itself."""
@@ -80,7 +89,7 @@ class Sources:
                 node.homes = self._apart(node)
                 node.marks = node.homes << 1 | EVERYONE
                 continue
-            pool = self._pools.get(node.host, ())
+            pool = self._serving(node.host)
             node.home = pool[0] if pool else -1
             node.homes = sum([1 << bit for bit in pool])
             node.marks = node.homes << 1 | EVERYONE
@@ -163,9 +172,12 @@ class Sources:
                 assert node.home == -1
                 assert node.homes == self._apart(node)
                 continue
-            pool = self._pools.get(node.host, [])
+            pool = self._serving(node.host)
             assert node.homes == sum(1 << bit for bit in pool)
             assert node.home == (pool[0] if pool else -1)
+
+    def _serving(self, host: str) -> list[int]:
+        return [bit for bit in self._pools.get(host, ()) if bit not in self._resting]
 
     def _apart(self, vllm: PrefillNode) -> int:
         own = sum([1 << bit for bit, node in self._vllms.items() if node is vllm])

@@ -8,27 +8,28 @@ from mooncake_zmq.core.shell import Tally
 
 
 class Leaving:
-    """`may_become`: the role that a conductor may ask for, if any. An operator who wants the node gone outranks that; one who
-    wants it to rest may be followed by either."""
+    """`may_become`: the role that a conductor may ask for, if any, of a node that takes requests. An operator who wants the node
+    gone outranks that, and one who wants it to rest."""
 
     def __init__(self, may_become: str, counts: Tally) -> None:
         self.draining = False
         """It takes nothing new, whether it leaves or rests."""
         self.resting = False
-        self._leaves = False
+        self.leaves = False
+        """Its process ends, or becomes something else, once it is idle."""
         self._may_become = may_become
         self._become = ""
         self._counts = counts
 
     def drain(self) -> None:
         """The operator wants the process gone."""
-        self.draining = self._leaves = True
+        self.draining = self.leaves = True
         self._become = ""
 
     def rest(self, resting: bool) -> None:
         """The operator wants the process to stay and take nothing new, or to take again."""
         self.resting = resting
-        self.draining = self._leaves or resting
+        self.draining = self.leaves or resting
 
     def change(self, sender: str, message: ChangeRole, peers: Mapping[str, Hello]) -> bool:
         """Whether the node begins to drain for another role."""
@@ -39,10 +40,10 @@ class Leaving:
             self._counts.add("role_changes_refused")
             return False
         self._counts.add("role_changes_begun")
-        self.draining = self._leaves = True
+        self.draining = self.leaves = True
         self._become = message.role
         return True
 
     def drained(self, *, idle: bool) -> list[Effect]:
         """What an actor says after every event."""
-        return [Drained(self._become)] if self._leaves and idle else []
+        return [Drained(self._become)] if self.leaves and idle else []

@@ -391,6 +391,8 @@ class CacheLoad(_Message, frozen=True):
     """A cache-node's fetches, sent every report interval while there is something to tell (lossy)."""
 
     sources: Annotated[tuple[SourceRate, ...], Meta(max_length=256)]
+    resting: bool = False
+    """It serves nobody until it says otherwise; told at once, and whoever comes."""
 
 
 class BlocksAnnounced(_Message, frozen=True):

@@ -20,7 +20,7 @@ from mooncake_zmq.gateway.overview import NoNode, Overview
 
 LOCAL = "localhost"
 PASSED_ON = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
-"""Headers of proxies."""
+"""Headers of proxies. One that sends none of them is nginx as it comes, which speaks HTTP/1.0."""
 _log = structlog.get_logger("gateway")
 
 
@@ -46,9 +46,13 @@ def check_is_here(scope: Scope, headers: Mapping[str, str]) -> None:
     """Whoever calls is on this machine, no proxy there and no page of another site in its browser. Raises RequestError."""
     client: Any = scope.get("client") or ("",)
     host, origin = headers.get("host", ""), headers.get("origin", "")
-    foreign = bool(origin) and urlsplit(origin).netloc != host
-    foreign = foreign or any(name in headers for name in PASSED_ON)
-    if not _is_local(client[0]) or not _is_local(urlsplit(f"//{host}").hostname or "") or foreign:
+    passed_on = scope.get("http_version") == "1.0" or any(name in headers for name in PASSED_ON)
+    try:
+        foreign = bool(origin) and urlsplit(origin).netloc != host
+        local = _is_local(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        foreign = local = False
+    if not _is_local(client[0]) or not local or foreign or passed_on:
         text = "without API keys this is for callers on the gateway's own machine, at a loopback address: see gateway.api_keys"
         raise RequestError(403, text, code="insufficient_permissions")
 

@@ -32,6 +32,9 @@ CLOSE_S = 3.0
 TRACES_PATH = "/v1/traces"
 NANOSECONDS = 1_000_000_000
 SERVICE = "mooncake_zmq"
+EXPORTED, NOT_SAMPLED = "requests_exported", "requests_not_sampled"
+QUEUE_FULL, NOT_TAKEN = "requests_dropped[reason=queue_full]", "requests_dropped[reason=collector]"
+COUNTED = (EXPORTED, NOT_SAMPLED, QUEUE_FULL, NOT_TAKEN)
 OTEL = "pip install 'mooncake-zmq[otel]'"
 log = structlog.get_logger("otlp")
 
@@ -63,7 +66,7 @@ class Otlp:
         """Headers, certificates and compression are those of the usual OTEL_EXPORTER_OTLP_... variables."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._made = _Spans(gateway, model)
         self._on_crash = on_crash
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # what it would say again and again is told once below
@@ -77,12 +80,12 @@ class Otlp:
     def tell(self, account: Account, names: Names) -> None:
         """A request is over. Whose client said that its trace is not sampled is told nobody."""
         if not names.sampled:
-            self._count("requests_not_sampled")
+            self._count(NOT_SAMPLED)
             return
         try:
             self._queue.put_nowait(Ended(account, names, time.time_ns()))
         except queue.Full:
-            self._count("requests_dropped[reason=queue_full]")
+            self._count(QUEUE_FULL)
 
     def close(self) -> None:
         """Send what waits, if the collector takes it soon."""
@@ -118,16 +121,21 @@ class Otlp:
         return batch
 
     def _send(self, batch: list[Ended]) -> bool:
-        result = self._exporter.export([span for each in batch for span in self._made.of(each)])
-        reached = bool(result.name == "SUCCESS")
-        self._count("requests_exported" if reached else "requests_dropped[reason=collector]", len(batch))
+        from requests import RequestException
+
+        spans = [span for each in batch for span in self._made.of(each)]
+        try:
+            reached = bool(self._exporter.export(spans).name == "SUCCESS")
+        except RequestException:  # some releases of the exporter let it through
+            reached = False
+        self._count(EXPORTED if reached else NOT_TAKEN, len(batch))
         if reached != self._reached:
             self._reached = reached
             (log.info if reached else log.warning)("otlp_reached" if reached else "otlp_unreached")
         return reached
 
     def _count(self, name: str, amount: int = 1) -> None:
-        self.counts[name] = self.counts.get(name, 0) + amount
+        self.counts[name] += amount
 
 
 class _Spans:

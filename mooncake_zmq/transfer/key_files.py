@@ -48,7 +48,10 @@ class Keys:
             seen = identity_of(self.path)
             if seen != self._seen:
                 self._seen = seen
-                self.book = _read_book(self.path)
+                book = _read_book(self.path)
+                if self.public not in book.of(self.name):  # half a file, or it is us who was dropped: others see to that
+                    raise KeysError(f"{self.path} does not have the public key of {self.name}")
+                self.book = book
                 log.info("public_keys_read", path=str(self.path), keys=len(self.book.keys))
         except (OSError, KeysError) as error:
             if self._seen != _UNREADABLE:
