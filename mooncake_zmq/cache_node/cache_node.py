@@ -5,7 +5,7 @@ and to the SSD, are works. `gathering` brings together what a lease misses, `dis
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -317,8 +317,7 @@ class CacheNode:
         mine = sum(1 for h in self._leases if h.node == sender) + sum(1 for h in gatherings if h.node == sender)
         if self._leaving.draining or mine >= self._settings.max_leases_per_client:
             self.counts.add("leases_denied")
-            self.counts.add("lookup_blocks[result=miss]", len(message.keys))
-            self.counts.add(f"lookup_misses[reason={DENIED}]", len(message.keys))
+            self._count_missed(sender, {DENIED: len(message.keys)})
             return [Send(sender, BlocksLeased(lease_id=message.lease_id, node=self.name, incarnation=self.incarnation))]
         fetch_s = min(message.fetch_s, self._settings.max_lease_s)
         gathering = Gathering(
@@ -376,12 +375,17 @@ class CacheNode:
         return [reply, SetTimer(("lease", holder.node, holder.incarnation, holder.number), gathering.ttl_s)]
 
     def _count_misses(self, gathering: Gathering) -> None:
-        """Of what a prefill asked for: a block that another cache-node misses here is counted there."""
         missed = gathering.keys[gathering.here :]
-        if missed and self._peers[gathering.holder.node].role != "cache-node":
-            self.counts.add("lookup_blocks[result=miss]", len(missed))
+        if missed:
             coming = self._gatherer.coming(gathering)
-            for why, blocks in self._misses.count(missed, self.tiers(missed), coming=coming, lost=gathering.lost).items():
+            reasons = self._misses.count(missed, self.tiers(missed), coming=coming, lost=gathering.lost)
+            self._count_missed(gathering.holder.node, reasons)
+
+    def _count_missed(self, asker: str, reasons: Mapping[str, int]) -> None:
+        """Of what computes: a block that another cache-node misses here is counted there."""
+        if asker in self._peers and self._peers[asker].role != "cache-node":
+            self.counts.add("lookup_blocks[result=miss]", sum(reasons.values()))
+            for why, blocks in reasons.items():
                 self.counts.add(f"lookup_misses[reason={why}]", blocks)
 
     def _owners(self, holder: str, slots: Sequence[int]) -> tuple[str, ...]:

@@ -72,6 +72,10 @@ class Costs:
         defaults = Costs()
         return all(getattr(self, name) == getattr(defaults, name) for name in COMPUTING)
 
+    def computing_as(self, other: "Costs") -> "Costs":
+        """These, but for what computing takes."""
+        return replace(self, **{name: getattr(other, name) for name in COMPUTING})
+
     def scaled(self, *, prefill: float, decode: float) -> "Costs":
         """So many times these, in computing prompts and in decode steps."""
         factors = dict.fromkeys(COMPUTING[:2], prefill) | dict.fromkeys(COMPUTING[2:], decode)

@@ -8,8 +8,8 @@ from mooncake_zmq.core.shell import Tally
 
 
 class Leaving:
-    """`may_become`: the role that a conductor may ask for, if any, of a node that takes requests. An operator who wants the node
-    gone outranks that, and one who wants it to rest."""
+    """`may_become`: the role that a conductor may ask for, if any, of a node that takes requests. An operator who wants the
+    node gone outranks that, and one who wants it to rest."""
 
     def __init__(self, may_become: str, counts: Tally) -> None:
         self.draining = False

@@ -335,11 +335,15 @@ class _Process:
         return engine
 
     def _measure(self, engine: Engine) -> None:
-        """Without a profile, what this engine takes is measured once: or the first predictions would rest on nothing."""
+        """Without a profile, what this engine takes is measured once: or the first predictions would rest on nothing. One that
+        only takes time has it said."""
         from mooncake_zmq.engine.own_costs import measured
 
-        costs = self._costs
+        costs, modelled = self._costs, self.node.modelled
         if not costs.are_nobodys:
+            return
+        if modelled:
+            self._costs = costs.computing_as(costs_of(modelled, f"{self.node.name}: backend"))
             return
         most = self.settings.chunk_tokens if self.node.role == "prefill" else MEASURED_TOKENS
         self._costs = measured(engine, costs, most_tokens=most)

@@ -135,3 +135,8 @@ def test_what_went_last_is_remembered_and_no_more_than_so_much(monkeypatch: pyte
     assert gone.count(asked[:1], [None], coming=(), lost={key(0): "source_lacks"}) == {"source_lacks": 1}
     assert gone.count(asked[1:2], [None], coming=(), lost={key(1): "source_lacks"}) == {"evicted": 1}
     assert gone.count(asked[:2], [Medium.CPU] * 2, coming=(), lost={}) == {"no_room": 1, "behind_another": 1}
+
+
+def test_what_another_pool_misses_here_is_counted_there_alone(pool: Pool) -> None:
+    pool.lease(1, 2, client="c1")
+    assert why(pool) == {}

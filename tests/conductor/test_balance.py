@@ -210,3 +210,13 @@ def test_the_operator_is_told_what_happens_and_why_not() -> None:
 def test_settings_that_make_no_sense_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="role_change"):
         ConductorSettings(role_change_after_s=60.0, **bad)
+
+
+def test_a_node_that_rests_is_not_asked_for_another_role():
+    cluster = Changing(role_change_after_s=0.0)
+    cluster.load()
+    cluster.prefill_load("p1", draining=True)
+    assert "takes requests again" in cluster.wish("p1", "decode")["error"]
+    assert cluster.asked == []
+    cluster.prefill_load("p1")
+    assert not cluster.conductor._prefills.by_name["p1"].draining

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mooncake_zmq.core.actor import Drained, DrainWanted, PeerUp, Received, WorkDone
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
+    CacheLoad,
     HandoffReceived,
     Placed,
     PrefillLoad,
@@ -462,3 +463,18 @@ def test_the_order_of_arrival_decides_nothing():
         return [cluster.schedule(keys(str(i), 4)) for i in range(9)] + [cluster.schedule(DOC)]
 
     assert answers(NODES) == answers(NODES[::-1])
+
+
+def test_a_pool_that_rests_is_nobodys_home_until_it_serves_again():
+    cluster = Cluster(2)
+    chain = keys("y", 200)
+    cluster.announce("c1", stored=chain)
+    cluster.prefill_load("p1", queued_s=1e5)
+    assert cluster.schedule(chain).reuse_blocks > 0
+    cluster.say("c0", CacheLoad(sources=(), resting=True))
+    placed = cluster.schedule(chain)
+    assert (placed.prefill, placed.reuse_blocks, placed.sources) == ("p0", 0, ())
+    cluster.conductor.change_replica(cluster.now, chain, 2)
+    assert cluster.wishes == []
+    cluster.say("c0", CacheLoad(sources=()))
+    assert cluster.schedule(chain).reuse_blocks > 0

@@ -540,3 +540,18 @@ def test_what_is_told_of_a_tbt_comes_to_what_tbts_come_to():
     for _ in range(600):
         last_s = told()
     assert last_s == pytest.approx(1.2 * first_s, rel=0.01)
+
+
+@pytest.mark.parametrize("told_s", [5e-324, 1e-300, 1e6])
+def test_what_a_node_says_of_its_own_costs_ends_nothing_and_draws_all_for_no_more_than_the_bound(told_s):
+    cluster = Cluster(2)
+    for report in range(4):
+        step = Measured(seconds=0.0, predicted_s=1.0 + report)
+        cluster.decode_load("d0", running=1, max_batch=8, room=8, fixed_s=told_s, step=step)
+        cluster.prefill_load("p0")
+        cluster.say("p0", PrefillLoad(jobs=(), token_s=told_s))
+        cluster.advance(0.25)
+        placed = cluster.schedule(keys("x", 4), 4 * BLOCK + 1)
+        assert isinstance(placed, Placed)
+        assert 0 < cluster.conductor._prefills.by_name["p0"].factor <= MOST_FACTOR
+        assert cluster.conductor._decodes.by_name["d0"].scale > 1e-9

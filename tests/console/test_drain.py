@@ -58,8 +58,16 @@ def test_what_takes_longer_goes_on_and_is_1():
 
 
 def test_one_that_somebody_else_has_serve_again_is_1():
-    code, text = said(gateways(ok(node("draining", 2)), picture(node("ready", 0, resting=False)), asked=[]))
+    serving = [picture(node("ready", 0, resting=False))] * draining.SURE
+    code, text = said(gateways(ok(node("draining", 2)), *serving, asked=[]))
     assert (code, "rests no more: it is ready" in text) == (1, True)
+
+
+def test_a_gateway_that_heard_less_or_nothing_lately_is_not_taken_at_its_word():
+    stale, silent = node("ready", 0, resting=False), node("draining", 1)
+    del silent["resting"]
+    code, _ = said(gateways(ok(node("draining", 2)), *map(picture, (stale, silent, stale, node("drained"))), asked=[]))
+    assert code == 0
 
 
 def test_a_refusal_is_told_and_no_other_gateway_is_tried():

@@ -59,7 +59,7 @@ def test_seeds_hold_and_cover() -> None:
 
 def test_what_runs_when_a_drain_is_out_of_time_goes_on_elsewhere() -> None:
     handed_over = Counter[str]()
-    for seed in (2, 3):
+    for seed in (3, 6):
         result = run_seed(seed, stress=[FaultKind.DRAIN] * 3)
         assert result.failure is None
         handed_over.update({name: count for name, count in result.coverage["counts"].items() if name.endswith("handed_over")})
