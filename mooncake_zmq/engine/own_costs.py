@@ -32,13 +32,13 @@ def unhindered_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """`passed`: by which a work is timed. `computed`: the least it can have taken, as waits are told late and may be longer than a
-    short work was."""
+    """`passed`: by which a work is timed. `computed`: the least it can have taken, as waits are told late and may be longer than
+    a short work was."""
 
     passed: Callable[[], float] = unhindered_s
     computed: Callable[[], float] = time.thread_time
 
-    def took_s(self, work: Callable[[], object]) -> float:
+    def timed_s(self, work: Callable[[], object]) -> float:
         began, computed_s = self.passed(), self.computed()
         work()
         return max(self.passed() - began, self.computed() - computed_s)
@@ -47,13 +47,13 @@ class Clocks:
 def measured(engine: Engine, costs: Costs, *, most_tokens: int, clocks: Clocks | None = None) -> Costs:
     """`costs`, with prefill and decode each as much slower or quicker as this engine is. `most_tokens`: of a chunk. Of equal
     works the quickest counts."""
-    took_s = (clocks or Clocks()).took_s
+    timed_s = (clocks or Clocks()).timed_s
     most_tokens = max(1, min(most_tokens, engine.spec.max_positions - STEPS - 1))
     sequence = engine.new_sequence(most_tokens + STEPS + 1)
 
     def prefill_s(tokens: int) -> float:
         sequence.set_length(0)
-        return took_s(lambda: engine.prefill(sequence, np.zeros(tokens, np.int32)))
+        return timed_s(lambda: engine.prefill(sequence, np.zeros(tokens, np.int32)))
 
     try:
         tokens = min(FEW_TOKENS, most_tokens)
@@ -64,7 +64,7 @@ def measured(engine: Engine, costs: Costs, *, most_tokens: int, clocks: Clocks |
             while (took_s := prefill_s(tokens)) < ENOUGH_S and tokens < most_tokens:
                 tokens = min(2 * tokens, most_tokens)
             took_s = min(took_s, prefill_s(tokens))
-        step_s = min(took_s(lambda: engine.decode([sequence], np.zeros(1, np.int32))) for _ in range(STEPS))
+        step_s = min(timed_s(lambda: engine.decode([sequence], np.zeros(1, np.int32))) for _ in range(STEPS))
     finally:
         sequence.close()
     return costs.scaled(prefill=took_s / costs.compute_s(tokens, 0), decode=step_s / costs.step_s(1, tokens))
