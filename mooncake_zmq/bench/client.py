@@ -15,7 +15,7 @@ import msgspec
 
 from mooncake_zmq.bench.client_connection import Broken, Connections, Target
 from mooncake_zmq.bench.client_prompts import PromptForm, pieces
-from mooncake_zmq.bench.client_stream import Seen, ask
+from mooncake_zmq.bench.client_stream import NONSENSE, Seen, ask
 from mooncake_zmq.laboratory.study import Arrival
 
 Progress = Callable[[str], None]
@@ -82,22 +82,32 @@ class Heard:
 
 
 async def replay(client: Client, arrivals: Sequence[Arrival], progress: Progress) -> Heard:
-    """Send them all and wait for the last answer. Raises NoServer."""
+    """Send them all and wait for the last answer. Raises NoServer, and what no JSON can be made of as ValueError."""
     connections = Connections(Target.of(client.url))
     heard = Heard(client.model or await _first_model(client, connections))
     heard.seen = [
-        Seen(due_s=each.at_s / client.speed, input_tokens=client.form.length(each), output_tokens=each.output_tokens)
+        Seen(
+            due_s=each.at_s / client.speed,
+            input_tokens=client.form.length(each),
+            output_tokens=each.output_tokens,
+            exact=not client.plain,
+        )
         for each in arrivals
     ]
     bodies: asyncio.Queue[bytes] = asyncio.Queue(AHEAD)
-    making = asyncio.create_task(_make(client, heard.model, arrivals, bodies))
-    while not bodies.full() and not making.done():
-        await asyncio.sleep(0)
-    cpu_s, began = time.process_time(), time.perf_counter()
-    async with _attended(heard, began, progress):
-        await _Sender(client, connections, heard, began).run(bodies)
-    heard.wall_s, heard.cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
-    await connections.close()
+    try:
+        async with asyncio.TaskGroup() as group:
+            making = group.create_task(_make(client, heard.model, arrivals, bodies))
+            while not bodies.full() and not making.done():
+                await asyncio.sleep(0)
+            cpu_s, began = time.process_time(), time.perf_counter()
+            async with _attended(heard, began, progress):
+                await _Sender(client, connections, heard, began).run(bodies)
+            heard.wall_s, heard.cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    finally:
+        await connections.close()
     return heard
 
 
@@ -108,24 +118,31 @@ class _Sender:
         self._room = asyncio.Semaphore(client.max_open)
 
     async def run(self, bodies: "asyncio.Queue[bytes]") -> None:
+        freed_s = 0.0
+        """When the last that had to wait had room: until then it held up all behind it."""
         async with asyncio.TaskGroup() as group:
             for seen in self._heard.seen:
                 body = await bodies.get()
                 await asyncio.sleep(max(0.0, self._began + seen.due_s - time.perf_counter()))
+                seen.held_s = max(0.0, freed_s - seen.due_s)
                 if self._room.locked():
                     if self._client.beyond == "drop":
                         seen.error = NOT_SENT
                         continue
-                    asked = time.perf_counter()
+                    asked_s = self._now_s()
                     await self._room.acquire()
-                    seen.held_s = time.perf_counter() - asked
+                    freed_s = self._now_s()
+                    seen.held_s += freed_s - asked_s
                 else:
                     await self._room.acquire()
                 group.create_task(self._one(body, seen))
 
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._began
+
     async def _one(self, body: bytes, seen: Seen) -> None:
         client = self._client
-        seen.late_s = max(0.0, time.perf_counter() - self._began - seen.due_s - seen.held_s)
+        seen.late_s = max(0.0, self._now_s() - seen.due_s - seen.held_s)
         try:
             await ask(self._connections, client.path, client.headers, body, seen, client.timeout_s)
         finally:
@@ -199,6 +216,9 @@ class _Whole:
         """See `client_connection.Heard`."""
         self.said = (self.said + piece)[: 1 << 20]
 
+    def again(self) -> None:
+        """See `client_connection.Heard`."""
+
 
 class _Card(msgspec.Struct):
     id: str
@@ -214,6 +234,6 @@ async def _first_model(client: Client, connections: Connections) -> str:
         async with asyncio.timeout(CONNECT_S):
             await connections.call(b"GET", "/v1/models", client.headers, b"", whole)
         return msgspec.json.decode(whole.said, type=_Cards).data[0].id
-    except (TimeoutError, Broken, msgspec.DecodeError, IndexError) as error:
+    except (TimeoutError, Broken, IndexError, *NONSENSE) as error:
         why = f"answered {whole.status}" if whole.status not in (0, 200) else str(error) or type(error).__name__
         raise NoServer(f"{client.url}/v1/models: {why}: name the model by --model") from None

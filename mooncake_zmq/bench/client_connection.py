@@ -5,7 +5,6 @@ its times would be its own.
 """
 
 import asyncio
-import contextlib
 import ssl
 import time
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ import httptools
 
 MAX_IDLE = 4096
 """Connections kept between two calls; one more is closed."""
+AT_ONCE_S = 0.05
+"""A kept connection that ends so soon after a call was written was closed before the server had it, as far as one can tell."""
 
 
 class BadUrl(ValueError):
@@ -34,6 +35,9 @@ class Heard(Protocol):
 
     def body(self, at: float, piece: bytes) -> None:
         """The next bytes of the body."""
+
+    def again(self) -> None:
+        """The call is made once more: the kept connection had been closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +74,13 @@ class Connections:
         self._idle: list[_Connection] = []
 
     async def call(self, method: bytes, path: str, headers: dict[bytes, bytes], body: bytes, heard: Heard) -> None:
-        """One call to its end. Raises Broken."""
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable:
-                with contextlib.suppress(_NotTaken):  # closed from the other side as we wrote
-                    return await self._call(connection, method, path, headers, body, heard)
+        """One call to its end; made again at most once, where a kept connection was closed as we wrote. Raises Broken."""
+        kept = self._kept()
+        if kept is not None:
+            try:
+                return await self._call(kept, method, path, headers, body, heard)
+            except _NotTaken:
+                heard.again()
         try:
             await self._call(await self._open(), method, path, headers, body, heard)
         except _NotTaken:
@@ -85,6 +90,13 @@ class Connections:
         """Those that are idle."""
         while self._idle:
             self._idle.pop().transport.abort()
+
+    def _kept(self) -> "_Connection | None":
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                return connection
+        return None
 
     async def _open(self) -> "_Connection":
         target = self.target
@@ -113,7 +125,7 @@ class Connections:
 
 
 class _NotTaken(Exception):
-    """A kept connection ended before anything of the answer came: the call may be made again."""
+    """The connection ended at once, before anything of the answer came: on a kept one the call may be made again."""
 
 
 class _Connection(asyncio.Protocol):
@@ -127,7 +139,7 @@ class _Connection(asyncio.Protocol):
         self._ended: asyncio.Future[None] | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[bytes, bytes] = {}
-        self._at = 0.0
+        self._at = self._written_at = 0.0
         self._begun = False
         self._until_closed = False
         """The answer has no end but the connection's."""
@@ -144,9 +156,9 @@ class _Connection(asyncio.Protocol):
         self._ended = asyncio.get_running_loop().create_future()
         if self._lost is not None:
             raise _NotTaken
+        self._written_at = time.perf_counter()
         self.transport.write(request)
         await self._ended
-        self._heard = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio."""
@@ -157,24 +169,36 @@ class _Connection(asyncio.Protocol):
         self._lost = str(exc) if exc is not None else "closed"
         if self._until_closed and exc is None:
             self.on_message_complete()
-        self._fail(Broken(f"the connection ended: {self._lost}") if self._begun else _NotTaken())
+        taken = self._begun or time.perf_counter() - self._written_at >= AT_ONCE_S
+        self._fail(Broken(f"the connection ended: {self._lost}") if taken else _NotTaken())
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
+        if self._heard is None:
+            self._lost = "it spoke unasked"
+            self.transport.abort()
+            return
         self._at = time.perf_counter()
         self._begun = True
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(Broken(f"the answer is no HTTP: {error}"))
 
-    def on_header(self, name: bytes, value: bytes) -> None:
+    def on_message_begin(self) -> None:
         """From the parser, as all that follow."""
+        if self._heard is None:
+            self._lost = "it spoke unasked"
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of the answer, or of what comes before it."""
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        """The answer has begun."""
+        """The answer has begun, unless it is an interim one."""
         headers, self._headers = self._headers, {}
+        if self._interim:
+            return
         self._until_closed = not headers.keys() & {b"content-length", b"transfer-encoding"}
         if self._heard is not None:
             self._heard.answered(self._at, self._parser.get_status_code(), headers)
@@ -186,10 +210,17 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """All of it. Whether the connection is kept is known by then; a parser is good for one answer after another."""
+        if self._interim:
+            return
+        self._until_closed, self._heard = False, None
         if not self._parser.should_keep_alive():
             self._lost = "not kept"
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
+
+    @property
+    def _interim(self) -> bool:
+        return self._parser.get_status_code() < 200
 
     def _fail(self, error: Exception) -> None:
         if self._ended is not None and not self._ended.done():

@@ -31,9 +31,9 @@ class Bounds:
     tbt_s: float | None = None
 
     def met(self, seen: Seen) -> bool:
-        """Did it finish within both?"""
-        in_ttft = self.ttft_s is None or seen.ttft_s <= self.ttft_s
-        return seen.outcome == "finished" and in_ttft and (self.tbt_s is None or seen.tbt_s <= self.tbt_s)
+        """Did it finish within both, with all its tokens?"""
+        in_ttft = self.ttft_s is None or 0 <= seen.ttft_s <= self.ttft_s
+        return seen.outcome == "finished" and not seen.short and in_ttft and (self.tbt_s is None or seen.tbt_s <= self.tbt_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,10 @@ class Result:
     finished: int
     rejected: int
     failed: int
+    short: int
+    """Finished ones with fewer tokens than they were asked for; not counted where fewer are no fault."""
+    repeated: int
+    """Calls that were made again, as the kept connection was closed while they were written."""
     errors: dict[str, int]
     """Failed and rejected, by kind."""
     examples: dict[str, str]
@@ -66,7 +70,7 @@ class Result:
     tbt_s: Spread
     """A request's longest tenth of gaps."""
     gap_s: Spread
-    """Between any two tokens that came apart."""
+    """Between a token and the next; 0 where several came together."""
     tpot_s: Spread
     e2e_s: Spread
     most_open: int
@@ -104,6 +108,8 @@ def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
         finished=len(finished),
         rejected=sum(1 for each in seen if each.outcome == "rejected"),
         failed=sum(1 for each in seen if each.outcome == "failed"),
+        short=sum(1 for each in seen if each.short),
+        repeated=sum(each.repeats for each in seen),
         errors=dict(Counter(each.error for each in bad).most_common()),
         examples={each.error: each.said for each in reversed(bad) if each.said},
         within_slo=good / max(1, len(seen)),
@@ -183,13 +189,15 @@ def lines(result: Result) -> list[tuple[str, str]]:
     found = [
         ("requests (finished, rejected with 429, failed)", counts),
         *((f"  {kind or 'ended early'}", f"{count:,}") for kind, count in result.errors.items()),
+        *([("finished with fewer tokens than asked for: no goodput", f"{result.short:,}")] if result.short else []),
+        *([("sent again: a kept connection was closed", f"{result.repeated:,}")] if result.repeated else []),
         (f"goodput, requests/s within {_bounds(result.bounds)}", met),
         ("finished, requests/s; tokens/s", f"{result.requests_per_s:.3f}; {result.output_tokens_per_s:,.0f}"),
         ("tokens of prompts; of answers", f"{result.prompt_tokens:,}; {result.output_tokens:,}"),
         ("tokens of prompts from the cache", cached),
         ("TTFT mean, p50, p90, p99, s", written(result.ttft_s, 1)),
         ("TBT (longest tenth) mean, p50, p90, p99, ms", written(result.tbt_s, 1000)),
-        ("gaps between tokens mean, p50, p90, p99, ms", written(result.gap_s, 1000)),
+        ("gaps between tokens (0: came together) mean, p50, p90, p99, ms", written(result.gap_s, 1000)),
         ("TPOT mean, p50, p90, p99, ms", written(result.tpot_s, 1000)),
         ("E2E mean, p50, p90, p99, s", written(result.e2e_s, 1)),
         ("streams open at most", f"{result.most_open:,}"),

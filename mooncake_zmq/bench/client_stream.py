@@ -4,18 +4,24 @@ import asyncio
 import time
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from mooncake_zmq.bench.client_connection import Broken, Connections
 from mooncake_zmq.laboratory.gaps import longest_tenth_s
 
 MAX_EVENT_BYTES = 8 << 20
 """Of one event or of an error's body; more is an error."""
+MAX_BEYOND = 64
+"""Tokens of an answer beyond those asked for; more is an error."""
 SHOWN_CHARS = 200
+NONSENSE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises on what is not the JSON that was expected."""
+
+Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,10 +33,14 @@ class Seen:
     input_tokens: int = 0
     output_tokens: int = 0
     """As the trace has them."""
+    exact: bool = False
+    """Was the server asked for no fewer than `output_tokens`?"""
     held_s: float = 0.0
-    """How long it waited because the most streams were open that may be."""
+    """How long it, or one before it that held it up, waited because the most streams were open that may be."""
     late_s: float = 0.0
     """How long after its time and its wait it was sent: this client's own lag."""
+    repeats: int = 0
+    """How often it was sent again: the kept connection was closed as it was written."""
     status: int = 0
     """0: none came."""
     answered_s: float = -1.0
@@ -63,6 +73,11 @@ class Seen:
         return max(self.completion_tokens, 0) or len(self.token_s)
 
     @property
+    def short(self) -> bool:
+        """Did it finish with fewer tokens than it had to?"""
+        return self.exact and self.outcome == "finished" and self.tokens < self.output_tokens
+
+    @property
     def ttft_s(self) -> float:
         """-1: no token came."""
         return self.token_s[0] if self.token_s else -1.0
@@ -81,6 +96,7 @@ class Seen:
 class _Delta(Struct, frozen=True, gc=False):
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[Any] | None = None
 
 
@@ -92,18 +108,18 @@ class _Choice(Struct, frozen=True, gc=False):
 
 
 class _Details(Struct, frozen=True, gc=False):
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class _Usage(Struct, frozen=True, gc=False):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
     prompt_tokens_details: _Details | None = None
 
 
 class _Error(Struct, frozen=True, gc=False):
     message: str | None = None
-    code: str | int | None = None
+    code: str | Annotated[int, Meta(ge=-(1 << 40), le=1 << 40)] | None = None
     type: str | None = None
 
 
@@ -146,10 +162,14 @@ class Listener:
             return
         *lines, self._rest = self._rest.split(b"\n") if b"\n" in piece else (self._rest,)
         for line in lines:
-            if line.startswith(b"data:"):
+            if line.startswith(b"data:") and not self._broken:
                 self._line(at, line[5:].strip())
         if len(self._rest) > MAX_EVENT_BYTES:
             self.fail("an event too long", f"more than {MAX_EVENT_BYTES} bytes")
+
+    def again(self) -> None:
+        """See `Heard`."""
+        self.seen.repeats += 1
 
     def end(self, at: float) -> None:
         """The answer is whole."""
@@ -161,13 +181,15 @@ class Listener:
             self._refused()
         elif not seen.finished:
             self.fail("ended early", f"after {seen.tokens} tokens")
+        elif seen.output_tokens and not seen.token_s:
+            self.fail("finished without a token", f"{seen.tokens} by its own account")
 
     def _line(self, at: float, line: bytes) -> None:
         if line == b"[DONE]":
             return
         try:
             event = _event.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except NONSENSE as error:
             self.fail("nonsense", str(error))
             return
         if event.error is not None:
@@ -179,12 +201,16 @@ class Listener:
 
     def _choice(self, at_s: float, choice: _Choice) -> None:
         seen, delta = self.seen, choice.delta
-        text = choice.text or (delta and (delta.content or delta.reasoning_content)) or ""
+        text = choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)) or ""
         seen.text_chars += len(text)
-        if choice.token_ids:
-            seen.token_s.extend([at_s] * len(choice.token_ids))
-        elif choice.token_ids is None and (text or (delta and delta.tool_calls is not None)):
-            seen.token_s.append(at_s)
+        if choice.token_ids is not None:
+            came = len(choice.token_ids)
+        else:
+            came = 1 if text or (delta and delta.tool_calls is not None) else 0
+        if len(seen.token_s) + came > seen.output_tokens + MAX_BEYOND:
+            self.fail("too many tokens", f"more than {seen.output_tokens} + {MAX_BEYOND}")
+            return
+        seen.token_s.extend([at_s] * came)
         seen.finished = seen.finished or choice.finish_reason is not None
 
     def _account(self, usage: _Usage) -> None:
@@ -197,7 +223,7 @@ class Listener:
     def _refused(self) -> None:
         try:
             told = _error_body.decode(self._rest).error
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except NONSENSE:
             told = self._rest[:SHOWN_CHARS].decode(errors="replace")
         code, said = _read(told)
         self.fail(f"HTTP {self.seen.status}{f' {code}' if code else ''}", said)
@@ -207,14 +233,15 @@ class Listener:
         self.fail(f"in the stream: {code or 'error'}", said)
 
     def fail(self, kind: str, said: str) -> None:
-        """What comes from now on does not count."""
+        """What comes from now on does not count, nor does a later failure."""
         self._broken = True
-        self.seen.error, self.seen.said = kind, said[:SHOWN_CHARS]
+        if not self.seen.error:
+            self.seen.error, self.seen.said = kind, said[:SHOWN_CHARS]
 
 
 def _read(told: _Error | str | None) -> tuple[str, str]:
     if isinstance(told, _Error):
-        return str(told.code or told.type or ""), told.message or ""
+        return str(told.code or told.type or "")[:SHOWN_CHARS], told.message or ""
     return "", told or ""
 
 

@@ -40,7 +40,8 @@ QUIET_S, QUIET_CPU_S, QUIET_TIMEOUT_S = 0.2, 0.03, 60.0
 
 Progress = Callable[[str], None]
 Took = dict[tuple[str, str, int], list[float]]
-"""(side, "cold", "warm" or "saving", tokens) -> CPU seconds of each round."""
+"""(side, what, tokens) -> of each round: "cold", "warm", "saving" in seconds; "loaded" in tokens; "changed": 1 where the warm
+token was not the cold one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ def _round(
     bench: VllmBench, sides: Mapping[str, Peer], number: int, tokens: int, vocab_size: int, took: Took, progress: Progress
 ) -> None:
     """Each side computes the same new prompt, then answers it from what it kept. Round 0 does not count."""
-    told = set()
+    told = []
     length = tokens + BEYOND_BLOCKS
     for name, side in sides.items():
         arguments = {"tokens": length, "vocab_size": vocab_size, "seed": 1000 * number + tokens}
@@ -128,7 +129,7 @@ def _round(
             answer = side.ask("first", **arguments)
             used = answer["s"] if bench.gpu else cpu_s(side.pid) - began
             _rest(name, side)
-            told.add(answer["token"])
+            told.append(answer["token"])
             computed = length - answer["cached"]
             own = side.ask("connector")["s"]
             progress(f"round {number}: {tokens:,} {name} {what} {used:.3f} s, {own:.3f} of the connector, {computed} computed")
@@ -138,10 +139,13 @@ def _round(
                 took.setdefault((name, what, tokens), []).append(used)
                 if what == "cold":
                     took.setdefault((name, "saving", tokens), []).append(own)
+                else:
+                    took.setdefault((name, "loaded", tokens), []).append(answer["cached"])
+                    took.setdefault((name, "changed", tokens), []).append(told[-1] != told[-2])
             if what == "cold" and name != PLAIN:
                 side.ask("forget")
-    if len(told) > 1 and not bench.gpu:
-        raise click.ClickException(f"the sides say different tokens: {sorted(told)}")
+    if len(set(told)) > 1 and not bench.gpu:
+        raise click.ClickException(f"the sides say different tokens: {sorted(set(told))}")
 
 
 def _rest(name: str, side: Peer) -> None:
@@ -164,13 +168,15 @@ def _rows(bench: VllmBench, took: Took, tokens: int) -> list[Row]:
         values = [median(took[(*each, tokens)]) for each in (value, reference)]
         return Row(name=f"{name}, {tokens:,} tokens", unit=unit, value=values[0], reference=values[1], higher_is_better=False)
 
-    return [
+    found = [
         row("warm from the pool / cold", (OURS, "warm"), (PLAIN, "cold")),
         row("warm from the pool / own cache", (OURS, "warm"), (PLAIN, "warm")),
         row(f"{THEIRS}, warm / cold", (THEIRS, "warm"), (PLAIN, "cold")),
         row("cold while saving / cold", (OURS, "cold"), (PLAIN, "cold")),
-        row("CPU that saving takes / cold", (OURS, "saving"), (PLAIN, "cold")),
     ]
+    if not bench.gpu:  # there a cold is no CPU time
+        found.append(row("CPU that saving takes / cold", (OURS, "saving"), (PLAIN, "cold")))
+    return found
 
 
 def _notes(sides: Mapping[str, Peer], took: Took, bench: VllmBench) -> list[str]:
@@ -180,9 +186,16 @@ def _notes(sides: Mapping[str, Peer], took: Took, bench: VllmBench) -> list[str]
         cold, own, ours, theirs = (
             median(took[(*each, tokens)]) for each in ((PLAIN, "cold"), (PLAIN, "warm"), (OURS, "warm"), (THEIRS, "warm"))
         )
+        changed = sum(took[OURS, "changed", tokens])
         saving = median(took[OURS, "saving", tokens]) / cold
+        last = (
+            f"after a load another first token than cold in {changed:.0f} of {bench.rounds} rounds"
+            if bench.gpu
+            else f"saving {100 * saving:.1f} % of cold"
+        )
+        loaded = median(took[OURS, "loaded", tokens])
         notes.append(
             f"{tokens:,} tokens: ours {ours / cold:.3f} of cold and {ours / own:.2f} of its own cache ({own / cold:.3f}), "
-            f"{THEIRS} {theirs / cold:.3f}; saving {100 * saving:.1f} % of cold"
+            f"{THEIRS} {theirs / cold:.3f}; ours loaded {loaded:,.0f} of {tokens + BEYOND_BLOCKS:,} tokens; {last}"
         )
     return notes

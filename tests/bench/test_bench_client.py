@@ -12,12 +12,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "gateway" / "edge"))
 from scripted_actor import ScriptedActor, finished, tokens
 
+from mooncake_zmq.bench import client_connection, client_report
 from mooncake_zmq.bench.client import NOT_SENT, Client, NoServer, replay
-from mooncake_zmq.bench.client_connection import BadUrl, Target
+from mooncake_zmq.bench.client_connection import BadUrl, Connections, Target
 from mooncake_zmq.bench.client_page import page
 from mooncake_zmq.bench.client_prompts import PromptForm, pieces
 from mooncake_zmq.bench.client_report import Bounds, as_dict, lines, result_of
-from mooncake_zmq.bench.client_stream import Listener, Seen
+from mooncake_zmq.bench.client_stream import MAX_BEYOND, Listener, Seen
+from mooncake_zmq.bench.client_stream import ask as ask_once
 from mooncake_zmq.gateway.requests import Failed
 from mooncake_zmq.laboratory.study import Arrival
 
@@ -145,6 +147,231 @@ def test_what_ends_without_saying_so_has_failed():
     assert listener.seen.ended_s == pytest.approx(4)
 
 
+def listened(*events, **wanted):
+    """What becomes of a request whose answer is a stream of these events."""
+    listener = Listener(Seen(**wanted))
+    listener.answered(listener.began_at, 200, {})
+    for event in events:
+        listener.body(listener.began_at + 1, b"data: %b\n\n" % event)
+    listener.end(listener.began_at + 2)
+    return listener.seen
+
+
+DEEP = b"[" * 100_000
+LAST = b'{"choices":[{"text":"a","token_ids":[1],"finish_reason":"length"}]}'
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'{"choices":[{"delta":{"tool_calls":' + DEEP,
+        b'{"choices":[],"usage":{"completion_tokens":1' + 400 * b"0" + b"}}",
+        b'{"choices":[],"usage":{"prompt_tokens":-2}}',
+        b'{"choices":[],"usage":{"prompt_tokens_details":{"cached_tokens":1e99}}}',
+    ],
+)
+def test_events_that_make_no_sense_are_an_error_of_their_request_and_the_report_is_whole(event):
+    bad = listened(LAST, event, output_tokens=1)
+    assert (bad.outcome, bad.error) == ("failed", "nonsense")
+    result = result_of(heard_of(bad, seen()), "url", Bounds())
+    assert result.errors == {"nonsense": 1}
+    assert lines(result)
+
+
+def test_a_refusal_that_is_no_json_in_any_depth_is_one_requests_error():
+    refused = Listener(Seen())
+    refused.answered(refused.began_at, 500, {})
+    refused.body(refused.began_at, b'{"x":' + DEEP)
+    refused.end(refused.began_at)
+    assert refused.seen.error == "HTTP 500"
+
+
+def test_tokens_without_end_are_an_error_and_are_not_kept():
+    many = b'{"choices":[{"token_ids":[' + b"1," * 5000 + b"1]}]}"
+    whole = listened(many, many, LAST, output_tokens=2)
+    assert whole.error == "too many tokens"
+    assert len(whole.token_s) <= 2 + MAX_BEYOND
+    pieces = listened(*[b'{"choices":[{"text":"a"}]}'] * 500, output_tokens=2)
+    assert pieces.error == "too many tokens"
+    assert len(pieces.token_s) == 2 + MAX_BEYOND
+
+
+def test_nothing_counts_after_an_error_in_the_same_piece():
+    listener = Listener(Seen(output_tokens=1))
+    listener.answered(listener.began_at, 200, {})
+    listener.body(listener.began_at, b"data: {nonsense\n\ndata: %b\n\n" % LAST)
+    listener.end(listener.began_at)
+    assert listener.seen.error == "nonsense"
+    assert not listener.seen.token_s
+
+
+def test_who_ends_short_is_told_and_is_no_goodput_unless_it_may():
+    exact, plain = listened(LAST, output_tokens=5, exact=True), listened(LAST, output_tokens=5)
+    result = result_of(heard_of(exact, plain), "url", Bounds())
+    assert (result.finished, result.short, result.within_slo) == (2, 1, 0.5)
+    assert any("fewer tokens than asked" in what for what, _ in lines(result))
+
+
+def test_who_finishes_without_a_token_is_told_and_is_within_no_bound():
+    empty = listened(b'{"choices":[{"delta":{},"finish_reason":"stop"}]}', output_tokens=5)
+    assert empty.error == "finished without a token"
+    assert not Bounds(ttft_s=1.0).met(Seen(status=200, finished=True, ended_s=1.0))
+
+
+@pytest.mark.parametrize("name", [b"content", b"reasoning_content", b"reasoning"])
+def test_thoughts_are_tokens_too(name):
+    thinking = listened(b'{"choices":[{"delta":{"%b":"x"},"finish_reason":"length"}]}' % name, output_tokens=1)
+    assert (thinking.outcome, len(thinking.token_s)) == ("finished", 1)
+
+
+# --- connections
+
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(LAST) + 8, b"data: %b\n\n" % LAST)
+
+
+def served(answer, client):
+    """What `await client(url)` says of a server that does `await answer(reader, writer, number)` for each call; number: on its
+    connection. Also how many calls it was sent, and on how many connections."""
+    counted = [0, 0]
+
+    async def serve(reader, writer):
+        counted[1] += 1
+        number = 0
+        try:
+            while not writer.is_closing():
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
+                counted[0] += 1
+                await answer(reader, writer, number)
+                number += 1
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def main():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        found = await asyncio.wait_for(client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), 30)
+        server.close()
+        await asyncio.sleep(0)
+        return found
+
+    return asyncio.run(main()), *counted
+
+
+def answered_by(answer, arrivals, **how):
+    """A replay; the rest as `served` has it."""
+    return served(answer, lambda url: replay(Client(url=url, model="m", form=FORM, **how), arrivals, lambda text: None))
+
+
+def one_by_one(count):
+    return {"arrivals": [arrival(made=1) for _ in range(count)], "max_open": 1}
+
+
+async def closes_when_asked_again(_reader, writer, number):
+    if number:
+        writer.close()
+    else:
+        writer.write(OK)
+
+
+def test_a_call_on_a_kept_connection_that_is_closed_is_made_once_more_and_that_is_told(monkeypatch):
+    monkeypatch.setattr(client_connection, "AT_ONCE_S", 30.0)
+    heard, calls, connections = answered_by(closes_when_asked_again, **one_by_one(2))
+    result = result_of(heard, "url", Bounds())
+    assert (result.finished, result.repeated, calls, connections) == (2, 1, 3, 2)
+    assert ("sent again: a kept connection was closed", "1") in lines(result)
+
+
+def test_a_call_that_the_server_held_before_it_closed_is_not_made_again(monkeypatch):
+    monkeypatch.setattr(client_connection, "AT_ONCE_S", 0.0)
+    heard, calls, _ = answered_by(closes_when_asked_again, **one_by_one(2))
+    assert [each.error for each in heard.seen] == ["", "connection"]
+    assert calls == 2
+
+
+def test_however_many_connections_are_kept_a_call_is_made_again_once(monkeypatch):
+    monkeypatch.setattr(client_connection, "AT_ONCE_S", 30.0)
+    asked, together = [], asyncio.Event()
+
+    async def answer(_reader, writer, number):
+        asked.append(number)
+        if len(asked) > 3:
+            writer.close()
+            return
+        if len(asked) == 3:
+            together.set()
+        await together.wait()
+        writer.write(OK)
+
+    async def client(url):
+        connections = Connections(Target.of(url))
+        seen = [Seen(output_tokens=1) for _ in range(4)]
+        await asyncio.gather(*(ask_once(connections, "/", {}, b"", each, 10.0) for each in seen[:3]))
+        await ask_once(connections, "/", {}, b"", seen[3], 10.0)
+        await connections.close()
+        return seen
+
+    seen, calls, _ = served(answer, client)
+    assert [each.error for each in seen] == ["", "", "", "connection"]
+    assert (calls, seen[-1].repeats) == (5, 1)
+
+
+def test_interim_answers_are_no_answers():
+    async def answer(_reader, writer, _number):
+        writer.write(b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n")
+        await writer.drain()
+        await asyncio.sleep(0.03)  # so that it comes by itself
+        writer.write(b"HTTP/1.1 102 Processing\r\n\r\n" + OK)
+
+    heard, calls, connections = answered_by(answer, **one_by_one(3))
+    assert [(each.outcome, each.status) for each in heard.seen] == [("finished", 200)] * 3
+    assert (calls, connections) == (3, 1)
+
+
+def test_a_connection_that_says_more_than_it_was_asked_is_not_used_again():
+    async def answer(_reader, writer, _number):
+        writer.write(OK + b"HTTP/1.1 500 no\r\ncontent-length: 0\r\n\r\n")
+
+    heard, calls, connections = answered_by(answer, **one_by_one(3))
+    assert [(each.outcome, each.status) for each in heard.seen] == [("finished", 200)] * 3
+    assert (calls, connections) == (3, 3)
+
+
+def test_an_idle_connection_that_speaks_is_closed():
+    async def answer(_reader, writer, _number):
+        writer.write(OK)
+        await ended.wait()
+        writer.write(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n")
+
+    async def client(url):
+        connections = Connections(Target.of(url))
+        first, second = Seen(output_tokens=1), Seen(output_tokens=1)
+        await ask_once(connections, "/", {}, b"", first, 10.0)
+        (kept,) = connections._idle
+        ended.set()
+        while kept.usable:
+            await asyncio.sleep(0)
+        await ask_once(connections, "/", {}, b"", second, 10.0)
+        await connections.close()
+        return first, second
+
+    ended = asyncio.Event()
+    seen, calls, connections = served(answer, client)
+    assert [each.outcome for each in seen] == ["finished"] * 2
+    assert (calls, connections) == (2, 2)
+
+
+def test_a_replay_whose_bodies_cannot_be_made_ends():
+    async def replayed():
+        asked = Client(url="http://127.0.0.1:1", model="m\udcff", form=FORM)
+        await asyncio.wait_for(replay(asked, [arrival()], lambda text: None), 10)
+
+    with pytest.raises(UnicodeEncodeError):
+        asyncio.run(replayed())
+
+
 def test_who_is_not_there_is_told_as_an_error_of_the_connection():
     target = Client(url="http://127.0.0.1:1", model="m", form=FORM)
     heard = asyncio.run(replay(target, [arrival()], lambda text: None))
@@ -163,6 +390,19 @@ def test_beyond_the_most_open_streams_requests_wait_or_are_dropped():
     assert (result.finished, result.held, result.most_open) == (4, 3, 1)
     dropping = ask(ScriptedActor(lambda _request, _number: slow), [arrival() for _ in range(4)], max_open=1, beyond="drop")
     assert [each.error for each in dropping.seen] == ["", NOT_SENT, NOT_SENT, NOT_SENT]
+
+
+def test_to_wait_for_a_stream_is_no_lag_of_the_clients(monkeypatch):
+    async def answer(_reader, writer, _number):
+        await asyncio.sleep(0.05)
+        writer.write(OK)
+
+    heard, *_ = answered_by(answer, **one_by_one(10))
+    for before, each in zip(heard.seen, heard.seen[1:], strict=False):
+        assert each.held_s + each.late_s >= before.held_s + before.ended_s
+        assert each.held_s > before.held_s
+    monkeypatch.setattr(client_report, "LATE_S", heard.seen[-1].held_s / 2)
+    assert not result_of(heard, "url", Bounds()).doubtful
 
 
 def test_a_client_that_is_late_itself_says_so():

@@ -3,13 +3,18 @@
 import os
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from mooncake_zmq.bench.client import Heard
+from mooncake_zmq.bench.client_report import Bounds, result_of
+from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.command import bench
-from mooncake_zmq.bench.gateway import BACKEND, MODELLED, NODES, OPEN_STREAMS, TOY
+from mooncake_zmq.bench.gateway import BACKEND, MODELLED, NODES, OPEN_STREAMS, OPEN_TOKENS, PROMPT_TOKENS, TOY, _expect_open
 from mooncake_zmq.bench.memory import threads_cpu_s
 from mooncake_zmq.config import load
 
@@ -27,8 +32,21 @@ def test_its_clusters_have_room_for_all_streams_at_every_node(tmp_path: Path, mo
         config.prefill.max_queued,
     )
     assert min(most) > OPEN_STREAMS
+    assert config.decode.capacity_tokens > OPEN_STREAMS * (PROMPT_TOKENS + OPEN_TOKENS)
     assert {node.role for node in config.nodes} == {"conductor", "gateway", "cache-node", "prefill", "decode"}
     assert [bool(node.modelled) for node in config.of_role("prefill", "decode")] == [bool(backend)] * 2
+
+
+@pytest.mark.parametrize(("open_at_once", "is_told"), [(OPEN_STREAMS // 2, True), (OPEN_STREAMS, False)])
+def test_streams_that_were_not_open_at_once_make_no_row(open_at_once: int, is_told: bool) -> None:
+    half = OPEN_STREAMS // 2
+    late_s = 0.0 if open_at_once == OPEN_STREAMS else 2.0
+    seen = [
+        Seen(status=200, finished=True, ended_s=1.0, due_s=late_s if number < half else 0.0) for number in range(OPEN_STREAMS)
+    ]
+    result = result_of(Heard("toy", seen, [0.0]), "url", Bounds())
+    with pytest.raises(click.ClickException, match=f"no more than {open_at_once}") if is_told else nullcontext():
+        _expect_open(result)
 
 
 def test_cpu_time_counts_every_thread_that_is_there() -> None:

@@ -1,14 +1,21 @@
 """The benchmark of the pool under vLLM: its turns and its arithmetic, without vLLM."""
 
+import threading
+from collections import Counter
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench import vllm as bench_module
+from mooncake_zmq.bench import vllm_driver
 from mooncake_zmq.bench.command import bench as bench_command
 from mooncake_zmq.bench.vllm import OURS, PLAIN, THEIRS, VllmBench, bench_vllm
+from mooncake_zmq.vllm import lane
+from mooncake_zmq.vllm.ledger import Save
+from mooncake_zmq.vllm.mover import Mover
 
 COLD_S, SAVING_S = 10.0, {PLAIN: 0.0, OURS: 0.2, THEIRS: 0.4}
 WARM_S = {PLAIN: 0.4, OURS: 0.5, THEIRS: 0.8}
@@ -23,6 +30,7 @@ class Side:
         self.used_s = self.after_s = 0.0
         self.known: set[int] = set()
         self.token = 7
+        self.warm_token: int | None = None
         self.remembers = True
         self._calls = calls
 
@@ -36,7 +44,11 @@ class Side:
         self.known.add(arguments["seed"])
         self.used_s += WARM_S[self.pid] if warm else COLD_S
         self.after_s = 0.0 if warm else SAVING_S[self.pid]
-        return {"s": 1.0, "token": self.token, "cached": arguments["tokens"] - 9 if warm and self.remembers else 0}
+        return {
+            "s": 1.0,
+            "token": self.warm_token if warm and self.warm_token else self.token,
+            "cached": arguments["tokens"] - 9 if warm and self.remembers else 0,
+        }
 
 
 @pytest.fixture
@@ -71,7 +83,7 @@ def test_each_figure_stands_beside_what_it_is_compared_with(world):
         "CPU that saving takes / cold, 2,048 tokens": (0.2, 10.0),
     }
     assert "ours 0.050 of cold and 1.25 of its own cache (0.040)" in report.notes[-1]
-    assert "saving 2.0 % of cold" in report.notes[-1]
+    assert "ours loaded 2,048 of 2,057 tokens; saving 2.0 % of cold" in report.notes[-1]
 
 
 def test_on_a_gpu_the_clock_counts_and_tokens_may_differ(world):
@@ -81,6 +93,48 @@ def test_on_a_gpu_the_clock_counts_and_tokens_may_differ(world):
     report = bench_vllm(wanted, progress=lambda _: None)
     assert {(row.unit, row.value) for row in report.rows[:3]} == {("s", 1.0)}
     assert "bfloat16, a GPU" in report.notes[0]
+    assert not any("CPU" in row.name for row in report.rows)
+    assert "saving" not in report.notes[-1]
+    assert "another first token than cold in 0 of 1 rounds" in report.notes[-1]
+
+
+def test_on_a_gpu_tokens_that_change_by_a_load_are_counted(world):
+    world[0][OURS] = side = world[2](OURS, world[1])
+    side.warm_token = 8
+    wanted = VllmBench(python="p", model="dummy:tiny", rounds=2, lengths=(2048,), gpu=True)
+    report = bench_vllm(wanted, progress=lambda _: None)
+    assert "another first token than cold in 2 of 2 rounds" in report.notes[-1]
+
+
+def test_the_connectors_cpu_time_is_that_of_all_its_threads_once(monkeypatch):
+    """By a clock that a block put costs a second of, on the thread that puts it."""
+    spent = threading.local()
+    monkeypatch.setattr(vllm_driver, "time", SimpleNamespace(thread_time=lambda: getattr(spent, "s", 0.0)))
+    metered = {place: names for place, names in vllm_driver.METERED.items() if place in ("mover.Mover", "lane._Share")}
+    monkeypatch.setattr(vllm_driver, "METERED", metered)
+    for kind, names in ((Mover, ("_load", "_save")), (lane._Share, ("run",))):
+        for name in names:
+            monkeypatch.setattr(kind, name, getattr(kind, name))  # put back in the end
+
+    class Client:
+        counts: Counter[str] = Counter()
+
+        def put(self, names, values):
+            spent.s = getattr(spent, "s", 0.0) + len(names)
+            return [0] * len(names)
+
+        def close(self):
+            """Nothing is open."""
+
+    meter = vllm_driver.Meter()
+    meter.install()
+    memory = SimpleNamespace(most=8, value_bytes=1, sources=lambda blocks: [bytearray(1)] * len(blocks))
+    mover = Mover(Client(), "shelf", memory, memory, threads=4)
+    mover.save(Save(1, [b"%016d" % number for number in range(16)], list(range(16))))
+    while not mover.take(10.0).saved:
+        pass
+    mover.close()
+    assert meter.take_s() == 16.0
 
 
 def test_the_sides_take_turns_and_forget_what_their_own_caches_have(world):
