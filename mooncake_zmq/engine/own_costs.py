@@ -32,8 +32,8 @@ def unhindered_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """`passed`: by which a work is timed. `computed`: the least it can have taken, as waits are told late and may be longer than
-    a short work was."""
+    """`passed`: by which a work is timed. `computed`: the least it can have taken, as waits are told late, and may be longer
+    than a short work was."""
 
     passed: Callable[[], float] = unhindered_s
     computed: Callable[[], float] = time.thread_time
