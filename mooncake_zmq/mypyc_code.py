@@ -1,12 +1,12 @@
 """Machine code for what a decision goes through, or a replayed trace: the same modules, compiled by mypyc where there is a C
 compiler.
 
-What `mypyc_build` makes lies in `__mypyc__` beside the sources, as `__pycache__` does, in a folder named after this Python and
-the sources: one for conductors, and one for the laboratory's own processes, where whatever a trace goes through is machine
-code. No other process runs that: simulations replace parts of actors, which machine code does not allow. Sources that changed
-are never shadowed: they run as Python until they are compiled anew. Without any of it the decisions are the same, and a quarter
-as many in a second. Constants that every decision reads are `Final`: they then stand in the code, instead of being looked up by
-name.
+What `mypyc_build` makes lies in `__mypyc__` beside the sources, as `__pycache__` does, in a folder named after this Python,
+the sources and what compiled them: one for conductors, and one for the laboratory's own processes, where whatever a trace goes
+through is machine code. No other process runs that: simulations replace parts of actors, which machine code does not allow.
+Sources that changed are never shadowed: they run as Python until they are compiled anew. Without any of it the decisions are
+the same, and a quarter as many in a second. Constants that every decision reads are `Final`: they then stand in the code,
+instead of being looked up by name.
 """
 
 import importlib.machinery
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     modules: tuple[str, ...]
     rooms: tuple[str, ...]
     optimize: str
-    """The compiler's level, unless MYPYC_OPT_LEVEL says another: the higher, the longer it takes."""
+    """The compiler's level, unless MYPYC_OPT_LEVEL says another, for trials: the higher, the longer it takes."""
 
 
 _DECISIONS = (
@@ -59,7 +59,9 @@ LABORATORY = Part(
 PARTS = (DECISIONS, LABORATORY)
 SWITCH = "MOONCAKE_ZMQ_MYPYC"
 """The environment variable that turns it off, as 0: tests replace parts of classes, which machine code does not allow. As the
-name of a part, that one is used where it is there."""
+name of the laboratory's part, that one is used in the laboratory's own workers, where it is there."""
+WORKER = ["-m", f"{__package__}.laboratory"]
+"""How these are started."""
 HOME = PACKAGE / "__mypyc__"
 EXTENSION = importlib.machinery.EXTENSION_SUFFIXES[0]
 TAG = EXTENSION.split(".")[1]
@@ -84,11 +86,16 @@ def use() -> None:
     switch = os.environ.get(SWITCH)
     if switch == "0" or not HOME.is_dir():
         return
-    for part in (LABORATORY, DECISIONS) if switch == LABORATORY.name else (DECISIONS,):
+    for part in parts_for(switch, sys.orig_argv[1:]):
         files = compiled_files(folder(PACKAGE, part))
         if is_complete(files, part):
             sys.meta_path.insert(0, _Finder(files))
             return
+
+
+def parts_for(switch: str | None, arguments: list[str]) -> tuple[Part, ...]:
+    """The parts of which a process of these arguments is to use the first that is there."""
+    return (LABORATORY, DECISIONS) if switch == LABORATORY.name and arguments == WORKER else (DECISIONS,)
 
 
 def in_use() -> bool:
@@ -97,12 +104,21 @@ def in_use() -> bool:
 
 
 def folder(package: Path, part: Part) -> Path:
-    """Where the compiled modules of a package's sources are, or would be."""
-    digest = xxhash.xxh3_128(repr(part.modules).encode())
+    """Where the compiled modules of a package's sources are, or would be: other sources, another way to compile them or another
+    mypyc make another one."""
+    digest = xxhash.xxh3_128(repr(part).encode())
+    digest.update((package / "mypyc_build.py").read_bytes() + compiler_version())
     for room in part.rooms:
         for path in sorted((package / room).glob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
     return HOME / f"{TAG}-{digest.hexdigest()[:16]}"
+
+
+def compiler_version() -> bytes:
+    """What mypyc says of its version; nothing where it is missing: what it made elsewhere is not used then."""
+    spec = importlib.util.find_spec("mypy")  # importlib.metadata would take each start of a command 10 ms
+    said = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    return said.read_bytes() if said is not None and said.exists() else b""
 
 
 def compiled_files(folder: Path) -> dict[str, Path]:

@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 import mooncake_zmq
+from mooncake_zmq import mypyc_code
+from mooncake_zmq.laboratory import jobs
+from mooncake_zmq.laboratory.errors import StudyError
+from mooncake_zmq.laboratory.profiles import find_profile
+from mooncake_zmq.laboratory.study import Setup
 from mooncake_zmq.mypyc_build import SLOTTED
-from mooncake_zmq.mypyc_code import PARTS, folder, is_complete
+from mooncake_zmq.mypyc_code import LABORATORY, PARTS, WORKER, folder, is_complete
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKLY = {"MYPYC_OPT_LEVEL": "0"}
@@ -87,6 +92,11 @@ def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
     assert run("-c", DECISIONS) == as_python, "stale machine code is not used"
 
 
+AS_WORKER = f"""
+import sys
+
+sys.orig_argv = [sys.executable, *{WORKER}]
+"""
 REPLAY = """
 import hashlib
 import msgspec
@@ -121,7 +131,8 @@ def test_a_replay_of_machine_code_has_the_same_result_to_the_last_digit(tmp_path
         return done.stdout.split()
 
     run("-m", "mooncake_zmq", "compile", "--laboratory", switch="0")
-    as_python, elsewhere, as_machine_code = (run("-c", REPLAY, switch=switch) for switch in ("0", "1", "laboratory"))
+    as_python, elsewhere = (run("-c", REPLAY, switch=switch) for switch in ("0", "laboratory"))
+    as_machine_code = run("-c", AS_WORKER + REPLAY, switch="laboratory")
     assert as_python[:2] == ["py", "150"]
     assert elsewhere == as_python, "no other process runs it"
     assert as_machine_code == ["so", *as_python[1:]]
@@ -133,6 +144,67 @@ def test_what_is_compiled_is_there_and_no_part_takes_the_others_folder():
             assert (Path(mooncake_zmq.__file__).parent / f"{name.replace('.', '/')}.py").exists(), name
             assert name.split(".")[0] in part.rooms, "its changes are seen"
     assert len({folder(Path(mooncake_zmq.__file__).parent, part) for part in PARTS}) == len(PARTS)
+
+
+TOLD = """
+import os
+import sys
+
+from mooncake_zmq import mypyc_code
+
+print(*[part.name for part in mypyc_code.parts_for(os.environ[mypyc_code.SWITCH], sys.orig_argv[1:])])
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (WORKER, ["laboratory", "decisions"]),
+        (["-c", "import mooncake_zmq"], ["decisions"]),
+        (["-m", "mooncake_zmq", *WORKER], ["decisions"]),
+    ],
+)
+def test_only_a_worker_of_the_laboratory_runs_its_machine_code(tmp_path, arguments, parts):
+    package = tmp_path / "mooncake_zmq"
+    (package / "laboratory").mkdir(parents=True)
+    for entry in (package / "__main__.py", package / "laboratory" / "__main__.py"):
+        entry.touch()
+    (package / "__init__.py").write_text(TOLD)
+    shutil.copy(mypyc_code.__file__, package)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_MYPYC": "laboratory"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == parts, done.stderr
+
+
+def test_the_laboratory_starts_its_workers_as_what_they_are_known_by(monkeypatch):
+    started = []
+
+    def start(command, **_own):
+        started.append(command)
+        raise StudyError("seen enough")
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", start)
+    job = jobs.Job(jobs.Source(), Setup(prefill=1, decode=1, hardware=find_profile("a800-llama3-70b")))
+    with pytest.raises(StudyError, match="seen enough"):
+        jobs.run_jobs([job], 1, lambda result: result, lambda number, share: None)
+    assert started == [[sys.executable, *WORKER]]
+
+
+def test_what_is_compiled_otherwise_is_not_taken_for_this(tmp_path, monkeypatch):
+    package = tmp_path / "mooncake_zmq"
+    package.mkdir()
+    build = package / "mypyc_build.py"
+    build.write_text("FLAGS = 1")
+    found = [folder(package, LABORATORY), folder(package, LABORATORY._replace(optimize="3"))]
+    build.write_text("FLAGS = 2")
+    found.append(folder(package, LABORATORY))
+    assert b"version" in mypyc_code.compiler_version()
+    monkeypatch.setattr(mypyc_code, "compiler_version", lambda: b"another")
+    found.append(folder(package, LABORATORY))
+    assert len(set(found)) == len(found)
+    assert folder(package, LABORATORY) == found[-1]
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,8 @@ class Sources:
         return tuple(found)[:MAX_SOURCES]
 
     def store_of(self, host: str) -> tuple[str, ...]:
-        """The cache-node whose store the vLLMs of this host write to; none if there is none."""
+        """The cache-node of this host whose store its vLLMs write to: the first by name, also if it has no store, where readers
+        then find nothing. None if there is none."""
         return tuple(self._names[bit] for bit in self._pools.get(host, ())[:1])
 
     def chosen(self, bit: int) -> None:

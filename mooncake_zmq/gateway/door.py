@@ -44,7 +44,7 @@ a chunked body of single bytes would keep every stream waiting."""
 PARSE_S = 0.01
 """Of the loop's time that what comes in may take at once, all connections together; the rest waits for the next turn."""
 READ_BYTES = 64 << 10
-"""What is taken from a connection at once."""
+"""What asyncio's own loop takes from a connection at once; libuv's takes up to 256 KiB."""
 MAX_HANDSHAKES = 64
 """TLS connections that are greeting at a time: each takes the loop for up to a millisecond, by itself but for this bound. Of
 more the oldest goes, of the address that has the most."""

@@ -212,9 +212,14 @@ class Edge:
         self._to_tell.append(call)
 
     def _tell_all(self) -> None:
-        calls, self._to_tell = self._to_tell, []
-        for call in calls:
-            call.tell()
+        calls, self._to_tell = iter(self._to_tell), []
+        try:
+            for call in calls:
+                call.tell()
+        finally:  # an error is of one call alone: the others are told in the next turn
+            if rest := list(calls):
+                self._to_tell = rest + self._to_tell
+                asyncio.get_running_loop().call_soon(self._tell_all)
 
     def deliver(self, effect: ToClient) -> None:
         """The actor has something for a client. What comes after a cancel is dropped."""
@@ -255,7 +260,7 @@ class Edge:
 
     def status(self) -> str:
         """Whether the cluster can serve, as far as this gateway knows: "ok", or why not."""
-        missing = missing_roles({hello.role for hello in self.backing.peers().values()})
+        missing = missing_roles(self.backing.peers().values())
         ready = self.backing.cluster().ready
         return "draining" if self.draining else "unavailable" if missing else "ok" if ready else "starting"
 
@@ -265,7 +270,7 @@ class Edge:
         for name, hello in self.backing.peers().items():
             if hello.role != "gateway":
                 up.setdefault(hello.role, []).append(name)
-        missing = missing_roles([role for role, names in up.items() if names])
+        missing = missing_roles(self.backing.peers().values())
         cluster = self.backing.cluster()
         status = self.status()
         ok = status == "ok"
@@ -370,6 +375,10 @@ class Reading:
         self._held_bytes = held
 
 
+def _wants_none(_outputs: list[tuple[int, ClientOutput]]) -> bool:
+    return False
+
+
 class Call:
     """One HTTP call: its slots, its requests (one for each choice) and the mailbox of their outputs."""
 
@@ -382,7 +391,9 @@ class Call:
         self._waiting: asyncio.Future[None] | None = None
         self._nudged = False
         self._is_told = False
-        self.shortcut: Callable[[list[tuple[int, ClientOutput]]], bool] = lambda outputs: False
+        self._broken = False
+        """The shortcut raised: what of these outputs was said is not known."""
+        self.shortcut: Callable[[list[tuple[int, ClientOutput]]], bool] = _wants_none
         """Takes outputs at once, while nobody takes any from here; False: it does not want these."""
         self._gone = False
         self._too_slow = False
@@ -394,6 +405,7 @@ class Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shortcut = _wants_none  # it may know this call: neither is to wait for the collector of cycles, with its prompt
         self._cancel_all("abort")
         self._edge.give_slots(self._slots)
 
@@ -428,13 +440,19 @@ class Call:
         """From the edge, once for all that came in a turn of the runtime: past the reader if that can be, else he is woken."""
         self._is_told = False
         outputs, self._outputs = self._outputs, []  # more may come while these are looked at
-        if self._waiting is None or not 0 < len(outputs) <= OUTPUTS_AT_ONCE or not self.shortcut(outputs):
-            self._outputs = outputs + self._outputs
-            self._wake()
+        taken: bool | None = None
+        try:
+            taken = self._waiting is not None and 0 < len(outputs) <= OUTPUTS_AT_ONCE and self.shortcut(outputs)
+        finally:
+            self._broken |= taken is None
+            if not taken:
+                self._outputs = outputs + self._outputs
+                self._wake()
 
     async def take(self) -> list[tuple[int, ClientOutput]]:
-        """What has come, in order; nothing only after a nudge. Raises HungUp when the client is gone. Of a reader that lagged
-        no more at once than keeps the loop for a few milliseconds."""
+        """What has come, in order; nothing only after a nudge. Raises HungUp when the client is gone, RuntimeError after an
+        error in the shortcut, which the loop tells of. Of a reader that lagged no more at once than keeps the loop for a few
+        milliseconds."""
         if self._outputs:
             await asyncio.sleep(0)
         while not self._outputs and not self._gone and not self._nudged:
@@ -443,6 +461,8 @@ class Call:
         self._nudged = False
         if self._gone:
             raise HungUp
+        if self._broken:
+            raise RuntimeError("the shortcut failed: the answer ends here")
         if len(self._outputs) <= OUTPUTS_AT_ONCE:
             outputs, self._outputs = self._outputs, []
         else:

@@ -1,18 +1,23 @@
 """Whether this gateway may call itself ready, by what its conductor tells of the cluster. Requests do not ask it. PURE."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mooncake_zmq.core.actor import Effect, SetTimer, TimerKey
 from mooncake_zmq.core.messages import Hello, NodesHeard
 
 WAIT: TimerKey = ("ready",)
+ENGINES = ("prefill", "decode")
 
 
-def missing_roles(there: Collection[str]) -> list[str]:
-    """Roles that lack before anything can be served, beside those whose nodes are there."""
-    engines = () if "vllm" in there else ("prefill", "decode")
-    return [role for role in ("conductor", *engines) if role not in there]
+def missing_roles(there: Iterable[Hello]) -> list[str]:
+    """Roles that lack before anything can be served, beside these. Prefills and decodes of ours, or vLLMs of both parts: one
+    kind does not go on with what the other began."""
+    peers = list(there)
+    roles = {hello.role for hello in peers}
+    parts = {part for hello in peers if hello.role == "vllm" for part in (ENGINES if hello.part == "both" else (hello.part,))}
+    own, vllms = ([role for role in ENGINES if role not in kind] for kind in (roles, parts))
+    return [*(() if "conductor" in roles else ("conductor",)), *min(own, vllms, key=len)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class Readiness:
 
     def changed(self, peers: Mapping[str, Hello]) -> list[Effect]:
         """Look again, now that a peer came or something was heard."""
-        if self._ready or missing_roles({hello.role for hello in peers.values()}):
+        if self._ready or missing_roles(peers.values()):
             return []
         news = self._told.get(self._conductor(peers))
         self._ready = news is not None and not news.missing

@@ -73,6 +73,7 @@ PROBE = ("probe",)
 FOREVER_S = 1e7
 UNKNOWN = "vLLM was not asked yet"
 NO_DECODE = "the vLLM that is to go on is not there"
+"""A conductor that hears it would name it again and again, where there is no other: such an attempt counts as a broken one."""
 TAKES: Mapping[Part, tuple[bool, bool]] = {"both": (True, True), "prefill": (True, False), "decode": (False, True)}
 """By part: does a request begin there, and does it end there?"""
 
@@ -251,7 +252,7 @@ class VllmNode:
             self.counts.add("jobs_refused")
             return [*effects, self._failed(gateway, message, reason, full=lack is not None)]
         if not self._may_pass_on(message):
-            return [*effects, self._failed(gateway, message, NO_DECODE, full=True, avoid=message.decode)]
+            return [*effects, self._failed(gateway, message, NO_DECODE, full=False, avoid=message.decode)]
         job = Job(message, gateway, self._ids.new(), self._load.rank(now, message), now)
         self._jobs[message.request_id] = job
         return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
@@ -389,7 +390,7 @@ class VllmNode:
         if request.decode == self.name or request.stop.reason(token, job.count) is not None:
             return []
         if not self._may_pass_on(request):
-            return [self._failed(job.gateway, request, NO_DECODE, full=True, avoid=request.decode)]
+            return [self._failed(job.gateway, request, NO_DECODE, full=False, avoid=request.decode)]
         self.counts.add("jobs_passed_on")
         rest = structs.replace(
             request,

@@ -4,9 +4,18 @@ from dataclasses import replace
 
 from actor_harness import LAYOUT, Harness
 
-from mooncake_zmq.core.messages import NodesHeard
+from mooncake_zmq.core.actor import PeerUp
+from mooncake_zmq.core.messages import Hello, NodesHeard
 from mooncake_zmq.gateway.readiness import WAIT, missing_roles
 from mooncake_zmq.gateway.requests import Requests, RequestsSettings
+
+
+def hello(role, part="both"):
+    return Hello(protocol=1, role=role, host="h0", model="m", tokenizer="t", layout="l", part=part)
+
+
+def missing(*roles, parts=()):
+    return missing_roles([*map(hello, roles), *(hello("vllm", part) for part in parts)])
 
 
 class Gateway(Harness):
@@ -82,7 +91,21 @@ def test_vllms_alone_can_serve():
     gateway = Gateway("k0", "v0")
     gateway.hears()
     assert gateway.ready
-    assert missing_roles(["conductor", "vllm"]) == []
-    assert missing_roles(["vllm"]) == ["conductor"]
-    assert missing_roles(["conductor", "decode"]) == ["prefill"]
-    assert missing_roles([]) == ["conductor", "prefill", "decode"]
+    assert missing("conductor", "vllm") == []
+    assert missing("vllm") == ["conductor"]
+    assert missing("conductor", "decode") == ["prefill"]
+    assert missing() == ["conductor", "prefill", "decode"]
+
+
+def test_vllms_of_one_part_cannot_serve_without_the_other():
+    gateway = Gateway("k0", "k1")
+    gateway.handle(PeerUp("v0", 1, hello("vllm", "decode")))
+    gateway.hears()
+    assert not gateway.ready
+    gateway.handle(PeerUp("v1", 1, hello("vllm", "prefill")))
+    assert gateway.ready
+    assert missing("conductor", parts=["prefill", "prefill"]) == ["decode"]
+    assert missing("conductor", parts=["decode", "prefill"]) == []
+    assert missing("conductor", parts=["decode", "both"]) == []
+    assert missing("conductor", "prefill", parts=["decode"]) == ["decode"], "ours go on with what ours began"
+    assert missing("conductor", "prefill", "decode", parts=["decode"]) == []

@@ -382,16 +382,16 @@ def test_what_is_passed_on_by_somebody_else_or_for_nobody_is_dropped():
     assert node.actor.counts["unasked_requests"] == 4
 
 
-def test_a_decode_that_is_not_there_is_avoided_before_and_after_the_prefill():
+def test_a_decode_that_is_not_there_is_avoided_before_and_after_the_prefill_and_not_tried_for_ever():
     node = Prefilling()
     node.begin(decode="nobody")
-    assert (failed := node.one(AttemptFailed)).full
+    assert not (failed := node.one(AttemptFailed)).full
     assert failed.avoid == "nobody"
     node.begin("b")
     node.down("w")
     node.ends(Generated((3,)))
     assert node.told() == {0: 3}
-    assert (failed := node.one(AttemptFailed)).full
+    assert not (failed := node.one(AttemptFailed)).full
     assert failed.avoid == "w"
     assert not node.busy()
 

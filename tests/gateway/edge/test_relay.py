@@ -1,13 +1,17 @@
 """Tokens on their short way to the client: what comes over a connection is what ASGI's own way would have brought."""
 
 import asyncio
+import gc
 import json
+import weakref
 
 import httpx
 import pytest
 from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
+from mooncake_zmq.gateway import edge
 from mooncake_zmq.gateway.door import Connection
+from mooncake_zmq.gateway.openai import Choice
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 BODY = {"model": "toy", "prompt": "hello", "stream": True, "stream_options": {"include_usage": True}, "n": 2}
@@ -101,3 +105,66 @@ def test_what_a_connection_does_not_take_at_once_is_kept_in_order(monkeypatch):
 
     actor.serve(client)
     assert len(tries) > 100
+
+
+def test_an_error_in_one_answer_ends_that_one_and_no_other_waits_for_it(monkeypatch):
+    accept = Choice.accept
+
+    def broken(self, output):
+        if self.prompt_ids[0] == ord("X") and getattr(output, "index", None) == 3:
+            raise ValueError("planted")
+        accept(self, output)
+
+    monkeypatch.setattr(Choice, "accept", broken)
+    told, together = [], asyncio.Event()
+
+    class Together(ScriptedActor):
+        async def _play(self, request_id, batches):
+            await together.wait()
+            await super()._play(request_id, batches)
+
+    actor = Together(lambda _request, _number: one_by_one([*tokens("abcdefgh"), finished()]), EdgeSettings(keep_alive_s=0.0))
+
+    async def client(port):
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context["exception"]))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+
+            async def ask(prompt):
+                return await http.post("/v1/completions", json={**BODY, "prompt": prompt, "n": 1})
+
+            asked = [asyncio.create_task(ask(prompt)) for prompt in ("Xa", "b", "c")]
+            await actor.until(lambda: len(actor.requests) == len(asked))
+            together.set()
+            cut, *others = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(cut, httpx.RemoteProtocolError), "not an answer that looks whole"
+        for other in others:
+            assert "".join(chunk["choices"][0]["text"] for chunk in events(other)[:-1] if chunk["choices"]) == "abcdefgh"
+
+    actor.serve(client)
+    assert [str(error) for error in told] == ["planted"]
+
+
+def test_a_call_that_is_over_is_gone_without_the_collector(monkeypatch):
+    calls = []
+    begin = edge.Call.__init__
+
+    def noted(self, of):
+        begin(self, of)
+        calls.append(weakref.ref(self))
+
+    monkeypatch.setattr(edge.Call, "__init__", noted)
+    actor = says("abc")
+
+    async def client(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            for _ in range(3):
+                assert (await http.post("/v1/completions", json={**BODY, "n": 1})).status_code == 200
+        await actor.until(lambda: not any(call() for call in calls))
+
+    gc.collect()
+    gc.disable()
+    try:
+        actor.serve(client)
+    finally:
+        gc.enable()
+    assert len(calls) == 3
