@@ -45,6 +45,9 @@ ADDED_MS, BATCHED_US, ALONE_US = 2.0, 25.0, 100.0
 IDLE_S = 4.0
 LOOK_S = 0.005
 NODES = """
+[conductor]
+admission = "none"
+
 [cache_node]
 pool_bytes = 16_777_216
 
