@@ -38,9 +38,10 @@ COUNTERS = {
 }
 
 
-def own_factor(own_s: float, our_s: float) -> float:
-    """How much slower a node's own costs are than ours; 1 where it tells none."""
-    return min(MOST_FACTOR, max(1 / MOST_FACTOR, own_s / our_s)) if own_s else 1.0
+def factor_of(own_s: float, our_s: float, corrected: float) -> float:
+    """How much slower a node is than our costs say: its own to ours, where it tells them, times what corrects those."""
+    own = min(MOST_FACTOR, max(1 / MOST_FACTOR, own_s / our_s)) if own_s else 1.0
+    return min(own * corrected, MOST_FACTOR)
 
 
 class Accuracy:

@@ -9,7 +9,7 @@ full waits for a place, and that wait stands in its gap between the first two to
 from bisect import insort
 
 from mooncake_zmq.conductor.booking import Booking
-from mooncake_zmq.conductor.corrections import MOST_FACTOR, Accuracy, Correction, own_factor
+from mooncake_zmq.conductor.corrections import Accuracy, Correction, factor_of
 from mooncake_zmq.conductor.ranking import Ranking
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
@@ -255,8 +255,7 @@ class Decodes:
         before = node.step.factor
         if node.step.report(now, measured):
             self._accuracy.add("step", measured.seconds, before * measured.predicted_s)
-        own = own_factor(load.fixed_s, self._costs.decode_step_s)
-        node.scale = scale = min(own * node.step.factor, MOST_FACTOR)
+        node.scale = scale = factor_of(load.fixed_s, self._costs.decode_step_s, node.step.factor)
         self._unchecked += 1
         if scale < self.least_scale or self._unchecked > len(self.nodes):
             self._unchecked = 0

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right, insort
 from typing import Final
 
-from mooncake_zmq.conductor.corrections import MOST_FACTOR, Accuracy, Correction, own_factor
+from mooncake_zmq.conductor.corrections import Accuracy, Correction, factor_of
 from mooncake_zmq.conductor.ranking import Ranking
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
@@ -277,8 +277,7 @@ class Prefills:
         before = node.compute.factor
         if node.compute.report(now, load.compute):
             self._accuracy.add("compute", load.compute.seconds, before * load.compute.predicted_s)
-        own = own_factor(load.token_s, self._token_s)
-        factor = min(own * node.compute.factor, MOST_FACTOR)
+        factor = factor_of(load.token_s, self._token_s, node.compute.factor)
         if factor != node.factor:
             node.factor = factor
             if not node.closed:

@@ -75,11 +75,21 @@ class Gateways:
 
     def ask(self, path: str) -> tuple[str, Any]:
         """The first who answered, and what. Raises NoGateway."""
+        return self._first(path, "GET", final=())
+
+    def order(self, path: str, method: str) -> tuple[str, Any]:
+        """Have the first that answers do something; what it says of that. Raises NoGateway; what one refuses the others
+        would too."""
+        return self._first(path, method, final=Refused)
+
+    def _first(self, path: str, method: str, *, final: type[NoGateway] | tuple[()]) -> tuple[str, Any]:
         told: list[str] = []
         for name in self.urls:
             try:
-                return name, self._ask(name, path)
+                return name, self._ask(name, path, method)
             except NoGateway as error:
+                if isinstance(error, final):
+                    raise
                 told.append(str(error))
         raise NoGateway("; ".join(told) or NOBODY)
 
@@ -93,18 +103,6 @@ class Gateways:
             raise NoGateway(f"{name} at {url}: {error or type(error).__name__}") from None
         kind = Refused if answer.is_client_error else NoGateway
         raise kind(f"{name}: {_reason(answer)}")
-
-    def order(self, path: str, method: str) -> tuple[str, Any]:
-        """Have the first that answers do something; what it says of that. Raises NoGateway."""
-        told: list[str] = []
-        for name in self.urls:
-            try:
-                return name, self._ask(name, path, method)
-            except Refused:
-                raise  # the others would too
-            except NoGateway as error:
-                told.append(str(error))
-        raise NoGateway("; ".join(told) or NOBODY)
 
     def close(self) -> None:
         """Let go of connections."""

@@ -43,7 +43,7 @@ class ModelledEngine:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.spec = spec
-        self._costs = costs
+        self.costs = costs
         self._now, self._sleep = now, sleep
         numbers = np.arange(2 * spec.layers, dtype=np.int64).reshape(spec.layers, 2)
         self._multipliers = (numbers * 40503 + 10007) | 1
@@ -107,7 +107,7 @@ class ModelledEngine:
         after_layer: LayerCallback | None,
     ) -> None:
         """Some layers of a chunk, each in its share of the time that the costs state for it."""
-        layer_s = self._costs.compute_s(start + len(steps), start) / self.spec.layers
+        layer_s = self.costs.compute_s(start + len(steps), start) / self.spec.layers
         due = self._now()
         for layer in layers:
             if before_layer:
@@ -128,7 +128,7 @@ class ModelledEngine:
             self._append_one(sequence, int(tokens[row]))
             logits[row] = self._logits(self._mixed(sequence, sequence.length - 1))
         context_tokens = sum(sequence.length for sequence in sequences)
-        self._sleep_until(began_at + self._costs.step_s(len(sequences), context_tokens))
+        self._sleep_until(began_at + self.costs.step_s(len(sequences), context_tokens))
         return logits
 
     def _sleep_until(self, due: float) -> None:

@@ -337,13 +337,14 @@ class _Process:
     def _measure(self, engine: Engine) -> None:
         """Without a profile, what this engine takes is measured once: or the first predictions would rest on nothing. One that
         only takes time has it said."""
+        from mooncake_zmq.engine.modelled import ModelledEngine
         from mooncake_zmq.engine.own_costs import measured
 
-        costs, modelled = self._costs, self.node.modelled
+        costs = self._costs
         if not costs.are_nobodys:
             return
-        if modelled:
-            self._costs = costs.computing_as(costs_of(modelled, f"{self.node.name}: backend"))
+        if isinstance(engine, ModelledEngine):
+            self._costs = costs.computing_as(engine.costs)
             return
         most = self.settings.chunk_tokens if self.node.role == "prefill" else MEASURED_TOKENS
         self._costs = measured(engine, costs, most_tokens=most)
