@@ -10,7 +10,8 @@ a subscriber sees that by the gap and asks for them again. A batch the publisher
 no replay fills: the subscriber then has to forget this pool.
 
 A PUB remembers whatever anybody subscribes to. This one is told of it, one subscription at a time, and cuts off who asks for
-more than `MAX_FOREIGN` topics that are never published here.
+more than `MAX_FOREIGN` topics that are never published here. Who only hears shows his key but once, when he subscribes: each
+second it is asked whether that key still lets him in.
 """
 
 import os
@@ -25,7 +26,7 @@ import zmq
 
 from mooncake_zmq.kv.events import AllBlocksCleared, EventEncoder, EventFormat, KvEvent
 from mooncake_zmq.transfer.connections import Connections, came_by, cut, receive
-from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
+from mooncake_zmq.transfer.sockets import REFRESH_S, USER_ID, BadEndpoint, Limits, Sockets
 
 log = structlog.get_logger()
 
@@ -104,6 +105,9 @@ class KvEventPublisher:
         self._replays: dict[bytes, _Replay] = {}
         self._foreign: Counter[int] = Counter()
         """Topics subscribed to that are not ours, by the connection's descriptor."""
+        self._shown: dict[int, str] = {}
+        """Whose key a subscriber has shown (see `Sockets.holder`), by the connection's descriptor; without keys nobody's."""
+        self._looked_at = 0.0
         self._connections: dict[zmq.Socket[bytes], Connections] = {}
         """Of those sockets that listen on TCP."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -189,6 +193,7 @@ class KvEventPublisher:
                     os.eventfd_read(self._wake)
                 busy = self._publish_some()
                 busy |= self._read_subscriptions()
+                self._cut_dropped(time.monotonic())
                 if self._router:
                     busy |= self._receive_requests(self._router)
                     busy |= self._replay_some(self._router, time.monotonic())
@@ -198,7 +203,9 @@ class KvEventPublisher:
 
     def _timeout_ms(self) -> int | None:
         # A ROUTER polls as writable while any one peer is, so that waiting for POLLOUT would spin beside a stuck one.
-        return REPLAY_RETRY_MS if self._replays else None
+        if self._replays:
+            return REPLAY_RETRY_MS
+        return int(REFRESH_S * 1000) if self._shown else None
 
     def _read_subscriptions(self) -> bool:
         """True: more may be waiting."""
@@ -207,6 +214,8 @@ class KvEventPublisher:
             if message is None:
                 return False
             frame, told = message[0], message[0].bytes
+            if told[:1] == b"\1" and self._is_keyed(self._pub):
+                self._shown[came_by(frame)] = str(frame.get(USER_ID))
             if told[:1] == b"\0" or (told[:1] == b"\1" and self._topic.startswith(told[1:])):
                 continue
             descriptor = came_by(frame)
@@ -216,6 +225,20 @@ class KvEventPublisher:
                 self.counts["subscribers_cut"] += 1
                 cut(self._pub, descriptor)
         return True
+
+    def _cut_dropped(self, now: float) -> None:
+        """A number may be another connection's by now: who is cut wrongly connects anew."""
+        if now - self._looked_at < REFRESH_S:
+            return
+        self._looked_at = now
+        for descriptor, shown in list(self._shown.items()):
+            if not self._sockets.holder("events", shown):
+                del self._shown[descriptor]
+                self.counts["subscribers_cut"] += 1
+                cut(self._pub, descriptor)
+
+    def _is_keyed(self, socket: "zmq.Socket[bytes]") -> bool:
+        return socket in self._connections and self._sockets.keys is not None
 
     def _publish_some(self) -> bool:
         """True: more is queued."""
@@ -248,7 +271,7 @@ class KvEventPublisher:
             peer, *frames = (frame.bytes for frame in message)
             if len(frames) != 2 or frames[0] or len(frames[1]) != NUMBER_BYTES:
                 self.counts["replay_garbage"] += 1
-            elif peer not in self._replays and len(self._replays) >= MAX_REPLAYS:
+            elif not self._may_replay(router, message[-1], peer):
                 self.counts["replays_refused"] += 1
             else:
                 self.counts["replays"] += 1
@@ -256,6 +279,11 @@ class KvEventPublisher:
                 # What is published from now on the subscriber hears anyway: a replay need not chase it.
                 self._replays[peer] = _Replay(start, self._stop, time.monotonic())
         return True
+
+    def _may_replay(self, router: "zmq.Socket[bytes]", asked: zmq.Frame, peer: bytes) -> bool:
+        if self._is_keyed(router) and not self._sockets.holder("events", str(asked.get(USER_ID))):
+            return False
+        return peer in self._replays or len(self._replays) < MAX_REPLAYS
 
     def _replay_some(self, router: "zmq.Socket[bytes]", now: float) -> bool:
         """True: a replay could go on at once."""

@@ -19,8 +19,9 @@ from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.records import encode
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.talk import Member
+from mooncake_zmq.kv.events import AllBlocksCleared
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.runtime.kv_events import KvEventPublisher
+from mooncake_zmq.runtime.kv_events import END, KvEventPublisher
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.store import MooncakeDistributedStore
 from mooncake_zmq.store.rules.objects import ObjectSettings
@@ -294,6 +295,57 @@ def test_what_comes_over_a_connection_whose_key_was_dropped_counts_no_more(
         revoke(directory, "b")
         eventually(lambda: not a.node.session.up_peers)
         assert a.node.session.counts["dropped[reason=not_its_key]"] > 0
+
+
+def test_who_hears_kv_events_by_a_dropped_key_hears_no_more(directory: Path, sockets: Callable[[str], Sockets]) -> None:
+    key_files.make(directory, [("watcher-too", ("events",))])
+    publisher = KvEventPublisher(
+        "tcp://127.0.0.1:*",
+        replay_endpoint="tcp://127.0.0.1:*",
+        block_tokens=4,
+        on_crash=pytest.fail,
+        sockets=sockets("a"),
+    )
+    with ExitStack() as stack:
+        stack.callback(publisher.close)
+        heard, replays = {}, {}
+        for name in ("watcher", "watcher-too"):
+            for kind, endpoint, into in (
+                (zmq.SUB, publisher.endpoint, heard),
+                (zmq.DEALER, publisher.replay_endpoint, replays),
+            ):
+                into[name], _ = sockets(name).connecting(kind, endpoint, "events", data_server.LIMITS, server="a")
+                stack.callback(into[name].close)
+                into[name].connect(endpoint)
+            heard[name].subscribe(b"")
+            eventually(lambda name=name: publisher.publish((AllBlocksCleared(),)) or heard[name].poll(20))
+            assert replayed(replays[name]) > 0
+        revoke(directory, "watcher")
+        eventually(lambda: publisher.counts["subscribers_cut"] == 1)
+        eventually(lambda: not heard["watcher"].poll(0) or not heard["watcher"].recv_multipart())  # what had come before
+        refused = publisher.counts["replays_refused"]
+        eventually(lambda: ask(replays["watcher"]) or publisher.counts["replays_refused"] > refused)
+        for _ in range(10):
+            publisher.publish((AllBlocksCleared(),))
+        eventually(lambda: publisher.counts["batches"] == publisher._next_number)
+        assert replayed(replays["watcher-too"]) == publisher.counts["batches"]
+        while len(last := heard["watcher-too"].recv_multipart()) == 3:
+            if int.from_bytes(last[1], "big") == publisher.counts["batches"] - 1:
+                break
+        assert not heard["watcher"].poll(0)
+
+
+def ask(replays: "zmq.Socket[bytes]") -> None:
+    replays.send_multipart([b"", (0).to_bytes(8, "big")])
+
+
+def replayed(replays: "zmq.Socket[bytes]") -> int:
+    """How many batches a replay of all has."""
+    ask(replays)
+    batches = 0
+    while replays.recv_multipart()[1] != END:
+        batches += 1
+    return batches
 
 
 def test_what_a_store_client_may_use_the_name_of_its_key_tells(
