@@ -4,9 +4,9 @@
                    <-- [reply] ---
 
 A client on the server's host maps its segment and copies by itself: `Reserve`, copy, `Commit`; `Lease`, copy, `Release`. It
-asks so on a stream, where no thread stands between: an answer is there in a third of the time. Another one exchanges bytes
-with the server on streams, see `stream.py`. Requests carry ids that the client never uses twice
-for two things; a request sent again with its id is answered again and changes nothing more.
+asks so on a stream, where no other threads stand between that have to be woken: a get of 64 KiB takes 80 to 100 us instead of
+120 to 145. Another client exchanges bytes with the server on streams, see `stream.py`. Requests carry ids that the client never
+uses twice for two things; a request sent again with its id is answered again and changes nothing more.
 """
 
 from collections.abc import Callable
