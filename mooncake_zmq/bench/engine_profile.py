@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from statistics import median
 
 import click
 import numpy as np
+import psutil
 from msgspec import structs
 from rich.console import Console
 from rich.table import Table
@@ -103,9 +103,9 @@ def _check_fits(plan: ProfilePlan, engine: Engine) -> None:
     if longest > spec.max_positions:
         raise click.ClickException(f"{spec.name} has {spec.max_positions} positions, and this plan needs {longest}")
     needed = spec.kv_bytes_per_token * max(max(plan.batches) * (max(plan.contexts) + 2 * plan.steps), longest)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = psutil.virtual_memory().available
     if needed > MEMORY_SHARE * available:
-        raise click.ClickException(f"the largest batch takes {needed >> 20} MiB of KV, and {available >> 20} MiB are free")
+        raise click.ClickException(f"the largest batch takes {needed >> 20} MiB of KV, and {available >> 20} MiB are available")
 
 
 def show(profile: Profile, *, as_json: bool) -> None:

@@ -1,8 +1,10 @@
 """What processes take of memory and of the CPU, as the kernel counts it."""
 
-import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 FIELDS = {"VmHWM": "peak_bytes", "RssAnon": "private_bytes", "RssFile": "file_bytes", "RssShmem": "shared_bytes"}
 
@@ -46,23 +48,17 @@ def shared_files(pid: int, directory: str = "/dev/shm") -> dict[str, int]:
 
 def cpu_s(pid: int) -> float:
     """CPU time that a process and its descendants have used; 0 for one that is gone. Resolution: a clock tick."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _children(task)]
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return own + sum(cpu_s(child) for child in children)
+    used_s = 0.0
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = each.cpu_times()
+                used_s += times.user + times.system
+    return used_s
 
 
 def threads_cpu_s(pid: int) -> float:
     """CPU time that the threads of a process have used which are there now, to the microsecond or better."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-
-
-def _children(task: Path) -> list[str]:
-    try:
-        return (task / "children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []

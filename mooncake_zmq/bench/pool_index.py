@@ -3,7 +3,6 @@
 import hashlib
 import subprocess
 import sys
-from pathlib import Path
 
 import click
 
@@ -18,9 +17,12 @@ def index_bytes_per_block(blocks: int) -> float:
 
 def _grow(blocks: int) -> float:
     """Fill a tier's slots in the way of each tier: DRAM by puts, SSD by what a recovery finds."""
+    import psutil
+
     from mooncake_zmq.kv.slots import Slots, SlotState
 
-    before = _resident_bytes()
+    process = psutil.Process()
+    before = process.memory_info().rss
     dram = Slots(blocks)
     ssd = Slots(blocks)
     for block in range(blocks):
@@ -31,16 +33,9 @@ def _grow(blocks: int) -> float:
         dram.take_fences()
         ssd.restore(block, key, block)
         ssd.take_fences()
-    grown = _resident_bytes() - before
+    grown = process.memory_info().rss - before
     assert dram.count(SlotState.COMMITTED) == ssd.count(SlotState.COMMITTED) == blocks
     return grown / blocks
-
-
-def _resident_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError("/proc/self/status has no VmRSS")
 
 
 if __name__ == "__main__":

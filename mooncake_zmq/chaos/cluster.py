@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from mooncake_zmq.chaos.checks import Footprint, Growth
 from mooncake_zmq.chaos.keys import RunKeys
@@ -267,8 +268,9 @@ class Cluster:
         found = {}
         for name, child in self.children.items():
             if child.process is not None:
-                with suppress(OSError, ValueError):
-                    found[name] = _footprint(child.process.pid)
+                with suppress(psutil.Error):
+                    process = psutil.Process(child.process.pid)
+                    found[name] = Footprint(process.num_fds(), process.memory_info().rss)
         return found
 
     def segments(self, host: str) -> list[str]:
@@ -336,8 +338,3 @@ async def _seen(url: str) -> set[str]:
     except (httpx.HTTPError, ValueError, KeyError):
         return set()
     return {name for names in peers.values() for name in names}
-
-
-def _footprint(pid: int) -> Footprint:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return Footprint(len(os.listdir(f"/proc/{pid}/fd")), pages * os.sysconf("SC_PAGE_SIZE"))

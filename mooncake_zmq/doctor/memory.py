@@ -69,8 +69,8 @@ def _ram(here: Here, shared: int, coming: int) -> Finding:
     private = sum(here.section(node).capacity_tokens * per_token for node in waiting)
     available = measure_host(Path("/")).memory_available_bytes
     found = f"shared memory of {size(shared)} in all; KV of decodes to be started {size(private)} at most"
-    if available is None or coming + private <= available:
-        return Finding(AREA, "ok", found + ("" if available is None else f"; RAM available {size(available)}"))
+    if coming + private <= available:
+        return Finding(AREA, "ok", f"{found}; RAM available {size(available)}")
     advice = "lower cache_node.pool_bytes or decode.capacity_tokens, or move nodes to another machine"
     return Finding(AREA, "warning", f"{found}, and {size(available)} of RAM are available", advice)
 

@@ -1,9 +1,10 @@
 """Python and what the project needs of it."""
 
 import importlib.metadata
-import re
 import sys
 from collections.abc import Iterator
+
+from packaging.requirements import Requirement
 
 from mooncake_zmq.core.messages import PROTOCOL_VERSION
 from mooncake_zmq.doctor.finding import Finding, Here
@@ -32,24 +33,19 @@ def examine(here: Here) -> Iterator[Finding]:
 
 
 def unmet() -> Iterator[str]:
-    """What the installed project declares that it needs, and is not there or too old. Extras are nobody's need."""
+    """What the installed project declares that it needs, and is not there or of another version. Extras are nobody's need."""
     try:
         needed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         yield f"{DISTRIBUTION} is not installed"
         return
-    for requirement in needed:
-        parts = re.fullmatch(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?", requirement)
-        if parts is None:  # an extra's
+    for requirement in map(Requirement, needed):
+        if requirement.marker is not None and not requirement.marker.evaluate():
             continue
         try:
-            found = importlib.metadata.version(parts[1])
+            found = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            yield f"{parts[1]} is missing"
+            yield f"{requirement.name} is missing"
             continue
-        if parts[2] and _numbers(found) < _numbers(parts[2]):
-            yield f"{parts[1]} is {found}, older than {parts[2]}"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+        if not requirement.specifier.contains(found, prereleases=True):
+            yield f"{requirement.name} is {found}, not {requirement.specifier}"

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from mooncake_zmq.engine import tokenizer, weights
 from mooncake_zmq.engine.download import DEFAULT_NAME, DEFAULT_PACKAGE, DEFAULT_SIZE_BYTES
 from mooncake_zmq.engine.errors import ModelError
@@ -22,10 +24,11 @@ _DEFAULT_SPEC = replace(DUMMY_SHAPES["135m"], name=DEFAULT_NAME)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What this machine has to give. None: unknown."""
+    """What this machine has to give."""
 
-    memory_available_bytes: int | None
+    memory_available_bytes: int
     disk_free_bytes: int | None
+    """None: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +55,10 @@ class Inspection:
         return not self.problems
 
     @property
-    def context_that_fits(self) -> int | None:
+    def context_that_fits(self) -> int:
         """Tokens of KV, of all sequences together, for which this host has memory beside the weights."""
         available = self.host.memory_available_bytes
-        return None if available is None else max(0, available - self.prepared_bytes) // self.spec.kv_bytes_per_token
+        return max(0, available - self.prepared_bytes) // self.spec.kv_bytes_per_token
 
     def as_json(self) -> dict[str, Any]:
         kv_bytes = self.spec.kv_bytes_per_token
@@ -109,16 +112,8 @@ def measure_host(cache_dir: Path) -> Host:
         free = shutil.disk_usage(there).free if there else None
     except OSError:
         free = None
-    known = [size for size in (_system_memory(), _group_memory()) if size is not None]
-    return Host(memory_available_bytes=min(known, default=None), disk_free_bytes=free)
-
-
-def _system_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        return None
+    available, left = psutil.virtual_memory().available, _group_memory()
+    return Host(memory_available_bytes=available if left is None else min(available, left), disk_free_bytes=free)
 
 
 def _group_memory() -> int | None:
@@ -190,7 +185,7 @@ def _notes(found: Inspection) -> list[str]:
     if not found.chat_template:
         notes.append("no chat template: /v1/completions only")
     fitting = found.context_that_fits
-    if fitting is not None and WORKING_TOKENS <= fitting < spec.max_positions:
+    if WORKING_TOKENS <= fitting < spec.max_positions:
         notes.append(f"memory for {fitting} tokens of KV at once, less than its whole context")
     return notes
 
@@ -203,7 +198,7 @@ def _problems(found: Inspection) -> list[str]:
         needs["preparing it"] = weights.preparing_bytes(found.spec)
     available, free = host.memory_available_bytes, host.disk_free_bytes
     for what, needed in needs.items():
-        if available is not None and needed > available:
+        if needed > available:
             problems.append(f"{what} need {_mib(needed)} MiB of memory, and {_mib(available)} MiB are available")
     if not found.prepared and free is not None and found.prepared_bytes > free:
         problems.append(f"preparing it needs {_mib(found.prepared_bytes)} MiB of disk, and {_mib(free)} MiB are free")

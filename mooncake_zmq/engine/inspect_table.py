@@ -48,7 +48,6 @@ def _rows(found: Inspection) -> list[tuple[str, str]]:
         ("prepared weights", f"{decimal(found.prepared_bytes)} on disk and once in shared page cache; {where}"),
         ("KV of one token", f"{kv_bytes:,} bytes; of 1,000: {decimal(1000 * kv_bytes)}"),
         ("KV of a full context", decimal(kv_bytes * spec.max_positions)),
+        ("memory available", f"{decimal(free)}: weights and {fitting:,} tokens of KV"),
     ]
-    if free is not None and fitting is not None:
-        rows.append(("memory available", f"{decimal(free)}: weights and {fitting:,} tokens of KV"))
     return [row for row in rows if row != ("weights in the file", "none")]

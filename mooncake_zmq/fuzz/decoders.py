@@ -366,7 +366,7 @@ def _of_stores() -> Iterable[Decoder]:
         "store-reply": (protocol.decode_reply, protocol.Reply),
         "stream-attach": (stream_messages.decode_attach, stream_messages.Attach),
         "stream-attached": (stream_messages.decode_attached, stream_messages.Attached | protocol.Stranger),
-        "stream-request": (stream_messages.decode_request, stream_messages.Request),
+        "stream-request": (stream_messages.decode_request, stream_messages.Request | protocol.OfMemory),
         "stream-values": (stream_messages.decode_values, stream_messages.Values),
         "stream-checksums": (stream_messages.decode_checksums, stream_messages.Checksums),
         "stream-ended": (stream_messages.decode_ended, stream_messages.Ended),

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import psutil
+
 MORE_MEMORY_BYTES = 1 << 30
 """Beyond what the process has when it begins: what asks for more is a finding instead of the machine's end."""
 MAX_FINDINGS = 20
@@ -53,7 +55,7 @@ def main(name: str, seconds: str, seed: str, corpus: str, found: str) -> None:
             sys.stdout.write(json.dumps(told) + "\n")
             sys.stdout.flush()
 
-    memory_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    memory_bytes = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes + MORE_MEMORY_BYTES,) * 2)
     options = [f"-max_total_time={seconds}", f"-seed={seed}", f"-max_len={decoder.max_bytes}", "-rss_limit_mb=0", "-timeout=60"]
     atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={found}/", corpus], one)

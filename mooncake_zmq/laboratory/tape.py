@@ -32,6 +32,8 @@ MAX_BYTES = 48 << 20
 WANTED_PICTURES = 1200
 MIN_EVERY_S = 1.0
 """As often as a gateway hears of its nodes."""
+KEPT_CHAINS = 24
+"""Hot prefixes told in a picture, of those that are followed and of those asked for lately."""
 KEPT, KEPT_REFUSED = 4, 2
 """Requests told of those that ended between two pictures, and how many of them at most were refused if others were not."""
 
@@ -152,7 +154,8 @@ class Tape:
         """Write down how the cluster is now."""
         now = self._world.now
         self.due_at = now + self._every_s
-        body = msgspec.json.encode(picture(self._seen(now)) | {"about": self._about(), "recent": []})
+        more = {"about": self._about(), "recent": [], "replication": self._replication(now)}
+        body = msgspec.json.encode(picture(self._seen(now)) | more)
         packed = zlib.compress(body, 1)
         self._pictures.append(_Picture(now, packed, len(body), len(self._gateway.open), self._refused, self._ended))
         self._refused, self._ended = 0, []
@@ -189,6 +192,12 @@ class Tape:
             peers={each.name: self._hello(each) for each in alive if each.name != self._gateway.name},
             heard={each.name: Heard(now, each.lives, self._report(now, each)) for each in alive},
         )
+
+    def _replication(self, now: float) -> dict[str, Any]:
+        """Hot prefixes and who holds them, of what a conductor that is asked for its state tells."""
+        lives = (each.life for each in self._world.processes.values() if each.spec.role == "conductor")
+        told = next((life.actor.dump(now)["replication"] for life in lives if life is not None), None)
+        return {name: told[name][:KEPT_CHAINS] if told else [] for name in ("chains", "recent")}
 
     def _report(self, now: float, process: Process[Any]) -> Report:
         """As `core.node` makes it; bytes are those that the modelled blocks would have."""

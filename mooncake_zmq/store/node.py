@@ -264,11 +264,11 @@ class StoreNode:
             request = _narrowed(request, client.reach)
         match request:
             case protocol.Remove(keys=keys):
-                self._change(connection, keys, partial(self._removed, request))
+                self._change(connection, request.id, keys, partial(self._removed, request))
             case protocol.RemoveAll(id):
                 within = client.reach.writes if client.reach is not None else None
                 keys = self.objects.some_keys(protocol.REMOVED_AT_ONCE, within)
-                self._change(connection, keys, partial(self._all_removed, id, keys))
+                self._change(connection, id, keys, partial(self._all_removed, id, keys))
             case protocol.Commit():
                 self._commit(connection, name, client, request)
             case _:
@@ -337,7 +337,7 @@ class StoreNode:
             codes = self.objects.commit(self._turn.now, name, request.put_id, request.indexes, request.checksums)
             return protocol.Numbers(request.id, [] if codes is None else list(map(int, codes)))
 
-        self._change(connection, keys, commit)
+        self._change(connection, request.id, keys, commit)
 
     def _removed(self, request: protocol.Remove, erased: set[str]) -> protocol.Reply:
         codes = []
@@ -355,13 +355,16 @@ class StoreNode:
     def _change(
         self,
         connection: bytes,
+        request_id: int,
         keys: Sequence[str] | Callable[[], Sequence[str]],
         answer: Callable[[set[str]], protocol.Reply],
     ) -> None:
-        """Answer what gives `keys` another value, or none: now, or when no copy of them is on disk any more."""
+        """Answer what gives `keys` another value, or none: now, or when no copy of them is on disk any more; that it cannot be
+        followed, where too much waits for that."""
         asked = keys if callable(keys) else lambda: keys
         if not self._changes.begin(Change(asked, lambda erased: self._reply(connection, answer(erased)))):
             self._counts["dropped"] += 1
+            self._reply(connection, protocol.Codes(request_id, b""))
 
     def _reply(self, connection: bytes, reply: protocol.Reply) -> None:
         self._turn.effects.append(Reply(connection, reply))

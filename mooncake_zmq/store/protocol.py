@@ -3,9 +3,10 @@
     client DEALER  -- [request] --> ROUTER of the store server
                    <-- [reply] ---
 
-A client on the server's host maps its segment and copies by itself: `Reserve`, copy, `Commit`; `Lease`, copy, `Release`.
-Another one exchanges bytes with the server on streams, see `stream.py`. Requests carry ids that the client never uses twice
-for two things; a request sent again with its id is answered again and changes nothing more.
+A client on the server's host maps its segment and copies by itself: `Reserve`, copy, `Commit`; `Lease`, copy, `Release`. It
+asks so on a stream, where no other threads stand between that have to be woken: a get of 64 KiB takes 80 to 100 us instead of
+120 to 145. Another client exchanges bytes with the server on streams, see `stream.py`. Requests carry ids that the client never
+uses twice for two things; a request sent again with its id is answered again and changes nothing more.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from mooncake_zmq.core.records import NotAMessage as NotAMessage
 from mooncake_zmq.core.records import decoder as decoder
 from mooncake_zmq.core.records import encode as encode
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_KEYS = 1024
 """Keys in one request; clients split longer lists."""
 PIECE_BYTES = 1 << 20
@@ -211,6 +212,10 @@ class ReportCorrupt(_Message, frozen=True, tag=18):
 Request = Hello | Exist | Reserve | Commit | Lease | Release | SizesOf | Remove | RemoveAll | ListKeys | ReportCorrupt
 Identified = Hello | Exist | Reserve | Commit | Lease | SizesOf | Remove | RemoveAll | ListKeys
 """Requests answered by one reply that echoes their id."""
+OfMemory = Reserve | Commit | Lease | Release | ReportCorrupt
+"""What a client that maps the memory says where it copies."""
+Note = Release | ReportCorrupt
+"""Not answered."""
 Reply = Welcome | Stranger | Codes | Numbers | Reserved | Leased | KeysListed
 
 decode_request: Callable[[bytes | memoryview], Request] = decoder(Request)  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ client  -- Attach(client, token) --------------> server     once; the token is t
         <- Ended(codes) -----------------------
         -- Promote(keys, leases) --------------->           of a client that shares memory
         <- Ended() -----------------------------
+        -- Reserve, Commit or Lease ----------->           see `protocol.py`; `Release` and `ReportCorrupt` are not answered
+        <- its reply --------------------------
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from mooncake_zmq.store.protocol import MAX_KEYS, Id, Ints, Keys, Seconds, Sizes, Stranger, U64s, decoder
+from mooncake_zmq.store.protocol import MAX_KEYS, Id, Ints, Keys, OfMemory, Seconds, Sizes, Stranger, U64s, decoder
 
 EAGER_BYTES = 256 << 10
 """A put of up to so many bytes is sent without waiting to hear which of its values are wanted."""
@@ -77,9 +77,9 @@ class Recheck(_Message, frozen=True, tag=8):
     keys: Annotated[list[str], Meta(max_length=MAX_KEYS)]
 
 
-class Promote(_Message, frozen=True, tag=9):
+class Promote(_Message, frozen=True, tag=19):
     """Bring these values from disk into memory, as far as there is room. Answered by `Ended`. Before, these leases end: they
-    take up room, and what the other connection carries may come later."""
+    take up room."""
 
     keys: Keys
     leases: Annotated[list[Id], Meta(max_length=1)]
@@ -88,7 +88,7 @@ class Promote(_Message, frozen=True, tag=9):
 Request = Get | Put | Recheck | Promote
 decode_attach = decoder(Attach)
 decode_attached: Callable[[memoryview], Attached | Stranger] = decoder(Attached | Stranger)  # type: ignore[arg-type]
-decode_request: Callable[[memoryview], Request] = decoder(Request)  # type: ignore[arg-type]
+decode_request: Callable[[memoryview], Request | OfMemory] = decoder(Request | OfMemory)  # type: ignore[arg-type]
 decode_values = decoder(Values)
 decode_checksums = decoder(Checksums)
 decode_ended = decoder(Ended)

@@ -11,7 +11,6 @@ connects anew, and says it again.
 """
 
 import contextlib
-import mmap
 import os
 import socket
 import struct
@@ -20,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+import psutil
 import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -144,7 +144,7 @@ class Connections:
             if not self._empty or self._untaken[descriptor] <= PARTIAL_BYTES:
                 self._partial.pop(descriptor, None)
                 continue
-            resident_bytes = _resident_bytes()
+            resident_bytes = psutil.Process().memory_info().rss
             since, before_bytes = self._partial.setdefault(descriptor, (now, resident_bytes))
             if now - since > PARTIAL_S or resident_bytes - before_bytes > PARTIAL_GROWTH_BYTES:
                 self._cut(descriptor)
@@ -211,12 +211,6 @@ def cut(listening: "zmq.Socket[bytes]", descriptor: int) -> None:
         # The number may be another file's by now: that one is ours too, and is to stay.
         if _place(duplicate) == _endpoint(listening).removeprefix("ipc://").rpartition(":")[2]:
             duplicate.shutdown(socket.SHUT_RDWR)
-
-
-def _resident_bytes() -> int:
-    """Of this process's memory."""
-    with open("/proc/self/statm", "rb") as statm:
-        return int(statm.read().split()[1]) * mmap.PAGESIZE
 
 
 def _place(connection: socket.socket) -> str:

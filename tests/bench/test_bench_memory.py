@@ -22,7 +22,7 @@ def test_private_memory_is_counted_and_stays_in_the_peak_when_given_back():
     after = footprint("own", os.getpid())
     assert during.private_bytes - before.private_bytes > 60 * MIB
     assert during.private_bytes - after.private_bytes > 60 * MIB
-    assert after.peak_bytes >= during.private_bytes + during.file_bytes
+    assert after.peak_bytes >= during.private_bytes + during.file_bytes - MIB, "the kernel adds up a core's pages at times"
 
 
 def test_mapped_files_of_a_tmpfs_count_whole_however_little_was_touched(tmp_path):

@@ -92,10 +92,19 @@ def test_nodes_are_here_whose_host_has_an_address_of_this_machine(tmp_path: Path
 
 def test_packages_are_those_the_project_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(packages.unmet()) == []
-    declared = ["click>=8.1", "no-such-package>=1", "numpy>=999.1", 'no-such-extra>=2; extra == "dev"']
+    declared = ["click>=8.1", "no-such-package>=1", "numpy[more]>=1,>=999.1", "pytest!=0.1", 'no-such-extra>=2; extra == "dev"']
+    declared += ['no-such-system; sys_platform == "none"', 'no-such-python; python_version >= "3"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda _name: declared)
     numpy = importlib.metadata.version("numpy")
-    assert list(packages.unmet()) == ["no-such-package is missing", f"numpy is {numpy}, older than 999.1"]
+    assert list(packages.unmet()) == [
+        "no-such-package is missing",
+        f"numpy is {numpy}, not >=1,>=999.1",
+        "no-such-python is missing",
+    ]
+    released = {"click": "8.1rc1", "uvicorn": "0.9.10"}
+    monkeypatch.setattr(importlib.metadata, "version", released.__getitem__)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _name: ["click>=8.1", "uvicorn>=0.9.9"])
+    assert list(packages.unmet()) == ["click is 8.1rc1, not >=8.1"]
 
 
 def test_a_project_that_is_not_installed_is_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_it_has_the_shape_of_a_live_picture() -> None:
     _, _, pictures, requests = taped(small_setup())
     listed = (Listed("g", "gateway", "h"),)
     live = picture(Seen(now=1.0, gateway="g", status="ok", model="m", listed=listed, peers={}))
-    assert pictures[0].keys() == live.keys() | {"about", "recent"}
+    assert pictures[0].keys() == live.keys() | {"about", "recent", "replication"}
     loads = {role: {name for name in node["gauges"]} for node in pictures[-1]["nodes"] for role in [node["role"]]}
     assert {"requests_prefilling", "requests_decoding", "requests_waiting"} <= loads["gateway"]
     assert all(each["spans"] and each["attempts"] for each in requests)
@@ -87,6 +87,20 @@ def test_its_requests_are_those_of_the_run() -> None:
         assert (told["attempts"][-1]["prefill"], told["attempts"][-1]["decode"]) == (record.prefill, record.decode)
         assert told["duration_s"] >= record.end_s - 1e-6
         assert told["cached_local"] + told["cached_remote"] == record.hit_dram + record.hit_disk + record.hit_remote
+
+
+@pytest.mark.parametrize(("interval_s", "of"), [(0.0, "recent"), (2.0, "chains")], ids=["asked for lately", "followed"])
+def test_hot_prefixes_and_their_copies_are_those_that_the_conductor_knows_at_the_time(interval_s: float, of: str) -> None:
+    _, _, pictures, _ = taped(replace(small_setup(), overrides={"conductor.replica_interval_s": interval_s}))
+    pools = {node["name"] for node in pictures[-1]["nodes"] if node["role"] == "cache-node"}
+    told = [picture["replication"][of] for picture in pictures]
+    assert told[0] == []
+    assert max(map(len, told)) > 1
+    chains = [chain for picture in told for chain in picture]
+    assert {holder for chain in chains for holder in chain["holders"]} == pools
+    assert len({(chain["key"], len(chain["holders"])) for chain in chains}) > len({chain["key"] for chain in chains})
+    assert ("per_s" in chains[0]) == (of == "chains")
+    assert max(map(len, told)) <= taping.KEPT_CHAINS
 
 
 def test_refusals_are_told_with_what_was_predicted() -> None:

@@ -496,6 +496,43 @@ def test_a_remote_client_gets_no_place_and_no_cell_and_a_server_forgets_no_share
     wait_for(lambda: server.gauges()["quarantined_objects"] == 1, "quarantine, not reuse")
 
 
+def test_a_stream_of_a_client_that_maps_nothing_tells_no_cell_either(server, raw, connect):
+    assert connect(server).put("there", b"1234") == 0
+    with streaming(raw(False)) as stream:
+        stream.send(protocol.Lease(1, ["there", "no"], 1.0))
+        leased = stream.receive(protocol.decode_reply)
+        assert (leased.sizes, leased.entries, leased.offsets) == ([4, 0], [0, 0], [0, 0])
+        for request in (protocol.Reserve(2, ["k"], [1], 0, 1.0), protocol.Commit(3, 2, [0], [1])):
+            stream.send(request)
+            assert stream.receive(protocol.decode_reply) == protocol.Codes(request.id, b"")
+
+
+def test_what_a_stream_is_told_and_does_not_answer_is_done_before_what_it_asks_next(server, raw):
+    peer = raw(True)
+    with streaming(peer) as stream:
+        for number in range(1, 40, 2):
+            stream.send(protocol.Reserve(number, ["k"], [100], 0, 10.0))
+            assert stream.receive(protocol.decode_reply).codes == [0], "the one before it was given up"
+            stream.send(protocol.Release([], [number]))
+            stream.send(protocol.Exist(number, ["k"]) if number > 37 else protocol.ReportCorrupt([1], [2]))
+        with pytest.raises(StreamError):  # what moves no value is not asked here
+            stream.receive(protocol.decode_reply)
+    wait_for(lambda: server.counts["stream_garbage"] == 1, "its end")
+
+
+def test_nobody_has_answers_sent_to_a_stream_by_taking_its_name(server, raw):
+    peer = raw(True)
+    with streaming(peer) as stream, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        (number,) = server._streams._told
+        dealer.linger = 0
+        dealer.routing_id = b"s" + peer._client_name + number.to_bytes(4, "big")
+        dealer.connect(server.endpoint)
+        dealer.send(protocol.encode(protocol.Lease(1, ["false"], 1.0)))
+        wait_for(lambda: server.counts["garbage"] == 1, "nobody by that name")
+        stream.send(protocol.Lease(2, ["k"], 1.0))
+        assert stream.receive(protocol.decode_reply).id == 2
+
+
 def test_garbage_strangers_and_foreign_versions_are_dropped_and_counted(server):
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -563,7 +600,7 @@ def test_a_bit_flipped_in_what_is_sealed_ends_the_stream_and_the_value_comes_by_
         assert store._client._peers[0].counts["corrupt"] == 0
         assert store.put("other", b"\x66" * 3_000_000) == 0
         assert connect(server).get("other") == b"\x66" * 3_000_000
-    assert server.counts["streams"] == 2
+    assert server.counts["streams"] == 2 + 2, "one of each that shares memory"
 
 
 @contextlib.contextmanager

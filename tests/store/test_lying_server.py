@@ -6,7 +6,7 @@ from store_harness import SLAB_BYTES, Memory
 
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.client.client import UNREACHED
-from mooncake_zmq.store.client.link import Link
+from mooncake_zmq.store.client.peer import Call
 
 SIZE = 300_000
 FAR = (4 * SLAB_BYTES - SIZE + 1, 1 << 40, 1 << 48)
@@ -16,14 +16,14 @@ FAR = (4 * SLAB_BYTES - SIZE + 1, 1 << 40, 1 << 48)
 @pytest.fixture
 def lie(monkeypatch):
     """Has every reply of a kind tell something else."""
-    ask = Link.ask
+    ask = Call.ask
 
     def replies(kind, **told):
-        def lying(self, request, expected, deadline):
-            reply = ask(self, request, expected, deadline)
+        def lying(self, request, expected):
+            reply = ask(self, request, expected)
             return structs.replace(reply, **told) if isinstance(reply, kind) else reply
 
-        monkeypatch.setattr(Link, "ask", lying)
+        monkeypatch.setattr(Call, "ask", lying)
 
     return replies
 

@@ -135,7 +135,7 @@ def test_where_too_much_waits_for_the_disk_nothing_becomes_of_a_further_change(m
     monkeypatch.setattr(changes, "MAX_WAITING", 1)
     store = Store(on_disk=("a", "b"))
     (start,) = [effect for effect in store.say(0.0, protocol.Remove(2, ["a"])) if isinstance(effect, Start)]
-    assert store.say(0.0, protocol.Remove(3, ["b"])) == []
+    assert store.say(0.0, protocol.Remove(3, ["b"])) == [Reply(CONNECTION, protocol.Codes(3, b""))]
     assert store.node.counts["dropped"] == 1
     store.take(StreamAsked(1, Put(["b"], [10], 4, 20.0, [7], False)), 0.0)
     assert Dismiss(1, "too much waits for the disk") in store.take(ValuesCame(1, [7], [7]), 0.0)

@@ -1,6 +1,5 @@
 """What a call moves: values to put, or places to fill. And the end of every two-phase put."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +59,7 @@ def commit(call: Call, put_id: int, codes: list[int], indexes: list[int], checks
     if not granted:
         return codes
     request = protocol.Commit(call.peer.next_id(), put_id, indexes, checksums)
-    numbers = call.link.ask(request, protocol.Numbers, time.monotonic() + call.peer.settings.timeout_s).numbers
+    numbers = call.ask(request, protocol.Numbers).numbers
     if len(numbers) not in (0, len(codes)):
         raise Unreached(f"{len(numbers)} codes for {len(codes)} keys")
     if not numbers or len(indexes) < len(granted):

@@ -37,6 +37,15 @@ class Forgotten(Exception):
     """The server does not know this client (any more): it has to say Hello."""
 
 
+def answer(request: protocol.Identified, reply: protocol.Reply, expected: type[ReplyT]) -> ReplyT:
+    """The reply, if it is one to this request. Raises Unreached or Forgotten."""
+    if isinstance(reply, protocol.Stranger):
+        raise Forgotten(reply.reason)
+    if not isinstance(reply, expected) or reply.id != request.id:
+        raise Unreached(f"{type(reply).__name__} in answer to {type(request).__name__}")
+    return reply
+
+
 class Link:
     """One connection for requests and, once a call needs it, a stream for bytes beside it."""
 
@@ -88,7 +97,7 @@ class Link:
             log.debug("store_note_lost", message=type(message).__name__)
 
     def receive(self, deadline: float) -> protocol.Reply:
-        """The next reply. Raises Unreached or Forgotten."""
+        """The next reply. Raises Unreached."""
         while True:
             try:
                 reply: protocol.Reply = protocol.decode_reply(self.socket.recv())
@@ -97,17 +106,12 @@ class Link:
             except protocol.NotAMessage as error:
                 raise Unreached(f"an answer that is none: {error}") from error
             else:
-                if isinstance(reply, protocol.Stranger):
-                    raise Forgotten(reply.reason)
                 return reply
 
     def ask(self, request: protocol.Identified, expected: type[ReplyT], deadline: float) -> ReplyT:
         """Send and wait for the answer. Raises Unreached or Forgotten."""
         self.send(request, deadline)
-        reply = self.receive(deadline)
-        if not isinstance(reply, expected) or reply.id != request.id:
-            raise Unreached(f"{type(reply).__name__} in answer to {type(request).__name__}")
-        return reply
+        return answer(request, self.receive(deadline), expected)
 
     def check_open(self) -> None:
         """Raises Unreached once nobody waits for this connection any more."""

@@ -1,5 +1,6 @@
 """One store server, seen from its client: its life, our connections to it, and what it must still be told."""
 
+import contextlib
 import itertools
 import os
 import threading
@@ -14,7 +15,7 @@ import structlog
 import zmq
 
 from mooncake_zmq.store import protocol
-from mooncake_zmq.store.client.link import SLICE_MS, Forgotten, Link, Links, Unreached
+from mooncake_zmq.store.client.link import SLICE_MS, Forgotten, Link, Links, ReplyT, Unreached, answer
 from mooncake_zmq.store.memory import keep_freed_memory
 from mooncake_zmq.store.protocol import MAX_KEYS
 from mooncake_zmq.store.segment import Life, ObjectSegment, boot_id
@@ -85,6 +86,17 @@ class Call:
     def stream(self) -> Stream:
         """The connection's stream. Raises Unreached or Forgotten where there is none yet and none can be made."""
         return self.link.stream or self.peer.open_stream(self.session, self.link, self.deadline)
+
+    def ask(self, request: protocol.Reserve | protocol.Commit | protocol.Lease, expected: type[ReplyT]) -> ReplyT:
+        """By the stream, of a store whose memory we map. Raises Unreached, Forgotten or StreamError."""
+        stream = self.stream()
+        stream.send(request)
+        return answer(request, stream.receive(protocol.decode_reply), expected)
+
+    def tell(self, note: protocol.Note) -> None:
+        """Likewise what is not answered; lost with the stream, as the server's timers do the same in the end."""
+        with contextlib.suppress(StreamError):  # the next call finds it broken
+            self.stream().send(note)
 
 
 class Peer:

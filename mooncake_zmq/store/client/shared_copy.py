@@ -36,7 +36,7 @@ def put(call: Call, segment: ObjectSegment, batch: Batch) -> list[int]:
 def _put(call: Call, segment: ObjectSegment, put_id: int, batch: Batch) -> list[int]:
     stop_at = time.monotonic() + call.session.ttl_s
     reserve = protocol.Reserve(put_id, batch.keys, batch.sizes, batch.pins, call.session.ttl_s)
-    reserved = call.link.ask(reserve, protocol.Reserved, call.deadline)
+    reserved = call.ask(reserve, protocol.Reserved)
     _check_rows(len(batch.keys), reserved.codes, reserved.offsets)
     for code, offset, size in zip(reserved.codes, reserved.offsets, batch.sizes, strict=True):
         if code == 0:
@@ -72,7 +72,7 @@ def _read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wa
     on_disk: dict[int, int] = {}
     stop_at = time.monotonic() + call.session.ttl_s
     request = protocol.Lease(call.peer.next_id(), [wanted.keys[index] for index in indexes], call.session.ttl_s)
-    leased = call.link.ask(request, protocol.Leased, call.deadline)
+    leased = call.ask(request, protocol.Leased)
     columns = (leased.sizes, leased.entries, leased.offsets, leased.generations, leased.checksums)
     _check_rows(len(indexes), *columns)
     for size, entry, offset in zip(leased.sizes, leased.entries, leased.offsets, strict=True):
@@ -110,9 +110,9 @@ def _read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wa
                 wanted.results[index] = size
     finally:
         if any(leased.entries):
-            call.link.tell(protocol.Release([request.id], []))
+            call.tell(protocol.Release([request.id], []))
         if corrupt:
-            call.link.tell(protocol.ReportCorrupt([entry for entry, _ in corrupt], [generation for _, generation in corrupt]))
+            call.tell(protocol.ReportCorrupt([entry for entry, _ in corrupt], [generation for _, generation in corrupt]))
     return request.id, on_disk
 
 

@@ -34,7 +34,7 @@ from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.segment import ObjectSegment, boot_id, is_lived, life_path, remove_life
 from mooncake_zmq.store.server.disk_works import DiskWorks
 from mooncake_zmq.store.server.object_disk import ObjectDisk
-from mooncake_zmq.store.server.streams import StoreStreams
+from mooncake_zmq.store.server.streams import STREAM, StoreStreams
 from mooncake_zmq.store.server.turns import Timers, Turns
 from mooncake_zmq.transfer.connections import Connections, skip_rest, take_part
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
@@ -43,7 +43,7 @@ from mooncake_zmq.transfer.tickets import Tickets
 log = structlog.get_logger()
 
 
-ROUTING_ID_BYTES = 21
+CONNECTION, ROUTING_ID_BYTES = b"c", 21
 """b"c", 16 bytes that name the client, 4 that number its connection."""
 MAX_QUEUED_REQUESTS = 32
 """Of one connection; further ones wait at its side."""
@@ -132,7 +132,7 @@ class StoreServer:
                 {Reply: self._reply, Probe: self._probe, Drained: lambda _: self._drained.set(), ShelfChanged: on_shelf}
             )
             self._turns.take(Started())
-            self._streams = StoreStreams(self._turns, self.endpoint, stream_port, self._tickets, on_crash)
+            self._streams = StoreStreams(self._turns, self.endpoint, stream_port, self._tickets, self._user_of, on_crash)
         except BaseException:
             self._let_go()
             raise
@@ -227,8 +227,8 @@ class StoreServer:
         except protocol.NotAMessage:
             request = None
         skip_rest(self._socket, self._connections)
-        if request is not None and len(peer) == ROUTING_ID_BYTES:
-            user = self._keyless if shown is None else self._sockets.holder("store", shown)
+        if request is not None and len(peer) == ROUTING_ID_BYTES and peer.startswith(CONNECTION):
+            user = self._user_of(shown)
             if shown is not None and not user:
                 return  # his key was dropped
             if isinstance(request, protocol.Hello):
@@ -237,6 +237,10 @@ class StoreServer:
                 self._turns.take(Asked(peer, request, user))
         elif not self._stopping and peer != self._waker_name:
             self._counts["garbage"] += 1
+
+    def _user_of(self, shown: str | None) -> str | None:
+        """As whom the actor knows who has shown this; empty also: his key was dropped."""
+        return self._sockets.holder("store", shown) if self._keyed and shown is not None else self._keyless
 
     def _lets_in(self, holder: str) -> bool:
         return not self._keyed or bool(self._sockets.holder("store", holder))
@@ -262,6 +266,9 @@ class StoreServer:
     # --- within turns
 
     def _reply(self, reply: Reply) -> None:
+        if reply.connection.startswith(STREAM):
+            self._streams.reply(reply)
+            return
         self._replies.append(reply)
         if threading.current_thread() is not self._thread:
             with contextlib.suppress(zmq.Again):  # with so many on their way, it is awake

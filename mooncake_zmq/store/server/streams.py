@@ -1,4 +1,5 @@
-"""The bytes of a store's values, to and from clients that share no memory with it: a thread for each of their streams."""
+"""Streams of a store's clients, a thread for each: the bytes of values of those that share no memory with it, requests of those
+that do."""
 
 import itertools
 import math
@@ -9,11 +10,13 @@ from collections.abc import Callable
 import structlog
 
 from mooncake_zmq.store.events import (
+    Asked,
     ChecksumsMade,
     Dismiss,
     Hear,
     MakeChecksums,
     ReceiveValues,
+    Reply,
     Say,
     SendValues,
     StreamAsked,
@@ -24,7 +27,7 @@ from mooncake_zmq.store.events import (
     ValuesSent,
 )
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.store.protocol import Stranger
+from mooncake_zmq.store.protocol import Note, OfMemory, Stranger
 from mooncake_zmq.store.server.turns import Turns
 from mooncake_zmq.store.stream import receive_values
 from mooncake_zmq.store.stream_messages import (
@@ -42,6 +45,9 @@ from mooncake_zmq.transfer.tickets import Tickets
 
 log = structlog.get_logger()
 
+STREAM = b"s"
+"""Begins the name of a connection that is a stream; its number ends it."""
+NUMBER_BYTES = 4
 SLICE_S = 1.0
 STALL_S = 10.0
 """A client that neither takes nor sends a byte for so long, amid a request, is given up."""
@@ -56,11 +62,14 @@ class StoreStreams:
         endpoint: str,
         port: int,
         tickets: Tickets,
+        user_of: Callable[[str], str | None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
+        """`user_of`: as whom the actor knows the holder of a ticket."""
         self._turns = turns
+        self._user_of = user_of
         self._numbers = itertools.count(1)
-        self._told: dict[int, queue.SimpleQueue[ToStream | None]] = {}
+        self._told: dict[int, queue.SimpleQueue[ToStream | Reply | None]] = {}
         """What the actor asks of each stream that it has heard of, and not heard the end of; within turns."""
         self._stopping = False
         turns.carry_out(dict.fromkeys((SendValues, Hear, Say, ReceiveValues, MakeChecksums, Dismiss), self.tell))
@@ -76,12 +85,20 @@ class StoreStreams:
 
     def tell(self, effect: ToStream) -> None:
         """Within a turn: for a stream's thread to do. It asks for one thing at a time."""
-        told = self._told.get(effect.stream)
+        self._hand(effect.stream, effect)
+
+    def reply(self, effect: Reply) -> None:
+        """Likewise, to a request that came by a stream."""
+        self._hand(int.from_bytes(effect.connection[-NUMBER_BYTES:]), effect)
+
+    def _hand(self, stream: int, effect: ToStream | Reply) -> None:
+        told = self._told.get(stream)
         if told is not None:
             told.put(effect)
 
     def _make(self, guest: Guest) -> "_Served":
-        return _Served(next(self._numbers), self._turns, guest, self._told, self._host.count, lambda: self._stopping)
+        user = self._user_of(guest.holder)
+        return _Served(next(self._numbers), self._turns, guest, user, self._told, self._host.count, lambda: self._stopping)
 
 
 class _Served:
@@ -92,7 +109,8 @@ class _Served:
         number: int,
         turns: Turns,
         guest: Guest,
-        queues: dict[int, "queue.SimpleQueue[ToStream | None]"],
+        user: str | None,
+        queues: dict[int, "queue.SimpleQueue[ToStream | Reply | None]"],
         count: Callable[[str], None],
         is_stopping: Callable[[], bool],
     ) -> None:
@@ -101,8 +119,11 @@ class _Served:
             guest.connection, self._idle, slice_s=SLICE_S, seals=guest.keys.to_client, opens=guest.keys.to_server
         )
         self._token = guest.token
+        self._user = user
+        self._connection = b""
+        """The name of this one where requests come by it."""
         self._queues = queues
-        self.told: queue.SimpleQueue[ToStream | None] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[ToStream | Reply | None] = queue.SimpleQueue()
         """What to do next; None: nothing any more."""
         self._turns = turns
         self._count = count
@@ -144,6 +165,7 @@ class _Served:
         return attach
 
     def _run(self, attach: Attach) -> None:
+        self._connection = STREAM + attach.client + self.number.to_bytes(NUMBER_BYTES)
         try:
             self._turns.take(StreamBegan(self.number, attach))
             while self._do(self.told.get()):
@@ -151,7 +173,7 @@ class _Served:
         finally:
             self._turns.take(StreamEnded(self.number))
 
-    def _do(self, effect: ToStream | None) -> bool:
+    def _do(self, effect: ToStream | Reply | None) -> bool:
         """Is there more to do? Raises StreamError."""
         match effect:
             case SendValues():
@@ -160,7 +182,7 @@ class _Served:
                 self._turns.take(ValuesSent(self.number))
             case Hear():
                 self._hear()
-            case Say(_, message):
+            case Say(_, message) | Reply(_, message):
                 self.stream.send(message)
                 self._hear()
             case ReceiveValues():
@@ -183,7 +205,12 @@ class _Served:
         request = self.stream.receive(decode_request)
         self.waits_since = math.inf
         self._patience_s = STALL_S
-        self._turns.take(StreamAsked(self.number, request))
+        if isinstance(request, OfMemory):
+            self._turns.take(Asked(self._connection, request, self._user))
+            if isinstance(request, Note):
+                self.told.put(Hear(self.number))
+        else:
+            self._turns.take(StreamAsked(self.number, request))
 
     def _receive(self, asked: ReceiveValues) -> None:
         """Take the bytes of a put."""
