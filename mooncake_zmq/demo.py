@@ -4,7 +4,6 @@ It ends well only if what the cluster promises was seen: later questions reuse t
 other host's cache-node, one after the prefill that serves it was restarted.
 """
 
-import json
 import signal
 import statistics
 import threading
@@ -15,6 +14,7 @@ from importlib import resources
 from typing import Any
 
 import httpx
+from httpx_sse import EventSource
 from rich.markup import escape
 from rich.table import Table
 
@@ -263,6 +263,6 @@ def _stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if response.status_code != 200:
             response.read()
             raise DemoFailed(f"HTTP {response.status_code}: {response.text[:300]}")
-        for line in response.iter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                yield json.loads(line.removeprefix("data: "))
+        for event in EventSource(response).iter_sse():
+            if event.data != "[DONE]":
+                yield event.json()

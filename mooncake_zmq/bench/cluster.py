@@ -1,6 +1,5 @@
 """A cluster of its own for a benchmark: started on a free port, measured over HTTP, stopped at the end."""
 
-import json
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 
 import click
 import httpx
+from httpx_sse import EventSource
 
 from mooncake_zmq.config import Config
 from mooncake_zmq.operate import collect_dumps
@@ -77,11 +77,11 @@ class BenchCluster:
             if response.status_code != 200:
                 response.read()
                 raise click.ClickException(f"the cluster answered {response.status_code}: {response.text}")
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
+            for event in EventSource(response).iter_sse():
+                if event.data == "[DONE]":
                     continue
                 now = time.perf_counter() - began
-                chunk = json.loads(line.removeprefix("data: "))
+                chunk = event.json()
                 if "error" in chunk:
                     raise click.ClickException(f"the cluster failed: {chunk['error']['message']}")
                 if chunk.get("usage"):

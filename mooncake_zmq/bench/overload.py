@@ -5,23 +5,24 @@ else is told at once, and when to come back.
 """
 
 import asyncio
-import json
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import click
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.bench.client import Client, replay
+from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.cluster import REQUEST_TIMEOUT_S, BenchCluster, bench_cluster
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.config import Config, ConfigError, costs_of, load
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.kv.layout import div_ceil
+from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
 
 Progress = Callable[[str], None]
 
@@ -48,33 +49,6 @@ class Load:
     seed: int
 
 
-@dataclass(slots=True)
-class Seen:
-    """What one client saw; times in seconds since it sent its request."""
-
-    status: int = 0
-    answered_s: float = 0.0
-    """When the answer's status came: a refusal's end."""
-    retry_after: str = ""
-    token_times: list[float] = field(default_factory=list)
-    error: str = ""
-    prompt_tokens: int = 0
-    tokens_wanted: int = 0
-    late_s: float = 0.0
-    """How long after its time it was sent: this machine's cores were taken."""
-
-    @property
-    def ended(self) -> bool:
-        """With all its tokens?"""
-        return self.status == 200 and not self.error and len(self.token_times) == self.tokens_wanted
-
-    @property
-    def tbt_s(self) -> float:
-        """Mean of the longest tenth of the gaps between its tokens."""
-        gaps = sorted(np.diff(self.token_times).tolist(), reverse=True)
-        return mean(gaps[: max(1, len(gaps) // 10)]) if gaps else 0.0
-
-
 def bench_overload(path: Path, wanted: Load, progress: Progress) -> Report:
     """Start the cluster of `path`, drive it, stop it. Raises click.ClickException."""
     config = load(path).config
@@ -85,7 +59,8 @@ def bench_overload(path: Path, wanted: Load, progress: Progress) -> Report:
     progress(f"starting {len(config.nodes)} processes")
     with bench_cluster(path, config, {}) as cluster:
         progress(f"{len(arrivals)} requests in {wanted.duration_s:g} s, {wanted.multiple:g} times the capacity")
-        seen = asyncio.run(drive(cluster.url, arrivals, lengths, wanted))
+        client = Client(url=cluster.url, model=cluster.model, max_open=len(arrivals) + 1, timeout_s=REQUEST_TIMEOUT_S)
+        seen = asyncio.run(replay(client, requests(arrivals, lengths, wanted), progress)).seen
         predictions = predictions_of(cluster, config)
     return as_report(seen, config, wanted, costs, capacity_per_s, predictions)
 
@@ -116,51 +91,15 @@ def draw_arrivals(wanted: Load, capacity_per_s: float) -> list[float]:
     return [float(at) for at in times if at < wanted.duration_s]
 
 
-async def drive(url: str, arrivals: Sequence[float], lengths: NDArray[np.int64], wanted: Load) -> list[Seen]:
-    """Send each request at its time, whatever became of the others: clients of a busy service do not take turns."""
+def requests(arrivals: Sequence[float], lengths: NDArray[np.int64], wanted: Load) -> list[Arrival]:
+    """Each has a prompt of its own: no block of it was computed before."""
     random = np.random.default_rng(wanted.seed + 2)
-    prompts = [random.integers(0, 256, size=int(lengths[number % len(lengths)])) for number in range(len(arrivals))]
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
-        model = str((await client.get("/v1/models")).json()["data"][0]["id"])
-        began = time.perf_counter()
-        tasks = []
-        for at, prompt in zip(arrivals, prompts, strict=True):
-            body = _body(model, prompt, wanted.output_tokens)
-            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-            late_s = max(0.0, time.perf_counter() - began - at)
-            seen = Seen(prompt_tokens=len(prompt), tokens_wanted=wanted.output_tokens, late_s=late_s)
-            tasks.append(asyncio.create_task(ask(client, body, seen)))
-        return await asyncio.gather(*tasks)
+    sized = zip(arrivals, cycle(lengths.tolist()), strict=False)
+    return [Arrival(at, tokens, wanted.output_tokens, _hash_ids(random, tokens)) for at, tokens in sized]
 
 
-def _body(model: str, prompt: NDArray[np.int64], output_tokens: int) -> bytes:
-    wanted = {"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
-    return json.dumps({"model": model, "prompt": prompt.tolist(), **wanted}).encode()
-
-
-async def ask(client: httpx.AsyncClient, body: bytes, seen: Seen) -> Seen:
-    """One request, to its end; what becomes of it goes into `seen`."""
-    began = time.perf_counter()
-    headers = {"content-type": "application/json"}
-    try:
-        async with client.stream("POST", "/v1/completions", content=body, headers=headers) as response:
-            seen.status, seen.answered_s = response.status_code, time.perf_counter() - began
-            seen.retry_after = response.headers.get("retry-after", "")
-            async for line in response.aiter_lines():
-                if seen.status == 200 and line.startswith("data: {"):
-                    _take(seen, json.loads(line.removeprefix("data: ")), time.perf_counter() - began)
-    except httpx.HTTPError as error:
-        seen.error = seen.error or repr(error)
-    return seen
-
-
-def _take(seen: Seen, chunk: dict[str, Any], now: float) -> None:
-    if "error" in chunk:
-        seen.error = str(chunk["error"]["message"])
-        return
-    for choice in chunk["choices"]:
-        seen.token_times += [now] * len(choice.get("token_ids") or [])
+def _hash_ids(random: np.random.Generator, tokens: int) -> tuple[int, ...]:
+    return tuple(random.integers(0, 1 << 60, div_ceil(tokens, TRACE_BLOCK_TOKENS)).tolist())
 
 
 def predictions_of(cluster: BenchCluster, config: Config) -> dict[str, float]:
@@ -189,8 +128,8 @@ def as_report(
     conductor = config.conductor
     admitted = [each for each in seen if each.status == 200]
     refused = [each for each in seen if each.status == 429]
-    ended = [each for each in admitted if each.ended]
-    within = [e for e in ended if e.token_times[0] <= conductor.ttft_slo_s and e.tbt_s <= conductor.tbt_slo_s]
+    ended = [each for each in admitted if each.outcome == "finished" and len(each.token_s) == each.output_tokens]
+    within = [each for each in ended if each.ttft_s <= conductor.ttft_slo_s and each.tbt_s <= conductor.tbt_slo_s]
     report = Report("overload")
 
     def row(name: str, unit: str, value: float, reference: float, *, higher: bool = True) -> None:
@@ -202,11 +141,11 @@ def as_report(
     row("of these, to their end", "share", len(ended) / max(1, len(admitted)), 1.0)
     row("of these, in both SLOs", "share", len(within) / max(1, len(admitted)), SLO_PROMISE)
     row("goodput", "requests/s", len(within) / served_s, min(1.0, wanted.multiple) * capacity_per_s)
-    useful_s = sum(costs.compute_s(each.prompt_tokens, 0) for each in within)
+    useful_s = sum(costs.compute_s(each.input_tokens, 0) for each in within)
     prefills_s = len(config.of_role("prefill")) * served_s
     row("prefill time for these", "share", useful_s / prefills_s, min(1.0, wanted.multiple))
     if ended:
-        row("TTFT, p99", "s", _p(99, [each.token_times[0] for each in ended]), conductor.ttft_slo_s, higher=False)
+        row("TTFT, p99", "s", _p(99, [each.ttft_s for each in ended]), conductor.ttft_slo_s, higher=False)
         row("TBT, p99", "ms", 1e3 * _p(99, [each.tbt_s for each in ended]), 1e3 * conductor.tbt_slo_s, higher=False)
     if refused:
         row("refused after, p50", "ms", 1e3 * _p(50, [each.answered_s for each in refused]), REFUSAL_MS, higher=False)
@@ -228,7 +167,7 @@ def _notes(seen: Sequence[Seen], config: Config, wanted: Load, capacity_per_s: f
     answers = ", ".join(f"{number} x {status or 'no answer'}" for status, number in sorted(counts.items()))
     load_line = f"{len(seen)} requests in {wanted.duration_s:g} s, {wanted.multiple:g} times the {capacity_per_s:.2f}/s that "
     load_line += f"{len(config.of_role('prefill'))} prefills can compute: {answers}"
-    errors = sorted({each.error for each in seen if each.error})
+    errors = sorted({f"{each.error} {each.said}" for each in seen if each.error and each.status in (0, 200)})
     shorter = "goodput: of a longer queue the shorter prompts fit into the SLO, so it may pass the mean capacity"
     late_ms = 1e3 * _p(99, [each.late_s for each in seen]) if seen else 0.0
     late = f"sent late by {late_ms:.0f} ms (p99)"

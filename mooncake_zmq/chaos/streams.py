@@ -3,13 +3,13 @@
 import contextlib
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx
+from httpx_sse import EventSource
 
 MODEL = "toy"
 REFUSALS = (429, 503)
@@ -73,7 +73,7 @@ _OWN = {"ignore_eos": True, "return_token_ids": True}
 
 
 class HttpApi:
-    """Server-sent events, read line by line."""
+    """Server-sent events, as they come."""
 
     name = "httpx"
 
@@ -89,9 +89,9 @@ class HttpApi:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
                     raise _told(response.status_code, text)
-                async for line in _lines(response.aiter_bytes()):
-                    if line.startswith(b"data: ") and line != b"data: [DONE]":
-                        chunk = json.loads(line.removeprefix(b"data: "))
+                async for event in EventSource(response).aiter_sse():
+                    if event.data != "[DONE]":
+                        chunk = event.json()
                         if "error" in chunk:
                             raise Failed(str(chunk["error"]))
                         yield _piece(chunk)
@@ -139,15 +139,6 @@ class OpenAiApi:
 
     async def close(self) -> None:
         await self._client.close()
-
-
-async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Whole lines alone. httpx's own also end at U+0085 and U+2028, which may stand in a text."""
-    rest = b""
-    async for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            yield line
 
 
 def _told(status: int, text: str) -> Refused | Failed:

@@ -390,8 +390,11 @@ class _Stream:
     def _say_at_once(self, outputs: list[tuple[int, ClientOutput]]) -> bool:
         """Tokens of an answer that has begun are most of what is ever said: for them nobody is woken, unless the client takes
         no more for now."""
-        if not self._begun or not all(type(output) is TokenOut for _, output in outputs):
+        if not self._begun:
             return False
+        for _, output in outputs:
+            if type(output) is not TokenOut:
+                return False
         _accept(self._call, self._reply, outputs)
         events = self._reply.news()
         if not events:

@@ -1,6 +1,7 @@
 """The gateway's HTTP connections: who is let in, for how long one may say nothing, and what happens without descriptors.
 
-It accepts for the HTTP server (uvicorn with h11), which then owns each connection; what is said on one is the edge's matter.
+It accepts for the HTTP server (uvicorn, by httptools), which then owns each connection; what is said on it is the
+edge's matter.
 """
 
 import asyncio
@@ -20,12 +21,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import h11
+import httptools
 import structlog
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mooncake_zmq.gateway.settings import ConnectionSettings
 
@@ -41,6 +42,8 @@ WRITE_BUFFER_BYTES = 64 << 10
 PIECES, PIECE_BYTES = 32, 256
 """A body may come in so many pieces, and one more for each so many bytes: each piece takes the loop as long as a large one, and
 a chunked body of single bytes would keep every stream waiting."""
+FRAME_BYTES = 16
+"""What may frame a piece. It is so many bytes beside the body, as long as more than the headers may be stands there."""
 PARSE_S = 0.01
 """Of the loop's time that what comes in may take at once, all connections together; the rest waits for the next turn."""
 READ_BYTES = 64 << 10
@@ -77,17 +80,25 @@ TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length
 log = structlog.get_logger("gateway")
 
 
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """One connection, as uvicorn serves it, with bounds on what its client may do to others."""
 
     def __init__(self, door: "Door", address: str, **uvicorn_own: Any) -> None:
         own = {**uvicorn_own, "app_state": {**uvicorn_own["app_state"], "abort": self.abort, "push": self.push}}
         super().__init__(**own)
         self.address = address
-        self.conn = _Pieces(h11.SERVER, door.settings.max_head_bytes)
         self._door = door
         self.quiet_since: float | None = None
         """Since when no call is open here; None: one is."""
+        self.begun = False
+        """Did something of a call come whose headers are not whole?"""
+        self.method = b""
+        self._deaf = False
+        """Nothing that comes is heard any more: the call that is open is the last."""
+        self._pieces = self._bytes = 0
+        """Of the body that comes."""
+        self._beside = self._beside_now = 0
+        """Bytes of this call that are none of its body; of these, those that came just now."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -105,24 +116,100 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._door.left(self)
 
+    # --- what is said
+
     def data_received(self, data: bytes) -> None:
         self._door.heard(self, data)
 
     def take(self, data: bytes) -> None:
         """Make of it what it says."""
-        waited = not self.calling and not self.begun
+        if self._deaf:
+            return
+        self._unset_keepalive_if_required()
+        self._beside_now = len(data)
         try:
-            super().data_received(data)
-        except h11.LocalProtocolError:  # nonsense behind a call that is being answered: there is no way to say so
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        self._beside += self._beside_now
+        if self._beside > self._door.settings.max_head_bytes + FRAME_BYTES * (self._bytes // PIECE_BYTES):
+            self.send_400_response("Too much that is no body.")
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as wish:
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(self._without_wish() + data[wish.args[0] :])
+
+    def _without_wish(self) -> bytes:
+        """The headers of a call that would rather be one of another protocol: the parser took its body for that."""
+        lines = [
+            b"%b %b HTTP/1.1" % (self.method, self.url),
+            *(b"%b: %b" % each for each in self.headers if each[0] != b"upgrade"),
+        ]
+        return b"\r\n".join((*lines, b"", b""))
+
+    def on_message_begin(self) -> None:
+        """Who does not wait for an answer before he goes on is told that the connection ends with it, and may ask again."""
+        if self.calling:
+            self._end_with_call()
+            raise _Refused
+        super().on_message_begin()
+        self.begun = True
+        self.quiet_since = None  # it has its own time
+        self._pieces = self._bytes = self._beside = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Those behind a body are nobody's: what is told there was not looked at when the call began."""
+        if self.begun:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self.method = self.parser.get_method()
+        if not _is_plain(self.method, self.parser.get_http_version(), self.headers):
+            raise _Refused
+        if not self.parser.should_upgrade():  # else it comes again
+            self.begun = False
+            super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        chunks = cycle.scope["http_version"] == "1.1"
+        super()._start_asgi_task(cycle, app if chunks else partial(_without_chunks, cycle, app))
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces += 1
+        self._bytes += len(body)
+        self._beside_now -= len(body)
+        if self._pieces > PIECES + self._bytes / PIECE_BYTES:
+            raise _Refused  # a body in crumbs
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.begun:
+            super().on_message_complete()
+
+    def _end_with_call(self) -> None:
+        self._deaf = True
+        self.cycle.keep_alive = False
+
+    def send_400_response(self, msg: str) -> None:
+        """From uvicorn, too: nonsense came."""
+        if self._deaf:
+            return
+        self._deaf = True
+        if self.calling and self.cycle.response_started:  # there is no way to say so
             self.abort()
-        if waited:  # what came now may be the first of a call: it has its own time
-            self.quiet_since = None
+        else:
+            super().send_400_response(msg)
+
+    # --- what is answered
 
     def push(self, part: bytes) -> bool:
         """Write the next part of an answer that has begun and is not over, past all that stands between it and ASGI's messages.
         False: not now, the client takes no more, or not so: its answer has no chunks."""
         cycle = self.cycle
-        if self.flow.write_paused or cycle is None or cycle.conn.their_http_version != b"1.1":
+        if self.flow.write_paused or cycle is None or not cycle.chunked_encoding:
             return False
         if not cycle.disconnected:
             self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
@@ -159,27 +246,38 @@ class Connection(H11Protocol):
         """Is a call open here, its headers being whole?"""
         return self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
 
-    @property
-    def begun(self) -> bool:
-        """Did something of a call come already?"""
-        return bool(self.conn.trailing_data[0])
+
+class _Refused(Exception):
+    """To the parser: go no further."""
 
 
-class _Pieces(h11.Connection):
-    """Counts the pieces in which a body comes."""
+def _is_plain(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bool:
+    """What the parser lets pass, and somebody between may read otherwise, is refused."""
+    names = [name for name, _ in headers]
+    coding = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+    return (
+        method != b"CONNECT"
+        and version in ("1.0", "1.1")
+        and names.count(b"host") in ((1,) if version == "1.1" else (0, 1))
+        and coding in ([], [b"chunked"] if version == "1.1" else [])
+    )
 
-    _pieces = _bytes = 0
 
-    def next_event(self) -> Any:
-        event = super().next_event()
-        if isinstance(event, h11.Data):
-            self._pieces += 1
-            self._bytes += len(event.data)
-            if self._pieces > PIECES + self._bytes / PIECE_BYTES:
-                raise h11.RemoteProtocolError("a body in crumbs")
-        elif isinstance(event, h11.Request):
-            self._pieces = self._bytes = 0
-        return event
+async def _without_chunks(cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """A client of HTTP/1.0 knows none: an answer whose length is not told ends with the connection."""
+
+    endless = False
+
+    async def send_plain(message: Message) -> None:
+        nonlocal endless
+        if message["type"] == "http.response.start":
+            endless = all(name != b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = False if endless else None
+        elif endless:
+            cycle.expected_content_length = len(message["body"])
+        await send(message)
+
+    await app(scope, receive, send_plain)
 
 
 class Door:

@@ -28,6 +28,7 @@ from mooncake_zmq.gateway.traces import Names, Traces
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 
 OUTPUTS_AT_ONCE = 256
+ENDS = (Finished, Failed)
 _log = structlog.get_logger("gateway")
 
 
@@ -229,7 +230,7 @@ class Edge:
             return
         output: ClientOutput = effect.output
         self.metrics.observe(request.times, output, self.clock())
-        if isinstance(output, Finished | Failed):
+        if isinstance(output, ENDS):
             del self._open[effect.request_id]
         request.call.receive(request.index, output)
 

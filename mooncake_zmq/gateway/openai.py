@@ -733,27 +733,30 @@ class Choice:
     def accept(self, output: TokenOut | PromptLogprobs | Finished) -> None:
         """Take the actor's next output; the text of an end-of-sequence token is no part of the answer."""
         assert self.finish_reason is None
+        if isinstance(output, TokenOut):
+            if not self._silent:
+                self._accept_token(output)
+            return
         if isinstance(output, PromptLogprobs):
             assert output.first == len(self._logprobs)
             self._logprobs += output.logprobs
             return
-        if self._silent and isinstance(output, TokenOut):
-            return
         self.has_news = True
-        if isinstance(output, TokenOut):
-            assert output.index == self.completion_tokens, f"token {output.index} after {self.completion_tokens} tokens"
-            self.completion_tokens += 1
-            self._token_ids.append(output.token)
-            if output.logprob is not None:
-                self._logprobs.append(output.logprob)
-                self._offsets.append(self._chars)
-            if output.token not in self._eos_ids:
-                self._add(self._detokenizer.push(output.token))
-            return
         self.settle(output)
         self._add(self._detokenizer.flush())
         if self.finish_reason is None:
             self._say(self._scanner.flush(), "length" if self._silent else output.reason)
+
+    def _accept_token(self, output: TokenOut) -> None:
+        assert output.index == self.completion_tokens, f"token {output.index} after {self.completion_tokens} tokens"
+        self.has_news = True
+        self.completion_tokens += 1
+        self._token_ids.append(output.token)
+        if output.logprob is not None:
+            self._logprobs.append(output.logprob)
+            self._offsets.append(self._chars)
+        if output.token not in self._eos_ids:
+            self._add(self._detokenizer.push(output.token))
 
     @property
     def tells_prompt(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from mooncake_zmq.core.actor import (
     CancelTimer,
@@ -98,8 +98,7 @@ class StopFound:
 ClientInput = ClientRequest | ClientGone | StopFound
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOut:
+class TokenOut(Struct, frozen=True, gc=False):
     """Token `index` (from 0, in order, exactly once)."""
 
     index: int
@@ -607,7 +606,7 @@ class Requests:
         if len(logprobs) != (0 if request.client.sampling.logprobs is None else len(tokens)):
             return False
         ids = [*tokens, *(token for _, likeliest in logprobs for token, _ in likeliest)] if logprobs else tokens
-        return self._layout.has_token(max(ids, default=0))
+        return self._layout.has_token(ids[0] if len(ids) == 1 else max(ids, default=0))
 
     def _on_scored(self, now: float, sender: str, message: PromptScored) -> list[Effect]:
         """A later attempt tells all from the beginning: what the client has already is passed over."""
@@ -635,10 +634,10 @@ class Requests:
         effects: list[Effect] = []
         request.heard_at = now
         self._time(now, request, first, len(tokens))
-        for index, (token, logprob) in enumerate(zip(tokens, logprobs or repeat(None), strict=False), first):
+        for index, token in enumerate(tokens):
             if request.state is RequestState.ENDED:
                 break
-            effects += self._take(request, index, token, logprob)
+            self._take(request, first + index, token, logprobs[index] if logprobs else None, effects)
         return effects
 
     def _time(self, now: float, request: _Request, first: int, tokens: int) -> None:
@@ -655,35 +654,32 @@ class Requests:
             request.gaps.add(gap_s, new)
         request.token_at = now
 
-    def _take(self, request: _Request, index: int, token: int, logprob: TokenLogprob | None) -> list[Effect]:
+    def _take(self, request: _Request, index: int, token: int, logprob: TokenLogprob | None, effects: list[Effect]) -> None:
         """Token `index` of the current attempt: passed on in order, once."""
-        if index < len(request.output):
+        due = len(request.output)
+        if index == due and not request.early:
+            self._emit(request, token, logprob, effects)
+            return
+        if index < due:
             self.counts.add("duplicate_tokens")
-            return []
-        if index == len(request.output) and not request.early:
-            return self._emit(request, token, logprob)
-        if index == len(request.output) or len(request.early) < EARLY_TOKENS:
+            return
+        if index == due or len(request.early) < EARLY_TOKENS:
             request.early[index] = token, logprob
         else:
             self.counts.add("early_tokens_dropped")
-        effects: list[Effect] = []
-        while len(request.output) in request.early:
-            effects += self._emit(request, *request.early.pop(len(request.output)))
-            if request.state is RequestState.ENDED:
-                return effects
-        return effects
+        while request.state is not RequestState.ENDED and len(request.output) in request.early:
+            self._emit(request, *request.early.pop(len(request.output)), effects)
 
-    def _emit(self, request: _Request, token: int, logprob: TokenLogprob | None) -> list[Effect]:
-        effects: list[Effect] = [ToClient(request.request_id, TokenOut(len(request.output), token, logprob))]
-        request.output.append(token)
+    def _emit(self, request: _Request, token: int, logprob: TokenLogprob | None, effects: list[Effect]) -> None:
+        output = request.output
+        effects.append(ToClient(request.request_id, TokenOut(len(output), token, logprob)))
+        output.append(token)
         if not request.begun:
             self._begin_answer(request)
-        reason = request.client.stop.reason(token, len(request.output))
-        return (
-            effects
-            if reason is None
-            else [*effects, *self._forget_booking(request, ended=True), *self._finish(request, reason)]
-        )
+        reason = request.client.stop.reason(token, len(output))
+        if reason is not None:
+            effects += self._forget_booking(request, ended=True)
+            effects += self._finish(request, reason)
 
     def _begin_answer(self, request: _Request) -> None:
         request.begun = True

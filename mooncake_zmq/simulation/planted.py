@@ -188,8 +188,8 @@ def _duplicate_token() -> Replacements:
         again = sequence < peer.expected
         return accept(self, now, peer, sequence, body) + (self._deliver(now, peer, body) if again else [])
 
-    def take(self: Requests, request: Any, index: int, token: int, logprob: Any) -> list[Effect]:
-        return self._emit(request, token, logprob)
+    def take(self: Requests, request: Any, index: int, token: int, logprob: Any, effects: list[Effect]) -> None:
+        self._emit(request, token, logprob, effects)
 
     return [(Session, "_accept", accept_all), (Requests, "_take", take)]
 
@@ -201,7 +201,9 @@ def _stale_attempt() -> Replacements:
     def first_of_any(self: Requests, now: float, sender: str, message: FirstToken) -> list[Effect]:
         request = self._requests.get(message.request_id)
         if request is not None and request.attempt > message.attempt:
-            return self._take(request, message.index, message.token, message.logprob)
+            effects: list[Effect] = []
+            self._take(request, message.index, message.token, message.logprob, effects)
+            return effects
         return on_first_token(self, now, sender, message)
 
     def tokens_of_any(self: Requests, now: float, sender: str, message: TokensDecoded) -> list[Effect]:

@@ -1,20 +1,22 @@
 """`bench overload`: the load it makes, and what it makes of what its clients saw."""
 
+from array import array
 from pathlib import Path
 
 import click
 import numpy as np
 import pytest
 
+from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.overload import (
     MODELLED,
     Load,
-    Seen,
     as_report,
     draw_arrivals,
     draw_lengths,
     modelled_costs,
     predictions_of,
+    requests,
 )
 from mooncake_zmq.config import load
 from mooncake_zmq.core.hardware import HARDWARE
@@ -38,11 +40,15 @@ def test_the_load_is_the_multiple_that_was_asked_for() -> None:
     lengths = draw_lengths(WANTED, 32_000)
     assert lengths.mean() == pytest.approx(8192, rel=0.1)
     assert np.quantile(lengths, 0.99) > 4 * np.median(lengths)
+    asked = requests(arrivals, lengths, WANTED)
+    assert [(each.at_s, each.input_tokens) for each in asked[:4096]] == list(zip(arrivals, lengths.tolist(), strict=False))
+    assert all(512 * (len(each.hash_ids) - 1) < each.input_tokens <= 512 * len(each.hash_ids) for each in asked)
+    assert len({hash_id for each in asked for hash_id in each.hash_ids}) == sum(len(each.hash_ids) for each in asked)
 
 
 def seen(ttft_s: float, gap_s: float, *, tokens: int = 3) -> Seen:
-    times = [ttft_s + index * gap_s for index in range(tokens)]
-    return Seen(status=200, answered_s=ttft_s, token_times=times, prompt_tokens=8192, tokens_wanted=3)
+    times = array("d", [ttft_s + index * gap_s for index in range(tokens)])
+    return Seen(status=200, answered_s=ttft_s, token_s=times, input_tokens=8192, output_tokens=3, finished=True)
 
 
 def rows(clients: list[Seen], predictions: dict[str, float] | None = None) -> dict[str, float]:
@@ -67,6 +73,12 @@ def test_the_gateways_books_give_the_prediction_error() -> None:
     found = rows([seen(1, 0.1)], {"count": 4, "actual_s": 2.0, "error_s": 0.5})
     assert found["TTFT predicted off by"] == 0.25
     assert "refused after, p50" not in found
+
+
+def test_a_refusal_is_no_error_and_what_broke_is_told() -> None:
+    clients = [Seen(status=429, error="HTTP 429 slo", said="full"), Seen(error="connection", said="it was closed")]
+    notes = as_report(clients, CONFIG, WANTED, modelled_costs(CONFIG), 2.0, {}).notes
+    assert [note for note in notes if note.startswith("error: ")] == ["error: connection it was closed"]
 
 
 @pytest.mark.parametrize(("late_s", "told"), [(0.001, False), (0.5, True)])

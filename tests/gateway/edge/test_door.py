@@ -207,28 +207,6 @@ def test_a_body_in_crumbs_is_refused():
     actor.serve(client)
 
 
-def test_nonsense_behind_an_answer_that_began_cuts_the_connection_and_logs_no_traceback(caplog):
-    actor = ScriptedActor(lambda _request, _number: one_by_one(tokens("a")))
-
-    async def client(port):
-        body = b'{"prompt":"a","stream":true}'
-        reader, writer = await connect(port)
-        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(body), body))
-        writer.write(b"\r\n")
-        await asyncio.wait_for(reader.readuntil(b'"text":"a"'), 5)
-        (connection,) = actor.door.connections
-        connection.conn.next_event = nonsense
-        writer.write(b"\x00\x01\r\n\r\n")
-        await until_closed(reader)
-        await actor.until(lambda: len(actor.cancelled) == 1)
-
-    def nonsense():
-        raise door_module.h11.RemoteProtocolError("nonsense")
-
-    actor.serve(client)
-    assert not caplog.records
-
-
 def test_what_comes_in_takes_only_its_share_of_a_turn(monkeypatch):
     """By a clock of which each look takes half of that share, so that two things at most are looked at in a turn; none is
     lost."""

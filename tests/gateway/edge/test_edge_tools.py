@@ -8,6 +8,7 @@ from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
 from mooncake_zmq.engine.constraint import ConstraintError, Grammars
 from mooncake_zmq.engine.tokenizer import BYTE_TEMPLATE, ByteVocabulary, Conversation, Tokenizer, byte_tokenizer
+from mooncake_zmq.gateway.requests import TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tools import CallPiece, whole_calls
 
@@ -240,10 +241,7 @@ def test_a_mark_that_is_a_special_token_is_seen_and_asked_for():
         SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "[TOOL_CALLS]")
 
     body = '[{"name": "clock", "arguments": {}}]'
-    said = [
-        replace(each, index=at, token=token)
-        for at, (each, token) in enumerate(zip(tokens("x" * (len(body) + 1)), [261, *body.encode()], strict=True))
-    ]
+    said = [TokenOut(at, token) for at, token in enumerate([261, *body.encode()])]
     actor = ScriptedActor(lambda _request, _number: [[*said, finished()]], max_model_len=4096)
     tokenizer = Tokenizer(Marking(), conversation)
     actor.edge.model = replace(actor.edge.model, tokenizer=tokenizer)
