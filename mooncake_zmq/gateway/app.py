@@ -64,8 +64,6 @@ ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
 """A letter or an underscore, as JSON may write it too: such a body may say the same in other bytes."""
 COMPILE_S = 1.0
 """Of a grammar, which every engine that follows it has to compile too."""
-METHOD_CHARS = 16
-"""Of a method, in error and log."""
 SCRAPE_EVERY_S = 0.1
 """A page of metrics is made at most this often, however many ask: it takes milliseconds, in which no stream goes on."""
 
@@ -540,7 +538,7 @@ class _Envelope:
             log = _log.info if scope["path"].startswith("/v1/") else _log.debug
             log(
                 "http",
-                method=scope["method"][:METHOD_CHARS],
+                method=scope["method"],
                 path=scope["path"][:QUOTED_CHARS],
                 status=state["status"],
                 duration_s=round(self._edge.clock() - began_at, 6),
@@ -565,7 +563,7 @@ async def _request_error(_request: Request, error: Exception) -> Response:
 async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    text = f"{request.method[:METHOD_CHARS]} {quoted(request.url.path)}: {error.detail}"
+    text = f"{request.method} {quoted(request.url.path)}: {error.detail}"
     return _json(RequestError(error.status_code, text, code=code).body(), error.status_code, dict(error.headers or {}))
 
 
