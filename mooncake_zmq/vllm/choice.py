@@ -1,7 +1,7 @@
 """Which is sooner there, KV that is loaded or KV that is computed, by what either took of late. PURE.
 
 Steps of the engine tell their pace in any case. Loads tell theirs while blocks are loaded; while they are left, a probe does
-now and then, so that what was measured in a bad moment is not believed for ever. What has not been measured is loaded.
+now and then, so that what was measured in bad moments is not believed for ever. What has not been measured twice is loaded.
 """
 
 from collections import Counter, deque
@@ -42,11 +42,12 @@ class Pace:
         bits = size.bit_length()
         latest = self._latest.setdefault(bits, deque(maxlen=LATEST))
         latest.append((took_s / size, size))
-        rate, median_size = sorted(latest)[(len(latest) - 1) // 2]  # of two the quicker: one bad moment is soon outweighed
-        self._medians[bits] = (median_size, rate * median_size)
+        if len(latest) > 1:
+            rate, median_size = sorted(latest)[(len(latest) - 1) // 2]  # of two the quicker: one bad moment is none
+            self._medians[bits] = (median_size, rate * median_size)
 
     def expected_s(self, size: int) -> float | None:
-        """None if nothing has been measured."""
+        """None if nothing has been measured twice."""
         if not self._medians:
             return None
         points = sorted(self._medians.values())

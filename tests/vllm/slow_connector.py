@@ -5,7 +5,7 @@ from typing import Any
 
 from mooncake_zmq.vllm import connector
 
-LOAD_S = 5.0
+LOAD_S = 3.0
 
 
 class SlowConnector(connector.MooncakeZmqConnector):  # type: ignore[misc]

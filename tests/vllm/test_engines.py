@@ -219,11 +219,12 @@ def test_an_engine_that_orders_bytes_otherwise_finds_nothing(start: Callable[...
 
 def test_what_is_sooner_computed_is_left_and_said_the_same(start: Callable[..., Vllm]) -> None:
     engine = start(extra={"load": "faster"}, connector=("slow_connector", "SlowConnector"))
-    whole, _ = engine.ask(prompt(10), ANSWER)
+    whole = [engine.ask(prompt(number), ANSWER)[0] for number in (10, 11)]
     engine.forget()
-    assert engine.ask(prompt(10), ANSWER) == (whole, blocks(PROMPT)), "no load has been measured yet"
+    loaded = [engine.ask(prompt(number), ANSWER) for number in (10, 11)]
+    assert loaded == [(each, blocks(PROMPT)) for each in whole], "two have not been measured yet"
     engine.forget()
-    assert engine.ask(prompt(10), ANSWER) == (whole, 0)
+    assert engine.ask(prompt(10), ANSWER) == (whole[0], 0)
     until(lambda: count(engine, "left_blocks") == blocks(PROMPT) // BLOCK_TOKENS)
     assert count(engine, "step_us") > 0
     engine.kill()

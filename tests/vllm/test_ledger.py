@@ -305,13 +305,19 @@ def test_more_than_the_prompt_is_never_waited_for():
 
 
 def choosing(*, load_s: float, compute_s: float) -> World:
-    """Measured once: a load of all blocks and a step of all tokens."""
+    """Measured twice: a load of all blocks and a step of all tokens."""
     world = World()
     world.fill(10)
     world.ledger.choice = Choice()
-    world.ledger.choice.load_took(10, load_s)
-    world.ledger.choice.step_ended(compute_s, world.ledger.choice.step_begins(0.0, len(TOKENS)))
+    for _ in range(2):
+        world.ledger.choice.load_took(10, load_s)
+        step(world, len(TOKENS), compute_s)
     return world
+
+
+def step(world: World, tokens: int, took_s: float) -> None:
+    world.now += took_s
+    world.ledger.choice.step_ended(world.now, world.ledger.choice.step_begins(world.now - took_s, tokens))
 
 
 def test_blocks_that_are_sooner_computed_are_left_and_not_offered_to_the_pool_that_has_them():
@@ -346,7 +352,8 @@ def test_what_is_computed_beside_does_not_count_for_loading():
 def test_what_the_engine_has_itself_is_not_computed_either():
     """Of 5 tokens that take 1 s, 4 in the pool."""
     world = choosing(load_s=3.0, compute_s=1.0)
-    world.ledger.choice.step_ended(3.0, world.ledger.choice.step_begins(2.0, 5))
+    for _ in range(2):
+        step(world, 5, 1.0)
     world.add()
     assert world.matched(own=9 * B) == B
 
