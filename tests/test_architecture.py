@@ -31,7 +31,7 @@ PURE = (
     "vllm_node/",
     "store/rules/",
     *("store/events", "store/node", "store/protocol", "store/stream_messages", "store/streaming", "store/tiers"),
-    *("vllm/hints", "vllm/ledger", "vllm/names", "vllm/spans"),
+    *("vllm/choice", "vllm/hints", "vllm/ledger", "vllm/names", "vllm/spans"),
 )
 IMPURE_STANDARD = {
     *("time", "random", "os", "socket", "threading", "asyncio", "subprocess", "multiprocessing", "select", "signal"),

@@ -273,6 +273,7 @@ def pool(
 @cache_dir_option
 @rounds_option(5)
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of every side.")
+@click.option("--cpu-time", is_flag=True, help="Seconds of CPU, on a busy machine; with --threads 1, as idle threads spin.")
 @backend_option
 @click.option(
     "--only", "parts", multiple=True, type=click.Choice(ENGINE_PARTS), help="Rows of this kind alone; may be repeated."
@@ -292,6 +293,7 @@ def engine(
     cache_dir: str,
     rounds: int,
     threads: int,
+    cpu_time: bool,
     backend: Backend,
     parts: tuple[str, ...],
     vllm_python: str | None,
@@ -312,6 +314,7 @@ def engine(
         cache_dir=cache_dir,
         rounds=rounds,
         threads=threads,
+        cpu_time=cpu_time,
         backend=backend,
         vllm_python=vllm_python,
         vllm_eager=vllm_eager,

@@ -69,6 +69,7 @@ class EngineBench:
     cache_dir: str = ""
     rounds: int = 5
     threads: int = 2
+    cpu_time: bool = False
     backend: Backend = "auto"
     steps: int = STEPS
     vllm_python: str | None = None
@@ -97,7 +98,9 @@ def bench_engine(bench: EngineBench, *, parts: Sequence[str], progress: Progress
         report.notes += [f"{name} {side.ready['version']}" for name, side in sides.items()]
         report.notes += _compare_greedy(sides, open_tokenizer(path).encode(GREEDY_TEXT), progress)
         took = _rounds(bench, sides, cases, spec, progress)
-        report.rows += [row for case in cases for row in _rows(case, took, spec)]
+        report.rows += [
+            row for case in cases for row in _rows(case, took, spec, "tokens/CPU s" if bench.cpu_time else "tokens/s")
+        ]
         report.notes += _machine_notes(took, spec, cases)
         report.memory += [footprint(name, side.pid) for name, side in sides.items() if name != MACHINE]
     return report
@@ -154,7 +157,13 @@ def _start(
     for name, (python, order) in orders.items():
         if python is not None or name in (OURS, MACHINE):
             progress(f"starting {name}")
-            order |= {"engine": name, "threads": bench.threads, "max_batch": max(1, batch), "steps": bench.steps}
+            order |= {
+                "engine": name,
+                "threads": bench.threads,
+                "clock": "cpu" if bench.cpu_time else "wall",
+                "max_batch": max(1, batch),
+                "steps": bench.steps,
+            }
             sides[name] = stack.enter_context(engine_process(order, python=python))
     return sides
 
@@ -199,7 +208,7 @@ def _rest(sides: Mapping[str, Peer]) -> None:
     raise click.ClickException(f"{', '.join(busy)} computes though nobody asks: no figure would be worth anything")
 
 
-def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: ModelSpec) -> list[Row]:
+def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: ModelSpec, unit: str) -> list[Row]:
     """Tokens per second against each engine, and against what the machine's own rate would give."""
     if case.batch:
         bound, bound_s = "sgemv of the weights", median(took[MACHINE, "gemv_s"])
@@ -210,7 +219,7 @@ def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: Mod
     return [
         Row(
             name=f"{case.name} / {name}",
-            unit="tokens/s",
+            unit=unit,
             value=case.per_call / ours_s,
             reference=case.per_call / reference_s,
             higher_is_better=True,

@@ -1,7 +1,8 @@
 """One side of `bench engine`: a process that holds one engine and times it when asked. Ours and the others run this very file.
 
 Run by path, in the Python of the engine's own environment, so it imports nothing but the standard library before it knows
-which engine. Its argument is a JSON object: `engine` (one of SIDES), `model` (a path), `threads` and what else the side takes.
+which engine. Its argument is a JSON object: `engine` (one of SIDES), `model` (a path), `threads`, `clock` (one of CLOCKS) and
+what else the side takes.
 It answers one line when ready, then one for each request `{"do": method, **arguments}`; all lines are JSON, on standard input
 and output. Whatever else an engine prints goes to standard error. The end of the input ends the process.
 """
@@ -31,6 +32,9 @@ VLLM_SPARE_TOKENS = 128
 """Output beyond the counted steps: while the last prompts of a batch are prefilled in chunks, the first already decode."""
 
 
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
 class Side(Protocol):
     """One engine. Prompts are token ids; decoding is greedy and never ends early."""
 
@@ -50,6 +54,7 @@ class Mooncake:
     """Ours, through the engine's protocol."""
 
     def __init__(self, order: dict[str, Any]) -> None:
+        self._clock = CLOCKS[order["clock"]]
         sys.path.insert(0, str(Path(__file__).parents[2]))
         numpy = importlib.import_module("numpy")
         backend = importlib.import_module("mooncake_zmq.engine.cpu").chosen(order["backend"])
@@ -63,14 +68,16 @@ class Mooncake:
     def prefill_s(self, prompt: list[int]) -> float:
         sequence = self._engine.new_sequence(len(prompt))
         tokens = self._array(prompt)
-        began = time.perf_counter()
+        began = self._clock()
         self._timing.prefill(self._engine, sequence, tokens)
-        took_s = time.perf_counter() - began
+        took_s = self._clock() - began
         sequence.close()
         return took_s
 
     def decode_step_s(self, prompts: list[list[int]], steps: int) -> float:
-        took_s: float = self._timing.decode_step_s(self._engine, list(map(self._array, prompts)), steps=steps)
+        took_s: float = self._timing.decode_step_s(
+            self._engine, list(map(self._array, prompts)), steps=steps, clock=self._clock
+        )
         return took_s
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
@@ -82,6 +89,7 @@ class Vllm:
     """vLLM's engine in this process, driven step by step: no server, no tokenizer, no text."""
 
     def __init__(self, order: dict[str, Any]) -> None:
+        self._clock = CLOCKS[order["clock"]]
         cores = sorted(os.sched_getaffinity(0))[: order["threads"]]
         os.environ |= {
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -108,10 +116,10 @@ class Vllm:
 
     def prefill_s(self, prompt: list[int]) -> float:
         self._add([prompt], 1)
-        began = time.perf_counter()
+        began = self._clock()
         while not self._step():
             pass
-        took_s = time.perf_counter() - began
+        took_s = self._clock() - began
         self._finish()
         return took_s
 
@@ -122,10 +130,10 @@ class Vllm:
             made |= self._step()
         for _ in range(WARM_UP_STEPS):
             made = self._step()
-        began = time.perf_counter()
+        began = self._clock()
         for _ in range(steps):
             last = self._step()
-        took_s = time.perf_counter() - began
+        took_s = self._clock() - began
         each = {last.get(name, 0) - tokens for name, tokens in made.items()}
         assert each == {steps}, f"vLLM made {each} tokens for each prompt in {steps} steps"
         self._finish()
@@ -160,6 +168,7 @@ class Transformers:
     """transformers on torch, attention as it comes (sdpa), its own growing cache."""
 
     def __init__(self, order: dict[str, Any]) -> None:
+        self._clock = CLOCKS[order["clock"]]
         os.environ["HF_HUB_OFFLINE"] = "1"
         self._torch = importlib.import_module("torch")
         self._torch.set_num_threads(order["threads"])
@@ -169,17 +178,17 @@ class Transformers:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(order["model"], dtype=self._torch.float32).eval()
 
     def prefill_s(self, prompt: list[int]) -> float:
-        began = time.perf_counter()
+        began = self._clock()
         self._forward(self._torch.tensor([prompt]), None)
-        return time.perf_counter() - began
+        return self._clock() - began
 
     def decode_step_s(self, prompts: list[list[int]], steps: int) -> float:
         tokens, cache = self._forward(self._torch.tensor(prompts), None)
         for number in range(WARM_UP_STEPS + steps):
             if number == WARM_UP_STEPS:
-                began = time.perf_counter()
+                began = self._clock()
             tokens, cache = self._forward(tokens, cache)
-        return (time.perf_counter() - began) / steps
+        return (self._clock() - began) / steps
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         tokens, cache = self._forward(self._torch.tensor([prompt]), None)
@@ -199,6 +208,7 @@ class Machine:
     """No engine: how fast NumPy multiplies, and reads memory by multiplying."""
 
     def __init__(self, order: dict[str, Any]) -> None:
+        self._clock = CLOCKS[order["clock"]]
         self._numpy: Any = importlib.import_module("numpy")
         self.version = f"numpy {self._numpy.__version__} on {_blas(self._numpy)}"
         rng = self._numpy.random.default_rng(0)
@@ -211,9 +221,9 @@ class Machine:
         """FLOP/s of the best product of two matrices of GEMM_SIZE^2."""
         took_s = []
         for _ in range(GEMM_TRIES):
-            began = time.perf_counter()
+            began = self._clock()
             self._numpy.matmul(self._left, self._right, out=self._out)
-            took_s.append(time.perf_counter() - began)
+            took_s.append(self._clock() - began)
         return float(2 * GEMM_SIZE**3 / min(took_s))
 
     def gemv_s(self) -> float:
@@ -233,10 +243,10 @@ class Machine:
         pieces = self._weights[: 4 * rows * columns].reshape(4, rows, columns)
         vector = self._numpy.ones(rows if transposed else columns, "float32")
         outs = self._numpy.empty((4, columns if transposed else rows), "float32")
-        began = time.perf_counter()
+        began = self._clock()
         for piece, out in zip(pieces, outs, strict=True):
             self._numpy.matmul(vector, piece, out=out) if transposed else self._numpy.matmul(piece, vector, out=out)
-        took_s = time.perf_counter() - began
+        took_s = self._clock() - began
         return float(took_s * len(self._weights) / pieces.size)  # rows are whole; at most a row of each is left out
 
 

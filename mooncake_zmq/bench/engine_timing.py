@@ -1,7 +1,7 @@
 """One engine, timed: a prefill behind a prefix, and steps of a decode batch. Prompts are random tokens; sampling is greedy."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -48,7 +48,9 @@ def prefill_times_s(
     return took_s
 
 
-def decode_step_s(engine: Engine, prompts: Sequence[NDArray[np.int32]], *, steps: int) -> float:
+def decode_step_s(
+    engine: Engine, prompts: Sequence[NDArray[np.int32]], *, steps: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Mean time of a step of a batch that goes on after `prompts`, all of one length; WARM_UP_STEPS do not count.
 
     The rows begin with tokens of their own but with the KV of the first: a prefill of each would only take longer.
@@ -63,12 +65,12 @@ def decode_step_s(engine: Engine, prompts: Sequence[NDArray[np.int32]], *, steps
         tokens: NDArray[np.int32] = np.array([prompt[-1] for prompt in prompts], np.int32)
         for number in range(WARM_UP_STEPS + steps):
             if number == WARM_UP_STEPS:
-                began = time.perf_counter()
+                began = clock()
             logits = engine.decode(sequences, tokens)
             tokens = np.array(
                 [sample(row, Sampling(), sequence.length) for row, sequence in zip(logits, sequences, strict=True)], np.int32
             )
-        return (time.perf_counter() - began) / steps
+        return (clock() - began) / steps
     finally:
         for sequence in sequences:
             sequence.close()

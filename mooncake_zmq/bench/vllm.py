@@ -9,6 +9,7 @@ the engine, in all the CPU time of our connector: the difference of two colds va
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 
@@ -33,15 +35,19 @@ PLAIN, OURS, THEIRS = "vLLM", "mooncake_zmq", "MooncakeStoreConnector"
 LENGTHS = (2048, 3840)
 BEYOND_BLOCKS = 9
 """Tokens of a prompt beyond complete blocks, which even its own cache computes."""
+STREAMED = 160
+"""Tokens of an answer when its engine is killed: more than a block."""
+KILLED_SEED = 1 << 20
 OBJECT_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
 ANSWER_TIMEOUT_S = 1200.0
 QUIET_S, QUIET_CPU_S, QUIET_TIMEOUT_S = 0.2, 0.03, 60.0
 """An engine rests if it uses less CPU time in this long."""
 
 Progress = Callable[[str], None]
+Start = Callable[[str], Peer]
 Took = dict[tuple[str, str, int], list[float]]
-"""(side, what, tokens) -> of each round: "cold", "warm", "saving" in seconds; "loaded" in tokens; "changed": 1 where the warm
-token was not the cold one."""
+"""(side, what, tokens) -> of each round: "cold", "warm", "resumed", "saving" in seconds; "loaded" in tokens; "changed": 1
+where the warm token was not the cold one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +76,14 @@ def bench_vllm(bench: VllmBench, *, progress: Progress) -> Report:
         vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
         store = _store(Path(scratch), OBJECT_BYTES[bench.device])
         stack.callback(store.close)
-        sides = _start(bench, directory, store.endpoint, Path(scratch), stack, progress)
+        start = _starter(bench, directory, store.endpoint, Path(scratch), stack, progress)
+        sides = {name: start(name) for name in (PLAIN, OURS, THEIRS)}
         took: Took = {}
         for number in range(bench.rounds + 1):
             for tokens in bench.lengths:
                 _round(bench, sides, number, tokens, vocab_size, took, progress)
+        for number in range(bench.rounds):
+            _kill_and_resume(bench, sides, start, number, vocab_size, took, progress)
         report = Report("vllm")
         report.rows += [row for tokens in bench.lengths for row in _rows(bench, took, tokens)]
         report.notes += _notes(sides, took, bench)
@@ -93,7 +102,7 @@ def _store(scratch: Path, object_bytes: int) -> StoreServer:
     )
 
 
-def _start(bench: VllmBench, model: Path, stores: str, scratch: Path, stack: ExitStack, progress: Progress) -> dict[str, Peer]:
+def _starter(bench: VllmBench, model: Path, stores: str, scratch: Path, stack: ExitStack, progress: Progress) -> Start:
     shim = scratch / "shim"
     shim.mkdir()
     install(shim)
@@ -105,35 +114,34 @@ def _start(bench: VllmBench, model: Path, stores: str, scratch: Path, stack: Exi
         "MOONCAKE_CONFIG_PATH": str(scratch / "mooncake.json"),
         "PYTHONHASHSEED": "0",
     }
-    sides = {}
-    for name in (PLAIN, OURS, THEIRS):
+
+    def start(name: str) -> Peer:
         progress(f"starting {name}")
         order: dict[str, str | int] = {"side": name, "model": str(model), "stores": stores, "device": bench.device}
         order |= {"longest": max(bench.lengths), "kv_tokens": 2 * sum(bench.lengths)}
-        sides[name] = stack.enter_context(
+        return stack.enter_context(
             driver_process(DRIVER, order, python=bench.python, what=name, timeout_s=ANSWER_TIMEOUT_S, environment=environment)
         )
-    return sides
+
+    return start
 
 
 def _round(
     bench: VllmBench, sides: Mapping[str, Peer], number: int, tokens: int, vocab_size: int, took: Took, progress: Progress
 ) -> None:
-    """Each side computes the same new prompt, then answers it from what it kept. Round 0 does not count."""
+    """Each side computes the same new prompt, then answers it from what it kept; on a GPU ours may see that computing is
+    sooner. Round 0 does not count."""
     told = []
     length = tokens + BEYOND_BLOCKS
     for name, side in sides.items():
         arguments = {"tokens": length, "vocab_size": vocab_size, "seed": 1000 * number + tokens}
         for what in ("cold", "warm"):
-            began = cpu_s(side.pid)
-            answer = side.ask("first", **arguments)
-            used = answer["s"] if bench.gpu else cpu_s(side.pid) - began
-            _rest(name, side)
+            used, answer = _first(bench, name, side, arguments)
             told.append(answer["token"])
             computed = length - answer["cached"]
             own = side.ask("connector")["s"]
             progress(f"round {number}: {tokens:,} {name} {what} {used:.3f} s, {own:.3f} of the connector, {computed} computed")
-            if (what == "warm") == (computed > length // 2):
+            if (what == "warm") == (computed > length // 2) and not (bench.gpu and name == OURS):
                 raise click.ClickException(f"{name}, {what}: {computed} of {length} tokens were computed")
             if number:
                 took.setdefault((name, what, tokens), []).append(used)
@@ -146,6 +154,41 @@ def _round(
                 side.ask("forget")
     if len(set(told)) > 1 and not bench.gpu:
         raise click.ClickException(f"the sides say different tokens: {sorted(set(told))}")
+
+
+def _kill_and_resume(
+    bench: VllmBench, sides: dict[str, Peer], start: Start, number: int, vocab_size: int, took: Took, progress: Progress
+) -> None:
+    """Ours is killed while it answers a prompt of each length. Its next life, which has computed something else before, goes on
+    with them; vLLM alone computes the same tokens cold."""
+    prompts = [
+        {"tokens": tokens + BEYOND_BLOCKS, "vocab_size": vocab_size, "seed": KILLED_SEED + 1000 * number + tokens}
+        for tokens in bench.lengths
+    ]
+    answers = sides[OURS].ask("stream", prompts=prompts, count=STREAMED)["tokens"]
+    os.kill(sides[OURS].pid, signal.SIGKILL)
+    sides[OURS] = start(OURS)
+    _first(bench, OURS, sides[OURS], prompts[0] | {"seed": -number - 1})
+    for tokens, prompt, so_far in zip(bench.lengths, prompts, answers, strict=True):
+        told = []
+        for name, there in ((PLAIN, 0), (OURS, 0 if bench.gpu else tokens)):
+            used, answer = _first(bench, name, sides[name], prompt | {"answer": so_far})
+            progress(f"kill {number}: {tokens:,} {name} {used:.3f} s, {answer['cached']} tokens were there")
+            if answer["cached"] < there:
+                raise click.ClickException(f"{name}, resumed: {answer['cached']} of {there} tokens were there")
+            took.setdefault((name, "resumed", tokens), []).append(used)
+            told.append(answer["token"])
+        if len(set(told)) > 1 and not bench.gpu:
+            raise click.ClickException(f"{OURS}, resumed: token {told[1]}, {PLAIN} says {told[0]}")
+
+
+def _first(bench: VllmBench, name: str, side: Peer, arguments: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    """(seconds until its first token, the answer)."""
+    began = cpu_s(side.pid)
+    answer = side.ask("first", **{"answer": [], **arguments})
+    used = answer["s"] if bench.gpu else cpu_s(side.pid) - began
+    _rest(name, side)
+    return used, answer
 
 
 def _rest(name: str, side: Peer) -> None:
@@ -172,6 +215,7 @@ def _rows(bench: VllmBench, took: Took, tokens: int) -> list[Row]:
         row("warm from the pool / cold", (OURS, "warm"), (PLAIN, "cold")),
         row("warm from the pool / own cache", (OURS, "warm"), (PLAIN, "warm")),
         row(f"{THEIRS}, warm / cold", (THEIRS, "warm"), (PLAIN, "cold")),
+        row("resumed after kill -9 in mid-stream / cold", (OURS, "resumed"), (PLAIN, "resumed")),
         row("cold while saving / cold", (OURS, "cold"), (PLAIN, "cold")),
     ]
     if not bench.gpu:  # there a cold is no CPU time

@@ -18,6 +18,8 @@ from typing import Any
 
 FIRST_ID = 100
 """Ids below are special in many vocabularies, and no text."""
+SPARE_TOKENS = 256
+"""Of a prompt's length, for what lies beyond its complete blocks and for an answer."""
 CONNECTORS: dict[str, dict[str, Any] | None] = {
     "vLLM": None,
     "mooncake_zmq": {
@@ -116,8 +118,8 @@ class Engine:
             load_format="auto" if any(Path(order["model"]).glob("*.safetensors")) else "dummy",
             skip_tokenizer_init=True,
             enforce_eager=True,
-            max_model_len=order["longest"] + 128,
-            max_num_batched_tokens=order["longest"] + 128,
+            max_model_len=order["longest"] + SPARE_TOKENS,
+            max_num_batched_tokens=order["longest"] + SPARE_TOKENS,
             num_gpu_blocks_override=-(-order["kv_tokens"] // device["block_size"]),
             kv_transfer_config=transfer,
             **device,
@@ -127,15 +129,27 @@ class Engine:
 
     def first_token(self, prompt: list[int]) -> dict[str, Any]:
         """Wall time until it, the token, and how much of the prompt was not computed."""
-        wanted = self._sampling_params(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-        self._requests += 1
         began = time.perf_counter()
-        self._engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, wanted)
+        self._add(prompt, 1)
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 last = output
         took_s = time.perf_counter() - began
         return {"s": took_s, "token": last.outputs[0].token_ids[0], "cached": last.num_cached_tokens or 0}
+
+    def stream(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        """The answers to all of them at once, so far, when each has at least `count` tokens: they are not over."""
+        told: dict[str, list[int]] = {self._add(prompt, SPARE_TOKENS): [] for prompt in prompts}
+        while min(map(len, told.values())) < count:
+            for output in self._engine.step():
+                told[output.request_id] = list(output.outputs[0].token_ids)
+        return list(told.values())
+
+    def _add(self, prompt: list[int], most: int) -> str:
+        self._requests += 1
+        wanted = self._sampling_params(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
+        self._engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, wanted)
+        return str(self._requests)
 
     def forget(self) -> None:
         """Its own prefix cache, once nothing keeps its blocks."""
@@ -162,8 +176,10 @@ def main(arguments: Sequence[str]) -> None:
     answers.flush()
     for line in sys.stdin:
         match json.loads(line):
-            case {"do": "first", "tokens": tokens, "vocab_size": vocab_size, "seed": seed}:
-                answer = engine.first_token(_prompt(tokens, vocab_size, seed))
+            case {"do": "first", "tokens": tokens, "vocab_size": vocab_size, "seed": seed, "answer": so_far}:
+                answer = engine.first_token(_prompt(tokens, vocab_size, seed) + so_far)
+            case {"do": "stream", "prompts": prompts, "count": count}:
+                answer = {"tokens": engine.stream([_prompt(**prompt) for prompt in prompts], count)}
             case {"do": "forget"}:
                 engine.forget()
                 answer = {}

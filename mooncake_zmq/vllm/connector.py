@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.vllm import hints
+from mooncake_zmq.vllm.choice import Choice
 from mooncake_zmq.vllm.ledger import Ledger, Orders, Progress
 from mooncake_zmq.vllm.lookups import Lookups
 from mooncake_zmq.vllm.mover import HostMemory, Memory, Mover
@@ -56,19 +57,23 @@ GPU_COPY_THREADS = 4
 
 @dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to the workers."""
+    """From the scheduler to the workers. `number`: the step's; 0 if it computes nothing."""
 
     orders: Orders = field(default_factory=Orders)
+    number: int = 0
 
 
 @dataclass
-class SavesOver(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler: the number of a save once for each rank that is done with it."""
+class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers to the scheduler, after step `number`. `saved`: the number of a save once for each rank that is done
+    with it; `loads_took`: blocks and seconds."""
 
-    numbers: list[int]
+    number: int
+    saved: list[int]
+    loads_took: list[tuple[int, float]]
 
-    def aggregate(self, other: "SavesOver") -> "SavesOver":
-        return SavesOver(self.numbers + other.numbers)
+    def aggregate(self, other: "StepReport") -> "StepReport":
+        return StepReport(self.number, self.saved + other.saved, self.loads_took + other.loads_took)
 
 
 @dataclass
@@ -172,14 +177,14 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._planning.ledger.allocated(request.request_id, num_external_tokens, blocks.get_block_ids()[0])
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return StepOrders(self._planning.plan(scheduler_output))
+        return self._planning.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         half = self._planning
         half.ledger.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids)
-        over = connector_output.kv_connector_worker_meta
-        if isinstance(over, SavesOver):
-            half.let_go(over.numbers)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StepReport):
+            half.learn(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._planning.finished(request.request_id)
@@ -203,9 +208,9 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._worker
 
     @property
-    def _orders(self) -> Orders:
+    def _step(self) -> StepOrders:
         metadata = self._connector_metadata
-        return metadata.orders if isinstance(metadata, StepOrders) else Orders()
+        return metadata if isinstance(metadata, StepOrders) else StepOrders()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._moving.register(kv_caches)
@@ -214,7 +219,7 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return RankShelf(self._moving.shelf)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._moving.start_loads(self._orders)
+        self._moving.start_loads(self._step.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request waits for its load before it is computed."""
@@ -223,17 +228,16 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Nothing: whole steps are saved, so that CUDA graphs need not be cut at each layer."""
 
     def wait_for_save(self) -> None:
-        self._moving.start_saves(self._orders)
+        self._moving.start_saves(self._step.orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._moving.take(self._orders) or None
+        return None, self._moving.take(self._step.orders) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._moving.take_failed()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        numbers = self._moving.take_saved()
-        return SavesOver(numbers) if numbers else None
+        return self._moving.report(self._step.number)
 
 
 class _SchedulerHalf:
@@ -250,6 +254,7 @@ class _SchedulerHalf:
         self._anew = ""
         """In every chain's root since the engine was told that its KV is no longer good."""
         self._lookups = Lookups(_connected(settings, settings.asking))
+        self._choice = Choice()
         self.ledger = Ledger(
             block_tokens=self._block_tokens,
             pool=self._lookups,
@@ -258,6 +263,7 @@ class _SchedulerHalf:
             most_saving=max(1, int(kv_cache_config.num_blocks * SAVING_SHARE)),
             lookup_s=2 * settings.lookup_timeout_s,
             coming_s=settings.coming_timeout_s,
+            choice=self._choice if settings.load == "faster" else None,
         )
 
     def meet(self, shelves: Sequence[str]) -> None:
@@ -273,16 +279,20 @@ class _SchedulerHalf:
         self._requests.pop(request_id, None)
         self.ledger.finished(request_id)
 
-    def plan(self, scheduler_output: Any) -> Orders:
+    def plan(self, scheduler_output: Any) -> StepOrders:
+        now = time.monotonic()
         state = scheduler_output.kv_connector_block_state
         scheduled = self._progress(scheduler_output)
-        orders = self.ledger.step(time.monotonic(), scheduled, lambda request_id: state.get_block_ids(request_id)[0])
+        orders = self.ledger.step(now, scheduled, lambda request_id: state.get_block_ids(request_id)[0])
         for save in orders.saves:
             self.block_pool.touch([self.block_pool.blocks[block] for block in save.blocks])
-        return orders
+        return StepOrders(orders, self._choice.step_begins(now, scheduler_output.total_num_scheduled_tokens))
 
-    def let_go(self, numbers: Iterable[int]) -> None:
-        over = self.ledger.saved(numbers, len(self.ledger.shelves))
+    def learn(self, report: StepReport) -> None:
+        self._choice.step_ended(time.monotonic(), report.number)
+        for blocks, took_s in report.loads_took:
+            self._choice.load_took(blocks, took_s)
+        over = self.ledger.saved(report.saved, len(self.ledger.shelves))
         self.block_pool.free_blocks([self.block_pool.blocks[block] for block in reversed(over)])
 
     def can_free(self) -> bool:
@@ -294,7 +304,8 @@ class _SchedulerHalf:
         self._anew = os.urandom(16).hex()
 
     def take_counts(self) -> Counter[str]:
-        counts, self.ledger.counts = self.ledger.counts, Counter()
+        counts = self.ledger.counts + self._choice.counts
+        self.ledger.counts, self._choice.counts = Counter(), Counter()
         return counts
 
     def close(self) -> None:
@@ -321,7 +332,7 @@ class _WorkerHalf:
         self._mover: Mover | None = None
         self._device: list[_DeviceMemory] = []
         self._failed: set[int] = set()
-        self._saved: list[int] = []
+        self._report = StepReport(0, [], [])
         self.shelf = ""
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -364,16 +375,18 @@ class _WorkerHalf:
             return set()
         moved = self._mover.take(IDLE_WAIT_S if orders.idle else 0.0)
         self._failed |= moved.failed_blocks
-        self._saved += moved.saved
+        self._report.saved += moved.saved
+        self._report.loads_took += moved.loads_took
         return moved.loaded
 
     def take_failed(self) -> set[int]:
         failed, self._failed = self._failed, set()
         return failed
 
-    def take_saved(self) -> list[int]:
-        saved, self._saved = self._saved, []
-        return saved
+    def report(self, number: int) -> StepReport | None:
+        """Of step `number`; None if there is nothing to say."""
+        report, self._report = replace(self._report, number=number), StepReport(0, [], [])
+        return report if number or report.saved or report.loads_took else None
 
     def take_counts(self) -> Counter[str]:
         return self._mover.take_counts() if self._mover is not None else Counter()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.vllm.choice import Choice, Verdict
 from mooncake_zmq.vllm.hints import NO_HINTS, Hints
 from mooncake_zmq.vllm.names import BlockKeys, object_names
 
@@ -107,13 +108,15 @@ class _Request:
     saved: int = 0
     promise: _Promise | None = None
     load: Load | None = None
-    refused: bool = False
+    may_load: bool | None = None
+    """None: not decided yet."""
 
 
 @dataclass(slots=True)
 class Ledger:
     """See the module. `most_saving`: blocks that may be kept for saving at a time; the others wait for a later step.
-    `lookup_s`: a lookup not answered by then is a miss. `coming_s`: likewise blocks that are being saved elsewhere."""
+    `lookup_s`: a lookup not answered by then is a miss. `coming_s`: likewise blocks that are being saved elsewhere. `choice`:
+    which blocks are worth loading; None: all are."""
 
     block_tokens: int
     pool: Pool
@@ -122,6 +125,7 @@ class Ledger:
     most_saving: int
     lookup_s: float = 1.0
     coming_s: float = 1.0
+    choice: Choice | None = None
     shelves: tuple[str, ...] = ()
     """One a rank; until they are told nothing is looked up or saved."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -150,7 +154,7 @@ class Ledger:
             return 0
         own, partial = divmod(own_tokens, self.block_tokens)
         stop = (tokens - 1) // self.block_tokens
-        if partial or request.refused or stop <= own:
+        if partial or request.may_load is False or stop <= own:
             self._let_go(request)
             return 0
         request.own = own
@@ -169,7 +173,9 @@ class Ledger:
             if now - promise.asked_at >= AGAIN_S:
                 self._ask(now, request, own, stop)
             return None
-        return max(0, there - own) * self.block_tokens
+        if there <= own or not self._is_worth_it(request, there - own, tokens - own_tokens):
+            return 0
+        return (there - own) * self.block_tokens
 
     def allocated(self, request_id: str, external_tokens: int, blocks: Sequence[int]) -> None:
         """The request has `blocks`, all it needs by now; the pool's part of them is to be loaded."""
@@ -210,7 +216,7 @@ class Ledger:
                 self._let_go(request)
                 if not failed.isdisjoint(request.load.blocks):
                     # Once is enough: a pool that promises what it cannot give would keep the request waiting for ever.
-                    request.refused = True
+                    request.may_load = False
                     request.saved = min(request.saved, request.own)
                     self.counts["failed_loads"] += 1
                 request.load = None
@@ -265,6 +271,20 @@ class Ledger:
             request.hints = replace(request.hints, coming_tokens=0)
             return 0
         return wanted
+
+    def _is_worth_it(self, request: _Request, blocks: int, of_tokens: int) -> bool:
+        """Decided once for a request. What another engine prefilled for it is, or it would not have been sent here."""
+        if request.may_load is None:
+            request.may_load = True
+            if self.choice is not None and not request.hints.coming_tokens:
+                verdict = self.choice.verdict(blocks, blocks * self.block_tokens, of_tokens)
+                request.may_load = verdict is not Verdict.LEAVE
+                if verdict is not Verdict.LOAD:
+                    self.counts["probed_blocks" if request.may_load else "left_blocks"] += blocks
+            if not request.may_load:
+                self._let_go(request)
+                request.saved = max(request.saved, request.own + blocks)
+        return request.may_load
 
     def _is_stale(self, promise: _Promise, now: float) -> bool:
         return promise.lookup.answer() is not None and now > promise.lookup.until - HOLD_LEFT_S

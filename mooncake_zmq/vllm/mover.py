@@ -5,6 +5,7 @@ store that is gone or stopped costs is this thread's time. What fails is told by
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,9 +58,10 @@ class HostMemory:
 
 @dataclass(slots=True)
 class Moved:
-    """What ended since the last look."""
+    """What ended since the last look. `loads_took`: blocks and seconds of loads that came whole."""
 
     loaded: set[str] = field(default_factory=set)
+    loads_took: list[tuple[int, float]] = field(default_factory=list)
     failed_blocks: set[int] = field(default_factory=set)
     saved: list[int] = field(default_factory=list)
 
@@ -124,6 +126,7 @@ class Mover:
 
     def _load(self, load: Load) -> None:
         good = 0
+        began = time.perf_counter()
         try:
             for start, stop in _batches(len(load.blocks), self._loading.most):
                 came = self._fetch(load.keys[start:stop], load.blocks[start:stop], load.holders)
@@ -131,7 +134,7 @@ class Mover:
                 if came < stop - start:  # what follows a gap is computed again anyhow
                     break
         finally:
-            self._end_load(load, good)
+            self._end_load(load, good, time.perf_counter() - began)
 
     def _fetch(self, keys: Sequence[bytes], blocks: Sequence[int], holders: Sequence[str]) -> int:
         """How many of the first blocks are there now."""
@@ -172,9 +175,11 @@ class Mover:
 
         return self._savers.share(len(keys), put, UNREACHED)
 
-    def _end_load(self, load: Load, good: int) -> None:
+    def _end_load(self, load: Load, good: int, took_s: float = 0.0) -> None:
         with self._changed:
             self._moved.loaded.add(load.request_id)
+            if good == len(load.blocks):
+                self._moved.loads_took.append((good, took_s))
             self._moved.failed_blocks.update(load.blocks[good:])
             self._counts["loaded_blocks"] += good
             self._counts["failed_blocks"] += len(load.blocks) - good

@@ -12,6 +12,7 @@ MOST_COPY_THREADS = 8
 LOOKUP_TIMEOUT_S = 0.5
 COMING_TIMEOUT_S = 1.0
 MOVE_TIMEOUT_S = 2.0
+LOAD = ("faster", "always")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class ConnectorSettings:
     """Of a load, side by side, and as many of a save; 0: one, or with KV on a GPU a quarter of the cores, four at most."""
     lookup_timeout_s: float = LOOKUP_TIMEOUT_S
     """Of a question; a store that takes longer has nothing. It costs a request so much once a second, the engine nothing."""
+    load: str = "faster"
+    """Which blocks of the pool are loaded: those that are sooner there for it, or "always" all."""
     coming_timeout_s: float = COMING_TIMEOUT_S
     """How long a request that another engine prefilled waits for blocks that are still being saved; then it computes them."""
 
@@ -50,6 +53,9 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     own["copy_threads"] = int(told.pop("copy_threads", 0))
     if not 0 <= own["copy_threads"] <= MOST_COPY_THREADS:
         raise ValueError(f"copy_threads: {own['copy_threads']} is not within 0 to {MOST_COPY_THREADS}")
+    own["load"] = str(told.pop("load", "faster"))
+    if own["load"] not in LOAD:
+        raise ValueError(f"load: {own['load']!r} is none of {', '.join(LOAD)}")
     own["lookup_timeout_s"] = float(told.pop("lookup_timeout_s", LOOKUP_TIMEOUT_S))
     own["coming_timeout_s"] = float(told.pop("coming_timeout_s", COMING_TIMEOUT_S))
     if not addresses:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import click
 import numpy as np
@@ -12,12 +13,14 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench import engine as bench_module
+from mooncake_zmq.bench import engine_driver
 from mooncake_zmq.bench.command import bench as bench_command
 from mooncake_zmq.bench.engine import Case, EngineBench, bench_engine, layer_weights, prefill_flops, step_bytes
 from mooncake_zmq.bench.engine_peers import MACHINE, OURS, TRANSFORMERS, VLLM, VLLM_BFLOAT16, engine_process
 from mooncake_zmq.bench.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.memory import Footprint
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.sources import DUMMY_SHAPES, DummySource, HuggingFaceSource, expected_shapes
 
 SMALL = {"prefill": (Case(tokens=32),), "decode": (Case(tokens=16, batch=1), Case(tokens=16, batch=2))}
@@ -102,19 +105,32 @@ def test_without_other_engines_the_rows_are_those_against_the_machine(asked, tmp
     assert len(run(tmp_path, rounds=1).rows) == 3
 
 
-def test_real_processes_measure_a_tiny_model(tmp_path):
-    report = run(tmp_path, rounds=1)
-    assert len(report.rows) == 3
+@pytest.mark.parametrize(("cpu_time", "unit"), [(False, "tokens/s"), (True, "tokens/CPU s")])
+def test_real_processes_measure_a_tiny_model(tmp_path, cpu_time, unit):
+    report = run(tmp_path, rounds=1, cpu_time=cpu_time)
+    assert [row.unit for row in report.rows] == [unit] * 3
     assert any(re.match(r"machine numpy [0-9.]+\S* on \S", note) for note in report.notes), "the BLAS is named"
     assert all(row.value > 0 and row.reference > 0 for row in report.rows)
     (ours,) = report.memory
     assert 0 < ours.private_bytes <= ours.peak_bytes
 
 
+@pytest.mark.parametrize("clock", ["wall", "cpu"])
+def test_a_side_goes_by_the_clock_it_is_told(tmp_path, monkeypatch, clock):
+    ticks = {"wall": iter(range(0, 1000, 2)), "cpu": iter(range(0, 1000, 7))}
+    monkeypatch.setattr(engine_driver, "CLOCKS", {name: each.__next__ for name, each in ticks.items()})
+    monkeypatch.setattr(engine_driver, "sys", SimpleNamespace(path=[]))
+    path = prepare("dummy:tiny", str(tmp_path), backend="numpy")
+    side = engine_driver.Mooncake({"model": str(path), "threads": 1, "backend": "numpy", "clock": clock})
+    tick = {"wall": 2, "cpu": 7}[clock]
+    assert side.prefill_s([5] * 8) == tick
+    assert side.decode_step_s([[5] * 8], 2) == tick / 2
+
+
 def test_a_side_that_dies_is_told_with_its_last_words():
     with pytest.raises(click.ClickException, match="no such"), engine_process({"engine": "no such", "threads": 1}, python=None):
         pass
-    order = {"engine": OURS, "model": "/no/model", "threads": 1, "backend": "numpy"}
+    order = {"engine": OURS, "model": "/no/model", "threads": 1, "backend": "numpy", "clock": "wall"}
     with pytest.raises(click.ClickException, match="not a prepared model"), engine_process(order, python=None):
         pass
 

@@ -1,5 +1,6 @@
 """The benchmark of the pool under vLLM: its turns and its arithmetic, without vLLM."""
 
+import os
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ class Side:
         self.ready = {"version": "0", "device": "a GPU"}
         self.used_s = self.after_s = 0.0
         self.known: set[int] = set()
-        self.token = 7
+        self.token = self.resumed_token = 7
         self.warm_token: int | None = None
         self.remembers = True
         self._calls = calls
@@ -40,9 +41,14 @@ class Side:
             return {}
         if method == "connector":
             return {"s": self.after_s}
+        if method == "stream":
+            self.known |= {prompt["seed"] for prompt in arguments["prompts"]}
+            return {"tokens": [[7] * arguments["count"] for _ in arguments["prompts"]]}
+        if arguments["answer"]:
+            self.token = self.resumed_token
         warm = arguments["seed"] in self.known
         self.known.add(arguments["seed"])
-        self.used_s += WARM_S[self.pid] if warm else COLD_S
+        self.used_s += WARM_S[self.pid] if warm else COLD_S + len(arguments["answer"]) / 80
         self.after_s = 0.0 if warm else SAVING_S[self.pid]
         return {
             "s": 1.0,
@@ -64,6 +70,9 @@ def world(monkeypatch):
 
     monkeypatch.setattr(bench_module, "driver_process", start)
     monkeypatch.setattr(bench_module, "cpu_s", lambda name: sides[name].used_s)
+    monkeypatch.setattr(
+        bench_module, "os", SimpleNamespace(**vars(os) | {"kill": lambda name, _: calls.append((name, "kill"))})
+    )
     monkeypatch.setattr(bench_module, "QUIET_S", 0.0)
     monkeypatch.setattr(bench_module, "OBJECT_BYTES", {"cpu": 64 << 20, "cuda": 64 << 20})
     return sides, calls, Side
@@ -79,6 +88,7 @@ def test_each_figure_stands_beside_what_it_is_compared_with(world):
         "warm from the pool / cold, 2,048 tokens": (0.5, 10.0),
         "warm from the pool / own cache, 2,048 tokens": (0.5, 0.4),
         "MooncakeStoreConnector, warm / cold, 2,048 tokens": (0.8, 10.0),
+        "resumed after kill -9 in mid-stream / cold, 2,048 tokens": (0.5, 12.0),
         "cold while saving / cold, 2,048 tokens": (10.0, 10.0),
         "CPU that saving takes / cold, 2,048 tokens": (0.2, 10.0),
     }
@@ -141,7 +151,8 @@ def test_the_sides_take_turns_and_forget_what_their_own_caches_have(world):
     run(rounds=1)
     plain = [(PLAIN, "first"), (PLAIN, "connector")] * 2
     others = [(side, what) for side in (OURS, THEIRS) for what in ("first", "connector", "forget", "first", "connector")]
-    assert world[1] == [*plain, *others] * 2
+    killed = [(OURS, "stream"), (OURS, "kill"), (OURS, "first"), (PLAIN, "first"), (OURS, "first")]
+    assert world[1] == [*plain, *others] * 2 + killed
 
 
 def test_figures_of_engines_that_say_something_else_or_kept_nothing_are_no_figures(world):
@@ -155,6 +166,26 @@ def test_figures_of_engines_that_say_something_else_or_kept_nothing_are_no_figur
     sides[OURS].remembers = False
     with pytest.raises(click.ClickException, match="mooncake_zmq, warm: 2057 of 2057 tokens were computed"):
         run()
+
+
+def test_an_answer_that_goes_on_otherwise_or_anew_is_no_figure(world, monkeypatch):
+    sides, calls, side = world
+    sides[OURS] = side(OURS, calls)
+    sides[OURS].resumed_token = 8
+    with pytest.raises(click.ClickException, match="resumed: token 8, vLLM says 7"):
+        run()
+    sides.clear()
+    killed = bench_module.os.kill
+    monkeypatch.setattr(bench_module.os, "kill", lambda name, number: (killed(name, number), sides[OURS].known.clear()))
+    with pytest.raises(click.ClickException, match="resumed: 0 of 2048 tokens were there"):
+        run()
+
+
+def test_on_a_gpu_what_is_sooner_computed_may_be_left(world):
+    world[0][OURS] = side = world[2](OURS, world[1])
+    side.remembers = False
+    wanted = VllmBench(python="p", model="dummy:tiny", rounds=1, lengths=(2048,), gpu=True)
+    assert "ours loaded 0 of 2,057 tokens" in bench_vllm(wanted, progress=lambda _: None).notes[-1]
 
 
 def test_the_command_says_what_it_lacks():

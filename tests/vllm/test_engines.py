@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pool_process import Pool
@@ -80,10 +81,10 @@ def pool(directory: Path) -> Iterator[Pool]:
 def start(model: Path, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Vllm]]:
     lives: list[Vllm] = []
 
-    def make(**changes: object) -> Vllm:
+    def make(**changes: Any) -> Vllm:
         log = tmp_path_factory.mktemp("life") / "log"
-        patient = {"lookup_timeout_s": 5.0, "timeout_s": 5.0}
-        lives.append(Vllm(PYTHON, model, log, stores=pool.endpoint, extra=patient, **({"arguments": SMALL} | changes)))
+        extra = {"lookup_timeout_s": 5.0, "timeout_s": 5.0, "load": "always"} | changes.pop("extra", {})
+        lives.append(Vllm(PYTHON, model, log, stores=pool.endpoint, extra=extra, **({"arguments": SMALL} | changes)))
         return lives[-1].wait()
 
     yield make
@@ -214,6 +215,19 @@ def test_an_engine_that_orders_bytes_otherwise_finds_nothing(start: Callable[...
     other.forget()
     assert other.ask(prompt(9), 1)[1] > 0, "but what it saved itself"
     other.kill()
+
+
+def test_what_is_sooner_computed_is_left_and_said_the_same(start: Callable[..., Vllm]) -> None:
+    engine = start(extra={"load": "faster"}, connector=("slow_connector", "SlowConnector"))
+    whole = [engine.ask(prompt(number), ANSWER)[0] for number in (10, 11)]
+    engine.forget()
+    loaded = [engine.ask(prompt(number), ANSWER) for number in (10, 11)]
+    assert loaded == [(each, blocks(PROMPT)) for each in whole], "two have not been measured yet"
+    engine.forget()
+    assert engine.ask(prompt(10), ANSWER) == (whole[0], 0)
+    until(lambda: count(engine, "left_blocks") == blocks(PROMPT) // BLOCK_TOKENS)
+    assert count(engine, "step_us") > 0
+    engine.kill()
 
 
 @pytest.mark.parametrize("name", ["device_memory.py", "refusals.py"])

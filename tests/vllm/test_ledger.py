@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from mooncake_zmq.vllm.choice import Choice
 from mooncake_zmq.vllm.hints import NO_HINTS, Hints
 from mooncake_zmq.vllm.ledger import AGAIN_S, HOLD_LEFT_S, REOFFER_S, Ledger, Progress
 from mooncake_zmq.vllm.names import chain_root, object_names, token_keys
@@ -301,3 +302,76 @@ def test_more_than_the_prompt_is_never_waited_for():
     world.fill(10)
     world.add(hints=Hints(coming_tokens=1 << 31))
     assert world.matched() == 10 * B
+
+
+def choosing(*, load_s: float, compute_s: float) -> World:
+    """Measured twice: a load of all blocks and a step of all tokens."""
+    world = World()
+    world.fill(10)
+    world.ledger.choice = Choice()
+    for _ in range(2):
+        world.ledger.choice.load_took(10, load_s)
+        step(world, len(TOKENS), compute_s)
+    return world
+
+
+def step(world: World, tokens: int, took_s: float) -> None:
+    world.now += took_s
+    world.ledger.choice.step_ended(world.now, world.ledger.choice.step_begins(world.now - took_s, tokens))
+
+
+def test_blocks_that_are_sooner_computed_are_left_and_not_offered_to_the_pool_that_has_them():
+    world = choosing(load_s=3.0, compute_s=1.0)
+    world.add()
+    assert world.matched(own=2 * B) == 0
+    assert world.ledger.counts == {"left_blocks": 8}
+    assert not world.pool.held
+    assert world.matched(own=2 * B) == 0
+    assert world.pool.asked == 1, "once is enough"
+    assert world.ledger.counts == {"left_blocks": 8}
+    assert world.step(computed=len(TOKENS)).saves == ()
+
+
+def test_blocks_that_are_sooner_loaded_are_promised():
+    world = choosing(load_s=0.5, compute_s=1.0)
+    world.add()
+    assert world.matched(own=2 * B) == 8 * B
+    assert not world.ledger.counts
+
+
+def test_what_is_computed_beside_does_not_count_for_loading():
+    """Of 41 tokens that take 1 s, 4 in the pool."""
+    world = choosing(load_s=3.0, compute_s=1.0)
+    world.pool.there.clear()
+    world.fill(1)
+    world.add()
+    assert world.matched() == 0
+    assert world.ledger.counts == {"left_blocks": 1}
+
+
+def test_what_the_engine_has_itself_is_not_computed_either():
+    """Of 5 tokens that take 1 s, 4 in the pool."""
+    world = choosing(load_s=3.0, compute_s=1.0)
+    for _ in range(2):
+        step(world, 5, 1.0)
+    world.add()
+    assert world.matched(own=9 * B) == B
+
+
+def test_what_another_engine_prefilled_for_a_request_is_loaded_however_long_that_takes():
+    world = choosing(load_s=3.0, compute_s=1.0)
+    world.add(hints=Hints(coming_tokens=len(TOKENS)))
+    assert world.matched() == 10 * B
+    assert not world.ledger.counts
+
+
+def test_a_probe_stays_one_until_it_is_loaded():
+    world = choosing(load_s=3.0, compute_s=1.0)
+    found = 0
+    while not found:
+        world.ledger.finished("r")
+        world.add()
+        found = world.matched()
+    assert world.ledger.counts["probed_blocks"] == 10
+    assert world.matched() == 10 * B, "asked again, as where the engine has no room"
+    assert world.ledger.counts["probed_blocks"] == 10

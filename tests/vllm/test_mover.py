@@ -38,6 +38,7 @@ class Engine:
         client.connect()
         self.mover = Mover(client, shelf, self.memory, self.memory, threads)
         self.number = 0
+        self.loads_took: list[tuple[int, float]] = []
 
     def save(self, *blocks: int) -> None:
         self.number += 1
@@ -49,6 +50,7 @@ class Engine:
         self.mover.load(Load("r", KEYS[: len(blocks)], blocks))
         moved = self.ended(lambda moved: bool(moved.loaded))
         assert moved.loaded == {"r"}
+        self.loads_took += moved.loads_took
         return moved.failed_blocks
 
     def ended(self, condition: Callable[[Moved], bool]) -> Moved:
@@ -128,6 +130,17 @@ def test_blocks_come_back_into_other_blocks_as_they_were(make_pool, engine, shar
     assert one.same(9, 8, 7, 6)
     assert np.isnan(one.layers[0][:6]).all(), "and nowhere else"
     assert +one.mover.take_counts() == {"saved_blocks": 4, "loaded_blocks": 4}
+
+
+def test_how_long_a_load_took_is_told_if_all_of_it_came(make_pool, engine):
+    one = engine(make_pool(), ClientSettings())
+    one.save(0, 1, 2, 3)
+    one.load(9, 8, 7, 6)
+    one.load(9, 8)
+    assert [blocks for blocks, _ in one.loads_took] == [4, 2]
+    assert all(took_s > 0 for _, took_s in one.loads_took)
+    assert one.load(9, 8, 7, 6, 5) == {5}
+    assert len(one.loads_took) == 2
 
 
 def test_blocks_that_are_on_disk_alone_come_too(make_pool, engine, lookups):

@@ -216,7 +216,15 @@ def test_settings_are_read_or_refused():
     assert settings.asking.timeout_s == LOOKUP_TIMEOUT_S
     assert not settings.asking.share_memory
     assert read_settings({"stores": "a:1"}).client.timeout_s == MOVE_TIMEOUT_S
+    assert read_settings({"stores": "a:1"}).load == "faster"
+    assert read_settings({"stores": "a:1", "load": "always"}).load == "always"
     assert read_settings({"stores": "a:1", "lookup_timeout_s": 3}).asking.timeout_s == 3.0
-    for told in ({}, {"stores": ""}, {"stores": "a:1", "colour": "red"}, {"stores": "a:1", "staging_bytes": "many"}):
+    for told in (
+        {},
+        {"stores": ""},
+        {"stores": "a:1", "colour": "red"},
+        {"stores": "a:1", "load": "never"},
+        {"stores": "a:1", "staging_bytes": "many"},
+    ):
         with pytest.raises(ValueError):
             read_settings(told)

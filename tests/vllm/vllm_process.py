@@ -38,6 +38,7 @@ class Vllm:
         arguments: Sequence[str] = (),
         environment: dict[str, str] | None = None,
         extra: dict[str, Any] | None = None,
+        connector: tuple[str, str] = ("mooncake_zmq.vllm.connector", "MooncakeZmqConnector"),
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -47,15 +48,15 @@ class Vllm:
         command += ["--served-model-name", "tiny", "--enable-prompt-tokens-details", *arguments]
         if stores:
             transfer = {
-                "kv_connector": "MooncakeZmqConnector",
-                "kv_connector_module_path": "mooncake_zmq.vllm.connector",
+                "kv_connector": connector[1],
+                "kv_connector_module_path": connector[0],
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"stores": stores, **(extra or {})},
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
         core = str(min(os.sched_getaffinity(0)))
         told = {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
             "VLLM_CPU_OMP_THREADS_BIND": core,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",

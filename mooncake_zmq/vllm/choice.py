@@ -1,0 +1,117 @@
+"""Which is sooner there, KV that is loaded or KV that is computed, by what either took of late. PURE.
+
+Steps of the engine tell their pace in any case. Loads tell theirs while blocks are loaded; while they are left, a probe does
+now and then, so that what was measured in bad moments is not believed for ever. What has not been measured twice is loaded.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy
+
+LATEST = 5
+"""Durations remembered of each magnitude."""
+SLOWER = 1.25
+"""Blocks that were loaded so far are left if loading takes more than so many times as long as computing; blocks that were left
+are loaded again once it takes no longer."""
+PROBE_SHARE = 0.05
+"""Of the time that leaving blocks has saved, what a probe may cost."""
+MOST_STEPS = 64
+"""Under way at a time, more than any engine has; the end of an older one does not count."""
+MILLION = 1_000_000
+
+
+class Verdict(Enum):
+    """What becomes of blocks that the pool has. PROBE: they are loaded though that seems slower, to see."""
+
+    LOAD = auto()
+    LEAVE = auto()
+    PROBE = auto()
+
+
+class Pace:
+    """Seconds by size: a line through the measured median of each power of two; in proportion beyond the last."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, deque[tuple[float, int]]] = {}
+        """By the size's bits: seconds a unit, and the size."""
+        self._medians: dict[int, tuple[int, float]] = {}
+
+    def add(self, size: int, took_s: float) -> None:
+        bits = size.bit_length()
+        latest = self._latest.setdefault(bits, deque(maxlen=LATEST))
+        latest.append((took_s / size, size))
+        if len(latest) > 1:
+            rate, median_size = sorted(latest)[(len(latest) - 1) // 2]  # of two the quicker: one bad moment is none
+            self._medians[bits] = (median_size, rate * median_size)
+
+    def expected_s(self, size: int) -> float | None:
+        """None if nothing has been measured twice."""
+        if not self._medians:
+            return None
+        points = sorted(self._medians.values())
+        sizes, seconds = [0, *(each for each, _ in points)], [0.0, *(each_s for _, each_s in points)]
+        return float(numpy.interp(size, sizes, seconds)) * max(1.0, size / sizes[-1])
+
+
+@dataclass(slots=True)
+class Choice:
+    """See the module. `counts`: microseconds that steps and loads took, and by how much they were not what was expected."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    _loads: Pace = field(default_factory=Pace)
+    _steps: Pace = field(default_factory=Pace)
+    _under_way: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By step: when it was planned, and its tokens."""
+    _number: int = 0
+    _ended_at: float = 0.0
+    _saved_s: dict[int, float] = field(default_factory=dict)
+    """By the bits of sizes whose blocks are left: what that has saved since the last probe."""
+
+    def verdict(self, blocks: int, tokens: int, of_tokens: int) -> Verdict:
+        """On `blocks` with the KV of `tokens`, of `of_tokens` that are computed otherwise."""
+        load_s, all_s = self._loads.expected_s(blocks), self._steps.expected_s(of_tokens)
+        if load_s is None or all_s is None:
+            return Verdict.LOAD
+        compute_s = all_s * tokens / of_tokens
+        bits = blocks.bit_length()
+        if load_s <= compute_s * (1.0 if bits in self._saved_s else SLOWER):
+            self._saved_s.pop(bits, None)
+            return Verdict.LOAD
+        return self._probe_or_leave(bits, load_s - compute_s)
+
+    def load_took(self, blocks: int, took_s: float) -> None:
+        """All of these blocks came."""
+        self._measure("load", self._loads, blocks, took_s)
+
+    def step_begins(self, now: float, tokens: int) -> int:
+        """The number of a step that computes `tokens`; 0 if it computes none."""
+        if not tokens:
+            return 0
+        self._number += 1
+        self._under_way[self._number] = (now, tokens)
+        self._under_way.pop(self._number - MOST_STEPS, None)
+        return self._number
+
+    def step_ended(self, now: float, number: int) -> None:
+        """Steps end in order. One that was planned beside another began with its end."""
+        planned_at, tokens = self._under_way.pop(number, (now, 0))
+        if tokens:
+            began_at, self._ended_at = max(planned_at, self._ended_at), now
+            self._measure("step", self._steps, tokens, now - began_at)
+
+    def _probe_or_leave(self, bits: int, loss_s: float) -> Verdict:
+        saved_s = self._saved_s.get(bits, 0.0)
+        if PROBE_SHARE * saved_s >= loss_s:
+            self._saved_s[bits] = 0.0
+            return Verdict.PROBE
+        self._saved_s[bits] = saved_s + loss_s
+        return Verdict.LEAVE
+
+    def _measure(self, what: str, pace: Pace, size: int, took_s: float) -> None:
+        expected_s = pace.expected_s(size)
+        if expected_s is not None:
+            self.counts[f"{what}_us"] += int(MILLION * took_s)
+            self.counts[f"{what}_error_us"] += int(MILLION * abs(took_s - expected_s))
+        pace.add(size, took_s)
