@@ -206,11 +206,11 @@ def test_newcomers_in_quick_succession_do_not_exceed_the_limit(house, monkeypatc
 def test_the_holder_of_one_key_makes_room_among_his_own(house, monkeypatch):
     monkeypatch.setattr(stream_host, "MAX_STREAMS_OF_A_KEY", 2)
     with contextlib.ExitStack() as stack:
-        others, his = (
-            [stack.enter_context(house.stream(house.tickets.make(who))) for _ in range(2)] for who in ("sky", "ruby")
-        )
-        eventually(lambda: len(house.host._open) == 4)
-        eventually(lambda: all(each.served.waits_since < math.inf for each in list(house.host._open.values())))
+        others, his = [], []
+        for who, streams in (("sky", others), ("ruby", his)) * 2:
+            streams.append(stack.enter_context(house.stream(house.tickets.make(who))))
+            eventually(lambda: len(house.host._open) == len(others) + len(his))
+            eventually(lambda: all(each.served.waits_since < math.inf for each in list(house.host._open.values())))
         his.append(stack.enter_context(house.stream(house.tickets.make("ruby"))))
         for stream in (*others, *his[1:]):
             stream.send(3)

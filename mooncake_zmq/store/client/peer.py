@@ -90,6 +90,7 @@ class Call:
     def ask(self, request: protocol.Reserve | protocol.Commit | protocol.Lease, expected: type[ReplyT]) -> ReplyT:
         """By the stream, of a store whose memory we map. Raises Unreached, Forgotten or StreamError."""
         stream = self.stream()
+        self.peer.tell_abandoned(stream)
         stream.send(request)
         return answer(request, stream.receive(protocol.decode_reply), expected)
 
@@ -152,7 +153,6 @@ class Peer:
             link = self._links.take(deadline)
             broken = True
             try:
-                self._tell_abandoned(link, deadline)
                 result = work(Call(self, session, link, deadline, again))
                 broken = False
                 return result
@@ -198,8 +198,21 @@ class Peer:
         return stream
 
     def abandon(self, put_id: int) -> None:
-        """Nothing more will be written under this put: say so with the next call."""
+        """Nothing more will be written under this put: say so before the next request that copies."""
         self._abandoned.append(put_id)
+
+    def tell_abandoned(self, stream: Stream) -> None:
+        """By the stream of the request that follows: a put tried again would find its own first try under way, and take that
+        for somebody's who writes the same. Kept for the next one if it fails. Raises StreamError."""
+        taken: list[int] = []
+        while self._abandoned:
+            taken.append(self._abandoned.popleft())
+        if taken:
+            try:
+                stream.send(protocol.Release([], taken))
+            except StreamError:
+                self._abandoned.extend(taken)
+                raise
 
     def next_id(self) -> int:
         return next(self._numbers)
@@ -211,18 +224,6 @@ class Peer:
         if self._life is not None and ended:  # while one still writes, we are not to be taken for dead
             self._life.end()
         return ended
-
-    def _tell_abandoned(self, link: Link, deadline: float) -> None:
-        """Before anything else is said on the connection; kept for the next one if it fails."""
-        taken: list[int] = []
-        while self._abandoned:
-            taken.append(self._abandoned.popleft())
-        if taken:
-            try:
-                link.send(protocol.Release([], taken), deadline)
-            except Unreached:
-                self._abandoned.extend(taken)
-                raise
 
     def _drop(self, session: Session) -> None:
         with self._lock:
