@@ -92,7 +92,7 @@ class Connection(HttpToolsProtocol):
         """Since when no call is open here; None: one is."""
         self.begun = False
         """Did something of a call come whose headers are not whole?"""
-        self.method = b""
+        self.method = self.version = b""
         self._deaf = False
         """Nothing that comes is heard any more: the call that is open is the last."""
         self._pieces = self._bytes = 0
@@ -145,7 +145,7 @@ class Connection(HttpToolsProtocol):
     def _without_wish(self) -> bytes:
         """The headers of a call that would rather be one of another protocol: the parser took its body for that."""
         lines = [
-            b"%b %b HTTP/1.1" % (self.method, self.url),
+            b"%b %b HTTP/%b" % (self.method, self.url, self.version),
             *(b"%b: %b" % each for each in self.headers if each[0] != b"upgrade"),
         ]
         return b"\r\n".join((*lines, b"", b""))
@@ -166,9 +166,11 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self.method = self.parser.get_method()
-        if not _is_plain(self.method, self.parser.get_http_version(), self.headers):
+        self.method, version = self.parser.get_method(), self.parser.get_http_version()
+        self.version = version.encode()
+        if b"#" in self.url or not _is_plain(self.method, version, self.headers):
             raise _Refused
+        self.expect_100_continue &= version != "1.0"  # to which it means nothing
         if not self.parser.should_upgrade():  # else it comes again
             self.begun = False
             super().on_headers_complete()
@@ -200,6 +202,8 @@ class Connection(HttpToolsProtocol):
         self._deaf = True
         if self.calling and self.cycle.response_started:  # there is no way to say so
             self.abort()
+        elif self.cycle is not None and self.cycle.response_complete and not self.begun:  # what it is of has its answer
+            self.close()
         else:
             super().send_400_response(msg)
 
@@ -256,7 +260,7 @@ def _is_plain(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -
     names = [name for name, _ in headers]
     coding = [value.lower() for name, value in headers if name == b"transfer-encoding"]
     return (
-        method != b"CONNECT"
+        method not in (b"CONNECT", b"SOURCE")  # the latter: of a protocol that calls itself ICE
         and version in ("1.0", "1.1")
         and names.count(b"host") in ((1,) if version == "1.1" else (0, 1))
         and coding in ([], [b"chunked"] if version == "1.1" else [])

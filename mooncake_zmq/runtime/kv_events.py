@@ -49,11 +49,12 @@ MAX_FOREIGN = 64
 
 @dataclass(slots=True)
 class _Replay:
-    """Batches `[number, stop)` are still to be sent, and the end marker after them."""
+    """Batches `[number, stop)` are still to be sent, and the end marker after them. `shown`: whose key who asked has shown."""
 
     number: int
     stop: int
     moved_at: float
+    shown: str
 
 
 class KvEventPublisher:
@@ -205,7 +206,7 @@ class KvEventPublisher:
         # A ROUTER polls as writable while any one peer is, so that waiting for POLLOUT would spin beside a stuck one.
         if self._replays:
             return REPLAY_RETRY_MS
-        return int(REFRESH_S * 1000) if self._shown else None
+        return int(REFRESH_S * 1000) if self._shown else None  # in time for a key that is dropped
 
     def _read_subscriptions(self) -> bool:
         """True: more may be waiting."""
@@ -213,12 +214,13 @@ class KvEventPublisher:
             message = receive(self._pub, self._connections.get(self._pub))
             if message is None:
                 return False
-            frame, told = message[0], message[0].bytes
-            if told[:1] == b"\1" and self._is_keyed(self._pub):
-                self._shown[came_by(frame)] = str(frame.get(USER_ID))
-            if told[:1] == b"\0" or (told[:1] == b"\1" and self._topic.startswith(told[1:])):
+            told, descriptor = message[0].bytes, came_by(message[0])
+            if told[:1] == b"\0" or descriptor < 0:  # he has gone
                 continue
-            descriptor = came_by(frame)
+            if told[:1] == b"\1" and (shown := self._shown_by(self._pub, message[0])):
+                self._shown[descriptor] = shown
+            if told[:1] == b"\1" and self._topic.startswith(told[1:]):
+                continue
             self._foreign[descriptor] += 1
             if self._foreign[descriptor] > MAX_FOREIGN:
                 del self._foreign[descriptor]
@@ -232,13 +234,22 @@ class KvEventPublisher:
             return
         self._looked_at = now
         for descriptor, shown in list(self._shown.items()):
-            if not self._sockets.holder("events", shown):
+            if not self._lets_in(shown):
                 del self._shown[descriptor]
                 self.counts["subscribers_cut"] += 1
                 cut(self._pub, descriptor)
+        for peer, replay in list(self._replays.items()):
+            if not self._lets_in(replay.shown):
+                del self._replays[peer]
+                self.counts["replays_dropped"] += 1
 
-    def _is_keyed(self, socket: "zmq.Socket[bytes]") -> bool:
-        return socket in self._connections and self._sockets.keys is not None
+    def _shown_by(self, socket: "zmq.Socket[bytes]", frame: zmq.Frame) -> str:
+        """Empty without keys."""
+        keyed = socket in self._connections and self._sockets.keys is not None
+        return str(frame.get(USER_ID)) if keyed else ""
+
+    def _lets_in(self, shown: str) -> bool:
+        return not shown or bool(self._sockets.holder("events", shown))
 
     def _publish_some(self) -> bool:
         """True: more is queued."""
@@ -271,19 +282,16 @@ class KvEventPublisher:
             peer, *frames = (frame.bytes for frame in message)
             if len(frames) != 2 or frames[0] or len(frames[1]) != NUMBER_BYTES:
                 self.counts["replay_garbage"] += 1
-            elif not self._may_replay(router, message[-1], peer):
+                continue
+            shown = self._shown_by(router, message[-1])
+            if not self._lets_in(shown) or (peer not in self._replays and len(self._replays) >= MAX_REPLAYS):
                 self.counts["replays_refused"] += 1
             else:
                 self.counts["replays"] += 1
                 start = int.from_bytes(frames[1], "big")
                 # What is published from now on the subscriber hears anyway: a replay need not chase it.
-                self._replays[peer] = _Replay(start, self._stop, time.monotonic())
+                self._replays[peer] = _Replay(start, self._stop, time.monotonic(), shown)
         return True
-
-    def _may_replay(self, router: "zmq.Socket[bytes]", asked: zmq.Frame, peer: bytes) -> bool:
-        if self._is_keyed(router) and not self._sockets.holder("events", str(asked.get(USER_ID))):
-            return False
-        return peer in self._replays or len(self._replays) < MAX_REPLAYS
 
     def _replay_some(self, router: "zmq.Socket[bytes]", now: float) -> bool:
         """True: a replay could go on at once."""

@@ -213,7 +213,7 @@ _POOL = {
     "kv_events_replays": "Replays asked for",
     "kv_events_replayed": "Batches replayed",
     "kv_events_replays_refused": "Replays refused: too many at once, or a key that was dropped",
-    "kv_events_replays_dropped": "Replays given up because their reader took nothing",
+    "kv_events_replays_dropped": "Replays given up: their reader took nothing, or his key was dropped",
     "kv_events_replay_garbage": "Requests for replays that could not be read",
     "kv_subscriber_batches": "Batches of a vLLM's KV events",
     "kv_subscriber_replayed": "Of these, replayed after a gap",

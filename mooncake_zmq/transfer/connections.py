@@ -67,6 +67,7 @@ class Connections:
         """Since when too much of a message is here without its end, and how large the process was then, by descriptor."""
         self._empty = True
         """Everything that was whole is taken."""
+        self._process = psutil.Process()
         self._monitor: zmq.Socket[bytes] = listening.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
@@ -144,7 +145,7 @@ class Connections:
             if not self._empty or self._untaken[descriptor] <= PARTIAL_BYTES:
                 self._partial.pop(descriptor, None)
                 continue
-            resident_bytes = psutil.Process().memory_info().rss
+            resident_bytes = self._process.memory_info().rss
             since, before_bytes = self._partial.setdefault(descriptor, (now, resident_bytes))
             if now - since > PARTIAL_S or resident_bytes - before_bytes > PARTIAL_GROWTH_BYTES:
                 self._cut(descriptor)

@@ -235,11 +235,14 @@ def store_server(directory: Path, sockets: Sockets, object_bytes: int = 8 << 20,
     )
 
 
-def test_a_store_client_reads_and_writes_by_its_key(directory: Path, tmp_path: Path, sockets: Callable[[str], Sockets]) -> None:
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_store_client_reads_and_writes_by_its_key(
+    shares: bool, directory: Path, tmp_path: Path, sockets: Callable[[str], Sockets]
+) -> None:
     server = store_server(tmp_path, sockets("a"))
     port = server.endpoint.rpartition(":")[2]
     store = MooncakeDistributedStore()
-    common = {"keys": str(directory), "key_name": "reader", "share_memory": False, "setup_timeout_s": 1.0}
+    common = {"keys": str(directory), "key_name": "reader", "share_memory": shares, "setup_timeout_s": 1.0}
     try:
         for address in (f"127.0.0.1:{port}", f"b@127.0.0.1:{port}"):  # no name to expect, and another's
             assert store.setup({"master_server_addr": address, **common}) == -900

@@ -520,6 +520,15 @@ def test_what_a_stream_is_told_and_does_not_answer_is_done_before_what_it_asks_n
     wait_for(lambda: server.counts["stream_garbage"] == 1, "its end")
 
 
+def test_who_maps_the_memory_needs_no_place_among_the_streams(server, connect, monkeypatch):
+    monkeypatch.setattr(stream_host, "MAX_STREAMS", 0)
+    store = connect(server)
+    assert store.put("there", b"v" * 300_000) == 0
+    assert store.get("there") == b"v" * 300_000
+    assert server.counts["streams_refused"] > 0
+    wait_for(lambda: server.gauges()["leases"] == 0, "the lease's end")
+
+
 def test_nobody_has_answers_sent_to_a_stream_by_taking_its_name(server, raw):
     peer = raw(True)
     with streaming(peer) as stream, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import os
 import threading
 import time
@@ -88,16 +89,26 @@ class Call:
         return self.link.stream or self.peer.open_stream(self.session, self.link, self.deadline)
 
     def ask(self, request: protocol.Reserve | protocol.Commit | protocol.Lease, expected: type[ReplyT]) -> ReplyT:
-        """By the stream, of a store whose memory we map. Raises Unreached, Forgotten or StreamError."""
+        """Of a store whose memory we map: by the stream, and where that broke off by the connection itself, which takes no room
+        among the store's streams. Raises Unreached, Forgotten or StreamError."""
+        if self.again:
+            self.peer.tell_abandoned(lambda note: self.link.send(note, self.deadline))
+            return self.link.ask(request, expected, self.deadline)
         stream = self.stream()
-        self.peer.tell_abandoned(stream)
+        self.peer.tell_abandoned(stream.send)
         stream.send(request)
-        return answer(request, stream.receive(protocol.decode_reply), expected)
+        stream.stop_at = self.deadline
+        reply = stream.receive(protocol.decode_reply)
+        stream.stop_at = math.inf
+        return answer(request, reply, expected)
 
     def tell(self, note: protocol.Note) -> None:
-        """Likewise what is not answered; lost with the stream, as the server's timers do the same in the end."""
-        with contextlib.suppress(StreamError):  # the next call finds it broken
-            self.stream().send(note)
+        """Likewise what is not answered; lost with the connection, as the server's timers do the same in the end."""
+        if not self.again:
+            with contextlib.suppress(StreamError):
+                self.stream().send(note)
+                return
+        self.link.tell(note)
 
 
 class Peer:
@@ -201,16 +212,16 @@ class Peer:
         """Nothing more will be written under this put: say so before the next request that copies."""
         self._abandoned.append(put_id)
 
-    def tell_abandoned(self, stream: Stream) -> None:
-        """By the stream of the request that follows: a put tried again would find its own first try under way, and take that
-        for somebody's who writes the same. Kept for the next one if it fails. Raises StreamError."""
+    def tell_abandoned(self, send: Callable[[protocol.Release], None]) -> None:
+        """By the way that the next request takes: a put tried again would find its own first try under way, and take that for
+        somebody's who writes the same. Kept for the next one if it fails. Raises what `send` raises."""
         taken: list[int] = []
         while self._abandoned:
             taken.append(self._abandoned.popleft())
         if taken:
             try:
-                stream.send(protocol.Release([], taken))
-            except StreamError:
+                send(protocol.Release([], taken))
+            except BaseException:
                 self._abandoned.extend(taken)
                 raise
 

@@ -132,7 +132,7 @@ class StoreServer:
                 {Reply: self._reply, Probe: self._probe, Drained: lambda _: self._drained.set(), ShelfChanged: on_shelf}
             )
             self._turns.take(Started())
-            self._streams = StoreStreams(self._turns, self.endpoint, stream_port, self._tickets, self._user_of, on_crash)
+            self._streams = StoreStreams(self._turns, self.endpoint, stream_port, self._tickets, self._named, on_crash)
         except BaseException:
             self._let_go()
             raise
@@ -240,7 +240,11 @@ class StoreServer:
 
     def _user_of(self, shown: str | None) -> str | None:
         """As whom the actor knows who has shown this; empty also: his key was dropped."""
-        return self._sockets.holder("store", shown) if self._keyed and shown is not None else self._keyless
+        return self._keyless if shown is None else self._sockets.holder("store", shown)
+
+    def _named(self, holder: str) -> str | None:
+        """Likewise the holder of a ticket, which stands for as long as his key."""
+        return holder if self._keyed else self._keyless
 
     def _lets_in(self, holder: str) -> bool:
         return not self._keyed or bool(self._sockets.holder("store", holder))

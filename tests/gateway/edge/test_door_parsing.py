@@ -91,6 +91,8 @@ AMBIGUOUS = {
     "a target with a space": b"GET /li ve HTTP/1.1\r\nhost: x\r\n\r\n",
     "a target that is not ASCII": b"GET /l\xc3\xafve HTTP/1.1\r\nhost: x\r\n\r\n",
     "a target with a control character": b"GET /li\x7fve HTTP/1.1\r\nhost: x\r\n\r\n",
+    "a target with a fragment": b"GET /live#x HTTP/1.1\r\nhost: x\r\n\r\n",
+    "a method of another protocol": b"SOURCE /live ICE/1.0\r\nhost: x\r\n\r\n",
     "a tunnel": b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
     "a greeting of TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     "nothing known": b"\xff" * 64,
@@ -251,6 +253,30 @@ def test_to_a_client_of_http_1_0_the_end_of_the_connection_is_that_of_the_answer
         assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
 
     served(client, SLOWLY)
+
+
+def test_a_client_of_http_1_0_is_met_in_it_whatever_else_it_wishes():
+    async def client(port):
+        wish = b"Connection: upgrade\r\nUpgrade: x\r\n"
+        for raw in (GET + wish + b"\r\n", streaming(wish), streaming(b"Expect: 100-continue\r\n")):
+            answer = await said(port, raw.replace(b"HTTP/1.1", b"HTTP/1.0"))
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert b"transfer-encoding" not in answer
+
+    served(client, SLOWLY)
+
+
+def test_nonsense_behind_an_answer_that_came_early_has_no_second_one():
+    async def client(port):
+        begin = b"POST /live HTTP/1.1\r\nhost: x\r\n" + CHUNKED + b"\r\n1\r\nx\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begin)
+        assert (await asyncio.wait_for(reader.readuntil(b"}}"), 5)).startswith(b"HTTP/1.1 405")
+        writer.write(b"nonsense\r\n")
+        assert await asyncio.wait_for(until_cut(reader), 10) == b""
+        writer.close()
+
+    served(client)
 
 
 def test_nonsense_in_a_body_that_nobody_asked_for_cuts_an_answer_that_has_begun():
