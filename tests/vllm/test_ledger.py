@@ -339,6 +339,54 @@ def test_blocks_that_are_sooner_loaded_are_promised():
     assert not world.ledger.counts
 
 
+def preempted(world: World) -> None:
+    """It was computed to its end, and had to go."""
+    world.ledger.allocated("r", 0, world.blocks["r"])
+    assert world.step(computed=len(TOKENS)).saves == ()
+
+
+def test_a_tail_that_is_left_does_not_keep_the_whole_from_being_loaded_after_a_preemption():
+    world = choosing(load_s=0.5, compute_s=1.0)
+    for _ in range(2):
+        world.ledger.choice.load_took(1, 0.4)
+    world.add()
+    assert world.matched(own=9 * B) == 0
+    preempted(world)
+    assert world.matched() == 10 * B
+    world.ledger.allocated("r", 10 * B, world.blocks["r"])
+    world.step()
+    world.ledger.loaded(["r"], set())
+    assert world.step(computed=len(TOKENS)).saves == (), "all of it is in the pool"
+
+
+def test_what_is_loaded_after_it_was_left_and_does_not_come_is_offered_again():
+    world = choosing(load_s=0.5, compute_s=1.0)
+    for _ in range(2):
+        world.ledger.choice.load_took(1, 0.4)
+    world.add()
+    assert world.matched(own=9 * B) == 0
+    preempted(world)
+    world.matched(own=2 * B)
+    world.ledger.allocated("r", 8 * B, world.blocks["r"])
+    world.step()
+    world.ledger.loaded(["r"], {5})
+    assert world.matched(own=0) == 0, "once is enough"
+    assert [save.blocks for save in world.step(computed=len(TOKENS)).saves] == [tuple(range(3, 11))]
+
+
+def test_a_whole_that_is_loaded_does_not_make_a_tail_worth_it_after_a_preemption():
+    world = choosing(load_s=0.5, compute_s=1.0)
+    for _ in range(2):
+        world.ledger.choice.load_took(1, 0.4)
+    world.add()
+    assert world.matched() == 10 * B
+    world.ledger.allocated("r", 10 * B, world.blocks["r"])
+    world.step()
+    world.ledger.loaded(["r"], set())
+    preempted(world)
+    assert world.matched(own=9 * B) == 0
+
+
 def test_what_is_computed_beside_does_not_count_for_loading():
     """Of 41 tokens that take 1 s, 4 in the pool."""
     world = choosing(load_s=3.0, compute_s=1.0)
@@ -362,6 +410,15 @@ def test_what_another_engine_prefilled_for_a_request_is_loaded_however_long_that
     world = choosing(load_s=3.0, compute_s=1.0)
     world.add(hints=Hints(coming_tokens=len(TOKENS)))
     assert world.matched() == 10 * B
+    assert not world.ledger.counts
+
+
+def test_what_came_in_time_is_loaded_however_long_the_engine_then_has_no_room():
+    world = choosing(load_s=3.0, compute_s=1.0)
+    world.add(hints=Hints(coming_tokens=len(TOKENS)))
+    assert world.matched() == 10 * B
+    world.now += 2 * world.ledger.coming_s
+    assert world.matched(own=B) == 9 * B
     assert not world.ledger.counts
 
 
