@@ -254,7 +254,8 @@ class _SchedulerHalf:
         self._anew = ""
         """In every chain's root since the engine was told that its KV is no longer good."""
         self._lookups = Lookups(_connected(settings, settings.asking))
-        self._choice = Choice()
+        scheduler = vllm_config.scheduler_config
+        self._choice = Choice(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
         self.ledger = Ledger(
             block_tokens=self._block_tokens,
             pool=self._lookups,
