@@ -24,6 +24,8 @@ PROBE_SHARE = 0.05
 """Of the time that leaving blocks has saved, what a probe may cost."""
 MOST_STEPS = 64
 """Under way at a time, more than any engine has; the end of an older one does not count."""
+MOST_LOADS = 4096
+"""Under way at a time; of an older one the ranks that have not reported are not waited for."""
 MILLION = 1_000_000
 
 
@@ -81,6 +83,8 @@ class Choice:
     _steps: Pace = field(default_factory=Pace)
     _under_way: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By step: when it was planned, and its tokens."""
+    _parts: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """By load, until all ranks have reported theirs: how many have, and the seconds of the slowest."""
     _number: int = 0
     _ended_at: float = 0.0
     _saved_s: dict[int, float] = field(default_factory=dict)
@@ -102,6 +106,17 @@ class Choice:
     def load_took(self, blocks: int, took_s: float) -> None:
         """All of these blocks came."""
         self._measure("load", self._loads, blocks, took_s)
+
+    def part_took(self, number: int, blocks: int, took_s: float, ranks: int) -> None:
+        """One rank's part of a load: it takes as long as the slowest one's. For ever: not all blocks came."""
+        told, slowest_s = self._parts.pop(number, (0, 0.0))
+        told, slowest_s = told + 1, max(slowest_s, took_s)
+        if told < ranks:
+            self._parts[number] = (told, slowest_s)
+            if len(self._parts) > MOST_LOADS:
+                del self._parts[next(iter(self._parts))]
+        elif slowest_s < math.inf:
+            self.load_took(blocks, slowest_s)
 
     def step_begins(self, now: float, tokens: int) -> int:
         """The number of a step that computes `tokens`; 0 if it computes none."""

@@ -55,6 +55,7 @@ class Pool(Protocol):
 class Load:
     """Blocks of one request to fill from the pool. `holders`: names of the stores that had them when they were promised."""
 
+    number: int
     request_id: str
     keys: tuple[Key, ...]
     blocks: tuple[int, ...]
@@ -194,7 +195,8 @@ class Ledger:
             stop = request.own + external_tokens // self.block_tokens
             keys = request.keys.upto(stop)[request.own :]
             holders = request.promise.lookup.holders if request.promise is not None else ()
-            request.load = Load(request_id, tuple(keys), tuple(blocks[request.own : stop]), holders)
+            self._number += 1
+            request.load = Load(self._number, request_id, tuple(keys), tuple(blocks[request.own : stop]), holders)
             self._loads.append(request.load)
             request.saved = max(request.saved, stop)
             self.counts["promised_blocks"] += len(keys)

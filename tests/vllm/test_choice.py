@@ -1,10 +1,12 @@
 """Load or compute: what is measured decides, a wrong measurement heals, and finding out costs a share of what it saves."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.vllm.choice import LATEST, MOST_STEPS, PROBE_SHARE, SLOWER, Choice, Pace, Verdict
+from mooncake_zmq.vllm.choice import LATEST, MOST_LOADS, MOST_STEPS, PROBE_SHARE, SLOWER, Choice, Pace, Verdict
 
 B = 16
 """Tokens of a block."""
@@ -178,6 +180,45 @@ def test_steps_that_compute_nothing_or_never_end_do_not_count():
     for number in lost[-2:]:
         choice.step_ended(1.0, number)
     assert choice.verdict(1, 1, 1) is Verdict.LEAVE
+
+
+def test_a_load_of_many_ranks_is_one_measurement():
+    choice = Choice()
+    step(choice, 1024, 0.1)
+    for _ in range(8):
+        choice.part_took(1, 64, 5.0, ranks=8)
+    assert choice.verdict(64, 1024, 1025) is Verdict.LOAD, "one bad moment"
+    for _ in range(8):
+        choice.part_took(2, 64, 5.0, ranks=8)
+    assert choice.verdict(64, 1024, 1025) is Verdict.LEAVE
+
+
+def test_a_load_takes_as_long_as_its_slowest_rank():
+    """Whose reports come one after the other, those of several loads mixed."""
+    choice = Choice()
+    step(choice, 1024, 0.1)
+    for took_s in (0.01, 1.0, 0.01, 0.01):
+        for number in (1, 2):
+            choice.part_took(number, 64, took_s, ranks=4)
+    assert choice.counts["load_us"] == 0, "two, of which nothing was expected"
+    assert choice.verdict(64, 1024, 1025) is Verdict.LEAVE
+
+
+def test_a_load_that_did_not_come_whole_on_every_rank_does_not_count():
+    choice = Choice()
+    step(choice, 1024, 0.1)
+    for number in (1, 2):
+        choice.part_took(number, 64, math.inf, ranks=2)
+        choice.part_took(number, 64, 5.0, ranks=2)
+    assert choice.verdict(64, 1024, 1025) is Verdict.LOAD
+    assert not choice._parts
+
+
+def test_a_rank_that_never_reports_leaves_nothing_behind():
+    choice = Choice()
+    for number in range(2 * MOST_LOADS):
+        choice.part_took(number, 64, 5.0, ranks=2)
+    assert list(choice._parts) == list(range(MOST_LOADS, 2 * MOST_LOADS))
 
 
 @given(measured, sizes)

@@ -91,6 +91,19 @@ def test_what_the_pool_has_beyond_the_engines_own_is_promised_and_held_until_loa
     assert world.step().loads == (), "once"
 
 
+def test_every_load_has_a_number_of_its_own_also_of_the_same_request():
+    world = World()
+    world.fill(6)
+    world.add()
+    numbers = []
+    for _ in range(3):
+        world.matched()
+        world.ledger.allocated("r", 6 * B, world.blocks["r"])
+        numbers += [load.number for load in world.step().loads]
+        world.ledger.loaded(["r"], set())
+    assert len(set(numbers)) == 3
+
+
 def test_one_rank_without_its_part_is_a_block_less():
     world = World(ranks=2)
     world.fill(5)
