@@ -219,16 +219,13 @@ class Ledger:
         return Orders(tuple(loads), tuple(saves), idle)
 
     def loaded(self, request_ids: Iterable[str], failed: set[int]) -> None:
-        """These loads are over; `failed`: blocks that did not come, which are computed."""
+        """These loads are over. `failed`: blocks that did not come and are computed; one rank may tell before another ends."""
+        if failed:
+            self._fail(failed)
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and request.load is not None:
                 self._let_go(request)
-                if not failed.isdisjoint(request.load.blocks):
-                    # Once is enough: a pool that promises what it cannot give would keep the request waiting for ever.
-                    request.has_failed = True
-                    request.saved = min(request.saved, request.own)
-                    self.counts["failed_loads"] += 1
                 request.load = None
 
     def saved(self, numbers: Iterable[int], ranks: int) -> list[int]:
@@ -270,6 +267,14 @@ class Ledger:
         names = object_names(self.shelves, request.keys.upto(stop)[first:])
         request.promise = _Promise(first, stop, self.pool.ask(names, request.hints.sources), now)
         return request.promise
+
+    def _fail(self, blocks: set[int]) -> None:
+        """Once is enough: a pool that promises what it cannot give would keep the request waiting for ever."""
+        for request in self._requests.values():
+            if request.load is not None and not request.has_failed and not blocks.isdisjoint(request.load.blocks):
+                request.has_failed = True
+                request.saved = min(request.saved, request.own)
+                self.counts["failed_loads"] += 1
 
     def _is_coming(self, now: float, request: _Request, there: int, stop: int) -> bool:
         """Is there more than what is `there` that is worth waiting for?"""

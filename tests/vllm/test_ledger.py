@@ -183,6 +183,24 @@ def test_blocks_that_did_not_come_are_offered_again_and_the_pool_is_not_asked_tw
     assert [save.blocks for save in world.step(computed=6 * B).saves] == [(1, 2, 3, 4, 5, 6)]
 
 
+def test_blocks_that_did_not_come_to_the_quicker_of_two_ranks_are_offered_again_too():
+    world = World(ranks=2)
+    for name in ("r", "other"):
+        world.add(name)
+        world.fill(6)
+        world.matched(name=name)
+    world.ledger.allocated("r", 6 * B, world.blocks["r"])
+    world.ledger.allocated("other", 6 * B, list(range(21, 40)))
+    world.step()
+    world.ledger.loaded([], {4, 5, 6})
+    assert world.pool.held, "the other rank still reads"
+    world.ledger.loaded(["r", "other"], set())
+    assert world.ledger.counts["failed_loads"] == 1
+    assert world.matched() == 0
+    assert world.matched(name="other") == 6 * B
+    assert [save.blocks for save in world.step(computed=6 * B).saves] == [(1, 2, 3, 4, 5, 6)]
+
+
 def test_blocks_are_saved_as_their_last_token_is_computed_and_certain():
     world = World()
     world.add()
