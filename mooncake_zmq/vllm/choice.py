@@ -1,9 +1,12 @@
 """Which is sooner there, KV that is loaded or KV that is computed, by what either took of late. PURE.
 
 Steps of the engine tell their pace in any case. Loads tell theirs while blocks are loaded; while they are left, a probe does
-now and then, so that what was measured in bad moments is not believed for ever. What has not been measured twice is loaded.
+now and then, so that what was measured in bad moments is not believed for ever. What has not been measured twice is loaded, so
+are more blocks than twice what has: small loads say little of large ones, which say it themselves once they are loaded.
 """
 
+import math
+import sys
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -15,10 +18,14 @@ LATEST = 5
 SLOWER = 1.25
 """Blocks that were loaded so far are left if loading takes more than so many times as long as computing; blocks that were left
 are loaded again once it takes no longer."""
+KNOWN_LOADS = 2.0
+"""Loads of up to so many times the blocks of the largest measured are known."""
 PROBE_SHARE = 0.05
 """Of the time that leaving blocks has saved, what a probe may cost."""
 MOST_STEPS = 64
 """Under way at a time, more than any engine has; the end of an older one does not count."""
+MOST_LOADS = 4096
+"""Under way at a time; of an older one the ranks that have not reported are not waited for."""
 MILLION = 1_000_000
 
 
@@ -31,9 +38,11 @@ class Verdict(Enum):
 
 
 class Pace:
-    """Seconds by size: a line through the measured median of each power of two; in proportion beyond the last."""
+    """Seconds by size: a line through the measured median of each power of two, which goes on beyond the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: float = math.inf) -> None:
+        """`known`: nothing is expected of what is more than so many times as large as the largest that was measured."""
+        self._known = known
         self._latest: dict[int, deque[tuple[float, int]]] = {}
         """By the size's bits: seconds a unit, and the size."""
         self._medians: dict[int, tuple[int, float]] = {}
@@ -47,23 +56,35 @@ class Pace:
             self._medians[bits] = (median_size, rate * median_size)
 
     def expected_s(self, size: int) -> float | None:
-        """None if nothing has been measured twice."""
-        if not self._medians:
-            return None
+        """None if nothing has been measured twice, or nothing as large."""
         points = sorted(self._medians.values())
+        if not points or size > self._known * points[-1][0]:
+            return None
         sizes, seconds = [0, *(each for each, _ in points)], [0.0, *(each_s for _, each_s in points)]
-        return float(numpy.interp(size, sizes, seconds)) * max(1.0, size / sizes[-1])
+        return float(numpy.interp(size, sizes, seconds)) + max(0, size - sizes[-1]) * _rise(points)
+
+
+def _rise(points: list[tuple[int, float]]) -> float:
+    """Seconds a unit beyond the last point: as from the first to it, since neighbours differ by chance. In proportion at most,
+    and where there is but one."""
+    (first, first_s), (last, last_s) = points[0], points[-1]
+    rate = last_s / last
+    return rate if first == last else min(rate, max(0.0, (last_s - first_s) / (last - first)))
 
 
 @dataclass(slots=True)
 class Choice:
-    """See the module. `counts`: microseconds that steps and loads took, and by how much they were not what was expected."""
+    """See the module. `step_tokens`: what the engine computes in one step at most. `counts`: microseconds that steps and loads
+    took, and by how much they were not what was expected."""
 
+    step_tokens: int = sys.maxsize
     counts: Counter[str] = field(default_factory=Counter)
-    _loads: Pace = field(default_factory=Pace)
+    _loads: Pace = field(default_factory=lambda: Pace(KNOWN_LOADS))
     _steps: Pace = field(default_factory=Pace)
     _under_way: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By step: when it was planned, and its tokens."""
+    _parts: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """By load, until all ranks have reported theirs: how many have, and the seconds of the slowest."""
     _number: int = 0
     _ended_at: float = 0.0
     _saved_s: dict[int, float] = field(default_factory=dict)
@@ -71,10 +92,11 @@ class Choice:
 
     def verdict(self, blocks: int, tokens: int, of_tokens: int) -> Verdict:
         """On `blocks` with the KV of `tokens`, of `of_tokens` that are computed otherwise."""
-        load_s, all_s = self._loads.expected_s(blocks), self._steps.expected_s(of_tokens)
-        if load_s is None or all_s is None:
+        at_once = min(of_tokens, self.step_tokens)
+        load_s, step_s = self._loads.expected_s(blocks), self._steps.expected_s(at_once)
+        if load_s is None or step_s is None:
             return Verdict.LOAD
-        compute_s = all_s * tokens / of_tokens
+        compute_s = step_s * tokens / at_once
         bits = blocks.bit_length()
         if load_s <= compute_s * (1.0 if bits in self._saved_s else SLOWER):
             self._saved_s.pop(bits, None)
@@ -84,6 +106,17 @@ class Choice:
     def load_took(self, blocks: int, took_s: float) -> None:
         """All of these blocks came."""
         self._measure("load", self._loads, blocks, took_s)
+
+    def part_took(self, number: int, blocks: int, took_s: float, ranks: int) -> None:
+        """One rank's part of a load: it takes as long as the slowest one's. For ever: not all blocks came."""
+        told, slowest_s = self._parts.pop(number, (0, 0.0))
+        told, slowest_s = told + 1, max(slowest_s, took_s)
+        if told < ranks:
+            self._parts[number] = (told, slowest_s)
+            if len(self._parts) > MOST_LOADS:
+                del self._parts[next(iter(self._parts))]
+        elif slowest_s < math.inf:
+            self.load_took(blocks, slowest_s)
 
     def step_begins(self, now: float, tokens: int) -> int:
         """The number of a step that computes `tokens`; 0 if it computes none."""

@@ -65,12 +65,12 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler, after step `number`. `saved`: the number of a save once for each rank that is done
-    with it; `loads_took`: blocks and seconds."""
+    """From the workers to the scheduler, after step `number`. Once for each rank that is done with it: `saved`, the number of a
+    save, and `loads_took`, a load's number, blocks and seconds."""
 
     number: int
     saved: list[int]
-    loads_took: list[tuple[int, float]]
+    loads_took: list[tuple[int, int, float]]
 
     def aggregate(self, other: "StepReport") -> "StepReport":
         return StepReport(self.number, self.saved + other.saved, self.loads_took + other.loads_took)
@@ -254,7 +254,8 @@ class _SchedulerHalf:
         self._anew = ""
         """In every chain's root since the engine was told that its KV is no longer good."""
         self._lookups = Lookups(_connected(settings, settings.asking))
-        self._choice = Choice()
+        scheduler = vllm_config.scheduler_config
+        self._choice = Choice(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
         self.ledger = Ledger(
             block_tokens=self._block_tokens,
             pool=self._lookups,
@@ -290,9 +291,10 @@ class _SchedulerHalf:
 
     def learn(self, report: StepReport) -> None:
         self._choice.step_ended(time.monotonic(), report.number)
-        for blocks, took_s in report.loads_took:
-            self._choice.load_took(blocks, took_s)
-        over = self.ledger.saved(report.saved, len(self.ledger.shelves))
+        ranks = len(self.ledger.shelves)
+        for number, blocks, took_s in report.loads_took:
+            self._choice.part_took(number, blocks, took_s, ranks)
+        over = self.ledger.saved(report.saved, ranks)
         self.block_pool.free_blocks([self.block_pool.blocks[block] for block in reversed(over)])
 
     def can_free(self) -> bool:

@@ -55,6 +55,7 @@ class Pool(Protocol):
 class Load:
     """Blocks of one request to fill from the pool. `holders`: names of the stores that had them when they were promised."""
 
+    number: int
     request_id: str
     keys: tuple[Key, ...]
     blocks: tuple[int, ...]
@@ -108,8 +109,16 @@ class _Request:
     saved: int = 0
     promise: _Promise | None = None
     load: Load | None = None
-    may_load: bool | None = None
-    """None: not decided yet."""
+    decided: tuple[int, int] | None = None
+    """`own`, and where what was wanted stops, when it was last decided whether that is worth loading. Either changes while the
+    request waits, and above all by a preemption."""
+    is_worth_it: bool = True
+    has_failed: bool = False
+    """A load did not come; nothing of it is loaded any more."""
+
+    def is_left(self, own: int, stop: int) -> bool:
+        """Decided as it stands: not worth loading."""
+        return self.decided == (own, stop) and not self.is_worth_it
 
 
 @dataclass(slots=True)
@@ -154,7 +163,7 @@ class Ledger:
             return 0
         own, partial = divmod(own_tokens, self.block_tokens)
         stop = (tokens - 1) // self.block_tokens
-        if partial or request.may_load is False or stop <= own:
+        if partial or request.has_failed or stop <= own or request.is_left(own, stop):
             self._let_go(request)
             return 0
         request.own = own
@@ -169,11 +178,11 @@ class Ledger:
             self._let_go(request)
             return 0
         there = promise.first + found // len(self.shelves)
-        if there < self._coming(now, request, stop):
+        if self._is_coming(now, request, there, stop):
             if now - promise.asked_at >= AGAIN_S:
                 self._ask(now, request, own, stop)
             return None
-        if there <= own or not self._is_worth_it(request, there - own, tokens - own_tokens):
+        if there <= own or not self._is_worth_it(request, stop, there - own, tokens - own_tokens):
             return 0
         return (there - own) * self.block_tokens
 
@@ -186,7 +195,8 @@ class Ledger:
             stop = request.own + external_tokens // self.block_tokens
             keys = request.keys.upto(stop)[request.own :]
             holders = request.promise.lookup.holders if request.promise is not None else ()
-            request.load = Load(request_id, tuple(keys), tuple(blocks[request.own : stop]), holders)
+            self._number += 1
+            request.load = Load(self._number, request_id, tuple(keys), tuple(blocks[request.own : stop]), holders)
             self._loads.append(request.load)
             request.saved = max(request.saved, stop)
             self.counts["promised_blocks"] += len(keys)
@@ -209,16 +219,13 @@ class Ledger:
         return Orders(tuple(loads), tuple(saves), idle)
 
     def loaded(self, request_ids: Iterable[str], failed: set[int]) -> None:
-        """These loads are over; `failed`: blocks that did not come, which are computed."""
+        """These loads are over. `failed`: blocks that did not come and are computed; one rank may tell before another ends."""
+        if failed:
+            self._fail(failed)
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and request.load is not None:
                 self._let_go(request)
-                if not failed.isdisjoint(request.load.blocks):
-                    # Once is enough: a pool that promises what it cannot give would keep the request waiting for ever.
-                    request.may_load = False
-                    request.saved = min(request.saved, request.own)
-                    self.counts["failed_loads"] += 1
                 request.load = None
 
     def saved(self, numbers: Iterable[int], ranks: int) -> list[int]:
@@ -261,30 +268,43 @@ class Ledger:
         request.promise = _Promise(first, stop, self.pool.ask(names, request.hints.sources), now)
         return request.promise
 
-    def _coming(self, now: float, request: _Request, stop: int) -> int:
-        """Blocks that are worth waiting for."""
-        wanted = min(request.hints.coming_tokens // self.block_tokens, stop)
+    def _fail(self, blocks: set[int]) -> None:
+        """Once is enough: a pool that promises what it cannot give would keep the request waiting for ever."""
+        for request in self._requests.values():
+            if request.load is not None and not request.has_failed and not blocks.isdisjoint(request.load.blocks):
+                request.has_failed = True
+                request.saved = min(request.saved, request.own)
+                self.counts["failed_loads"] += 1
+
+    def _is_coming(self, now: float, request: _Request, there: int, stop: int) -> bool:
+        """Is there more than what is `there` that is worth waiting for?"""
         if request.coming_until is None:
             request.coming_until = now + self.coming_s
-        if wanted and now >= request.coming_until:
+        if there >= min(request.hints.coming_tokens // self.block_tokens, stop):
+            return False
+        if now >= request.coming_until:
             self.counts["late_requests"] += 1
             request.hints = replace(request.hints, coming_tokens=0)
-            return 0
-        return wanted
+            return False
+        return True
 
-    def _is_worth_it(self, request: _Request, blocks: int, of_tokens: int) -> bool:
-        """Decided once for a request. What another engine prefilled for it is, or it would not have been sent here."""
-        if request.may_load is None:
-            request.may_load = True
-            if self.choice is not None and not request.hints.coming_tokens:
-                verdict = self.choice.verdict(blocks, blocks * self.block_tokens, of_tokens)
-                request.may_load = verdict is not Verdict.LEAVE
-                if verdict is not Verdict.LOAD:
-                    self.counts["probed_blocks" if request.may_load else "left_blocks"] += blocks
-            if not request.may_load:
-                self._let_go(request)
-                request.saved = max(request.saved, request.own + blocks)
-        return request.may_load
+    def _is_worth_it(self, request: _Request, stop: int, blocks: int, of_tokens: int) -> bool:
+        """Decided once as things stand. What another engine prefilled for it is, or it would not have been sent here."""
+        if self.choice is None or request.hints.coming_tokens:
+            return True
+        if request.decided != (request.own, stop):
+            request.decided = (request.own, stop)
+            request.is_worth_it = self._decide(self.choice, blocks, of_tokens)
+        if not request.is_worth_it:
+            self._let_go(request)
+            request.saved = max(request.saved, request.own + blocks)
+        return request.is_worth_it
+
+    def _decide(self, choice: Choice, blocks: int, of_tokens: int) -> bool:
+        verdict = choice.verdict(blocks, blocks * self.block_tokens, of_tokens)
+        if verdict is not Verdict.LOAD:
+            self.counts["left_blocks" if verdict is Verdict.LEAVE else "probed_blocks"] += blocks
+        return verdict is not Verdict.LEAVE
 
     def _is_stale(self, promise: _Promise, now: float) -> bool:
         return promise.lookup.answer() is not None and now > promise.lookup.until - HOLD_LEFT_S

@@ -4,6 +4,7 @@ Whoever orders keeps the blocks as they are until the end is told; so it does no
 store that is gone or stopped costs is this thread's time. What fails is told by block, and counted.
 """
 
+import math
 import threading
 import time
 from collections import Counter
@@ -58,10 +59,10 @@ class HostMemory:
 
 @dataclass(slots=True)
 class Moved:
-    """What ended since the last look. `loads_took`: blocks and seconds of loads that came whole."""
+    """What ended since the last look. `loads_took`: each load's number, blocks and seconds; for ever if not all of it came."""
 
     loaded: set[str] = field(default_factory=set)
-    loads_took: list[tuple[int, float]] = field(default_factory=list)
+    loads_took: list[tuple[int, int, float]] = field(default_factory=list)
     failed_blocks: set[int] = field(default_factory=set)
     saved: list[int] = field(default_factory=list)
 
@@ -178,11 +179,11 @@ class Mover:
     def _end_load(self, load: Load, good: int, took_s: float = 0.0) -> None:
         with self._changed:
             self._moved.loaded.add(load.request_id)
-            if good == len(load.blocks):
-                self._moved.loads_took.append((good, took_s))
+            blocks = len(load.blocks)
+            self._moved.loads_took.append((load.number, blocks, took_s if good == blocks else math.inf))
             self._moved.failed_blocks.update(load.blocks[good:])
             self._counts["loaded_blocks"] += good
-            self._counts["failed_blocks"] += len(load.blocks) - good
+            self._counts["failed_blocks"] += blocks - good
             self._under_way -= 1
             self._changed.notify()
 

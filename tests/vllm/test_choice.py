@@ -1,10 +1,12 @@
 """Load or compute: what is measured decides, a wrong measurement heals, and finding out costs a share of what it saves."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.vllm.choice import LATEST, MOST_STEPS, PROBE_SHARE, SLOWER, Choice, Pace, Verdict
+from mooncake_zmq.vllm.choice import LATEST, MOST_LOADS, MOST_STEPS, PROBE_SHARE, SLOWER, Choice, Pace, Verdict
 
 B = 16
 """Tokens of a block."""
@@ -73,15 +75,15 @@ def test_a_quick_gpu_leaves_what_one_thread_would_load_and_looks_again_now_and_t
     assert machine.took_s < (1 + 2 * PROBE_SHARE) * 420 * 128 * B / 39_000
 
 
-@given(measured, measured, sizes, st.integers(0, 50_000))
-def test_what_always_came_sooner_is_always_loaded(loads, steps, blocks, rest):
-    """However much paces vary: every load took less a token than every step."""
-    choice = Choice()
+@given(measured, measured, sizes, st.integers(0, 50_000), rates)
+def test_what_always_came_sooner_is_always_loaded(loads, steps, blocks, rest, rate_of_most):
+    """However much paces vary: every load took less a token than every step, the largest one too."""
+    choice = Choice(step_tokens=4096)
     slowest = max(rate for _, rate in loads) / B
     now = 0.0
     for size, rate in loads:
         choice.load_took(size, size * rate)
-    for size, rate in steps:
+    for size, rate in [*steps, *2 * [(8191, rate_of_most)]]:
         number = choice.step_begins(now, size)
         now += size * (slowest + rate)
         choice.step_ended(now, number)
@@ -103,7 +105,7 @@ def test_loads_that_were_measured_too_slow_are_found_out(wrong, requests):
     assert [machine.request(blocks) for blocks in requests] == [Verdict.LOAD] * len(requests)
 
 
-@given(rates, rates, st.lists(st.integers(1, 300), min_size=1, max_size=300))
+@given(rates, rates, st.lists(st.integers(1, 128), min_size=1, max_size=300))
 def test_probes_cost_a_share_of_what_is_saved(load_s, compute_s, requests):
     choice = Choice()
     machine = Machine(choice, load_s=load_s, compute_s=compute_s)
@@ -180,13 +182,55 @@ def test_steps_that_compute_nothing_or_never_end_do_not_count():
     assert choice.verdict(1, 1, 1) is Verdict.LEAVE
 
 
+def test_a_load_of_many_ranks_is_one_measurement():
+    choice = Choice()
+    step(choice, 1024, 0.1)
+    for _ in range(8):
+        choice.part_took(1, 64, 5.0, ranks=8)
+    assert choice.verdict(64, 1024, 1025) is Verdict.LOAD, "one bad moment"
+    for _ in range(8):
+        choice.part_took(2, 64, 5.0, ranks=8)
+    assert choice.verdict(64, 1024, 1025) is Verdict.LEAVE
+
+
+def test_a_load_takes_as_long_as_its_slowest_rank():
+    """Whose reports come one after the other, those of several loads mixed."""
+    choice = Choice()
+    step(choice, 1024, 0.1)
+    for took_s in (0.01, 1.0, 0.01, 0.01):
+        for number in (1, 2):
+            choice.part_took(number, 64, took_s, ranks=4)
+    assert choice.counts["load_us"] == 0, "two, of which nothing was expected"
+    assert choice.verdict(64, 1024, 1025) is Verdict.LEAVE
+
+
+def test_a_load_that_did_not_come_whole_on_every_rank_does_not_count():
+    choice = Choice()
+    step(choice, 1024, 0.1)
+    for number in (1, 2):
+        choice.part_took(number, 64, math.inf, ranks=2)
+        choice.part_took(number, 64, 5.0, ranks=2)
+    assert choice.verdict(64, 1024, 1025) is Verdict.LOAD
+    assert not choice._parts
+
+
+def test_a_rank_that_never_reports_leaves_nothing_behind():
+    choice = Choice()
+    for number in range(2 * MOST_LOADS):
+        choice.part_took(number, 64, 5.0, ranks=2)
+    assert list(choice._parts) == list(range(MOST_LOADS, 2 * MOST_LOADS))
+
+
 @given(measured, sizes)
 def test_a_pace_expects_nothing_beyond_what_it_has_seen(durations, size):
     pace = Pace()
     for each, rate in durations * 2:
         pace.add(each, each * rate)
     seen = [rate for _, rate in durations]
-    assert min(seen) * (1 - 1e-9) <= pace.expected_s(size) / size <= max(seen) * (1 + 1e-9)
+    known = min(size, max(each for each, _ in pace._medians.values()))
+    assert min(seen) * (1 - 1e-9) <= pace.expected_s(known) / known
+    assert pace.expected_s(size) / size <= max(seen) * (1 + 1e-9)
+    assert pace.expected_s(known) <= pace.expected_s(size)
 
 
 @pytest.mark.parametrize(("slow_at", "count"), [*((number, LATEST) for number in range(LATEST)), (0, 2), (1, 2)])
@@ -212,4 +256,58 @@ def test_a_pace_knows_that_small_things_take_longer_for_their_size():
         pace.add(2048, 0.051)
     assert pace.expected_s(8) == pytest.approx(0.037)
     assert 0.037 < pace.expected_s(100) < 0.05
-    assert pace.expected_s(4096) == pytest.approx(0.102)
+    assert pace.expected_s(4088) == pytest.approx(0.051 + 0.014), "as from 8 to 2048 once more"
+
+
+def test_a_pace_that_grew_no_slower_does_not_run_backwards():
+    pace = Pace()
+    for _ in range(2):
+        pace.add(1, 0.021)
+        pace.add(32, 0.020)
+    assert pace.expected_s(8192) == 0.020
+
+
+def test_small_loads_do_not_make_large_ones_look_slow():
+    """2.9 ms and 0.1 ms a block, beside 0.8 s of computing."""
+    choice = Choice()
+    step(choice, 8192, 0.8)
+    for _ in range(LATEST):
+        choice.load_took(1, 0.003)
+    for _ in range(100):
+        assert choice.verdict(512, 8192, 8193) is Verdict.LOAD
+        choice.load_took(512, 0.054)
+
+
+def test_loads_of_more_than_twice_the_largest_measured_are_not_known():
+    choice = Choice()
+    step(choice, 8192, 0.1)
+    for _ in range(2):
+        choice.load_took(100, 10.0)
+    assert choice.verdict(200, 3200, 8192) is Verdict.LEAVE
+    assert choice.verdict(201, 3216, 8192) is Verdict.LOAD
+    for _ in range(2):
+        choice.load_took(201, 20.0)
+    assert choice.verdict(201, 3216, 8192) is Verdict.LEAVE
+
+
+def test_small_steps_do_not_make_large_ones_look_slow():
+    """20 ms and 0.1 ms a token: 8192 tokens are computed in 0.84 s, not in 82 s."""
+    choice = Choice()
+    for tokens in (2, 40):
+        step(choice, tokens, 0.02 + 1e-4 * tokens)
+    for _ in range(2):
+        choice.load_took(512, 5.0)
+    assert choice.verdict(512, 8192, 8192) is Verdict.LEAVE
+
+
+def test_what_is_computed_in_several_steps_takes_as_long_as_several_steps():
+    """20 ms and 0.1 ms a token, at most 200 tokens at a time: 8000 tokens take 1.6 s."""
+    choice = Choice(step_tokens=200)
+    for tokens in (2, 200):
+        step(choice, tokens, 0.02 + 1e-4 * tokens)
+    for _ in range(2):
+        choice.load_took(500, 1.4)
+    assert choice.verdict(500, 8000, 8000) is Verdict.LOAD
+    for _ in range(LATEST):
+        choice.load_took(500, 1.6 * SLOWER + 0.01)
+    assert choice.verdict(500, 8000, 8000) is Verdict.LEAVE

@@ -91,6 +91,19 @@ def test_what_the_pool_has_beyond_the_engines_own_is_promised_and_held_until_loa
     assert world.step().loads == (), "once"
 
 
+def test_every_load_has_a_number_of_its_own_also_of_the_same_request():
+    world = World()
+    world.fill(6)
+    world.add()
+    numbers = []
+    for _ in range(3):
+        world.matched()
+        world.ledger.allocated("r", 6 * B, world.blocks["r"])
+        numbers += [load.number for load in world.step().loads]
+        world.ledger.loaded(["r"], set())
+    assert len(set(numbers)) == 3
+
+
 def test_one_rank_without_its_part_is_a_block_less():
     world = World(ranks=2)
     world.fill(5)
@@ -167,6 +180,24 @@ def test_blocks_that_did_not_come_are_offered_again_and_the_pool_is_not_asked_tw
     assert world.ledger.counts["failed_loads"] == 1
     assert world.matched() == 0
     assert world.pool.asked == 1
+    assert [save.blocks for save in world.step(computed=6 * B).saves] == [(1, 2, 3, 4, 5, 6)]
+
+
+def test_blocks_that_did_not_come_to_the_quicker_of_two_ranks_are_offered_again_too():
+    world = World(ranks=2)
+    for name in ("r", "other"):
+        world.add(name)
+        world.fill(6)
+        world.matched(name=name)
+    world.ledger.allocated("r", 6 * B, world.blocks["r"])
+    world.ledger.allocated("other", 6 * B, list(range(21, 40)))
+    world.step()
+    world.ledger.loaded([], {4, 5, 6})
+    assert world.pool.held, "the other rank still reads"
+    world.ledger.loaded(["r", "other"], set())
+    assert world.ledger.counts["failed_loads"] == 1
+    assert world.matched() == 0
+    assert world.matched(name="other") == 6 * B
     assert [save.blocks for save in world.step(computed=6 * B).saves] == [(1, 2, 3, 4, 5, 6)]
 
 
@@ -339,6 +370,54 @@ def test_blocks_that_are_sooner_loaded_are_promised():
     assert not world.ledger.counts
 
 
+def preempted(world: World) -> None:
+    """It was computed to its end, and had to go."""
+    world.ledger.allocated("r", 0, world.blocks["r"])
+    assert world.step(computed=len(TOKENS)).saves == ()
+
+
+def test_a_tail_that_is_left_does_not_keep_the_whole_from_being_loaded_after_a_preemption():
+    world = choosing(load_s=0.5, compute_s=1.0)
+    for _ in range(2):
+        world.ledger.choice.load_took(1, 0.4)
+    world.add()
+    assert world.matched(own=9 * B) == 0
+    preempted(world)
+    assert world.matched() == 10 * B
+    world.ledger.allocated("r", 10 * B, world.blocks["r"])
+    world.step()
+    world.ledger.loaded(["r"], set())
+    assert world.step(computed=len(TOKENS)).saves == (), "all of it is in the pool"
+
+
+def test_what_is_loaded_after_it_was_left_and_does_not_come_is_offered_again():
+    world = choosing(load_s=0.5, compute_s=1.0)
+    for _ in range(2):
+        world.ledger.choice.load_took(1, 0.4)
+    world.add()
+    assert world.matched(own=9 * B) == 0
+    preempted(world)
+    world.matched(own=2 * B)
+    world.ledger.allocated("r", 8 * B, world.blocks["r"])
+    world.step()
+    world.ledger.loaded(["r"], {5})
+    assert world.matched(own=0) == 0, "once is enough"
+    assert [save.blocks for save in world.step(computed=len(TOKENS)).saves] == [tuple(range(3, 11))]
+
+
+def test_a_whole_that_is_loaded_does_not_make_a_tail_worth_it_after_a_preemption():
+    world = choosing(load_s=0.5, compute_s=1.0)
+    for _ in range(2):
+        world.ledger.choice.load_took(1, 0.4)
+    world.add()
+    assert world.matched() == 10 * B
+    world.ledger.allocated("r", 10 * B, world.blocks["r"])
+    world.step()
+    world.ledger.loaded(["r"], set())
+    preempted(world)
+    assert world.matched(own=9 * B) == 0
+
+
 def test_what_is_computed_beside_does_not_count_for_loading():
     """Of 41 tokens that take 1 s, 4 in the pool."""
     world = choosing(load_s=3.0, compute_s=1.0)
@@ -362,6 +441,15 @@ def test_what_another_engine_prefilled_for_a_request_is_loaded_however_long_that
     world = choosing(load_s=3.0, compute_s=1.0)
     world.add(hints=Hints(coming_tokens=len(TOKENS)))
     assert world.matched() == 10 * B
+    assert not world.ledger.counts
+
+
+def test_what_came_in_time_is_loaded_however_long_the_engine_then_has_no_room():
+    world = choosing(load_s=3.0, compute_s=1.0)
+    world.add(hints=Hints(coming_tokens=len(TOKENS)))
+    assert world.matched() == 10 * B
+    world.now += 2 * world.ledger.coming_s
+    assert world.matched(own=B) == 9 * B
     assert not world.ledger.counts
 
 

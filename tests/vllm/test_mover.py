@@ -1,5 +1,6 @@
 """The threads of both halves against real stores: what is saved comes back as it was, and what a store does to it is a miss."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ class Engine:
         client.connect()
         self.mover = Mover(client, shelf, self.memory, self.memory, threads)
         self.number = 0
-        self.loads_took: list[tuple[int, float]] = []
+        self.loads_took: list[tuple[int, int, float]] = []
 
     def save(self, *blocks: int) -> None:
         self.number += 1
@@ -47,7 +48,8 @@ class Engine:
 
     def load(self, *blocks: int) -> set[int]:
         """The blocks that did not come."""
-        self.mover.load(Load("r", KEYS[: len(blocks)], blocks))
+        self.number += 1
+        self.mover.load(Load(self.number, "r", KEYS[: len(blocks)], blocks))
         moved = self.ended(lambda moved: bool(moved.loaded))
         assert moved.loaded == {"r"}
         self.loads_took += moved.loads_took
@@ -137,10 +139,10 @@ def test_how_long_a_load_took_is_told_if_all_of_it_came(make_pool, engine):
     one.save(0, 1, 2, 3)
     one.load(9, 8, 7, 6)
     one.load(9, 8)
-    assert [blocks for blocks, _ in one.loads_took] == [4, 2]
-    assert all(took_s > 0 for _, took_s in one.loads_took)
+    assert [(number, blocks) for number, blocks, _ in one.loads_took] == [(2, 4), (3, 2)]
+    assert all(0 < took_s < math.inf for _, _, took_s in one.loads_took)
     assert one.load(9, 8, 7, 6, 5) == {5}
-    assert len(one.loads_took) == 2
+    assert one.loads_took[2:] == [(4, 5, math.inf)]
 
 
 def test_blocks_that_are_on_disk_alone_come_too(make_pool, engine, lookups):
@@ -229,7 +231,7 @@ def test_a_pool_that_is_stopped_keeps_nobody_waiting_but_the_threads(make_pool, 
     one.save(0, 1)
     with server._turns:  # it hears, and does not answer
         lookup = asks.ask(object_names([SHELF], KEYS[:2]))
-        asked = Load("r", KEYS[:2], (4, 5))
+        asked = Load(1, "r", KEYS[:2], (4, 5))
         one.mover.load(asked)
         assert lookup.answer() is None, "after moments"
         assert one.mover.take() == Moved()
