@@ -79,6 +79,7 @@ class Simulator(World[Machine]):
             layout=layout,
         )
         self._sessions = link
+        self._silence_s = session.peer_timeout_s
         super().__init__(specs=specs, link=link, build=self._embody, watch=self._watched)
         self.random = random
         self.hardware = hardware
@@ -428,12 +429,15 @@ class Simulator(World[Machine]):
             process = self.random.choice(talking)
             self.in_life(process, self.now, self._sessions.rest, process, name, resting)
 
-    def _wake(self, name: str) -> None:
-        """The operator says so until it serves."""
+    def _wake(self, name: str, looks: int = 2) -> None:
+        """The operator says so until it serves, and looks once more: what he said before by a gateway that was stopped may come
+        late."""
         life = self.processes[name].life
         if life is not None and life.node is not None and life.node.resting:
             self._have_rest(name, False)
-            self.at(self.now + LOOK_EVERY_S, self._wake, name)
+            looks = 2
+        if looks > 1:
+            self.at(self.now + LOOK_EVERY_S, self._wake, name, looks - 1)
 
     def _drain_timed_out(self, process: Process[Machine]) -> None:
         """It hands over what it has left and leaves; a new life begins."""
@@ -547,8 +551,11 @@ class Simulator(World[Machine]):
         return kind, frame[: random.randrange(len(frame))] if kind == "truncated" else frame
 
     def _stale_frames(self, process: Process[Machine], peer: str) -> list[bytes]:
-        """Frames to `process` of a life of `peer` that it knows to be over: it is in conversation with a newer one."""
+        """Frames to `process` of a life of `peer` that it knows to be over: it is in conversation with a newer one. Of a peer
+        that has been silent for too long it hears any life."""
         current = self.processes[peer].life
+        if _session(process).silent_s(self.now, peer) >= self._silence_s:
+            return []
         peers: Any = _session(process).dump()["peers"]
         known = peers[peer]
         if current is None or not known["up"] or known["incarnation"] != current.incarnation:
