@@ -92,7 +92,6 @@ class Connection(HttpToolsProtocol):
         """Since when no call is open here; None: one is."""
         self.begun = False
         """Did something of a call come whose headers are not whole?"""
-        self.method = self.version = b""
         self._deaf = False
         """Nothing that comes is heard any more: the call that is open is the last."""
         self._pieces = self._bytes = 0
@@ -139,13 +138,14 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as wish:
+            head = self._without_wish()
             self.parser = httptools.HttpRequestParser(self)
-            self.parser.feed_data(self._without_wish() + data[wish.args[0] :])
+            self.parser.feed_data(head + data[wish.args[0] :])
 
     def _without_wish(self) -> bytes:
         """The headers of a call that would rather be one of another protocol: the parser took its body for that."""
         lines = [
-            b"%b %b HTTP/%b" % (self.method, self.url, self.version),
+            b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode()),
             *(b"%b: %b" % each for each in self.headers if each[0] != b"upgrade"),
         ]
         return b"\r\n".join((*lines, b"", b""))
@@ -166,9 +166,8 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self.method, version = self.parser.get_method(), self.parser.get_http_version()
-        self.version = version.encode()
-        if b"#" in self.url or not _is_plain(self.method, version, self.headers):
+        version = self.parser.get_http_version()
+        if not _is_plain(self.parser.get_method(), self.url, version, self.headers):
             raise _Refused
         self.expect_100_continue &= version != "1.0"  # to which it means nothing
         if not self.parser.should_upgrade():  # else it comes again
@@ -255,12 +254,13 @@ class _Refused(Exception):
     """To the parser: go no further."""
 
 
-def _is_plain(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bool:
+def _is_plain(method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bool:
     """What the parser lets pass, and somebody between may read otherwise, is refused."""
     names = [name for name, _ in headers]
     coding = [value.lower() for name, value in headers if name == b"transfer-encoding"]
     return (
         method not in (b"CONNECT", b"SOURCE")  # the latter: of a protocol that calls itself ICE
+        and b"#" not in url
         and version in ("1.0", "1.1")
         and names.count(b"host") in ((1,) if version == "1.1" else (0, 1))
         and coding in ([], [b"chunked"] if version == "1.1" else [])

@@ -126,22 +126,11 @@ def test_between_not_slower_and_much_slower_all_stays_as_it_was():
     choice = Choice()
     machine = Machine(choice, load_s=B * 1.2, compute_s=1.0)
     assert machine.request() is Verdict.LOAD
-    machine.load_s = B * 1.3
-    for _ in range(LATEST):
-        machine.load(64)
-    assert machine.request() is Verdict.LEAVE
-    machine.load_s = B * 1.2
-    for _ in range(LATEST):
-        machine.load(64)
-    assert machine.request() is Verdict.LEAVE
-    machine.load_s = B
-    for _ in range(LATEST):
-        machine.load(64)
-    assert machine.request() is Verdict.LOAD
-    machine.load_s = B * 1.2
-    for _ in range(LATEST):
-        machine.load(64)
-    assert machine.request() is Verdict.LOAD
+    for load_s, verdict in ((1.3, Verdict.LEAVE), (1.2, Verdict.LEAVE), (1.0, Verdict.LOAD), (1.2, Verdict.LOAD)):
+        machine.load_s = B * load_s
+        for _ in range(LATEST):
+            machine.load(64)
+        assert machine.request() is verdict
 
 
 def test_only_its_share_of_the_computing_counts_for_what_is_loaded():

@@ -376,13 +376,19 @@ def preempted(world: World) -> None:
     assert world.step(computed=len(TOKENS)).saves == ()
 
 
-def test_a_tail_that_is_left_does_not_keep_the_whole_from_being_loaded_after_a_preemption():
+def with_a_tail_left() -> World:
+    """Of a request that was preempted then."""
     world = choosing(load_s=0.5, compute_s=1.0)
     for _ in range(2):
         world.ledger.choice.load_took(1, 0.4)
     world.add()
     assert world.matched(own=9 * B) == 0
     preempted(world)
+    return world
+
+
+def test_a_tail_that_is_left_does_not_keep_the_whole_from_being_loaded_after_a_preemption():
+    world = with_a_tail_left()
     assert world.matched() == 10 * B
     world.ledger.allocated("r", 10 * B, world.blocks["r"])
     world.step()
@@ -391,12 +397,7 @@ def test_a_tail_that_is_left_does_not_keep_the_whole_from_being_loaded_after_a_p
 
 
 def test_what_is_loaded_after_it_was_left_and_does_not_come_is_offered_again():
-    world = choosing(load_s=0.5, compute_s=1.0)
-    for _ in range(2):
-        world.ledger.choice.load_took(1, 0.4)
-    world.add()
-    assert world.matched(own=9 * B) == 0
-    preempted(world)
+    world = with_a_tail_left()
     world.matched(own=2 * B)
     world.ledger.allocated("r", 8 * B, world.blocks["r"])
     world.step()

@@ -132,7 +132,7 @@ class StoreServer:
                 {Reply: self._reply, Probe: self._probe, Drained: lambda _: self._drained.set(), ShelfChanged: on_shelf}
             )
             self._turns.take(Started())
-            self._streams = StoreStreams(self._turns, self.endpoint, stream_port, self._tickets, self._named, on_crash)
+            self._streams = StoreStreams(self._turns, self.endpoint, stream_port, self._tickets, self._user_of, on_crash)
         except BaseException:
             self._let_go()
             raise
@@ -228,7 +228,7 @@ class StoreServer:
             request = None
         skip_rest(self._socket, self._connections)
         if request is not None and len(peer) == ROUTING_ID_BYTES and peer.startswith(CONNECTION):
-            user = self._user_of(shown)
+            user = self._keyless if shown is None else self._sockets.holder("store", shown)
             if shown is not None and not user:
                 return  # his key was dropped
             if isinstance(request, protocol.Hello):
@@ -238,12 +238,8 @@ class StoreServer:
         elif not self._stopping and peer != self._waker_name:
             self._counts["garbage"] += 1
 
-    def _user_of(self, shown: str | None) -> str | None:
-        """As whom the actor knows who has shown this; empty also: his key was dropped."""
-        return self._keyless if shown is None else self._sockets.holder("store", shown)
-
-    def _named(self, holder: str) -> str | None:
-        """Likewise the holder of a ticket, which stands for as long as his key."""
+    def _user_of(self, holder: str) -> str | None:
+        """As whom the actor knows the holder of a ticket, which stands for as long as his key."""
         return holder if self._keyed else self._keyless
 
     def _lets_in(self, holder: str) -> bool:
