@@ -36,6 +36,7 @@ from mooncake_zmq.core.actor import (
     PeerDown,
     PeerUp,
     Received,
+    RestWanted,
     Send,
     SetTimer,
     Started,
@@ -180,6 +181,8 @@ class Conductor:
             case Asked(ask_id, SetRole(node, role)):
                 answer, effects = self._balance.wish(now, node, role)
                 return [*effects, Answered(ask_id, answer)]
+            case RestWanted(resting):
+                return self._roll_call.rest(resting)
             case DrainWanted():
                 return [Drained()]
             case Started() | DrainTimedOut():

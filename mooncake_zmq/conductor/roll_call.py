@@ -1,4 +1,5 @@
-"""Which of the config's nodes were heard, and whose blocks: told to gateways, who are ready when all are. PURE."""
+"""Which of the config's nodes were heard, and whose blocks: told to gateways, who are ready when all are. So is whether this
+conductor rests, since they then ask another one. PURE."""
 
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ TELL_AFTER_S = 0.05
 
 
 class RollCall:
-    """`expected`: names of the nodes to wait for; with none, gateways are told nothing."""
+    """`expected`: names of the nodes to wait for; with none, gateways are told nothing until it rests."""
 
     def __init__(self, expected: Sequence[str], members: Membership) -> None:
         self._expected = tuple(expected)
@@ -20,6 +21,7 @@ class RollCall:
         self._announced: set[str] = set()
         """Cache-nodes whose whole set of blocks is here."""
         self._armed = False
+        self._resting = False
 
     def announced(self, node: str) -> list[Effect]:
         """A cache-node has told of all that it holds."""
@@ -31,19 +33,25 @@ class RollCall:
         self._announced.discard(node)
         return self.changed()
 
+    def rest(self, resting: bool) -> list[Effect]:
+        """An operator wants other conductors to be asked, or this one again: gateways hear it at once."""
+        self._resting = resting
+        return self.tell()
+
     def changed(self) -> list[Effect]:
         """Tell the gateways soon."""
-        if self._armed or not self._expected:
+        if self._armed or not (self._expected or self._resting):
             return []
         self._armed = True
         return [SetTimer(ROLL_CALL, TELL_AFTER_S)]
 
     def tell(self) -> list[Effect]:
-        """The timer: all gateways hear how it stands."""
+        """All gateways hear how it stands."""
         self._armed = False
         news = NodesHeard(
             cache_nodes=tuple(member.name for member in self._members.of_role("cache-node"))[:MAX_NODES],
             missing=tuple(name for name in self._expected if not self._is_heard(name))[:MAX_NODES],
+            resting=self._resting,
         )
         return [Send(gateway.name, news) for gateway in self._members.of_role("gateway")]
 

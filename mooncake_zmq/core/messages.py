@@ -316,6 +316,8 @@ class NodesHeard(_Message, frozen=True):
 
     cache_nodes: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
     missing: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
+    resting: bool = False
+    """Ask another conductor, if one lives that does not rest."""
 
 
 # --- nodes -> conductor
@@ -919,7 +921,7 @@ class Report(_Message, frozen=True):
 
 
 class SetResting(_Message, frozen=True):
-    """Gateway -> whoever may rest: an operator wants you to accept nothing new, finish what you have and stay; or, not
+    """Gateway -> anybody: an operator wants you to accept nothing new, finish what you have and stay; or, not
     `resting`, to accept again. Reports tell of it. Said twice it is as if said once."""
 
     resting: bool

@@ -116,8 +116,10 @@ class Node:
         return self._run(now, self.session.send(now, peer, AskState(ask_id=ask_id)))
 
     def rest(self, now: float, peer: str, resting: bool) -> list[Outer]:
-        """Have a peer take nothing new, or take again: its reports tell once it does."""
-        return self._run(now, self.session.send(now, peer, SetResting(resting=resting)))
+        """Have a peer, or this node itself, take nothing new, or take again: its reports tell once it does."""
+        order = SetResting(resting=resting)
+        own = peer == self.session.me
+        return self._run(now, [Received(peer, order)] if own else self.session.send(now, peer, order))
 
     def report(self, now: float) -> Report:
         """How this process is."""

@@ -9,8 +9,6 @@ ENGINE_ROLES: tuple[Role, ...] = ("prefill", "decode")
 """Those that hold the model's weights."""
 BECOMES: Mapping[str, Role] = {"prefill": "decode", "decode": "prefill"}
 """What a node of a role may become where its settings allow it."""
-MAY_REST: tuple[Role, ...] = ("prefill", "decode", "vllm", "cache-node")
-"""Those that an operator may drain without ending them: conductors and gateways keep nothing that has to be waited for."""
 SUMMARIES: dict[Role, str] = {
     "conductor": "Choose prefill and decode for each request; hold the block index.",
     "prefill": "Compute the KV of prompts and the first token.",

@@ -54,7 +54,7 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
     Watch,
 )
-from mooncake_zmq.core.roles import MAY_REST, ROLES, Role
+from mooncake_zmq.core.roles import ROLES, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +97,16 @@ _SAYS: Mapping[tuple[str, str], Kinds] = {
     ("cache-node", "decode"): _FROM_POOL,
     ("cache-node", "cache-node"): frozenset((LeaseBlocks, ReleaseLease, BlocksLeased, ReportCorrupt)),
 }
-_LOOKS: Kinds = frozenset((Watch, AskState))
+_LOOKS: Kinds = frozenset((Watch, AskState, SetResting))
 _SHOWS: Kinds = frozenset((Report, StateTold))
 
 
 def _with_watching(says: Mapping[tuple[str, str], Kinds]) -> dict[tuple[str, str], Kinds]:
-    """Gateways may look at everybody, one another too, and have those rest who may; nobody else may."""
+    """Gateways may look at everybody, one another too, and have anybody rest; nobody else may."""
     whole = dict(says)
     for role in ROLES:
         for pair, kinds in ((("gateway", role), _LOOKS), ((role, "gateway"), _SHOWS)):
             whole[pair] = whole.get(pair, frozenset()) | kinds
-    for role in MAY_REST:
-        whole["gateway", role] |= frozenset((SetResting,))
     return whole
 
 

@@ -20,6 +20,8 @@ TIERS = {
 }
 """By role: each tier of blocks, and the gauges of what it holds and may hold."""
 LEFT = {
+    "gateway": ("edge_slots_taken",),
+    "conductor": ("bookings",),
     "prefill": ("requests_waiting", "requests_running", "stages"),
     "decode": ("requests_waiting", "requests_running", "requests_closing"),
     "vllm": ("requests_waiting", "requests_running", "requests_closing"),
@@ -140,6 +142,8 @@ def _kind_of(refusal: str) -> str:
 
 def verdict(status: str, found: Sequence[Degraded]) -> str:
     """How the cluster is, in a sentence."""
+    if status == "draining":
+        return "This gateway takes no new calls: it is draining."
     if status != "ok":
         return f"The cluster does not serve: it is {status}."
     if not found:

@@ -118,9 +118,12 @@ class Backing(Watching, Protocol):
     def gauges(self) -> Mapping[str, float]:
         """Current levels, named likewise."""
 
+    def resting(self) -> bool:
+        """An operator wants this gateway to take no new calls, for a while."""
+
 
 class Full(Exception):
-    """No slot is free, there is no memory for a body, or the gateway drains: HTTP 503 with Retry-After."""
+    """No slot is free, there is no memory for a body, or the gateway drains or rests: HTTP 503 with Retry-After."""
 
 
 class HungUp(Exception):
@@ -245,6 +248,11 @@ class Edge:
         self.draining = True
 
     @property
+    def turns_away(self) -> bool:
+        """It takes no new calls: its process ends, or rests."""
+        return self.draining or self.backing.resting()
+
+    @property
     def open_requests(self) -> int:
         """Requests in the actor's hands: zero when idle."""
         return len(self._open)
@@ -263,7 +271,7 @@ class Edge:
         """Whether the cluster can serve, as far as this gateway knows: "ok", or why not."""
         missing = missing_roles(self.backing.peers().values())
         ready = self.backing.cluster().ready
-        return "draining" if self.draining else "unavailable" if missing else "ok" if ready else "starting"
+        return "draining" if self.turns_away else "unavailable" if missing else "ok" if ready else "starting"
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether the cluster can serve, what is missing, and what is not as it should be."""
@@ -315,7 +323,7 @@ class Edge:
         self._slots_taken += wanted
 
     def _check_room(self, wanted: int) -> None:
-        if self.draining:
+        if self.turns_away:
             self.count("edge_rejected[reason=draining]")
             raise Full("the gateway is draining: try another one")
         if self._slots_taken + wanted > self._max_open:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from mooncake_zmq.core.messages import Hello, StateTold
-from mooncake_zmq.core.roles import MAY_REST
 from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.gateway.cluster import Degraded, Listed, Seen, by_reason, degraded, picture, told_node
 
@@ -48,7 +47,7 @@ class Watching(Protocol):
         """Ask a node for all its state; `tell` hears it, perhaps."""
 
     def rest(self, node: str, resting: bool) -> None:
-        """Have a node rest, or serve again: its reports tell once it does."""
+        """Have a node, or this gateway itself, rest or serve again: its reports tell once it does."""
 
 
 class Overview:
@@ -150,14 +149,15 @@ class Overview:
     async def rest(self, node: str, resting: bool) -> dict[str, Any]:
         """Have a node rest or serve again, and say how it is once it does. Raises NoNode."""
         role = self._listed_as(node).role
-        if role not in MAY_REST:
-            text = f"{node} is a {role}, which keeps nothing that has to be waited for: stop it, and others go on"
-            raise NoNode(400, "cannot_drain", text)
         if self._rests >= MAX_RESTS:
             raise NoNode(503, "overloaded", f"{MAX_RESTS} nodes are being waited for")
         self._rests += 1
         try:
             async with asyncio.timeout(REST_S):
+                await self.look()
+                if resting and role == "conductor" and not self._other_conductors(node):
+                    text = f"gateways would go on asking {node}: no other conductor is there that does not rest"
+                    raise NoNode(409, "last_conductor", text)
                 return await self._rested(node, resting)
         except TimeoutError:
             raise NoNode(504, "node_silent", f"{node} did not say within {REST_S:g} s that it does") from None
@@ -166,15 +166,24 @@ class Overview:
 
     async def _rested(self, node: str, resting: bool) -> dict[str, Any]:
         """Asked once only: a message to one who is up arrives, or he is not up any more."""
-        self._watching.look(LOOK_S)
-        if node not in self._peers():
+        if not self._is_there(node):
             raise NoNode(503, "node_down", f"{node} does not answer")
         self._watching.rest(node, resting)
         while (report := self.seen().report(node)) is None or report.resting != resting:
-            if node not in self._peers():
+            if not self._is_there(node):
                 raise NoNode(503, "node_down", f"{node} went away")
             await asyncio.sleep(POLL_S)
         return next(told_node(self.seen(), each) for each in self._listed if each.name == node)
+
+    def _other_conductors(self, node: str) -> list[str]:
+        """Those that gateways would ask in its place, as far as is known."""
+        seen = self.seen()
+        others = [each.name for each in self._listed if each.role == "conductor" and each.name != node]
+        resting = [name for name in others if (report := seen.report(name)) is not None and report.draining]
+        return [name for name in others if self._is_there(name) and name not in resting]
+
+    def _is_there(self, node: str) -> bool:
+        return node == self._gateway or node in self._peers()
 
     def _listed_as(self, node: str) -> Listed:
         found = next((each for each in self._listed if each.name == node), None)

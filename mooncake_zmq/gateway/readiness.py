@@ -1,4 +1,4 @@
-"""Whether this gateway may call itself ready, by what its conductor tells of the cluster. Requests do not ask it. PURE."""
+"""Which conductor a gateway asks, and whether it may call itself ready by what that one tells of the cluster. PURE."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class ClusterView:
 
 
 class Readiness:
-    """Ready, once and for good: the conductor in use has heard every node of its config and all blocks, or `wait_s` have passed
-    since the first moment at which the cluster could serve. A node lost later makes nobody less ready."""
+    """Ready, once and for good: the conductor that is asked has heard every node of its config and all blocks, or `wait_s` have
+    passed since the first moment at which the cluster could serve. A node lost later makes nobody less ready."""
 
     def __init__(self, conductors: Sequence[str], wait_s: float) -> None:
         self._conductors = conductors
@@ -54,7 +54,7 @@ class Readiness:
         """Look again, now that a peer came or something was heard."""
         if self._ready or missing_roles(peers.values()):
             return []
-        news = self._told.get(self._conductor(peers))
+        news = self._told.get(self.conductor(peers))
         self._ready = news is not None and not news.missing
         if self._ready or self._waiting:
             return []
@@ -68,9 +68,13 @@ class Readiness:
 
     def view(self, peers: Mapping[str, Hello]) -> ClusterView:
         """As it stands."""
-        news = self._told.get(self._conductor(peers))
+        news = self._told.get(self.conductor(peers))
         return ClusterView(self._ready) if news is None else ClusterView(self._ready, news.cache_nodes, news.missing)
 
-    def _conductor(self, peers: Mapping[str, Hello]) -> str:
-        """The one in use; empty: none is there."""
-        return next((name for name in self._conductors if name in peers), "")
+    def conductor(self, peers: Mapping[str, Hello]) -> str:
+        """The one to ask: the first that is there, and one that rests only where all do. Empty: none is there."""
+        there = [name for name in self._conductors if name in peers]
+        return next((name for name in there if not self._rests(name)), there[0] if there else "")
+
+    def _rests(self, conductor: str) -> bool:
+        return conductor in self._told and self._told[conductor].resting

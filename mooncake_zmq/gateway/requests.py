@@ -13,7 +13,6 @@ from msgspec import Struct, structs
 
 from mooncake_zmq.core.actor import (
     CancelTimer,
-    Drained,
     DrainTimedOut,
     DrainWanted,
     Effect,
@@ -22,6 +21,7 @@ from mooncake_zmq.core.actor import (
     PeerDown,
     PeerUp,
     Received,
+    RestWanted,
     Send,
     SetTimer,
     Started,
@@ -30,6 +30,7 @@ from mooncake_zmq.core.actor import (
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     MAX_RUN,
     AttemptFailed,
@@ -268,7 +269,7 @@ class Requests:
         self._peers: dict[str, Hello] = {}
         self._requests: dict[str, _Request] = {}
         self._readiness = Readiness(settings.conductors, settings.ready_wait_s)
-        self._draining = False
+        self._leaving = Leaving("", self.counts)
 
     @property
     def cluster(self) -> ClusterView:
@@ -319,10 +320,13 @@ class Requests:
                 limit = f"no answer within {self._settings.deadline_s:g} s"
                 return [] if late is None else self._fail(late, Failed(status=504, code="deadline_exceeded", message=limit))
             case DrainWanted():
-                self._draining = True
+                self._leaving.drain()
+                return []
+            case RestWanted(resting):
+                self._leaving.rest(resting)
                 return []
             case DrainTimedOut():
-                self._draining = True
+                self._leaving.drain()
                 return self._hand_over()
             case Received(_, message):
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
@@ -352,7 +356,7 @@ class Requests:
         """See `core.actor`."""
         return {
             "gauges": self.gauges(now),
-            "draining": self._draining,
+            "draining": self._leaving.draining,
             "cluster": asdict(self.cluster),
             "predictions": {of: self._prediction(of) for of in ("ttft", "tbt")},
             "peers": {name: hello.role for name, hello in self._peers.items()},
@@ -377,9 +381,9 @@ class Requests:
         choices = ((request_id, client.sampling.seed), *client.siblings)
         if any(each in self._requests for each, _ in choices):
             return []
-        if self._draining or len(self._requests) + len(choices) > self._settings.max_open:
+        if self._leaving.draining or len(self._requests) + len(choices) > self._settings.max_open:
             self.counts.add("requests_refused", len(choices))
-            why = "the gateway is shutting down" if self._draining else "too many open requests"
+            why = "the gateway is draining: try another one" if self._leaving.draining else "too many open requests"
             refused = Failed(status=503, code="overloaded", message=why, retry_after_s=1.0)
             return [ToClient(each, refused) for each, _ in choices]
         timers: list[Effect] = []
@@ -406,12 +410,12 @@ class Requests:
     # --- placement
 
     def _begin_attempt(self, now: float, request: _Request | None) -> list[Effect]:
-        """Ask the first live conductor; with none alive, wait for one. Of a family all that wait and have no token yet are
-        placed together."""
+        """Ask the conductor that is to be asked; with none alive, wait for one. Of a family all that wait and have no token yet
+        are placed together."""
         if request is None or request.state is not RequestState.WAITING:
             return []
-        conductor = next((name for name in self._settings.conductors if name in self._peers), None)
-        if conductor is None:
+        conductor = self._readiness.conductor(self._peers)
+        if not conductor:
             return []
         client, siblings = request.client, self._waiting_siblings(request)
         for each in (request, *siblings):
@@ -829,7 +833,7 @@ class Requests:
         return [CancelTimer((timer, request.request_id)) for timer in ("deadline", "placement", "attempt", "stall")]
 
     def _drained(self) -> list[Effect]:
-        return [Drained()] if self._draining and not self._requests else []
+        return self._leaving.drained(idle=not self._requests) if self._leaving.leaves else []
 
     # --- leaves
 

@@ -869,6 +869,9 @@ class _Backing:
     def gauges(self) -> Mapping[str, float]:
         return self._runtime.gauges()
 
+    def resting(self) -> bool:
+        return self._runtime.node.resting
+
     def look(self, for_s: float) -> None:
         self._runtime.look(for_s)
 

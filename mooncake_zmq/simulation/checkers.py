@@ -149,7 +149,7 @@ class Checkers:
                 self.messages[type(effect.message).__name__] += 1
             elif isinstance(effect, Start):
                 self.works[type(effect.work).__name__] += 1
-        wrong = self._rests.observed(self._simulator.now, spec.name, incarnation, spec.role, actor, event)
+        wrong = self._rests.observed(self._simulator.now, (spec.name, incarnation), spec.role, actor, event, effects)
         if wrong is not None:
             raise Violation("I4", wrong)
         if spec.role == "gateway":

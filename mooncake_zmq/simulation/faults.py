@@ -116,7 +116,7 @@ def draw_faults(
 
 def draw_rests(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
     """Of an operator who looks on: some nodes are to rest for a while. Drawn by themselves, so that other faults stay."""
-    return tuple(_draw(random, FaultKind.REST, processes, (), window_s) for _ in range(random.randint(2, 5)))
+    return tuple(_draw(random, FaultKind.REST, processes, (), window_s) for _ in range(random.randint(3, 7)))
 
 
 def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: Sequence[str], window_s: float) -> Fault:
@@ -139,8 +139,9 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
         case FaultKind.DRAIN:
             return Fault(kind, at_s, random.choice((SHORT_DRAIN_S, duration_s)), (one,))
         case FaultKind.REST:
-            resting = random.choice([name for name in processes if not name.startswith(("conductor", "gateway"))])
-            return Fault(kind, at_s, duration_s, (resting,))
+            roles = list(dict.fromkeys(name.rpartition("-")[0] for name in processes))
+            role = random.choice(roles)  # or one of few would hardly ever be meant
+            return Fault(kind, at_s, duration_s, (random.choice([name for name in processes if name.startswith(role)]),))
         case FaultKind.ROLE:
             changeable = random.choice([name for name in processes if name.startswith(("prefill", "decode"))])
             return Fault(kind, at_s, duration_s, (changeable,))

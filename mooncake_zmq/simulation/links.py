@@ -101,7 +101,7 @@ class Sessions:
             self._carry_out(process, node.ask_state(now, peer, 1))
 
     def rest(self, process: Process[Any], peer: str, resting: bool) -> None:
-        """An operator has a peer rest by this gateway."""
+        """An operator has a peer, or this gateway itself, rest by this gateway."""
         self._carry_out(process, _node(process).rest(self._world.now, peer, resting))
 
     def _start(self, process: Process[Any]) -> None:

@@ -34,6 +34,7 @@ from mooncake_zmq.core.messages import (
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.work import DiskBlock, Generate
 from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.gateway.readiness import Readiness
 from mooncake_zmq.gateway.requests import Requests
 from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
@@ -378,6 +379,15 @@ def _restless() -> Replacements:
     return [(Leaving, "rest", rest)]
 
 
+def _restless_conductor() -> Replacements:
+    """Gateways ask the first conductor, whether it rests or not."""
+
+    def rests(self: Readiness, conductor: str) -> bool:
+        return False
+
+    return [(Readiness, "_rests", rests)]
+
+
 def _stale_hidden() -> Replacements:
     """A stage writes a chunk's hidden states over those that the next stage has still to read, under the same generation."""
 
@@ -525,6 +535,7 @@ PLANTED: dict[str, Planted] = {
     "keys_not_compared": Planted("the sender is not compared with the key", ("I6",), (K.IMPOSTOR,), _keys_not_compared),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
     "restless": Planted("who rests takes new requests", ("I4",), (), _restless),
+    "restless_conductor": Planted("a conductor that rests is asked on", ("I4",), (K.REST,), _restless_conductor),
     "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
     "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),
     **{f"{STORES}{name}": Planted(*bug) for name, bug in planted_stores.PLANTED.items()},

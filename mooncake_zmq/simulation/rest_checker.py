@@ -1,34 +1,58 @@
-"""Watches those that an operator has rest: what they have becomes less and less, and never more."""
+"""Watches those that an operator has rest: what they have becomes less and less, and never more. A conductor that rests is
+asked on where gateways have no other, so they are watched in its stead: they ask it only then."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from mooncake_zmq.core.actor import Event, RestWanted
+from mooncake_zmq.core.actor import Effect, Event, PeerDown, PeerUp, Received, RestWanted, Send
+from mooncake_zmq.core.messages import NodesHeard, Schedule
 
 HAS = {
+    "gateway": ("requests_waiting", "requests_placing", "requests_prefilling", "requests_decoding"),
     "prefill": ("requests_waiting", "requests_running", "stages"),
     "decode": ("requests_waiting", "requests_running", "requests_closing"),
     "vllm": ("requests_waiting", "requests_running", "requests_closing"),
     "cache-node": ("leases", "pending_leases"),
 }
 """By role: the gauges of what was asked of a node and is not over."""
+LifeId = tuple[str, int]
 
 
 class RestChecker:
-    """By life: how much each that rests had left."""
+    """By life: how much each that rests had left; by a gateway's, the conductors that are there, and whether they rest."""
 
     def __init__(self) -> None:
-        self._left: dict[tuple[str, int], float] = {}
+        self._left: dict[LifeId, float] = {}
+        self._conductors: dict[LifeId, dict[str, bool]] = {}
 
-    def observed(self, now: float, name: str, incarnation: int, role: str, actor: Any, event: Event) -> str | None:
+    def observed(self, now: float, life: LifeId, role: str, actor: Any, event: Event, effects: Sequence[Effect]) -> str | None:
         """An actor handled an event: what is wrong with that, if anything."""
-        life = name, incarnation
+        wrong = self._asks_who_rests(life, event, effects) if role == "gateway" else None
+        return wrong or (self._has_more(now, life, HAS[role], actor, event) if role in HAS else None)
+
+    def _has_more(self, now: float, life: LifeId, gauges: Sequence[str], actor: Any, event: Event) -> str | None:
         if type(event) is RestWanted:
             self._left.pop(life, None)
             if event.resting:
                 self._left[life] = float("inf")
         if life not in self._left:
             return None
-        gauges = actor.gauges(now)
-        before, left = self._left[life], sum(gauges[gauge] for gauge in HAS[role])
+        levels = actor.gauges(now)
+        before, left = self._left[life], sum(levels[gauge] for gauge in gauges)
         self._left[life] = left
-        return f"{name} rests and takes on more: {before:g} before, {left:g} now" if left > before else None
+        return f"{life[0]} rests and takes on more: {before:g} before, {left:g} now" if left > before else None
+
+    def _asks_who_rests(self, life: LifeId, event: Event, effects: Sequence[Effect]) -> str | None:
+        conductors = self._conductors.setdefault(life, {})
+        match event:
+            case PeerUp(peer, _, hello) if hello.role == "conductor":
+                conductors[peer] = False
+            case PeerDown(peer, _):
+                conductors.pop(peer, None)
+            case Received(sender, NodesHeard(resting=resting)):
+                conductors[sender] = resting
+        if all(conductors.values()):
+            return None
+        asked = [effect.to for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Schedule)]
+        wrong = next((to for to in asked if conductors[to]), None)
+        return wrong and f"{life[0]} asks {wrong}, which rests, where another does not"

@@ -424,7 +424,7 @@ class Simulator(World[Machine]):
     def _have_rest(self, name: str, resting: bool) -> None:
         """The operator says so to a gateway that lives, if there is one."""
         gateways = [each for each in self.processes.values() if each.spec.role == "gateway" and each.life is not None]
-        talking = [each for each in gateways if name in each.spec.peers]
+        talking = [each for each in gateways if name in (each.name, *each.spec.peers)]
         if talking:
             process = self.random.choice(talking)
             self.in_life(process, self.now, self._sessions.rest, process, name, resting)

@@ -89,6 +89,33 @@ def test_a_drained_node_finishes_what_it_has_takes_nothing_and_serves_again(clus
     assert gateways.order(f"/admin/drain/{decode}", "DELETE")[1]["state"] == "ready"
 
 
+def test_the_only_gateway_rests_and_is_told_itself_to_serve_again_and_the_only_conductor_does_not_rest(
+    cluster: ToyCluster,
+) -> None:
+    def drain(node: str, *more: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "mooncake_zmq", "drain", node, "--url", cluster.url, *more]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+    code, text = drain("conductor-0")
+    assert (code, "would go on asking conductor-0" in text) == (2, True), text
+    body = {"model": "toy", "prompt": [9] * 40, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        told = Gateways({"gateway-0": cluster.url}).order("/admin/drain/gateway-0", "POST")[1]
+        assert told["resting"]
+        assert httpx.get(f"{cluster.url}/health").json()["status"] == "draining"
+        refused = httpx.post(f"{cluster.url}/v1/completions", json={**body, "stream": False}, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert "retry-after" in refused.headers
+        assert [line for line in lines if line][-1] == "data: [DONE]", "what was open ends"
+    code, text = drain("gateway-0")
+    assert (code, "gateway-0 is drained" in text) == (0, True), text
+    assert drain("gateway-0", "--undo")[0] == 0
+    assert cluster.complete_text(prompt=[8] * 40, max_tokens=4)["choices"][0]["token_ids"]
+
+
 def _busy_decode(gateways: Gateways) -> str | None:
     nodes = [each for each in gateways.picture()[1]["nodes"] if each["role"] == "decode"]
     return next((each["name"] for each in nodes if each.get("gauges", {}).get("requests_running")), None)

@@ -1,9 +1,10 @@
 """What gateways are told of the config's nodes: who is heard, and whose blocks."""
 
 from conductor_harness import Cluster, keys
+from msgspec import structs
 
 from mooncake_zmq.conductor.roll_call import TELL_AFTER_S
-from mooncake_zmq.core.actor import Send
+from mooncake_zmq.core.actor import RestWanted, Send
 from mooncake_zmq.core.messages import BlocksAnnounced, NodesHeard
 
 MEMBERS = ("c0", "d0", "p0")
@@ -64,6 +65,27 @@ def test_nodes_that_come_together_are_told_of_together():
     cluster = Told(hosts=8, members=MEMBERS)
     cluster.advance(1.0)
     assert len(cluster.told["g"]) == 1
+
+
+def test_whether_it_rests_is_told_at_once_and_to_who_comes_later():
+    cluster = Told(hosts=1, members=MEMBERS)
+    cluster.news()
+    before = cluster.told["g"][-1]
+    cluster.handle(RestWanted(True))
+    assert cluster.told["g"][-1] == structs.replace(before, resting=True)
+    cluster.up("g2", "gateway", "h0")
+    assert cluster.news("g2").resting
+    cluster.handle(RestWanted(False))
+    assert [cluster.told[gateway][-1] for gateway in ("g", "g2")] == [before, before]
+
+
+def test_whether_it_rests_is_told_without_a_config_too():
+    cluster = Told()
+    cluster.handle(RestWanted(True))
+    cluster.up("g2", "gateway", "h0")
+    assert cluster.news("g2").resting
+    cluster.handle(RestWanted(False))
+    assert not cluster.news("g2").resting
 
 
 def test_without_a_config_nothing_is_told():

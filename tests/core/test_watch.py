@@ -206,6 +206,15 @@ def test_who_is_to_rest_hears_it_once_and_tells_until_it_is_undone():
     assert asked == [RestWanted(True), RestWanted(False)]
 
 
+def test_a_gateway_that_is_to_rest_itself_needs_nobody_for_it():
+    pair = Pair("g")
+    for resting in (True, True, False):
+        assert pair.nodes["g"].rest(pair.now, "g", resting) == []
+        assert pair.nodes["g"].report(pair.now).resting == resting
+    asked = [event for event in pair.nodes["g"].actor.events if isinstance(event, RestWanted)]
+    assert asked == [RestWanted(True), RestWanted(False)]
+
+
 def test_loads_go_where_they_went_before():
     pair = Pair("g", "p")
     pair.run(1.0)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from mooncake_zmq.core.messages import AskState, Report, SetResting, Watch
-from mooncake_zmq.core.roles import MAY_REST, ROLES
+from mooncake_zmq.core.roles import ROLES
 from mooncake_zmq.core.talk import SAYS, talks
 
 
@@ -33,7 +33,7 @@ def test_gateways_look_at_everybody_where_there_is_watching_and_nobody_else_does
     watchers = {pair for pair, kinds in SAYS.items() if Watch in kinds or AskState in kinds}
     assert watchers == {("gateway", role) for role in ROLES}
     assert {pair for pair, kinds in SAYS.items() if Report in kinds} == {(role, "gateway") for role in ROLES}
-    assert {pair for pair, kinds in SAYS.items() if SetResting in kinds} == {("gateway", role) for role in MAY_REST}
+    assert {pair for pair, kinds in SAYS.items() if SetResting in kinds} == {("gateway", role) for role in ROLES}
 
 
 def test_a_decode_is_told_of_every_pool_that_a_handoff_may_name():

@@ -63,6 +63,10 @@ def test_a_conductor_that_is_alone_is_named():
     assert "unavailable" in verdict("unavailable", [found])
 
 
+def test_a_gateway_that_drains_speaks_of_itself():
+    assert verdict("draining", []) == "This gateway takes no new calls: it is draining."
+
+
 @pytest.mark.parametrize(
     ("name", "gauges", "reason"),
     [

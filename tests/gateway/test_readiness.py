@@ -66,6 +66,15 @@ def test_what_another_conductor_hears_counts_only_once_that_one_is_in_use():
     assert gateway.ready
 
 
+def test_a_conductor_that_rests_does_not_say_who_is_there_unless_it_is_alone():
+    gateway = Gateway("k0", "k1", "p0")
+    gateway.say("k0", NodesHeard(cache_nodes=("c0",), missing=("d0",), resting=True))
+    gateway.hears("k1", missing=("d0", "c1"), cache_nodes=("c0",))
+    assert gateway.actor.cluster.missing == ("d0", "c1")
+    gateway.down("k1")
+    assert gateway.actor.cluster.missing == ("d0",)
+
+
 def test_what_a_former_conversation_told_counts_no_more():
     gateway = Gateway("k0", "p0")
     gateway.hears()

@@ -141,6 +141,9 @@ class ScriptedActor:
     def gauges(self) -> dict[str, float]:
         return {"requests[state=placing]": 0.0}
 
+    def resting(self) -> bool:
+        return self.edge.name in self.reports and self.reports[self.edge.name].report.resting
+
     def look(self, for_s: float) -> None:
         self.looks.append(for_s)
 

@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 import pytest
-from scripted_actor import ScriptedActor, hello
+from scripted_actor import ScriptedActor, finished, hello, one_by_one, tokens
 from test_edge_cluster import WITH_CACHE
 from test_edge_errors import error_of
 from test_edge_keys import guarded
@@ -35,7 +35,14 @@ def test_a_node_is_drained_stays_and_serves_again():
 
 
 @pytest.mark.parametrize(
-    ("role", "gauge"), [("decode", "requests_running"), ("prefill", "stages"), ("cache-0", "demoting_blocks")]
+    ("role", "gauge"),
+    [
+        ("decode", "requests_running"),
+        ("prefill", "stages"),
+        ("cache-0", "demoting_blocks"),
+        ("conductor", "bookings"),
+        ("gw", "edge_slots_taken"),
+    ],
 )
 def test_it_is_drained_once_nothing_is_left(role, gauge):
     actor = cluster()
@@ -46,11 +53,62 @@ def test_it_is_drained_once_nothing_is_left(role, gauge):
     assert (node["state"], node["left"]) == ("draining", 3)
 
 
-@pytest.mark.parametrize(("node", "status"), [("conductor", 400), ("gw", 400), ("nobody", 404)])
+@pytest.mark.parametrize(("node", "status"), [("conductor", 409), ("nobody", 404)])
 def test_who_cannot_rest_is_asked_nothing(node, status):
     actor = cluster()
     assert drain(actor, node).status_code == status
     assert actor.rests == []
+
+
+def test_the_gateway_that_is_asked_may_be_the_one_and_serves_again():
+    actor = cluster()
+    told = drain(actor, "gw").json()
+    assert (told["name"], told["state"], told["resting"]) == ("gw", "drained", True)
+    refused = actor.complete()
+    assert error_of(refused)[0::3] == (503, "overloaded")
+    assert "retry-after" in refused.headers
+    assert actor.requests == {}
+    health = actor.call("GET", "/health")
+    assert (health.status_code, health.json()["status"]) == (503, "draining")
+    assert [actor.call("GET", path).status_code for path in ("/", "/live", "/metrics", "/cluster", "/v1/models")] == [200] * 5
+    assert drain(actor, "decode").status_code == 200, "it passes on what operators want of others"
+    assert drain(actor, "gw", undo=True).json()["state"] == "ready"
+    assert actor.complete().status_code == 200
+    assert actor.call("GET", "/health").status_code == 200
+
+
+def test_a_resting_gateway_answers_what_it_began():
+    """Its rest begins between two tokens."""
+    actor = cluster()
+    actor.script = lambda _request, _number: one_by_one([*tokens("abc"), finished()])
+    deliver, backing = actor.edge.deliver, actor
+
+    def resting_meanwhile(effect) -> None:
+        backing.rest("gw", True)
+        deliver(effect)
+
+    actor.edge.deliver = resting_meanwhile
+    assert actor.complete().json()["choices"][0]["text"] == "abc"
+    assert actor.complete().status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("second", "status"),
+    [(None, 409), (Report(uptime_s=1.0, draining=True, resting=True), 409), (Report(uptime_s=1.0), 200)],
+    ids=["down", "resting", "serving"],
+)
+def test_a_conductor_rests_where_another_is_there_that_does_not(second, status):
+    actor = cluster()
+    actor.edge.overview._listed = [*actor.listed, Listed("conductor-2", "conductor", "h")]
+    if second is not None:
+        actor.up["conductor-2"] = hello("conductor")
+        actor.reports["conductor-2"] = Heard(actor.edge.clock(), 1, second)
+    answer = drain(actor, "conductor")
+    assert answer.status_code == status
+    assert actor.rests == ([("conductor", True)] if status == 200 else [])
+    if status == 409:
+        assert error_of(answer)[3] == "last_conductor"
+    assert drain(actor, "conductor", undo=True).status_code == 200
 
 
 def test_a_node_that_is_not_there_or_does_not_do_it_is_told(monkeypatch):

@@ -18,7 +18,6 @@ from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.core.messages import Moved, RejectReason, Report
 from mooncake_zmq.core.moves import KINDS
-from mooncake_zmq.core.roles import MAY_REST
 from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.gateway import cluster, pages
 from mooncake_zmq.gateway.accounts import Account, Attempt, Span
@@ -132,11 +131,6 @@ def of_kinds(picture: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "attempt": request["attempts"][0],
         "span": request["spans"][0],
     }
-
-
-def test_who_can_be_drained_has_a_button_for_it():
-    (found,) = re.findall(r"^const MAY_REST = (\[.*\]);$", SOURCE, re.MULTILINE)
-    assert tuple(json.loads(found)) == MAY_REST
 
 
 def test_a_replay_is_the_same_page_and_may_do_less():
