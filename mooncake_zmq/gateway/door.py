@@ -346,6 +346,8 @@ class Door:
         To close a listener resets whoever waits at it and whose handshake is not over. So first nobody new gets through to it:
         who tries again, as TCP does after a second, finds the others.
         """
+        if self._listener.fileno() < 0:  # it has left before
+            return
         filtered = ctypes.create_string_buffer(NO_NEWCOMERS, len(NO_NEWCOMERS))
         program = struct.pack("HL", len(NO_NEWCOMERS) // _INSTRUCTION.size, ctypes.addressof(filtered))
         try:
@@ -353,6 +355,13 @@ class Door:
         except OSError as error:  # forbidden here: who comes in the last instant may be reset
             log.warning("newcomers_not_turned_away", reason=error.strerror)
         self._later(KNOCKING_S, self._lock)
+
+    def enter(self, listener: socket.socket) -> None:
+        """Come back to an address that was left: `listener` listens there."""
+        self._timers.pop(self._lock).cancel()
+        self._lock()
+        self._listener = listener
+        self._resume()
 
     def _lock(self) -> None:
         self._pause()

@@ -16,13 +16,13 @@ import socket
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 import uvicorn
@@ -41,7 +41,7 @@ from mooncake_zmq.core.node import Node, Observe, printable
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.talk import Member, may_talk
-from mooncake_zmq.core.watch import Heard
+from mooncake_zmq.core.watch import WATCH_S, Heard
 from mooncake_zmq.engine.constraint import Grammars
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import Engine
@@ -78,6 +78,9 @@ from mooncake_zmq.transfer.own_files import make_own_directory, read_own, replac
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
+
+if TYPE_CHECKING:  # else where there is one: no other role needs it
+    from mooncake_zmq.gateway.door import Door
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -617,7 +620,7 @@ class _Process:
             self._attend(on_drain=edge.drain, before_drain=partial(_leave_first, door.leave) if shared else None)
             self.runtime.attach(asyncio.get_running_loop(), stopped.set, self._on_crash)
             serving = asyncio.create_task(server.serve(sockets=[]))
-            opening = asyncio.create_task(self._open(door.open, listener, edge))
+            opening = asyncio.create_task(self._open(door, listener, edge))
             announcing = asyncio.create_task(self._announce(edge))
             await asyncio.wait([serving, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
             announcing.cancel()
@@ -734,12 +737,45 @@ class _Process:
         log.info("ready")
         notify.ready("serving")
 
-    async def _open(self, open_door: Callable[[], Awaitable[None]], listener: socket.socket, edge: Edge) -> None:
-        if self.settings.reuse_port:
-            while not edge.health()[0]:
-                await asyncio.sleep(READY_POLL_S)
-            listener.listen(HTTP_BACKLOG)
-        await open_door()
+    async def _open(self, door: "Door", listener: socket.socket, edge: Edge) -> None:
+        if not self.settings.reuse_port:
+            await door.open()
+            return
+        while not edge.health()[0]:
+            await asyncio.sleep(READY_POLL_S)
+        listener.listen(HTTP_BACKLOG)
+        await door.open()
+        self._mind_address(door, edge)
+
+    def _mind_address(self, door: "Door", edge: Edge) -> None:
+        """See `gateway.shared_address`."""
+        from mooncake_zmq.gateway.shared_address import SharedAddress
+
+        address = SharedAddress(door, self._sharers(), self._listen_again)
+
+        def mind() -> None:
+            if resting := self.runtime.node.resting:
+                self.runtime.look(WATCH_S)
+            if not self.signals_seen:
+                address.mind(resting, edge.overview.seen)
+
+        self.runtime.every(READY_POLL_S, mind)
+
+    def _sharers(self) -> list[str]:
+        """The other gateways of this gateway's host and address."""
+        here = self.settings.http_host, self.settings.http_port
+        others = [node for node in self.config.of_role("gateway") if node.host == self.node.host and node != self.node]
+        sections = {node.name: self.loaded.section(node) for node in others}
+        return [name for name, section in sections.items() if (section.http_host, section.http_port) == here]
+
+    def _listen_again(self) -> socket.socket | None:
+        try:
+            listener = listen(self.settings.http_host, self.settings.http_port, share=True)
+        except PortInUse as error:
+            log.warning("address_not_shared", reason=str(error))
+            return None
+        self.stack.callback(listener.close)
+        return listener
 
     async def _announce(self, edge: Edge) -> None:
         """Tell systemd once /ready would be 200, and until then what is missing."""

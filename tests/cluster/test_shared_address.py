@@ -84,6 +84,32 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+def drain(cluster: ToyCluster, gateway: str, method: str = "POST") -> None:
+    """By whichever is there."""
+    answer = httpx.request(method, f"{cluster.url}/admin/drain/{gateway}", timeout=30)
+    assert answer.status_code == 200, answer.text
+
+
+def test_one_that_rests_leaves_the_address_while_the_other_serves_there(cluster: ToyCluster) -> None:
+    eventually(lambda: answering(cluster) == GATEWAYS, 30, "both gateways serve")
+    drain(cluster, "gateway-1")
+    eventually(lambda: answering(cluster) == {"gateway-0"}, 30, "gateway-1 has left")
+    with asking_all_the_time(cluster) as failures:
+        assert answering(cluster) == {"gateway-0"}
+        drain(cluster, "gateway-1", "DELETE")
+        eventually(lambda: answering(cluster) == GATEWAYS, 30, "gateway-1 is back")
+    assert failures == []
+    drain(cluster, "gateway-1")
+    eventually(lambda: answering(cluster) == {"gateway-0"}, 30, "gateway-1 has left again")
+    drain(cluster, "gateway-0")
+    eventually(lambda: answering(cluster) == GATEWAYS, 30, "neither serves, so both say so")
+    assert httpx.post(f"{cluster.url}/v1/completions", json=greedy(prompt=PROMPT, max_tokens=4)).status_code == 503
+    for gateway in GATEWAYS:
+        drain(cluster, gateway, "DELETE")
+    eventually(lambda: answering(cluster) == GATEWAYS, 30, "both serve again")
+    ask(cluster)
+
+
 def test_either_of_two_gateways_may_go(cluster: ToyCluster) -> None:
     eventually(lambda: answering(cluster) == GATEWAYS, 30, "both gateways serve")
     assert all(count > 0 for count in answered(cluster))

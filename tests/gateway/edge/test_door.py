@@ -394,6 +394,29 @@ def test_who_waits_at_a_shared_address_that_is_left_is_served_and_all_others_fin
     actor.serve(client)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_address_that_was_left_is_come_back_to(at_once):
+    actor = ScriptedActor(share=True)
+
+    async def client(port):
+        reader, writer = await connect(port)
+        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200" in await reader.readline()
+        actor.door.leave()
+        if not at_once:
+            await until_closed(reader)
+            actor.door.leave()  # it has
+        listener = listen("127.0.0.1", port, share=True)
+        actor.door.enter(listener)
+        again, writer = await connect(port)
+        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await until_closed(again)).startswith(b"HTTP/1.1 200")
+        actor.door.close()
+        listener.close()
+
+    actor.serve(client)
+
+
 def test_the_last_answer_on_a_connection_to_an_address_that_is_left_says_so():
     actor = ScriptedActor(script=lambda _request, _number: one_by_one([*tokens("abcdef"), finished()]))
 
