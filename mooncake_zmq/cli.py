@@ -440,10 +440,9 @@ def drain(node: str, path: str, assignments: tuple[str, ...], url: str, ca: str,
     """Have NODE, of whatever role and on whatever host, take nothing new and finish what it has.
 
     Its process stays, so that this can be undone; one that is started anew serves. A gateway that rests answers calls with 503,
-    and is not healthy; a conductor is asked only where no other is left, and the last one does not rest. The first gateway that
-    answers passes it on, one that rests too:
-    with API keys that takes one with role=admin, in MOONCAKE_ZMQ_API_KEY; without, a gateway at a loopback address of this
-    machine.
+    and is not healthy; a conductor is asked only where no other is left, and the last one does not rest.
+    The first gateway that answers passes it on, one that rests too: with API keys that takes one with role=admin, in
+    MOONCAKE_ZMQ_API_KEY; without, a gateway at a loopback address of this machine.
     The exit status is 0 once nothing is left, 1 if something is, 2 if it was refused. To end the process as well, stop it.
 
     \b

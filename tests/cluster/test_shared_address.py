@@ -108,6 +108,12 @@ def test_one_that_rests_leaves_the_address_while_the_other_serves_there(cluster:
         drain(cluster, gateway, "DELETE")
     eventually(lambda: answering(cluster) == GATEWAYS, 30, "both serve again")
     ask(cluster)
+    drain(cluster, "gateway-1")
+    eventually(lambda: answering(cluster) == {"gateway-0"}, 30, "gateway-1 is away")
+    rested = cluster.pid("gateway-1")
+    cluster.signal("gateway-1", signal.SIGTERM)
+    eventually(lambda: has_ended(rested), 30, "who is away can be stopped")
+    eventually(lambda: answering(cluster) == GATEWAYS, 30, "a new life serves")
 
 
 def test_either_of_two_gateways_may_go(cluster: ToyCluster) -> None:
