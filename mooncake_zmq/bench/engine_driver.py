@@ -67,6 +67,7 @@ class Mooncake:
 
     def prefill_s(self, prompt: list[int]) -> float:
         sequence = self._engine.new_sequence(len(prompt))
+        sequence.expect(len(prompt))
         tokens = self._array(prompt)
         began = self._clock()
         self._timing.prefill(self._engine, sequence, tokens)

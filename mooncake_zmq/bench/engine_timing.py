@@ -37,6 +37,7 @@ def prefill_times_s(
     """Time to the first token of a prompt of each length, behind `prefix` tokens whose KV is there."""
     vocab_size, took_s = engine.spec.vocab_size, []
     with closing(engine.new_sequence(prefix + max(lengths))) as sequence:
+        sequence.expect(sequence.capacity)
         if prefix:
             prefill(engine, sequence, random_prompt(random, prefix, vocab_size), chunk_tokens)
         for length in lengths:
@@ -58,6 +59,8 @@ def decode_step_s(
     room = len(prompts[0]) + steps + WARM_UP_STEPS
     sequences = [engine.new_sequence(room) for _ in prompts]
     try:
+        for sequence in sequences:
+            sequence.expect(len(prompts[0]))
         first = sequences[0]
         prefill(engine, first, prompts[0])
         for sequence in sequences[1:]:

@@ -153,12 +153,14 @@ class Fence(Struct, frozen=True):
 
 
 class OpenSequence(Struct, frozen=True):
-    """Allocate the KV of a running sequence. `past`: what `sampling` reads of the tokens before those that are fed singly."""
+    """Allocate the KV of a running sequence. `past`: what `sampling` reads of the tokens before those that are fed singly.
+    `filled_tokens`: that come at once, of the capacity."""
 
     sequence: int
     capacity_tokens: int
     sampling: Sampling | None = None
     past: bytes = b""
+    filled_tokens: int = 0
 
 
 class CloseSequence(Struct, frozen=True):

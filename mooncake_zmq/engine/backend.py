@@ -5,9 +5,10 @@ import importlib
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -73,8 +74,18 @@ def ended_on_error(step: Step) -> Step:
     return cast(Step, ended)
 
 
-def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> tuple[Any, Callable[[], None]]:
-    """A float32 array of zeros and the function that gives its memory back.
+class Zeros(NamedTuple):
+    """A float32 array of zeros, and what becomes of its memory."""
+
+    array: Any
+    release: Callable[[], None]
+    """Give it back."""
+    enlarge: Callable[[], None]
+    """Take it in pages as large as there are, each of which is committed whole; to be said before anything is written."""
+
+
+def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> Zeros:
+    """New memory.
 
     On the host the pages come from a private anonymous mapping: none is committed before its first write, and releasing
     returns them to the OS at once, even while some view of the array is still alive (it then reads zeros). On a device all of
@@ -83,9 +94,14 @@ def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> tuple[Any, Callabl
     if xp is not np:
         zeros = xp.zeros(shape, dtype=xp.float32)
         synchronize(xp)  # threads that copy into it do so on streams of their own, which wait for no other
-        return zeros, lambda: None
+        return Zeros(zeros, lambda: None, lambda: None)
     size_bytes = 4 * int(np.prod(shape, dtype=np.int64))
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, max(size_bytes, 1), flags=flags)
     array = np.frombuffer(memory, dtype=np.float32, count=size_bytes // 4).reshape(shape)
-    return array, lambda: memory.madvise(mmap.MADV_DONTNEED)
+
+    def enlarge() -> None:
+        with suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+
+    return Zeros(array, lambda: memory.madvise(mmap.MADV_DONTNEED), enlarge)

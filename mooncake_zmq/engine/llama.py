@@ -8,7 +8,7 @@ as its many short steps are bound by the interpreter's lock.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,17 +131,12 @@ class Llama:
 
         def compute(rank: int) -> None:
             first, end = bounds[rank], bounds[rank + 1]
-            rows, seat = end - first, self._seats[rank]
-            work = seat.activations(rows)
-            rope = self._rope_tables(np.arange(start + first, start + end))
-            work.hidden[:rows] = self._enter(entering[first:end])
+            rows = self._rows_of(rank, sequence, start + first, entering[first:end])
             for index in layers:
-                layer = self._layers[index]
-                self._project(self._linear, work, layer, rows)
-                queries, keys, values = self._rotate(work, rope, rows)
+                rows.project(index)
                 if before_layer and rank == 0:  # the others hear of rank 0 before they read
                     before_layer(index)
-                sequence.store(index, start + first, keys, values)
+                rows.store(index)
                 if rank > 0:
                     team.hear(rank, of=rank - 1)
                 if rank < last_rank:
@@ -149,16 +144,15 @@ class Llama:
                 elif after_layer:
                     synchronize(xp)  # the layer is only then stored for whoever copies it
                     after_layer(index)
-                if index < last and rows:
-                    seat.attention.many(sequence, index, queries, start + first, rows, work.attended)
-                    self._finish_layer(self._linear, work, layer, rows)
+                if index < last and first < end:
+                    rows.finish(index)
             if leaving is not None:
-                leaving[first:end] = to_host(work.hidden[:rows])
+                leaving[first:end] = to_host(rows.hidden)
             # The last layer's output is needed only where logits are asked: 1/30 of the work of SmolLM2-135M.
             if asked is not None:
                 mine = np.flatnonzero((asked >= first) & (asked < end))
                 few = xp.asarray(asked[mine] - first)
-                rests[rank] = mine, work.hidden[few], queries[:, few]
+                rests[rank] = mine, rows.hidden[few], rows.queries[:, few]
 
         team.run(compute)
         synchronize(xp)
@@ -171,6 +165,9 @@ class Llama:
             some = [_between(rest, begin, begin + LOGIT_ROWS) for rest in rests.values()]
             on_logits(self._last_rows(sequence, start + asked[begin : begin + LOGIT_ROWS], some))
         return leaving, None
+
+    def _rows_of(self, rank: int, sequence: SequenceKV, start: int, entering: NDArray[Any]) -> "Rows":
+        return ArrayRows(self, self._seats[rank], sequence, start, entering)
 
     def _split_rows(self, start: int, count: int) -> list[int]:
         """Bounds of the threads' rows, of about equal work: a later row sees more keys. Measured: a multiply-add of attention
@@ -305,6 +302,56 @@ def _between(rest: "_Rest", begin: int, end: int) -> "_Rest":
     rows, hidden, queries = rest
     first, stop = np.searchsorted(rows, (begin, end)).tolist()
     return rows[first:stop] - begin, hidden[first:stop], queries[:, first:stop]
+
+
+class Rows(Protocol):
+    """One thread's rows of a prefill, which go through its layers one after another."""
+
+    hidden: Any
+    """[n, hidden]: what has left the last layer that was finished."""
+
+    @property
+    def queries(self) -> Any:
+        """[kv_head, n, group, head_dim] of the last layer that was stored; scaled."""
+
+    def project(self, layer: int) -> None:
+        """Queries, keys and values of a layer."""
+
+    def store(self, layer: int) -> None:
+        """Those keys and values into the sequence."""
+
+    def finish(self, layer: int) -> None:
+        """The rest of the layer, once the keys and values of all earlier tokens are in the sequence."""
+
+
+class ArrayRows:
+    """In whole-array operations."""
+
+    def __init__(self, engine: Llama, seat: "_Seat", sequence: SequenceKV, start: int, entering: NDArray[Any]) -> None:
+        self._engine, self._seat, self._sequence, self._start = engine, seat, sequence, start
+        self._count = len(entering)
+        self._work = seat.activations(self._count)
+        self._rope = engine._rope_tables(np.arange(start, start + self._count))
+        self.hidden = self._work.hidden[: self._count]
+        self.hidden[...] = engine._enter(entering)
+
+    @property
+    def queries(self) -> Any:
+        """See `Rows`."""
+        return self._queries
+
+    def project(self, layer: int) -> None:
+        engine = self._engine
+        engine._project(engine._linear, self._work, engine._layers[layer], self._count)
+        self._queries, self._keys, self._values = engine._rotate(self._work, self._rope, self._count)
+
+    def store(self, layer: int) -> None:
+        self._sequence.store(layer, self._start, self._keys, self._values)
+
+    def finish(self, layer: int) -> None:
+        engine, work, count = self._engine, self._work, self._count
+        self._seat.attention.many(self._sequence, layer, self._queries, self._start, count, work.attended)
+        engine._finish_layer(engine._linear, work, engine._layers[layer], count)
 
 
 class Layer:

@@ -35,7 +35,11 @@ UNUSED_S = 30 * 24 * 3600.0  # after this long without a start, another version'
 LEFTOVER_S = 3600.0  # writing takes milliseconds: an older temporary file is a dead process's
 
 _SOURCES = [
-    f"{name}.py" for name in ["kernels", "machine_code", "memory_access", "products", "quantized", "row_kernels", "step_layout"]
+    f"{name}.py"
+    for name in (
+        *("attention_kernels", "kernels", "machine_code", "memory_access", "prefill_kernels", "products", "quantized"),
+        *("row_kernels", "step_arrays", "step_layout"),
+    )
 ]
 _VERSIONS = [f"{package} {importlib.metadata.version(package)}" for package in ("numba", "numpy", "llvmlite")]  # or ImportError
 

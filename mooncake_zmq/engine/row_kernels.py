@@ -1,9 +1,8 @@
-"""Rows of numbers in machine code: what the decode step takes of it, and whole steps of a prefill, as `Rowwise` has them."""
+"""Rows of numbers in machine code: norm, activation, softmax."""
 
 import numpy as np
 from numba import njit
 
-from mooncake_zmq.engine.memory_access import floats
 from mooncake_zmq.engine.products import OPTIONS
 
 
@@ -60,37 +59,3 @@ def largest(scores, count):
 def silu_times(gate, up, out):
     for index in range(len(out)):
         out[index] = gate[index] / (np.float32(1.0) + exp(-gate[index])) * up[index]
-
-
-# ------------------------------------------------------------------------------------------------------- steps of a prefill
-
-
-@njit(**OPTIONS)
-def normalize_rows(numbers):
-    x, stride, weight, out = numbers[0], numbers[1], numbers[2], numbers[3]
-    out_stride, rows, width, eps = numbers[4], numbers[5], numbers[6], numbers[7]
-    for row in range(rows):
-        source = floats(x + 4 * row * stride, (width,))
-        normalize(source, floats(weight, (width,)), floats(eps, (1,))[0], floats(out + 4 * row * out_stride, (width,)))
-
-
-@njit(**OPTIONS)
-def activate_rows(numbers):
-    gate, gate_stride, up, up_stride = numbers[0], numbers[1], numbers[2], numbers[3]
-    out, out_stride, rows, width = numbers[4], numbers[5], numbers[6], numbers[7]
-    for row in range(rows):
-        gates, ups = floats(gate + 4 * row * gate_stride, (width,)), floats(up + 4 * row * up_stride, (width,))
-        silu_times(gates, ups, floats(out + 4 * row * out_stride, (width,)))
-
-
-@njit(**OPTIONS)
-def exponentiate_rows(numbers):
-    scores, width, heads, tokens = numbers[0], numbers[1], numbers[2], numbers[3]
-    group, visible, totals, shift = numbers[4], numbers[5], numbers[6], numbers[7]
-    for row in range(heads * tokens * group):
-        count = visible + row // group % tokens
-        own = floats(scores + 4 * row * width, (width,))
-        highest = largest(own, count) if shift else np.float32(0.0)  # measured: it takes twice as long as the rest
-        floats(totals + 4 * row, (1,))[0] = exponentiate(own, count, highest)
-        for index in range(count, visible + tokens - 1):
-            own[index] = np.float32(0.0)

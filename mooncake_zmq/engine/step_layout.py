@@ -10,41 +10,43 @@ FORM, VALUES, SCALES, MINIMA, GROUP_SHIFT, DEPTH, PANELS, MATRIX_FIELDS = range(
 KEYS_AT, VALUES_AT, CAPACITY, POSITION, CACHE_FIELDS = range(5)  # of a row of `caches`
 SPAN_TILES = 8  # of keys, scored before their values are read: long runs of memory measured a tenth faster than 1
 
-ROW_NUMBERS = 8  # in the table of any work but DECODE_STEP
+ROWS_TOGETHER = 256  # of a prefill, through a layer: whose activations fit in a core's own cache beside the weights they meet
+ATTENDING_ROWS = 96  # of queries, whose scores of a span of keys fit there too
 
 ARRAY_FIELDS = 6  # of a row of a step's table: an address and up to five dimensions
 
 
 class Array(IntEnum):
-    """The arrays of a step: the rows of its table."""
+    """The arrays of a step, or of a thread's rows of a prefill: the rows of its table. Where the two differ, the step's shape
+    comes first; `some` are ROWS_TOGETHER, `few` are ATTENDING_ROWS or less."""
 
     BARRIER = 0  # int64: threads' arrivals; 0 as a step begins
-    MATRICES = 1  # int64 [MATRICES * layers + 1, MATRIX_FIELDS]
-    NORMS = 2  # float32, as all below but CACHES: [2 * layers + 1, hidden]
+    MATRICES = 1  # int64 [MATRICES * layers + 1, MATRIX_FIELDS]; of a prefill those of layers alone, in float32
+    NORMS = 2  # float32, as all below but CACHES and SHIFTED: [2 * layers + 1, hidden]
     BIASES = 3  # of Q, K and V [layers, width, or 0 where there are none]
     HEAD_NORMS = 4  # [layers, heads + kv_heads, or 0, head_dim]
     EPSILON = 5  # [1]
-    CACHES = 6  # int64 [rows, CACHE_FIELDS]
+    CACHES = 6  # int64 [rows or 1, CACHE_FIELDS]
     COS = 7  # [rows, head_dim / 2], as SIN: the rotation at each row's position
     SIN = 8
     HIDDEN = 9  # [rows, hidden, padded]: holds the embedded tokens and is overwritten
     LOGITS = 10  # [rows, vocabulary, padded]: the result
-    NORMED = 11  # [threads, rows, hidden]; this and the rest are scratch
+    NORMED = 11  # [threads, rows, hidden] or [1, some, hidden]; this and the rest are scratch
     QKV = 12  # [rows, width, padded]
-    QUERIES = 13  # [threads, group, head_dim]
-    SCORES = 14  # [threads, group, SPAN_TILES * KEY_TILE]
-    MIXED = 15  # [threads, rows, kv_heads, group, head_dim]
-    STATES = 16  # [threads, rows, kv_heads, group, (highest, total)]
-    ATTENDED = 17  # [rows, query]
-    GATE_UP = 18  # [rows, 2 * ffn, padded]
-    ACTIVE = 19  # [rows, ffn]
+    QUERIES = 13  # [threads, group, head_dim] or [kv_heads, rows * group, head_dim]
+    SCORES = 14  # [threads, group or few, SPAN_TILES * KEY_TILE]
+    MIXED = 15  # [threads, rows, kv_heads, group, head_dim] or [1, 1, 1, few, head_dim]
+    STATES = 16  # [..., (highest, total)], else as MIXED
+    ATTENDED = 17  # [rows or some, query]
+    GATE_UP = 18  # [rows or some, 2 * ffn, padded]
+    ACTIVE = 19  # [rows or some, ffn]
+    SHIFTED = 20  # int64 [layers]: of a prefill; 1 where scores have been too large or small for exponentials as they are
 
 
 class What(IntEnum):
-    """The works, and their tables. Strides and widths count floats; `eps` and all that is not a number is an address."""
+    """The works, each with a table int64 [len(Array), ARRAY_FIELDS]; those of a prefill for one layer of one thread's rows."""
 
-    DECODE_STEP = 0  # [len(Array), ARRAY_FIELDS]
-    NORMALIZE = 1  # x, stride, weight, out, stride, rows, width, eps
-    ACTIVATE = 2  # gate, stride, up, stride, out, stride, rows, width
-    EXPONENTIATE = 3  # scores, width, heads, tokens, group, visible, totals, shift
-    PRODUCT = 4  # x, stride, panels, out, stride, rows, depth, how many panels
+    DECODE_STEP = 0
+    PROJECT_ROWS = 1  # HIDDEN into QKV
+    STORE_ROWS = 2  # QKV into the cache and QUERIES
+    FINISH_ROWS = 3  # QUERIES, and all the cache up to them, into HIDDEN

@@ -553,7 +553,7 @@ class Prefill:
         job.sequence = self._ids.new()
         job.chunk_first_block = len(job.prefix)
         sampling = job.request.sampling
-        effects: list[Effect] = [OpenSequence(job.sequence, job.length, sampling, job.past)]
+        effects: list[Effect] = [OpenSequence(job.sequence, job.length, sampling, job.past, filled_tokens=job.length)]
         first = min(held_blocks, len(job.prefix))
         if first < len(job.prefix):
             effects.append(self._handoff_blocks(job, first, tuple(job.prefix[first:]), ready=True))

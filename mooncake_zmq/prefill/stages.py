@@ -275,7 +275,8 @@ class Stages:
         stage.sequence = self._ids.new()
         request = stage.request
         ready = StageReady(request_id=request.request_id, attempt=request.attempt, blocks=len(stage.prefix))
-        return [OpenSequence(stage.sequence, request.tokens, request.sampling, request.past), Send(stage.leader, ready)]
+        opened = OpenSequence(stage.sequence, request.tokens, request.sampling, request.past, filled_tokens=request.tokens)
+        return [opened, Send(stage.leader, ready)]
 
     # --- chunks
 

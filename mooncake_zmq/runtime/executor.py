@@ -183,12 +183,20 @@ class Executor:
         for slot, generation in generations:
             self._segment.set_generation(slot, generation)
 
-    def open_sequence(self, sequence: int, capacity_tokens: int, sampling: Sampling | None = None, past: bytes = b"") -> None:
+    def open_sequence(
+        self,
+        sequence: int,
+        capacity_tokens: int,
+        sampling: Sampling | None = None,
+        past: bytes = b"",
+        filled_tokens: int = 0,
+    ) -> None:
         """See `core.actor.OpenSequence`."""
         assert self._engine, "a node without an engine has no sequences"
         assert sequence not in self._sequences, f"sequence {sequence} is open already"
         try:
             opened = _OpenSequence(self._engine.new_sequence(capacity_tokens))
+            opened.kv.expect(filled_tokens)
         except MemoryError as error:  # a GPU's, which is taken at once; works with the sequence fail
             log.warning("no_memory_for_sequence", tokens=capacity_tokens, error=str(error))
             opened = _OpenSequence(None)

@@ -239,7 +239,9 @@ class Generation:
     def fence(self, generations: tuple[tuple[int, int], ...]) -> None:
         raise AssertionError("no segment here")
 
-    def open_sequence(self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes) -> None:
+    def open_sequence(
+        self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes, filled_tokens: int
+    ) -> None:
         raise AssertionError("no sequences here")
 
     def close_sequence(self, sequence: int) -> None:

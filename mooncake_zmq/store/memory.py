@@ -9,10 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from mooncake_zmq.transfer.hashed_copy import PIECE_BYTES, READ, WRITE, copy_hashed, view_memory
+from mooncake_zmq.transfer.hashed_copy import READ, WRITE, Span, copy_spans, view_memory
 
-Span = tuple[int, int]
-"""(address, bytes) in this process's memory."""
 Buffer = bytes | bytearray | memoryview
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -73,17 +71,16 @@ class Checksum:
 def gather(spans: Sequence[Span], address: int, size: int, *, hashed: bool) -> int:
     """Copy `size` bytes from `spans`, one after another, to `address`: the checksum of what was written there, 0 unless
     `hashed`."""
-    if len(spans) == 1:
-        return _copy(address, _whole(spans, size), size, hashed=hashed)
-    return _copy_spans(spans, address, size, hashed=hashed, outward=False)
+    return _checksum(copy_spans(address, cut(spans, 0, size), size, outward=False, hashed=hashed), hashed)
 
 
 def scatter(address: int, size: int, spans: Sequence[Span], *, hashed: bool) -> int:
     """Copy `size` bytes from `address` into `spans`, which hold as much: the checksum, 0 unless `hashed`, of what arrived in
     the one span there is, or of the bytes at `address`, just read."""
-    if len(spans) == 1:
-        return _copy(_whole(spans, size), address, size, hashed=hashed)
-    return _copy_spans(spans, address, size, hashed=hashed, outward=True)
+    whole, places, outward = address, cut(spans, 0, size), True
+    if len(places) == 1:
+        whole, places, outward = places[0][0], [(address, size)], False
+    return _checksum(copy_spans(whole, places, size, outward=outward, hashed=hashed), hashed)
 
 
 def cut(spans: Sequence[Span], start: int, size: int) -> list[Span]:
@@ -102,38 +99,6 @@ def cut(spans: Sequence[Span], start: int, size: int) -> list[Span]:
     return parts
 
 
-def _whole(spans: Sequence[Span], size: int) -> int:
-    """Where the one span begins."""
-    ((address, length),) = spans
-    assert length >= size, "the span holds less than the value"
-    return address
-
-
-def _copy(target: int, source: int, size: int, *, hashed: bool) -> int:
-    if hashed:
-        return copy_hashed(target, source, size) or 1
-    ctypes.memmove(target, source, size)
-    return 0
-
-
-def _copy_spans(spans: Sequence[Span], address: int, size: int, *, hashed: bool, outward: bool) -> int:
-    memmove = ctypes.memmove
-    checksum = Checksum() if hashed else None
-    whole = read_view(address, size)
-    done = seen = 0
-    for start, length in spans:
-        stop = min(done + length, size)
-        shift = start - done
-        while done < stop:
-            step = min(stop, seen + PIECE_BYTES) - done
-            if outward:
-                memmove(done + shift, address + done, step)
-            else:
-                memmove(address + done, done + shift, step)
-            done += step
-            if checksum is not None and done in (size, seen + PIECE_BYTES):
-                checksum.update(whole[seen:done])
-            if done == seen + PIECE_BYTES:
-                seen = done
-    assert done == size, "the spans hold less than the value"
-    return checksum.value() if checksum is not None else 0
+def _checksum(found: int, hashed: bool) -> int:
+    """As it is stored, where 0 stands for none."""
+    return (found or 1) if hashed else 0

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mooncake_zmq.store.memory import Span, address_of
+from mooncake_zmq.store.memory import address_of
+from mooncake_zmq.transfer.hashed_copy import Span
 
 MAGIC = b"mztensor"
 ALIGNMENT_BYTES = 64

@@ -42,27 +42,50 @@ define internal i64 @fold(i64 %one, i64 %other) alwaysinline {
   ret i64 %result
 }
 
-define i64 @copy_hashed(ptr noalias %target, ptr noalias %source, i64 %size) {
+; Copies %size bytes, more than 240, between %whole and the places that %spans tells of, one after another, each by its address
+; and bytes: out of %whole, or into it. The places hold %size bytes together, all but the last of them whole stripes.
+define i64 @copy_hashed(ptr %whole, ptr %spans, i64 %size, i64 %outward) {
 start:
   %all_but_one = sub i64 %size, 1
   %stripes = lshr i64 %all_but_one, 6
+  %is_outward = icmp ne i64 %outward, 0
+  %is_much = icmp uge i64 %size, 1048576 ; with its source, all that a core's own cache holds
+  br label %span
+
+span:
+  %row = phi ptr [%spans, %start], [%next_row, %ended]
+  %begun = phi i64 [0, %start], [%number_ended, %ended]
+  %sums_begun = phi <8 x i64> [<i64 u0xC2B2AE3D, i64 u0x9E3779B185EBCA87, i64 u0xC2B2AE3D27D4EB4F, i64 u0x165667B19E3779F9,
+                                i64 u0x85EBCA77C2B2AE63, i64 u0x85EBCA77, i64 u0x27D4EB2F165667C5, i64 u0x9E3779B1>, %start],
+                              [%sums_ended, %ended]
+  %place = load ptr, ptr %row, align 8
+  %bytes_at = getelementptr i8, ptr %row, i64 8
+  %place_bytes = load i64, ptr %bytes_at, align 8
+  %begun_offset = shl i64 %begun, 6
+  %here = getelementptr i8, ptr %whole, i64 %begun_offset
+  %source = select i1 %is_outward, ptr %here, ptr %place
+  %target = select i1 %is_outward, ptr %place, ptr %here
+  %own_stripes = lshr i64 %place_bytes, 6
+  %stripes_left = sub i64 %stripes, %begun
+  %turns = call i64 @llvm.umin.i64(i64 %own_stripes, i64 %stripes_left)
+  %stop = add i64 %begun, %turns
+  %last_byte = sub i64 %place_bytes, 1
   %where = ptrtoint ptr %target to i64
   %beside = and i64 %where, 63
   %is_aligned = icmp eq i64 %beside, 0
-  %is_much = icmp uge i64 %size, 1048576 ; with its source, all that a core's own cache holds
   %is_past = and i1 %is_aligned, %is_much
-  br label %stripe
+  %has_stripes = icmp ne i64 %turns, 0
+  br i1 %has_stripes, label %stripe, label %ended
 
 stripe:
-  %number = phi i64 [0, %start], [%next_number, %next]
-  %sums = phi <8 x i64> [<i64 u0xC2B2AE3D, i64 u0x9E3779B185EBCA87, i64 u0xC2B2AE3D27D4EB4F, i64 u0x165667B19E3779F9,
-                          i64 u0x85EBCA77C2B2AE63, i64 u0x85EBCA77, i64 u0x27D4EB2F165667C5, i64 u0x9E3779B1>, %start],
-                        [%next_sums, %next]
-  %offset = shl i64 %number, 6
+  %number = phi i64 [%begun, %span], [%next_number, %next]
+  %sums = phi <8 x i64> [%sums_begun, %span], [%next_sums, %next]
+  %turn = sub i64 %number, %begun
+  %offset = shl i64 %turn, 6
   %from = getelementptr i8, ptr %source, i64 %offset
   %to = getelementptr i8, ptr %target, i64 %offset
   %page_on = add i64 %offset, 4096
-  %ahead = call i64 @llvm.umin.i64(i64 %page_on, i64 %all_but_one)
+  %ahead = call i64 @llvm.umin.i64(i64 %page_on, i64 %last_byte)
   %soon = getelementptr i8, ptr %source, i64 %ahead
   call void @llvm.prefetch.p0(ptr %soon, i32 0, i32 3, i32 1)
   %bytes = load <8 x i64>, ptr %from, align 1
@@ -95,20 +118,28 @@ scramble:
 next:
   %next_sums = phi <8 x i64> [%more, %sum], [%scrambled, %scramble]
   %next_number = add i64 %number, 1
-  %is_last = icmp eq i64 %next_number, %stripes
-  br i1 %is_last, label %rest, label %stripe
+  %is_last = icmp eq i64 %next_number, %stop
+  br i1 %is_last, label %ended, label %stripe
+
+ended:
+  %number_ended = phi i64 [%begun, %span], [%next_number, %next]
+  %sums_ended = phi <8 x i64> [%sums_begun, %span], [%next_sums, %next]
+  %taken = shl i64 %turns, 6
+  %next_row = getelementptr i8, ptr %row, i64 16
+  %is_rest_here = icmp ult i64 %taken, %place_bytes
+  br i1 %is_rest_here, label %rest, label %span
 
 rest: ; from 1 to 64 bytes
   fence seq_cst ; what went past the cache is there before anything that is stored from now on
   %done = shl i64 %stripes, 6
   %left = sub i64 %size, %done
-  %rest_from = getelementptr i8, ptr %source, i64 %done
-  %rest_to = getelementptr i8, ptr %target, i64 %done
+  %rest_from = getelementptr i8, ptr %source, i64 %taken
+  %rest_to = getelementptr i8, ptr %target, i64 %taken
   call void @llvm.memcpy.p0.p0.i64(ptr %rest_to, ptr %rest_from, i64 %left, i1 false)
   %last_offset = sub i64 %size, 64
-  %last_at = getelementptr i8, ptr %target, i64 %last_offset ; what arrived, so that no byte is read twice from its source
+  %last_at = getelementptr i8, ptr %whole, i64 %last_offset ; into it, this is what arrived: no byte is read twice from its source
   %last = load <8 x i64>, ptr %last_at, align 1
-  %all = call <8 x i64> @add(<8 x i64> %next_sums, <8 x i64> %last, i64 121)
+  %all = call <8 x i64> @add(<8 x i64> %sums_ended, <8 x i64> %last, i64 121)
   %folding = getelementptr i8, ptr @secret, i64 11
   %folder = load <8 x i64>, ptr %folding, align 1
   %lanes = xor <8 x i64> %all, %folder

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -20,8 +21,13 @@ PIECE_BYTES = 256 << 10
 """Hashed at once: with its source, what a core of 0.5 MiB of own cache holds; smaller ones measured slower for their calls."""
 ROUTINE_FROM_BYTES = 16 << 10
 """Where the calls no longer outweigh the bytes. (Up to 240 bytes xxh3 is another function than the routine's.)"""
+STRIPE_BYTES = 64
+"""The routine takes in as much at a time."""
 READ, WRITE = 0x100, 0x200
 """Of `view_memory`; as Python's C interface has them."""
+
+Span = tuple[int, int]
+"""(address, bytes) in this process's memory."""
 
 log = structlog.get_logger()
 
@@ -50,12 +56,13 @@ class Routine:
         passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(3)))
         self._engine = llvm.create_mcjit_compiler(module, machine)
         self._engine.finalize_object()
-        prototype = ctypes.CFUNCTYPE(ctypes.c_uint64, *3 * [ctypes.c_uint64])
+        prototype = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, *2 * [ctypes.c_uint64])
         self._call = prototype(self._engine.get_function_address("copy_hashed"))
 
-    def __call__(self, target: int, source: int, size: int) -> int:
-        """See `copy_hashed`; for more than 240 bytes."""
-        checksum: int = self._call(target, source, size)
+    def __call__(self, whole: int, spans: Sequence[Span], size: int, *, outward: bool) -> int:
+        """See `copy_spans`; for more than 240 bytes, and spans that hold whole stripes but for the last."""
+        table = (ctypes.c_uint64 * (2 * len(spans)))(*(number for span in spans for number in span))
+        checksum: int = self._call(whole, table, size, outward)
         return checksum
 
 
@@ -67,21 +74,45 @@ def view_memory(address: int, size: int, access: int) -> memoryview:
 
 def copy_hashed(target: int, source: int, size: int) -> int:
     """Copy `size` bytes between addresses whose ranges do not overlap: xxh3-64 of what arrived. Other threads run meanwhile."""
-    routine = _routine.get() if size >= ROUTINE_FROM_BYTES else None
-    return copy_in_pieces(target, source, size) if routine is None else routine(target, source, size)
+    return copy_spans(target, ((source, size),), size, outward=False)
 
 
-def copy_in_pieces(target: int, source: int, size: int) -> int:
-    """`copy_hashed` where there is no routine."""
-    arrived = view_memory(target, size, READ)
-    if size <= PIECE_BYTES:
-        ctypes.memmove(target, source, size)
-        return xxhash.xxh3_64_intdigest(arrived)
+def copy_spans(whole: int, spans: Sequence[Span], size: int, *, outward: bool, hashed: bool = True) -> int:
+    """Copy `size` bytes between `whole` and `spans`, which hold as many, one after another: xxh3-64 of those at `whole`, or
+    anything unless `hashed`.
+
+    With the routine it is one call however many the spans are. Each of a hundred calls would let go of the interpreter's lock,
+    and wait 5 ms to have it again where another thread computes without a pause, as an engine that waits for a load does.
+    """
+    assert sum(span_bytes for _, span_bytes in spans) == size, "the spans hold less than the value"
+    if len(spans) == 1 and not hashed:
+        ((address, _),) = spans
+        ctypes.memmove(*((address, whole) if outward else (whole, address)), size)
+        return 0
+    routine = _routine.get() if size >= ROUTINE_FROM_BYTES and _are_stripes(spans) else None
+    if routine is None:
+        return copy_in_pieces(whole, spans, size, outward=outward, hashed=hashed)
+    return routine(whole, spans, size, outward=outward)
+
+
+def _are_stripes(spans: Sequence[Span]) -> bool:
+    return not any(span_bytes % STRIPE_BYTES for _, span_bytes in spans[:-1])
+
+
+def copy_in_pieces(whole: int, spans: Sequence[Span], size: int, *, outward: bool, hashed: bool = True) -> int:
+    """`copy_spans` where there is no routine."""
+    arrived = view_memory(whole, size, READ)
     hasher = xxhash.xxh3_64()
-    for start in range(0, size, PIECE_BYTES):
-        stop = min(start + PIECE_BYTES, size)
-        ctypes.memmove(target + start, source + start, stop - start)
-        hasher.update(arrived[start:stop])
+    done = seen = 0
+    for address, span_bytes in spans:
+        for at in range(0, span_bytes, PIECE_BYTES):
+            step = min(PIECE_BYTES, span_bytes - at)
+            target, source = (address + at, whole + done) if outward else (whole + done, address + at)
+            ctypes.memmove(target, source, step)
+            done += step
+            if hashed and (done - seen >= PIECE_BYTES or done == size):
+                hasher.update(arrived[seen:done])
+                seen = done
     return hasher.intdigest()
 
 
@@ -128,7 +159,8 @@ def _is_right(routine: Routine) -> bool:
     source = bytearray(range(251)) * 70
     target = bytearray(len(source))
     to, at = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (target, source))
-    if routine(to, at, len(source)) == xxhash.xxh3_64_intdigest(source) and target == source:
+    size = len(source)
+    if routine(to, ((at, size),), size, outward=False) == xxhash.xxh3_64_intdigest(source) and target == source:
         return True
     log.warning("copies are hashed in pieces", reason="the routine's checksums are wrong")
     return False

@@ -8,6 +8,8 @@ import pytest
 
 from mooncake_zmq.engine.kv_cache import SequenceKV
 
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
 
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -53,6 +55,30 @@ def test_memory_is_committed_as_written_and_returned_by_close():
     sequence.close()
     assert resident_bytes() - before < 16 << 20
     assert view[0, 0, 0, 0] == 0
+
+
+def large_page_bytes(sequence):
+    """Of its keys, as the kernel counts them."""
+    address = sequence.keys.ctypes.data
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    for line in lines:
+        first, _, rest = line.partition("-")
+        if rest and all(digit in "0123456789abcdef" for digit in first):
+            start, stop = int(first, 16), int(rest.split()[0], 16)
+        elif line.startswith("AnonHugePages:") and start <= address < stop:
+            return int(line.split()[1]) << 10
+    raise AssertionError("not mapped")
+
+
+@pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="this kernel gives no large pages")
+@pytest.mark.parametrize(("tokens", "is_large"), [(2048, True), (1024, True), (1000, False)])
+def test_a_sequence_that_will_be_mostly_full_lies_in_large_pages(tokens, is_large):
+    sequence = SequenceKV(layers=8, kv_heads=3, head_dim=64, capacity_tokens=2048)
+    sequence.expect(tokens)
+    sequence.write_part(0, 0, np.ones((2, 16, 3, 64), dtype=np.float32))
+    assert bool(large_page_bytes(sequence)) == is_large
+    sequence.close()
+    sequence.expect(tokens)  # of a sequence that is dead: nothing
 
 
 def test_ranges_outside_the_capacity_are_refused():

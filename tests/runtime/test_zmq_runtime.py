@@ -359,7 +359,9 @@ class Threads:
     def fence(self, generations: Any) -> None:
         self.calls.append(("fence", generations))
 
-    def open_sequence(self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes) -> None: ...
+    def open_sequence(
+        self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes, filled_tokens: int
+    ) -> None: ...
 
     def close_sequence(self, sequence: int) -> None: ...
 

@@ -13,7 +13,7 @@ import xxhash
 
 from mooncake_zmq.store.memory import gather, scatter
 from mooncake_zmq.transfer import hashed_copy
-from mooncake_zmq.transfer.hashed_copy import PIECE_BYTES, ROUTINE_FROM_BYTES, Routine, copy_hashed, copy_in_pieces
+from mooncake_zmq.transfer.hashed_copy import PIECE_BYTES, ROUTINE_FROM_BYTES, Routine, copy_hashed, copy_in_pieces, copy_spans
 
 ROOM = 3 * PIECE_BYTES
 PAST_FROM_BYTES = 1 << 20
@@ -36,6 +36,11 @@ def address(buffer: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
+def in_one(copy):
+    """What copies spans, for one."""
+    return lambda target, source, size: copy(target, ((source, size),), size, outward=False)
+
+
 def check(copy, source: bytearray, at: int, to: int, size: int) -> None:
     target = bytearray(ROOM)
     checksum = copy(address(target) + to, address(source) + at, size)
@@ -46,19 +51,19 @@ def check(copy, source: bytearray, at: int, to: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", [*EDGES, *PIECES])
 def test_pieces_make_the_checksum_of_the_whole(source, size):
-    check(copy_in_pieces, source, 5, 11, size)
+    check(in_one(copy_in_pieces), source, 5, 11, size)
 
 
 @pytest.mark.parametrize("size", [size for size in [*EDGES, *PIECES] if size > 240])
 def test_the_routine_makes_the_same_checksum(source, routine, size):
-    check(routine, source, 5, 11, size)
+    check(in_one(routine), source, 5, 11, size)
 
 
 def test_the_routine_is_right_for_any_size_and_place(source, routine):
     random = Random(2)
     for _ in range(200):
         size = random.randint(241, 20_000)
-        check(routine, source, random.randrange(ROOM - size), random.randrange(ROOM - size), size)
+        check(in_one(routine), source, random.randrange(ROOM - size), random.randrange(ROOM - size), size)
 
 
 @pytest.mark.parametrize("to", [0, 1, 32, 64])
@@ -69,7 +74,7 @@ def test_what_is_stored_past_the_cache_is_all_there(source, routine, to, more):
     much[:] = (source * 2)[:size]
     with mmap.mmap(-1, 2 * PAST_FROM_BYTES) as target:  # which begins where a line of the cache does
         place, origin = (ctypes.c_char.from_buffer(each) for each in (target, much))
-        checksum = routine(ctypes.addressof(place) + to, ctypes.addressof(origin), size)
+        checksum = in_one(routine)(ctypes.addressof(place) + to, ctypes.addressof(origin), size)
         assert checksum == xxhash.xxh3_64_intdigest(much)
         assert target[:] == bytes(to) + much[:] + bytes(2 * PAST_FROM_BYTES - to - size)
         del place, origin
@@ -130,14 +135,61 @@ def test_a_value_in_several_places_has_the_checksum_of_the_whole(source, cuts, h
     assert back == source[:size] + bytes(13)
 
 
+@pytest.mark.parametrize("outward", [True, False])
+@pytest.mark.parametrize("way", ["routine", "pieces"])
+def test_spans_of_whole_stripes_are_copied_in_one_call_either_way(source, routine, way, outward):
+    random = Random(3)
+    copy = routine if way == "routine" else copy_in_pieces
+    for _ in range(300):
+        lengths = [64 * random.randint(1, 40) for _ in range(random.randint(0, 12))] + [random.randint(241, 3000)]
+        size = sum(lengths)
+        whole, places = bytearray(size), [bytearray(length) for length in lengths]
+        cuts = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
+        wanted = source[:size]
+        if outward:
+            whole[:] = wanted
+        else:
+            for place, start, stop in zip(places, cuts, cuts[1:], strict=False):
+                place[:] = wanted[start:stop]
+        spans = [(address(place), len(place)) for place in places]
+        assert copy(address(whole), spans, size, outward=outward) == xxhash.xxh3_64_intdigest(wanted)
+        assert whole == wanted == b"".join(places)
+
+
+@pytest.mark.parametrize("lengths", [(64, 64, 64, 64), (64, 128, 64, 1), (192, 64, 64), (256, 64), (64, 192, 63), (241,)])
+def test_the_last_stripe_may_be_all_of_the_last_span_or_of_none(source, routine, lengths):
+    size = sum(lengths)
+    places = [bytearray(length) for length in lengths]
+    spans = [(address(place), len(place)) for place in places]
+    assert routine(address(source), spans, size, outward=True) == xxhash.xxh3_64_intdigest(source[:size])
+    assert b"".join(places) == source[:size]
+
+
+def test_many_spans_are_one_call_of_the_routine(source, monkeypatch):
+    calls = []
+
+    class Counted:
+        def __call__(self, whole, spans, size, *, outward):
+            calls.append(len(spans))
+            return copy_in_pieces(whole, spans, size, outward=outward)
+
+    monkeypatch.setattr(hashed_copy, "Routine", Counted)
+    monkeypatch.setattr(hashed_copy, "_routine", hashed_copy._Once())
+    cell = bytearray(64 * 1024)
+    spans = [(address(source) + 1024 * number, 1024) for number in range(64)]
+    copy_spans(address(cell), spans, len(cell), outward=False)
+    assert calls == [1, 64]  # the first: whether it is right
+    assert cell == source[: len(cell)]
+
+
 class TooOld:
     def __init__(self):
         raise RuntimeError("LLVM IR parsing error")
 
 
 class Wrong:
-    def __call__(self, target, source, size):
-        ctypes.memmove(target, source, size)
+    def __call__(self, whole, spans, size, *, outward):
+        copy_in_pieces(whole, spans, size, outward=outward)
         return 7
 
 

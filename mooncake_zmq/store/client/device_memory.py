@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mooncake_zmq.store.client.batch import Value, chunks
-from mooncake_zmq.store.memory import Span, cut
+from mooncake_zmq.store.memory import cut
 from mooncake_zmq.transfer.cuda import DeviceCopies
+from mooncake_zmq.transfer.hashed_copy import Span
 
 STAGING_BYTES = 64 << 20
 """Pinned, of each thread that moves such values; a larger value gets its own size."""
