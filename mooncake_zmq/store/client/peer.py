@@ -80,9 +80,14 @@ class Call:
     peer: "Peer"
     session: Session
     link: Link
-    deadline: float
     again: bool
     """Is it the second try, the first one having broken off?"""
+
+    @property
+    def deadline(self) -> float:
+        """Of an answer to what is asked now: how long anything before it took, our own copying above all, is not the store's
+        silence."""
+        return time.monotonic() + self.peer.settings.timeout_s
 
     def stream(self) -> Stream:
         """The connection's stream. Raises Unreached or Forgotten where there is none yet and none can be made."""
@@ -164,7 +169,7 @@ class Peer:
             link = self._links.take(deadline)
             broken = True
             try:
-                result = work(Call(self, session, link, deadline, again))
+                result = work(Call(self, session, link, again))
                 broken = False
                 return result
             except Forgotten:
