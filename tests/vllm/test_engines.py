@@ -230,9 +230,9 @@ def test_what_is_sooner_computed_is_left_and_said_the_same(start: Callable[..., 
     engine.kill()
 
 
-@pytest.mark.parametrize("name", ["device_memory.py", "refusals.py"])
-def test_in_vllms_own_python(name: str) -> None:
-    """Blocks of a device come and go through staging memory; what cannot work is refused at the start."""
-    script = Path(__file__).with_name(name)
-    run = subprocess.run([PYTHON, str(script)], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+@pytest.mark.parametrize("name", ["device_memory.py", "refusals.py", "idle_steps.py"])
+def test_in_vllms_own_python(name: str, tmp_path: Path) -> None:
+    """Blocks of a device come and go through staging memory; what cannot work is refused at the start; who waits for what."""
+    command = [PYTHON, str(Path(__file__).with_name(name)), f"ipc://{tmp_path}/nobody.sock"]
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
