@@ -230,6 +230,18 @@ def test_what_is_sooner_computed_is_left_and_said_the_same(start: Callable[..., 
     engine.kill()
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need a core each")
+def test_two_ranks_load_what_two_saved(start: Callable[..., Vllm]) -> None:
+    first = start(ranks=2)
+    whole, _ = first.ask(prompt(12), ANSWER)
+    until(lambda: count(first, "saved_blocks") == 2 * blocks(PROMPT + ANSWER) // BLOCK_TOKENS)
+    first.kill()
+    second = start(ranks=2)
+    assert second.ask(prompt(12), ANSWER) == (whole, blocks(PROMPT))
+    assert count(second, "loaded_blocks") == 2 * blocks(PROMPT) // BLOCK_TOKENS
+    second.kill()
+
+
 @pytest.mark.parametrize("name", ["device_memory.py", "refusals.py", "idle_steps.py"])
 def test_in_vllms_own_python(name: str, tmp_path: Path) -> None:
     """Blocks of a device come and go through staging memory; what cannot work is refused at the start; who waits for what."""

@@ -209,7 +209,8 @@ def test_another_shelf_or_another_size_has_nothing(make_pool, engine, lookups):
     assert smaller.load(0, 1) == {0, 1}
 
 
-def test_a_pool_that_is_gone_costs_an_end_in_time_and_one_that_came_back_serves(make_pool, engine, lookups):
+def test_a_pool_that_is_gone_costs_an_end_in_time_and_one_that_came_back_serves(make_pool, engine, lookups, monkeypatch):
+    monkeypatch.setattr(mover_module, "RETRY_S", 1e-3)
     server = make_pool()
     one, asks = engine(server), lookups(server)
     one.save(0, 1)
@@ -280,7 +281,8 @@ def test_why_blocks_are_not_saved_is_counted(make_pool, engine, monkeypatch):
     assert +one.mover.take_counts() == {"unsaved_blocks": 1, "unsaved_not_tried": 1}
 
 
-def test_a_pool_that_is_stopped_keeps_nobody_waiting_but_the_threads(make_pool, engine, lookups):
+def test_a_pool_that_is_stopped_keeps_nobody_waiting_but_the_threads(make_pool, engine, lookups, monkeypatch):
+    monkeypatch.setattr(mover_module, "RETRY_S", 1e-3)
     server = make_pool()
     one, asks = engine(server), lookups(server)
     one.save(0, 1)
