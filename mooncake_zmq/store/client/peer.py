@@ -94,8 +94,8 @@ class Call:
         return self.link.stream or self.peer.open_stream(self.session, self.link, self.deadline)
 
     def ask(self, request: protocol.Reserve | protocol.Commit | protocol.Lease, expected: type[ReplyT]) -> ReplyT:
-        """Of a store whose memory we map: by the stream, and where that broke off by the connection itself, which takes no room
-        among the store's streams. Raises Unreached, Forgotten or StreamError."""
+        """By the stream, where no thread of ZeroMQ's stands between; where that broke off by the connection itself, which takes
+        no room among the store's streams. Raises Unreached, Forgotten or StreamError."""
         if self.again:
             self.peer.tell_abandoned(lambda note: self.link.send(note, self.deadline))
             return self.link.ask(request, expected, self.deadline)
