@@ -148,7 +148,7 @@ def test_how_long_a_load_took_is_told_if_all_of_it_came(make_pool, engine):
 
 
 def test_blocks_that_are_on_disk_alone_come_too(make_pool, engine, lookups):
-    server = make_pool(slabs=1, ssd_bytes=64 << 20)
+    server = make_pool(slabs=1, ssd={"ahead": 1.0})
     one = engine(server, ClientSettings())
     one.save(0, 1, 2, 3)
     until(lambda: server.gauges()["ssd_unsaved_bytes"] == 0)
