@@ -349,24 +349,19 @@ def test_only_the_cold_share_is_written(make, connect):
 
 SERVER = """
 import sys, time
-sys.path.insert(0, {here!r})
+sys.path += {here!r}
+from pathlib import Path
 from store_harness import SLAB_BYTES
-from mooncake_zmq.store.rules.object_log import ObjectSsdSettings
-from mooncake_zmq.store.rules.objects import ObjectSettings
-from mooncake_zmq.store.server.server import StoreServer
-from mooncake_zmq.store.server.object_disk import ObjectDisk
-home = sys.argv[1]
-ssd = ObjectSsdSettings(directory=home + "/ssd", bytes=96 << 20, ahead=1.0)
-settings = ObjectSettings(object_bytes=4 * SLAB_BYTES, slab_bytes=SLAB_BYTES, max_objects=4096, ssd=ssd)
-server = StoreServer(settings=settings, directory=home, cluster="killed", node="n", incarnation=1,
-                     endpoint="ipc://" + home + "/killed.sock", on_crash=print, disk=ObjectDisk.open(home + "/ssd", SLAB_BYTES))
+from store_servers import store_server
+home = Path(sys.argv[1])
+server = store_server(home, slabs=4, slab_bytes=SLAB_BYTES, ssd={{"ahead": 1.0}}, endpoint=f"ipc://{{home}}/killed.sock")
 print("ready", flush=True)
 time.sleep(600)
 """
 
 
 def test_after_kill_9_amid_puts_only_right_values_are_served(make, connect, tmp_path):
-    code = SERVER.format(here=str(Path(__file__).parent))
+    code = SERVER.format(here=[str(each) for each in Path(__file__).parents[:2]])
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         while "ready" not in process.stdout.readline():
