@@ -13,6 +13,7 @@ stream is attached, see `tickets.py`.
 import contextlib
 import math
 import os
+import select
 import socket
 import struct
 import time
@@ -57,7 +58,8 @@ class Stream:
         """`idle` is called every `slice_s` that nothing moves, with how long that is; it raises where that is a reason to
         give up. `seals`, `opens`: the keys of what leaves and of what comes; None: in clear."""
         self.stop_at = math.inf
-        """When what is awaited has to have come, however steadily it does (monotonic clock)."""
+        """When what is awaited has to have come, however steadily it does (monotonic clock). What is here counts, however
+        late it is taken."""
         self.connection = connection
         self.sealer = Sealer(seals) if seals is not None else None
         self.opener = Opener(opens) if opens is not None else None
@@ -143,12 +145,17 @@ class Stream:
             raise StreamGarbage(str(error)) from error
 
     def _received(self, call: Callable[[BytesT], int], place: BytesT) -> int:
+        if self.stop_at is not math.inf and time.monotonic() > self.stop_at and not self._has_more():
+            raise StreamError("too slow")
         received = self._move(call, place)
         if received == 0:
             raise StreamError("the connection ended")
-        if self.stop_at is not math.inf and time.monotonic() > self.stop_at:
-            raise StreamError("too slow")
         return received
+
+    def _has_more(self) -> bool:
+        waiting = select.poll()
+        waiting.register(self.connection, select.POLLIN)
+        return bool(waiting.poll(0))
 
     def _scatter(self, views: Sequence[memoryview]) -> int:
         return self.connection.recvmsg_into(views)[0]

@@ -4,7 +4,8 @@ module that imports vLLM and torch. Written against vLLM 0.32; docs/vllm.md says
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "MooncakeZmqConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "mooncake_zmq.vllm.connector", "kv_connector_extra_config": {"stores": "127.0.0.1:7300"}}'
 
-No hook waits for the pool: loads are asynchronous to the engine's steps, saves hold their blocks until they are over.
+No hook waits for the pool while anything is computed: loads are asynchronous to the engine's steps, saves hold their blocks
+until they are over.
 """
 
 import os
@@ -50,7 +51,8 @@ log = init_logger("vllm.mooncake_zmq")  # under vLLM's own, or nobody would see 
 SAVING_SHARE = 0.5
 """Of the engine's blocks, kept for saving at most."""
 IDLE_WAIT_S = 4e-3
-"""How long a step that computes nothing waits for a copy to end: the engine would else ask a thousand times a second."""
+"""How long a step that computes nothing waits for an answer of the pool, or for a copy to end: the engine would else ask a
+thousand times a second, and where its ranks spin on all cores, the store that is to answer would not be run at all."""
 GPU_COPY_THREADS = 4
 """One thread that verifies what it copies is slower than a GPU that computes an 8B's prompt."""
 
@@ -169,8 +171,7 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.skip_reading_prefix_cache:
             return 0, False
-        ledger = self._planning.ledger
-        found = ledger.matched(time.monotonic(), request.request_id, num_computed_tokens, request.num_tokens)
+        found = self._planning.matched(request, num_computed_tokens)
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -254,6 +255,8 @@ class _SchedulerHalf:
         self._anew = ""
         """In every chain's root since the engine was told that its KV is no longer good."""
         self._lookups = Lookups(_connected(settings, settings.asking))
+        self._is_asked_again = False
+        """Is a request put off, in the step that is being planned?"""
         scheduler = vllm_config.scheduler_config
         self._choice = Choice(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
         self.ledger = Ledger(
@@ -280,6 +283,11 @@ class _SchedulerHalf:
         self._requests.pop(request_id, None)
         self.ledger.finished(request_id)
 
+    def matched(self, request: Any, computed_tokens: int) -> int | None:
+        found = self.ledger.matched(time.monotonic(), request.request_id, computed_tokens, request.num_tokens)
+        self._is_asked_again |= found is None
+        return found
+
     def plan(self, scheduler_output: Any) -> StepOrders:
         now = time.monotonic()
         state = scheduler_output.kv_connector_block_state
@@ -287,6 +295,9 @@ class _SchedulerHalf:
         orders = self.ledger.step(now, scheduled, lambda request_id: state.get_block_ids(request_id)[0])
         for save in orders.saves:
             self.block_pool.touch([self.block_pool.blocks[block] for block in save.blocks])
+        if self._is_asked_again and not scheduler_output.total_num_scheduled_tokens:
+            self._lookups.wait(IDLE_WAIT_S)
+        self._is_asked_again = False
         return StepOrders(orders, self._choice.step_begins(now, scheduler_output.total_num_scheduled_tokens))
 
     def learn(self, report: StepReport) -> None:

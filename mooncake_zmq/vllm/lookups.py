@@ -47,7 +47,8 @@ class Lookups:
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
-        self._lock = threading.Lock()
+        self._answered = threading.Condition()
+        """One more is. Guards whether a hold is released."""
         self._lane = Lane("kv-lookups", self._work, Lookup.end, MAX_WAITING)
 
     def ask(self, names: list[str], first: Sequence[str] = ()) -> Lookup:
@@ -59,11 +60,16 @@ class Lookups:
 
     def release(self, lookup: ledger.Lookup) -> None:
         assert isinstance(lookup, Lookup)
-        with self._lock:
+        with self._answered:
             lookup.released = True
             held = bool(lookup.hold.leases)
         if held:
             self._lane.offer(lookup)  # if refused, the hold ends by itself
+
+    def wait(self, wait_s: float) -> None:
+        """For the next answer, for at most so long."""
+        with self._answered:
+            self._answered.wait(wait_s)
 
     def close(self) -> None:
         self._lane.close()
@@ -75,8 +81,9 @@ class Lookups:
             if not hold.leases and not lookup.released:
                 hold = self._client.hold(lookup.names, lookup.first)
         finally:
-            with self._lock:
+            with self._answered:
                 lookup.end(hold)
                 released = lookup.released
+                self._answered.notify_all()
         if released and hold.leases and time.monotonic() < hold.until:
             self._client.release(hold)

@@ -14,12 +14,26 @@ from typing import Protocol
 
 from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import UNREACHED, StoreClient
+from mooncake_zmq.store.client.peer import RETRY_S
+from mooncake_zmq.store.rules.objects import Code
 from mooncake_zmq.vllm.lane import Crew, Lane
 from mooncake_zmq.vllm.ledger import Load, Save
 from mooncake_zmq.vllm.names import object_names
 from mooncake_zmq.vllm.spans import BlockSpans
 
 MAX_WAITING = 4096
+TRIES = 3
+"""Further ones for what a store did not take in but may, RETRY_S apart. None after a save in vain, until one is not: blocks are
+kept for a store that was lost for a moment, and not for one that is gone."""
+REASONS = {
+    UNREACHED: "unreached",
+    Code.EXPIRED: "expired",
+    Code.TRANSFER_FAILED: "damaged",
+    Code.NO_ROOM: "no_room",
+}
+"""What counts call the codes of blocks that were not saved."""
+PASSING = (UNREACHED, Code.EXPIRED, Code.TRANSFER_FAILED)
+"""May be otherwise on the next try."""
 
 
 class Memory(Protocol):
@@ -81,6 +95,9 @@ class Mover:
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
         self._under_way = 0
+        self._tries = TRIES
+        """Of the next save."""
+        self._closing = threading.Event()
         self._loaders, self._savers = Crew("kv-load", threads), Crew("kv-save", threads)
         self._loads = Lane("kv-loads", self._load, lambda load: self._end_load(load, 0), MAX_WAITING)
         self._saves = Lane("kv-saves", self._save, self._end_save, MAX_WAITING)
@@ -117,6 +134,7 @@ class Mover:
             return counts
 
     def close(self) -> None:
+        self._closing.set()
         self._loads.close()
         self._saves.close()
         self._loaders.close()
@@ -156,19 +174,27 @@ class Mover:
         return came
 
     def _save(self, save: Save) -> None:
-        counts: Counter[str] = Counter()
+        codes: list[int] = []
         try:
             for start, stop in _batches(len(save.blocks), self._saving.most):
-                codes = self._put(save.keys[start:stop], self._saving.sources(save.blocks[start:stop]))
-                counts["saved_blocks"] += codes.count(0)
-                counts["unsaved_blocks"] += len(codes) - codes.count(0)
+                codes += self._offer(save.keys[start:stop], self._saving.sources(save.blocks[start:stop]))
                 if UNREACHED in codes:
-                    counts["unsaved_blocks"] += len(save.blocks) - stop
                     break
         finally:
-            with self._changed:
-                self._counts += counts
-            self._end_save(save)
+            self._end_save(save, codes)
+
+    def _offer(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
+        """The codes of these, after as many tries as they get."""
+        codes = self._put(keys, values)
+        for _ in range(self._tries):
+            left = [index for index, code in enumerate(codes) if code in PASSING]
+            if not left or self._closing.wait(RETRY_S):
+                break
+            again = self._put([keys[index] for index in left], [values[index] for index in left])
+            for index, code in zip(left, again, strict=True):
+                codes[index] = code
+        self._tries = 0 if UNREACHED in codes else TRIES
+        return codes
 
     def _put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
         def put(start: int, stop: int) -> list[int]:
@@ -187,8 +213,13 @@ class Mover:
             self._under_way -= 1
             self._changed.notify()
 
-    def _end_save(self, save: Save) -> None:
+    def _end_save(self, save: Save, codes: Sequence[int] = ()) -> None:
+        """`codes`: of its first blocks; the others were not tried."""
+        unsaved = [REASONS.get(code, "refused") for code in codes if code] + ["not_tried"] * (len(save.blocks) - len(codes))
         with self._changed:
+            self._counts["saved_blocks"] += len(save.blocks) - len(unsaved)
+            self._counts["unsaved_blocks"] += len(unsaved)
+            self._counts.update(f"unsaved_{reason}" for reason in unsaved)
             self._moved.saved.append(save.number)
             self._under_way -= 1
             self._changed.notify()

@@ -78,8 +78,9 @@ def world(monkeypatch):
     return sides, calls, Side
 
 
-def run(rounds=2):
-    return bench_vllm(VllmBench(python="p", model="dummy:tiny", rounds=rounds, lengths=(2048,)), progress=lambda _: None)
+def run(rounds=2, **wanted):
+    bench = VllmBench(python="p", model="dummy:tiny", rounds=rounds, lengths=(2048,), **wanted)
+    return bench_vllm(bench, progress=lambda _: None)
 
 
 def test_each_figure_stands_beside_what_it_is_compared_with(world):
@@ -99,8 +100,7 @@ def test_each_figure_stands_beside_what_it_is_compared_with(world):
 def test_on_a_gpu_the_clock_counts_and_tokens_may_differ(world):
     world[0][OURS] = side = world[2](OURS, world[1])
     side.token = 8
-    wanted = VllmBench(python="p", model="dummy:tiny", rounds=1, lengths=(2048,), gpu=True)
-    report = bench_vllm(wanted, progress=lambda _: None)
+    report = run(rounds=1, gpu=True)
     assert {(row.unit, row.value) for row in report.rows[:3]} == {("s", 1.0)}
     assert "bfloat16, a GPU" in report.notes[0]
     assert not any("CPU" in row.name for row in report.rows)
@@ -111,9 +111,7 @@ def test_on_a_gpu_the_clock_counts_and_tokens_may_differ(world):
 def test_on_a_gpu_tokens_that_change_by_a_load_are_counted(world):
     world[0][OURS] = side = world[2](OURS, world[1])
     side.warm_token = 8
-    wanted = VllmBench(python="p", model="dummy:tiny", rounds=2, lengths=(2048,), gpu=True)
-    report = bench_vllm(wanted, progress=lambda _: None)
-    assert "another first token than cold in 2 of 2 rounds" in report.notes[-1]
+    assert "another first token than cold in 2 of 2 rounds" in run(gpu=True).notes[-1]
 
 
 def test_the_connectors_cpu_time_is_that_of_all_its_threads_once(monkeypatch):
@@ -184,8 +182,7 @@ def test_an_answer_that_goes_on_otherwise_or_anew_is_no_figure(world, monkeypatc
 def test_on_a_gpu_what_is_sooner_computed_may_be_left(world):
     world[0][OURS] = side = world[2](OURS, world[1])
     side.remembers = False
-    wanted = VllmBench(python="p", model="dummy:tiny", rounds=1, lengths=(2048,), gpu=True)
-    assert "ours loaded 0 of 2,057 tokens" in bench_vllm(wanted, progress=lambda _: None).notes[-1]
+    assert "ours loaded 0 of 2,057 tokens" in run(rounds=1, gpu=True).notes[-1]
 
 
 def test_the_command_says_what_it_lacks():

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import zmq
+from store_servers import store_server
 
 from mooncake_zmq.chaos import hostile, hostile_streams
 from mooncake_zmq.chaos.hostile import Door, assault, spared
 from mooncake_zmq.chaos.hostile_streams import Admission, of_blocks, of_values, pour
 from mooncake_zmq.fuzz.decoders import LAYOUT
-from mooncake_zmq.store.rules.objects import ObjectSettings
-from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.key_files import load, make
 from mooncake_zmq.transfer.shared_memory import Segment
@@ -60,15 +59,8 @@ def test_spoilt_inputs_reach_a_data_server_s_streams_and_are_counted(keyed, tmp_
 
 def test_spoilt_inputs_reach_a_store_s_streams_and_are_counted(keyed, tmp_path: Path) -> None:
     crashes: list[BaseException] = []
-    server = StoreServer(
-        settings=ObjectSettings(object_bytes=1 << 20, slab_bytes=1 << 18, max_objects=64),
-        directory=tmp_path,
-        cluster="test",
-        node="server",
-        incarnation=1,
-        endpoint="tcp://127.0.0.1:*",
-        on_crash=crashes.append,
-        sockets=keyed("server"),
+    server = store_server(
+        tmp_path, node="server", slabs=4, slab_bytes=1 << 18, on_crash=crashes.append, sockets=keyed("server")
     )
     assert pour(keyed("client"), server.endpoint, "server", of_values, INPUTS, Random(1)) == INPUTS
     server.close()

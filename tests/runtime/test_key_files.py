@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 import zmq.utils.monitor
+from store_servers import store_server
 from test_zmq_runtime import HELLO, SETTINGS, Echo, running
 
 from mooncake_zmq.core.keys import KeysError
@@ -24,9 +25,7 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.runtime.kv_events import END, KvEventPublisher
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.store import MooncakeDistributedStore
-from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.rules.tenants import StoreTenant
-from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.transfer import data_server, key_files
 from mooncake_zmq.transfer.block_messages import PROTOCOL_VERSION, StreamOffered, StreamWanted, decode_offer
 from mooncake_zmq.transfer.data_server import DataServer
@@ -40,6 +39,7 @@ OVER = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | z
 OVER |= zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 SOON = replace(SETTINGS, peer_timeout_s=1.0)
 FAR = "tcp://10.11.12.13:7000"
+SMALL = {"slabs": 2, "slab_bytes": 4 << 20}
 
 
 def eventually(condition: Callable[[], object]) -> None:
@@ -122,7 +122,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path, sockets: Callable[[st
                 stack.callback(data.close)
                 yield Served(data.endpoint, zmq.DEALER, (b"x",), lambda: data.counts["garbage"], "b", "reader")
             case "store":
-                store = store_server(tmp_path, ours)
+                store = store_server(tmp_path, **SMALL, sockets=ours)
                 stack.callback(store.close)
                 yield Served(store.endpoint, zmq.DEALER, (b"x",), lambda: int(store.counts["garbage"]), "reader", "b")
             case _:
@@ -222,24 +222,11 @@ def test_a_data_server_knows_whose_its_streams_are(tmp_path: Path, sockets: Call
         segment.close()
 
 
-def store_server(directory: Path, sockets: Sockets, object_bytes: int = 8 << 20, **settings: Any) -> StoreServer:
-    return StoreServer(
-        settings=ObjectSettings(object_bytes=object_bytes, slab_bytes=4 << 20, max_objects=64, **settings),
-        directory=directory,
-        cluster="test",
-        node="a",
-        incarnation=1,
-        endpoint="tcp://127.0.0.1:*",
-        on_crash=pytest.fail,
-        sockets=sockets,
-    )
-
-
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_store_client_reads_and_writes_by_its_key(
     shares: bool, directory: Path, tmp_path: Path, sockets: Callable[[str], Sockets]
 ) -> None:
-    server = store_server(tmp_path, sockets("a"))
+    server = store_server(tmp_path, **SMALL, sockets=sockets("a"))
     port = server.endpoint.rpartition(":")[2]
     store = MooncakeDistributedStore()
     common = {"keys": str(directory), "key_name": "reader", "share_memory": shares, "setup_timeout_s": 1.0}
@@ -259,7 +246,7 @@ def test_a_dropped_key_ends_what_its_holder_has_at_a_store(
     how: str, directory: Path, tmp_path: Path, sockets: Callable[[str], Sockets]
 ) -> None:
     """Connection, ticket and streams, though the store runs on: whoever stole the key has nothing of them."""
-    server = store_server(tmp_path, sockets("a"))
+    server = store_server(tmp_path, **SMALL, sockets=sockets("a"))
     stores = {name: MooncakeDistributedStore() for name in ("reader", "watcher-too")}
     key_files.make(directory, [("watcher-too", ("store",))])
     address = {"master_server_addr": f"a@{server.endpoint.removeprefix('tcp://')}"}
@@ -357,7 +344,7 @@ def test_what_a_store_client_may_use_the_name_of_its_key_tells(
     key_files.make(directory, [(name, ("store",)) for name in ("ruby", "sky")])
     red = StoreTenant(name="red", namespaces=("red/",), clients=("ruby",), readers=("reader",), dram_bytes=4 << 20)
     blue = StoreTenant(name="blue", namespaces=("blue/",), clients=("sky",))
-    server = store_server(tmp_path, sockets("a"), object_bytes=16 << 20, tenants=(red, blue))
+    server = store_server(tmp_path, slabs=4, slab_bytes=4 << 20, sockets=sockets("a"), tenants=(red, blue))
     port = server.endpoint.rpartition(":")[2]
     stores = {name: MooncakeDistributedStore() for name in ("ruby", "sky", "reader")}
     try:
@@ -400,7 +387,7 @@ def test_bytes_in_bulk_are_encrypted_unless_told_and_tickets_asked_for_always(
 
     monkeypatch.setattr(Stream, "_received", listen_in)
     ours = Sockets(key_files.load(directory, "a"), encrypt_bulk=encrypt_bulk)
-    server = store_server(tmp_path, ours)
+    server = store_server(tmp_path, **SMALL, sockets=ours)
     store = MooncakeDistributedStore()
     address = f"a@127.0.0.1:{server.endpoint.rpartition(':')[2]}"
     config = {"keys": str(directory), "key_name": "reader", "share_memory": False, "master_server_addr": address}

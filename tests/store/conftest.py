@@ -4,49 +4,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_harness import SLAB_BYTES, SSD_BYTES
+from store_harness import SLAB_BYTES
+from store_servers import store_servers
 
 from mooncake_zmq.store import MooncakeDistributedStore
-from mooncake_zmq.store.rules.object_log import ObjectSsdSettings
-from mooncake_zmq.store.rules.objects import ObjectSettings
-from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.server import StoreServer
 
 
 @pytest.fixture
 def make_server(tmp_path: Path) -> Iterator[Callable[..., StoreServer]]:
-    servers: list[StoreServer] = []
-    crashes: list[BaseException] = []
-
-    def make(
-        node: str = "node-1", *, endpoint: str = "", incarnation: int = 1, slabs: int = 4, ssd: dict | None = None, **changes
-    ) -> StoreServer:
-        """`ssd`: settings of an SSD tier, if there is one."""
-        on_crash = changes.pop("on_crash", crashes.append)
-        if ssd is not None:
-            changes["ssd"] = ObjectSsdSettings(**{"directory": str(tmp_path / "ssd"), "bytes": SSD_BYTES, **ssd})
-        sizes = {"object_bytes": slabs * SLAB_BYTES, "slab_bytes": SLAB_BYTES, "max_objects": 4096}
-        settings = ObjectSettings(**(sizes | changes))
-        server = StoreServer(
-            settings=settings,
-            directory=tmp_path,
-            cluster="test",
-            node=node,
-            incarnation=incarnation,
-            endpoint=endpoint or f"ipc://{tmp_path}/{node}.sock",
-            on_crash=on_crash,
-            probe_s=0.05,
-            disk=None if ssd is None else ObjectDisk.open(settings.ssd.directory, settings.slab_bytes),
-        )
-        servers.append(server)
-        return server
-
-    yield make
-    for server in servers:
-        server.check()
-        server.close()
-    assert not crashes
-    assert not list(tmp_path.glob("mooncake=*")), "segments and life files are gone"
+    with store_servers(tmp_path, slabs=4, slab_bytes=SLAB_BYTES) as make:
+        yield make
 
 
 @pytest.fixture(params=["ipc", "tcp"])

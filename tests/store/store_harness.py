@@ -7,7 +7,6 @@ from time import monotonic, sleep
 from mooncake_zmq.store.server.server import StoreServer
 
 SLAB_BYTES = 4 << 20
-SSD_BYTES = 96 << 20
 WORK_GAUGES = ("leases", "puts", "writing_objects", "quarantined_objects", "reserved_bytes")
 SSD_WORK_GAUGES = ("ssd_demoting", "ssd_promoting", "ssd_erasing")
 

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 from actor_harness import LAYOUT, Harness
+from store_servers import store_server
 
 from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.core.actor import ShelfTold
 from mooncake_zmq.core.messages import BlocksAnnounced
 from mooncake_zmq.store.events import ShelfChanged
-from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.rules.shelf import Shelf, block_key
-from mooncake_zmq.store.server.server import StoreServer
 
 KEY, OTHER = bytes(range(16)), bytes(16)
 
@@ -61,17 +60,7 @@ def told():
 
 
 def test_a_store_tells_of_blocks_put_removed_and_evicted(tmp_path: Path, told: list[ShelfChanged], connect) -> None:
-    settings = ObjectSettings(object_bytes=1 << 20, slab_bytes=1 << 18)
-    server = StoreServer(
-        settings=settings,
-        directory=tmp_path,
-        cluster="t",
-        node="c",
-        incarnation=1,
-        endpoint="tcp://127.0.0.1:*",
-        on_crash=lambda error: None,
-        on_shelf=told.append,
-    )
+    server = store_server(tmp_path, slabs=4, slab_bytes=1 << 18, on_shelf=told.append)
     try:
         store = connect(server)
         assert store.put(name(), bytes(1000)) == store.put("anything", bytes(10)) == 0

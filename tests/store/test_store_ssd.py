@@ -10,12 +10,13 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 from store_harness import SLAB_BYTES, Memory, idle, wait_for
 
 from mooncake_zmq.store import MooncakeDistributedStore, ReplicateConfig
+from mooncake_zmq.store.client import shared_copy
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.object_index import ObjectIndex
 
@@ -93,6 +94,28 @@ def test_one_batch_may_want_more_from_disk_than_memory_holds(make, client):
         assert store.put(name, value(name, SLAB_BYTES)) == 0
         wait_for(lambda: all_saved(server), "the value on disk")
     assert store.get_batch(["no", *names]) == [b"", *(value(name, SLAB_BYTES) for name in names)]
+
+
+def test_how_long_a_client_takes_to_copy_is_not_the_stores_silence(make, connect, monkeypatch):
+    """Each value takes longer than the store may be silent, and something is asked after it."""
+    copies = {name: getattr(shared_copy, name) for name in ("gather", "scatter")}
+
+    def slow(name):
+        def copy(*arguments, **more):
+            sleep(0.4)
+            return copies[name](*arguments, **more)
+
+        return copy
+
+    first = make()
+    values = [value(name, 100_000) for name in "abc"]
+    for name in copies:
+        monkeypatch.setattr(shared_copy, name, slow(name))
+    assert connect(first, timeout_s=0.3).put_batch(["a", "b"], values[:2]) == 0
+    drain(first)
+    store = connect(make(), timeout_s=0.3)
+    assert store.put_batch(["c", "d"], [values[2]] * 2) == 0
+    assert store.get_batch(["c", "a", "b"]) == [values[2], *values[:2]], "of which two are on disk"
 
 
 def test_one_store_is_seen_whatever_lies_where(make, client):
@@ -326,24 +349,19 @@ def test_only_the_cold_share_is_written(make, connect):
 
 SERVER = """
 import sys, time
-sys.path.insert(0, {here!r})
+sys.path += {here!r}
+from pathlib import Path
 from store_harness import SLAB_BYTES
-from mooncake_zmq.store.rules.object_log import ObjectSsdSettings
-from mooncake_zmq.store.rules.objects import ObjectSettings
-from mooncake_zmq.store.server.server import StoreServer
-from mooncake_zmq.store.server.object_disk import ObjectDisk
-home = sys.argv[1]
-ssd = ObjectSsdSettings(directory=home + "/ssd", bytes=96 << 20, ahead=1.0)
-settings = ObjectSettings(object_bytes=4 * SLAB_BYTES, slab_bytes=SLAB_BYTES, max_objects=4096, ssd=ssd)
-server = StoreServer(settings=settings, directory=home, cluster="killed", node="n", incarnation=1,
-                     endpoint="ipc://" + home + "/killed.sock", on_crash=print, disk=ObjectDisk.open(home + "/ssd", SLAB_BYTES))
+from store_servers import store_server
+home = Path(sys.argv[1])
+server = store_server(home, slabs=4, slab_bytes=SLAB_BYTES, ssd={{"ahead": 1.0}}, endpoint=f"ipc://{{home}}/killed.sock")
 print("ready", flush=True)
 time.sleep(600)
 """
 
 
 def test_after_kill_9_amid_puts_only_right_values_are_served(make, connect, tmp_path):
-    code = SERVER.format(here=str(Path(__file__).parent))
+    code = SERVER.format(here=[str(each) for each in Path(__file__).parents[:2]])
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         while "ready" not in process.stdout.readline():

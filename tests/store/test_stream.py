@@ -1,8 +1,10 @@
 """A stream between two threads: bytes arrive where they should, and no end of it waits for ever."""
 
+import math
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 
 import pytest
 from hypothesis import given, settings
@@ -144,6 +146,16 @@ def test_whoever_waits_is_asked_for_patience_and_may_lose_it():
     with pytest.raises(StreamError):
         send_values(stream, [(memoryview(bytes(64 << 20)),)])
     stream.close()
+
+
+def test_what_has_come_in_time_counts_however_late_it_is_taken(pair):
+    near, far = pair
+    near.send(Ended([7]))
+    far.stop_at = monotonic()
+    assert far.receive(decode_ended).codes == [7]
+    with pytest.raises(StreamError, match="too slow"):
+        far.receive(decode_ended)
+    far.stop_at = math.inf
 
 
 def test_a_stream_can_be_ended_under_a_reader_of_another_thread():

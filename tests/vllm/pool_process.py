@@ -33,6 +33,7 @@ class Pool:
             env={"PYTHONPATH": root, "MOONCAKE_ZMQ_MYPYC": "0"},
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Linux shares cores out by session: it is run beside whatever this one is busy with
         )
         assert self.process.stdout is not None
         while (line := self.process.stdout.readline()) != "serving\n":

@@ -78,18 +78,25 @@ def pool(directory: Path) -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def start(model: Path, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Vllm]]:
+def begin(model: Path, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Vllm]]:
+    """An engine that is starting."""
     lives: list[Vllm] = []
 
     def make(**changes: Any) -> Vllm:
         log = tmp_path_factory.mktemp("life") / "log"
         extra = {"lookup_timeout_s": 5.0, "timeout_s": 5.0, "load": "always"} | changes.pop("extra", {})
         lives.append(Vllm(PYTHON, model, log, stores=pool.endpoint, extra=extra, **({"arguments": SMALL} | changes)))
-        return lives[-1].wait()
+        return lives[-1]
 
     yield make
     for life in lives:
         life.kill()
+
+
+@pytest.fixture(scope="module")
+def start(begin: Callable[..., Vllm]) -> Callable[..., Vllm]:
+    """One that serves."""
+    return lambda **changes: begin(**changes).wait()
 
 
 @pytest.fixture(scope="module")
@@ -198,19 +205,23 @@ def test_tenants_do_not_share(engine: Vllm) -> None:
     assert engine.ask(prompt(8), 1, cache_salt="one")[1] == blocks(PROMPT)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"block_tokens": 64},
-        {"dtype": "bfloat16"},
-        {"environment": {"ATEN_CPU_CAPABILITY": "avx2"}},
-    ],
-    ids=["block size", "dtype", "instruction set"],
-)
-def test_an_engine_that_orders_bytes_otherwise_finds_nothing(start: Callable[..., Vllm], engine: Vllm, changes: dict) -> None:
+OTHERS = {
+    "block size": {"block_tokens": 64},
+    "dtype": {"dtype": "bfloat16"},
+    "instruction set": {"environment": {"ATEN_CPU_CAPABILITY": "avx2"}},
+}
+
+
+@pytest.fixture(scope="module")
+def others(begin: Callable[..., Vllm]) -> dict[str, Vllm]:
+    return {name: begin(**changes) for name, changes in OTHERS.items()}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_engine_that_orders_bytes_otherwise_finds_nothing(others: dict[str, Vllm], engine: Vllm, name: str) -> None:
     engine.ask(prompt(9), 1)
     engine.forget()
-    other = start(**changes)
+    other = others[name].wait()
     assert other.ask(prompt(9), 1)[1] == 0
     other.forget()
     assert other.ask(prompt(9), 1)[1] > 0, "but what it saved itself"
@@ -230,9 +241,22 @@ def test_what_is_sooner_computed_is_left_and_said_the_same(start: Callable[..., 
     engine.kill()
 
 
-@pytest.mark.parametrize("name", ["device_memory.py", "refusals.py"])
-def test_in_vllms_own_python(name: str) -> None:
-    """Blocks of a device come and go through staging memory; what cannot work is refused at the start."""
-    script = Path(__file__).with_name(name)
-    run = subprocess.run([PYTHON, str(script)], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need a core each")
+def test_two_ranks_load_what_two_saved(begin: Callable[..., Vllm]) -> None:
+    first, second = (begin(ranks=2) for _ in range(2))  # side by side, as either waits much of its start
+    first.wait()
+    whole, _ = first.ask(prompt(12), ANSWER)
+    until(lambda: count(first, "saved_blocks") == 2 * blocks(PROMPT + ANSWER) // BLOCK_TOKENS)
+    first.kill()
+    second.wait()
+    assert second.ask(prompt(12), ANSWER) == (whole, blocks(PROMPT))
+    assert count(second, "loaded_blocks") == 2 * blocks(PROMPT) // BLOCK_TOKENS
+    second.kill()
+
+
+@pytest.mark.parametrize("name", ["device_memory.py", "refusals.py", "idle_steps.py"])
+def test_in_vllms_own_python(name: str, tmp_path: Path) -> None:
+    """Blocks of a device come and go through staging memory; what cannot work is refused at the start; who waits for what."""
+    command = [PYTHON, str(Path(__file__).with_name(name)), f"ipc://{tmp_path}/nobody.sock"]
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -10,11 +10,13 @@ import pytest
 
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.store.client.peer import ClientSettings
+from mooncake_zmq.store.rules.objects import Pin
 from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.vllm import mover as mover_module
 from mooncake_zmq.vllm.lane import Crew, Lane
 from mooncake_zmq.vllm.ledger import Ledger, Load, Progress, Save
 from mooncake_zmq.vllm.lookups import Lookup, Lookups
-from mooncake_zmq.vllm.mover import HostMemory, Moved, Mover
+from mooncake_zmq.vllm.mover import TRIES, HostMemory, Moved, Mover
 from mooncake_zmq.vllm.names import chain_root, object_names, token_keys
 from mooncake_zmq.vllm.spans import BlockSpans, layer_spans
 
@@ -146,7 +148,7 @@ def test_how_long_a_load_took_is_told_if_all_of_it_came(make_pool, engine):
 
 
 def test_blocks_that_are_on_disk_alone_come_too(make_pool, engine, lookups):
-    server = make_pool(slabs=1, ssd_bytes=64 << 20)
+    server = make_pool(slabs=1, ssd={"ahead": 1.0})
     one = engine(server, ClientSettings())
     one.save(0, 1, 2, 3)
     until(lambda: server.gauges()["ssd_unsaved_bytes"] == 0)
@@ -207,7 +209,8 @@ def test_another_shelf_or_another_size_has_nothing(make_pool, engine, lookups):
     assert smaller.load(0, 1) == {0, 1}
 
 
-def test_a_pool_that_is_gone_costs_an_end_in_time_and_one_that_came_back_serves(make_pool, engine, lookups):
+def test_a_pool_that_is_gone_costs_an_end_in_time_and_one_that_came_back_serves(make_pool, engine, lookups, monkeypatch):
+    monkeypatch.setattr(mover_module, "RETRY_S", 1e-3)
     server = make_pool()
     one, asks = engine(server), lookups(server)
     one.save(0, 1)
@@ -225,7 +228,61 @@ def test_a_pool_that_is_gone_costs_an_end_in_time_and_one_that_came_back_serves(
     assert one.same(6, 7)
 
 
-def test_a_pool_that_is_stopped_keeps_nobody_waiting_but_the_threads(make_pool, engine, lookups):
+def test_what_ranks_save_while_their_store_is_silent_for_a_while_is_saved(make_pool, engine):
+    server = make_pool()
+    ranks = [engine(server, shelf=f"vllm/digest/0.{rank}/") for rank in range(2)]
+    with server._turns:
+        for each in ranks:
+            each.mover.save(Save(1, KEYS[:4], (0, 1, 2, 3)))
+        until(lambda: not any(each.mover._client._peers[0]._session for each in ranks))  # both have given it up
+    for each in ranks:
+        assert each.ended(lambda moved: bool(moved.saved)).saved == [1]
+        assert +each.mover.take_counts() == {"saved_blocks": 4}
+        each.wipe()
+        assert each.load(9, 8, 7, 6) == set()
+        assert each.same(9, 8, 7, 6)
+
+
+def test_a_store_that_is_gone_is_waited_for_once_and_not_by_every_save(make_pool, engine, monkeypatch):
+    monkeypatch.setattr(mover_module, "RETRY_S", 1e-3)
+    server = make_pool()
+    one = engine(server)
+    put, puts = one.mover._client.put, []
+    one.mover._client.put = lambda *arguments: puts.append(arguments) or put(*arguments)
+
+    def tries(*blocks: int) -> int:
+        puts.clear()
+        one.save(*blocks)
+        return len(puts)
+
+    assert tries(0, 1) == 1
+    server.close()
+    assert [tries(2), tries(3), tries(4)] == [1 + TRIES, 1, 1]
+    make_pool(endpoint=server.endpoint, incarnation=2)
+    until(lambda: tries(5) == 1 and one.mover.take_counts()["saved_blocks"])
+
+
+def test_why_blocks_are_not_saved_is_counted(make_pool, engine, monkeypatch):
+    monkeypatch.setattr(mover_module, "RETRY_S", 1e-3)
+    server = make_pool(slabs=1)
+    one = engine(server)
+    big = np.zeros(SLAB, np.uint8)
+    client = StoreClient([server.endpoint])
+    client.connect()
+    assert client.put(["big"], [[(big.__array_interface__["data"][0], SLAB)]], Pin.HARD) == [0]
+    client.close()
+    one.save(0, 1, 2)
+    assert +one.mover.take_counts() == {"unsaved_blocks": 3, "unsaved_no_room": 3}
+    server.close()
+    one.save(0, 1)
+    assert +one.mover.take_counts() == {"unsaved_blocks": 2, "unsaved_unreached": 2}
+    one.mover.close()
+    one.save(0)
+    assert +one.mover.take_counts() == {"unsaved_blocks": 1, "unsaved_not_tried": 1}
+
+
+def test_a_pool_that_is_stopped_keeps_nobody_waiting_but_the_threads(make_pool, engine, lookups, monkeypatch):
+    monkeypatch.setattr(mover_module, "RETRY_S", 1e-3)
     server = make_pool()
     one, asks = engine(server), lookups(server)
     one.save(0, 1)
@@ -284,6 +341,14 @@ def test_a_lookup_released_before_its_answer_holds_nothing(make_pool, engine, lo
     until(lambda: not server.gauges()["leases"])
 
 
+def test_whoever_waits_for_an_answer_goes_on_with_it(make_pool, lookups):
+    asks = lookups(make_pool())
+    with asks._answered:  # nothing is answered before somebody waits
+        lookup = asks.ask(["a"])
+        asks.wait(3000)
+    assert lookup.answer() == 0
+
+
 def test_both_halves_together(make_pool, engine, lookups):
     server = make_pool()
     one, asks = engine(server), lookups(server)
@@ -291,20 +356,23 @@ def test_both_halves_together(make_pool, engine, lookups):
     def plan() -> Ledger:
         return Ledger(8, asks, may_load=True, may_save=True, most_saving=100, shelves=(SHELF,))
 
+    def found(request_id: str, own_tokens: int) -> int:
+        deadline = time.monotonic() + 20
+        while (tokens := ledger.matched(time.monotonic(), request_id, own_tokens, 65)) is None:
+            assert time.monotonic() < deadline
+        return tokens
+
     ledger = plan()
     ledger.add("a", token_keys(chain_root(), TOKENS, 8))
-    assert ledger.matched(time.monotonic(), "a", 0, 65) == 0
+    assert found("a", 0) == 0
     (save,) = ledger.step(time.monotonic(), [Progress("a", 65, 65)], lambda _: range(1, 10)).saves
     assert save.keys == KEYS
     one.mover.save(save)
     assert ledger.saved(one.ended(lambda moved: bool(moved.saved)).saved, 1) == list(range(1, 9))
     ledger = plan()
     ledger.add("b", token_keys(chain_root(), TOKENS, 8))
-    deadline = time.monotonic() + 20
-    while (found := ledger.matched(time.monotonic(), "b", 8, 65)) is None:
-        assert time.monotonic() < deadline
-    assert found == 56
-    ledger.allocated("b", found, list(range(11, 1, -1)))
+    assert found("b", 8) == 56
+    ledger.allocated("b", 56, list(range(11, 1, -1)))
     (load,) = ledger.step(time.monotonic(), [], lambda _: ()).loads
     one.wipe()
     one.mover.load(load)

@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 class Vllm:
-    """One life of an engine. `stores`: the pool under it, if there is one."""
+    """One life of an engine. `stores`: the pool under it, if there is one. `ranks`: that share the model, each on a core."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Vllm:
         dtype: str = "float32",
         arguments: Sequence[str] = (),
         environment: dict[str, str] | None = None,
+        ranks: int = 1,
         extra: dict[str, Any] | None = None,
         connector: tuple[str, str] = ("mooncake_zmq.vllm.connector", "MooncakeZmqConnector"),
     ) -> None:
@@ -46,6 +47,7 @@ class Vllm:
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
         command += ["--port", str(port), "--dtype", dtype, "--enforce-eager", "--block-size", str(block_tokens)]
         command += ["--served-model-name", "tiny", "--enable-prompt-tokens-details", *arguments]
+        command += ["--tensor-parallel-size", str(ranks)]
         if stores:
             transfer = {
                 "kv_connector": connector[1],
@@ -54,10 +56,10 @@ class Vllm:
                 "kv_connector_extra_config": {"stores": stores, **(extra or {})},
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
-        core = str(min(os.sched_getaffinity(0)))
+        cores = sorted(os.sched_getaffinity(0))[:ranks]
         told = {
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
-            "VLLM_CPU_OMP_THREADS_BIND": core,
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",

@@ -335,14 +335,14 @@ class StoreClient:
 
 def _lease(request: protocol.Lease, call: Call) -> tuple[list[int], float]:
     """Sizes, 0 where nothing is, and how long those in memory stay there."""
-    leased = call.link.ask(request, protocol.Leased, call.deadline)
+    leased = call.ask(request, protocol.Leased)
     if len(leased.sizes) != len(request.keys):
         raise Unreached(f"{len(leased.sizes)} sizes for {len(request.keys)} keys")
     return leased.sizes, call.session.ttl_s
 
 
 def _release(ids: list[int], call: Call) -> None:
-    call.link.tell(protocol.Release(ids, []))
+    call.tell(protocol.Release(ids, []))
 
 
 def _put(batch: Batch, call: Call) -> list[int]:

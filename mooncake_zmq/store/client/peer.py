@@ -80,17 +80,22 @@ class Call:
     peer: "Peer"
     session: Session
     link: Link
-    deadline: float
     again: bool
     """Is it the second try, the first one having broken off?"""
+
+    @property
+    def deadline(self) -> float:
+        """Of an answer to what is asked now: how long anything before it took, our own copying above all, is not the store's
+        silence."""
+        return time.monotonic() + self.peer.settings.timeout_s
 
     def stream(self) -> Stream:
         """The connection's stream. Raises Unreached or Forgotten where there is none yet and none can be made."""
         return self.link.stream or self.peer.open_stream(self.session, self.link, self.deadline)
 
     def ask(self, request: protocol.Reserve | protocol.Commit | protocol.Lease, expected: type[ReplyT]) -> ReplyT:
-        """Of a store whose memory we map: by the stream, and where that broke off by the connection itself, which takes no room
-        among the store's streams. Raises Unreached, Forgotten or StreamError."""
+        """By the stream, where no thread of ZeroMQ's stands between; where that broke off by the connection itself, which takes
+        no room among the store's streams. Raises Unreached, Forgotten or StreamError."""
         if self.again:
             self.peer.tell_abandoned(lambda note: self.link.send(note, self.deadline))
             return self.link.ask(request, expected, self.deadline)
@@ -164,7 +169,7 @@ class Peer:
             link = self._links.take(deadline)
             broken = True
             try:
-                result = work(Call(self, session, link, deadline, again))
+                result = work(Call(self, session, link, again))
                 broken = False
                 return result
             except Forgotten:
