@@ -1,6 +1,7 @@
 """The supervisor's own work, without a cluster: logs of bounded size, holding a node, what RAM is in use."""
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -135,6 +136,18 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_each_process_has_a_session_of_its_own(up: Up) -> None:
+    child = add(up, "decode-a", None)
+    child.server = ("sleep", "300")
+    up._spawn(child)
+    assert child.process is not None
+    try:
+        assert os.getsid(child.process.pid) == child.process.pid
+    finally:
+        child.process.kill()
+        child.process.wait()
 
 
 def test_what_a_killed_vllm_leaves_ends_too(up: Up) -> None:

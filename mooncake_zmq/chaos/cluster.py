@@ -135,7 +135,7 @@ class Cluster:
         environment = {**self._environment, DIALS_VARIABLE: str(self.directory / host / "dials")}
         with self.log(name).open("ab") as log:
             child.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, process_group=0
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         child.expected = False
         child.started_at = time.monotonic()
