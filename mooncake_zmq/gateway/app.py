@@ -26,24 +26,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import Bytes, Grammars
 from mooncake_zmq.gateway import admin, cluster_face, manual, pages
+from mooncake_zmq.gateway.clients import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
-    DONE,
-    KEEP_ALIVE,
     QUOTED_CHARS,
     SEEDS,
     ChatBody,
     CompletionBody,
     Prepared,
-    Reply,
     RequestError,
     prepare,
     quoted,
-    server_sent,
     unknown_model,
 )
-from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.replies import DONE, KEEP_ALIVE, Reply, server_sent
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Limited, Tenant
 from mooncake_zmq.gateway.tokens import detokenize, tokenize

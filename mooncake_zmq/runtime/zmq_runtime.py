@@ -37,6 +37,7 @@ from mooncake_zmq.core.actor import (
     Event,
     Fence,
     OpenSequence,
+    Outer,
     PeerDown,
     PeerUp,
     Publish,
@@ -45,9 +46,10 @@ from mooncake_zmq.core.actor import (
     Started,
     TimerFired,
     ToClient,
+    Transmit,
 )
 from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES, Hello, Sampling
-from mooncake_zmq.core.node import Node, Outer, Transmit
+from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent

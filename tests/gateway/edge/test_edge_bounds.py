@@ -9,10 +9,10 @@ import httpx
 import pytest
 from scripted_actor import ScriptedActor, events, finished, tokens
 
+from mooncake_zmq.gateway import answers, openai
 from mooncake_zmq.gateway import edge as edge_module
-from mooncake_zmq.gateway import openai
+from mooncake_zmq.gateway.clients import TokenOut
 from mooncake_zmq.gateway.openai import QUOTED_CHARS, ChatBody, CompletionBody, prepare
-from mooncake_zmq.gateway.requests import TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 
@@ -47,7 +47,7 @@ def test_a_list_of_many_stop_strings_is_not_even_read(monkeypatch):
 
 def test_tables_of_stop_strings_are_made_once_a_call(monkeypatch):
     made = []
-    monkeypatch.setattr(openai, "_borders", lambda text, real=openai._borders: made.append(text) or real(text))
+    monkeypatch.setattr(answers, "_borders", lambda text, real=answers._borders: made.append(text) or real(text))
     assert ScriptedActor().complete(prompt=["a", "b", "c"], n=4, stop=["xy", "z"]).status_code == 200
     assert made == ["xy", "z"]
 

@@ -9,8 +9,8 @@ import pytest
 import structlog
 from scripted_actor import ScriptedActor, finished, one_by_one, tokens
 
+from mooncake_zmq.gateway.clients import ClientRequest, TokenOut
 from mooncake_zmq.gateway.edge import Call
-from mooncake_zmq.gateway.requests import ClientRequest, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 
