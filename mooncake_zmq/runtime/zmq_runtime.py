@@ -14,8 +14,8 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -212,6 +212,7 @@ class ZmqRuntime:
         """What the log says of each peer."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wakeup: asyncio.TimerHandle | None = None
+        self._wakes_at = 0.0
         self._on_stop: Callable[[], None] | None = None
         self._on_crash: Callable[[BaseException], None] | None = None
         self._closed = False
@@ -256,9 +257,12 @@ class ZmqRuntime:
         """
         if self._closed:
             return
-        with self._crashing():
+        try:
             self._feed(event)
             self._arm(busy=False)
+        except BaseException as error:
+            self._crashed(error)
+            raise
 
     def drain(self) -> None:
         """Ask the actor to finish; the runtime stops once it has."""
@@ -367,26 +371,33 @@ class ZmqRuntime:
     def _turn_in_loop(self) -> None:
         """One turn, then the wake-up for the next timer."""
         if not self.stopped:
-            with self._crashing():
+            try:
                 self._arm(busy=self._turn())
+            except BaseException as error:
+                self._crashed(error)
+                raise
 
-    @contextmanager
-    def _crashing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if self._on_crash is not None:
-                self._on_crash(error)
-            raise
+    def _crashed(self, error: BaseException) -> None:
+        if self._on_crash is not None:
+            self._on_crash(error)
 
     def _arm(self, *, busy: bool) -> None:
-        if self._loop is None:
+        """Have a turn when the next timer is due. One that is set for an earlier time stays, and sets this one: next is nearly
+        always the same tick."""
+        if self._loop is None or self.stopped:
             return
+        wait_s = 0.0 if busy else self._wait_s()
+        at = time.monotonic() + wait_s
         if self._wakeup is not None:
+            if self._wakes_at <= at:
+                return
             self._wakeup.cancel()
-            self._wakeup = None
-        if not self.stopped:
-            self._wakeup = self._loop.call_later(0.0 if busy else self._wait_s(), self._turn_in_loop)
+        self._wakes_at = at
+        self._wakeup = self._loop.call_later(wait_s, self._wake_up)
+
+    def _wake_up(self) -> None:
+        self._wakeup = None
+        self._turn_in_loop()
 
     def _wait_s(self) -> float:
         at = self._timers.next_at()
