@@ -493,14 +493,14 @@ def prepare(
         if scored_left < 0:
             raise _invalid("logprobs", f"an answer tells at most {MAX_SCORES} probabilities of its prompts")
         offsets = None if likeliest is None else _offsets(ids, model)
+        sampling = body.sampling(seed % SEEDS, len(ids), model, constraint)
         for nth in range(n):
             index = len(prepared.choices)
-            sampling = body.sampling((seed + nth) % SEEDS, len(ids), model, constraint)
             request = ClientRequest(
                 tokens=tokens,
                 root=root,
                 keys=keys,
-                sampling=sampling,
+                sampling=msgspec.structs.replace(sampling, seed=(seed + nth) % SEEDS),
                 stop=stop,
                 ttft_slo_s=body.ttft_slo,
                 tbt_slo_s=body.tbt_slo,
