@@ -129,7 +129,7 @@ class Choice:
 
     def accept(self, output: TokenOut | PromptLogprobs | Finished) -> None:
         """Take the actor's next output; the text of an end-of-sequence token is no part of the answer."""
-        assert self.finish_reason is None
+        assert not self.has_ended
         if isinstance(output, TokenOut):
             if not self._silent:
                 self._accept_token(output)
@@ -141,7 +141,7 @@ class Choice:
         self.has_news = True
         self.settle(output)
         self._add(self._detokenizer.flush())
-        if self.finish_reason is None:
+        if not self.has_ended:
             self._say(self._scanner.flush(), "length" if self._silent else output.reason)
 
     def _accept_token(self, output: TokenOut) -> None:
@@ -159,6 +159,15 @@ class Choice:
     def tells_prompt(self) -> bool:
         """Will the next piece tell the probabilities of the prompt?"""
         return bool(self._echoed_ids)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def was_cut(self) -> bool:
+        """Has it ended by a stop string, so that the actor has to be told?"""
+        return self.has_ended and self.finished is None
 
     def settle(self, output: Finished | Failed) -> None:
         """The actor's last word."""

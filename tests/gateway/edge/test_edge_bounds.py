@@ -186,7 +186,7 @@ def test_errors_quote_little_of_what_was_sent(call):
 # --- the loop is for streams
 
 
-@pytest.fixture()
+@pytest.fixture
 def none_at_once(monkeypatch):
     monkeypatch.setattr(app, "AT_ONCE_BYTES", 0)
 
