@@ -276,8 +276,7 @@ class ZmqRuntime:
     def stop(self) -> None:
         """Stop at once."""
         self.stopped = True
-        if self._loop is not None:  # what nobody takes any more would keep the loop busy until we are closed
-            self._loop.remove_reader(self._router.fileno())
+        self._stop_reading(self._router.fileno())  # what nobody takes any more would keep the loop busy until we are closed
         if self._on_stop is not None:
             self._on_stop()
 
@@ -344,15 +343,20 @@ class ZmqRuntime:
     def close(self) -> None:
         """Close every socket and remove the socket file. Worker threads must have ended."""
         self._closed = True
-        if self._loop is not None:
-            self._loop.remove_reader(self._router.fileno())
-            self._loop.remove_reader(self._wake_fd)
-            if self._wakeup is not None:
-                self._wakeup.cancel()
+        self._stop_reading(self._router.fileno())
+        self._stop_reading(self._wake_fd)
+        if self._wakeup is not None:
+            self._wakeup.cancel()
         self._close_sockets()
         os.close(self._wake_fd)
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    def _stop_reading(self, descriptor: int) -> None:
+        if self._loop is not None:
+            # libuv's returns nothing; of what is said to return a bool machine code would insist on one.
+            remove: Callable[[int], object] = self._loop.remove_reader
+            remove(descriptor)
 
     # --- turns
 
