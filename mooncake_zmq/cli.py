@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import click
 
+from mooncake_zmq import mypyc_code
 from mooncake_zmq.core.roles import BECOMES, SUMMARIES, Role
 from mooncake_zmq.engine.cpu import limit_blas
 
@@ -70,6 +71,7 @@ def _role_command(role: Role, summary: str) -> None:
     @set_option
     def run(path: str, node: str, model: str | None, assignments: tuple[str, ...]) -> None:
         limit_blas()
+        mypyc_code.use(mypyc_code.NODES)
         loaded = _load(path, model, assignments)
         found = _or_exit(lambda: loaded.config.node(node))
         if role not in found.roles:
@@ -491,20 +493,19 @@ def doctor(path: str, assignments: tuple[str, ...], host: str | None, as_json: b
 @main.command(name="compile")
 @click.option("--laboratory", is_flag=True, help="Of what `sim` replays a trace through instead; that takes minutes.")
 def compile_(*, laboratory: bool) -> None:
-    """Make machine code of what a conductor decides with: two to three times the decisions per second.
+    """Make machine code of what every node goes through at each message and token: all that start afterwards run it.
 
-    Needs the extra "mypyc", a C compiler and Python's headers, and takes about a minute. It lies beside the sources; those that
-    change run as Python until this is called again, and MOONCAKE_ZMQ_MYPYC=0 runs all of them so.
+    Needs the extra "mypyc", a C compiler and Python's headers, and takes about two minutes. It lies beside the sources; those
+    that change run as Python until this is called again, and MOONCAKE_ZMQ_MYPYC=0 runs all of them so.
 
     \b
     Example:
       pip install 'mooncake-zmq[mypyc]' && mooncake-zmq compile
     """
     from mooncake_zmq.mypyc_build import CannotCompile, compile_part
-    from mooncake_zmq.mypyc_code import DECISIONS, LABORATORY
 
     try:
-        click.echo(f"compiled: {compile_part(LABORATORY if laboratory else DECISIONS)}")
+        click.echo(f"compiled: {compile_part(mypyc_code.LABORATORY if laboratory else mypyc_code.NODES)}")
     except CannotCompile as error:
         _fail(str(error))
 

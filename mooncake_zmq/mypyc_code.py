@@ -1,9 +1,10 @@
-"""Machine code for what a decision goes through, or a replayed trace: the same modules, compiled by mypyc where there is a C
-compiler.
+"""Machine code for what a node goes through at each message and token, or a replayed trace: the same modules, compiled by
+mypyc where there is a C compiler.
 
 What `mypyc_build` makes lies in `__mypyc__` beside the sources, as `__pycache__` does, in a folder named after this Python,
-the sources and what compiled them: one for conductors, and one for the laboratory's own processes, where whatever a trace goes
-through is machine code. No other process runs that: simulations replace parts of actors, which machine code does not allow.
+the sources and what compiled them: one for nodes, and one for the laboratory's own processes, where whatever a trace goes
+through is machine code. A process that runs any of it says so before it imports what is compiled, and no other does:
+simulations replace parts of actors, which machine code does not allow.
 Sources that changed are never shadowed: they run as Python until they are compiled anew. Without any of it the decisions are
 the same, and a quarter as many in a second. Constants that every decision reads are `Final`: they then stand in the code,
 instead of being looked up by name.
@@ -33,35 +34,33 @@ class Part(NamedTuple):
     """The compiler's level, unless MYPYC_OPT_LEVEL says another, for trials: the higher, the longer it takes."""
 
 
-_DECISIONS = (
-    *(f"core.{name}" for name in ("costs", "gaps", "shell")),
+_ACTORS = (
+    *(f"core.{name}" for name in ("costs", "gaps", "leaving", "moves", "order", "pace", "reactions", "reports", "shell")),
+    *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slots")),
     *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "bookings", "choices", "conductor")),
     *(f"conductor.{name}" for name in ("corrections", "decodes", "membership", "placement", "plans", "prefills")),
     *(f"conductor.{name}" for name in ("prefix_index", "ranking", "recent", "routing", "sources", "transfers")),
-)
-"""Not among them: modules whose classes are msgspec's, which mypyc does not know."""
-_REPLAYS = (
-    *(f"core.{name}" for name in ("leaving", "moves", "order", "pace", "reactions", "reports")),
-    *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slots")),
     *(f"prefill.{name}" for name in ("chunking", "prefill", "queue", "workload")),
     *(f"decode.{name}" for name in ("batch", "decode", "request")),
     *(f"cache_node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
+)
+"""Not among them: modules whose classes are msgspec's, which mypyc does not know."""
+_AROUND_THEM = (
+    *(f"core.{name}" for name in ("node", "session", "watch")),
+    *(f"gateway.{name}" for name in ("accounts", "answers", "edge", "gaps", "metrics", "replies", "requests")),
+    *(f"gateway.{name}" for name in ("streams", "traces")),
+    "runtime.zmq_runtime",
+)
+_REPLAYS = (
     *(f"laboratory.{name}" for name in ("gaps", "keys", "machine", "recorder", "resources")),
     *(f"simulation.{name}" for name in ("links", "world")),
 )
-DECISIONS = Part("decisions", _DECISIONS, ("core", "conductor", "kv"), "3")
-LABORATORY = Part(
-    "laboratory",
-    (*_DECISIONS, *_REPLAYS),
-    (*DECISIONS.rooms, "prefill", "decode", "cache_node", "laboratory", "simulation"),
-    "1",
-)
-PARTS = (DECISIONS, LABORATORY)
+_ROOMS = ("core", "kv", "conductor", "prefill", "decode", "cache_node")
+NODES = Part("nodes", (*_ACTORS, *_AROUND_THEM), (*_ROOMS, "gateway", "runtime"), "3")
+LABORATORY = Part("laboratory", (*_ACTORS, *_REPLAYS), (*_ROOMS, "laboratory", "simulation"), "1")
+PARTS = (NODES, LABORATORY)
 SWITCH = "MOONCAKE_ZMQ_MYPYC"
-"""The environment variable that turns it off, as 0: tests replace parts of classes, which machine code does not allow. As the
-name of the laboratory's part, that one is used in the laboratory's own workers, where it is there."""
-WORKER = ["-m", f"{__package__}.laboratory"]
-"""How these are started."""
+"""The environment variable that turns it off, as 0: tests replace parts of classes, which machine code does not allow."""
 HOME = PACKAGE / "__mypyc__"
 EXTENSION = importlib.machinery.EXTENSION_SUFFIXES[0]
 TAG = EXTENSION.split(".")[1]
@@ -81,21 +80,14 @@ class _Finder:
         return importlib.util.spec_from_file_location(fullname, file) if file is not None and file.exists() else None
 
 
-def use() -> None:
-    """Import the compiled modules from here on, if they are there and not stale. Before any of them is imported."""
-    switch = os.environ.get(SWITCH)
-    if switch == "0" or not HOME.is_dir():
+def use(part: Part) -> None:
+    """Import its compiled modules from here on, if they are there and not stale; where a source of them is imported already,
+    none of them: they know each other's insides."""
+    if os.environ.get(SWITCH) == "0" or not HOME.is_dir():
         return
-    for part in parts_for(switch, sys.orig_argv[1:]):
-        files = compiled_files(folder(PACKAGE, part))
-        if is_complete(files, part):
-            sys.meta_path.insert(0, _Finder(files))
-            return
-
-
-def parts_for(switch: str | None, arguments: list[str]) -> tuple[Part, ...]:
-    """The parts of which a process of these arguments is to use the first that is there."""
-    return (LABORATORY, DECISIONS) if switch == LABORATORY.name and arguments == WORKER else (DECISIONS,)
+    files = compiled_files(folder(PACKAGE, part))
+    if is_complete(files, part) and not files.keys() & sys.modules.keys():
+        sys.meta_path.insert(0, _Finder(files))
 
 
 def in_use() -> bool:

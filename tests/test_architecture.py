@@ -19,6 +19,7 @@ PURE = (
     "prefill/",
     "decode/",
     "gateway/accounts",
+    "gateway/clients",
     "gateway/cluster",
     "gateway/calls",
     "gateway/gaps",
@@ -50,8 +51,8 @@ ROLE_NEIGHBOURS = {
     # The other half of a cache-node, whose settings stand in the same section.
     "cache_node": ("store.rules",),
 }
-EDGE = {f"gateway/{name}" for name in ("app", "cluster_face", "door", "edge", "guard", "manual", "metrics", "openai")} | {
-    f"gateway/{name}" for name in ("overview", "pages", "__init__")
+EDGE = {f"gateway/{name}" for name in ("answers", "app", "cluster_face", "door", "edge", "guard", "manual", "metrics")} | {
+    f"gateway/{name}" for name in ("openai", "overview", "pages", "replies", "streams", "__init__")
 }
 """Starlette's side of the gateway: not an actor, runs beside one."""
 

@@ -11,16 +11,18 @@ import pytest
 
 import mooncake_zmq
 from mooncake_zmq import mypyc_code
-from mooncake_zmq.laboratory import jobs
-from mooncake_zmq.laboratory.errors import StudyError
-from mooncake_zmq.laboratory.profiles import find_profile
-from mooncake_zmq.laboratory.study import Setup
+from mooncake_zmq.core.roles import SUMMARIES
 from mooncake_zmq.mypyc_build import SLOTTED
-from mooncake_zmq.mypyc_code import LABORATORY, PARTS, WORKER, folder, is_complete
+from mooncake_zmq.mypyc_code import LABORATORY, PARTS, folder, is_complete
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKLY = {"MYPYC_OPT_LEVEL": "0"}
 """How much the C compiler thinks about it changes no number."""
+AS_NODE = """
+from mooncake_zmq import mypyc_code
+
+mypyc_code.use(mypyc_code.NODES)
+"""
 DECISIONS = """
 import hashlib
 from mooncake_zmq.bench.schedule import COSTS, LAYOUT, generated
@@ -49,11 +51,14 @@ print(routing.__file__.rpartition(".")[2], actor.counts["placed"], digest.hexdig
 
 SEEDS = """
 import hashlib
-from mooncake_zmq.core import shell
+from mooncake_zmq.core import node, session
+from mooncake_zmq.decode import decode
+from mooncake_zmq.gateway import requests
 from mooncake_zmq.simulation.run import run_seed
 
 logs = [run_seed(seed, trace=True).log for seed in range(2)]
-print(shell.__file__.rpartition(".")[2], len(logs[0]), hashlib.sha256(repr(logs).encode()).hexdigest())
+suffixes = {module.__file__.rpartition(".")[2] for module in (node, session, decode, requests)}
+print(*suffixes, len(logs[0]), hashlib.sha256(repr(logs).encode()).hexdigest())
 """
 
 
@@ -75,27 +80,29 @@ def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
-    as_python = run("-c", DECISIONS)
+    as_python = run("-c", AS_NODE + DECISIONS)
     assert as_python[0] == "py"
     assert int(as_python[1]) > 300
     run("-m", "mooncake_zmq", "compile")
-    assert run("-c", DECISIONS) == ["so", *as_python[1:]]
+    assert run("-c", AS_NODE + DECISIONS) == ["so", *as_python[1:]]
+    assert run("-c", DECISIONS) == as_python, "who does not say that he is a node runs Python"
+    assert run("-c", "from mooncake_zmq.core import shell" + AS_NODE + DECISIONS) == as_python, "never half of it"
     checked = run("-m", "mooncake_zmq", "config", "check", str(CONFIGS / "chaos.toml"))
     assert checked[-1] == "ok", "costs set in part have their defaults"
-    a_cluster, same = run("-c", SEEDS), run("-c", SEEDS, switch="0")
+    a_cluster, same = run("-c", AS_NODE + SEEDS), run("-c", SEEDS)
     assert (a_cluster[0], same[0]) == ("so", "py")
     assert int(same[1]) > 1000
     assert a_cluster[1:] == same[1:]
-    assert run("-c", DECISIONS, switch="0") == as_python, "it can be turned off"
+    assert run("-c", AS_NODE + DECISIONS, switch="0") == as_python, "it can be turned off"
     with (package / "conductor" / "settings.py").open("a") as source:
         source.write("# changed\n")
-    assert run("-c", DECISIONS) == as_python, "stale machine code is not used"
+    assert run("-c", AS_NODE + DECISIONS) == as_python, "stale machine code is not used"
 
 
-AS_WORKER = f"""
-import sys
+AS_WORKER = """
+from mooncake_zmq import mypyc_code
 
-sys.orig_argv = [sys.executable, *{WORKER}]
+mypyc_code.use(mypyc_code.LABORATORY)
 """
 REPLAY = """
 import hashlib
@@ -122,7 +129,7 @@ def test_a_replay_of_machine_code_has_the_same_result_to_the_last_digit(tmp_path
     package = tmp_path / "mooncake_zmq"
     shutil.copytree(Path(mooncake_zmq.__file__).parent, package, ignore=shutil.ignore_patterns("__mypyc__", "__pycache__"))
 
-    def run(*arguments, switch):
+    def run(*arguments, switch="1"):
         environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_MYPYC": switch} | QUICKLY
         done = subprocess.run(
             [sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
@@ -131,10 +138,8 @@ def test_a_replay_of_machine_code_has_the_same_result_to_the_last_digit(tmp_path
         return done.stdout.split()
 
     run("-m", "mooncake_zmq", "compile", "--laboratory", switch="0")
-    as_python, elsewhere = (run("-c", REPLAY, switch=switch) for switch in ("0", "laboratory"))
-    as_machine_code = run("-c", AS_WORKER + REPLAY, switch="laboratory")
+    as_python, as_machine_code = run("-c", REPLAY), run("-c", AS_WORKER + REPLAY)
     assert as_python[:2] == ["py", "150"]
-    assert elsewhere == as_python, "no other process runs it"
     assert as_machine_code == ["so", *as_python[1:]]
 
 
@@ -146,50 +151,40 @@ def test_what_is_compiled_is_there_and_no_part_takes_the_others_folder():
     assert len({folder(Path(mooncake_zmq.__file__).parent, part) for part in PARTS}) == len(PARTS)
 
 
-TOLD = """
-import os
+ENTERED = """
 import sys
 
 from mooncake_zmq import mypyc_code
 
-print(*[part.name for part in mypyc_code.parts_for(os.environ[mypyc_code.SWITCH], sys.orig_argv[1:])])
+
+def use(part):
+    sys.exit(part.name)
+
+
+mypyc_code.use = use
 """
+ROLE = "from mooncake_zmq.cli import main\nmain({arguments!r})"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "parts"),
+    ("entering", "part"),
     [
-        (WORKER, ["laboratory", "decisions"]),
-        (["-c", "import mooncake_zmq"], ["decisions"]),
-        (["-m", "mooncake_zmq", *WORKER], ["decisions"]),
+        ("import mooncake_zmq.laboratory.__main__", "laboratory"),
+        *((ROLE.format(arguments=[role, "--node", "a"]), "nodes") for role in SUMMARIES),
+        (ROLE.format(arguments=["bench", "schedule"]), "nodes"),
     ],
 )
-def test_only_a_worker_of_the_laboratory_runs_its_machine_code(tmp_path, arguments, parts):
-    package = tmp_path / "mooncake_zmq"
-    (package / "laboratory").mkdir(parents=True)
-    for entry in (package / "__main__.py", package / "laboratory" / "__main__.py"):
-        entry.touch()
-    (package / "__init__.py").write_text(TOLD)
-    shutil.copy(mypyc_code.__file__, package)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_MYPYC": "laboratory"}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.split() == parts, done.stderr
+def test_who_runs_machine_code_says_so_before_any_of_it_is_imported(entering, part):
+    done = subprocess.run([sys.executable, "-c", ENTERED + entering], capture_output=True, text=True, timeout=60)
+    assert done.stderr.split("\n")[0] == part, done.stderr
 
 
-def test_the_laboratory_starts_its_workers_as_what_they_are_known_by(monkeypatch):
-    started = []
-
-    def start(command, **_own):
-        started.append(command)
-        raise StudyError("seen enough")
-
-    monkeypatch.setattr(jobs.subprocess, "Popen", start)
-    job = jobs.Job(jobs.Source(), Setup(prefill=1, decode=1, hardware=find_profile("a800-llama3-70b")))
-    with pytest.raises(StudyError, match="seen enough"):
-        jobs.run_jobs([job], 1, lambda result: result, lambda number, share: None)
-    assert started == [[sys.executable, *WORKER]]
+def test_the_command_line_has_imported_nothing_of_it_by_then():
+    command = "import sys\nfrom mooncake_zmq import cli\nfrom mooncake_zmq.bench import command\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60)
+    imported = set(done.stdout.split())
+    assert "mooncake_zmq.cli" in imported
+    assert not imported & {f"mooncake_zmq.{name}" for part in PARTS for name in part.modules}
 
 
 def test_what_is_compiled_otherwise_is_not_taken_for_this(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from mooncake_zmq import mypyc_code
 from mooncake_zmq.bench.load_commands import client, gateway
 from mooncake_zmq.bench.options import (
     backend_option,
@@ -202,6 +203,7 @@ def schedule(
     plot: Path | None,
 ) -> None:
     """How fast the conductor decides, with announcements, reports and ends of requests in between. Takes about a minute."""
+    mypyc_code.use(mypyc_code.NODES)
     from mooncake_zmq.bench.schedule import bench_schedule
 
     report = bench_schedule(trace, hosts, tell, router_python=router_python, requests=requests, zmq_per_s=zmq_per_s)

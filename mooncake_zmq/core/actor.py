@@ -211,6 +211,17 @@ Effect = (
 )
 
 
+class Transmit(Struct, frozen=True):
+    """Put one frame on the wire to `to`; losing it is allowed. No actor asks for it: it is what becomes of its `Send`s."""
+
+    to: str
+    frame: bytes
+
+
+Outer = Transmit | Effect
+"""What a runtime carries out: everything an actor asks for but `Send`, which the session has turned into `Transmit`."""
+
+
 class Actor(Protocol):
     """A pure state machine; the same object runs over ZeroMQ and in the simulation."""
 

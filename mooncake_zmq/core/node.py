@@ -8,18 +8,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
-
 from mooncake_zmq.core.actor import (
     Actor,
     DrainTimedOut,
     DrainWanted,
     Effect,
     Event,
+    Outer,
     Received,
     RestWanted,
     Send,
     Start,
+    Transmit,
     WorkDone,
 )
 from mooncake_zmq.core.messages import MAX_DUMP_BYTES, AskState, Message, Report, SetResting, StateTold, Watch, clip
@@ -34,17 +34,6 @@ Dump = Callable[[], dict[str, Any]]
 Observe = Callable[[float, Event, list[Effect]], None]
 WATCHING: frozenset[type] = frozenset((Watch, Report, AskState, StateTold, SetResting))
 """Messages that no actor hears."""
-
-
-class Transmit(Struct, frozen=True):
-    """Put one frame on the wire to `to`; losing it is allowed."""
-
-    to: str
-    frame: bytes
-
-
-Outer = Transmit | Effect
-"""What a runtime carries out: everything an actor asks for but `Send`, which the session has turned into `Transmit`."""
 
 
 class Node:

@@ -79,6 +79,10 @@ class Vocabulary(Protocol):
     def special_ids(self) -> frozenset[int]:
         """Tokens that stand for no text."""
 
+    @property
+    def joins_bytes(self) -> bool:
+        """Is a text nothing but the bytes of its tokens one after the other?"""
+
 
 class Tokenizer:
     """One model's vocabulary and conversation format. Safe to share between threads."""
@@ -141,10 +145,12 @@ class TokenStream:
 
     The text of token n can depend on its left neighbour (a space may be dropped at the start), so `_ids` begins with the
     last emitted piece, which ends at `_read`; each step decodes both it and the whole, and emits what the whole has more.
+    Where a text is nothing but the bytes of its tokens nothing depends on what was emitted, and none of it is kept.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, special: bool = False) -> None:
         self._decode = partial(vocabulary.decode, special=special)
+        self._joins_bytes = vocabulary.joins_bytes
         self._ids: list[int] = []
         self._read = 0
         self._emitted = ""
@@ -165,6 +171,9 @@ class TokenStream:
             if whole:  # special tokens, say: to keep them would make each further one cost more
                 del self._ids[self._read :]
             return ""
+        if self._joins_bytes:
+            self._ids.clear()
+            return text
         del self._ids[: self._read]
         self._read = len(self._ids)
         self._emitted = self._decode(self._ids)
@@ -180,6 +189,7 @@ class BpeVocabulary:
         self.longest_token: int = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
         self._of_bytes = b"ByteLevel" in decoder
+        self.joins_bytes = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
         added = tokenizer.get_added_tokens_decoder()
         self._added = frozenset(added)
         self.special_ids = frozenset(token for token, told in added.items() if told.special)
@@ -211,6 +221,7 @@ class ByteVocabulary:
     SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
     END_ID = 256
     longest_token = max(map(len, SPECIAL))
+    joins_bytes = True
 
     def __init__(self, size: int = 512) -> None:
         assert size >= 256 + len(self.SPECIAL)

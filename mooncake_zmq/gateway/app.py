@@ -29,22 +29,19 @@ from mooncake_zmq.gateway import admin, cluster_face, manual, pages
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
-    DONE,
-    KEEP_ALIVE,
     QUOTED_CHARS,
     SEEDS,
     ChatBody,
     CompletionBody,
     Prepared,
-    Reply,
     RequestError,
     prepare,
     quoted,
-    server_sent,
     unknown_model,
 )
-from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.replies import Reply
 from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.gateway.streams import Stream, Stuck, accept
 from mooncake_zmq.gateway.tenants import Limited, Tenant
 from mooncake_zmq.gateway.tokens import detokenize, tokenize
 from mooncake_zmq.gateway.traces import names_of
@@ -56,6 +53,8 @@ CLIENT_ID_CHARS = 256
 SWITCH_S = 0.0005
 """After which a thread that prepares a prompt gives way: the loop asks for its turn at every call of the system, so that
 Python's 5 ms would add up."""
+AT_ONCE_BYTES = 1 << 10
+"""Of a body that is made into requests on the loop: a tenth of a millisecond as a rule, and 2 ms of the worst."""
 CLUSTER_ID = b"x-mooncake-request-id"
 """Our own id, whatever the client calls its request."""
 CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
@@ -189,22 +188,37 @@ def _plain_routes(edge: Edge) -> list[Route]:
 
 
 class _Threads:
-    """Where bodies are made into requests, and what is told of whole prompts into JSON: never on the loop, which every stream
-    waits for. Short ones wait for no long one, and none for a grammar of another."""
+    """Where bodies are made into requests, and what is told of whole prompts into JSON: not on the loop, which every stream
+    waits for, but for the shortest bodies, and of the loop's time no more than half. Short ones wait for no long one, and none
+    for a grammar of another."""
 
     def __init__(self, settings: EdgeSettings) -> None:
         sys.setswitchinterval(SWITCH_S)
         self._short_bytes = settings.short_body_bytes
+        self._at_once_bytes = min(AT_ONCE_BYTES, settings.short_body_bytes)
         self._short = ThreadPoolExecutor(1, thread_name_prefix="prepare")
         self._long = ThreadPoolExecutor(settings.tokenize_threads, thread_name_prefix="prepare-long")
         self._constrained = ThreadPoolExecutor(1, thread_name_prefix="prepare-grammar")
+        self._loop_free_at = 0.0
+        """Until then the loop's time is for others."""
 
     async def run(self, raw: bytearray, work: Callable[[], WorkT]) -> WorkT:
         """`work`, for that body; what it raises."""
         pool = self._short if len(raw) <= self._short_bytes else self._long
         if any(word in raw for word in CONSTRAINING) or ESCAPED_NAME.search(raw):
             pool = self._constrained
+        elif len(raw) <= self._at_once_bytes and time.monotonic() >= self._loop_free_at:
+            return self._at_once(work)
         return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    def _at_once(self, work: Callable[[], WorkT]) -> WorkT:
+        """To hand it to a thread and back would take longer."""
+        began = time.monotonic()
+        try:
+            return work()
+        finally:
+            ended = time.monotonic()
+            self._loop_free_at = ended + (ended - began)
 
     async def told(self, reply: Reply, work: Callable[[], bytes]) -> bytes:
         """`work`, which writes what there is of `reply`, whom nobody else touches meanwhile."""
@@ -240,7 +254,7 @@ class _Posted(Generic[WorkT]):
                     prepared = await self._prepare(call, raw, tenant)
                     del raw
                 await self._asked.answer(call, prepared, usage, scope, send)
-        except _Stuck:
+        except Stuck:
             await _hang_up(scope, receive)
         except (HungUp, ClientDisconnect):
             scope["state"]["status"] = CLIENT_CLOSED_REQUEST
@@ -303,10 +317,10 @@ class _Generation:
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
             if prepared.body.stream:
-                await _Stream(call, reply, scope, send, self._threads, self._edge.settings).run()
+                await Stream(call, reply, scope, send, self._threads.told, self._edge.settings).run()
             else:
                 while not reply.done:
-                    _accept(call, reply, await call.take())
+                    accept(call, reply, await call.take())
                 whole = await self._threads.told(reply, lambda: msgspec.json.encode(reply.whole()))
                 await Response(whole, media_type="application/json")(scope, _nothing, send)
         finally:
@@ -318,10 +332,6 @@ class _Generation:
             }
 
 
-class _Stuck(Exception):
-    """A client takes nothing any more, but its connection is open."""
-
-
 async def _hang_up(scope: Scope, receive: Receive) -> None:
     """Cut the connection: nobody takes what is in its buffer. Its server must know before we return without having ended."""
     scope["state"]["status"] = CLIENT_CLOSED_REQUEST
@@ -329,140 +339,6 @@ async def _hang_up(scope: Scope, receive: Receive) -> None:
     if abort is not None:
         abort()
         await cluster_face.until_gone(receive)
-
-
-class _Stream:
-    """A reply as server-sent events. Nothing is sent before there is something to say, so an early failure keeps its status;
-    unless that is long in coming."""
-
-    def __init__(self, call: Call, reply: Reply, scope: Scope, send: Send, threads: _Threads, settings: EdgeSettings) -> None:
-        self._call = call
-        self._reply = reply
-        self._send = send
-        self._push: Callable[[bytes], bool] = scope["state"].get("push", _never)
-        self._threads = threads
-        self._settings = settings
-        self._begun = False
-        self._loop = asyncio.get_running_loop()
-        self._said_at = self._loop.time()
-        self._writing_since: float | None = None
-        self._limit = asyncio.timeout(None)
-        self._unsaid = b""
-        call.shortcut = self._say_at_once
-
-    async def run(self) -> None:
-        self._look()
-        try:
-            async with self._limit:
-                await self._tell()
-        except TimeoutError:
-            raise _Stuck from None
-        finally:
-            self._timer.cancel()
-
-    async def _tell(self) -> None:
-        reply = self._reply
-        try:
-            while not reply.done:
-                _accept(self._call, reply, await self._next())
-                await self._say(await self._news() if reply.is_long else reply.news())
-        except RequestError as error:
-            if not self._begun:
-                raise
-            await self._say(await self._news() + server_sent(error.body()), last=True)
-            return
-        usage = server_sent(reply.usage_chunk()) if reply.body.include_usage else b""
-        await self._say(usage + DONE, last=True)
-
-    async def _next(self) -> list[tuple[int, ClientOutput]]:
-        """The next outputs; while none come that say anything, something now and then that is none: a prompt is computed, or an
-        answer goes on elsewhere."""
-        while True:
-            outputs = await self._call.take()
-            unsaid, self._unsaid = self._unsaid, b""
-            if unsaid or not outputs:
-                await self._say(unsaid or KEEP_ALIVE)
-            if outputs:
-                return outputs
-
-    def _say_at_once(self, outputs: list[tuple[int, ClientOutput]]) -> bool:
-        """Tokens of an answer that has begun are most of what is ever said: for them nobody is woken, unless the client takes
-        no more for now."""
-        if not self._begun:
-            return False
-        for _, output in outputs:
-            if type(output) is not TokenOut:
-                return False
-        _accept(self._call, self._reply, outputs)
-        events = self._reply.news()
-        if not events:
-            return True
-        if self._push(events):
-            self._said_at = self._loop.time()
-        else:
-            self._unsaid += events
-            self._call.nudge()
-        return True
-
-    def _look(self) -> None:
-        """One timer for all the times of a stream, set again only when it fires: to set one for each token, and to take it
-        back, would cost as much as the token."""
-        now, settings = self._loop.time(), self._settings
-        due = now + settings.send_timeout_s
-        if self._writing_since is not None:
-            due = self._writing_since + settings.send_timeout_s
-            if due <= now:  # a client that takes nothing for long is as good as gone
-                self._limit.reschedule(now)
-                return
-        elif settings.keep_alive_s:
-            silent_since = self._said_at
-            if silent_since + settings.keep_alive_s <= now:
-                self._call.nudge()
-                silent_since = now
-            due = min(due, silent_since + settings.keep_alive_s)
-        self._timer = self._loop.call_at(due, self._look)
-
-    async def _begin(self) -> None:
-        if self._begun:
-            return
-        self._begun = True
-        await self._write({"type": "http.response.start", "status": 200, "headers": cluster_face.HEADERS})
-
-    async def _news(self) -> bytes:
-        return await self._threads.told(self._reply, self._reply.news)
-
-    async def _say(self, events: bytes, *, last: bool = False) -> None:
-        if not events:
-            return
-        if last or not self._begun or not self._push(events):
-            await self._begin()
-            await self._write({"type": "http.response.body", "body": events, "more_body": not last})
-        self._said_at = self._loop.time()
-
-    async def _write(self, message: Message) -> None:
-        self._writing_since = self._loop.time()
-        await self._send(message)
-        self._writing_since = None
-
-
-def _never(_events: bytes) -> bool:
-    """Of a server that takes nothing but ASGI's messages."""
-    return False
-
-
-def _accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -> None:
-    """Feed the choices; raises RequestError at the first failure. One failed choice fails the call."""
-    for index, output in outputs:
-        choice = reply.choices[index]
-        if choice.finish_reason is not None:  # a stop string was found
-            if isinstance(output, Finished | Failed):  # else it came before the actor learned of it
-                choice.settle(output)
-            continue
-        if isinstance(output, Failed):
-            raise RequestError.of(output)
-        choice.accept(output)
-        if choice.finish_reason is not None and choice.finished is None:
-            call.stop(index)
 
 
 async def _read_body(request: Request, reading: Reading, settings: EdgeSettings) -> bytearray:

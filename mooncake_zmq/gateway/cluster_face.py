@@ -12,8 +12,9 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from mooncake_zmq.core.watch import EVERY_S
-from mooncake_zmq.gateway.openai import EVENT_STREAM, RequestError, quoted, server_sent
+from mooncake_zmq.gateway.openai import RequestError, quoted
 from mooncake_zmq.gateway.overview import NoNode, Overview
+from mooncake_zmq.gateway.replies import EVENT_STREAM, server_sent
 from mooncake_zmq.gateway.traces import MAX_TRACES, Traces
 
 MAX_ONLOOKERS = 16

@@ -17,11 +17,11 @@ import structlog
 from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.gateway.accounts import Account, line
+from mooncake_zmq.gateway.clients import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound
 from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
 from mooncake_zmq.gateway.overview import Overview, Watching
 from mooncake_zmq.gateway.readiness import ClusterView, missing_roles
-from mooncake_zmq.gateway.requests import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenants
 from mooncake_zmq.gateway.traces import Names, Traces

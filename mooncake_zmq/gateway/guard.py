@@ -7,8 +7,8 @@ cluster is, and metrics, are for keys of the roles `metrics` and `admin`.
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from mooncake_zmq.gateway.clients import ClientRequest
 from mooncake_zmq.gateway.openai import RequestError, quoted
-from mooncake_zmq.gateway.requests import ClientRequest
 from mooncake_zmq.gateway.tenants import Tenant, Tenants
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/live", "/docs"))

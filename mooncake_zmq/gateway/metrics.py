@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from mooncake_zmq.gateway.requests import ClientOutput, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.clients import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.runtime.metrics import families
 
 TTFT_BUCKETS_S = (

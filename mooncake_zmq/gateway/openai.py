@@ -1,4 +1,4 @@
-"""The OpenAI surface: JSON to validated requests, outputs to JSON. Pure: no socket, clock or randomness of its own."""
+"""What clients send of the OpenAI surface: JSON to validated requests. Pure: no socket, clock or randomness of its own."""
 
 import contextlib
 import math
@@ -10,15 +10,15 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule, TokenLogprob
+from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule
 from mooncake_zmq.engine.constraint import ConstraintError, Grammars
+from mooncake_zmq.gateway.answers import Choice, stop_tables
+from mooncake_zmq.gateway.clients import ClientRequest, Failed
 from mooncake_zmq.gateway.constraints import Constrained, ConstraintRefused, schema_of
 from mooncake_zmq.gateway.edge import ServedModel
-from mooncake_zmq.gateway.logprobs import of_chat, of_completion
-from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished, PromptLogprobs, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tenants import Tenant
-from mooncake_zmq.gateway.tools import NO_TOOLS, CallPiece, Tools, call_delta, read_calls, read_tools, whole_calls, with_names
+from mooncake_zmq.gateway.tools import NO_TOOLS, Tools, read_calls, read_tools, with_names
 from mooncake_zmq.gateway.unsupported import NULL, UnsupportedOfMessage, asked, asked_of_message, refusal
 from mooncake_zmq.kv.block_hash import pack_tokens
 
@@ -446,7 +446,7 @@ class Prepared:
 
     body: CompletionBody | ChatBody
     requests: list[ClientRequest]
-    choices: "list[Choice]"
+    choices: list[Choice]
 
 
 def prepare(
@@ -493,14 +493,14 @@ def prepare(
         if scored_left < 0:
             raise _invalid("logprobs", f"an answer tells at most {MAX_SCORES} probabilities of its prompts")
         offsets = None if likeliest is None else _offsets(ids, model)
+        sampling = body.sampling(seed % SEEDS, len(ids), model, constraint)
         for nth in range(n):
             index = len(prepared.choices)
-            sampling = body.sampling((seed + nth) % SEEDS, len(ids), model, constraint)
             request = ClientRequest(
                 tokens=tokens,
                 root=root,
                 keys=keys,
-                sampling=sampling,
+                sampling=msgspec.structs.replace(sampling, seed=(seed + nth) % SEEDS),
                 stop=stop,
                 ttft_slo_s=body.ttft_slo,
                 tbt_slo_s=body.tbt_slo,
@@ -606,410 +606,3 @@ def _offsets(ids: Sequence[int], model: ServedModel) -> list[int]:
         offsets.append(chars)
         chars += len(stream.push(token))
     return offsets
-
-
-# --- an answer as it grows
-
-
-StopTable = tuple[str, list[int]]
-
-
-def stop_tables(stops: Sequence[str]) -> list[StopTable]:
-    """Each stop string with its borders: made once for all choices of a call."""
-    return [(stop, _borders(stop)) for stop in stops]
-
-
-class StopScanner:
-    """Finds the first stop string to be completed, holding back text that may be the start of one (Knuth-Morris-Pratt)."""
-
-    def __init__(self, stops: Sequence[StopTable]) -> None:
-        self._stops = stops
-        self._matched = [0] * len(stops)
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """What may go out, and whether a stop string was found; what follows a stop string is cut."""
-        if not self._stops:
-            return text, False
-        start, text = len(self._held), self._held + text
-        for end in range(start, len(text)):
-            found = self._step(text[end])
-            if found:
-                return text[: end + 1 - found], True
-        free = len(text) - max(self._matched)
-        self._held = text[free:]
-        return text[:free], False
-
-    def flush(self) -> str:
-        """What was held back in vain."""
-        held, self._held = self._held, ""
-        return held
-
-    def _step(self, char: str) -> int:
-        """Advance all stops by a character; the length of the longest one completed, or 0."""
-        found = 0
-        for which, (stop, borders) in enumerate(self._stops):
-            matched = self._matched[which]
-            while matched and stop[matched] != char:
-                matched = borders[matched - 1]
-            matched += stop[matched] == char
-            self._matched[which] = matched
-            if matched == len(stop):
-                found = max(found, matched)
-        return found
-
-
-def _borders(text: str) -> list[int]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(text)
-    length = 0
-    for end in range(1, len(text)):
-        while length and text[end] != text[length]:
-            length = borders[length - 1]
-        length += text[end] == text[length]
-        borders[end] = length
-    return borders
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What a choice has to say since it was last asked."""
-
-    text: str
-    token_ids: list[int]
-    echoed_ids: list[int]
-    """The prompt's, if their probabilities are told."""
-    logprobs: list[TokenLogprob | None]
-    """Of the tokens, if they are wanted, those of the prompt first."""
-    offsets: list[int]
-    """Where in the text each of these begins, in characters."""
-    calls: list[CallPiece]
-    """Of tools."""
-
-
-class Choice:
-    """One answer: detokenizes, cuts at stop strings, ends once."""
-
-    def __init__(
-        self,
-        index: int,
-        prompt_ids: list[int],
-        model: ServedModel,
-        *,
-        stops: Sequence[StopTable],
-        min_tokens: int,
-        echo: str,
-        tools: Tools = NO_TOOLS,
-        offsets: list[int] | None = None,
-        silent: bool = False,
-    ) -> None:
-        """`offsets`: of the prompt's tokens, if their probabilities are told. `silent`: the answer is not."""
-        self.index = index
-        self._silent = silent
-        self.prompt_ids = prompt_ids
-        self.completion_tokens = 0
-        self.finish_reason: str | None = None
-        self.finished: Finished | None = None
-        """The actor's account; None if it failed just as a stop string ended the choice."""
-        self.settled = False
-        """Whether the actor is done with it: after a stop string its account comes last."""
-        self.pieces_taken = 0
-        self.has_news = False
-        """Whether anything came since the last `take`."""
-        self._eos_ids = model.tokenizer.eos_ids
-        self._calls = tools.reader()
-        self._detokenizer = model.tokenizer.stream(special=tools.marked)
-        self._scanner = StopScanner(stops)
-        self._min_tokens = min_tokens
-        self._text = [echo]
-        self._token_ids: list[int] = []
-        self._echoed_ids: list[int] = [] if offsets is None else prompt_ids
-        self._logprobs: list[TokenLogprob | None] = [] if offsets is None else [None]
-        self._offsets: list[int] = offsets or []
-        self._pieces: list[CallPiece] = []
-        self._chars = len(echo)
-        """Of the text so far, whether it may go out or not."""
-
-    def accept(self, output: TokenOut | PromptLogprobs | Finished) -> None:
-        """Take the actor's next output; the text of an end-of-sequence token is no part of the answer."""
-        assert self.finish_reason is None
-        if isinstance(output, TokenOut):
-            if not self._silent:
-                self._accept_token(output)
-            return
-        if isinstance(output, PromptLogprobs):
-            assert output.first == len(self._logprobs)
-            self._logprobs += output.logprobs
-            return
-        self.has_news = True
-        self.settle(output)
-        self._add(self._detokenizer.flush())
-        if self.finish_reason is None:
-            self._say(self._scanner.flush(), "length" if self._silent else output.reason)
-
-    def _accept_token(self, output: TokenOut) -> None:
-        assert output.index == self.completion_tokens, f"token {output.index} after {self.completion_tokens} tokens"
-        self.has_news = True
-        self.completion_tokens += 1
-        self._token_ids.append(output.token)
-        if output.logprob is not None:
-            self._logprobs.append(output.logprob)
-            self._offsets.append(self._chars)
-        if output.token not in self._eos_ids:
-            self._add(self._detokenizer.push(output.token))
-
-    @property
-    def tells_prompt(self) -> bool:
-        """Will the next piece tell the probabilities of the prompt?"""
-        return bool(self._echoed_ids)
-
-    def settle(self, output: Finished | Failed) -> None:
-        """The actor's last word."""
-        self.settled = True
-        self.finished = output if isinstance(output, Finished) else None
-
-    def take(self) -> Piece:
-        piece = Piece("".join(self._text), self._token_ids, self._echoed_ids, self._logprobs, self._offsets, self._pieces)
-        self._text, self._token_ids, self._echoed_ids, self.has_news = [], [], [], False
-        self._logprobs, self._offsets, self._pieces = [], [], []
-        self.pieces_taken += 1
-        return piece
-
-    @property
-    def says_text_alone(self) -> bool:
-        """Is there a text to say, neither the first nor the last of the answer, and beside it nothing but token ids?"""
-        return self.pieces_taken > 0 and self.finish_reason is None and not self._pieces and any(self._text)
-
-    def take_text(self) -> tuple[str, list[int]]:
-        """`take`, of what is text alone."""
-        text, ids = "".join(self._text), self._token_ids
-        self._text, self._token_ids, self.has_news = [], [], False
-        self.pieces_taken += 1
-        return text, ids
-
-    def _add(self, text: str) -> None:
-        stopped = False
-        self._chars += len(text)
-        if self.completion_tokens > self._min_tokens:
-            text, stopped = self._scanner.push(text)
-        self._say(text, "stop" if stopped else None)
-
-    def _say(self, text: str, reason: str | None) -> None:
-        """This may go out, and with a reason nothing more."""
-        self.finish_reason = reason
-        if self._calls is None:
-            self._text.append(text)
-            return
-        for said, pieces in (self._calls.push(text), *([self._calls.flush()] if reason else [])):
-            self._text.append(said)
-            self._pieces += pieces
-        if reason == "stop" and self._calls.calls:
-            self.finish_reason = "tool_calls"
-
-
-# --- what clients receive
-
-
-class Reply:
-    """The JSON of one HTTP call, whole or in chunks."""
-
-    def __init__(self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int) -> None:
-        self.body = prepared.body
-        self.choices = prepared.choices
-        self._model = model
-        self._chat = isinstance(self.body, ChatBody)
-        self._request_id = request_id
-        self._says_text_alone = self.body.likeliest is None and not self.body.continuous_usage
-        self._forms: dict[int, list[bytes]] = {}
-        self._head = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
-            "object": ("chat.completion" if self._chat else "text_completion"),
-            "created": created,
-            "model": model.id,
-        }
-
-    @property
-    def done(self) -> bool:
-        return all(choice.settled for choice in self.choices)
-
-    @property
-    def is_long(self) -> bool:
-        """Does what is to be said now tell probabilities of whole prompts, so that to write it takes long?"""
-        return any(choice.tells_prompt and choice.has_news for choice in self.choices)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """A prompt counts once, however many choices it has: it is computed once."""
-        return sum(len(choice.prompt_ids) for choice in self._first_choices)
-
-    @property
-    def completion_tokens(self) -> int:
-        """Of all choices, as far as they have come."""
-        return sum(choice.completion_tokens for choice in self.choices)
-
-    def whole(self) -> dict[str, Any]:
-        """The body of a call that does not stream."""
-        body: dict[str, Any] = {**self._head, "choices": [self._choice(choice) for choice in self.choices]}
-        if self._chat and self.body.return_token_ids:
-            body["prompt_token_ids"] = self.choices[0].prompt_ids
-        return {**body, "usage": self._usage(), "mooncake": self._served()}
-
-    def news(self) -> bytes:
-        """What there is to say now, as server-sent events."""
-        return b"".join([self._events(choice) for choice in self.choices if choice.has_news])
-
-    def _events(self, choice: Choice) -> bytes:
-        if not choice.says_text_alone or not self._says_text_alone:
-            return b"".join(map(server_sent, self._chunks(choice)))
-        form = self._forms.get(choice.index)
-        if form is None:
-            form = self._forms[choice.index] = self._form(choice)
-        text, ids = choice.take_text()
-        written = _one_line(msgspec.json.encode(text))
-        if len(form) == 2:
-            return form[0] + written + form[1]
-        return form[0] + written + form[1] + msgspec.json.encode(ids) + form[2]
-
-    def _form(self, choice: Choice) -> list[bytes]:
-        """A chunk of this choice as it is written, cut where its text stands, and its token ids: nothing else changes from
-        token to token."""
-        content = {"delta": {"content": _TEXT}} if self._chat else {"text": _TEXT}
-        ids = {"token_ids": _TEXT} if self.body.return_token_ids else {}
-        return server_sent(self._chunk(choice, content, ids=ids)).split(msgspec.json.encode(_TEXT))
-
-    def _chunks(self, choice: Choice) -> Iterator[dict[str, Any]]:
-        """The first output always says something: a client times it."""
-        first = choice.pieces_taken == 0
-        piece = choice.take()
-        if first and self._chat:
-            chunk = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
-            if self.body.return_token_ids:
-                chunk["prompt_token_ids"] = choice.prompt_ids
-            yield chunk
-        told = self.body.return_token_ids or self.body.continuous_usage or piece.logprobs
-        said = piece.text or piece.calls or choice.finish_reason
-        if not (said or (first and not self._chat) or (told and piece.token_ids)):
-            return
-        content = {"delta": self._delta(choice, piece)} if self._chat else {"text": piece.text}
-        ids: dict[str, Any] = {}
-        if self.body.return_token_ids:
-            ids["token_ids"] = piece.token_ids
-            if first and not self._chat:
-                ids["prompt_token_ids"] = choice.prompt_ids
-        chunk = self._chunk(choice, content, piece, ids)
-        if piece.calls and choice.finish_reason:  # what ends with the chunk that brought it, OpenAI's client overlooks
-            chunk["choices"][0]["finish_reason"] = None
-            yield chunk
-            chunk = self._chunk(choice, {"delta": {}}, choice.take())
-        yield chunk
-
-    def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
-        if piece.calls:
-            delta["tool_calls"] = [call_delta(each, self._call_salt(choice)) for each in piece.calls]
-        return delta
-
-    def _call_salt(self, choice: Choice) -> str:
-        """Makes the ids of its calls its own."""
-        return f"{self._head['id']}/{choice.index}"
-
-    def _message(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": piece.text}
-        if piece.calls:
-            message["content"] = piece.text or None
-            message["tool_calls"] = whole_calls(piece.calls, self._call_salt(choice))
-        return message
-
-    def usage_chunk(self) -> dict[str, Any]:
-        """The chunk before [DONE], when asked for."""
-        return {**self._chunk_head(), "choices": [], "usage": self._usage(), "mooncake": self._served()}
-
-    def _choice(self, choice: Choice) -> dict[str, Any]:
-        piece = choice.take()
-        text = {"message": self._message(choice, piece)} if self._chat else {"text": piece.text}
-        told = {"logprobs": self._logprobs(piece), "finish_reason": choice.finish_reason}
-        whole: dict[str, Any] = {"index": choice.index, **text, **told}
-        if self.body.return_token_ids:
-            whole["token_ids"] = piece.token_ids
-            if not self._chat:
-                whole["prompt_token_ids"] = choice.prompt_ids
-        return whole
-
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if self.body.likeliest is None:
-            return None
-        if self._chat:
-            return of_chat(piece.token_ids, [told for told in piece.logprobs if told], self._model.tokenizer.piece)
-        ids = [*piece.echoed_ids, *piece.token_ids]
-        return of_completion(ids, piece.logprobs, piece.offsets, self._model.tokenizer.piece)
-
-    def _chunk_head(self) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
-
-    def _chunk(
-        self, choice: Choice, content: dict[str, Any], piece: Piece | None = None, ids: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        told = {"logprobs": piece and self._logprobs(piece), "finish_reason": piece and choice.finish_reason}
-        said = {"index": choice.index, **content, **told, **(ids or {})}
-        chunk = {**self._chunk_head(), "choices": [said]}
-        if self.body.continuous_usage:
-            chunk["usage"] = _usage(len(choice.prompt_ids), choice.completion_tokens)
-        return chunk
-
-    @property
-    def _first_choices(self) -> list[Choice]:
-        """One for each prompt."""
-        return self.choices[:: self.body.choices_per_prompt]
-
-    def _usage(self) -> dict[str, Any]:
-        usage = _usage(self.prompt_tokens, self.completion_tokens)
-        served = self._served()
-        cached = served and {"cached_tokens": served["cached_own"] + served["cached_local"] + served["cached_remote"]}
-        return {**usage, "prompt_tokens_details": cached}
-
-    def _served(self) -> dict[str, Any] | None:
-        """Who served, and what was reused; nodes and attempts are the first choice's. None where it is not known."""
-        accounts = [choice.finished for choice in self._first_choices if choice.finished is not None]
-        if len(accounts) < len(self._first_choices):
-            return None
-        return {
-            "cached_own": sum(account.cached_own for account in accounts),
-            "cached_local": sum(account.cached_local for account in accounts),
-            "cached_remote": sum(account.cached_remote for account in accounts),
-            "prefill": accounts[0].prefill,
-            "decode": accounts[0].decode,
-            "attempts": accounts[0].attempts,
-            "request": self._request_id,
-        }
-
-
-def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
-def server_sent(event: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + _one_line(msgspec.json.encode(event)) + b"\n\n"
-
-
-def _one_line(written: bytes) -> bytes:
-    """JSON without what clients may take for the end of a line."""
-    if not written.isascii():
-        for raw, escaped in LINE_ENDS:
-            written = written.replace(raw, escaped)
-    return written
-
-
-_TEXT = "\0text"
-"""Stands where the text of a chunk does; no model's name has such a character."""
-EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-"""The headers of a stream of events."""
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: whoever reads events passes over it."""
-LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
-"""JSON lets them stand in a string, and clients that cut text into lines take them for ends."""

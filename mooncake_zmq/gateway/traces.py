@@ -50,7 +50,7 @@ class Traces:
 
     def find(self, wanted: str) -> list[dict[str, Any]]:
         """The last requests that were over and are known by this name, for JSON: `MAX_FOUND` at most."""
-        known = ((names, account) for names, account in reversed(self._ended) if wanted in (*names[:3], account.request_id))
+        known = (each for each in reversed(self._ended) if wanted in each[0][:3] or wanted == each[1].request_id)
         return [_record(names, account) for names, account in islice(known, MAX_FOUND if wanted else 0)][::-1]
 
     def recent(self) -> list[dict[str, Any]]:

@@ -1,5 +1,14 @@
 """A worker process of the laboratory: see jobs.py."""
 
-from mooncake_zmq.laboratory.jobs import work
+from mooncake_zmq import mypyc_code
 
-work()
+
+def main() -> None:
+    """Do a job, by machine code where there is any."""
+    mypyc_code.use(mypyc_code.LABORATORY)
+    from mooncake_zmq.laboratory.jobs import work
+
+    work()
+
+
+main()

@@ -23,7 +23,6 @@ from mooncake_zmq.laboratory.generated import Shape, generate
 from mooncake_zmq.laboratory.runs import run_one
 from mooncake_zmq.laboratory.study import Arrival, RunResult, Setup
 from mooncake_zmq.laboratory.traces import read_trace
-from mooncake_zmq.mypyc_code import LABORATORY, SWITCH
 
 KIB = 1024
 FEW_COLLECTIONS = 200_000
@@ -125,8 +124,6 @@ def _run_apart(job: Job, number: int, keep: Callable[[RunResult], Found], progre
     command = [sys.executable, "-m", "mooncake_zmq.laboratory"]
     # No array is large enough for threads: they would only wait, and spend time on it.
     environment = {"OPENBLAS_NUM_THREADS": "1"} | os.environ
-    if os.environ.get(SWITCH) != "0":
-        environment[SWITCH] = LABORATORY.name
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None

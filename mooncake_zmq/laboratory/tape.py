@@ -19,8 +19,8 @@ from mooncake_zmq.core.moves import MOVES, Moves
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.watch import Heard, report
 from mooncake_zmq.gateway.accounts import Account, Accounts, told
+from mooncake_zmq.gateway.clients import ClientRequest, Failed, Finished
 from mooncake_zmq.gateway.cluster import Listed, Seen, count_prediction, picture
-from mooncake_zmq.gateway.requests import ClientRequest, Failed, Finished
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.laboratory.keys import ROOT, Prompt
 from mooncake_zmq.laboratory.study import RequestRecord, Setup

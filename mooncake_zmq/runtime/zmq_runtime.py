@@ -14,8 +14,8 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from mooncake_zmq.core.actor import (
     Event,
     Fence,
     OpenSequence,
+    Outer,
     PeerDown,
     PeerUp,
     Publish,
@@ -45,9 +46,10 @@ from mooncake_zmq.core.actor import (
     Started,
     TimerFired,
     ToClient,
+    Transmit,
 )
 from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES, Hello, Sampling
-from mooncake_zmq.core.node import Node, Outer, Transmit
+from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent
@@ -212,6 +214,7 @@ class ZmqRuntime:
         """What the log says of each peer."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wakeup: asyncio.TimerHandle | None = None
+        self._wakes_at = 0.0
         self._on_stop: Callable[[], None] | None = None
         self._on_crash: Callable[[BaseException], None] | None = None
         self._closed = False
@@ -256,9 +259,12 @@ class ZmqRuntime:
         """
         if self._closed:
             return
-        with self._crashing():
+        try:
             self._feed(event)
             self._arm(busy=False)
+        except BaseException as error:
+            self._crashed(error)
+            raise
 
     def drain(self) -> None:
         """Ask the actor to finish; the runtime stops once it has."""
@@ -272,8 +278,7 @@ class ZmqRuntime:
     def stop(self) -> None:
         """Stop at once."""
         self.stopped = True
-        if self._loop is not None:  # what nobody takes any more would keep the loop busy until we are closed
-            self._loop.remove_reader(self._router.fileno())
+        self._stop_reading(self._router.fileno())  # what nobody takes any more would keep the loop busy until we are closed
         if self._on_stop is not None:
             self._on_stop()
 
@@ -340,15 +345,20 @@ class ZmqRuntime:
     def close(self) -> None:
         """Close every socket and remove the socket file. Worker threads must have ended."""
         self._closed = True
-        if self._loop is not None:
-            self._loop.remove_reader(self._router.fileno())
-            self._loop.remove_reader(self._wake_fd)
-            if self._wakeup is not None:
-                self._wakeup.cancel()
+        self._stop_reading(self._router.fileno())
+        self._stop_reading(self._wake_fd)
+        if self._wakeup is not None:
+            self._wakeup.cancel()
         self._close_sockets()
         os.close(self._wake_fd)
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    def _stop_reading(self, descriptor: int) -> None:
+        if self._loop is not None:
+            # libuv's returns nothing; of what is said to return a bool machine code would insist on one.
+            remove: Callable[[int], object] = self._loop.remove_reader
+            remove(descriptor)
 
     # --- turns
 
@@ -367,26 +377,33 @@ class ZmqRuntime:
     def _turn_in_loop(self) -> None:
         """One turn, then the wake-up for the next timer."""
         if not self.stopped:
-            with self._crashing():
+            try:
                 self._arm(busy=self._turn())
+            except BaseException as error:
+                self._crashed(error)
+                raise
 
-    @contextmanager
-    def _crashing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if self._on_crash is not None:
-                self._on_crash(error)
-            raise
+    def _crashed(self, error: BaseException) -> None:
+        if self._on_crash is not None:
+            self._on_crash(error)
 
     def _arm(self, *, busy: bool) -> None:
-        if self._loop is None:
+        """Have a turn when the next timer is due. One that is set for an earlier time stays, and sets this one: next is nearly
+        always the same tick."""
+        if self._loop is None or self.stopped:
             return
+        wait_s = 0.0 if busy else self._wait_s()
+        at = time.monotonic() + wait_s
         if self._wakeup is not None:
+            if self._wakes_at <= at:
+                return
             self._wakeup.cancel()
-            self._wakeup = None
-        if not self.stopped:
-            self._wakeup = self._loop.call_later(0.0 if busy else self._wait_s(), self._turn_in_loop)
+        self._wakes_at = at
+        self._wakeup = self._loop.call_later(wait_s, self._wake_up)
+
+    def _wake_up(self) -> None:
+        self._wakeup = None
+        self._turn_in_loop()
 
     def _wait_s(self) -> float:
         at = self._timers.next_at()

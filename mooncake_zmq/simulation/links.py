@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from mooncake_zmq.core.actor import Event, PeerDown, PeerUp, Received, Send, Started
+from mooncake_zmq.core.actor import Event, Outer, PeerDown, PeerUp, Received, Send, Started, Transmit
 from mooncake_zmq.core.messages import Hello, Message
-from mooncake_zmq.core.node import Node, Outer, Transmit
+from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.talk import Member
 from mooncake_zmq.kv.layout import BlockLayout

@@ -20,7 +20,7 @@ from mooncake_zmq.bench.client_prompts import PromptForm, pieces
 from mooncake_zmq.bench.client_report import Bounds, as_dict, lines, result_of
 from mooncake_zmq.bench.client_stream import MAX_BEYOND, Listener, Seen
 from mooncake_zmq.bench.client_stream import ask as ask_once
-from mooncake_zmq.gateway.requests import Failed
+from mooncake_zmq.gateway.clients import Failed
 from mooncake_zmq.laboratory.study import Arrival
 
 FORM = PromptForm(block_tokens=16)

@@ -2,7 +2,7 @@
 
 import json
 
-from mooncake_zmq.core.actor import RestWanted, Started
+from mooncake_zmq.core.actor import RestWanted, Started, Transmit
 from mooncake_zmq.core.messages import (
     MAX_LEVELS,
     AskState,
@@ -15,7 +15,7 @@ from mooncake_zmq.core.messages import (
     decode,
     encode,
 )
-from mooncake_zmq.core.node import Node, Transmit
+from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.talk import Member

@@ -59,6 +59,12 @@ def test_stream_gives_up_on_bytes_that_are_no_text():
     assert [stream.push(token) for token in b"ok"] == ["o", "k"]
 
 
+def test_nothing_is_kept_of_what_was_emitted_where_a_text_is_bytes(tokenizer):
+    stream = tokenizer.stream()
+    for token in tokenizer.encode("naïve 漢字 🙂"):
+        assert not stream.push(token) or not stream._ids
+
+
 def test_tokens_without_text_are_not_kept():
     """Or each further one would cost more than the one before."""
     stream = byte_tokenizer().stream()

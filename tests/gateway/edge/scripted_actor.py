@@ -17,11 +17,11 @@ from mooncake_zmq.core.messages import Hello, Report, StateTold
 from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.app import create_app
+from mooncake_zmq.gateway.clients import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
 from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.door import Door, new_loop, server_config
 from mooncake_zmq.gateway.edge import Edge, ServedModel
 from mooncake_zmq.gateway.readiness import ClusterView
-from mooncake_zmq.gateway.requests import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
 from mooncake_zmq.runtime.process import listen
 

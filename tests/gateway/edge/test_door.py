@@ -15,8 +15,8 @@ import pytest
 from scripted_actor import ScriptedActor, finished, one_by_one, tokens
 
 from mooncake_zmq.gateway import door as door_module
+from mooncake_zmq.gateway.clients import TokenOut
 from mooncake_zmq.gateway.door import PIECES, network_of
-from mooncake_zmq.gateway.requests import TokenOut
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
 from mooncake_zmq.runtime.process import listen
 

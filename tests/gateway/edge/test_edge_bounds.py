@@ -4,15 +4,16 @@ import asyncio
 import gc
 import json
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from scripted_actor import ScriptedActor, events, finished, tokens
 
+from mooncake_zmq.gateway import answers, app, openai
 from mooncake_zmq.gateway import edge as edge_module
-from mooncake_zmq.gateway import openai
+from mooncake_zmq.gateway.clients import TokenOut
 from mooncake_zmq.gateway.openai import QUOTED_CHARS, ChatBody, CompletionBody, prepare
-from mooncake_zmq.gateway.requests import TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 
@@ -47,7 +48,7 @@ def test_a_list_of_many_stop_strings_is_not_even_read(monkeypatch):
 
 def test_tables_of_stop_strings_are_made_once_a_call(monkeypatch):
     made = []
-    monkeypatch.setattr(openai, "_borders", lambda text, real=openai._borders: made.append(text) or real(text))
+    monkeypatch.setattr(answers, "_borders", lambda text, real=answers._borders: made.append(text) or real(text))
     assert ScriptedActor().complete(prompt=["a", "b", "c"], n=4, stop=["xy", "z"]).status_code == 200
     assert made == ["xy", "z"]
 
@@ -185,8 +186,30 @@ def test_errors_quote_little_of_what_was_sent(call):
 # --- the loop is for streams
 
 
+@pytest.fixture
+def none_at_once(monkeypatch):
+    monkeypatch.setattr(app, "AT_ONCE_BYTES", 0)
+
+
+def test_the_shortest_bodies_are_made_into_requests_at_once_and_of_the_loops_time_no_more_than_half(monkeypatch):
+    actor, seen, now = ScriptedActor(), [], [0.0]
+    monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0))
+    encode = actor.edge.model.tokenizer.encode
+
+    def slow(text):
+        seen.append(threading.current_thread() is threading.main_thread())
+        now[0] += 3.0
+        return encode(text)
+
+    actor.edge.model.tokenizer.encode = slow
+    for at, filler in ((0.0, ""), (5.9, ""), (6.0, ""), (20.0, "x" * app.AT_ONCE_BYTES)):
+        now[0] = at
+        assert actor.complete(prompt="a", user=filler).status_code == 200
+    assert seen == [True, False, True, False]
+
+
 @pytest.mark.parametrize(("filler", "lane"), [(0, "prepare_"), (5000, "prepare-long_")])
-def test_bodies_are_made_into_requests_by_other_threads_long_ones_by_their_own(monkeypatch, filler, lane):
+def test_bodies_are_made_into_requests_by_other_threads_long_ones_by_their_own(monkeypatch, none_at_once, filler, lane):
     actor = ScriptedActor(settings=EdgeSettings(short_body_bytes=1000))
     seen = []
     tokenizer = actor.edge.model.tokenizer
@@ -205,7 +228,7 @@ def test_bodies_are_made_into_requests_by_other_threads_long_ones_by_their_own(m
 
 
 @pytest.mark.parametrize("name", [b"guided_regex", b"guided\\u005fregex", b"\\u0067\\u0075ided_rege\\u0078"])
-def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none(name):
+def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none(none_at_once, name):
     actor, go_on, threads = ScriptedActor(), threading.Event(), []
 
     def slow(text):
@@ -229,7 +252,7 @@ def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none(name):
 
 
 @pytest.mark.parametrize("text", ["caf\u00e9", "<a&b>", "\u4e2d\U0001f642"])
-def test_whose_text_is_written_with_escapes_waits_for_no_grammar(text, monkeypatch):
+def test_whose_text_is_written_with_escapes_waits_for_no_grammar(text, monkeypatch, none_at_once):
     actor, threads = ScriptedActor(), []
     encode = actor.edge.model.tokenizer.encode
     monkeypatch.setattr(

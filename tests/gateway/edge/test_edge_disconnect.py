@@ -9,8 +9,9 @@ import pytest
 import structlog
 from scripted_actor import ScriptedActor, finished, one_by_one, tokens
 
+from mooncake_zmq.gateway import app
+from mooncake_zmq.gateway.clients import ClientRequest, TokenOut
 from mooncake_zmq.gateway.edge import Call
-from mooncake_zmq.gateway.requests import ClientRequest, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 
@@ -62,6 +63,7 @@ def test_hanging_up_before_the_body_is_whole():
 
 
 def test_hanging_up_while_tokenizing(monkeypatch):
+    monkeypatch.setattr(app, "AT_ONCE_BYTES", 0)
     actor = ScriptedActor()
     started, noticed, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
     hang_up = Call.hang_up

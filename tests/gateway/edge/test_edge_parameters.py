@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from scripted_actor import EOS, ScriptedActor, events, finished
 
-from mooncake_zmq.gateway import openai, unsupported
-from mooncake_zmq.gateway.requests import PromptLogprobs, TokenOut
+from mooncake_zmq.gateway import replies, unsupported
+from mooncake_zmq.gateway.clients import PromptLogprobs, TokenOut
 
 ASKING = {
     "functions": [{"name": "f"}],
@@ -177,13 +177,13 @@ def test_echo_with_probabilities_tells_those_of_the_prompt_first(stream, prompt,
 @pytest.mark.parametrize("stream", [False, True])
 def test_whole_prompts_probabilities_are_written_by_another_thread(stream, monkeypatch):
     """They are so many that to write them stops every stream."""
-    threads, real = [], openai.of_completion
+    threads, real = [], replies.of_completion
 
     def spy(ids, *arguments):
         threads.append((len(ids), threading.current_thread().name.rpartition("_")[0]))
         return real(ids, *arguments)
 
-    monkeypatch.setattr(openai, "of_completion", spy)
+    monkeypatch.setattr(replies, "of_completion", spy)
     asked = {"prompt": "hey", "logprobs": 1, "max_tokens": 1, "stream": stream}
     ScriptedActor(scoring).complete(echo=True, **asked)
     assert threads[0] == (4, "prepare-long")

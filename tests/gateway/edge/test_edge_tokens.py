@@ -84,6 +84,7 @@ def test_what_is_longer_than_any_prompt_is_refused_unread():
 
 
 def test_it_is_done_by_another_thread_and_holds_a_slot_meanwhile(monkeypatch):
+    monkeypatch.setattr(app_module, "AT_ONCE_BYTES", 0)
     actor, seen = ScriptedActor(), []
 
     def spy(raw, model, real=app_module.tokenize):

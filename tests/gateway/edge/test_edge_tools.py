@@ -8,7 +8,7 @@ from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
 from mooncake_zmq.engine.constraint import ConstraintError, Grammars
 from mooncake_zmq.engine.tokenizer import BYTE_TEMPLATE, ByteVocabulary, Conversation, Tokenizer, byte_tokenizer
-from mooncake_zmq.gateway.requests import TokenOut
+from mooncake_zmq.gateway.clients import TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.tools import CallPiece, whole_calls
 

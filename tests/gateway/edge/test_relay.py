@@ -10,8 +10,8 @@ import pytest
 from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
 from mooncake_zmq.gateway import edge
+from mooncake_zmq.gateway.answers import Choice
 from mooncake_zmq.gateway.door import Connection
-from mooncake_zmq.gateway.openai import Choice
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 BODY = {"model": "toy", "prompt": "hello", "stream": True, "stream_options": {"include_usage": True}, "n": 2}
