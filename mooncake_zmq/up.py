@@ -265,8 +265,8 @@ class Up:
         environment[log_file.VARIABLE] = str(child.log)
         own = [sys.executable, "-m", "mooncake_zmq", child.node.role, *self._arguments, "--node", child.node.name]
         with open(open_own(child.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
-            # A session of its own: Ctrl-C is for us, who then drain the children in order, and Linux shares cores out by session:
-            # in one, the threads of engines kept stores and gateways waiting for seconds.
+            # A session of its own: Ctrl-C is for us, who then drain the children in order. And Linux shares cores out by
+            # session: in one, the threads of engines kept stores waiting for seconds.
             child.process = subprocess.Popen(
                 child.server or own,
                 stdin=subprocess.DEVNULL,
