@@ -70,7 +70,8 @@ class ComputeChunk(Struct, frozen=True):
 
 
 class LayersComputed(Struct, frozen=True, gc=False):
-    """Progress of `ComputeChunk`: layers below `stop_layer` of every output slot are written, their part checksums set."""
+    """Progress of `ComputeChunk`: layers below `stop_layer` of every output slot are written, their part checksums set. Once it
+    has ended all are, whether that was told before or not."""
 
     stop_layer: int
 

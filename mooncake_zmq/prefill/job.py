@@ -135,6 +135,8 @@ class Job:
     chunk_stop: int = 0
     chunk_loads: bool = False
     """The chunk in flight loads the prefix."""
+    chunk_told_layers: int = 0
+    """Of these layers the decode knows."""
     chunk_began_at: float = 0.0
     estimate: Estimate | None = None
     """Of what is left; None when that has changed."""

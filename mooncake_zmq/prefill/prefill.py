@@ -655,7 +655,7 @@ class Prefill:
         base = len(job.prefix)
         slots = job.new_slots[first_block - base : stop_block - base]
         job.chunk_first_block, job.chunk_stop = first_block, stop
-        job.chunk_loads, job.chunk_began_at = bool(prefix), now
+        job.chunk_loads, job.chunk_began_at, job.chunk_told_layers = bool(prefix), now, 0
         self._move(job, JobEvent.CHUNK_BEGAN)
         work_id = self._ids.new()
         self._computing = (work_id, job)
@@ -684,13 +684,17 @@ class Prefill:
         job = self._computing[1]
         if job.state is not COMPUTING:
             return []
-        request, progress = job.request, event.progress
-        assert isinstance(progress, LayersComputed)
+        assert isinstance(event.progress, LayersComputed)
+        return self._tell_layers(job, event.progress.stop_layer)
+
+    def _tell_layers(self, job: Job, stop_layer: int) -> list[Effect]:
+        """The decode may have these layers of the chunk under way."""
+        if stop_layer <= job.chunk_told_layers:
+            return []
+        job.chunk_told_layers = stop_layer
+        request, first_block = job.request, job.chunk_first_block
         ready = LayersReady(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            first_block=job.chunk_first_block,
-            stop_layer=progress.stop_layer,
+            request_id=request.request_id, attempt=request.attempt, first_block=first_block, stop_layer=stop_layer
         )
         return [Send(request.decode, ready)]
 
@@ -717,7 +721,7 @@ class Prefill:
             assert job.group is not None
             return self._on_own_stage(now, job, job.group, result, first_block)
         job.checksums += result.checksums
-        effects = self._tell_scored(job, start + 1, result.scored)
+        effects = self._tell_layers(job, self._layout.layers) + self._tell_scored(job, start + 1, result.scored)
         if job.computed < job.length:
             self._move(job, JobEvent.CHUNK_DONE)
             return effects

@@ -115,11 +115,12 @@ class Executor:
         shm_dir: Path | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`emit` and `on_crash` are called from worker threads. `progress_s`: a chunk's layers are told of at most this often:
-        each time takes the interpreter's lock from the computation for a moment. `disk` stays the caller's to close, after
-        this. Without `verify_local`, local reads of committed blocks check generations alone, and the bytes' checksums only
-        where they come from another host or a disk. `cuda`: the GPU that the engine's sequences are on. `shm_dir`: where
-        neighbours' segments must lie. `grammars`: for answers with a constraint, closed with this."""
+        """`emit` and `on_crash` are called from worker threads. `progress_s`: a chunk's layers are told of at most this often,
+        and those of a shorter one with its result: each time takes the interpreter's lock from the computation for a moment.
+        `disk` stays the caller's to close, after this. Without `verify_local`, local reads of committed blocks check
+        generations alone, and the bytes' checksums only where they come from another host or a disk. `cuda`: the GPU that the
+        engine's sequences are on. `shm_dir`: where neighbours' segments must lie. `grammars`: for answers with a constraint,
+        closed with this."""
         self._segment = segment
         self._layout = layout
         self._engine = engine
@@ -424,14 +425,15 @@ class Executor:
         assert self._engine
         began = time.perf_counter()
         tokens = _tokens_of(work)
-        told_at = time.monotonic()
+        told_at = began_at = time.monotonic()
 
         def after_layer(layer: int) -> None:
             nonlocal told_at
             job.check()
             self._store_outputs(work, sequence, layer, len(tokens))
             now = time.monotonic()
-            if layer + 1 == self._layout.layers or now - told_at >= self._progress_s:
+            is_last = layer + 1 == self._layout.layers
+            if now - (began_at if is_last else told_at) >= self._progress_s:
                 told_at = now
                 self._emit(WorkProgress(job.work_id, LayersComputed(layer + 1)))
 

@@ -179,6 +179,18 @@ def test_the_handoff_is_told_in_order_and_proved_by_a_checksum(node):
     assert done.checksum == block_checksum(sums)
 
 
+@pytest.mark.parametrize("told", [0, 1, LAYOUT.layers])
+def test_layers_not_told_of_before_are_told_once_with_the_result_of_each_chunk(node, told):
+    node.ready(tokens=prompt(9))
+    work_id, _ = node.work(ComputeChunk)
+    if told:
+        node.progress(work_id, LayersComputed(told))
+    assert len(node.take(LayersReady, "d")) == bool(told)
+    node.finish()
+    left = [] if told == LAYOUT.layers else [(0, LAYOUT.layers)]
+    assert [(m.first_block, m.stop_layer) for m in node.take(LayersReady, "d")] == left
+
+
 def test_chunks_are_whole_blocks_and_announced_one_by_one(node):
     node.ready(tokens=prompt(27))
     spans = []

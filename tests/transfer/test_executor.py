@@ -1,11 +1,15 @@
 """The live executor with the toy engine: one token of wrong KV anywhere would change what is sampled."""
 
 import gc
+import math
 import os
 import re
 import threading
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -36,6 +40,7 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.engine.constraint import Begun, Grammars
+from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import logprob
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import ToyEngine
@@ -231,12 +236,31 @@ def test_a_loaded_prefix_gives_the_same_tokens(make_rig, where):
     assert rig.decode(9, token) == more
 
 
-def test_progress_is_told_of_seldom_but_always_at_the_last_layer(make_rig):
+def test_a_sequence_hears_how_much_of_it_will_be_filled(make_rig, monkeypatch):
+    rig = make_rig("a")
+    told = []
+    monkeypatch.setattr(SequenceKV, "expect", lambda self, tokens: told.append((self.capacity, tokens)))
+    rig.executor.open_sequence(1, 32, GREEDY, b"", 20)
+    assert told == [(32, 20)]
+
+
+def test_the_layers_of_a_short_chunk_are_told_with_its_result_alone(make_rig):
     rig = make_rig("a")
     rig.executor._progress_s = 3600.0
     rig.prefill()
-    told = [event.progress for event in rig.events if not isinstance(event, WorkDone)]
-    assert told == [LayersComputed(3)] * 2
+    assert all(isinstance(event, WorkDone) for event in rig.events)
+
+
+def test_of_a_long_chunk_the_last_layer_is_told_at_once_however_lately_another_was(make_rig, monkeypatch):
+    rig = make_rig("a")
+    rig.executor._progress_s = 40.0
+    rig.executor.open_sequence(1, 32)
+    work = ComputeChunk(1, 0, PROMPT[:8].tobytes(), (), tuple(rig.grants(0, 1)), None, math.inf)
+    job = executor_module._Job(1, work, math.inf)
+    clock = SimpleNamespace(monotonic=partial(next, count(0.0, 10.0)), perf_counter=time.perf_counter)
+    monkeypatch.setattr(executor_module, "time", clock)  # each look at it, two for each layer, 10 s after the one before
+    rig.executor._compute_chunk(job, work, rig.executor._sequences[1].kv)
+    assert [event.progress for event in rig.events] == [LayersComputed(2), LayersComputed(3)]
 
 
 def test_loading_a_layer_overlaps_with_computing_the_one_before(make_rig, monkeypatch):
