@@ -97,7 +97,8 @@ class Harness:
             case CancelWork(work_id):
                 assert work_id in self.works
                 self.cancelled.append(work_id)
-            case OpenSequence(sequence, capacity_tokens):
+            case OpenSequence(sequence, capacity_tokens, filled_tokens=filled_tokens):
+                assert 0 < filled_tokens <= capacity_tokens
                 assert sequence not in self.sequences
                 self.longest_sequence = max(self.longest_sequence, capacity_tokens)
                 self.sequences.add(sequence)

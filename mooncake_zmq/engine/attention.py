@@ -8,12 +8,12 @@ from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
 from mooncake_zmq.engine.panels import SMALL_PRODUCT
 from mooncake_zmq.engine.rowwise import Rowwise
 from mooncake_zmq.engine.spec import ModelSpec
+from mooncake_zmq.engine.step_layout import LARGEST_TOTAL, SMALLEST_TOTAL
 
 MIXED_TOKENS = 16  # whose scores meet the values in one product; measured 8 to 32: equal
 SCORES_ITEMS = 64 * 1024  # of one product: heads are taken together while they are shorter, for fewer calls
 DEVICE_TILE_TOKENS = 256  # on a GPU large products are fast and launches dear: 10 to 30 us each
 DEVICE_SCORES_ITEMS = 64 << 20  # 256 MiB of scratch: on a GPU, all heads of a tile over 8k tokens and more
-SMALLEST_TOTAL, LARGEST_TOTAL = 1e-26, 1e30  # of a row of exponentials, for softmax without a shift: exp(-60), exp(69)
 
 
 def tile_tokens(xp: Any, spec: ModelSpec) -> int:

@@ -98,10 +98,11 @@ def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> Zeros:
     size_bytes = 4 * int(np.prod(shape, dtype=np.int64))
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, max(size_bytes, 1), flags=flags)
-    array = np.frombuffer(memory, dtype=np.float32, count=size_bytes // 4).reshape(shape)
 
-    def enlarge() -> None:
+    def advise(how: int) -> None:
         with suppress(OSError):  # a kernel without large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(how)
 
-    return Zeros(array, lambda: memory.madvise(mmap.MADV_DONTNEED), enlarge)
+    advise(mmap.MADV_NOHUGEPAGE)  # which some give unasked
+    array = np.frombuffer(memory, dtype=np.float32, count=size_bytes // 4).reshape(shape)
+    return Zeros(array, lambda: memory.madvise(mmap.MADV_DONTNEED), lambda: advise(mmap.MADV_HUGEPAGE))

@@ -23,7 +23,7 @@ from mooncake_zmq.engine.step_layout import (
     ARRAY_FIELDS,
     ATTENDING_ROWS,
     CACHE_FIELDS,
-    ROWS_TOGETHER,
+    LAYER_ROWS,
     SPAN_TILES,
     Array,
     What,
@@ -44,13 +44,8 @@ class CompiledRows:
     ) -> None:
         """`arrays`: all of a prefill's. `hidden`: HIDDEN without what pads it, holding what enters. `group`: of queries."""
         self._code, self._arrays, self._table = code, arrays, _table(arrays)
-        self.hidden, self._group = hidden, group
-
-    @property
-    def queries(self) -> NDArray[np.float32]:
-        """See `Rows`."""
-        queries = self._arrays[Array.QUERIES]
-        return queries.reshape(len(queries), len(self.hidden), self._group, queries.shape[2])
+        queries = arrays[Array.QUERIES]
+        self.hidden, self.queries = hidden, queries.reshape(len(queries), len(hidden), group, queries.shape[2])
 
     def project(self, layer: int) -> None:
         self._code(What.PROJECT_ROWS, self._table.ctypes.data, layer)
@@ -88,7 +83,7 @@ class CompiledLlama(Llama):
             Array.SHIFTED: np.zeros(spec.layers, dtype=np.int64),
         }
         self._kept: dict[int, dict[Array, NDArray[Any]]] = {}
-        """By rank, the arrays of its last prefill."""
+        """By rank, the arrays of its largest prefill."""
         norms = [f"{layer}.{name}" for layer in range(spec.layers) for name in ("attn_norm", "ffn_norm")]
         self._model: dict[Array, NDArray[Any]] = {
             Array.NORMS: np.stack([tensors[name] for name in (*norms, "final_norm")]),
@@ -114,9 +109,9 @@ class CompiledLlama(Llama):
 
     def _rows_of(self, rank: int, sequence: SequenceKV, start: int, entering: NDArray[Any]) -> CompiledRows:
         spec, rows = self.spec, len(entering)
-        work = self._kept.get(rank, {})
-        if not work or len(work[Array.HIDDEN]) != rows:
-            work = self._kept[rank] = _rows_workspace(spec, rows)
+        if rank not in self._kept or len(self._kept[rank][Array.HIDDEN]) < rows:
+            self._kept[rank] = _rows_workspace(spec, rows)
+        work = _first_rows(self._kept[rank], rows, self._group)
         angles = np.arange(start, start + rows, dtype=np.float32)[:, None] * self._tensors["inv_freq"]
         work[Array.COS][:], work[Array.SIN][:] = np.cos(angles), np.sin(angles)
         work[Array.CACHES][:] = _cache(sequence, start)
@@ -179,7 +174,7 @@ def _workspace(spec: ModelSpec, rows: int, threads: int) -> dict[Array, NDArray[
 def _rows_workspace(spec: ModelSpec, rows: int) -> dict[Array, NDArray[Any]]:
     """The same of one thread's rows of a prefill."""
     group, dim, query = spec.heads // spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
-    some, few = min(rows, ROWS_TOGETHER), max(1, ATTENDING_ROWS // group) * group
+    some, few = min(rows, LAYER_ROWS), max(1, ATTENDING_ROWS // group) * group
     return {
         Array.CACHES: np.empty((1, CACHE_FIELDS), dtype=np.int64),
         Array.COS: _floats(rows, dim // 2),
@@ -195,6 +190,15 @@ def _rows_workspace(spec: ModelSpec, rows: int) -> dict[Array, NDArray[Any]]:
         Array.GATE_UP: _panelled(some, 2 * spec.ffn),
         Array.ACTIVE: _floats(some, spec.ffn),
     }
+
+
+def _first_rows(work: Mapping[Array, NDArray[Any]], rows: int, group: int) -> dict[Array, NDArray[Any]]:
+    """Of arrays for as many rows or more."""
+    fewer = {each: work[each][:rows] for each in (Array.COS, Array.SIN, Array.HIDDEN, Array.QKV)}
+    queries = work[Array.QUERIES]
+    heads, _, dim = queries.shape
+    packed = queries.reshape(-1)[: heads * rows * group * dim].reshape(heads, rows * group, dim)
+    return {**work, **fewer, Array.QUERIES: packed}
 
 
 def _floats(*shape: int) -> NDArray[np.float32]:

@@ -309,10 +309,8 @@ class Rows(Protocol):
 
     hidden: Any
     """[n, hidden]: what has left the last layer that was finished."""
-
-    @property
-    def queries(self) -> Any:
-        """[kv_head, n, group, head_dim] of the last layer that was stored; scaled."""
+    queries: Any
+    """[kv_head, n, group, head_dim] of the last layer that was stored; scaled."""
 
     def project(self, layer: int) -> None:
         """Queries, keys and values of a layer."""
@@ -335,22 +333,17 @@ class ArrayRows:
         self.hidden = self._work.hidden[: self._count]
         self.hidden[...] = engine._enter(entering)
 
-    @property
-    def queries(self) -> Any:
-        """See `Rows`."""
-        return self._queries
-
     def project(self, layer: int) -> None:
         engine = self._engine
         engine._project(engine._linear, self._work, engine._layers[layer], self._count)
-        self._queries, self._keys, self._values = engine._rotate(self._work, self._rope, self._count)
+        self.queries, self._keys, self._values = engine._rotate(self._work, self._rope, self._count)
 
     def store(self, layer: int) -> None:
         self._sequence.store(layer, self._start, self._keys, self._values)
 
     def finish(self, layer: int) -> None:
         engine, work, count = self._engine, self._work, self._count
-        self._seat.attention.many(self._sequence, layer, self._queries, self._start, count, work.attended)
+        self._seat.attention.many(self._sequence, layer, self.queries, self._start, count, work.attended)
         engine._finish_layer(engine._linear, work, engine._layers[layer], count)
 
 

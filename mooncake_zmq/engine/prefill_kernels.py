@@ -1,4 +1,4 @@
-"""A prefill as Numba makes it into machine code: what one thread does with its rows in one layer, ROWS_TOGETHER at a time."""
+"""A prefill as Numba makes it into machine code: what one thread does with its rows in one layer, LAYER_ROWS at a time."""
 
 import numpy as np
 from numba import njit
@@ -12,15 +12,15 @@ from mooncake_zmq.engine.step_arrays import floats_1, floats_2, floats_3, floats
 from mooncake_zmq.engine.step_layout import (
     DOWN,
     GATE_UP,
+    LARGEST_TOTAL,
+    LAYER_ROWS,
     MATRICES,
     OUT,
     POSITION,
     QKV,
-    ROWS_TOGETHER,
+    SMALLEST_TOTAL,
     Array,
 )
-
-SMALLEST_TOTAL, LARGEST_TOTAL = 1e-26, 1e30  # of a row of exponentials, for softmax without a shift: exp(-60), exp(69)
 
 
 @njit(**OPTIONS)
@@ -35,8 +35,8 @@ def project_rows(layer, arrays):
     matrices, norms = integers_2(arrays[Array.MATRICES]), floats_2(arrays[Array.NORMS])
     eps = floats_1(arrays[Array.EPSILON])[0]
     hidden, qkv, normed = floats_2(arrays[Array.HIDDEN]), floats_2(arrays[Array.QKV]), floats_3(arrays[Array.NORMED])[0]
-    for first in range(0, len(hidden), ROWS_TOGETHER):
-        count, width = min(ROWS_TOGETHER, len(hidden) - first), qkv.shape[1]
+    for first in range(0, len(hidden), LAYER_ROWS):
+        count, width = min(LAYER_ROWS, len(hidden) - first), qkv.shape[1]
         _normalize(hidden, norms[2 * layer], eps, normed, first, count)
         out = qkv.ctypes.data + 4 * first * width
         multiply_panels(matrices[MATRICES * layer + QKV], normed, count, out, width, False)
@@ -113,8 +113,8 @@ def finish_rows(layer, arrays):
         floats_2(arrays[Array.ACTIVE]),
     )
     width, ffn = hidden.shape[1], active.shape[1]
-    for first in range(0, len(hidden), ROWS_TOGETHER):
-        count, here = min(ROWS_TOGETHER, len(hidden) - first), hidden.ctypes.data + 4 * first * width
+    for first in range(0, len(hidden), LAYER_ROWS):
+        count, here = min(LAYER_ROWS, len(hidden) - first), hidden.ctypes.data + 4 * first * width
         _attend(layer, arrays, first, count)
         multiply_panels(matrices[own + OUT], attended, count, here, width, True)
         _normalize(hidden, norms[2 * layer + 1], eps, normed, first, count)

@@ -10,7 +10,8 @@ FORM, VALUES, SCALES, MINIMA, GROUP_SHIFT, DEPTH, PANELS, MATRIX_FIELDS = range(
 KEYS_AT, VALUES_AT, CAPACITY, POSITION, CACHE_FIELDS = range(5)  # of a row of `caches`
 SPAN_TILES = 8  # of keys, scored before their values are read: long runs of memory measured a tenth faster than 1
 
-ROWS_TOGETHER = 256  # of a prefill, through a layer: whose activations fit in a core's own cache beside the weights they meet
+LAYER_ROWS = 256  # of a prefill, through a layer: whose activations fit in a core's own cache beside the weights they meet
+SMALLEST_TOTAL, LARGEST_TOTAL = 1e-26, 1e30  # of a row of exponentials, for softmax without a shift: exp(-60), exp(69)
 ATTENDING_ROWS = 96  # of queries, whose scores of a span of keys fit there too
 
 ARRAY_FIELDS = 6  # of a row of a step's table: an address and up to five dimensions
@@ -18,7 +19,7 @@ ARRAY_FIELDS = 6  # of a row of a step's table: an address and up to five dimens
 
 class Array(IntEnum):
     """The arrays of a step, or of a thread's rows of a prefill: the rows of its table. Where the two differ, the step's shape
-    comes first; `some` are ROWS_TOGETHER, `few` are ATTENDING_ROWS or less."""
+    comes first; `some` are LAYER_ROWS, `few` are ATTENDING_ROWS or less."""
 
     BARRIER = 0  # int64: threads' arrivals; 0 as a step begins
     MATRICES = 1  # int64 [MATRICES * layers + 1, MATRIX_FIELDS]; of a prefill those of layers alone, in float32

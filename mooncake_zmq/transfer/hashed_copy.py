@@ -155,12 +155,17 @@ class _Once:
 
 
 def _is_right(routine: Routine) -> bool:
-    """Whether it makes of some bytes what xxHash makes of them: a compiler that errs must not make every block a miss."""
+    """Whether it makes of some bytes what xxHash makes of them, out of two places and back into them: a compiler that errs must
+    not make every block a miss."""
     source = bytearray(range(251)) * 70
-    target = bytearray(len(source))
-    to, at = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (target, source))
-    size = len(source)
-    if routine(to, ((at, size),), size, outward=False) == xxhash.xxh3_64_intdigest(source) and target == source:
+    size, cut = len(source), 4096
+    whole, target = bytearray(size), bytearray(size)
+    at, between, to = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (source, whole, target))
+    sums = [
+        routine(between, [(place, cut), (place + cut, size - cut)], size, outward=outward)
+        for place, outward in ((at, False), (to, True))
+    ]
+    if sums == [xxhash.xxh3_64_intdigest(source)] * 2 and target == source:
         return True
     log.warning("copies are hashed in pieces", reason="the routine's checksums are wrong")
     return False
