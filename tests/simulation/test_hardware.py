@@ -32,6 +32,7 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.simulation import hardware
 from mooncake_zmq.simulation.checkers import Violation
 from mooncake_zmq.simulation.engine import SimSequence
 
@@ -76,10 +77,19 @@ def pull(world: World, refs: tuple[SlotRef, ...], name: str = "decode", work_id:
     return results(world, name)[work_id]
 
 
+@pytest.mark.parametrize(("told_from_s", "told"), [(0.0, [1, 2, 3]), (3600.0, [1, 2])])
+def test_the_last_layer_of_a_short_chunk_is_told_with_its_result(
+    monkeypatch: pytest.MonkeyPatch, told_from_s: float, told: list[int]
+) -> None:
+    monkeypatch.setattr(hardware, "TOLD_FROM_S", told_from_s)
+    world = World(PLACES)
+    computed(world)
+    assert [event.progress.stop_layer for event in world.puppet("prefill").events(WorkProgress)] == told
+
+
 def test_compute_hand_off_and_decode_give_the_undisturbed_token() -> None:
     world = World(PLACES)
     refs = computed(world)
-    assert [event.progress.stop_layer for event in world.puppet("prefill").events(WorkProgress)] == [1, 2, 3]
     for name in ("decode", "far"):
         pulled = pull(world, refs, name)
         assert isinstance(pulled, BlocksPulled)
