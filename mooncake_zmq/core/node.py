@@ -56,7 +56,11 @@ class Node:
         self.looking = Looking()
         self.draining = False
         self.resting = False
-        """An operator wants nothing new to be taken, until he says otherwise or this life ends."""
+        """It takes nothing new, as an operator wants, until he says otherwise or this life ends."""
+        self.rest_wanted = False
+        """He does want it; it may not be so yet."""
+        self.defers_rest = False
+        """The process has something to do first, and itself hands in that the actor is to rest."""
         self.on_state: Callable[[str, StateTold], None] = lambda sender, told: None
         """Hears what was asked for by `ask_state`."""
         self.watchers = Watchers(session.counts)
@@ -91,6 +95,9 @@ class Node:
             self.moves.end(event.work_id, event.result)
         elif kind is DrainWanted or kind is DrainTimedOut:
             self.draining = True
+        elif kind is RestWanted:
+            assert isinstance(event, RestWanted)
+            self.resting = event.resting
         return self._run(now, [event])
 
     # --- watching
@@ -115,7 +122,7 @@ class Node:
         counts, gauges = self._facts() if self._facts is not None else (self.actor.counts, self.actor.gauges(now))
         return report(
             uptime_s=now - self._began_at,
-            draining=self.draining or self.resting or "role_changes_begun" in counts,
+            draining=self.draining or self.rest_wanted or "role_changes_begun" in counts,
             resting=self.resting,
             counts=counts,
             gauges=gauges,
@@ -138,9 +145,8 @@ class Node:
             case Watch(for_s=for_s):
                 self.watchers.ask(now, sender, for_s)
                 return self._tell(now)
-            case SetResting(resting=resting) if resting != self.resting:
-                self.resting = resting
-                return [RestWanted(resting)]
+            case SetResting(resting=resting):
+                return self._rest(resting)
             case Report():
                 self.looking.hear(now, sender, message)
             case AskState(ask_id=ask_id):
@@ -148,6 +154,13 @@ class Node:
             case StateTold():
                 self.on_state(sender, message)
         return []
+
+    def _rest(self, resting: bool) -> Sequence[Event]:
+        self.rest_wanted = resting
+        if resting == self.resting or (resting and self.defers_rest):
+            return []
+        self.resting = resting
+        return [RestWanted(resting)]
 
     def state(self, now: float) -> bytes:
         """All of it, as JSON."""

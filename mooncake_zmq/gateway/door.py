@@ -175,6 +175,8 @@ class Connection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self._door.has_left:  # it had asked nothing by then: its next call is for others
+            cycle.keep_alive = False
         chunks = cycle.scope["http_version"] == "1.1"
         super()._start_asgi_task(cycle, app if chunks else partial(_without_chunks, cycle, app))
 
@@ -305,7 +307,7 @@ class Door:
         self.send_timeout_s = send_timeout_s
         self.connections: set[Connection] = set()
         self.max_connections = _within_files(settings.max_connections, reserved_files)
-        self._server, self._listener, self._tls = server, listener, tls
+        self._server, self.listener, self._tls = server, listener, tls
         self._count, self._clock = count, clock
         self._by_address: Counter[str] = Counter()
         self._arriving: dict[Connection, asyncio.Task[None]] = {}
@@ -314,6 +316,7 @@ class Door:
         self._logged_at = -math.inf
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._leaving = False
         self._untaken: deque[tuple[Connection, bytes]] = deque()
         """Heard, and not looked at yet: at most once for each connection, which is not read meanwhile."""
         self._in_turn = False
@@ -346,12 +349,13 @@ class Door:
         To close a listener resets whoever waits at it and whose handshake is not over. So first nobody new gets through to it:
         who tries again, as TCP does after a second, finds the others.
         """
-        if self._listener.fileno() < 0:  # it has left before
+        if self._leaving:
             return
+        self._leaving = True
         filtered = ctypes.create_string_buffer(NO_NEWCOMERS, len(NO_NEWCOMERS))
         program = struct.pack("HL", len(NO_NEWCOMERS) // _INSTRUCTION.size, ctypes.addressof(filtered))
         try:
-            self._listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+            self.listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
         except OSError as error:  # forbidden here: who comes in the last instant may be reset
             log.warning("newcomers_not_turned_away", reason=error.strerror)
         self._later(KNOCKING_S, self._lock)
@@ -360,19 +364,30 @@ class Door:
         """Come back to an address that was left: `listener` listens there."""
         self._timers.pop(self._lock).cancel()
         self._lock()
-        self._listener = listener
+        self.listener = listener
+        self._leaving = False
         self._resume()
 
     def _lock(self) -> None:
         self._pause()
         with contextlib.suppress(OSError):  # nobody waits any more, or no descriptor is left for who does
             while True:
-                incoming, address = self._listener.accept()
+                incoming, address = self.listener.accept()
                 self._meet(incoming, network_of(address[0]))
-        self._listener.close()
+        self.listener.close()
         for connection in list(self.connections):
             if connection.cycle is not None and not connection.begun:
                 connection.shutdown()
+
+    @property
+    def listens(self) -> bool:
+        """Whoever comes is let in, and it is not about to leave."""
+        return self._loop is not None and not self._leaving
+
+    @property
+    def has_left(self) -> bool:
+        """Whoever comes next is others'."""
+        return self._leaving and self.listener.fileno() < 0
 
     def abort(self) -> None:
         """Cut every connection."""
@@ -395,17 +410,17 @@ class Door:
     # --- who comes
 
     def _resume(self) -> None:
-        if self._loop is not None and self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
+        if self._loop is not None and self.listener.fileno() >= 0:
+            self._loop.add_reader(self.listener.fileno(), self._accept)
 
     def _pause(self) -> None:
-        if self._loop is not None and self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener.fileno())
+        if self._loop is not None and self.listener.fileno() >= 0:
+            self._loop.remove_reader(self.listener.fileno())
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):
             try:
-                incoming, address = self._listener.accept()
+                incoming, address = self.listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -535,7 +550,7 @@ class Door:
             os.close(self._reserve)
             self._reserve = -1
         try:
-            self._refuse(self._listener.accept()[0])
+            self._refuse(self.listener.accept()[0])
         except OSError:
             return False
         finally:

@@ -23,6 +23,7 @@ from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
 from mooncake_zmq.gateway.overview import Overview, Watching
 from mooncake_zmq.gateway.readiness import ClusterView, missing_roles
 from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.gateway.shared_address import LISTENING
 from mooncake_zmq.gateway.tenants import Tenants
 from mooncake_zmq.gateway.traces import Names, Traces
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
@@ -184,6 +185,8 @@ class Edge:
             clock=lambda: self.clock(),
         )
         self.draining = False
+        self.listens: Callable[[], bool] = lambda: False
+        """Does the process let in who comes?"""
         self._export = export
         self.traces = Traces()
         """The last requests that are over."""
@@ -269,9 +272,12 @@ class Edge:
 
     def status(self) -> str:
         """Whether the cluster can serve, as far as this gateway knows: "ok", or why not."""
+        return "draining" if self.turns_away else self.cluster_status()
+
+    def cluster_status(self) -> str:
+        """The same, whether or not this gateway takes calls."""
         missing = missing_roles(self.backing.peers().values())
-        ready = self.backing.cluster().ready
-        return "draining" if self.turns_away else "unavailable" if missing else "ok" if ready else "starting"
+        return "unavailable" if missing else "ok" if self.backing.cluster().ready else "starting"
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether the cluster can serve, what is missing, and what is not as it should be."""
@@ -301,12 +307,13 @@ class Edge:
         return {**self.counts, **(self.tenants.counts() if self.tenants is not None else {})}
 
     def own_gauges(self) -> dict[str, float]:
-        """Without the actor's; all zero when idle."""
+        """Without the actor's; all but the last zero when idle."""
         levels = {
             "edge_open_requests": self.open_requests,
             "edge_slots_taken": self.slots_taken,
             "edge_bodies": self.bodies,
             "edge_reading_bytes": self.reading_bytes,
+            LISTENING: float(self.listens()),
         }
         return {**levels, **(self.tenants.gauges() if self.tenants is not None else {})}
 

@@ -155,7 +155,7 @@ class Overview:
         try:
             async with asyncio.timeout(REST_S):
                 await self.look()
-                if resting and role == "conductor" and not self._other_conductors(node):
+                if resting and role == "conductor" and not self._rests_already(node) and not self._other_conductors(node):
                     text = f"gateways would go on asking {node}: no other conductor is there that does not rest"
                     raise NoNode(409, "last_conductor", text)
                 return await self._rested(node, resting)
@@ -174,6 +174,10 @@ class Overview:
                 raise NoNode(503, "node_down", f"{node} went away")
             await asyncio.sleep(POLL_S)
         return next(told_node(self.seen(), each) for each in self._listed if each.name == node)
+
+    def _rests_already(self, node: str) -> bool:
+        report = self.seen().report(node)
+        return report is not None and report.resting
 
     def _other_conductors(self, node: str) -> list[str]:
         """Those that gateways would ask in its place, as far as is known."""

@@ -33,7 +33,7 @@ from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of, gateway_warnings
 from mooncake_zmq.core import asks
-from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, ShelfTold
+from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, RestWanted, ShelfTold
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef, StateTold
@@ -50,6 +50,7 @@ from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.edge import Edge, ServedModel
 from mooncake_zmq.gateway.readiness import ClusterView
 from mooncake_zmq.gateway.requests import Requests
+from mooncake_zmq.gateway.shared_address import LEAVE_S, SharedAddress
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.runtime import log as logs
 from mooncake_zmq.runtime import notify
@@ -100,8 +101,6 @@ CLOSE_S = 60.0
 """For what follows a drain: an SSD gets what DRAM alone holds, threads and memory are let go of."""
 HTTP_CLOSE_S = 5
 """How long the last HTTP answers may take to be written out once the requests have ended; then connections are cut."""
-LEAVE_S = 0.5
-"""Between a gateway's turning away from a shared address and its drain: whoever was let in last has said what he wants."""
 HTTP_BACKLOG = 2048
 MEASURED_TOKENS = 128
 """The KV that a decode's steps are measured with."""
@@ -109,7 +108,7 @@ FILES_PER_PEER = 8
 """Descriptors that a gateway's conversation with a peer may take, while either side connects anew too."""
 
 
-class PortInUse(Exception):
+class PortInUse(OSError):
     """Somebody else listens where this process wants to."""
 
 
@@ -612,7 +611,9 @@ class _Process:
             tls=(lambda: tls.context) if tls else None,
             count=edge.count,
         )
+        self.stack.callback(lambda: door.listener.close())  # maybe another one by then
         self.stack.callback(door.close)
+        edge.listens = lambda: door.listens
         stopped = asyncio.Event()
         try:
             if self.node.metrics_port:
@@ -741,23 +742,29 @@ class _Process:
         if not self.settings.reuse_port:
             await door.open()
             return
-        while not edge.health()[0]:
+        while not self._may_open(edge):
             await asyncio.sleep(READY_POLL_S)
         listener.listen(HTTP_BACKLOG)
         await door.open()
         self._mind_address(door, edge)
 
+    def _may_open(self, edge: Edge) -> bool:
+        """One that rests may: it is there, to be told to serve again."""
+        return edge.cluster_status() == "ok" and not self.signals_seen
+
     def _mind_address(self, door: "Door", edge: Edge) -> None:
         """See `gateway.shared_address`."""
-        from mooncake_zmq.gateway.shared_address import SharedAddress
-
-        address = SharedAddress(door, self._sharers(), self._listen_again)
+        here, node = (self.settings.http_host, self.settings.http_port), self.runtime.node
+        address = SharedAddress(door, self._sharers(), partial(listen, *here, share=True), partial(is_deserted, *here))
+        node.defers_rest = True
 
         def mind() -> None:
-            if resting := self.runtime.node.resting:
+            if self.signals_seen:
+                return
+            if node.rest_wanted:
                 self.runtime.look(WATCH_S)
-            if not self.signals_seen:
-                address.mind(resting, edge.overview.seen)
+            if address.mind(node.rest_wanted, edge.overview.seen) and not node.resting:
+                self.runtime.handle(RestWanted(True))
 
         self.runtime.every(READY_POLL_S, mind)
 
@@ -768,20 +775,11 @@ class _Process:
         sections = {node.name: self.loaded.section(node) for node in others}
         return [name for name, section in sections.items() if (section.http_host, section.http_port) == here]
 
-    def _listen_again(self) -> socket.socket | None:
-        try:
-            listener = listen(self.settings.http_host, self.settings.http_port, share=True)
-        except PortInUse as error:
-            log.warning("address_not_shared", reason=str(error))
-            return None
-        self.stack.callback(listener.close)
-        return listener
-
     async def _announce(self, edge: Edge) -> None:
         """Tell systemd once /ready would be 200, and until then what is missing."""
         told_at = -math.inf
-        while not (health := edge.health())[0]:
-            detail = health[1]
+        while not self._may_open(edge):
+            detail = edge.health()[1]
             if time.monotonic() - told_at >= notify.AGAIN_S:
                 told_at = time.monotonic()
                 notify.status(f"{detail['status']}: missing {', '.join(detail['missing'] or detail['not_heard']) or 'nothing'}")
@@ -987,18 +985,34 @@ def _counts(runtime: ZmqRuntime) -> dict[str, float]:
 def claim(host: str, port: int, *, share: bool) -> socket.socket:
     """A socket that has an address for HTTP and does not listen yet; raises PortInUse. `share`: with others of this user that
     want to share it; the kernel lets nobody else in."""
+    try:
+        return _bound(host, port, share)
+    except OSError as error:
+        raise _in_use(host, port, error) from error
+
+
+def is_deserted(host: str, port: int) -> bool:
+    """Does nobody listen there? Whoever does keeps others from having the address, unless they too want to share it."""
+    try:
+        claim(host, port, share=False).close()
+    except PortInUse:
+        return False
+    return True
+
+
+def _bound(host: str, port: int, share: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio turns Nagle's algorithm off; else a first token waits 40 ms for the headers' ACK.
     claimed = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, socket.IPPROTO_TCP)
-    claimed.setblocking(False)
     try:
+        claimed.setblocking(False)
         claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if share:
             claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         claimed.bind((host, port))
-    except OSError as error:
+    except OSError:
         claimed.close()
-        raise _in_use(host, port, error) from error
+        raise
     return claimed
 
 

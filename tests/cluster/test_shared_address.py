@@ -84,6 +84,26 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+def restarts(cluster: ToyCluster, gateway: str, number: signal.Signals) -> None:
+    """`up` starts who has ended again."""
+    log = cluster.runtime_dir / "logs" / f"{gateway}.log"
+    lives = log.read_text().count('"started"')
+    cluster.signal(gateway, number)
+    eventually(lambda: log.read_text().count('"started"') > lives, 30, f"{gateway} is started again")
+
+
+def reached(cluster: ToyCluster) -> set[str]:
+    """Who answers new connections; nobody, where one is refused."""
+    try:
+        return answering(cluster)
+    except httpx.ConnectError:
+        return set()
+
+
+def refused(cluster: ToyCluster) -> bool:
+    return httpx.post(f"{cluster.url}/v1/completions", json=greedy(prompt=PROMPT, max_tokens=4)).status_code == 503
+
+
 def drain(cluster: ToyCluster, gateway: str, method: str = "POST") -> None:
     """By whichever is there."""
     answer = httpx.request(method, f"{cluster.url}/admin/drain/{gateway}", timeout=30)
@@ -92,18 +112,18 @@ def drain(cluster: ToyCluster, gateway: str, method: str = "POST") -> None:
 
 def test_one_that_rests_leaves_the_address_while_the_other_serves_there(cluster: ToyCluster) -> None:
     eventually(lambda: answering(cluster) == GATEWAYS, 30, "both gateways serve")
-    drain(cluster, "gateway-1")
-    eventually(lambda: answering(cluster) == {"gateway-0"}, 30, "gateway-1 has left")
     with asking_all_the_time(cluster) as failures:
-        assert answering(cluster) == {"gateway-0"}
-        drain(cluster, "gateway-1", "DELETE")
-        eventually(lambda: answering(cluster) == GATEWAYS, 30, "gateway-1 is back")
+        for _ in range(3):
+            drain(cluster, "gateway-1")
+            eventually(lambda: answering(cluster) == {"gateway-0"}, 30, "gateway-1 has left")
+            drain(cluster, "gateway-1", "DELETE")
+            eventually(lambda: answering(cluster) == GATEWAYS, 30, "gateway-1 is back")
     assert failures == []
     drain(cluster, "gateway-1")
     eventually(lambda: answering(cluster) == {"gateway-0"}, 30, "gateway-1 has left again")
     drain(cluster, "gateway-0")
     eventually(lambda: answering(cluster) == GATEWAYS, 30, "neither serves, so both say so")
-    assert httpx.post(f"{cluster.url}/v1/completions", json=greedy(prompt=PROMPT, max_tokens=4)).status_code == 503
+    assert refused(cluster)
     for gateway in GATEWAYS:
         drain(cluster, gateway, "DELETE")
     eventually(lambda: answering(cluster) == GATEWAYS, 30, "both serve again")
@@ -114,6 +134,30 @@ def test_one_that_rests_leaves_the_address_while_the_other_serves_there(cluster:
     cluster.signal("gateway-1", signal.SIGTERM)
     eventually(lambda: has_ended(rested), 30, "who is away can be stopped")
     eventually(lambda: answering(cluster) == GATEWAYS, 30, "a new life serves")
+
+
+def test_it_is_left_to_nobody_who_does_not_listen_there(cluster: ToyCluster) -> None:
+    eventually(lambda: answering(cluster) == GATEWAYS, 30, "both gateways serve")
+    drain(cluster, "gateway-0")
+    eventually(lambda: answering(cluster) == {"gateway-1"}, 30, "gateway-0 has left")
+    for decode in ("decode-a", "decode-b"):
+        cluster.signal(decode, signal.SIGSTOP)
+    try:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            restarts(cluster, "gateway-1", number)
+            eventually(lambda: reached(cluster) == {"gateway-0"}, 30, "gateway-1 cannot serve: gateway-0 is back")
+            assert refused(cluster)
+            drain(cluster, "gateway-0", "DELETE")
+            drain(cluster, "gateway-0")
+            assert answering(cluster, 60) == {"gateway-0"}, "nobody is there to leave it to"
+        drain(cluster, "gateway-1")
+    finally:
+        for decode in ("decode-a", "decode-b"):
+            cluster.signal(decode, signal.SIGCONT)
+    eventually(lambda: reached(cluster) == GATEWAYS, 60, "gateway-1 is there once it could serve, though it rests")
+    drain(cluster, "gateway-1", "DELETE")
+    eventually(lambda: reached(cluster) == {"gateway-1"}, 60, "gateway-1 serves, so gateway-0 leaves")
+    ask(cluster)
 
 
 def test_either_of_two_gateways_may_go(cluster: ToyCluster) -> None:

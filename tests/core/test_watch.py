@@ -215,6 +215,28 @@ def test_a_gateway_that_is_to_rest_itself_needs_nobody_for_it():
     assert asked == [RestWanted(True), RestWanted(False)]
 
 
+def test_a_rest_that_its_process_defers_is_told_once_it_is_so_and_may_be_undone_before():
+    pair = Pair("g")
+    node = pair.nodes["g"]
+    node.defers_rest = True
+    for _ in range(2):
+        node.rest(pair.now, "g", True)
+        told = node.report(pair.now)
+        assert (told.draining, told.resting, node.rest_wanted) == (True, False, True)
+        node.rest(pair.now, "g", False)
+        assert not node.report(pair.now).draining
+    node.rest(pair.now, "g", True)
+    assert not [event for event in node.actor.events if isinstance(event, RestWanted)]
+    node.handle(pair.now, RestWanted(True))
+    assert node.report(pair.now).resting
+    node.rest(pair.now, "g", True)
+    node.rest(pair.now, "g", False)
+    told = node.report(pair.now)
+    assert (told.draining, told.resting) == (False, False)
+    asked = [event for event in node.actor.events if isinstance(event, RestWanted)]
+    assert asked == [RestWanted(True), RestWanted(False)]
+
+
 def test_loads_go_where_they_went_before():
     pair = Pair("g", "p")
     pair.run(1.0)

@@ -1,11 +1,12 @@
 """The gateway's listening socket."""
 
 import asyncio
+import errno
 import socket
 
 import pytest
 
-from mooncake_zmq.runtime.process import PortInUse, listen
+from mooncake_zmq.runtime.process import PortInUse, claim, is_deserted, listen
 
 
 def test_connections_send_small_writes_at_once():
@@ -42,3 +43,24 @@ def test_an_address_is_shared_only_by_those_who_all_say_so():
             listen("127.0.0.1", port)
     with listen("127.0.0.1", 0) as alone, pytest.raises(PortInUse):
         listen("127.0.0.1", alone.getsockname()[1], share=True)
+
+
+def test_without_a_descriptor_left_it_is_told_too(monkeypatch):
+    def no_files(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", no_files)
+    with pytest.raises(PortInUse, match="Too many open files"):
+        listen("127.0.0.1", 0, share=True)
+    assert not is_deserted("127.0.0.1", 1), "as far as is known"
+
+
+def test_an_address_is_deserted_where_nobody_listens():
+    with claim("127.0.0.1", 0, share=True) as claimed:
+        port = claimed.getsockname()[1]
+        assert is_deserted("127.0.0.1", port)
+        with listen("127.0.0.1", port, share=True):
+            assert not is_deserted("127.0.0.1", port)
+            client = socket.create_connection(("127.0.0.1", port))
+        assert is_deserted("127.0.0.1", port)
+        client.close()

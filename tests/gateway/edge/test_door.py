@@ -402,17 +402,52 @@ def test_an_address_that_was_left_is_come_back_to(at_once):
         reader, writer = await connect(port)
         writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"200" in await reader.readline()
+        waiting, left = socket.create_connection(("127.0.0.1", port)), actor.door.listener
+        assert actor.door.listens
         actor.door.leave()
+        assert not actor.door.listens
         if not at_once:
             await until_closed(reader)
-            actor.door.leave()  # it has
+        actor.door.leave()  # it does, or has
         listener = listen("127.0.0.1", port, share=True)
         actor.door.enter(listener)
-        again, writer = await connect(port)
-        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        assert (await until_closed(again)).startswith(b"HTTP/1.1 200")
+        assert (left.fileno(), actor.door.listens) == (-1, True)
+        await asyncio.sleep(1.5 * door_module.KNOCKING_S)  # later than what was to shut the old one
+        for each in (await asyncio.open_connection(sock=waiting), await connect(port)):
+            assert (await said_live(each)).startswith(b"HTTP/1.1 200")
+        reader, writer = await connect(port)
+        for _ in range(2):
+            writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b'"ok"' in await asyncio.wait_for(reader.readuntil(b"}"), 10)
+        writer.close()
         actor.door.close()
         listener.close()
+
+    actor.serve(client)
+
+
+async def said_live(connected):
+    reader, writer = connected
+    writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    return await until_closed(reader)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /live HTT"])
+def test_who_had_asked_nothing_when_an_address_was_left_is_answered_once_and_finds_others(said):
+    actor = ScriptedActor(share=True)
+
+    async def client(port):
+        reader, writer = await connect(port)
+        writer.write(said)
+        idle, its = await connect(port)
+        its.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200" in await idle.readline()
+        actor.door.leave()
+        await until_closed(idle)
+        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"[len(said) :])
+        answer = await until_closed(reader)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"connection: close" in answer
 
     actor.serve(client)
 

@@ -14,6 +14,7 @@ from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.gateway.cluster import Listed
 
 LOCAL = {"host": "127.0.0.1:8000"}
+RESTS = Report(uptime_s=1.0, draining=True, resting=True)
 
 
 def cluster(**fields) -> ScriptedActor:
@@ -94,7 +95,7 @@ def test_a_resting_gateway_answers_what_it_began():
 
 @pytest.mark.parametrize(
     ("second", "status"),
-    [(None, 409), (Report(uptime_s=1.0, draining=True, resting=True), 409), (Report(uptime_s=1.0), 200)],
+    [(None, 409), (RESTS, 409), (Report(uptime_s=1.0), 200)],
     ids=["down", "resting", "serving"],
 )
 def test_a_conductor_rests_where_another_is_there_that_does_not(second, status):
@@ -109,6 +110,26 @@ def test_a_conductor_rests_where_another_is_there_that_does_not(second, status):
     if status == 409:
         assert error_of(answer)[3] == "last_conductor"
     assert drain(actor, "conductor", undo=True).status_code == 200
+
+
+def test_whether_another_conductor_rests_is_looked_at_first():
+    actor = cluster()
+    actor.edge.overview._listed = [*actor.listed, Listed("conductor-2", "conductor", "h")]
+    actor.up["conductor-2"] = hello("conductor")
+    actor.look = lambda _for_s: actor.reports.setdefault("conductor-2", Heard(actor.edge.clock(), 1, RESTS))
+    assert drain(actor, "conductor").status_code == 409
+
+
+def test_a_conductor_that_rests_already_is_told_again_whoever_else_is_there():
+    actor = cluster()
+    actor.reports["conductor"] = Heard(actor.edge.clock(), 1, RESTS)
+    assert drain(actor, "conductor").json()["resting"]
+
+
+def test_a_resting_gateway_knows_how_the_cluster_is():
+    actor = cluster()
+    actor.rest("gw", True)
+    assert (actor.edge.status(), actor.edge.cluster_status()) == ("draining", "ok")
 
 
 def test_a_node_that_is_not_there_or_does_not_do_it_is_told(monkeypatch):
