@@ -316,8 +316,7 @@ class Decode:
         request = self._admit(now, sender, message, budget, effects)
         for sibling in message.siblings:
             effects += self._reserve_sibling(now, request, sibling, budget)
-        elsewhere = self._peers[sender].host != self.host
-        if elsewhere and message.reuse_keys and self._pool.node is not None:
+        if message.reuse_keys and self._pool.node is not None:
             request.lease_id = self._ids.new()
             return effects + self._pool.lease(now, request.lease_id, message.reuse_keys, (), fetch=False)
         return effects + self._reserved(request, 0)

@@ -128,7 +128,9 @@ class Job:
     lease_id: int | None = None
     leased: bool = False
     held_blocks: int | None = None
-    """Blocks the decode loads itself; None until it has reserved."""
+    """Blocks the decode loads itself; None until it says so."""
+    reserved: bool = False
+    """The decode has made room. Until then no more than the first chunk is computed."""
     local_blocks: int = 0
     remote_blocks: int = 0
     chunk_first_block: int = 0

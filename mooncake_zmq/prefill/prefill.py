@@ -418,6 +418,8 @@ class Prefill:
             effects += self._break_standstill(now)
         while self._computing is None and self._stages.computing is None:
             turn, stage = self._turns.first(_is_ready), self._stages.first()
+            if turn is None and stage is None:
+                turn = self._turns.first(_may_go_ahead)
             if stage is not None and (turn is None or (stage.rank, stage.order) < (turn.rank, turn.order)):
                 effects += self._stages.compute(now, stage)
             elif turn is not None:
@@ -466,13 +468,16 @@ class Prefill:
             )
         else:
             job.leased = True
+        may_hold = self._may_hold(job, unreused or scored)
+        if not (may_hold or scored or job.group):
+            job.held_blocks = 0  # whatever it answers: the engine need not wait for that
         full = job.length // self._layout.block_tokens
         reserve = ReserveDecode(
             request_id=request.request_id,
             attempt=request.attempt,
             gateway=job.gateway,
             tokens=job.length,
-            reuse_keys=() if unreused or scored else request.keys[: max(request.reuse_blocks, len(job.prefix))],
+            reuse_keys=may_hold,
             last_key=request.keys[-1] if request.keys else request.root,
             tail=job.tokens[full * self._layout.block_tokens * 4 :],
             first_index=request.first_index,
@@ -486,6 +491,13 @@ class Prefill:
             siblings=tuple([each for each in request.siblings if each.request_id in job.choices]),
         )
         return [*effects, Send(request.decode, reserve)]
+
+    def _may_hold(self, job: Job, computed_anew: bool) -> tuple[bytes, ...]:
+        """Keys of the reused blocks that the decode may find on its own host. On ours it reads them where we do."""
+        request = job.request
+        if computed_anew or self._peers[request.decode].host == self.host:
+            return ()
+        return request.keys[: max(request.reuse_blocks, len(job.prefix))]
 
     def _on_leased(self, _now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
         sources = self._pool.on_leased(message)
@@ -511,7 +523,10 @@ class Prefill:
         job = self._job(sender, message.request_id, message.attempt)
         if job is None:
             return [self._handoff_failed(sender, message.request_id, message.attempt, "unknown job")]
-        if job.state is PREPARING and job.held_blocks is None:
+        if job.reserved or job.state is JobState.QUEUED:
+            return []
+        job.reserved = True
+        if job.held_blocks is None:
             job.held_blocks = message.held_blocks
         return []
 
@@ -648,6 +663,7 @@ class Prefill:
             prefix = tuple(BlockLoad(i, ref, 0, stop_layer, size) for i, ref in enumerate(job.prefix))
         if not job.loaded:
             job.computing_at = now
+            self.counts.add("jobs_begun_ahead", not job.reserved)
         job.loaded = True
         start = job.computed
         stop = chunk_stop(start, job.length, self._settings.chunk_tokens)
@@ -721,12 +737,12 @@ class Prefill:
             assert job.group is not None
             return self._on_own_stage(now, job, job.group, result, first_block)
         job.checksums += result.checksums
-        effects = self._tell_layers(job, self._layout.layers) + self._tell_scored(job, start + 1, result.scored)
+        layers, scored = self._tell_layers(job, self._layout.layers), self._tell_scored(job, start + 1, result.scored)
         if job.computed < job.length:
             self._move(job, JobEvent.CHUNK_DONE)
-            return effects
+            return layers + scored
         assert result.token is not None
-        return effects + self._finish(now, job, ((result.token, result.logprob), *result.others))
+        return scored + self._finish(now, job, ((result.token, result.logprob), *result.others), layers)
 
     def _tell_scored(self, job: Job, first: int, scored: Sequence[TokenLogprob]) -> list[Effect]:
         """What the prompt's tokens from position `first` on are worth, as soon as it is known."""
@@ -770,9 +786,9 @@ class Prefill:
 
     # --- handing off
 
-    def _finish(self, now: float, job: Job, sampled: Sequence[Sampled]) -> list[Effect]:
+    def _finish(self, now: float, job: Job, sampled: Sequence[Sampled], layers: Sequence[Effect] = ()) -> list[Effect]:
         """Tokens to the gateway, proof of completeness to the decode, full blocks to own reuse and to the pool. `sampled`: for
-        the request and each of its siblings."""
+        the request and each of its siblings. `layers`: what the decode hears before, and a client need not wait for."""
         self._move(job, JobEvent.ALL_DONE)
         self._turns.leave(job)
         assert job.sequence is not None
@@ -814,7 +830,7 @@ class Prefill:
             **(job.group.offer(base) if job.group else {}),
         )
         effects: list[Effect] = [Send(job.gateway, first) for first in firsts if first.request_id in job.choices]
-        effects += [Send(request.decode, done), CloseSequence(job.sequence)]
+        effects += [*layers, Send(request.decode, done), CloseSequence(job.sequence)]
         job.sequence = None
         whole = [] if job.group else list(zip(job.new_slots, request.keys[base:], strict=False))
         if self._settings.own_reuse:  # what nobody will look for needs no name
@@ -1043,4 +1059,10 @@ class Prefill:
 
 
 def _is_ready(job: Job) -> bool:
-    return job.state is READY and (job.group is None or job.group.may_begin(0))
+    return job.state is READY and job.reserved and (job.group is None or job.group.may_begin(0))
+
+
+def _may_go_ahead(job: Job) -> bool:
+    """With its first chunk, where the engine has nothing else to do: mostly the decode makes room, and has said so before the
+    chunk is computed. One that does not costs no more than the layer that is under way when it says so."""
+    return job.state is READY and not job.reserved and not job.loaded

@@ -103,6 +103,7 @@ _ENGINES = {
     "steps": "Decode steps",
     "preemptions": "Requests set back for lack of KV memory",
     "chunks_failed": "Prefill chunks that failed",
+    "jobs_begun_ahead": "Prompts begun on an idle engine before their decode said that it has room",
     "jobs_cancelled": "Prompts given up because their client hung up",
     "jobs_failed": "Prompts or requests whose attempt failed here",
     "jobs_refused": "Prompts refused: the queue or the slab was full",

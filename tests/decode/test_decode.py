@@ -333,11 +333,6 @@ def test_blocks_of_the_own_host_are_loaded_from_the_pool_and_the_rest_handed_off
     assert node.busy()["requests_running"] == 1
 
 
-def test_a_prefill_on_the_same_host_is_not_asked_twice_for_the_pools_blocks(node):
-    node.reserve(length=10, prefill="p0", reuse=2)
-    assert node.take(LeaseBlocks) == []
-
-
 def test_without_a_pool_nothing_is_held(node):
     node.reserve("r0", length=10, prefill="p1", reuse=2)
     node.down("c")

@@ -62,8 +62,9 @@ class Node(Harness):
         own = replace(BASE, **settings)
         actor = Prefill(name="me", host="h0", incarnation=2, settings=own, layout=LAYOUT, costs=costs, may_become=may_become)
         super().__init__(actor)
-        for name in ("g", "d", "c", "k"):
+        for name in ("g", "c", "k"):
             self.up(name, 7)
+        self.up("d", 7, host="h1")
 
     def start(self, request_id="r", tokens=None, *, attempt=1, reuse_blocks=0, sources=(), decode="d", **changes):
         tokens = prompt(10) if tokens is None else tokens
@@ -147,10 +148,9 @@ def test_a_job_runs_to_the_first_token_and_leaves_nothing_behind(node):
     ask = node.one(ReserveDecode, "d")
     assert (ask.tokens, ask.tail, ask.gateway) == (10, pack_tokens([8, 9]), "g")
     assert ask.last_key == extend_keys(ROOT, pack_tokens(prompt(10)), B)[-1]
-    assert node.works == {}, "no compute before the reservation"
-    node.reserve()
-    assert node.works == {}, "nor before the pool has answered"
+    assert node.works == {}, "no compute before the pool has answered"
     node.lease(0)
+    node.reserve()
     node.finish()
     first = node.one(FirstToken, "g")
     assert (first.token, first.index, first.own, first.local, first.remote) == (77, 0, 0, 0, 0)
@@ -187,6 +187,8 @@ def test_layers_not_told_of_before_are_told_once_with_the_result_of_each_chunk(n
         node.progress(work_id, LayersComputed(told))
     assert len(node.take(LayersReady, "d")) == bool(told)
     node.finish()
+    told_last = [type(m) for _, m in node.sent if not isinstance(m, HandoffBlocks | ReserveSlots | ReserveDecode | PrefillLoad)]
+    assert told_last == [FirstToken, *([LayersReady] if told < LAYOUT.layers else []), HandoffDone], "a client waits for none"
     left = [] if told == LAYOUT.layers else [(0, LAYOUT.layers)]
     assert [(m.first_block, m.stop_layer) for m in node.take(LayersReady, "d")] == left
 
@@ -204,12 +206,106 @@ def test_chunks_are_whole_blocks_and_announced_one_by_one(node):
 
 
 def test_blocks_the_decode_holds_are_not_in_the_proof(node):
-    node.ready(tokens=prompt(9), held=1)
+    node.ready(tokens=prompt(9), reuse_blocks=1, held=1)
     sums = [100 + grant.slot for grant in node.work(ComputeChunk)[1].outputs]
     node.finish()
     done = node.one(HandoffDone, "d")
     assert done.blocks == 2
     assert done.checksum == block_checksum(sums[1:])
+
+
+# --- computing while the decode makes room
+
+
+def told_of_the_end(node):
+    return [type(m) for _, m in node.sent if isinstance(m, FirstToken | HandoffDone)]
+
+
+def test_the_first_chunk_is_computed_while_the_decode_makes_room(node):
+    node.start(tokens=prompt(3))
+    asked = [type(m) for to, m in node.sent if to == "d"]
+    assert asked == [ReserveDecode, HandoffBlocks], "in this order: it knows the request when it hears of blocks"
+    node.computed()
+    assert told_of_the_end(node) == [FirstToken, HandoffDone], "nobody waits for an answer that is nearly always yes"
+    node.reserve()
+    assert told_of_the_end(node) == [FirstToken, HandoffDone], "once"
+    node.received()
+    assert node.busy() == {}
+    assert node.sequences == set()
+
+
+def test_nothing_behind_the_first_chunk_is_computed_before_the_decode_has_made_room(node):
+    node.start(tokens=prompt(2 * B + 3))
+    node.lease(0)
+    node.computed()
+    assert node.works == {}
+    node.reserve()
+    node.finish()
+    assert told_of_the_end(node) == [FirstToken, HandoffDone]
+
+
+def test_who_has_room_at_the_decode_is_computed_before_who_may_have(node):
+    node.start("long", prompt(4 * B))
+    node.lease(0)
+    node.reserve("long")
+    node.start("short", prompt(3, base=50))
+    assert [job["state"] for job in node.actor.dump(node.now)["jobs"]] == ["computing", "ready"]
+    assert node.computed().start == 0
+    assert node.computed().start == 2 * B, "`short` ranks before it"
+    assert len(node.computed().tokens) == 3 * 4, "with an idle engine `short` need not wait"
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_decode_without_room_ends_the_chunk_that_was_begun_meanwhile(node, refused):
+    node.start(tokens=prompt(3))
+    deny(node, refused)
+    failed = node.one(AttemptFailed, "g")
+    assert (failed.refused, failed.avoid) == (refused, "d")
+    assert len(node.cancelled) == 1, "the engine is wanted by others"
+    node.finish()
+    assert told_of_the_end(node) == []
+    assert node.busy() == {}
+    assert node.sequences == set()
+
+
+def test_who_has_its_first_token_is_placed_again_where_its_decode_has_no_room(node):
+    node.start(tokens=prompt(3))
+    node.computed()
+    deny(node, refused=True)
+    failed = node.one(AttemptFailed, "g")
+    assert (failed.refused, failed.full, failed.avoid) == (False, True, "d"), "and not refused, behind a token"
+    node.put_all()
+    assert node.busy() == {}
+
+
+def deny(node, refused):
+    node.say("d", DecodeDenied(request_id="r", attempt=1, reason="test", full=True, refused=refused, retry_after_s=2.0))
+
+
+def test_what_the_decode_may_have_and_what_is_told_of_the_prompt_wait_for_its_answer(node):
+    node.start("held", prompt(9), reuse_blocks=2)
+    node.lease(0)
+    node.start("scored", prompt(9, base=100), prompt_logprobs=0)
+    assert node.works == {}
+    node.reserve("scored")
+    assert node.work(ComputeChunk)[1].prompt_logprobs == 0
+
+
+def test_a_decode_on_the_same_host_is_not_asked_what_it_has():
+    node = Node()
+    run_job(node, "r0", prompt(9))
+    node.down("d")
+    node.up("d", 8, host="h0")
+    node.start(tokens=prompt(9), reuse_blocks=2)
+    assert node.one(ReserveDecode, "d").reuse_keys == ()
+    assert node.work(ComputeChunk)[1].start == 2 * B, "so it need not answer first"
+
+
+def test_a_decode_that_says_to_have_what_it_was_not_asked_for_changes_no_proof(node):
+    node.start(tokens=prompt(3))
+    node.reserve(held=1)
+    node.finish()
+    assert node.one(HandoffDone, "d").blocks == 1
 
 
 def test_reuse_is_counted_by_where_it_came_from_and_leaves_one_token_to_compute(node):
@@ -680,7 +776,7 @@ def test_a_lease_is_renewed_only_once_granted_and_then_for_as_long_as_needed(nod
 
 
 def test_a_lease_over_before_the_compute_is_a_miss_not_an_error(node):
-    node.start(tokens=prompt(10), deadline_s=600.0)
+    node.start(tokens=prompt(10), reuse_blocks=2, deadline_s=600.0)
     node.lease(2)
     node.advance(14.0)
     node.reserve()

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 from click.testing import CliRunner
@@ -16,6 +15,7 @@ from mooncake_zmq.simulation.run import SeedResult, as_line, run_seed, run_seeds
 
 SEEDS = 24
 PLANTED_SEEDS = 20
+DRAINED_SEEDS = 12
 
 
 def worker_line(seed: int, hash_seed: str) -> str:
@@ -39,6 +39,7 @@ def test_seeds_hold_and_cover() -> None:
     counts = total["counts"]
     assert counts["prefix_blocks_corrupt"] > 0
     assert counts["prefix_blocks_unreached"] > 0
+    assert counts["jobs_begun_ahead"] > SEEDS
     assert counts["handoff_blocks_failed"] > counts["handoff_blocks_corrupt"] > 0
     assert counts["fetch_failures[source=node]"] > counts["fetched_blocks_corrupt"] > 0
     assert counts["fetched_blocks[source=disk]"] > SEEDS
@@ -58,12 +59,15 @@ def test_seeds_hold_and_cover() -> None:
 
 
 def test_what_runs_when_a_drain_is_out_of_time_goes_on_elsewhere() -> None:
-    handed_over = Counter[str]()
-    for seed in (3, 6):
+    """Which seed drains a node amid its work changes with every decision: the first few must show both."""
+    left = {"jobs_handed_over", "requests_handed_over"}
+    for seed in range(DRAINED_SEEDS):
         result = run_seed(seed, stress=[FaultKind.DRAIN] * 3)
         assert result.failure is None
-        handed_over.update({name: count for name, count in result.coverage["counts"].items() if name.endswith("handed_over")})
-    assert handed_over.keys() == {"jobs_handed_over", "requests_handed_over"}
+        left -= result.coverage["counts"].keys()
+        if not left:
+            return
+    pytest.fail(f"nothing was counted as {left}")
 
 
 def test_a_seed_draws_enough_faults() -> None:
