@@ -69,6 +69,11 @@ class ComputeChunk(Struct, frozen=True):
         return (self.sampling, *(structs.replace(self.sampling, seed=seed) for seed in self.seeds))
 
 
+TOLD_EVERY_S = 0.02
+"""A chunk's layers are told of at most this often, and those of a shorter one with its result: each time takes the
+interpreter's lock from the computation for a moment."""
+
+
 class LayersComputed(Struct, frozen=True, gc=False):
     """Progress of `ComputeChunk`: layers below `stop_layer` of every output slot are written, their part checksums set. Once it
     has ended all are, whether that was told before or not."""

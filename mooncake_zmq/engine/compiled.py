@@ -42,7 +42,8 @@ class CompiledRows:
         hidden: NDArray[np.float32],
         group: int,
     ) -> None:
-        """`arrays`: all of a prefill's. `hidden`: HIDDEN without what pads it, holding what enters. `group`: of queries."""
+        """`arrays`: all of a prefill's, kept here as the table knows their addresses only. `hidden`: HIDDEN without what pads it,
+        holding what enters. `group`: of queries."""
         self._code, self._arrays, self._table = code, arrays, _table(arrays)
         queries = arrays[Array.QUERIES]
         self.hidden, self.queries = hidden, queries.reshape(len(queries), len(hidden), group, queries.shape[2])
@@ -99,8 +100,7 @@ class CompiledLlama(Llama):
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)
         work = _workspace(self.spec, len(sequences), self._team.size)
         work[Array.CACHES][:] = [_cache(sequence, sequence.length) for sequence in sequences]
-        angles = np.array([[sequence.length] for sequence in sequences], dtype=np.float32) * self._tensors["inv_freq"]
-        work[Array.COS][:], work[Array.SIN][:] = np.cos(angles), np.sin(angles)
+        self._turn(work, np.array([sequence.length for sequence in sequences]))
         work[Array.HIDDEN][:, : self.spec.hidden] = self._embed(tokens)
         self._run(_table(self._model | self._shortest | work))
         for sequence in sequences:
@@ -112,12 +112,16 @@ class CompiledLlama(Llama):
         if rank not in self._kept or len(self._kept[rank][Array.HIDDEN]) < rows:
             self._kept[rank] = _rows_workspace(spec, rows)
         work = _first_rows(self._kept[rank], rows, self._group)
-        angles = np.arange(start, start + rows, dtype=np.float32)[:, None] * self._tensors["inv_freq"]
-        work[Array.COS][:], work[Array.SIN][:] = np.cos(angles), np.sin(angles)
         work[Array.CACHES][:] = _cache(sequence, start)
+        self._turn(work, np.arange(start, start + rows))
         hidden = work[Array.HIDDEN][:, : spec.hidden]
         hidden[:] = self._enter(entering)
         return CompiledRows(self._code, self._model | self._exact | work, hidden, self._group)
+
+    def _turn(self, work: Mapping[Array, NDArray[Any]], positions: NDArray[np.int64]) -> None:
+        """The rotary angles of the rows."""
+        angles = positions.astype(np.float32)[:, None] * self._tensors["inv_freq"]
+        work[Array.COS][:], work[Array.SIN][:] = np.cos(angles), np.sin(angles)
 
     def _run(self, table: NDArray[np.int64]) -> None:
         """One step in all threads of the team; `table` and what it tells of live until the last has ended."""
@@ -206,7 +210,7 @@ def _floats(*shape: int) -> NDArray[np.float32]:
 
 
 def _panelled(rows: int, width: int) -> NDArray[np.float32]:
-    return np.zeros((rows, -(-width // PANEL_COLUMNS) * PANEL_COLUMNS), dtype=np.float32)
+    return _floats(rows, -(-width // PANEL_COLUMNS) * PANEL_COLUMNS)
 
 
 def _table(arrays: Mapping[Array, NDArray[Any]]) -> NDArray[np.int64]:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
 from mooncake_zmq.core.messages import Hello, Sampled, Sampling, SlotRef, TokenLogprob
 from mooncake_zmq.core.work import (
+    TOLD_EVERY_S,
     BlockLoad,
     BlocksCopied,
     BlocksPulled,
@@ -107,7 +108,7 @@ class Executor:
         emit: Emit,
         on_crash: Callable[[BaseException], None],
         window_bytes: int = 32 << 20,
-        progress_s: float = 0.02,
+        progress_s: float = TOLD_EVERY_S,
         sockets: Sockets | None = None,
         disk: Disk | None = None,
         verify_local: bool = True,
@@ -115,12 +116,10 @@ class Executor:
         shm_dir: Path | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`emit` and `on_crash` are called from worker threads. `progress_s`: a chunk's layers are told of at most this often,
-        and those of a shorter one with its result: each time takes the interpreter's lock from the computation for a moment.
-        `disk` stays the caller's to close, after this. Without `verify_local`, local reads of committed blocks check
-        generations alone, and the bytes' checksums only where they come from another host or a disk. `cuda`: the GPU that the
-        engine's sequences are on. `shm_dir`: where neighbours' segments must lie. `grammars`: for answers with a constraint,
-        closed with this."""
+        """`emit` and `on_crash` are called from worker threads. `progress_s`: see `TOLD_EVERY_S`. `disk` stays the
+        caller's to close, after this. Without `verify_local`, local reads of committed blocks check generations alone, and the
+        bytes' checksums only where they come from another host or a disk. `cuda`: the GPU that the engine's sequences are on.
+        `shm_dir`: where neighbours' segments must lie. `grammars`: for answers with a constraint, closed with this."""
         self._segment = segment
         self._layout = layout
         self._engine = engine

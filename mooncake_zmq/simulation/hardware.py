@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mooncake_zmq.core.actor import Event, PeerDown, PeerUp
 from mooncake_zmq.core.messages import Sampled, Sampling, SlotRef, TokenLogprob
 from mooncake_zmq.core.work import (
+    TOLD_EVERY_S,
     BlockLoad,
     BlocksCopied,
     BlocksPulled,
@@ -67,8 +68,6 @@ SAVES_LATE = 15
 """Its blocks are in a store after so many times what a copy takes to begin."""
 ANSWER_LOSSES = 3
 """A foreign engine loses an answer at one token for so many copies that fail: an answer has many tokens."""
-TOLD_FROM_S = 0.02
-"""The layers of a chunk that takes less are told with its result, as `Executor`'s `progress_s` has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,7 +435,7 @@ class Machine:
             yield layer_s
             for index, grant in enumerate(work.outputs):
                 self._write_out(running, sequence, layer, work.start + index * self.layout.block_tokens, end, grant)
-            if tell and (layer + 1 < layers.stop or took_s >= TOLD_FROM_S):
+            if tell and (layer + 1 < layers.stop or took_s >= TOLD_EVERY_S):
                 self._progressed(running.work_id, LayersComputed(layer + 1))
         return None
 

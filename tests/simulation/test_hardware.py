@@ -77,11 +77,11 @@ def pull(world: World, refs: tuple[SlotRef, ...], name: str = "decode", work_id:
     return results(world, name)[work_id]
 
 
-@pytest.mark.parametrize(("told_from_s", "told"), [(0.0, [1, 2, 3]), (3600.0, [1, 2])])
+@pytest.mark.parametrize(("told_every_s", "told"), [(0.0, [1, 2, 3]), (3600.0, [1, 2])])
 def test_the_last_layer_of_a_short_chunk_is_told_with_its_result(
-    monkeypatch: pytest.MonkeyPatch, told_from_s: float, told: list[int]
+    monkeypatch: pytest.MonkeyPatch, told_every_s: float, told: list[int]
 ) -> None:
-    monkeypatch.setattr(hardware, "TOLD_FROM_S", told_from_s)
+    monkeypatch.setattr(hardware, "TOLD_EVERY_S", told_every_s)
     world = World(PLACES)
     computed(world)
     assert [event.progress.stop_layer for event in world.puppet("prefill").events(WorkProgress)] == told
