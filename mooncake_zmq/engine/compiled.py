@@ -42,7 +42,7 @@ class CompiledRows:
         hidden: NDArray[np.float32],
         group: int,
     ) -> None:
-        """`arrays`: all of a prefill's, kept here as the table knows their addresses only. `hidden`: HIDDEN without what pads it,
+        """`arrays`: all of a prefill's, kept here: the table knows their addresses only. `hidden`: HIDDEN without what pads it,
         holding what enters. `group`: of queries."""
         self._code, self._arrays, self._table = code, arrays, _table(arrays)
         queries = arrays[Array.QUERIES]
