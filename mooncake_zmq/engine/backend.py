@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import mmap
 import os
 from collections.abc import Callable
@@ -95,7 +96,7 @@ def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> Zeros:
         zeros = xp.zeros(shape, dtype=xp.float32)
         synchronize(xp)  # threads that copy into it do so on streams of their own, which wait for no other
         return Zeros(zeros, lambda: None, lambda: None)
-    size_bytes = 4 * int(np.prod(shape, dtype=np.int64))
+    size_bytes = 4 * math.prod(shape)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, max(size_bytes, 1), flags=flags)
 
