@@ -153,7 +153,13 @@ _forward("keys", "mooncake_zmq.keys", "Make, list and rotate the keys by which n
 
 @main.group()
 def config() -> None:
-    """Check or show a deployment's settings."""
+    """Check or show a deployment's settings.
+
+    \b
+    Examples:
+      mooncake-zmq config check cluster.toml
+      mooncake-zmq config show cluster.toml --set prefill.chunk_tokens=1024
+    """
 
 
 @config.command()
@@ -161,7 +167,13 @@ def config() -> None:
 @model_option
 @set_option
 def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
-    """Check FILE and print what it would use: nodes, RAM, cores."""
+    """Check FILE and print what it would use: nodes, RAM, cores.
+
+    \b
+    Examples:
+      mooncake-zmq config check cluster.toml
+      mooncake-zmq config check configs/local.toml --model ~/models/llama.gguf
+    """
     from mooncake_zmq.config import check_devices, summary, warnings
 
     loaded = _load(path, model, assignments)
@@ -178,7 +190,13 @@ def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
 @model_option
 @set_option
 def show(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
-    """Print every effective value of FILE and where it came from."""
+    """Print every effective value of FILE and where it came from.
+
+    \b
+    Examples:
+      mooncake-zmq config show cluster.toml
+      mooncake-zmq config show cluster.toml --set prefill.chunk_tokens=1024
+    """
     from mooncake_zmq.config import effective
 
     for dotted, value, source in effective(_load(path, model, assignments)):
@@ -205,7 +223,13 @@ def units(path: str, host: str | None) -> None:
 
 @main.group()
 def model() -> None:
-    """Look at a model before it is run."""
+    """Look at a model before it is run.
+
+    \b
+    Examples:
+      mooncake-zmq model inspect ~/models/llama.gguf
+      mooncake-zmq model card default > card.json
+    """
 
 
 @model.command()

@@ -30,7 +30,6 @@ def keys() -> None:
     \b
     Examples:
       mooncake-zmq keys make --config cluster.toml --to keys
-      mooncake-zmq keys make --to keys --store vllm-1 --events dashboard
       mooncake-zmq keys list --in keys
       mooncake-zmq keys rotate prefill-a --in keys
       mooncake-zmq keys api alice --in api_keys --requests 60 --tokens 100000 --share 0.25
@@ -43,7 +42,13 @@ def keys() -> None:
 @click.option("--store", "stores", multiple=True, metavar="NAME", help="A key for a client of stores.")
 @click.option("--events", multiple=True, metavar="NAME", help="A key for a subscriber of KV events.")
 def make(path: str | None, directory: Path, stores: tuple[str, ...], events: tuple[str, ...]) -> None:
-    """Make a key for each node of FILE and each named client that has none yet; those that have one keep it."""
+    """Make a key for each node of FILE and each named client that has none yet; those that have one keep it.
+
+    \b
+    Examples:
+      mooncake-zmq keys make --config cluster.toml --to keys
+      mooncake-zmq keys make --to keys --store vllm-1 --events dashboard
+    """
     wanted: dict[str, tuple[Kind, ...]] = dict.fromkeys(_nodes(path) if path else (), ("node",))
     for name in dict.fromkeys((*stores, *events)):
         if name in wanted:
@@ -60,7 +65,12 @@ def make(path: str | None, directory: Path, stores: tuple[str, ...], events: tup
 @keys.command(name="list")
 @directory_option
 def list_(directory: Path) -> None:
-    """Names, kinds, dates and fingerprints; of two keys of a name the newer one comes last."""
+    """Names, kinds, dates and fingerprints; of two keys of a name the newer one comes last.
+
+    \b
+    Examples:
+      mooncake-zmq keys list --in keys
+    """
     for each in _or_exit(lambda: key_files.read_book(directory)).keys:
         click.echo(f"{each.name:<24} {','.join(each.kinds):<14} {each.made}  {each.fingerprint}")
 
@@ -69,7 +79,12 @@ def list_(directory: Path) -> None:
 @click.argument("name", metavar="NAME")
 @directory_option
 def show(name: str, directory: Path) -> None:
-    """Print the public keys of NAME, the newest first: what a subscriber of KV events sets as its `curve_serverkey`."""
+    """Print the public keys of NAME, the newest first: what a subscriber of KV events sets as its `curve_serverkey`.
+
+    \b
+    Examples:
+      mooncake-zmq keys show cache-a --in keys
+    """
     known = _or_exit(lambda: key_files.read_book(directory)).of(name)
     if not known:
         _fail(f"{directory} has no key of {name}")
@@ -84,6 +99,10 @@ def rotate(name: str, directory: Path) -> None:
     """Make a new key for NAME. The former one stays good until `keys drop NAME`.
 
     First copy `public_keys` to every host, where running nodes read it anew; then the secret to NAME's, and restart NAME.
+
+    \b
+    Examples:
+      mooncake-zmq keys rotate prefill-a --in keys
     """
     made = _or_exit(lambda: key_files.rotate(directory, name))
     click.echo(f"{name}: {made.fingerprint}, secret in {directory / name}.secret; the former key is good until it is dropped")
@@ -93,7 +112,12 @@ def rotate(name: str, directory: Path) -> None:
 @click.argument("name", metavar="NAME")
 @directory_option
 def drop(name: str, directory: Path) -> None:
-    """Forget the former key of NAME, once it runs with the new one. Connections that stand are not cut."""
+    """Forget the former key of NAME, once it runs with the new one. Connections that stand are not cut.
+
+    \b
+    Examples:
+      mooncake-zmq keys drop prefill-a --in keys
+    """
     click.echo(f"{name}: {_or_exit(lambda: key_files.drop(directory, name))} dropped; copy public_keys to every host")
 
 
@@ -113,6 +137,12 @@ def api(name: str, path: Path, requests: int, tokens: int, share: float, role: R
     """Make an API key of NAME for a gateway's clients, print it once, and write its hash to FILE.
 
     Gateways that run with `gateway.api_keys = FILE` follow the file; who is deleted from it is out.
+
+    \b
+    Examples:
+      mooncake-zmq keys api alice --in api_keys --requests 60 --tokens 100000 --share 0.25
+      mooncake-zmq keys api grafana --in api_keys --role metrics
+      mooncake-zmq keys api alice --in api_keys --replace
     """
     secret = f"mz-{secrets.token_urlsafe(32)}"
     tenant = _or_exit(

@@ -1,6 +1,7 @@
 """The command line: instant help, threads before NumPy, one line for a mistake."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,24 @@ def test_launchers_are_thin_and_executable() -> None:
         path = ROOT / "bin" / name
         assert os.access(path, os.X_OK), name
         assert len(path.read_text().splitlines()) <= (14 if path.name == "test" else 8), name
+
+
+def helps(*path: str) -> dict[tuple[str, ...], str]:
+    """What each command says of itself, by its path."""
+    shown = call(*path, "--help").output
+    names = re.findall(r"^  ([a-z][a-z-]*)(?:  |$)", shown.partition("\nCommands:")[2], re.MULTILINE)
+    return {path: shown, **{each: told for name in names for each, told in helps(*path, name).items()}}
+
+
+def test_every_help_has_examples_and_those_of_what_is_there() -> None:
+    told = helps()
+    assert {("bench", "vllm"), ("keys", "api"), ("config", "check")} < told.keys()
+    for path, shown in told.items():
+        examples = re.findall(r"mooncake-zmq (.+)", shown.partition("Example")[2].partition("\nOptions:")[0])
+        assert examples, f"{' '.join(path)} shows none"
+        for example in examples:
+            words = re.split(r"  | [>|&] |\)", example)[0].split()
+            named = max((each for each in told if tuple(words[: len(each)]) == each), key=len)
+            options = told[named].partition("\nOptions:")[2]
+            wrong = [word for word in words if word.startswith("--") and f"{word} " not in options]
+            assert not wrong, f"{example}: {wrong}"

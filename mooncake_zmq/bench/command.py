@@ -27,20 +27,9 @@ POOL_PARTS = ("local", "remote", "exist", "lease", "keys", "ssd", "index")
 EXAMPLES = """\b
 Examples:
   mooncake-zmq bench serve
-  mooncake-zmq bench serve --rounds 5 --json > serve.json
-  mooncake-zmq bench serve --plot serve.png
-  mooncake-zmq bench engine --threads 2 --plot engine.png
-  mooncake-zmq bench engine --vllm-python ~/vllm-venv/bin/python --json > engine.json
-  mooncake-zmq bench pool --only local --only remote
-  mooncake-zmq bench pool --mooncake-python ~/mooncake-venv/bin/python --json > pool.json
-  mooncake-zmq bench gpu --json > gpu.json
-  mooncake-zmq bench overload --multiple 3
-  mooncake-zmq bench eviction --trace conversation_trace.jsonl --plot hits.png
-  mooncake-zmq bench disk --trace conversation_trace.jsonl --block-kib 64
-  mooncake-zmq bench schedule --trace conversation_trace.jsonl --json
-  mooncake-zmq bench vllm --python ~/vllm-venv/bin/python
+  mooncake-zmq bench gateway --json > gateway.json
   mooncake-zmq bench client http://127.0.0.1:8000 --trace conversation_trace.jsonl --ttft-slo 5 --tbt-slo 0.1
-  mooncake-zmq bench gateway
+Each command's own --help has more.
 """
 
 
@@ -82,7 +71,14 @@ bench.add_command(gateway)
 @json_option
 @plot_option("the ratios")
 def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
-    """The cluster against the bare engine: cold and warm TTFT, decode throughput. Takes about 5 minutes on 2 cores."""
+    """The cluster against the bare engine: cold and warm TTFT, decode throughput. Takes about 5 minutes on 2 cores.
+
+    \b
+    Examples:
+      mooncake-zmq bench serve
+      mooncake-zmq bench serve --rounds 5 --json > serve.json
+      mooncake-zmq bench serve --config cluster.toml --only warm --plot warm.png
+    """
     limit_blas()
     from mooncake_zmq.bench.serve import bench_serve
 
@@ -101,6 +97,11 @@ def gpu(model: str, cache_dir: str, rounds: int, parts: tuple[str, ...], as_json
     """KV blocks between GPU, DRAM and a neighbour process, and the engine, beside what the GPU can do.
 
     Needs a GPU and CuPy (extras gpu-cu12, gpu-cu13), 12 GB of its memory and of disk for the default model. Two minutes.
+
+    \b
+    Examples:
+      mooncake-zmq bench gpu --json > gpu.json
+      mooncake-zmq bench gpu --model ~/models/llama.gguf --only blocks
     """
     limit_blas()
     from mooncake_zmq.bench.gpu import GpuBench, bench_gpu
@@ -131,6 +132,11 @@ def overload(
     """The live cluster under more load than it can carry: who is admitted, how well it is served, how the others are told.
 
     Engines are modelled, so it takes no GPU; everything else is real. About a minute.
+
+    \b
+    Examples:
+      mooncake-zmq bench overload --multiple 3
+      mooncake-zmq bench overload --multiple 1.5 --seconds 120 --prompt-tokens 16384 --plot overload.png
     """
     limit_blas()
     from mooncake_zmq.bench.overload import MODELLED, Load, bench_overload
@@ -150,7 +156,14 @@ def overload(
 def eviction(
     trace: Path | None, capacities: tuple[int, ...], policies: tuple[str, ...], as_json: bool, plot: Path | None
 ) -> None:
-    """Hit ratio of each eviction policy and capacity, against a pool that never evicts. Takes about a minute."""
+    """Hit ratio of each eviction policy and capacity, against a pool that never evicts. Takes about a minute.
+
+    \b
+    Examples:
+      mooncake-zmq bench eviction
+      mooncake-zmq bench eviction --trace conversation_trace.jsonl --plot hits.png
+      mooncake-zmq bench eviction --policy lru --policy lfu --capacity 10000 --json
+    """
     from mooncake_zmq.bench.eviction import CAPACITIES, bench_eviction
 
     report = bench_eviction(trace, capacities or CAPACITIES, policies or tuple(POLICIES), progress=tell)
@@ -167,7 +180,14 @@ def eviction(
 def disk(
     trace: Path | None, capacity: tuple[int, ...], block_kib: int, directory: Path, as_json: bool, plot: Path | None
 ) -> None:
-    """Blocks on SSD in the log that the store's values have, against the slots that they have. Takes about half a minute."""
+    """Blocks on SSD in the log that the store's values have, against the slots that they have. Takes about half a minute.
+
+    \b
+    Examples:
+      mooncake-zmq bench disk
+      mooncake-zmq bench disk --trace conversation_trace.jsonl --block-kib 64
+      mooncake-zmq bench disk --capacity 20000 --directory /mnt/nvme --json
+    """
     from mooncake_zmq.bench.disk_formats import bench_disk_formats
 
     report = bench_disk_formats(trace, capacity, block_kib << 10, directory, progress=tell)
@@ -202,7 +222,14 @@ def schedule(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """How fast the conductor decides, with announcements, reports and ends of requests in between. Takes about a minute."""
+    """How fast the conductor decides, with announcements, reports and ends of requests in between. Takes about a minute.
+
+    \b
+    Examples:
+      mooncake-zmq bench schedule --trace conversation_trace.jsonl --json
+      mooncake-zmq bench schedule --hosts 64,1024 --requests 5000 --plot decisions.png
+      mooncake-zmq bench schedule --hosts 16 --zmq 1000
+    """
     mypyc_code.use(mypyc_code.NODES)
     from mooncake_zmq.bench.schedule import bench_schedule
 
@@ -254,6 +281,12 @@ def pool(
     """The KV pool against memory, transport and disk, and against other stores over the same values. Takes several minutes.
 
     Needs free memory of about ten times the working set when the other stores take part.
+
+    \b
+    Examples:
+      mooncake-zmq bench pool --only local --only remote
+      mooncake-zmq bench pool --only ssd --directory /mnt/nvme
+      mooncake-zmq bench pool --mooncake-python ~/mooncake-venv/bin/python --json > pool.json
     """
     from mooncake_zmq.bench.pool import PoolBench, bench_pool
     from mooncake_zmq.runtime import log
@@ -307,6 +340,12 @@ def engine(
     """The engine against the machine's own rates, and against other engines with the same weights and threads.
 
     Five rounds on 2 cores take about 3 minutes, 8 with vLLM, 20 with transformers too. Nothing else should be running.
+
+    \b
+    Examples:
+      mooncake-zmq bench engine --threads 2 --plot engine.png
+      mooncake-zmq bench engine --backend compiled --only decode
+      mooncake-zmq bench engine --vllm-python ~/vllm-venv/bin/python --json > engine.json
     """
     limit_blas()
     from mooncake_zmq.bench.engine import EngineBench, bench_engine
@@ -340,6 +379,12 @@ def vllm(python: str, model: str, gpu: bool, rounds: int, lengths: tuple[int, ..
     """The pool under vLLM against its own prefix cache and against MooncakeStoreConnector, in CPU seconds of the engine.
 
     Ten minutes and 8 GB of memory; with --gpu two minutes, and MODEL may be a directory that has a config.json and no weights.
+
+    \b
+    Examples:
+      mooncake-zmq bench vllm --python ~/vllm-venv/bin/python
+      mooncake-zmq bench vllm --python ~/vllm-venv/bin/python --lengths 2048 --rounds 5 --plot vllm.png
+      mooncake-zmq bench vllm --python ~/vllm-venv/bin/python --gpu --model ~/models/Llama-3.1-8B
     """
     limit_blas()
     from mooncake_zmq.bench.vllm import VllmBench, bench_vllm
