@@ -657,12 +657,17 @@ class Requests:
         for request in list(self._requests.values()):
             placing = request.state is RequestState.PLACING and request.conductor == peer
             prefilling = request.state is RequestState.PREFILLING and peer in (request.prefill, request.decode)
-            decoding = request.state is RequestState.DECODING and request.decode == peer
+            decoding = request.state is RequestState.DECODING and peer in (request.decode, self._handing_off(request))
             if placing or prefilling or decoding:
                 self.counts.add(f"attempts_lost[state={request.state.value}]")
                 request.broken += not placing
                 effects += self._retry(request, exclude="" if placing else peer)
         return effects
+
+    def _handing_off(self, request: _Request) -> str:
+        """The prefill whose decode has told no token yet: it may never have heard of the request, so nobody else would tell."""
+        told = len(request.output) + len(request.early) > request.resumed_at + 1
+        return "" if told else request.prefill
 
     def _retry(self, request: _Request, *, exclude: str = "") -> list[Effect]:
         """Give this attempt up everywhere and begin the next one after a pause that grows."""

@@ -32,7 +32,7 @@ class JobState(Named):
 
     QUEUED = "queued"
     PREPARING = "preparing"
-    """Waiting for the decode's reservation, the pool's lease, and room in the slab."""
+    """Waiting for the pool's lease, room in the slab, and the decode's reservation, if that is not only on its way."""
     GATHERING = "gathering"
     """Of a pipeline: waiting for its other stages."""
     READY = "ready"
@@ -130,7 +130,7 @@ class Job:
     held_blocks: int | None = None
     """Blocks the decode loads itself; None until it says so."""
     reserved: bool = False
-    """The decode has made room. Until then no more than the first chunk is computed."""
+    """The decode has said that it made room."""
     local_blocks: int = 0
     remote_blocks: int = 0
     chunk_first_block: int = 0

@@ -469,7 +469,8 @@ class Prefill:
         else:
             job.leased = True
         may_hold = self._may_hold(job, unreused or scored)
-        if not (may_hold or scored or job.group):
+        alone = not (scored or job.group or request.siblings)
+        if alone and not may_hold and self._is_one_chunk(job):
             job.held_blocks = 0  # whatever it answers: the engine need not wait for that
         full = job.length // self._layout.block_tokens
         reserve = ReserveDecode(
@@ -498,6 +499,11 @@ class Prefill:
         if computed_anew or self._peers[request.decode].host == self.host:
             return ()
         return request.keys[: max(request.reuse_blocks, len(job.prefix))]
+
+    def _is_one_chunk(self, job: Job) -> bool:
+        """What is left of it, own hits aside."""
+        own = len(job.prefix) * self._layout.block_tokens
+        return chunk_stop(own, job.length, self._settings.chunk_tokens) == job.length
 
     def _on_leased(self, _now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
         sources = self._pool.on_leased(message)
@@ -967,8 +973,8 @@ class Prefill:
         for job in list(self._jobs.values()):
             if job.gateway == peer:
                 effects += self._drop(now, job, f"{peer} is down")
-            elif job.request.decode == peer and job.state is JobState.HANDING_OFF:
-                effects += self._end(now, job)
+            elif job.request.decode == peer and job.state is JobState.HANDING_OFF and job.reserved:
+                effects += self._end(now, job)  # the gateway hears of that decode
             elif job.request.decode == peer or peer in job.request.stages and job.state is not JobState.HANDING_OFF:
                 effects += self._fail(now, job, f"{peer} is down", avoid=peer)
             elif job.lease_id is not None and not job.leased and not self._pool.wants(job.lease_id):
@@ -1063,6 +1069,7 @@ def _is_ready(job: Job) -> bool:
 
 
 def _may_go_ahead(job: Job) -> bool:
-    """With its first chunk, where the engine has nothing else to do: mostly the decode makes room, and has said so before the
-    chunk is computed. One that does not costs no more than the layer that is under way when it says so."""
-    return job.state is READY and not job.reserved and not job.loaded
+    """Before its decode has answered, where the engine has nothing else to do: mostly there is room. Where there is none, that
+    costs the engine no more than the layer which is under way then. Of one chunk alone: what is longer gains nothing to speak
+    of, and would hold the slab meanwhile."""
+    return job.state is READY and not job.reserved

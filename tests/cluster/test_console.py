@@ -71,7 +71,7 @@ def test_a_request_is_traced_by_its_clients_id_with_its_time_at_each_node(cluste
 
 def test_a_drained_node_finishes_what_it_has_takes_nothing_and_serves_again(cluster: ToyCluster) -> None:
     body = {"model": "toy", "prompt": [7] * 40, "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    body["stream_options"] = {"include_usage": True}
+    body |= {"stream_options": {"include_usage": True}, "n": 8}  # for seconds: nodes report each second
     gateways = Gateways({"gateway-0": cluster.url})
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as stream:
         lines = stream.iter_lines()

@@ -695,6 +695,19 @@ def test_whoever_dies_the_client_gets_the_same_text(state, peer):
     assert node.busy() == {}
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_prefill_that_goes_before_its_decode_told_a_token_ends_the_attempt(told):
+    """The decode may never have heard of the request: nobody else would say so before it stalls."""
+    node = in_state("prefilling")
+    node.first()
+    if told:
+        node.tokens(1)
+    node.sent.clear()
+    node.down("p0")
+    assert [to for to, m in node.sent if isinstance(m, CancelRequest)] == ([] if told else ["d0"])
+    assert node.actor._requests["r"].state.value == ("decoding" if told else "waiting")
+
+
 def test_open_requests_are_limited():
     node = Node(max_open=1)
     node.ask("r1")

@@ -234,14 +234,40 @@ def test_the_first_chunk_is_computed_while_the_decode_makes_room(node):
     assert node.sequences == set()
 
 
-def test_nothing_behind_the_first_chunk_is_computed_before_the_decode_has_made_room(node):
+def test_what_is_longer_than_a_chunk_waits_for_the_decode_and_holds_no_room_meanwhile(node):
     node.start(tokens=prompt(2 * B + 3))
     node.lease(0)
-    node.computed()
     assert node.works == {}
+    assert node.actor.slots.pinned == 0
     node.reserve()
     node.finish()
     assert told_of_the_end(node) == [FirstToken, HandoffDone]
+
+
+def test_what_is_longer_than_a_chunk_is_not_when_the_rest_is_reused():
+    node = Node()
+    run_job(node, "r0", prompt(2 * B))
+    node.down("d")
+    node.up("d", 8, host="h0")
+    node.start(tokens=prompt(2 * B + 3), reuse_blocks=2)
+    assert node.work(ComputeChunk)[1].start == 2 * B
+
+
+def test_a_decode_that_goes_before_it_answered_is_told_by_the_prefill(node):
+    """It may never have heard of the request: the gateway would wait for it until it takes the attempt for stalled."""
+    node.start(tokens=prompt(3))
+    node.computed()
+    node.down("d")
+    assert node.one(AttemptFailed, "g").avoid == "d"
+    node.put_all()
+    assert node.busy() == {}
+
+
+def test_a_decode_that_goes_amid_a_handoff_is_the_gateways_matter(node):
+    node.ready(tokens=prompt(3))
+    node.finish()
+    node.down("d")
+    assert node.take(AttemptFailed) == []
 
 
 def test_who_has_room_at_the_decode_is_computed_before_who_may_have(node):
@@ -285,7 +311,7 @@ def deny(node, refused):
 def test_what_the_decode_may_have_and_what_is_told_of_the_prompt_wait_for_its_answer(node):
     node.start("held", prompt(9), reuse_blocks=2)
     node.lease(0)
-    node.start("scored", prompt(9, base=100), prompt_logprobs=0)
+    node.start("scored", prompt(5, base=100), prompt_logprobs=0)
     assert node.works == {}
     node.reserve("scored")
     assert node.work(ComputeChunk)[1].prompt_logprobs == 0

@@ -54,6 +54,14 @@ def test_sixteen_choices_compute_their_prompt_once(node):
     assert node.busy() == {}
 
 
+def test_choices_wait_for_the_decode_however_short_their_prompt_is(node):
+    """Denied behind their first tokens, each would be placed by itself and computed anew."""
+    node.start(tokens=[1, 2, 3], siblings=SIBLINGS)
+    assert node.works == {}
+    node.reserve()
+    assert len(node.computed(others=tuple((7, None) for _ in SIBLINGS)).seeds) == len(SIBLINGS)
+
+
 @pytest.mark.parametrize("gone", ["r", "s3"])
 def test_who_leaves_gets_no_token_and_the_others_do(node, gone):
     begin(node)
