@@ -148,9 +148,10 @@ def test_a_job_runs_to_the_first_token_and_leaves_nothing_behind(node):
     ask = node.one(ReserveDecode, "d")
     assert (ask.tokens, ask.tail, ask.gateway) == (10, pack_tokens([8, 9]), "g")
     assert ask.last_key == extend_keys(ROOT, pack_tokens(prompt(10)), B)[-1]
-    assert node.works == {}, "no compute before the pool has answered"
-    node.lease(0)
+    assert node.works == {}, "no compute before the reservation"
     node.reserve()
+    assert node.works == {}, "nor before the pool has answered"
+    node.lease(0)
     node.finish()
     first = node.one(FirstToken, "g")
     assert (first.token, first.index, first.own, first.local, first.remote) == (77, 0, 0, 0, 0)
@@ -244,8 +245,7 @@ def test_what_is_longer_than_a_chunk_waits_for_the_decode_and_holds_no_room_mean
     assert told_of_the_end(node) == [FirstToken, HandoffDone]
 
 
-def test_what_is_longer_than_a_chunk_is_not_when_the_rest_is_reused():
-    node = Node()
+def test_what_is_longer_than_a_chunk_does_not_wait_where_one_chunk_is_left_of_it(node):
     run_job(node, "r0", prompt(2 * B))
     node.down("d")
     node.up("d", 8, host="h0")
@@ -317,8 +317,7 @@ def test_what_the_decode_may_have_and_what_is_told_of_the_prompt_wait_for_its_an
     assert node.work(ComputeChunk)[1].prompt_logprobs == 0
 
 
-def test_a_decode_on_the_same_host_is_not_asked_what_it_has():
-    node = Node()
+def test_a_decode_on_the_same_host_is_not_asked_what_it_has(node):
     run_job(node, "r0", prompt(9))
     node.down("d")
     node.up("d", 8, host="h0")
@@ -802,7 +801,7 @@ def test_a_lease_is_renewed_only_once_granted_and_then_for_as_long_as_needed(nod
 
 
 def test_a_lease_over_before_the_compute_is_a_miss_not_an_error(node):
-    node.start(tokens=prompt(10), reuse_blocks=2, deadline_s=600.0)
+    node.start(tokens=prompt(10), deadline_s=600.0)
     node.lease(2)
     node.advance(14.0)
     node.reserve()
