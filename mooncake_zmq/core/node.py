@@ -10,6 +10,8 @@ from typing import Any
 
 from mooncake_zmq.core.actor import (
     Actor,
+    CancelTimer,
+    CloseSequence,
     DrainTimedOut,
     DrainWanted,
     Effect,
@@ -18,6 +20,7 @@ from mooncake_zmq.core.actor import (
     Received,
     RestWanted,
     Send,
+    SetTimer,
     Start,
     Transmit,
     WorkDone,
@@ -34,6 +37,8 @@ Dump = Callable[[], dict[str, Any]]
 Observe = Callable[[float, Event, list[Effect]], None]
 WATCHING: frozenset[type] = frozenset((Watch, Report, AskState, StateTold, SetResting))
 """Messages that no actor hears."""
+UNSEEN: frozenset[type] = frozenset((CloseSequence, SetTimer, CancelTimer))
+"""Effects that no peer can tell from those not carried out yet."""
 
 
 class Node:
@@ -197,9 +202,17 @@ class Node:
                 if isinstance(effect, Start) and self.moves is not None and type(effect.work) in MOVES:
                     self.moves.begin(effect.work_id, effect.work)
         self.session.flush(now)
-        outer += [Transmit(to, frame) for to, frame in self.session.outgoing]
-        self.session.outgoing.clear()
+        self._transmit(outer)
         return outer
+
+    def _transmit(self, outer: list[Outer]) -> None:
+        """What peers wait for leaves before memory is given back, which takes the kernel its time; behind whatever they might
+        look for once they have it."""
+        position = len(outer)
+        while position and type(outer[position - 1]) in UNSEEN:
+            position -= 1
+        outer[position:position] = [Transmit(to, frame) for to, frame in self.session.outgoing]
+        self.session.outgoing.clear()
 
 
 def printable(value: object) -> object:
