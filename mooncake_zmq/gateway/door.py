@@ -177,6 +177,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if self._door.has_left:  # it had asked nothing by then: its next call is for others
             cycle.keep_alive = False
+        cycle.transport = HeadWithBody(self.transport)  # type: ignore[assignment]
         chunks = cycle.scope["http_version"] == "1.1"
         super()._start_asgi_task(cycle, app if chunks else partial(_without_chunks, cycle, app))
 
@@ -217,7 +218,7 @@ class Connection(HttpToolsProtocol):
         if self.flow.write_paused or cycle is None or not cycle.chunked_encoding:
             return False
         if not cycle.disconnected:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
         return True
 
     def abort(self) -> None:
@@ -250,6 +251,38 @@ class Connection(HttpToolsProtocol):
     def calling(self) -> bool:
         """Is a call open here, its headers being whole?"""
         return self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
+
+
+class HeadWithBody:
+    """What one answer is written to, as its server knows it. The head leaves with the first part of the body, if that comes in
+    the same turn of the loop: apart, they would wake the client twice."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+        self._begun = False
+
+    def write(self, data: bytes) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.writelines((head, data))
+        elif self._begun:
+            self._transport.write(data)
+        else:
+            self._head, self._begun = data, True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _flush(self) -> None:
+        head, self._head = self._head, None
+        if head is not None and not self._transport.is_closing():
+            self._transport.write(head)
 
 
 class _Refused(Exception):

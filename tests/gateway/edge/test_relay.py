@@ -9,9 +9,9 @@ import httpx
 import pytest
 from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway import edge
+from mooncake_zmq.gateway import door, edge
 from mooncake_zmq.gateway.answers import Choice
-from mooncake_zmq.gateway.door import Connection
+from mooncake_zmq.gateway.door import Connection, HeadWithBody
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 BODY = {"model": "toy", "prompt": "hello", "stream": True, "stream_options": {"include_usage": True}, "n": 2}
@@ -45,6 +45,92 @@ def test_over_a_connection_comes_what_comes_by_asgi_and_the_connection_is_kept(i
     # Of two choices either may be first.
     whole = [[sorted(map(json.dumps, said(events(each))[:-1])) for each in found], sorted(map(json.dumps, by_asgi[:-1]))]
     assert whole[0] == [whole[1], whole[1]]
+
+
+class Written:
+    """A transport that notes what is written to it."""
+
+    def __init__(self):
+        self.said = []
+        self.closing = False
+
+    def write(self, data):
+        self.said.append(data)
+
+    def writelines(self, parts):
+        self.said.append(b"".join(parts))
+
+    def is_closing(self):
+        return self.closing
+
+    def close(self):
+        self.said.append("closed")
+
+
+def written(*acts):
+    """What comes of these acts: a part that is written, a turn of the loop (None), the end (Ellipsis), or a cut (False)."""
+    transport = Written()
+
+    async def act():
+        answer = HeadWithBody(transport)
+        for each in acts:
+            if each is None:
+                await asyncio.sleep(0)
+            elif each is ...:
+                answer.close()
+            elif each is False:
+                transport.closing = True
+            else:
+                answer.write(each)
+        await asyncio.sleep(0)
+
+    asyncio.run(act())
+    return transport.said
+
+
+@pytest.mark.parametrize(
+    ("acts", "said"),
+    [
+        ((b"head ", b"one", b"two"), [b"head one", b"two"]),
+        ((b"head", None, b"one"), [b"head", b"one"]),
+        ((b"head",), [b"head"]),
+        ((b"head", ...), [b"head", "closed"]),
+        ((b"head ", b"one", ...), [b"head one", "closed"]),
+        ((b"head", False), []),
+    ],
+)
+def test_a_head_leaves_with_what_follows_in_its_turn_and_else_alone(acts, said):
+    assert written(*acts) == said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_is_woken_once_for_the_head_and_the_first_of_the_body(monkeypatch, stream):
+    transports = []
+
+    class Noted(HeadWithBody):
+        def __init__(self, transport):
+            transports.append(Written())
+            super().__init__(transport)
+            self._transport = Both(transport, transports[-1])
+
+    class Both:
+        def __init__(self, *transports):
+            self.transports = transports
+
+        def __getattr__(self, name):
+            return lambda *parts: [getattr(each, name)(*parts) for each in self.transports][0]
+
+    monkeypatch.setattr(door, "HeadWithBody", Noted)
+
+    async def client(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            assert (await http.post("/v1/completions", json={**BODY, "stream": stream})).status_code == 200
+
+    says().serve(client)
+    ((first, *_),) = (each.said for each in transports)
+    head, _, body = first.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert body
 
 
 def test_all_tokens_of_a_step_are_one_write(monkeypatch):
