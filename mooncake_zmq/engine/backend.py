@@ -17,6 +17,8 @@ from mooncake_zmq.engine.cpu import Device
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
+SMALL_BYTES = 64 << 10
+"""So little is the allocator's: to map it, and to tell the kernel how, takes longer than to write it."""
 MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it only in later versions
 
 
@@ -89,14 +91,17 @@ def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> Zeros:
     """New memory.
 
     On the host the pages come from a private anonymous mapping: none is committed before its first write, and releasing
-    returns them to the OS at once, even while some view of the array is still alive (it then reads zeros). On a device all of
-    it is taken at once, or MemoryError raised; it goes back to CuPy's pool with the last reference.
+    returns them to the OS at once, even while some view of the array is still alive (it then reads zeros); of `SMALL_BYTES` or
+    less the last reference does. On a device all of it is taken at once, or MemoryError raised; it goes back to CuPy's pool
+    with the last reference.
     """
     if xp is not np:
         zeros = xp.zeros(shape, dtype=xp.float32)
         synchronize(xp)  # threads that copy into it do so on streams of their own, which wait for no other
         return Zeros(zeros, lambda: None, lambda: None)
     size_bytes = 4 * math.prod(shape)
+    if size_bytes <= SMALL_BYTES:
+        return Zeros(np.zeros(shape, dtype=np.float32), lambda: None, lambda: None)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, max(size_bytes, 1), flags=flags)
 

@@ -73,14 +73,18 @@ class ToyEngine:
         check_room(sequence, len(tokens))
         check_tokens(tokens, self.spec.vocab_size)
         start, stop = sequence.length, sequence.length + len(tokens)
-        # Without callbacks all layers go in one step: a simulation runs thousands of decode steps.
-        whole = before_layer is None and after_layer is None
+        # All layers go in one step where that is the same to whoever waits: a simulation runs thousands of decode steps, and at
+        # the beginning of a sequence no layer has anything to read.
+        at_beginning = start == 0 and not self._delay_s_per_token
+        whole = at_beginning or (before_layer is None and after_layer is None)
         for layer in (slice(None),) if whole else (slice(index, index + 1) for index in range(self.spec.layers)):
-            if before_layer:
-                before_layer(layer.start)
+            for index in range(self.spec.layers)[layer]:
+                if before_layer:
+                    before_layer(index)
             self._append(sequence, layer, start, tokens)
-            if after_layer:
-                after_layer(layer.start)
+            for index in range(self.spec.layers)[layer]:
+                if after_layer:
+                    after_layer(index)
         sequence.length = stop
         if logits_at is None:
             return None
