@@ -10,10 +10,12 @@ last of them has let go, so that nothing of a work touches memory after its end.
 """
 
 import math
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -987,6 +989,8 @@ class _Worker:
             thread.join()
 
     def _run(self) -> None:
+        with suppress(OSError):  # when woken, it then does not push aside who speaks for this process and others
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while task := self._queue.get():
             try:
                 task()

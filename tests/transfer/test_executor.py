@@ -773,6 +773,19 @@ class BrokenEngine(ToyEngine):
         raise ArithmeticError("planted")
 
 
+def test_who_computes_does_not_push_aside_who_speaks(make_rig):
+    policies = []
+
+    class Noting(ToyEngine):
+        def prefill(self, *arguments, **options):
+            policies.append(os.sched_getscheduler(0))
+            return super().prefill(*arguments, **options)
+
+    make_rig("a", engine=Noting()).prefill()
+    assert set(policies) == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 def test_a_bug_ends_the_work_and_is_told(make_rig, crashes):
     rig = make_rig("a", engine=BrokenEngine())
     rig.executor.open_sequence(1, 32)
