@@ -346,6 +346,7 @@ def line(account: Account) -> dict[str, Any]:
     own, local, remote = account.cached
     return {
         "outcome": account.outcome,
+        "tenant": account.tenant,
         "duration_s": _rounded(account.duration_s),
         "prompt_tokens": account.prompt_tokens,
         "completion_tokens": account.completion_tokens,

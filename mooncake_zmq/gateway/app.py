@@ -30,7 +30,7 @@ from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedM
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.openai import (
     QUOTED_CHARS,
-    SEEDS,
+    SEED_BITS,
     ChatBody,
     CompletionBody,
     Prepared,
@@ -308,12 +308,13 @@ class _Generation:
 
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
         edge = self._edge
-        return prepare(raw, self._kind, edge.model, edge.settings, lambda: secrets.randbelow(SEEDS), tenant, self._grammars)
+        return prepare(raw, self._kind, edge.model, edge.settings, lambda: secrets.randbits(SEED_BITS), tenant, self._grammars)
 
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
         each = prepared.body.choices_per_prompt
         usage.take(prepared.requests, each)
         call.submit(prepared.requests, each)
+        scope["state"]["requests"] = len(prepared.requests)
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
             if prepared.body.stream:
@@ -392,6 +393,7 @@ class _Envelope:
             "echoed": echoed,
             "status": 500,
             "facts": {},
+            "requests": 0,
             "tenant": None,
         }
 
@@ -411,7 +413,9 @@ class _Envelope:
             await _json(error.body(), error.status, error.headers())(scope, receive, send_with_id)
         finally:
             self._edge.count(f"edge_http_responses[status={state['status']}]")
-            log = _log.info if scope["path"].startswith("/v1/") else _log.debug
+            # Whatever was made into requests has a line for each of these.
+            is_told = state["requests"] and state["status"] == 200
+            log = _log.info if scope["path"].startswith("/v1/") and not is_told else _log.debug
             log(
                 "http",
                 method=scope["method"],

@@ -1,14 +1,11 @@
 """What clients want of the gateway's actor, and what it has for them: passed between it and the HTTP edge. PURE."""
 
-from dataclasses import dataclass
-
 from msgspec import Struct
 
 from mooncake_zmq.core.messages import Sampling, StopRule, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientRequest:
+class ClientRequest(Struct, frozen=True, kw_only=True):
     """A validated request from the HTTP edge. `tokens`: int32 bytes; `keys`: of its complete blocks under `root`.
 
     SLOs: None is the deployment's own, 0 none. `priority`: a larger number waits longer.
@@ -32,13 +29,11 @@ class ClientRequest:
     siblings."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientGone:
+class ClientGone(Struct, frozen=True):
     """The client hung up: cancel at every hop. Nothing more is sent to the client."""
 
 
-@dataclass(frozen=True, slots=True)
-class StopFound:
+class StopFound(Struct, frozen=True):
     """The edge found a stop string in the text: cancel at every hop and answer `Finished`."""
 
 
@@ -53,8 +48,7 @@ class TokenOut(Struct, frozen=True, gc=False):
     logprob: TokenLogprob | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptLogprobs(Struct, frozen=True):
     """Probabilities of the prompt's tokens from position `first` on: all but the first token's, in order, each once, before the
     answer's first token."""
 
@@ -62,8 +56,7 @@ class PromptLogprobs:
     logprobs: tuple[TokenLogprob, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class Finished(Struct, frozen=True, kw_only=True):
     """The end: `reason` is "stop" or "length". Cached tokens: loaded and verified by the prefill of the first attempt.
 
     `queue_s`, `prefill_s`: how long the last attempt waited for its prefill and was computed there; 0 if it gave no token.
@@ -82,8 +75,7 @@ class Finished:
     prefill_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(Struct, frozen=True, kw_only=True):
     """The one explicit error: an HTTP status before the first token, an error object in the stream after it."""
 
     status: int

@@ -6,13 +6,15 @@ holds its slots and its requests in a `Call`; leaving the call, in whatever way,
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
 from typing import Any, Protocol
 
 import structlog
+from msgspec import structs
 
 from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello
@@ -188,6 +190,9 @@ class Edge:
         self.listens: Callable[[], bool] = lambda: False
         """Does the process let in who comes?"""
         self._export = export
+        self.later: Callable[[Callable[[], None]], object] = lambda write: write()
+        """Calls what it is given when nobody waits for anything, perhaps; by itself at once."""
+        self._unwritten: deque[tuple[Account, Names]] = deque()
         self.traces = Traces()
         """The last requests that are over."""
         self.counts: dict[str, float] = {}
@@ -241,10 +246,18 @@ class Edge:
         request.call.receive(request.index, output)
 
     def ended(self, account: Account) -> None:
-        """A request is over, in whatever way: one line in the log, and a trace for whoever asks."""
+        """A request is over, in whatever way: a trace for whoever asks, and one line in the log."""
         names = self.traces.end(account)
-        _log.info("request", id=account.request_id, client_id=names.client_id, trace_id=names.trace_id, **line(account))
         self._export(account, names)
+        self._unwritten.append((account, names))
+        if len(self._unwritten) == 1:
+            self.later(self.write_log)
+
+    def write_log(self) -> None:
+        """What `later` is for: the end of an answer does not wait for its line in the log."""
+        while self._unwritten:
+            account, names = self._unwritten.popleft()
+            _log.info("request", id=account.request_id, client_id=names.client_id, trace_id=names.trace_id, **line(account))
 
     def drain(self) -> None:
         """Refuse new calls; the open ones go on. The actor hears of it from the runtime."""
@@ -347,8 +360,11 @@ class Edge:
         for index, request_id in enumerate(ids, first_index):
             self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, prompt_tokens))
             prompt_tokens = 0  # counted once
-        siblings = tuple((other, request.sampling.seed) for other, request in zip(ids[1:], requests[1:], strict=True))
-        self.backing.inject(FromClient(ids[0], replace(requests[0], siblings=siblings)))
+        first = requests[0]
+        if len(ids) > 1:
+            siblings = tuple((other, request.sampling.seed) for other, request in zip(ids[1:], requests[1:], strict=True))
+            first = structs.replace(first, siblings=siblings)
+        self.backing.inject(FromClient(ids[0], first))
 
     def cancel(self, request_id: str, finished_reason: str) -> None:
         """Cancel at every hop, unless it has ended. `finished_reason`: as the metrics shall count it."""

@@ -26,7 +26,8 @@ KindT = TypeVar("KindT")
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use the whole context."""
-SEEDS = 1 << 63
+SEED_BITS = 63
+SEEDS = 1 << SEED_BITS
 MAX_SCORES = 1 << 16
 """Probabilities of prompts' tokens that one answer tells: about 2 MB of JSON."""
 UNSUPPORTED = "unsupported_parameter"

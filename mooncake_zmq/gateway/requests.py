@@ -5,7 +5,7 @@ the prompt and the tokens so far, so the client sees a pause, never an error or 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import chain, repeat
 from typing import Any
 
@@ -297,9 +297,11 @@ class Requests:
             refused = Failed(status=503, code="overloaded", message=why, retry_after_s=1.0)
             return [ToClient(each, refused) for each, _ in choices]
         timers: list[Effect] = []
+        family = request_id if client.siblings else ""
         for each, seed in choices:
-            own = replace(client, sampling=structs.replace(client.sampling, seed=seed), siblings=())
-            family = request_id if client.siblings else ""
+            own = client
+            if family:
+                own = structs.replace(client, sampling=structs.replace(client.sampling, seed=seed), siblings=())
             self._requests[each] = _Request(each, own, now + self._settings.deadline_s, arrived_at=now, family=family)
             self.counts.add("requests")
             timers.append(SetTimer(("deadline", each), self._settings.deadline_s))

@@ -1,6 +1,8 @@
 """Block keys: a chain of SHA-256 digests over token ids. Never Python's `hash()`, which differs per process."""
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,8 +37,11 @@ def root_of_salt(salt: str) -> bytes | None:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32 bytes, the form in which they travel."""
-    return np.asarray(tokens, dtype="<i4").tobytes()
+    """Token ids as little-endian int32 bytes, the form in which they travel. Raises OverflowError."""
+    packed = array("i", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def unpack_tokens(raw: bytes) -> list[int]:

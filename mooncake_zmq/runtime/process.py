@@ -102,6 +102,8 @@ CLOSE_S = 60.0
 HTTP_CLOSE_S = 5
 """How long the last HTTP answers may take to be written out once the requests have ended; then connections are cut."""
 HTTP_BACKLOG = 2048
+LOG_LATE_S = 0.05
+"""A request's line in the log is written so long after its end: by then its client has it."""
 MEASURED_TOKENS = 128
 """The KV that a decode's steps are measured with."""
 FILES_PER_PEER = 8
@@ -619,6 +621,7 @@ class _Process:
             if self.node.metrics_port:
                 self._serve_metrics(lambda: ({}, {}), lambda: self._in_loop(lambda: [*edge.metrics.registry.collect()]))
             self._attend(on_drain=edge.drain, before_drain=partial(_leave_first, door.leave) if shared else None)
+            edge.later = partial(asyncio.get_running_loop().call_later, LOG_LATE_S)
             self.runtime.attach(asyncio.get_running_loop(), stopped.set, self._on_crash)
             serving = asyncio.create_task(server.serve(sockets=[]))
             opening = asyncio.create_task(self._open(door, listener, edge))
@@ -632,6 +635,7 @@ class _Process:
             await serving
         finally:
             self.runtime.close()
+            edge.write_log()
 
     def _open_otlp(self) -> Otlp | None:
         endpoint = self.settings.otlp_endpoint

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.gateway.clients import ClientGone, Failed, Finished, PromptLogprobs, TokenOut
@@ -164,7 +166,7 @@ class Client:
             self._open[request_id] = _Open(request_id, gateway, asked_at, answer)
         requests = list(self._open.values())
         siblings = tuple((request.request_id, request.answer.seed) for request in requests[1:])
-        self._simulator.from_client(gateway, first, replace(turn.request, siblings=siblings))
+        self._simulator.from_client(gateway, first, structs.replace(turn.request, siblings=siblings))
         if turn.cancel_after_s is not None:
             self._simulator.at(asked_at + turn.cancel_after_s, lambda: self._hang_up(requests))
 

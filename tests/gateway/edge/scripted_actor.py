@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,7 @@ class ScriptedActor:
             return
         request = event.input
         for request_id, seed in ((event.request_id, request.sampling.seed), *request.siblings):
-            own = replace(request, sampling=structs.replace(request.sampling, seed=seed), siblings=())
+            own = structs.replace(request, sampling=structs.replace(request.sampling, seed=seed), siblings=())
             assert request_id not in self.requests
             task = asyncio.create_task(self._play(request_id, self.script(own, len(self.requests))))
             self.requests[request_id] = own

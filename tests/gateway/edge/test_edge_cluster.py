@@ -129,6 +129,19 @@ def test_each_request_that_is_over_is_one_line_of_the_log(capture_logs):
     assert (line["id"], line["outcome"], line["prompt_tokens"], line["duration_s"]) == ("gw-1", "length", 7, 0.5)
 
 
+def test_the_end_of_an_answer_does_not_wait_for_its_line_in_the_log(capture_logs):
+    edge, waiting = ScriptedActor().edge, []
+    edge.later = waiting.append
+    for number in range(3):
+        edge.ended(Account(request_id=f"gw-{number}", arrived_at=0.0, outcome="length"))
+    assert (len(waiting), capture_logs) == (1, [])
+    assert edge.traces.find("gw-2"), "who asks for it by its trace need not wait"
+    waiting.pop()()
+    assert [entry["id"] for entry in capture_logs] == ["gw-0", "gw-1", "gw-2"]
+    edge.ended(Account(request_id="gw-3", arrived_at=0.0, outcome="length"))
+    assert len(waiting) == 1
+
+
 @pytest.fixture
 def capture_logs():
     with structlog.testing.capture_logs() as logs:

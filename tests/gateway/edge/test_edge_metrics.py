@@ -213,6 +213,22 @@ def test_one_line_in_the_log():
     assert line["id"] in next(iter(actor.requests)).replace("-2", "-1")
 
 
+def test_a_call_that_was_made_into_requests_is_told_by_their_lines_and_any_other_by_its_own():
+    actor = ScriptedActor()
+    with structlog.testing.capture_logs() as lines:
+        actor.call("POST", "/v1/completions", json={"prompt": "hello"})
+        actor.call("POST", "/v1/completions", json={"prompt": ""})
+        actor.call("GET", "/v1/models")
+        actor.call("GET", "/version")
+    told = [(line["path"], line["status"], line["log_level"]) for line in lines]
+    assert told == [
+        ("/v1/completions", 200, "debug"),
+        ("/v1/completions", 400, "info"),
+        ("/v1/models", 200, "info"),
+        ("/version", 200, "debug"),
+    ]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
