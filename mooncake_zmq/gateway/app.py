@@ -314,7 +314,6 @@ class _Generation:
         each = prepared.body.choices_per_prompt
         usage.take(prepared.requests, each)
         call.submit(prepared.requests, each)
-        scope["state"]["requests"] = len(prepared.requests)
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
             if prepared.body.stream:
@@ -324,6 +323,7 @@ class _Generation:
                     accept(call, reply, await call.take())
                 whole = await self._threads.told(reply, lambda: msgspec.json.encode(reply.whole()))
                 await Response(whole, media_type="application/json")(scope, _nothing, send)
+            scope["state"]["told"] = True
         finally:
             usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
             scope["state"]["facts"] |= {
@@ -393,7 +393,7 @@ class _Envelope:
             "echoed": echoed,
             "status": 500,
             "facts": {},
-            "requests": 0,
+            "told": False,
             "tenant": None,
         }
 
@@ -413,9 +413,8 @@ class _Envelope:
             await _json(error.body(), error.status, error.headers())(scope, receive, send_with_id)
         finally:
             self._edge.count(f"edge_http_responses[status={state['status']}]")
-            # Whatever was made into requests has a line for each of these.
-            is_told = state["requests"] and state["status"] == 200
-            log = _log.info if scope["path"].startswith("/v1/") and not is_told else _log.debug
+            # What was made into requests and answered has a line for each of them.
+            log = _log.info if scope["path"].startswith("/v1/") and not state["told"] else _log.debug
             log(
                 "http",
                 method=scope["method"],

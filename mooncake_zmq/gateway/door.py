@@ -75,6 +75,7 @@ REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-type: application/json\r\n"
     b"content-length: %d\r\n\r\n%b" % (len(_REFUSED), _REFUSED)
 )
+CONTINUE = b"HTTP/1.1 100 "
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 log = structlog.get_logger("gateway")
@@ -177,7 +178,8 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if self._door.has_left:  # it had asked nothing by then: its next call is for others
             cycle.keep_alive = False
-        cycle.transport = HeadWithBody(self.transport)  # type: ignore[assignment]
+        if cycle.scope["method"] != "HEAD":  # whose answer is a head alone
+            cycle.transport = HeadWithBody(self.transport)  # type: ignore[assignment]
         chunks = cycle.scope["http_version"] == "1.1"
         super()._start_asgi_task(cycle, app if chunks else partial(_without_chunks, cycle, app))
 
@@ -266,7 +268,7 @@ class HeadWithBody:
         if self._head is not None:
             head, self._head = self._head, None
             self._transport.writelines((head, data))
-        elif self._begun:
+        elif self._begun or data.startswith(CONTINUE):
             self._transport.write(data)
         else:
             self._head, self._begun = data, True

@@ -37,7 +37,7 @@ def root_of_salt(salt: str) -> bytes | None:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32 bytes, the form in which they travel. Raises OverflowError."""
+    """Token ids as little-endian int32 bytes, the form in which they travel. Raises OverflowError, TypeError."""
     packed = array("i", tokens)
     if sys.byteorder == "big":
         packed.byteswap()

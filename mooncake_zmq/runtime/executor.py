@@ -989,8 +989,7 @@ class _Worker:
             thread.join()
 
     def _run(self) -> None:
-        with suppress(OSError):  # when woken, it then does not push aside who speaks for this process and others
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        _give_way()
         while task := self._queue.get():
             try:
                 task()
@@ -998,6 +997,14 @@ class _Worker:
                 # A thread has no caller that could crash: the process must learn that it is not to go on.
                 log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
                 self._on_crash(error)
+
+
+def _give_way() -> None:
+    """When woken, this thread does not push aside who speaks for this process or another; unless an operator has said how its
+    process is to be scheduled. An engine's further threads, which it waits for, stay as they are."""
+    with suppress(OSError):
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _unable(error: ConstraintError) -> WorkFailed:

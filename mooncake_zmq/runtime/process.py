@@ -615,6 +615,7 @@ class _Process:
         )
         self.stack.callback(lambda: door.listener.close())  # maybe another one by then
         self.stack.callback(door.close)
+        self.stack.callback(edge.close)
         edge.listens = lambda: door.listens
         stopped = asyncio.Event()
         try:
@@ -635,7 +636,6 @@ class _Process:
             await serving
         finally:
             self.runtime.close()
-            edge.write_log()
 
     def _open_otlp(self) -> Otlp | None:
         endpoint = self.settings.otlp_endpoint

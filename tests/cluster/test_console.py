@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import httpx
 import pytest
@@ -63,9 +64,14 @@ def test_a_request_is_traced_by_its_clients_id_with_its_time_at_each_node(cluste
     (attempt,) = found["attempts"]
     assert (attempt["prefill"], attempt["decode"], attempt["steps"]) == (served["prefill"], served["decode"], 5)
     assert {span["name"] for span in found["spans"]} >= {"place", "queue", "prepare", "prefill", "handoff", "decode"}
-    log = (cluster.runtime_dir / "logs" / "gateway-0.log").read_text()
-    lines = [json.loads(each) for each in log.splitlines()]
-    (line,) = [each for each in lines if each["event"] == "request" and each["client_id"] == "traced"]
+    log = cluster.runtime_dir / "logs" / "gateway-0.log"
+
+    def told() -> list[dict[str, Any]]:
+        lines = map(json.loads, log.read_text().splitlines())
+        return [each for each in lines if each["event"] == "request" and each["client_id"] == "traced"]
+
+    eventually(told, what="the request is a line in the log")
+    (line,) = told()
     assert (line["id"], line["attempts"], line["given_up"]) == (served["request"], 1, [])
 
 

@@ -258,9 +258,9 @@ def test_of_a_long_chunk_the_last_layer_is_told_at_once_however_lately_another_w
     work = ComputeChunk(1, 0, PROMPT[:8].tobytes(), (), tuple(rig.grants(0, 1)), None, math.inf)
     job = executor_module._Job(1, work, math.inf)
     clock = SimpleNamespace(monotonic=partial(next, count(0.0, 10.0)), perf_counter=time.perf_counter)
-    monkeypatch.setattr(executor_module, "time", clock)  # each look at it, two for each layer, 10 s after the one before
+    monkeypatch.setattr(executor_module, "time", clock)  # each look at it, two behind each layer, 10 s after the one before
     rig.executor._compute_chunk(job, work, rig.executor._sequences[1].kv)
-    assert [event.progress for event in rig.events] == [LayersComputed(2), LayersComputed(3)]
+    assert [event.progress for event in rig.events] == [LayersComputed(1), LayersComputed(3)]
 
 
 def test_loading_a_layer_overlaps_with_computing_the_one_before(make_rig, monkeypatch):
@@ -782,8 +782,8 @@ def test_who_computes_does_not_push_aside_who_speaks(make_rig):
             return super().prefill(*arguments, **options)
 
     make_rig("a", engine=Noting()).prefill()
-    assert set(policies) == {os.SCHED_BATCH}
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    own = os.sched_getscheduler(0)
+    assert set(policies) == {os.SCHED_BATCH if own == os.SCHED_OTHER else own}
 
 
 def test_a_bug_ends_the_work_and_is_told(make_rig, crashes):

@@ -1,6 +1,7 @@
 """The cluster at a gateway's HTTP face: who may see it, how many look on, and that looking is what asks the nodes."""
 
 import asyncio
+import contextlib
 import json
 
 import httpx
@@ -13,8 +14,10 @@ from test_edge_keys import ask, guarded
 from mooncake_zmq.core.messages import Report, StateTold
 from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.gateway import cluster_face
+from mooncake_zmq.gateway import edge as edge_module
 from mooncake_zmq.gateway.accounts import Account
 from mooncake_zmq.gateway.cluster import Listed
+from mooncake_zmq.gateway.edge import LINES_AT_ONCE
 
 LISTED = [Listed(role, role, "h") for role in ("conductor", "prefill", "decode")]
 WITH_CACHE = [*LISTED, Listed("cache-0", "cache-node", "h")]
@@ -140,6 +143,28 @@ def test_the_end_of_an_answer_does_not_wait_for_its_line_in_the_log(capture_logs
     assert [entry["id"] for entry in capture_logs] == ["gw-0", "gw-1", "gw-2"]
     edge.ended(Account(request_id="gw-3", arrived_at=0.0, outcome="length"))
     assert len(waiting) == 1
+    edge.close()
+    assert capture_logs[-1]["id"] == "gw-3", "nor is any lost as the process ends"
+
+
+def test_of_many_lines_each_turn_writes_some_and_one_that_fails_takes_no_other_along(capture_logs, monkeypatch):
+    edge, waiting = ScriptedActor().edge, []
+    edge.later = waiting.append
+    written, full = edge_module.line, [OSError("no space")]
+    monkeypatch.setattr(edge_module, "line", lambda account: fails(full.pop()) if full else written(account))
+    for number in range(2 * LINES_AT_ONCE):
+        edge.ended(Account(request_id=f"gw-{number}", arrived_at=0.0, outcome="length"))
+    turns = []
+    while waiting:
+        before = len(capture_logs)
+        with contextlib.suppress(OSError):
+            waiting.pop()()
+        turns.append(len(capture_logs) - before)
+    assert turns == [0, LINES_AT_ONCE, LINES_AT_ONCE - 1]
+
+
+def fails(error):
+    raise error
 
 
 @pytest.fixture

@@ -97,6 +97,7 @@ def written(*acts):
         ((b"head", ...), [b"head", "closed"]),
         ((b"head ", b"one", ...), [b"head one", "closed"]),
         ((b"head", False), []),
+        ((b"HTTP/1.1 100 Continue ", b"head ", b"one"), [b"HTTP/1.1 100 Continue ", b"head one"]),
     ],
 )
 def test_a_head_leaves_with_what_follows_in_its_turn_and_else_alone(acts, said):
