@@ -141,6 +141,8 @@ class Choice:
         self.has_news = True
         self.settle(output)
         self._add(self._detokenizer.flush())
+        if self._calls is not None and not self.has_ended:
+            self._scan(self._beside(*self._calls.flush()))
         if not self.has_ended:
             self._say(self._scanner.flush(), "length" if self._silent else output.reason)
 
@@ -194,20 +196,23 @@ class Choice:
         return text, ids
 
     def _add(self, text: str) -> None:
-        stopped = False
         self._chars += len(text)
+        self._scan(text if self._calls is None else self._beside(*self._calls.push(text)))
+
+    def _beside(self, text: str, pieces: list[CallPiece]) -> str:
+        """The text beside calls, in which alone stop strings are looked for: they would end a call half-way."""
+        self._pieces += pieces
+        return text
+
+    def _scan(self, text: str) -> None:
+        stopped = False
         if self.completion_tokens > self._min_tokens:
             text, stopped = self._scanner.push(text)
         self._say(text, "stop" if stopped else None)
 
     def _say(self, text: str, reason: str | None) -> None:
         """This may go out, and with a reason nothing more."""
+        self._text.append(text)
         self.finish_reason = reason
-        if self._calls is None:
-            self._text.append(text)
-            return
-        for said, pieces in (self._calls.push(text), *([self._calls.flush()] if reason else [])):
-            self._text.append(said)
-            self._pieces += pieces
-        if reason == "stop" and self._calls.calls:
+        if reason == "stop" and self._calls is not None and self._calls.calls:
             self.finish_reason = "tool_calls"

@@ -150,6 +150,12 @@ class Hermes(Marked):
         else:
             self._go(self._text, held)
 
+    def flush(self) -> list[Told]:
+        """What was held back in vain; not of a call's end that was cut short."""
+        if self._state == self._behind:
+            self._held = ""
+        return super().flush()
+
     def _between(self, char: str) -> None:
         """Space behind a call is none of the text."""
         if not char.isspace():

@@ -380,9 +380,9 @@ class Edge:
             self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, prompt_tokens))
             prompt_tokens = 0  # counted once
         first = requests[0]
-        if len(ids) > 1:
+        if call.slots > 1:
             siblings = tuple((other, request.sampling.seed) for other, request in zip(ids[1:], requests[1:], strict=True))
-            first = structs.replace(first, siblings=siblings)
+            first = structs.replace(first, siblings=siblings, call=call.name)
         self.backing.inject(FromClient(ids[0], first))
 
     def cancel(self, request_id: str, finished_reason: str) -> None:
@@ -436,7 +436,7 @@ class Call:
     def __init__(self, edge: Edge) -> None:
         edge.take_slots(1)
         self._edge = edge
-        self._slots = 1
+        self.slots = 1
         self._ids: list[str] = []
         self._outputs: list[tuple[int, ClientOutput]] = []
         self._waiting: asyncio.Future[None] | None = None
@@ -448,6 +448,7 @@ class Call:
         """Takes outputs at once, while nobody takes any from here; False: it does not want these."""
         self._gone = False
         self._too_slow = False
+        self.name = ""
         self.names: Names | None = None
         """What its requests are found by; None: by an id of our own."""
         self.began_at = edge.clock()
@@ -458,7 +459,7 @@ class Call:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.shortcut = _wants_none  # it may know this call: neither is to wait for the collector of cycles, with its prompt
         self._cancel_all("abort")
-        self._edge.give_slots(self._slots)
+        self._edge.give_slots(self.slots)
 
     def submit(self, requests: Sequence[ClientRequest], each: int = 1) -> None:
         """Hand the choices to the actor, `each` in a row being for one prompt; raises Full when they are more than there are
@@ -466,8 +467,9 @@ class Call:
         if self._gone:
             raise HungUp
         self._edge.take_slots(len(requests) - 1)
-        self._slots += len(requests) - 1
+        self.slots += len(requests) - 1
         names = self.names or Names(self._edge.new_id())
+        self.name = names.id
         self._ids = [names.id + (f".{index}" if index else "") for index in range(len(requests))]
         self._edge.traces.name(self._ids, names)
         for index in range(0, len(requests), each):

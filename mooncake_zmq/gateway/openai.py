@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -146,11 +147,12 @@ _OPENING = re.compile(rb"\s*(?:\[\s*)?(.)", re.DOTALL)
 """What a prompt begins with, behind the bracket of a list."""
 
 
-class StreamOptions(Struct, frozen=True):
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """What a stream tells beside the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class Body(Constrained, frozen=True, kw_only=True):
@@ -188,6 +190,18 @@ class Body(Constrained, frozen=True, kw_only=True):
     def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None) -> Tools:
         """`answer`: the schema of one, if there is one. Raises ConstraintRefused."""
         return NO_TOOLS
+
+    def check_stream_options(self) -> None:
+        """Raises RequestError."""
+        options = self.stream_options
+        if options is None:
+            return
+        if not self.stream:
+            raise _invalid("stream_options", "stream_options are of a stream: set stream")
+        if options.include_obfuscation:
+            raise _invalid("stream_options", "include_obfuscation is not supported", UNSUPPORTED)
+        if options.continuous_usage_stats and not options.include_usage:
+            raise _invalid("stream_options", "continuous_usage_stats are told with include_usage alone")
 
     def stops(self) -> list[str]:
         """The stop strings. Raises RequestError."""
@@ -463,6 +477,7 @@ def prepare(
     `grammars`: to see whether a constraint can be followed; None: it is not tried."""
     body = _parse(raw, kind)
     check_model(body.model, model)
+    body.check_stream_options()
     if model.foreign and body.likeliest is not None:
         raise _invalid("logprobs", "a vLLM engine is asked for no probabilities here", UNSUPPORTED)
     prompts = body.prompts(model, settings.max_choices)
@@ -493,7 +508,7 @@ def prepare(
         scored_left -= 0 if likeliest is None else len(ids) * (1 + likeliest)
         if scored_left < 0:
             raise _invalid("logprobs", f"an answer tells at most {MAX_SCORES} probabilities of its prompts")
-        offsets = None if likeliest is None else _offsets(ids, model)
+        offsets = None if likeliest is None else _offsets(ids, prompt, model)
         sampling = body.sampling(seed % SEEDS, len(ids), model, constraint)
         for nth in range(n):
             index = len(prepared.choices)
@@ -600,10 +615,14 @@ def _echo(body: CompletionBody | ChatBody, prompt: Prompt, model: ServedModel) -
     return prompt if isinstance(prompt, str) else model.tokenizer.decode([item for item in prompt if isinstance(item, int)])
 
 
-def _offsets(ids: Sequence[int], model: ServedModel) -> list[int]:
-    """Where in their text each of them begins, in characters."""
-    offsets, chars, stream = [], 0, model.tokenizer.stream()
-    for token in ids:
-        offsets.append(chars)
-        chars += len(stream.push(token))
-    return offsets
+def _offsets(ids: Sequence[int], prompt: Prompt, model: ServedModel) -> list[int]:
+    """Where in the text that is echoed each of them begins, in characters. A text has the names of the special tokens that stand
+    in it, and not those of what the model puts before it."""
+    text = prompt if isinstance(prompt, str) else ""
+    stream = model.tokenizer.stream(special=bool(text))
+    pieces = [stream.push(token) for token in ids]
+    begins = accumulate(map(len, pieces[:-1]), initial=0)
+    if not text:
+        return list(begins)
+    before = max(0, "".join(pieces).find(text))
+    return [min(max(0, begin - before), len(text)) for begin in begins]

@@ -123,7 +123,7 @@ class _Request:
     decode: str = ""
     output: list[int] = field(default_factory=list)
     begun: bool = False
-    """Its client holds tokens of it, or of another answer to the same prompt: it is not refused any more."""
+    """Its client holds tokens of it, or of another part of its call's answer: it is not refused any more."""
     early: dict[int, tuple[int, TokenLogprob | None]] = field(default_factory=dict)
     family: str = ""
     """Which requests have its prompt: those of one call."""
@@ -442,11 +442,19 @@ class Requests:
         request.exclude = ()
         overloaded = message.reason in (RejectReason.TTFT, RejectReason.TBT)
         nobody = message.reason in (RejectReason.NO_PREFILL, RejectReason.NO_DECODE)
-        refused = overloaded and not request.begun
+        under_way = self._call_is_under_way(request)
         # Nodes may be restarting, or a new conductor has not met them yet.
-        if not refused and (request.admitted or nobody or overloaded):
-            return self._retry_all(together, message.reason.value)
+        if under_way or (not overloaded and (request.admitted or nobody)):
+            placements: list[Effect] = [CancelTimer(("placement", each.request_id)) for each in together if under_way]
+            return placements + self._retry_all(together, message.reason.value)
         return [effect for each in together for effect in self._refuse(each, message.reason, message.retry_after_s)]
+
+    def _call_is_under_way(self, request: _Request) -> bool:
+        """Has its client tokens of it, or another part of the answer a place? What is in its way may be the rest of its call,
+        all of which would be in vain without it."""
+        call = request.client.call
+        mates = [each for each in self._requests.values() if each.client.call == call and each is not request] if call else []
+        return request.begun or any(each.admitted for each in mates)
 
     def _retry_all(self, together: Sequence[_Request], missing: str, *, exclude: str = "") -> list[Effect]:
         """`missing`: what they wait for if they are not admitted yet."""
@@ -599,8 +607,9 @@ class Requests:
 
     def _begin_answer(self, request: _Request) -> None:
         request.begun = True
-        for each in self._requests.values() if request.family else ():
-            each.begun = each.begun or each.family == request.family
+        family, call = request.family, request.client.call
+        for each in self._requests.values() if family or call else ():
+            each.begun = each.begun or (each.client.call == call if call else each.family == family)
 
     def _finish(self, request: _Request, reason: str) -> list[Effect]:
         own, local, remote = request.cached or (0, 0, 0)
@@ -633,7 +642,7 @@ class Requests:
         if request is None or sender not in (request.prefill, request.decode):
             return []
         self.counts.add(f"attempts_failed[by={self._peers[sender].role}]")
-        if message.refused and not request.begun:
+        if message.refused and not self._call_is_under_way(request):
             return self._refuse(request, RejectReason.TBT, message.retry_after_s)
         if message.stuck:
             why = f"the answer cannot go on as its constraint demands ({message.reason})"

@@ -55,7 +55,7 @@ class _Tool(Struct):
     function: _Function
 
 
-class _Named(Struct):
+class _Named(Struct, forbid_unknown_fields=True):
     name: str
 
 
@@ -183,7 +183,12 @@ def _given(raw: bytes) -> tuple[list[dict[str, Any]], list[_Function]]:
     try:
         given = _tools.decode(raw) or []
         check_depth(given)
-        return given, [tool.function for tool in msgspec.convert(given, list[_Tool])]
+        functions = [tool.function for tool in msgspec.convert(given, list[_Tool])]
+        for function in functions:
+            kind = (function.parameters or {}).get("type", "object")
+            if kind != "object":
+                raise ValueError(f"{function.name[:64]}: parameters are those of an object, not of type {kind!r}")
+        return given, functions
     except (ValueError, RecursionError) as error:
         raise ConstraintRefused("tools", str(error)[:200]) from None
 
@@ -248,7 +253,7 @@ def _body(name: str, function: _Function, key: str, *, must: bool) -> list[str]:
     """One call's object. Where it need not come, the arguments alone of strict functions are held to their schema."""
     schema = function.parameters if must or function.strict else None
     try:
-        text = schema_text(schema or {"type": "object"})
+        text = schema_text({"type": "object", **(schema or {})})
     except ValueError as error:
         raise ConstraintRefused("tools", f"{function.name[:64]}: {error}") from None
     opening = json.dumps(f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": ')

@@ -166,7 +166,8 @@ class Client:
             self._open[request_id] = _Open(request_id, gateway, asked_at, answer)
         requests = list(self._open.values())
         siblings = tuple((request.request_id, request.answer.seed) for request in requests[1:])
-        self._simulator.from_client(gateway, first, structs.replace(turn.request, siblings=siblings))
+        asked = structs.replace(turn.request, siblings=siblings, call=first if siblings else "")
+        self._simulator.from_client(gateway, first, asked)
         if turn.cancel_after_s is not None:
             self._simulator.at(asked_at + turn.cancel_after_s, lambda: self._hang_up(requests))
 

@@ -102,11 +102,11 @@ class Node(Harness):
         for index in indexes:
             self.say(sender, TokensDecoded(entries=((request_id, attempt, index, (text(index),)),)))
 
-    def fail(self, attempt, sender="p0", **more):
-        self.say(sender, AttemptFailed(request_id="r", attempt=attempt, reason="test", **more))
+    def fail(self, attempt, sender="p0", request_id="r", **more):
+        self.say(sender, AttemptFailed(request_id=request_id, attempt=attempt, reason="test", **more))
 
-    def reject(self, attempt, reason=RejectReason.TTFT, conductor="k0"):
-        self.say(conductor, Rejected(request_id="r", attempt=attempt, reason=reason, retry_after_s=3.0))
+    def reject(self, attempt, reason=RejectReason.TTFT, conductor="k0", request_id="r"):
+        self.say(conductor, Rejected(request_id=request_id, attempt=attempt, reason=reason, retry_after_s=3.0))
 
     def text(self, request_id="r"):
         """The tokens the client got; asserts that each came once and in order."""
@@ -611,6 +611,40 @@ def test_a_request_once_admitted_is_not_rejected_but_tried_again(node):
     assert not [o for _, o in node.clients if isinstance(o, Failed)]
     node.advance(0.2)
     assert node.place(to=("p1", "d1")).exclude == ()
+
+
+REFUSALS = [RejectReason.TTFT, RejectReason.TBT, RejectReason.NO_ROOM]
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_prompts_of_one_call_wait_for_one_another_longer_than_for_a_placement(node, reason):
+    for each in ("r", "r2"):
+        node.ask(each, call="c")
+    node.place()
+    for attempt in range(1, 20):  # its mate's prompt is computed
+        node.reject(attempt, reason, request_id="r2")
+        node.advance(1.0)
+    node.first()
+    node.tokens(1, 2, 3, 4)
+    node.reject(20, reason, request_id="r2")  # others took the room: what was answered is not to be in vain
+    node.advance(1.0)
+    node.place(request_id="r2", to=("p1", "d1"))
+    node.fail(21, "d1", refused=True, request_id="r2")
+    node.advance(1.0)
+    assert [type(output) for who, output in node.clients if who == "r2"] == []
+    node.advance(100.0)
+    assert node.end("r2").code == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_of_a_call_that_has_no_place_at_all_each_is_refused(node, reason):
+    node.ask("r0", call="another")
+    node.place(request_id="r0")
+    for each in ("r", "r2"):
+        node.ask(each, call="c")
+    for each in ("r", "r2"):
+        node.reject(1, reason, request_id=each)
+        assert node.end(each).code == reason.value
 
 
 # --- ends, at every state
