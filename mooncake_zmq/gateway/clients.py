@@ -25,7 +25,7 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
     """Further answers to the same prompt: request id and seed of each. They are requests of their own, and their prompt is
     computed once as long as none of them has a token."""
     call: str = ""
-    """Which requests make one answer, if there are others of other prompts: they wait for one another rather than be refused."""
+    """Which requests make one answer, if they are several: they wait for one another rather than be refused."""
     prompt_logprobs: int | None = None
     """Tell the probabilities of the prompt's tokens too, and so many of the likeliest. It is computed whole then, and has no
     siblings."""

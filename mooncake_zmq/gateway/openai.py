@@ -616,8 +616,8 @@ def _echo(body: CompletionBody | ChatBody, prompt: Prompt, model: ServedModel) -
 
 
 def _offsets(ids: Sequence[int], prompt: Prompt, model: ServedModel) -> list[int]:
-    """Where in the text that is echoed each of them begins, in characters. A text has the names of the special tokens that stand
-    in it, and not those of what the model puts before it."""
+    """Where in the text that is echoed each of them begins, in characters. A text has the names of the special tokens that it
+    asks for, and not those of what the model puts before it."""
     text = prompt if isinstance(prompt, str) else ""
     stream = model.tokenizer.stream(special=bool(text))
     pieces = [stream.push(token) for token in ids]

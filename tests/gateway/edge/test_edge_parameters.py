@@ -174,6 +174,38 @@ def test_echo_with_probabilities_tells_those_of_the_prompt_first(stream, prompt,
     assert bodies[-1]["choices"][0]["finish_reason"] == "length"
 
 
+def test_where_tokens_begin_counts_the_special_ones_that_a_text_names():
+    def scored(request, _number):
+        told = (-0.5, ((ord("e"), -0.5),))
+        return [[PromptLogprobs(1, (told,) * (len(request.tokens) // 4 - 1))], [TokenOut(0, ord("!"), told)], [finished()]]
+
+    asked = {"echo": True, "logprobs": 1}
+    whole = ScriptedActor(scored).complete(prompt="<|user|>hi<|end|>", **asked).json()["choices"][0]
+    assert whole["text"] == "<|user|>hi<|end|>!"
+    assert whole["logprobs"]["text_offset"] == [0, 8, 9, 10, 17]
+    ids = ScriptedActor(scored).complete(prompt=[258, *b"hi", 256], **asked).json()["choices"][0]
+    assert (ids["text"], ids["logprobs"]["text_offset"]) == ("hi!", [0, 0, 1, 2, 2])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": {"banana": 1}},
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        {"stream": False, "stream_options": {}},
+    ],
+)
+def test_stream_options_that_ask_for_what_is_not_told_are_refused(asked):
+    response = ScriptedActor().complete(**asked)
+    assert response.status_code == 400
+    assert "stream_options" in response.text
+    harmless = {"stream_options": {"include_usage": True, "include_obfuscation": False}}
+    assert ScriptedActor().complete(stream=True, **harmless).status_code == 200
+    assert ScriptedActor().complete(stream_options=None).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_whole_prompts_probabilities_are_written_by_another_thread(stream, monkeypatch):
     """They are so many that to write them stops every stream."""

@@ -145,6 +145,8 @@ def test_several_prompts_and_choices():
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "0"), (1, "1"), (2, "2"), (3, "3")]
     sent = [(unpack_tokens(request.tokens), request.sampling.seed) for request in actor.requests.values()]
     assert sent == [([97, 98], 7), ([97, 98], 8), ([99], 7), ([99], 8)]
+    (call,) = {request.call for request in actor.requests.values()}
+    assert call == next(iter(actor.requests)), "none is refused for what the others take"
     assert body["usage"]["prompt_tokens"] == 3  # each prompt once
     assert body["usage"]["completion_tokens"] == 4
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}

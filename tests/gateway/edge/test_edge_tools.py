@@ -316,6 +316,38 @@ def test_what_cannot_be_done_is_refused_and_told_why(asked, param, why):
     assert len(error["message"]) < 400
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("kind", ["integer", "string", "array", ["object", "null"]])
+def test_parameters_that_are_those_of_no_object_are_refused(choice, kind):
+    """Arguments are told as those of an object."""
+    response = saying("x").chat(**requiring({"type": kind}) | {"tool_choice": choice})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("stop", ["clock", "Bern", "arg", "_call>", '"'])
+def test_a_stop_string_ends_no_call_half_way(stop):
+    text = 'so <tool_call>{"name": "clock", "arguments": {"place": "Bern"}}</tool_call> there end'
+    choice = saying(text).chat(tools=TOOLS, stop=[stop, "end"]).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("clock", {"place": "Bern"})
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("so there ", "tool_calls")
+
+
+def test_a_stop_string_before_any_call_ends_the_answer():
+    choice = saying('first <tool_call>{"name": "clock"}</tool_call>').chat(tools=TOOLS, stop="st").json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("fir", "stop")
+    assert choice["message"].get("tool_calls") is None
+
+
+@pytest.mark.parametrize("rest", ["", "<", "</tool_", "</tool_call"])
+def test_a_calls_end_that_was_cut_short_is_no_text(rest):
+    said = tokens('<tool_call>{"name": "clock", "arguments": {}}' + rest)
+    actor = ScriptedActor(lambda _request, _number: one_by_one([*said, finished("length")]), max_model_len=4096)
+    choice = actor.chat(tools=TOOLS).json()["choices"][0]
+    assert choice["message"]["content"] is None
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ["{}"]
+
+
 def test_schemas_of_tools_count_without_what_they_say_to_readers():
     function = {"name": "f", "parameters": {"type": "object", "description": "x" * (100 << 10)}}
     asked = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
