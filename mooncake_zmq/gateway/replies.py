@@ -9,7 +9,7 @@ from mooncake_zmq.gateway.answers import Choice, Piece
 from mooncake_zmq.gateway.edge import ServedModel
 from mooncake_zmq.gateway.logprobs import of_chat, of_completion
 from mooncake_zmq.gateway.openai import ChatBody, Prepared
-from mooncake_zmq.gateway.tools import call_delta, whole_calls
+from mooncake_zmq.gateway.tools import call_deltas, whole_calls
 
 
 class Reply:
@@ -108,7 +108,7 @@ class Reply:
     def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
         if piece.calls:
-            delta["tool_calls"] = [call_delta(each, self._call_salt(choice)) for each in piece.calls]
+            delta["tool_calls"] = call_deltas(piece.calls, self._call_salt(choice))
         return delta
 
     def _call_salt(self, choice: Choice) -> str:

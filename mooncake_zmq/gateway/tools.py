@@ -9,6 +9,7 @@ import string
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -329,11 +330,16 @@ class CallReader:
         return text, [piece for piece in pieces if piece.index < self._max_calls]
 
 
-def call_delta(piece: CallPiece, salt: str) -> dict[str, Any]:
-    """As a stream tells it: what begins a call names it. `salt`: of the answer."""
-    if piece.name is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    return {"index": piece.index, **_call(piece.index, piece.name, piece.arguments, salt)}
+def call_deltas(pieces: list[CallPiece], salt: str) -> list[dict[str, Any]]:
+    """As a stream tells what is new, each call once: what begins it names it. `salt`: of the answer."""
+    return [_delta(index, [*new], salt) for index, new in groupby(pieces, key=lambda piece: piece.index)]
+
+
+def _delta(index: int, new: list[CallPiece], salt: str) -> dict[str, Any]:
+    arguments = "".join(piece.arguments for piece in new)
+    if new[0].name is None:
+        return {"index": index, "function": {"arguments": arguments}}
+    return {"index": index, **_call(index, new[0].name, arguments, salt)}
 
 
 def whole_calls(pieces: list[CallPiece], salt: str) -> list[dict[str, Any]]:

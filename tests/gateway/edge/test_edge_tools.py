@@ -316,6 +316,16 @@ def test_what_cannot_be_done_is_refused_and_told_why(asked, param, why):
     assert len(error["message"]) < 400
 
 
+def test_each_delta_tells_of_a_call_once_however_many_tokens_came_together():
+    """Clients put lists of deltas together by their indexes, one of each."""
+    said = tokens('<tool_call>{"name": "clock", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "clock"}</tool_call>')
+    actor = ScriptedActor(lambda _request, _number: [said[:70], said[70:], [finished()]], max_model_len=4096)
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(actor.chat(tools=TOOLS, stream=True))[:-1]]
+    told = [[call["index"] for call in delta["tool_calls"]] for delta in deltas if "tool_calls" in delta]
+    assert all(len(each) == len(set(each)) for each in told)
+    assert {index for each in told for index in each} == {0, 1}
+
+
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("kind", ["integer", "string", "array", ["object", "null"]])
 def test_parameters_that_are_those_of_no_object_are_refused(choice, kind):
