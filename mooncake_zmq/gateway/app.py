@@ -314,6 +314,7 @@ class _Generation:
         each = prepared.body.choices_per_prompt
         usage.take(prepared.requests, each)
         call.submit(prepared.requests, each)
+        scope["state"]["told"] = True
         reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
         try:
             if prepared.body.stream:
@@ -323,7 +324,6 @@ class _Generation:
                     accept(call, reply, await call.take())
                 whole = await self._threads.told(reply, lambda: msgspec.json.encode(reply.whole()))
                 await Response(whole, media_type="application/json")(scope, _nothing, send)
-            scope["state"]["told"] = True
         finally:
             usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
             scope["state"]["facts"] |= {
@@ -411,9 +411,12 @@ class _Envelope:
             await self._app(scope, receive, send_with_id)
         except RequestError as error:  # who has no key gets no further
             await _json(error.body(), error.status, error.headers())(scope, receive, send_with_id)
+        except BaseException:
+            state["told"] = False
+            raise
         finally:
             self._edge.count(f"edge_http_responses[status={state['status']}]")
-            # What was made into requests and answered has a line for each of them.
+            # What was made into requests has a line for each of them, and says there how it ended; unless that was our bug.
             log = _log.info if scope["path"].startswith("/v1/") and not state["told"] else _log.debug
             log(
                 "http",
@@ -422,7 +425,7 @@ class _Envelope:
                 status=state["status"],
                 duration_s=round(self._edge.clock() - began_at, 6),
                 id=own_id,
-                client_id=names.client_id,
+                x_request_id=names.client_id,
                 traceparent=traceparent,
                 **state["facts"],
             )

@@ -276,7 +276,8 @@ class Edge:
 
     def _write_line(self) -> None:
         account, names = self._unwritten.popleft()
-        _log.info("request", id=account.request_id, client_id=names.client_id, trace_id=names.trace_id, **line(account))
+        told = {"id": account.request_id, "x_request_id": names.client_id, "trace_id": names.trace_id}
+        _log.info("request", **told, **line(account))
 
     def drain(self) -> None:
         """Refuse new calls; the open ones go on. The actor hears of it from the runtime."""

@@ -68,7 +68,7 @@ def test_a_request_is_traced_by_its_clients_id_with_its_time_at_each_node(cluste
 
     def told() -> list[dict[str, Any]]:
         lines = map(json.loads, log.read_text().splitlines())
-        return [each for each in lines if each["event"] == "request" and each["client_id"] == "traced"]
+        return [each for each in lines if each["event"] == "request" and each["x_request_id"] == "traced"]
 
     eventually(told, what="the request is a line in the log")
     (line,) = told()

@@ -203,7 +203,7 @@ def test_one_line_in_the_log():
     with structlog.testing.capture_logs() as lines:
         actor.call("POST", "/v1/completions", json={"prompt": "hello"}, headers=headers)
     (line,) = lines
-    assert (line["status"], line["path"], line["client_id"], line["traceparent"]) == (
+    assert (line["status"], line["path"], line["x_request_id"], line["traceparent"]) == (
         200,
         "/v1/completions",
         "mine",
@@ -215,15 +215,18 @@ def test_one_line_in_the_log():
 
 def test_a_call_that_was_made_into_requests_is_told_by_their_lines_and_any_other_by_its_own():
     actor = ScriptedActor()
+    full = ScriptedActor(lambda _request, _number: [[failing()]])
     with structlog.testing.capture_logs() as lines:
         actor.call("POST", "/v1/completions", json={"prompt": "hello"})
         actor.call("POST", "/v1/completions", json={"prompt": ""})
+        full.call("POST", "/v1/completions", json={"prompt": "hello"})
         actor.call("GET", "/v1/models")
         actor.call("GET", "/version")
     told = [(line["path"], line["status"], line["log_level"]) for line in lines]
     assert told == [
         ("/v1/completions", 200, "debug"),
         ("/v1/completions", 400, "info"),
+        ("/v1/completions", 503, "debug"),
         ("/v1/models", 200, "info"),
         ("/version", 200, "debug"),
     ]
