@@ -19,6 +19,9 @@ README = ROOT / "README.md"
 PAGES = {path: path.read_text() for path in [README, *sorted(DOCS.glob("*.md"))]}
 OPERATING = PAGES[DOCS / "operating.md"]
 ALARM = re.compile(r'log\.(?:error|critical)\(\s*"([a-z_]+)"')
+LINE = re.compile(r'log\.(?:warning|error|critical)\(\s*"([^"]+)"')
+IN_VLLMS_LOG = {"no store of %s answers yet: %s", "the files of %s are not at hand: its name stands for its weights"}
+"""Sentences of the connector, which say by themselves what is to be known."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"mooncake-zmq ((?:(?:config|bench|keys|model) )?[a-z]+)\b")
 SOURCES = {path: path.read_text() for path in (ROOT / "mooncake_zmq").rglob("*.py")}
@@ -55,6 +58,13 @@ def test_every_error_of_the_log_is_an_alarm_with_something_to_do() -> None:
     told = {name for text in SOURCES.values() for name in ALARM.findall(text)}
     assert len(told) > 10
     assert sorted(name for name in told if f"`{name}`" not in OPERATING) == []
+
+
+def test_every_warning_of_the_log_is_in_a_page() -> None:
+    told = {name for text in SOURCES.values() for name in LINE.findall(text)}
+    assert len(told) > 60
+    assert told > IN_VLLMS_LOG
+    assert sorted(name for name in told - IN_VLLMS_LOG if not any(f"`{name}`" in text for text in PAGES.values())) == []
 
 
 def test_every_way_to_be_degraded_is_an_alarm() -> None:
