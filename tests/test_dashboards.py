@@ -22,6 +22,7 @@ SESSIONS = (PACKAGE / "core/session.py", PACKAGE / "core/watch.py")
 COUNTED = re.compile(r'counts\.add\(\s*f?"([a-z_]+)')
 DASHBOARD = json.loads((CONFIGS / "grafana.json").read_text())
 RULES = yaml.safe_load((CONFIGS / "alerts.yml").read_text())["groups"][0]["rules"]
+OPERATING = (PACKAGE / "docs/operating.md").read_text()
 NAME = re.compile(r"\b((?:mooncake_|vllm:)\w+)")
 
 
@@ -53,6 +54,10 @@ def test_what_is_asked_for_some_node_tells(expression: str) -> None:
 def test_every_alert_says_what_it_means_and_what_to_do() -> None:
     for rule in RULES:
         assert rule["annotations"].keys() == {"summary", "action"}, rule["alert"]
+
+
+def test_the_manual_has_every_alert_and_no_other() -> None:
+    assert set(re.findall(r"`(Mooncake[A-Z]\w+)`", OPERATING)) == {rule["alert"] for rule in RULES}
 
 
 def test_every_gauge_of_an_actor_has_a_meaning() -> None:

@@ -1,5 +1,6 @@
 """The manual: every link leads somewhere, every alarm there is stands in it, and no command or file that there is not."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,11 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from mooncake_zmq.cli import main
+from mooncake_zmq.engine.constraint import ConstraintError, Grammars
+from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway import manual
 from mooncake_zmq.gateway.cluster import REASONS
+from mooncake_zmq.gateway.constraints import of_schema
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "mooncake_zmq/docs"
@@ -19,6 +23,10 @@ README = ROOT / "README.md"
 PAGES = {path: path.read_text() for path in [README, *sorted(DOCS.glob("*.md"))]}
 OPERATING = PAGES[DOCS / "operating.md"]
 ALARM = re.compile(r'log\.(?:error|critical)\(\s*"([a-z_]+)"')
+LINE = re.compile(r'log\.(?:warning|error|critical)\(\s*"([^"]+)"')
+IN_VLLMS_LOG = {"no store of %s answers yet: %s", "the files of %s are not at hand: its name stands for its weights"}
+"""Sentences of the connector, which say by themselves what is to be known."""
+QUOTED = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"mooncake-zmq ((?:(?:config|bench|keys|model) )?[a-z]+)\b")
 SOURCES = {path: path.read_text() for path in (ROOT / "mooncake_zmq").rglob("*.py")}
@@ -57,6 +65,13 @@ def test_every_error_of_the_log_is_an_alarm_with_something_to_do() -> None:
     assert sorted(name for name in told if f"`{name}`" not in OPERATING) == []
 
 
+def test_every_warning_of_the_log_is_in_a_page() -> None:
+    told = {name for text in SOURCES.values() for name in LINE.findall(text)}
+    assert len(told) > 60
+    assert told > IN_VLLMS_LOG
+    assert sorted(name for name in told - IN_VLLMS_LOG if not any(f"`{name}`" in text for text in PAGES.values())) == []
+
+
 def test_every_way_to_be_degraded_is_an_alarm() -> None:
     assert [reason for reason in REASONS if f"`{reason}`" not in OPERATING] == []
 
@@ -79,6 +94,51 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
 @pytest.mark.parametrize("command", sorted({command for text in PAGES.values() for command in COMMAND.findall(text)}))
 def test_every_command_of_the_program_is_there(command: str) -> None:
     assert CliRunner().invoke(main, [*command.split(), "--help"]).exit_code == 0
+
+
+NOT_IN_SCHEMAS = {
+    "not": {"not": {}},
+    "if": {"if": {}},
+    "then": {"then": {}},
+    "else": {"else": {}},
+    "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    "uniqueItems": {"type": "array", "uniqueItems": True},
+    "contains": {"type": "array", "contains": {}},
+    "minContains": {"type": "array", "minContains": 1},
+    "maxContains": {"type": "array", "maxContains": 1},
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "a"}},
+    "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {}}},
+    "dependencies": {"type": "object", "dependencies": {"a": ["b"]}},
+    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
+    "unevaluatedItems": {"type": "array", "unevaluatedItems": False},
+    "$dynamicRef": {"$dynamicRef": "#a"},
+    "$ref": {"$ref": "https://example.org/schema"},
+    "minProperties": {"type": "object", "properties": {"a": {}}, "minProperties": 1},
+    "maxProperties": {"type": "object", "properties": {"a": {}}, "maxProperties": 1},
+    "format": {"type": "string", "format": "json-pointer"},
+    "pattern": {"type": "string", "pattern": "(?!a)b"},
+    "\\b": {"type": "string", "pattern": r"\bb"},
+}
+"""What stands in the page of the API, each in a schema that is refused for it."""
+
+
+def test_what_a_schema_may_not_say_is_told_and_refused() -> None:
+    grammars = Grammars(byte_tokenizer, byte_tokenizer().vocab_size)
+    told = re.search(r"\*\*What a schema may not say\*\*(.*?)Words that", PAGES[DOCS / "api.md"], re.DOTALL)
+    assert told
+    before, _, rest = told[1].partition(" other than ")
+    formats, _, after = rest.partition(";")
+    assert set(QUOTED.findall(before + after)) == {*NOT_IN_SCHEMAS, "properties", "guided_regex"}
+    for name in QUOTED.findall(formats):
+        grammars.check(of_schema({"type": "string", "format": name}))
+    taken = []
+    for name, schema in NOT_IN_SCHEMAS.items():
+        with contextlib.suppress(ConstraintError):
+            grammars.check(of_schema(schema))
+            taken.append(name)
+    grammars.close()
+    assert taken == []
 
 
 @pytest.fixture(scope="module")
