@@ -994,9 +994,10 @@ class _Worker:
             try:
                 task()
             except Exception as error:
-                # A thread has no caller that could crash: the process must learn that it is not to go on.
-                log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
+                # A thread has no caller that could crash: the process must learn that it is not to go on,
+                # whatever becomes of the log.
                 self._on_crash(error)
+                log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
 
 
 def _give_way() -> None:
