@@ -38,7 +38,7 @@ class Outcomes:
 
     def __init__(self, names: Iterable[str], fault_event: str) -> None:
         """`fault_event`: what the log calls a fault of this tier."""
-        self.counts = dict.fromkeys((*names, "faults"), 0)
+        self.counts = dict.fromkeys((*names, "failed"), 0)
         self._fault_event = fault_event
         self._faulty: set[str] = set()
         """Operations of which the last one failed."""
@@ -54,7 +54,7 @@ class Outcomes:
         try:
             yield
         except (OSError, IndexFault) as error:
-            self.count("faults")
+            self.count("failed")
             self._faulty.add(operation)
             log.error(self._fault_event, operation=operation, error=str(error))
             raise DiskFault(f"{operation}: {error}") from error

@@ -268,7 +268,7 @@ def test_a_full_disk_is_a_fault_and_leaves_no_file(disk, home):
     assert not (home / "segment-00000002").exists()
     rows, _ = write(disk, {"a": 10})
     assert stands(disk, "a", rows["a"])
-    assert disk.counts["faults"] == 1
+    assert disk.counts["failed"] == 1
 
 
 @pytest.mark.parametrize(("call", "answer"), [("pwritev", 7), ("pwritev", errno.ENOSPC), ("fdatasync", errno.EIO)], ids=str)
@@ -297,7 +297,7 @@ def test_a_disk_that_cannot_be_read_is_a_fault(disk, monkeypatch):
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(DiskFault):
         disk.read("a", rows["a"], cell(10))
-    assert disk.counts["faults"] == 1
+    assert disk.counts["failed"] == 1
 
 
 def test_small_values_that_lie_together_are_read_at_once(disk, monkeypatch):

@@ -132,7 +132,7 @@ def test_what_is_written_is_read_back(disk):
     blocks = [put(disk, slot, slot) for slot in range(SLOTS)]
     assert all(stands(disk, block) for block in blocks)
     assert disk.slots == SLOTS
-    assert disk.counts == {"written": 8, "read": 8, "stale": 0, "corrupt": 0, "short": 0, "faults": 0, "dropped": 0}
+    assert disk.counts == {"written": 8, "read": 8, "stale": 0, "corrupt": 0, "short": 0, "failed": 0, "dropped": 0}
 
 
 def test_files_are_for_their_owner_alone(home, disk):
@@ -467,7 +467,7 @@ def test_a_fault_on_the_way_commits_nothing_of_a_share(disk, monkeypatch):
     with pytest.raises(DiskFault, match="only 4096 of"):
         put_share(disk, (0, 1, 4, 5))
     assert disk.counts["written"] == 0
-    assert disk.counts["faults"] == 1
+    assert disk.counts["failed"] == 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -541,7 +541,7 @@ def test_a_full_disk_is_a_fault_and_what_stands_is_still_read(small_mount):
     with pytest.raises(DiskFault, match="No space left|disk is full"):
         fill()
     assert blocks
-    assert disk.counts["faults"] == 1
+    assert disk.counts["failed"] == 1
     assert all(stands(disk, block) for block in blocks)
     disk.close()
 
