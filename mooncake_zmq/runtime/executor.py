@@ -910,7 +910,8 @@ class _Written:
 
     def commit(self, work: WriteToDisk, disk: Disk) -> None:
         numbered = zip(work.blocks, self.sequences, strict=True)
-        disk.commit([(block, sequence) for (_, block), sequence in numbered if sequence is not None])
+        whole = [(block, sequence) for (_, block), sequence in numbered if sequence is not None]
+        disk.commit(whole, proves=work.is_probe and not self.fault)
         self._committed = True
 
     def result(self) -> Result:

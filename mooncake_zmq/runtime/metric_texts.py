@@ -79,7 +79,7 @@ _CONDUCTOR = {
     "pipelines_placed": "Requests whose prompt is shared by several prefills",
     "rejected": "Requests refused, by reason",
     "prediction_actual_millionths": "Sum of what came of predictions, in millionths of a second or a token, by kind",
-    "prediction_error_millionths": "Sum of the distances of predictions from that, in millionths of a second or a token, by kind",
+    "prediction_error_millionths": "Sum of the distances of predictions from that, likewise in millionths, by kind",
     "replica_wishes": "Copies asked for (more) or let go (fewer)",
     "replicas_arrived": "Copies that were asked for and came",
     "role_changes": "Changes of role begun, by the new role; as a gauge: under way",

@@ -41,7 +41,7 @@ class Outcomes:
         self.counts = dict.fromkeys((*names, "failed"), 0)
         self._fault_event = fault_event
         self._faulty: set[str] = set()
-        """Operations of which the last one failed."""
+        """Operations that failed, and of which nobody said since that they work."""
         self._lock = threading.Lock()
 
     def count(self, name: str, by: int = 1) -> None:
@@ -58,9 +58,14 @@ class Outcomes:
             self._faulty.add(operation)
             log.error(self._fault_event, operation=operation, error=str(error))
             raise DiskFault(f"{operation}: {error}") from error
-        if operation in self._faulty:
-            self._faulty.discard(operation)
-            log.info(f"{self._fault_event}_over", operation=operation)
+
+    def works(self, *operations: str) -> None:
+        """If one of these had failed, that is over. Who does without the disk meanwhile knows: on one that is full much goes
+        well beside what fails."""
+        for operation in operations:
+            if operation in self._faulty:
+                self._faulty.discard(operation)
+                log.info(f"{self._fault_event}_over", operation=operation)
 
 
 class Reporter:

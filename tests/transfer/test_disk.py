@@ -61,10 +61,10 @@ def open_disk(directory: Path, slots: int = SLOTS, **options) -> Disk:
     return Disk.open(directory, layout, slots * stride, **({"segment_bytes": PER_SEGMENT * stride} | options))
 
 
-def put(disk: Disk, slot: int, number: int, seed: object = 0) -> DiskBlock:
+def put(disk: Disk, slot: int, number: int, seed: object = 0, *, proves: bool = False) -> DiskBlock:
     slab = Slab()
     block = slab.fill((number, seed), slot, key(number))
-    disk.commit([(block, *disk.write([(block, slab.view)]))])
+    disk.commit([(block, *disk.write([(block, slab.view)]))], proves=proves)
     return block
 
 
@@ -557,7 +557,10 @@ def test_a_disk_that_was_full_is_written_again_as_soon_as_there_is_room(small_mo
         put(disk, 0, 0)
     ballast.unlink()
     with structlog.testing.capture_logs() as logs:
-        blocks = [put(disk, slot, slot) for slot in range(8)]
+        blocks = [put(disk, slot, slot) for slot in range(7)]
+        unproved = list(logs)
+        blocks.append(put(disk, 7, 7, proves=True))
+    assert not unproved, "what goes well says little of a disk that was full"
     assert [entry["event"] for entry in logs] == ["disk_fault_over"]
     assert all(stands(disk, block) for block in blocks)
     disk.close()
