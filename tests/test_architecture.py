@@ -176,6 +176,13 @@ def test_every_module_says_what_it_is(module: Path) -> None:
     assert ast.get_docstring(tree), f"{module} has no docstring"
 
 
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_threads_crash_is_told_before_it_is_logged(module: Path) -> None:
+    """A log may be on the very disk that is full."""
+    source = (PACKAGE / module).with_suffix(".py").read_text(encoding="utf-8")
+    assert not re.search(r"log\.critical\(.*\)\n.*on_crash", source)
+
+
 def test_everything_is_caught_in_one_place_only() -> None:
     """`except Exception` (or wider) elsewhere hides bugs; these have their reason beside them."""
     threads = {

@@ -3,16 +3,30 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
+from cuda_stand_in import FakeCupy, Gpu
+from store_servers import store_server
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.gateway.metrics import EdgeMetrics
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.runtime import otlp
+from mooncake_zmq.runtime.kv_events import KvEventPublisher
+from mooncake_zmq.runtime.kv_subscriber import KvSubscriber
 from mooncake_zmq.runtime.metric_texts import TEXTS
 from mooncake_zmq.runtime.metrics import as_vllm, parse_name
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes
+from mooncake_zmq.transfer.cuda import Cuda
+from mooncake_zmq.transfer.data_server import DataServer
+from mooncake_zmq.transfer.disk import Disk
+from mooncake_zmq.transfer.network import RemoteReader
+from mooncake_zmq.transfer.shared_memory import Segment
+from mooncake_zmq.transfer.sockets import Sockets
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PACKAGE = Path(__file__).parent.parent / "mooncake_zmq"
@@ -24,6 +38,44 @@ DASHBOARD = json.loads((CONFIGS / "grafana.json").read_text())
 RULES = yaml.safe_load((CONFIGS / "alerts.yml").read_text())["groups"][0]["rules"]
 OPERATING = (PACKAGE / "docs/operating.md").read_text()
 NAME = re.compile(r"\b((?:mooncake_|vllm:)\w+)")
+
+
+LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=2, block_tokens=4)
+ANYWHERE = "tcp://127.0.0.1:*"
+
+
+def counted() -> set[str]:
+    """By actors, and by the sessions of their processes."""
+    return {
+        f"session_{name}" if path in SESSIONS else name
+        for room in (*ROLES, "core")
+        for path in (PACKAGE / room).rglob("*.py")
+        for name in COUNTED.findall(path.read_text())
+    }
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Iterator[set[str]]:
+    """The names of what is told by the parts of a process that run beside its actor."""
+    told = {"on_crash": pytest.fail}
+    sockets = Sockets()
+    with ExitStack() as stack:
+        disk = stack.enter_context(closing(Disk.open(tmp_path / "blocks", LAYOUT, 1 << 20)))
+        segment = stack.enter_context(closing(Segment.create(tmp_path, "test", "c0", LAYOUT, 1, 1)))
+        store = stack.enter_context(closing(store_server(tmp_path, slabs=4, slab_bytes=1 << 18, ssd={})))
+        subscriber = KvSubscriber(ANYWHERE.replace("*", "9"), replay_endpoint="", topic="", tell=Mock(), **told)
+        parts = {
+            "disk": disk,
+            "data_server": stack.enter_context(closing(DataServer(segment, ANYWHERE, sockets=sockets, **told))),
+            "data_reader": stack.enter_context(closing(RemoteReader(LAYOUT, **told))),
+            "kv_events": stack.enter_context(closing(KvEventPublisher(ANYWHERE, block_tokens=4, **told))),
+            "kv_subscriber": stack.enter_context(closing(subscriber)),
+            "cuda": stack.enter_context(closing(Cuda(FakeCupy(Gpu(), ()), LAYOUT))),
+            "connections": sockets,
+            "store": store,
+        }
+        names = {f"{part}_{name}" for part, each in parts.items() for name in each.counts}
+        yield names | {f"store_{name}" for name in store.gauges()} | {f"otlp_{name}" for name in otlp.COUNTED}
 
 
 def exported() -> Iterator[str]:
@@ -68,11 +120,15 @@ def test_every_gauge_of_an_actor_has_a_meaning() -> None:
 
 
 def test_every_counter_of_an_actor_has_a_meaning() -> None:
-    counted = {
-        f"session_{name}" if path in SESSIONS else name
-        for room in (*ROLES, "core")
-        for path in (PACKAGE / room).rglob("*.py")
-        for name in COUNTED.findall(path.read_text())
-    }
-    assert len(counted) > 80
-    assert counted - TEXTS.keys() == set()
+    assert len(counted()) > 80
+    assert sorted(counted() - TEXTS.keys()) == []
+
+
+def test_what_is_told_beside_an_actor_has_a_meaning(beside: set[str]) -> None:
+    assert len(beside) > 80
+    assert sorted({parse_name(name)[0] for name in beside} - TEXTS.keys()) == []
+
+
+def test_a_name_is_counted_by_one_part_alone(beside: set[str]) -> None:
+    """Else its sum would count things twice."""
+    assert beside & counted() == set()

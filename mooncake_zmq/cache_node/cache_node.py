@@ -317,7 +317,8 @@ class CacheNode:
         mine = sum(1 for h in self._leases if h.node == sender) + sum(1 for h in gatherings if h.node == sender)
         if self._leaving.draining or mine >= self._settings.max_leases_per_client:
             self.counts.add("leases_denied")
-            self._count_missed(sender, {DENIED: len(message.keys)})
+            if self._computes(sender):
+                self._count_missed({DENIED: len(message.keys)})
             return [Send(sender, BlocksLeased(lease_id=message.lease_id, node=self.name, incarnation=self.incarnation))]
         fetch_s = min(message.fetch_s, self._settings.max_lease_s)
         gathering = Gathering(
@@ -349,10 +350,11 @@ class CacheNode:
         origins = [gathering.came_from[key] for key in run if key in gathering.came_from] if gathering.came_from else []
         disk = origins.count(DISK)
         remote = len(origins) - disk
-        self.counts.add("lookup_blocks[result=local]", len(run) - len(origins))
-        self.counts.add("lookup_blocks[result=disk]", disk)
-        self.counts.add("lookup_blocks[result=remote]", remote)
-        self._count_misses(gathering)
+        if self._computes(holder.node):
+            self.counts.add("lookup_blocks[result=local]", len(run) - len(origins))
+            self.counts.add("lookup_blocks[result=disk]", disk)
+            self.counts.add("lookup_blocks[result=remote]", remote)
+            self._count_misses(gathering)
         slots = tuple(gathering.run)
         parents, tokens = self._told(slots) if gathering.contents else ((), ())
         leased = BlocksLeased(
@@ -378,15 +380,17 @@ class CacheNode:
         missed = gathering.keys[gathering.here :]
         if missed:
             coming = self._gatherer.coming(gathering)
-            reasons = self._misses.count(missed, self.tiers(missed), coming=coming, lost=gathering.lost)
-            self._count_missed(gathering.holder.node, reasons)
+            self._count_missed(self._misses.count(missed, self.tiers(missed), coming=coming, lost=gathering.lost))
 
-    def _count_missed(self, asker: str, reasons: Mapping[str, int]) -> None:
-        """Of what computes: a block that another cache-node misses here is counted there."""
-        if asker in self._peers and self._peers[asker].role != "cache-node":
-            self.counts.add("lookup_blocks[result=miss]", sum(reasons.values()))
-            for why, blocks in reasons.items():
-                self.counts.add(f"lookup_misses[reason={why}]", blocks)
+    def _count_missed(self, reasons: Mapping[str, int]) -> None:
+        self.counts.add("lookup_blocks[result=miss]", sum(reasons.values()))
+        for why, blocks in reasons.items():
+            self.counts.add(f"lookup_misses[reason={why}]", blocks)
+
+    def _computes(self, asker: str) -> bool:
+        """Does it compute what it misses? Only such lookups are counted: what another cache-node asks for is counted there, and
+        a decode asks again for what a prefill reuses."""
+        return asker in self._peers and self._peers[asker].role == "prefill"
 
     def _owners(self, holder: str, slots: Sequence[int]) -> tuple[str, ...]:
         """Whose these blocks are, for another cache-node, which will have copies of them."""

@@ -140,11 +140,11 @@ class DiskTier:
         self._draining, self._clean = False, 0
 
     def demote(self) -> list[Effect]:
-        """Write the coldest DRAM blocks that are not on disk yet, a batch at a time, and beside it one that is full. Of a disk
-        that has just failed: arm the timer of the next try."""
+        """Write the coldest DRAM blocks that are not on disk yet, a batch at a time, and beside it one that is full, if the disk
+        works. Of one that has just failed: arm the timer of the next try."""
         effects: list[Effect] = [SetTimer(RETRY, self._retry_s)] if self._retry_s else []
         self._retry_s = 0.0
-        while self.writable and len(self._writing) < BATCHES:
+        while self.writable and len(self._writing) < (1 if self.fault else BATCHES):
             if not self._todo and not self._draining and self.unsaved > 0 and self._clean <= sum(self._windows()) * 3 // 4:
                 self._look()
             if self._writing and len(self._todo) < self._settings.batch_blocks:
@@ -155,7 +155,7 @@ class DiskTier:
             work_id = self._new_id()
             self._writing[work_id] = demotions
             blocks = tuple((self._ref(demotion.slot), demotion.block) for demotion in demotions)
-            effects.append(Start(work_id, WriteToDisk(blocks), self._settings.write_s))
+            effects.append(Start(work_id, WriteToDisk(blocks, is_probe=bool(self.fault)), self._settings.write_s))
         return effects
 
     def _next_batch(self) -> list[_Demotion]:

@@ -254,9 +254,11 @@ class BlocksCopied(Struct, frozen=True):
 class WriteToDisk(Struct, frozen=True):
     """Demote: write committed blocks of the own segment to the SSD tier, each with its key and checksum, and index them so
     that they are found again after a restart. What a target slot held before is gone from the moment this starts. The
-    sources need no pin: one that is evicted meanwhile, told by its generation, is not written."""
+    sources need no pin: one that is evicted meanwhile, told by its generation, is not written. `is_probe`: the disk failed,
+    and if nothing of this does, it works again."""
 
     blocks: tuple[tuple[SlotRef, DiskBlock], ...]
+    is_probe: bool = False
 
 
 class DiskWritten(Struct, frozen=True):

@@ -910,7 +910,8 @@ class _Written:
 
     def commit(self, work: WriteToDisk, disk: Disk) -> None:
         numbered = zip(work.blocks, self.sequences, strict=True)
-        disk.commit([(block, sequence) for (_, block), sequence in numbered if sequence is not None])
+        whole = [(block, sequence) for (_, block), sequence in numbered if sequence is not None]
+        disk.commit(whole, proves=work.is_probe and not self.fault)
         self._committed = True
 
     def result(self) -> Result:
@@ -994,9 +995,10 @@ class _Worker:
             try:
                 task()
             except Exception as error:
-                # A thread has no caller that could crash: the process must learn that it is not to go on.
-                log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
+                # A thread has no caller that could crash: the process must learn that it is not to go on,
+                # whatever becomes of the log.
                 self._on_crash(error)
+                log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
 
 
 def _give_way() -> None:

@@ -273,8 +273,8 @@ class Generation:
         if task.cancelled():  # before it began
             self._emit(WorkDone(work_id, WorkFailed("cancelled")))
         elif (error := task.exception()) is not None:  # our bug: a thread has no caller that could crash
-            log.critical("worker_crashed", thread="generation", exc_info=error)
             self._on_crash(error)
+            log.critical("worker_crashed", thread="generation", exc_info=error)
 
     async def _end_all(self) -> None:
         tasks = list(self._tasks.values())

@@ -199,8 +199,8 @@ class KvEventPublisher:
                     busy |= self._receive_requests(self._router)
                     busy |= self._replay_some(self._router, time.monotonic())
         except Exception as error:
-            log.critical("kv_events_crashed", exc_info=error)
             self._on_crash(error)
+            log.critical("kv_events_crashed", exc_info=error)
 
     def _timeout_ms(self) -> int | None:
         # A ROUTER polls as writable while any one peer is, so that waiting for POLLOUT would spin beside a stuck one.

@@ -72,8 +72,8 @@ class KvSubscriber:
                 if self._sub.poll(POLL_MS):
                     self._on_frames(self._sub.recv_multipart())
         except Exception as error:
-            log.critical("worker_crashed", thread="kv-subscriber", exc_info=error)
             self._on_crash(error)
+            log.critical("worker_crashed", thread="kv-subscriber", exc_info=error)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:

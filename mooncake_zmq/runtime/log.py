@@ -3,7 +3,7 @@
 import logging
 import sys
 import traceback
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
@@ -19,11 +19,15 @@ MAX_ERROR_CHARS = 200
 
 def configure(*, node: str, role: str, form: LogFormat, level: str) -> None:
     """Set up structlog for this process; every line says which node and role wrote it. Exceptions are told with their frames
-    and never with what stood in the variables there: prompts, keys."""
+    and never with what stood in the variables there: prompts, keys. The next line that can be written tells how many before it
+    could not be."""
+    lines = log_file.stderr()
 
     def name_process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
         # Not contextvars: those do not reach worker threads.
         event["node"], event["role"] = node, role
+        if lines.lost:
+            event["lost_lines"] = lines.lost
         return event
 
     last: list[structlog.typing.Processor] = (
@@ -39,7 +43,7 @@ def configure(*, node: str, role: str, form: LogFormat, level: str) -> None:
             *last,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(file=log_file.stderr()),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, lines)),
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, handlers=[_Libraries()], force=True)

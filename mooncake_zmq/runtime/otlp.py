@@ -102,8 +102,8 @@ class Otlp:
                 self._send_all()
             self._send_all()
         except Exception as error:
-            log.critical("worker_crashed", thread="otlp", exc_info=error)
             self._on_crash(error)
+            log.critical("worker_crashed", thread="otlp", exc_info=error)
 
     def _send_all(self) -> None:
         """Until nothing waits, or once in vain."""

@@ -98,8 +98,8 @@ class Connections:
         try:
             self._watch()
         except Exception as error:
-            log.critical("connections_crashed", exc_info=error)
             self._on_crash(error)
+            log.critical("connections_crashed", exc_info=error)
 
     def _watch(self) -> None:
         poller = zmq.Poller()

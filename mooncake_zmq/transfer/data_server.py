@@ -132,8 +132,8 @@ class DataServer:
             while self._stop not in dict(poller.poll()):
                 self._drain()
         except Exception as error:
-            log.critical("data_server_crashed", exc_info=error)
             self._on_crash(error)
+            log.critical("data_server_crashed", exc_info=error)
 
     def _drain(self) -> None:
         for _ in range(MAX_QUEUED):

@@ -164,12 +164,15 @@ class Disk:
                 self._files.write(slots[run.start], buffers[2 * run.start : 2 * run.stop])
         return sequences
 
-    def commit(self, written: Sequence[tuple[DiskBlock, int]]) -> None:
-        """Make blocks that were written durable and found: all of them, or none and `DiskFault`."""
+    def commit(self, written: Sequence[tuple[DiskBlock, int]], *, proves: bool = False) -> None:
+        """Make blocks that were written durable and found: all of them, or none and `DiskFault`. `proves`: if that goes well,
+        the disk works again."""
         with self._outcomes.faults("write"):
             self._files.sync(block.slot for block, _ in written)
             self._index.put(written)
         self._outcomes.count("written", len(written))
+        if proves and written:
+            self._outcomes.works("write", "read")
 
     def read(self, blocks: Sequence[Placed]) -> list[list[int] | None]:
         """Read a share of blocks straight into their places: the checksums of each one's parts, which were verified.

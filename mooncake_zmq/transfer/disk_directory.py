@@ -38,10 +38,10 @@ class Outcomes:
 
     def __init__(self, names: Iterable[str], fault_event: str) -> None:
         """`fault_event`: what the log calls a fault of this tier."""
-        self.counts = dict.fromkeys((*names, "faults"), 0)
+        self.counts = dict.fromkeys((*names, "failed"), 0)
         self._fault_event = fault_event
         self._faulty: set[str] = set()
-        """Operations of which the last one failed."""
+        """Operations that failed, and of which nobody said since that they work."""
         self._lock = threading.Lock()
 
     def count(self, name: str, by: int = 1) -> None:
@@ -54,13 +54,18 @@ class Outcomes:
         try:
             yield
         except (OSError, IndexFault) as error:
-            self.count("faults")
+            self.count("failed")
             self._faulty.add(operation)
             log.error(self._fault_event, operation=operation, error=str(error))
             raise DiskFault(f"{operation}: {error}") from error
-        if operation in self._faulty:
-            self._faulty.discard(operation)
-            log.info(f"{self._fault_event}_over", operation=operation)
+
+    def works(self, *operations: str) -> None:
+        """If one of these had failed, that is over. Who does without the disk meanwhile knows: on one that is full much goes
+        well beside what fails."""
+        for operation in operations:
+            if operation in self._faulty:
+                self._faulty.discard(operation)
+                log.info(f"{self._fault_event}_over", operation=operation)
 
 
 class Reporter:

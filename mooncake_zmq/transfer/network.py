@@ -146,8 +146,8 @@ class RemoteReader:
             self._shut_down()
 
     def _crash(self, error: Exception) -> None:
-        log.critical("remote_reader_crashed", exc_info=error)
         self._on_crash(error)
+        log.critical("remote_reader_crashed", exc_info=error)
 
     def _shut_down(self) -> None:
         for link in self._links.values():

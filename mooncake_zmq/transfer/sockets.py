@@ -234,9 +234,9 @@ class Sockets:
                 if self._zap in ready:
                     self._zap.send_multipart(self._answer(self.keys, self._zap.recv_multipart()))
         except Exception as error:
-            log.critical("keys_crashed", exc_info=error)
             if self._on_crash is not None:
                 self._on_crash(error)
+            log.critical("keys_crashed", exc_info=error)
 
     def _answer(self, keys: Keys, request: list[bytes]) -> list[bytes]:
         version, request_id, domain, address, _, mechanism, *credentials = request

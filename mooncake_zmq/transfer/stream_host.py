@@ -176,8 +176,8 @@ class StreamHost:
                 self._expire(time.monotonic())
                 self._look(time.monotonic())
         except Exception as error:
-            log.critical("streams_crashed", streams=self._name, exc_info=error)
             self._on_crash(error)
+            log.critical("streams_crashed", streams=self._name, exc_info=error)
 
     def _patience_s(self) -> float:
         oldest = next(iter(self._unattached.values()), None)
@@ -320,8 +320,8 @@ class StreamHost:
         try:
             served.run()
         except Exception as error:
-            log.critical("stream_crashed", streams=self._name, exc_info=error)
             self._on_crash(error)
+            log.critical("stream_crashed", streams=self._name, exc_info=error)
         finally:
             with self._ended:
                 del self._open[threading.current_thread()]

@@ -961,6 +961,22 @@ def test_a_disk_that_was_full_is_written_again_once_there_is_room():
     assert pool.actor.counts["disk_retries"] == 1
 
 
+def test_one_batch_alone_probes_a_disk_that_failed():
+    pool = disk_pool()
+    pool.store(*range(1, 9))
+    assert [work.is_probe for _, work in pool.batches()] == [False, False]
+    pool.written(fail=(0, 1, 2), fault="no space left")
+    pool.written()
+    pool.advance(1)
+    assert [work.is_probe for _, work in pool.batches()] == [True]
+    pool.written(fail=(0,), fault="no space left")
+    pool.advance(2)
+    pool.written()
+    pool.store(*range(9, 13))
+    assert [work.is_probe for _, work in pool.batches()] == [False] * len(pool.batches())
+    assert pool.batches()
+
+
 def test_a_disk_that_stays_full_is_tried_less_and_less():
     pool = disk_pool()
     pool.store(1, 2)

@@ -75,7 +75,8 @@ def test_what_is_on_its_way_at_the_deadline_is_too_late_whoever_asked_for_it(poo
     ask = pool.one(LeaseBlocks, "c1")
     pool.advance(2.0)
     pool.answer(ask, 1, 2)
-    pool.lease(2, client="d0", fetch_s=3.0)
+    pool.up("p1", host="h0")
+    pool.lease(2, client="p1", fetch_s=3.0)
     pool.advance(3.1)
     assert [each.slots for each in pool.take(BlocksLeased)] == [(), ()]
     assert why(pool) == {"too_late": 3}
@@ -94,7 +95,8 @@ def test_what_would_take_longer_than_computing_is_left(pool: Pool) -> None:
 def test_a_full_pool_has_no_room_for_it(pool: Pool) -> None:
     pool.store(*range(10, 10 + CAPACITY))
     pool.leased(*range(10, 10 + CAPACITY))
-    pool.lease(1, client="d0", sources=("c1",))
+    pool.up("p1", host="h0")
+    pool.lease(1, client="p1", sources=("c1",))
     pool.answer(pool.one(LeaseBlocks, "c1"), 1)
     assert why(pool) == {"no_room": 1}
 
@@ -137,6 +139,19 @@ def test_what_went_last_is_remembered_and_no_more_than_so_much(monkeypatch: pyte
     assert gone.count(asked[:2], [Medium.CPU] * 2, coming=(), lost={}) == {"no_room": 1, "behind_another": 1}
 
 
-def test_what_another_pool_misses_here_is_counted_there_alone(pool: Pool) -> None:
-    pool.lease(1, 2, client="c1")
+@pytest.mark.parametrize("asker", ["c1", "d0"])
+def test_hits_and_misses_are_of_what_a_prefill_asks_for(pool: Pool, asker: str) -> None:
+    """What another pool asks for is counted there; a decode asks for what a prefill reuses, from wherever."""
+    pool.store(1)
+    pool.lease(1, 2, 3, client=asker)
+    assert [name for name in pool.actor.counts if name.startswith("lookup_")] == []
+    pool.lease(1, 2, 3)
+    assert pool.actor.counts["lookup_blocks[result=local]"] == 1
+    assert pool.actor.counts["lookup_blocks[result=miss]"] == 2
+    assert why(pool) == {"never_stored": 2}
+
+
+def test_what_a_decode_is_denied_is_no_miss(pool: Pool) -> None:
+    pool.rest()
+    pool.lease(1, 2, client="d0")
     assert why(pool) == {}

@@ -100,3 +100,55 @@ def test_a_log_file_that_cannot_be_turned_over_goes_on_and_is_tried_again(tmp_pa
     (tmp_path / "n.log.0").rmdir()
     before, _ = write_lines(log, str(log))
     assert before
+
+
+FULL = """
+import os, resource, sys
+import structlog
+from mooncake_zmq.runtime import log
+
+def allow(more):
+    limit = os.fstat(2).st_size + more if more else resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+log.configure(node="n", role="decode", form=sys.argv[1], level="info")
+tell = structlog.get_logger().info
+tell("before")
+allow(40)
+tell("torn")
+for number in range(300):
+    tell("lost", number=number)
+allow(0)
+tell("again")
+tell("after")
+"""
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+@pytest.mark.parametrize("named", ["n.log", "none"])
+def test_lines_that_a_full_disk_does_not_take_are_lost_and_told(tmp_path: Path, form: str, named: str) -> None:
+    where = tmp_path / "n.log"
+    with where.open("ab") as output:
+        environment = {**os.environ, log_file.VARIABLE: str(tmp_path / named)}
+        subprocess.run([sys.executable, "-c", FULL, form], stderr=output, env=environment, timeout=30, check=True)
+    before, torn, again, after = where.read_text().splitlines()
+    assert "before" in before
+    assert len(torn) == 40
+    assert "again" in again
+    assert "after" in after
+    assert "lost_lines" not in after
+    if form == "json":
+        assert json.loads(again)["lost_lines"] == 301
+    else:
+        assert "lost_lines=301" in again
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+@pytest.mark.parametrize("end", ["full", "closed"])
+def test_a_process_whose_log_takes_nothing_goes_on(form: str, end: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open("/dev/full", "wb") as full, os.fdopen(write, "wb") as closed:
+        output = full if end == "full" else closed
+        told = subprocess.run([sys.executable, "-c", FAILS + "print('here')", form], stdout=-1, stderr=output, timeout=30)
+    assert (told.returncode, told.stdout) == (0, b"here\n")

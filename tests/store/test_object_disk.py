@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -266,9 +267,13 @@ def test_a_full_disk_is_a_fault_and_leaves_no_file(disk, home):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (home / "segment-00000002").exists()
-    rows, _ = write(disk, {"a": 10})
+    with structlog.testing.capture_logs() as logs:
+        disk.change((), [99])
+        assert not logs, "that has gone well on a full disk too"
+        rows, _ = write(disk, {"a": 10})
+    assert [entry["event"] for entry in logs] == ["store_disk_fault_over"]
     assert stands(disk, "a", rows["a"])
-    assert disk.counts["faults"] == 1
+    assert disk.counts["failed"] == 1
 
 
 @pytest.mark.parametrize(("call", "answer"), [("pwritev", 7), ("pwritev", errno.ENOSPC), ("fdatasync", errno.EIO)], ids=str)
@@ -297,7 +302,7 @@ def test_a_disk_that_cannot_be_read_is_a_fault(disk, monkeypatch):
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(DiskFault):
         disk.read("a", rows["a"], cell(10))
-    assert disk.counts["faults"] == 1
+    assert disk.counts["failed"] == 1
 
 
 def test_small_values_that_lie_together_are_read_at_once(disk, monkeypatch):

@@ -272,7 +272,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert files == {f"segment-{number:08d}" for number in objects.log._segments}
         assert sum((self.home / "ssd" / name).stat().st_size for name in files) <= SSD_BYTES
         counts = self.disk.counts
-        assert not any(counts[name] for name in ("stale", "corrupt", "short", "faults"))
+        assert not any(counts[name] for name in ("stale", "corrupt", "short", "failed"))
 
     def teardown(self):
         self.stop()

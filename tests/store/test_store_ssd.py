@@ -280,7 +280,7 @@ def test_a_full_disk_is_read_but_not_written_and_what_is_replaced_does_not_come_
         assert store.put("more", b"x" * 70_000) == 0
         wait_for(lambda: server.gauges()["ssd_writable"] == 0, "the fault")
     assert store.get("kept") == value("kept", 70_000)
-    assert server.counts["ssd_faults"] == 1
+    assert server.counts["ssd_failed"] == 1
     assert server.gauges()["ssd_readable"] == 1
     assert store.upsert("replaced", b"new") == 0
     assert store.get("more") == b"x" * 70_000
@@ -436,7 +436,7 @@ def test_many_clients_at_once_see_their_own_values_or_misses(make, connect):
     assert counts["demoted"] > 0
     assert counts["ssd_segments_dropped"] > 0
     assert not any(
-        counts[name] for name in ("ssd_corrupt", "ssd_stale", "ssd_short", "ssd_faults", "corrupt", "corrupt_writes")
+        counts[name] for name in ("ssd_corrupt", "ssd_stale", "ssd_short", "ssd_failed", "corrupt", "corrupt_writes")
     )
 
 

@@ -61,10 +61,10 @@ def open_disk(directory: Path, slots: int = SLOTS, **options) -> Disk:
     return Disk.open(directory, layout, slots * stride, **({"segment_bytes": PER_SEGMENT * stride} | options))
 
 
-def put(disk: Disk, slot: int, number: int, seed: object = 0) -> DiskBlock:
+def put(disk: Disk, slot: int, number: int, seed: object = 0, *, proves: bool = False) -> DiskBlock:
     slab = Slab()
     block = slab.fill((number, seed), slot, key(number))
-    disk.commit([(block, *disk.write([(block, slab.view)]))])
+    disk.commit([(block, *disk.write([(block, slab.view)]))], proves=proves)
     return block
 
 
@@ -132,7 +132,7 @@ def test_what_is_written_is_read_back(disk):
     blocks = [put(disk, slot, slot) for slot in range(SLOTS)]
     assert all(stands(disk, block) for block in blocks)
     assert disk.slots == SLOTS
-    assert disk.counts == {"written": 8, "read": 8, "stale": 0, "corrupt": 0, "short": 0, "faults": 0, "dropped": 0}
+    assert disk.counts == {"written": 8, "read": 8, "stale": 0, "corrupt": 0, "short": 0, "failed": 0, "dropped": 0}
 
 
 def test_files_are_for_their_owner_alone(home, disk):
@@ -467,7 +467,7 @@ def test_a_fault_on_the_way_commits_nothing_of_a_share(disk, monkeypatch):
     with pytest.raises(DiskFault, match="only 4096 of"):
         put_share(disk, (0, 1, 4, 5))
     assert disk.counts["written"] == 0
-    assert disk.counts["faults"] == 1
+    assert disk.counts["failed"] == 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -541,7 +541,7 @@ def test_a_full_disk_is_a_fault_and_what_stands_is_still_read(small_mount):
     with pytest.raises(DiskFault, match="No space left|disk is full"):
         fill()
     assert blocks
-    assert disk.counts["faults"] == 1
+    assert disk.counts["failed"] == 1
     assert all(stands(disk, block) for block in blocks)
     disk.close()
 
@@ -557,7 +557,10 @@ def test_a_disk_that_was_full_is_written_again_as_soon_as_there_is_room(small_mo
         put(disk, 0, 0)
     ballast.unlink()
     with structlog.testing.capture_logs() as logs:
-        blocks = [put(disk, slot, slot) for slot in range(8)]
+        blocks = [put(disk, slot, slot) for slot in range(7)]
+        unproved = list(logs)
+        blocks.append(put(disk, 7, 7, proves=True))
+    assert not unproved, "what goes well says little of a disk that was full"
     assert [entry["event"] for entry in logs] == ["disk_fault_over"]
     assert all(stands(disk, block) for block in blocks)
     disk.close()

@@ -1,5 +1,6 @@
 """The live executor with the toy engine: one token of wrong KV anywhere would change what is sampled."""
 
+import errno
 import gc
 import math
 import os
@@ -792,6 +793,19 @@ def test_a_bug_ends_the_work_and_is_told(make_rig, crashes):
     result = rig.result(rig.compute(1, 0, PROMPT))
     assert isinstance(result, WorkFailed)
     assert "planted" in result.reason
+    rig.executor.close()
+    assert isinstance(crashes.pop(), ArithmeticError)
+
+
+def test_a_bug_is_told_whatever_becomes_of_the_log(make_rig, crashes, monkeypatch):
+    def full(*args, **facts):
+        raise OSError(errno.ENOSPC, "planted")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(executor_module, "log", SimpleNamespace(critical=full))
+    rig = make_rig("a", engine=BrokenEngine())
+    rig.executor.open_sequence(1, 32)
+    assert isinstance(rig.result(rig.compute(1, 0, PROMPT)), WorkFailed)
     rig.executor.close()
     assert isinstance(crashes.pop(), ArithmeticError)
 

@@ -1,10 +1,13 @@
 """Demotions and promotions as works of the live executor, over real files."""
 
 import errno
+import itertools
 import os
 import threading
 
 import pytest
+import structlog
+from msgspec import structs
 from segment_bytes import slot_bytes
 from test_executor import TIMEOUT_S, Rig
 
@@ -201,6 +204,25 @@ def test_a_full_disk_ends_a_write_with_a_fault_and_the_node_goes_on(rig, refs, d
     assert result.written == (False,) * BLOCKS
     assert "No space left" in result.fault
     assert rig.run(demotion(refs)) == DiskWritten((True,) * BLOCKS)
+
+
+def test_a_fault_is_over_once_a_probe_is_written_whole(rig, refs, disk, monkeypatch):
+    """And not when another block of the same batch is, or another batch: the tier is off then."""
+    calls, write = itertools.count(), os.pwritev
+
+    def fail_once(*args):
+        return fail(errno.ENOSPC)(*args) if next(calls) == 0 else write(*args)
+
+    probe = structs.replace(demotion(refs), is_probe=True)
+    with structlog.testing.capture_logs() as logs:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", fail_once)
+            assert rig.run(probe).fault
+        assert not rig.run(demotion(refs[:1])).fault
+        assert [entry["event"] for entry in logs] == ["disk_fault"]
+        assert not rig.run(probe).fault
+        assert not rig.run(probe).fault
+    assert [entry["event"] for entry in logs] == ["disk_fault", "disk_fault_over"]
 
 
 def test_a_failing_sync_takes_the_whole_batch_with_it(rig, refs, disk, monkeypatch):

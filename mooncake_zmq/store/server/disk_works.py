@@ -88,15 +88,15 @@ class DiskWorks:
             while (start := works.get()) is not None:
                 self._turns.take(WorkDone(start.work_id, self._result(start.work)))
         except Exception as error:
-            log.critical("store_disk_turn_crashed", exc_info=error)
             self._on_crash(error)
+            log.critical("store_disk_turn_crashed", exc_info=error)
 
     def _result(self, work: Work) -> Result:
         try:
             return self._hand.carry_out(work)
         except Exception as error:  # our bug: this process will end, and whoever waits for the disk is told until then
-            log.critical("store_disk_crashed", exc_info=error)
             self._on_crash(error)
+            log.critical("store_disk_crashed", exc_info=error)
             return DiskFailed(f"a bug: {error}")
 
 

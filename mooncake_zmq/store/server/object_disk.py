@@ -224,6 +224,7 @@ class ObjectDisk:
         with self._outcomes.faults("write"):
             self._sync()
             self._index.put(rows)
+        self._outcomes.works("write", "move", "remove")  # nothing is written while the tier is off
 
     def copy(self, key: str, record: ObjectRecord, to: ObjectRecord) -> None:
         """Copy the pages of a record to where it stands once `change` tells so, in the newest segment.

@@ -208,8 +208,8 @@ class StoreServer:
                 while self._replies:
                     self._send(self._replies.popleft())
         except Exception as error:
-            log.critical("store_server_crashed", exc_info=error)
             self._on_crash(error)
+            log.critical("store_server_crashed", exc_info=error)
 
     def _next_sender(self) -> bytes:
         """The connection that the next message is from, waited for. Raises zmq.Again."""

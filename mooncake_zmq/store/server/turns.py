@@ -125,5 +125,5 @@ class Timers:
                         return
                 self.fire(time.monotonic())
         except Exception as error:
-            log.critical("store_timers_crashed", exc_info=error)
             self._on_crash(error)
+            log.critical("store_timers_crashed", exc_info=error)
