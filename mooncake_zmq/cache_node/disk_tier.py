@@ -140,8 +140,8 @@ class DiskTier:
         self._draining, self._clean = False, 0
 
     def demote(self) -> list[Effect]:
-        """Write the coldest DRAM blocks that are not on disk yet, a batch at a time, and beside it one that is full, if the disk
-        works. Of one that has just failed: arm the timer of the next try."""
+        """Write the coldest DRAM blocks that are not on disk yet, a batch at a time, and beside it one that is full, if the
+        disk works. Of one that has just failed: arm the timer of the next try."""
         effects: list[Effect] = [SetTimer(RETRY, self._retry_s)] if self._retry_s else []
         self._retry_s = 0.0
         while self.writable and len(self._writing) < (1 if self.fault else BATCHES):
