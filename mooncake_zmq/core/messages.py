@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct, structs
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""
@@ -311,13 +311,15 @@ class RequestEnded(_Message, frozen=True):
 
 
 class NodesHeard(_Message, frozen=True):
-    """Conductor -> gateways, when a conversation begins and soon after each change: the cache-nodes that it hears, and those of
-    the nodes named in its config that it does not hear yet, or whose blocks it was not told yet."""
+    """Conductor -> gateways, when a conversation begins and soon after each change: the cache-nodes that it hears, those of the
+    nodes named in its config that it does not hear yet, or whose blocks it was not told yet, and who takes nothing new."""
 
     cache_nodes: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
     missing: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
     resting: bool = False
     """Ask another conductor, if one lives that does not rest."""
+    closed: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
+    """Prefills, decodes and vLLMs that are there and are sent nothing new: they drain, or their vLLM is gone."""
 
 
 # --- nodes -> conductor

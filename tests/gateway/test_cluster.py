@@ -67,6 +67,17 @@ def test_a_gateway_that_drains_speaks_of_itself():
     assert verdict("draining", []) == "This gateway takes no new calls: it is draining."
 
 
+def test_who_rests_is_named_and_degrades_nothing():
+    rests = {"draining": True, "resting": True}
+    view = seen(d0=told(**rests))
+    assert (picture(view)["status"], picture(view)["verdict"]) == ("ok", "All is well; d0 is drained.")
+    view = seen(d0=told(gauges={"requests_running": 2.0}, **rests), c0=told(**rests))
+    assert picture(view)["verdict"] == "All is well; d0 is draining, and 1 more."
+    view = seen(without=("c1",), d0=told(**rests))
+    assert picture(view)["verdict"].endswith("does not answer; d0 is drained.")
+    assert picture(seen(status="unavailable", d0=told(**rests)))["verdict"].endswith("it is unavailable; d0 is drained.")
+
+
 @pytest.mark.parametrize(
     ("name", "gauges", "reason"),
     [
