@@ -183,7 +183,7 @@ def picture(seen: Seen) -> dict[str, Any]:
         "requests": {
             "finished": _of(gateways, "requests_finished", "reason"),
             "failed": {code: count for code, count in _of(gateways, "requests_failed", "code").items() if code not in rejected},
-            "rejected": rejected,
+            "rejected": rejected | _turned_away(gateways),
             "cancelled": gateways["requests_cancelled"],
             "attempts_retried": gateways["attempts_retried"],
         },
@@ -274,6 +274,12 @@ def _of(counts: Mapping[str, int], base: str, label: str) -> dict[str, int]:
     """What is counted under a name, by its one label."""
     head = f"{base}[{label}="
     return {name[len(head) : -1]: value for name, value in sorted(counts.items()) if name.startswith(head)}
+
+
+def _turned_away(gateways: Mapping[str, int]) -> dict[str, int]:
+    """Calls that never were requests: refused at the door, by reason, or over what their tenant may do."""
+    limited = sum(_of(gateways, "tenant_limited", "tenant").values())
+    return _of(gateways, "edge_rejected", "reason") | ({"limited": limited} if limited else {})
 
 
 def count_prediction(counts: Tally, of: str, actual_s: float, predicted_s: float) -> None:

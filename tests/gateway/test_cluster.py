@@ -156,6 +156,21 @@ def test_numbers_of_the_whole_cluster_are_sums_of_reports():
     json.dumps(whole)
 
 
+def test_calls_refused_at_the_door_are_among_the_rejected():
+    counts = {
+        "requests_rejected[reason=ttft_slo]": 3.0,
+        "requests_failed[code=ttft_slo]": 3.0,
+        "requests_failed[code=no_decode]": 2.0,
+        "edge_rejected[reason=full]": 5.0,
+        "edge_rejected[reason=bodies]": 1.0,
+    }
+    limited = {"tenant_limited[tenant=alice]": 4.0, "tenant_limited[tenant=bob]": 3.0}
+    requests = picture(seen(g0=told(counts=counts)))["requests"]
+    assert requests["rejected"] == {"ttft_slo": 3, "bodies": 1, "full": 5}
+    assert requests["failed"] == {"no_decode": 2}
+    assert picture(seen(g0=told(counts=limited)))["requests"]["rejected"] == {"limited": 7}
+
+
 def test_more_degradations_than_are_told_are_cut():
     many = [Degraded("prefill_down", f"p{n}", "") for n in range(3)]
     assert verdict("ok", many).endswith(", and 2 more.")
