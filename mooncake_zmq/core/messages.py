@@ -283,7 +283,8 @@ class Rejected(_Message, frozen=True):
     reason: RejectReason
     retry_after_s: Seconds
     predicted_s: Seconds = 0.0
-    """Of one that would miss its SLO: the TTFT or TBT that was predicted, where it was that; 0: it was another's."""
+    """Of one that would miss its SLO, what was held against it: the TBT, or the TTFT from the request's arrival on, however late
+    promises come added; 0: it was another's SLO."""
 
 
 class Outcome(_Record, frozen=True):
