@@ -283,8 +283,8 @@ class Rejected(_Message, frozen=True):
     reason: RejectReason
     retry_after_s: Seconds
     predicted_s: Seconds = 0.0
-    """Of one that would miss its SLO, what was held against it: the TBT, or the TTFT from the request's arrival on, however late
-    promises come added; 0: it was another's SLO."""
+    """What was held against the SLO of one that would miss it: its TBT, or its TTFT from its arrival on, with time to spare
+    where promises come late; 0: it was another's SLO."""
 
 
 class Outcome(_Record, frozen=True):
