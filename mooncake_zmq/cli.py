@@ -317,11 +317,10 @@ def status(path: str, assignments: tuple[str, ...], url: str, ca: str, as_json: 
       mooncake-zmq status
       mooncake-zmq status --url https://llm.example.org --json
     """
-    from rich.console import Console
-
     from mooncake_zmq.console.status import show
+    from mooncake_zmq.console.terminal import Terminal
 
-    sys.exit(show(_gateways(path, assignments, url, ca), Console(), as_json=as_json))
+    sys.exit(show(_gateways(path, assignments, url, ca), Terminal(), as_json=as_json))
 
 
 @main.command()
@@ -336,12 +335,11 @@ def top(path: str, assignments: tuple[str, ...], url: str, ca: str) -> None:
     Example:
       mooncake-zmq top --config /etc/mooncake-zmq/cluster.toml
     """
-    from rich.console import Console
-
     from mooncake_zmq.console.status import watch
+    from mooncake_zmq.console.terminal import Terminal
 
     try:
-        sys.exit(watch(_gateways(path, assignments, url, ca), Console()))
+        sys.exit(watch(_gateways(path, assignments, url, ca), Terminal()))
     except KeyboardInterrupt:
         sys.exit(0)
 
@@ -367,11 +365,10 @@ def trace(
       mooncake-zmq trace gateway-0-19a3b5c-2f
       mooncake-zmq trace my-own-id --perfetto trace.json
     """
-    from rich.console import Console
-
+    from mooncake_zmq.console.terminal import Terminal
     from mooncake_zmq.console.trace import show
 
-    sys.exit(_or_exit(lambda: show(_gateways(path, assignments, url, ca), request, Console(), as_json, perfetto)))
+    sys.exit(_or_exit(lambda: show(_gateways(path, assignments, url, ca), request, Terminal(), as_json, perfetto)))
 
 
 @main.command()
@@ -383,7 +380,7 @@ def trace(
 def dump(path: str, assignments: tuple[str, ...], url: str, ca: str, node: str | None) -> None:
     """Print the state of running nodes as JSON.
 
-    A NODE that does not run on this machine is asked by a gateway.
+    A NODE that does not run on this machine is asked by a gateway, and any NODE by that at URL, whatever FILE says.
 
     \b
     Examples:
@@ -391,18 +388,24 @@ def dump(path: str, assignments: tuple[str, ...], url: str, ca: str, node: str |
       mooncake-zmq dump --config /etc/mooncake-zmq/cluster.toml --node decode-b
     """
     import json
+    from urllib.parse import quote
 
     from mooncake_zmq.console.gateways import NoGateway
     from mooncake_zmq.operate import collect_dumps
 
-    loaded = _load(path, None, assignments)
-    names = [_or_exit(lambda: loaded.config.node(node)).name] if node else [each.name for each in loaded.config.nodes]
-    dumps = collect_dumps(Path(loaded.config.cluster.runtime_dir), names)
+    if url and not node:
+        _fail("--url asks a gateway, which tells of one node at a time: name it by --node")
+    names, dumps = [node or ""], {}
+    if not url:
+        loaded = _load(path, None, assignments)
+        names = [_or_exit(lambda: loaded.config.node(node)).name] if node else [each.name for each in loaded.config.nodes]
+        dumps = collect_dumps(Path(loaded.config.cluster.runtime_dir), names)
     if node and not dumps:
         try:
-            dumps[node] = _gateways(path, assignments, url, ca).ask(f"/cluster/state/{node}")[1]
+            dumps[node] = _gateways(path, assignments, url, ca).ask(f"/cluster/state/{quote(node, safe='')}")[1]
         except NoGateway as error:
-            click.echo(f"{node} does not run on this machine, and no gateway tells of it: {error}", err=True)
+            where = "" if url else " does not run on this machine, and"
+            click.echo(f"{node}{where or ':'} no gateway tells of it: {error}", err=True)
     click.echo(json.dumps(dumps, indent=1))
     if missing := [name for name in names if name not in dumps]:
         click.echo(f"not running or not answering: {', '.join(missing)}", err=True)
@@ -476,12 +479,11 @@ def drain(node: str, path: str, assignments: tuple[str, ...], url: str, ca: str,
       mooncake-zmq drain decode-b
       mooncake-zmq drain decode-b --undo
     """
-    from rich.console import Console
-
     from mooncake_zmq.console import drain as draining
+    from mooncake_zmq.console.terminal import Terminal
 
     gateways = _gateways(path, assignments, url, ca)
-    sys.exit(draining.undo(gateways, node, Console()) if undo else draining.drain(gateways, node, Console(), within_s=wait))
+    sys.exit(draining.undo(gateways, node, Terminal()) if undo else draining.drain(gateways, node, Terminal(), within_s=wait))
 
 
 @main.command()

@@ -38,7 +38,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One replay in figures. Shares from 0 to 1, times in seconds."""
+    """One replay in figures. Shares from 0 to 1, times in seconds; None: there was nothing to measure."""
 
     url: str
     model: str
@@ -66,20 +66,20 @@ class Result:
     output_tokens: int
     cached_tokens: int | None
     """None: the server does not tell."""
-    ttft_s: Spread
-    tbt_s: Spread
+    ttft_s: Spread | None
+    tbt_s: Spread | None
     """A request's longest tenth of gaps."""
-    gap_s: Spread
+    gap_s: Spread | None
     """Between a token and the next; 0 where several came together."""
-    tpot_s: Spread
-    e2e_s: Spread
+    tpot_s: Spread | None
+    e2e_s: Spread | None
     most_open: int
     held: int
-    held_s: Spread
+    held_s: Spread | None
     """Of those that had to wait for another to end."""
-    late_s: Spread
+    late_s: Spread | None
     """How late this client sent."""
-    loop_lag_s: Spread
+    loop_lag_s: Spread | None
     """How late it may have heard."""
     span_s: float
     client_cpu: float
@@ -88,7 +88,7 @@ class Result:
     @property
     def doubtful(self) -> bool:
         """Was the client itself too late to tell?"""
-        return max(self.late_s.p99, self.loop_lag_s.p99) > LATE_S
+        return any(found is not None and found.p99 > LATE_S for found in (self.late_s, self.loop_lag_s))
 
 
 def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
@@ -119,19 +119,29 @@ def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
         prompt_tokens=sum(each.prompt_tokens if each.prompt_tokens >= 0 else each.input_tokens for each in finished),
         output_tokens=sum(each.tokens for each in seen),
         cached_tokens=sum(each.cached_tokens for each in told) if told else None,
-        ttft_s=spread([each.ttft_s for each in started]),
-        tbt_s=spread([each.tbt_s for each in finished if len(each.token_s) > 1]),
-        gap_s=spread(np.concatenate([np.diff(each.token_s) for each in started]).tolist() if started else []),
-        tpot_s=spread([each.tpot_s for each in finished if each.tpot_s]),
-        e2e_s=spread([each.ended_s for each in finished]),
+        ttft_s=spread_of([each.ttft_s for each in started]),
+        tbt_s=spread_of([each.tbt_s for each in finished if len(each.token_s) > 1]),
+        gap_s=spread_of(np.concatenate([np.diff(each.token_s) for each in started]).tolist() if started else []),
+        tpot_s=spread_of([each.tpot_s for each in finished if each.tpot_s]),
+        e2e_s=spread_of([each.ended_s for each in finished]),
         most_open=max((count for _, count in open_over_time(seen)), default=0),
         held=sum(1 for each in seen if each.held_s),
-        held_s=spread([each.held_s for each in seen if each.held_s]),
-        late_s=spread([each.late_s for each in seen if each.ended_s >= 0]),
-        loop_lag_s=spread(heard.loop_lag_s),
+        held_s=spread_of([each.held_s for each in seen if each.held_s]),
+        late_s=spread_of([each.late_s for each in seen if each.ended_s >= 0]),
+        loop_lag_s=spread_of(heard.loop_lag_s),
         span_s=span_s,
         client_cpu=_rate(heard.cpu_s, heard.wall_s),
     )
+
+
+def spread_of(values_s: Sequence[float]) -> Spread | None:
+    """Mean and percentiles, if there is anything."""
+    return spread(values_s) if values_s else None
+
+
+def figures(found: Spread | None, scale: float) -> str:
+    """The same in words, times `scale`."""
+    return "-" if found is None else written(found, scale)
 
 
 def open_over_time(seen: Sequence[Seen]) -> list[tuple[float, int]]:
@@ -153,8 +163,8 @@ def _rate(count: float, span_s: float) -> float:
     return count / span_s if span_s else 0.0
 
 
-def show(heard: Heard, url: str, bounds: Bounds, *, as_json: bool, html: Path | None) -> None:
-    """Print to standard output, and write a page if asked."""
+def show(heard: Heard, url: str, bounds: Bounds, *, as_json: bool, html: Path | None) -> int:
+    """Print to standard output, and write a page if asked; an exit code: 1 if no request was answered."""
     from mooncake_zmq.bench.client_page import page
 
     result = result_of(heard, url, bounds)
@@ -164,6 +174,7 @@ def show(heard: Heard, url: str, bounds: Bounds, *, as_json: bool, html: Path | 
         click.echo(json.dumps(as_dict(result)))
     else:
         Console(width=None if sys.stdout.isatty() else 140).print(table(result))
+    return 0 if result.finished else 1
 
 
 def as_dict(result: Result) -> dict[str, Any]:
@@ -195,15 +206,15 @@ def lines(result: Result) -> list[tuple[str, str]]:
         ("finished, requests/s; tokens/s", f"{result.requests_per_s:.3f}; {result.output_tokens_per_s:,.0f}"),
         ("tokens of prompts; of answers", f"{result.prompt_tokens:,}; {result.output_tokens:,}"),
         ("tokens of prompts from the cache", cached),
-        ("TTFT mean, p50, p90, p99, s", written(result.ttft_s, 1)),
-        ("TBT (longest tenth) mean, p50, p90, p99, ms", written(result.tbt_s, 1000)),
-        ("gaps between tokens (0: came together) mean, p50, p90, p99, ms", written(result.gap_s, 1000)),
-        ("TPOT mean, p50, p90, p99, ms", written(result.tpot_s, 1000)),
-        ("E2E mean, p50, p90, p99, s", written(result.e2e_s, 1)),
+        ("TTFT mean, p50, p90, p99, s", figures(result.ttft_s, 1)),
+        ("TBT (longest tenth) mean, p50, p90, p99, ms", figures(result.tbt_s, 1000)),
+        ("gaps between tokens (0: came together) mean, p50, p90, p99, ms", figures(result.gap_s, 1000)),
+        ("TPOT mean, p50, p90, p99, ms", figures(result.tpot_s, 1000)),
+        ("E2E mean, p50, p90, p99, s", figures(result.e2e_s, 1)),
         ("streams open at most", f"{result.most_open:,}"),
-        ("held back for a free stream; mean, p50, p90, p99, s", f"{result.held:,}; {written(result.held_s, 1)}"),
-        ("this client sent late by mean, p50, p90, p99, ms", written(result.late_s, 1000)),
-        ("this client's loop came late by mean, p50, p90, p99, ms", written(result.loop_lag_s, 1000)),
+        ("held back for a free stream; mean, p50, p90, p99, s", f"{result.held:,}; {figures(result.held_s, 1)}"),
+        ("this client sent late by mean, p50, p90, p99, ms", figures(result.late_s, 1000)),
+        ("this client's loop came late by mean, p50, p90, p99, ms", figures(result.loop_lag_s, 1000)),
         ("time, s; this client's share of a core", f"{result.span_s:.1f}; {percent(result.client_cpu)}"),
     ]
     return [*found, ("the client itself was late: its times are in doubt", "!")] if result.doubtful else found

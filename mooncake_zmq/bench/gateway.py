@@ -17,7 +17,7 @@ import numpy as np
 from mooncake_zmq.bench.client import Client, Heard, replay
 from mooncake_zmq.bench.client_connection import Connections, Target
 from mooncake_zmq.bench.client_prompts import PromptForm
-from mooncake_zmq.bench.client_report import Bounds, Result, result_of
+from mooncake_zmq.bench.client_report import Bounds, Result, figures, result_of
 from mooncake_zmq.bench.client_stream import Seen, ask
 from mooncake_zmq.bench.cluster import BenchCluster, bench_cluster
 from mooncake_zmq.bench.memory import footprint, threads_cpu_s
@@ -260,10 +260,10 @@ class _Run:
     def _note(self, name: str, result: Result, cpu_s: float) -> None:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in result.errors.items()) or "none"
         self._report.notes += [
-            f"{name}: TTFT p50 {1e3 * result.ttft_s.p50:.1f}, p99 {1e3 * result.ttft_s.p99:.1f} ms; "
+            f"{name}: TTFT mean, p50, p90, p99 {figures(result.ttft_s, 1000)} ms; "
             f"{result.output_tokens_per_s:,.0f} tokens/s; gateway's CPU {1e3 * cpu_s / max(1, result.requests):.2f} ms for one "
             f"of {result.output_tokens / max(1, result.finished):.0f} tokens, {100 * cpu_s / result.span_s:.0f} % of a core",
-            f"{name}: errors: {kinds}; {result.most_open:,} open at most; sent late by {1e3 * result.late_s.p99:.1f} ms (p99)",
+            f"{name}: errors: {kinds}; {result.most_open:,} open at most; sent late by {figures(result.late_s, 1000)} ms",
         ]
 
     def _prompt(self) -> list[int]:

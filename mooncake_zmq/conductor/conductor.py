@@ -317,18 +317,20 @@ class Conductor:
         node = self._prefills.by_name.get(sender)
         if node is None:
             return self._unexpected(load)
-        for number, due in self._prefills.report(now, node, self._balance.prefill_load(sender, load)):
+        load = self._balance.prefill_load(sender, load)
+        for number, due in self._prefills.report(now, node, load):
             booking = self._bookings.numbered(number)
             if booking is not None and booking.placed.prefill == sender:
                 booking.due = due
-        return []
+        return self._roll_call.takes(sender, closed=load.draining)
 
     def _on_decode_load(self, now: float, sender: str, load: DecodeLoad) -> list[Effect]:
         node = self._decodes.by_name.get(sender)
         if node is None:
             return self._unexpected(load)
-        self._decodes.report(now, node, self._balance.decode_load(sender, load))
-        return []
+        load = self._balance.decode_load(sender, load)
+        self._decodes.report(now, node, load)
+        return self._roll_call.takes(sender, closed=load.draining)
 
     def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
         destination = self._index.join(sender)

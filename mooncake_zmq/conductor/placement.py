@@ -104,7 +104,7 @@ class Placement:
         spare = self.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
         late_s = self._admission.late_prefill_s(limits, prefill, ttft_s * spare)
         if late_s:
-            return RejectReason.TTFT, late_s, ttft_s
+            return RejectReason.TTFT, late_s, limits.waited_s + ttft_s * spare
         expected = self._outputs.expected(schedule.max_tokens)
         at = now if self._at_once else now + ttft_s
         joining = self._joining(at, prefill, plan, expected, schedule.choices)

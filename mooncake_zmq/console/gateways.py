@@ -16,6 +16,7 @@ KEY_VARIABLE = "MOONCAKE_ZMQ_API_KEY"
 TIMEOUT_S, CONNECT_S = 6.0, 2.0
 SERVING = ("ok", "degraded")
 NOBODY = "the deployment has no gateway"
+NONE_OF_OURS = "what answers there is no gateway of ours"
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -63,7 +64,7 @@ class Gateways:
         told: list[str] = []
         for name in self.urls:
             try:
-                last = name, self._ask(name, "/cluster")
+                last = name, self._picture(name)
             except NoGateway as error:
                 told.append(str(error))
                 continue
@@ -72,6 +73,12 @@ class Gateways:
         if last is None:
             raise NoGateway("; ".join(told) or NOBODY)
         return last
+
+    def _picture(self, name: str) -> Any:
+        told = self._ask(name, "/cluster")
+        if not isinstance(told, dict) or not told.keys() >= {"status", "nodes"}:
+            raise NoGateway(f"{self._at(name)}: {NONE_OF_OURS}")
+        return told
 
     def ask(self, path: str) -> tuple[str, Any]:
         """The first who answered, and what. Raises NoGateway."""
@@ -94,15 +101,24 @@ class Gateways:
         raise NoGateway("; ".join(told) or NOBODY)
 
     def _ask(self, name: str, path: str, method: str = "GET") -> Any:
-        url = self.urls[name]
         try:
-            answer = self._client.request(method, f"{url.rstrip('/')}{path}")
+            answer = self._client.request(method, f"{self.urls[name].rstrip('/')}{path}")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise NoGateway(f"{self._at(name)}: {error or type(error).__name__}") from None
+        try:
+            told = answer.json()
             if answer.status_code == httpx.codes.OK:
-                return answer.json()
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise NoGateway(f"{name} at {url}: {error or type(error).__name__}") from None
-        kind = Refused if answer.is_client_error else NoGateway
-        raise kind(f"{name}: {_reason(answer)}")
+                return told
+            reason = f"{name}: {answer.status_code} {told['error']['message']}"
+        except (ValueError, LookupError, TypeError):
+            said = f"{answer.status_code} {answer.reason_phrase}"
+            raise NoGateway(f"{self._at(name)}: {NONE_OF_OURS} ({said})") from None
+        raise (Refused if answer.is_client_error else NoGateway)(reason)
+
+    def _at(self, name: str) -> str:
+        """A gateway that is known by its URL alone has that for a name."""
+        url = self.urls[name]
+        return url if name == url else f"{name} at {url}"
 
     def close(self) -> None:
         """Let go of connections."""
@@ -137,10 +153,3 @@ def _trust(ca: str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca or None)
     except OSError as error:
         raise ConfigError(f"{ca}: {error.strerror or error}") from None
-
-
-def _reason(answer: httpx.Response) -> str:
-    try:
-        return f"{answer.status_code} {answer.json()['error']['message']}"
-    except (ValueError, LookupError, TypeError):
-        return f"{answer.status_code} {answer.reason_phrase}"

@@ -2,9 +2,12 @@
 
 import json
 import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -39,19 +42,29 @@ def exit_code(picture: dict[str, Any]) -> int:
 
 
 def watch(gateways: Gateways, console: Console, *, times: int | None = None) -> int:
-    """Show it again each second, `times` or until interrupted; the last exit code."""
-    code = DOWN
-    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        while times is None or times > 0:
-            times = None if times is None else times - 1
-            try:
-                gateway, picture = gateways.picture()
-                code = exit_code(picture)
-                foot = Text(f"by {gateway}; Ctrl-C ends this", style="dim")
-                live.update(Group(tables.overview(picture), Text(), tables.traffic(picture), foot), refresh=True)
-            except NoGateway as error:
-                code = DOWN
-                live.update(Text(f"No gateway answers: {error}", style="red"), refresh=True)
-            if times != 0:
-                time.sleep(EVERY_S)
+    """Show it again each second, `times` or until interrupted or nobody reads it; the last exit code. A terminal shows the last
+    picture alone; into a pipe goes each as it comes."""
+    if not console.is_terminal:
+        return _watch(gateways, console, console.print, times)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        return _watch(gateways, console, partial(live.update, refresh=True), times)
+
+
+def _watch(gateways: Gateways, console: Console, draw: Callable[[RenderableType], None], times: int | None) -> int:
+    for left in count() if times is None else reversed(range(times)):
+        code, picture = _picture(gateways)
+        draw(picture)
+        if console.quiet:
+            break
+        if times is None or left:
+            time.sleep(EVERY_S)
     return code
+
+
+def _picture(gateways: Gateways) -> tuple[int, RenderableType]:
+    try:
+        gateway, picture = gateways.picture()
+    except NoGateway as error:
+        return DOWN, Text(f"No gateway answers: {error}", style="red")
+    foot = Text(f"by {gateway}; Ctrl-C ends this", style="dim")
+    return exit_code(picture), Group(tables.overview(picture), Text(), tables.traffic(picture), foot)

@@ -27,12 +27,12 @@ def overview(picture: Picture) -> RenderableType:
 
 
 def nodes(picture: Picture) -> Table:
-    """One line a node."""
-    table = Table(box=None, pad_edge=False)
+    """One line a node; where that is too long, role and host are folded, and figures stay whole."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("node", "role", "host", "state"):
-        table.add_column(name)
-    for name in ("up", "waiting", "running", "full"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=name in ("node", "state"), overflow="fold")
+    for name in ("up", "wait", "run", "full"):
+        table.add_column(name, justify="right", no_wrap=True)
     for node in picture["nodes"]:
         gauges = node.get("gauges", {})
         table.add_row(

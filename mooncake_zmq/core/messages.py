@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct, structs
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""
@@ -283,7 +283,8 @@ class Rejected(_Message, frozen=True):
     reason: RejectReason
     retry_after_s: Seconds
     predicted_s: Seconds = 0.0
-    """Of one that would miss its SLO: the TTFT or TBT that was predicted, where it was that; 0: it was another's."""
+    """What was held against the SLO of one that would miss it: its TBT, or its TTFT from its arrival on, with time to spare
+    where promises come late; 0: it was another's SLO."""
 
 
 class Outcome(_Record, frozen=True):
@@ -311,13 +312,15 @@ class RequestEnded(_Message, frozen=True):
 
 
 class NodesHeard(_Message, frozen=True):
-    """Conductor -> gateways, when a conversation begins and soon after each change: the cache-nodes that it hears, and those of
-    the nodes named in its config that it does not hear yet, or whose blocks it was not told yet."""
+    """Conductor -> gateways, when a conversation begins and soon after each change: the cache-nodes that it hears, those of the
+    nodes named in its config that it does not hear yet, or whose blocks it was not told yet, and who takes nothing new."""
 
     cache_nodes: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
     missing: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
     resting: bool = False
     """Ask another conductor, if one lives that does not rest."""
+    closed: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
+    """Prefills, decodes and vLLMs that are there and are sent nothing new: they drain, or their vLLM is gone."""
 
 
 # --- nodes -> conductor

@@ -55,7 +55,7 @@ class Attempt:
     decode: str = ""
     stages: tuple[str, ...] = ()
     predicted_ttft_s: float | None = None
-    """From `began_s` on. Of a request that was refused, what it was refused for."""
+    """From `began_s` on. Of a request that was refused, what it was refused for: from its arrival on."""
     predicted_tbt_s: float | None = None
     first_s: float | None = None
     """When its first token came."""

@@ -140,16 +140,18 @@ def _kind_of(refusal: str) -> str:
     return "model_differs" if what == "model" else "other_differs"
 
 
-def verdict(status: str, found: Sequence[Degraded]) -> str:
-    """How the cluster is, in a sentence."""
+def verdict(status: str, found: Sequence[Degraded], resting: Sequence[str] = ()) -> str:
+    """How the cluster is, in a sentence. `resting`: how the nodes are that take nothing new, as an operator wanted."""
     if status == "draining":
         return "This gateway takes no new calls: it is draining."
+    rests = f"; {_first(resting)}" if resting else ""
     if status != "ok":
-        return f"The cluster does not serve: it is {status}."
-    if not found:
-        return "All is well."
-    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-    return f"It serves, but {found[0].text}{more}."
+        return f"The cluster does not serve: it is {status}{rests}."
+    return f"It serves, but {_first([each.text for each in found])}{rests}." if found else f"All is well{rests}."
+
+
+def _first(told: Sequence[str]) -> str:
+    return f"{told[0]}, and {len(told) - 1} more" if len(told) > 1 else told[0]
 
 
 def picture(seen: Seen) -> dict[str, Any]:
@@ -159,13 +161,15 @@ def picture(seen: Seen) -> dict[str, Any]:
     engines = _sum(seen.reports("prefill", "vllm"))
     pools = _sum(seen.reports("cache-node"))
     rejected = _of(gateways, "requests_rejected", "reason")
+    nodes = [told_node(seen, node, found) for node in seen.listed]
+    resting = [f"{node['name']} is {node['state']}" for node in nodes if node["state"] in ("draining", "drained")]
     return {
         "gateway": seen.gateway,
         "model": seen.model,
         "status": "degraded" if seen.status == "ok" and found else seen.status,
-        "verdict": verdict(seen.status, found),
+        "verdict": verdict(seen.status, found, resting),
         "degraded": [asdict(each) for each in found],
-        "nodes": [told_node(seen, node, found) for node in seen.listed],
+        "nodes": nodes,
         "tiers": _tiers(seen),
         "flows": _flows(seen),
         "hits": {
@@ -179,7 +183,7 @@ def picture(seen: Seen) -> dict[str, Any]:
         "requests": {
             "finished": _of(gateways, "requests_finished", "reason"),
             "failed": {code: count for code, count in _of(gateways, "requests_failed", "code").items() if code not in rejected},
-            "rejected": rejected,
+            "rejected": rejected | _turned_away(gateways),
             "cancelled": gateways["requests_cancelled"],
             "attempts_retried": gateways["attempts_retried"],
         },
@@ -270,6 +274,12 @@ def _of(counts: Mapping[str, int], base: str, label: str) -> dict[str, int]:
     """What is counted under a name, by its one label."""
     head = f"{base}[{label}="
     return {name[len(head) : -1]: value for name, value in sorted(counts.items()) if name.startswith(head)}
+
+
+def _turned_away(gateways: Mapping[str, int]) -> dict[str, int]:
+    """Calls that never were requests: refused at the door, by reason, or over what their tenant may do."""
+    limited = sum(_of(gateways, "tenant_limited", "tenant").values())
+    return _of(gateways, "edge_rejected", "reason") | ({"limited": limited} if limited else {})
 
 
 def count_prediction(counts: Tally, of: str, actual_s: float, predicted_s: float) -> None:

@@ -309,8 +309,12 @@ class Edge:
 
     def cluster_status(self) -> str:
         """The same, whether or not this gateway takes calls."""
-        missing = missing_roles(self.backing.peers().values())
-        return "unavailable" if missing else "ok" if self.backing.cluster().ready else "starting"
+        return "unavailable" if self.missing() else "ok" if self.backing.cluster().ready else "starting"
+
+    def missing(self) -> list[str]:
+        """Roles that nobody has who takes requests."""
+        closed = self.backing.cluster().closed
+        return missing_roles(hello for name, hello in self.backing.peers().items() if name not in closed)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether the cluster can serve, what is missing, and what is not as it should be."""
@@ -318,18 +322,19 @@ class Edge:
         for name, hello in self.backing.peers().items():
             if hello.role != "gateway":
                 up.setdefault(hello.role, []).append(name)
-        missing = missing_roles(self.backing.peers().values())
         cluster = self.backing.cluster()
+        if cluster.cache_nodes is not None:
+            up["cache-node"] = list(cluster.cache_nodes)
         status = self.status()
         ok = status == "ok"
         detail = {
             "status": status,
             "degraded": self.overview.told(),
             "gateway": self.name,
-            "missing": missing,
+            "missing": self.missing(),
             "not_heard": list(cluster.missing),
             "model": self.model.id,
-            "peers": {role: sorted(names) for role, names in {**up, "cache-node": list(cluster.cache_nodes)}.items()},
+            "peers": {role: sorted(names) for role, names in up.items()},
             "refused": dict(self.backing.refusals()),
             "open_requests": self.open_requests,
         }

@@ -22,12 +22,14 @@ def missing_roles(there: Iterable[Hello]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """What a gateway's /health says of nodes that it does not speak with. `missing`: not heard by its conductor yet, or their
-    blocks are not."""
+    """What a gateway's /health says by its conductor's word. `missing`: not heard yet, or their blocks are not; `closed`: they
+    take nothing new."""
 
     ready: bool
-    cache_nodes: tuple[str, ...] = ()
+    cache_nodes: tuple[str, ...] | None = None
+    """None: no conductor tells."""
     missing: tuple[str, ...] = ()
+    closed: tuple[str, ...] = ()
 
 
 class Readiness:
@@ -69,7 +71,9 @@ class Readiness:
     def view(self, peers: Mapping[str, Hello]) -> ClusterView:
         """As it stands."""
         news = self._told.get(self.conductor(peers))
-        return ClusterView(self._ready) if news is None else ClusterView(self._ready, news.cache_nodes, news.missing)
+        if news is None:
+            return ClusterView(self._ready)
+        return ClusterView(self._ready, news.cache_nodes, news.missing, news.closed)
 
     def conductor(self, peers: Mapping[str, Hello]) -> str:
         """The one to ask: the first that is there, and one that rests only where all do. Empty: none is there."""

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "gateway" / "edge"))
 from scripted_actor import ScriptedActor, finished, tokens
@@ -20,6 +21,7 @@ from mooncake_zmq.bench.client_prompts import PromptForm, pieces
 from mooncake_zmq.bench.client_report import Bounds, as_dict, lines, result_of
 from mooncake_zmq.bench.client_stream import MAX_BEYOND, Listener, Seen
 from mooncake_zmq.bench.client_stream import ask as ask_once
+from mooncake_zmq.bench.load_commands import client as command
 from mooncake_zmq.gateway.clients import Failed
 from mooncake_zmq.laboratory.study import Arrival
 
@@ -440,6 +442,33 @@ def test_goodput_counts_who_finished_within_both_bounds():
     assert result.ttft_s.p50 == 1
     assert result.tbt_s.p99 == pytest.approx(0.3, rel=0.05)
     assert as_dict(result)["bench"] == "client"
+
+
+def test_of_what_never_came_there_are_no_figures():
+    told = heard_of(Seen(status=404, error="HTTP 404", ended_s=0.1), Seen(error=NOT_SENT))
+    result = result_of(told, "url", Bounds())
+    found = dict(lines(result))
+    for what in ("TTFT mean", "TBT (longest", "gaps between", "TPOT mean", "E2E mean"):
+        assert [value for name, value in found.items() if name.startswith(what)] == ["-"]
+    whole = json.loads(json.dumps(as_dict(result)))
+    assert [whole[name] for name in ("ttft_s", "tbt_s", "gap_s", "tpot_s", "e2e_s", "held_s")] == [None] * 6
+    assert whole["late_s"]["p99"] == 0, "it was sent in time"
+    assert page(result, told.seen).count("<svg") == 5
+
+
+@pytest.mark.parametrize(("model", "code"), [("toy", 0), ("nope", 1)])
+def test_the_exit_code_says_whether_anybody_was_answered(model, code):
+    done = []
+
+    async def client(port):
+        arguments = [f"http://127.0.0.1:{port}", "--generate", "uniform:requests=2,rate=100,input=16,output=2", "--json"]
+        arguments += ["--model", model, "--block-tokens", "16", "--last-id", "255"]
+        done.append(await asyncio.to_thread(CliRunner().invoke, command, arguments))
+
+    ScriptedActor(max_model_len=4096).serve(client)
+    (result,) = done
+    assert result.exit_code == code, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["finished"] == (0 if code else 2)
 
 
 def test_the_page_is_whole_in_itself():

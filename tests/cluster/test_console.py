@@ -95,6 +95,23 @@ def test_a_drained_node_finishes_what_it_has_takes_nothing_and_serves_again(clus
     assert gateways.order(f"/admin/drain/{decode}", "DELETE")[1]["state"] == "ready"
 
 
+def test_where_all_decodes_are_drained_it_does_not_serve_and_says_so(cluster: ToyCluster) -> None:
+    gateways = Gateways({"gateway-0": cluster.url})
+    decodes = httpx.get(f"{cluster.url}/health").json()["peers"]["decode"]
+    for decode in decodes:
+        assert httpx.get(f"{cluster.url}/health").status_code == 200
+        gateways.order(f"/admin/drain/{decode}", "POST")
+    try:
+        eventually(lambda: httpx.get(f"{cluster.url}/ready").json()["missing"] == ["decode"], what="nobody decodes")
+        code, told = status(cluster)
+    finally:
+        for decode in decodes:
+            gateways.order(f"/admin/drain/{decode}", "DELETE")
+    assert (code, "does not serve" in told, decodes[0] in told) == (2, True, True), told
+    eventually(lambda: httpx.get(f"{cluster.url}/health").status_code == 200, what="it serves again")
+    assert status(cluster)[0] == 0
+
+
 def test_the_only_gateway_rests_and_is_told_itself_to_serve_again_and_the_only_conductor_does_not_rest(
     cluster: ToyCluster,
 ) -> None:

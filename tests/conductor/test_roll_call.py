@@ -92,3 +92,37 @@ def test_without_a_config_nothing_is_told():
     cluster = Told(hosts=2)
     cluster.advance(1.0)
     assert cluster.told == {}
+
+
+def test_who_takes_nothing_new_is_told_at_once_and_to_who_comes_later():
+    cluster = Told(hosts=2, members=(*MEMBERS, "d1"))
+    before = cluster.news()
+    cluster.decode_load("d0", draining=True)
+    cluster.prefill_load("p0", draining=True)
+    assert cluster.told["g"][-1] == structs.replace(before, closed=("d0", "p0"))
+    cluster.up("g2", "gateway", "h0")
+    assert cluster.news("g2").closed == ("d0", "p0")
+    told = len(cluster.told["g"])
+    cluster.decode_load("d0", draining=True)
+    cluster.advance(1.0)
+    assert len(cluster.told["g"]) == told, "it is known"
+    cluster.decode_load("d0")
+    assert cluster.told["g"][-1].closed == ("p0",)
+    cluster.down("p0")
+    assert cluster.news().closed == ()
+
+
+def test_a_vllm_that_takes_nothing_new_is_one_of_them():
+    cluster = Told(hosts=0, members=("v0",))
+    cluster.up("v0", "vllm", "h0")
+    cluster.prefill_load("v0", draining=True)
+    cluster.decode_load("v0", draining=True)
+    assert cluster.news().closed == ("v0",)
+
+
+def test_who_takes_nothing_new_is_told_without_a_config_too():
+    cluster = Told(hosts=1)
+    cluster.decode_load("d0", draining=True)
+    assert cluster.news().closed == ("d0",)
+    cluster.down("d0")
+    assert cluster.news().closed == ()

@@ -1,8 +1,13 @@
 """`status`, `top` and `dump` as an operator meets them: what a gateway tells, and an exit code that says the same."""
 
 import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
@@ -133,6 +138,90 @@ def test_a_node_that_runs_elsewhere_is_dumped_by_a_gateway(tmp_path: Path, monke
     settings = ["--config", str(CONFIG / "toy.toml"), "--set", f"cluster.runtime_dir={tmp_path}"]
     result = CliRunner().invoke(main, ["dump", "--node", "decode-a", *settings])
     assert (result.exit_code, json.loads(result.output)["decode-a"]["jobs"]) == (0, [])
+
+
+def test_a_dump_by_url_is_of_one_node_whatever_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    answers = gateways({"g": httpx.Response(200, json={"node": "unheard/of"})})
+    asked = []
+    monkeypatch.setattr(Gateways, "at", lambda url, **_: answers)
+    monkeypatch.setattr(answers, "ask", lambda path: asked.append(path) or Gateways.ask(answers, path))
+    here = ["dump", "--url", "http://g", "--config", str(tmp_path / "none.toml")]
+    result = CliRunner().invoke(main, here)
+    assert (result.exit_code, "--node" in result.output) == (2, True), result.output
+    result = CliRunner().invoke(main, [*here, "--node", "unheard/of"])
+    assert (result.exit_code, json.loads(result.output)) == (0, {"unheard/of": {"node": "unheard/of"}})
+    assert asked == ["/cluster/state/unheard%2Fof"]
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["pipe", "80 columns"])
+def test_a_nodes_line_has_all_its_figures(wide: bool, monkeypatch: pytest.MonkeyPatch):
+    tiers = {"dram": {"used_blocks": 12, "blocks": 100}, "ssd": {"used_blocks": 0, "blocks": 1000}}
+    levels = {"uptime_s": 600.0, "gauges": {"requests_waiting": 10, "requests_running": 64}, "tiers": tiers}
+    node = {"role": "cache-node", "host": "host-a", "state": "degraded", **levels}
+    whole = {**told(), "nodes": [{"name": f"cache-{name}", **node} for name in "ab"]}
+    if wide:
+        whole["nodes"][0]["name"] = "cache-" + "a" * 100
+        monkeypatch.setattr(Gateways, "at", lambda url, **_: gateways({"g": httpx.Response(200, json=whole)}))
+        text = CliRunner().invoke(main, ["status", "--url", "http://g"]).output
+    else:
+        output = StringIO()
+        show(gateways({"g": httpx.Response(200, json=whole)}), Console(file=output, width=80), as_json=False)
+        text = output.getvalue()
+    lines = [" ".join(line.split()[1:]) for line in text.splitlines() if line.startswith("cache-")]
+    assert lines == ["cache-node host-a degraded 10 min 10 64 dram 12% ssd 0%"] * 2
+
+
+def test_top_tells_each_picture_as_it_comes(monkeypatch: pytest.MonkeyPatch):
+    output, told_then = StringIO(), []
+    monkeypatch.setattr("time.sleep", lambda _: told_then.append(output.getvalue().count("prompt tokens")))
+    watch(gateways({"g": httpx.Response(200, json=told())}), Console(file=output, width=120), times=3)
+    assert told_then == [1, 2]
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--json"], ["top"]], ids=" ".join)
+def test_a_reader_who_goes_changes_no_exit_code(command: list[str]):
+    whole = json.dumps({**told(), "status": "ok", "degraded": [], "verdict": "All is well."}).encode()
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(whole)
+
+    reads, writes = os.pipe()
+    os.close(reads)
+    with HTTPServer(("127.0.0.1", 0), Answer) as server, open(writes, "wb") as nobody:
+        serving = Thread(target=server.serve_forever)
+        serving.start()
+        arguments = [*command, "--url", f"http://127.0.0.1:{server.server_port}"]
+        ran = [sys.executable, "-m", "mooncake_zmq", *arguments]
+        try:
+            done = subprocess.run(ran, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        finally:
+            server.shutdown()
+            serving.join()
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(200, text="<html>"),
+        httpx.Response(200, json=["no picture"]),
+        httpx.Response(404, text="File not found"),
+        httpx.Response(404, json={"detail": "Not Found"}),
+    ],
+    ids=["page", "list", "404", "404 as JSON"],
+)
+def test_what_answers_and_is_no_gateway_is_told_as_that(answer: httpx.Response):
+    code, text = said(gateways({"g": answer}))
+    assert (code, "g at http://g: what answers there is no gateway of ours" in " ".join(text.split())) == (2, True), text
+
+
+def test_a_gateway_that_is_known_by_its_url_alone_is_named_once():
+    with pytest.raises(NoGateway) as error:
+        Gateways.at("http://127.0.0.1:1").picture()
+    assert str(error.value).count("http://127.0.0.1:1") == 1
 
 
 def test_without_a_cluster_status_is_2_and_dump_says_that_nobody_tells(tmp_path: Path):

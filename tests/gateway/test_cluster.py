@@ -67,6 +67,17 @@ def test_a_gateway_that_drains_speaks_of_itself():
     assert verdict("draining", []) == "This gateway takes no new calls: it is draining."
 
 
+def test_who_rests_is_named_and_degrades_nothing():
+    rests = {"draining": True, "resting": True}
+    view = seen(d0=told(**rests))
+    assert (picture(view)["status"], picture(view)["verdict"]) == ("ok", "All is well; d0 is drained.")
+    view = seen(d0=told(gauges={"requests_running": 2.0}, **rests), c0=told(**rests))
+    assert picture(view)["verdict"] == "All is well; d0 is draining, and 1 more."
+    view = seen(without=("c1",), d0=told(**rests))
+    assert picture(view)["verdict"].endswith("does not answer; d0 is drained.")
+    assert picture(seen(status="unavailable", d0=told(**rests)))["verdict"].endswith("it is unavailable; d0 is drained.")
+
+
 @pytest.mark.parametrize(
     ("name", "gauges", "reason"),
     [
@@ -143,6 +154,21 @@ def test_numbers_of_the_whole_cluster_are_sums_of_reports():
     assert whole["requests"]["rejected"] == {"ttft_slo": 3}
     assert whole["predictions"]["ttft"] == {"count": 2, "actual_s": 1.0, "predicted_s": 1.5, "absolute_error_s": 0.5}
     json.dumps(whole)
+
+
+def test_calls_refused_at_the_door_are_among_the_rejected():
+    counts = {
+        "requests_rejected[reason=ttft_slo]": 3.0,
+        "requests_failed[code=ttft_slo]": 3.0,
+        "requests_failed[code=no_decode]": 2.0,
+        "edge_rejected[reason=full]": 5.0,
+        "edge_rejected[reason=bodies]": 1.0,
+    }
+    limited = {"tenant_limited[tenant=alice]": 4.0, "tenant_limited[tenant=bob]": 3.0}
+    requests = picture(seen(g0=told(counts=counts)))["requests"]
+    assert requests["rejected"] == {"ttft_slo": 3, "bodies": 1, "full": 5}
+    assert requests["failed"] == {"no_decode": 2}
+    assert picture(seen(g0=told(counts=limited)))["requests"]["rejected"] == {"limited": 7}
 
 
 def test_more_degradations_than_are_told_are_cut():

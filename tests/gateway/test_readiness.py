@@ -75,6 +75,17 @@ def test_a_conductor_that_rests_does_not_say_who_is_there_unless_it_is_alone():
     assert gateway.actor.cluster.missing == ("d0",)
 
 
+def test_who_takes_nothing_new_is_known_by_the_conductor_that_is_asked():
+    gateway = Gateway("k0", "k1", "p0", "d0")
+    gateway.say("k0", NodesHeard(closed=("d0",)))
+    gateway.say("k1", NodesHeard(closed=("p0",)))
+    assert gateway.actor.cluster.closed == ("d0",)
+    gateway.down("k0")
+    assert gateway.actor.cluster.closed == ("p0",)
+    gateway.down("k1")
+    assert (gateway.actor.cluster.closed, gateway.actor.cluster.cache_nodes) == ((), None)
+
+
 def test_what_a_former_conversation_told_counts_no_more():
     gateway = Gateway("k0", "p0")
     gateway.hears()

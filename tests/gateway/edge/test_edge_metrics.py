@@ -171,6 +171,26 @@ def test_health_is_not_ok_before_the_conductor_has_heard_all():
     assert actor.call("GET", "/health").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_health_is_not_ok_where_nobody_of_a_role_takes_requests(path, role):
+    actor = ScriptedActor(view=ClusterView(ready=True, closed=(role, "another")))
+    response = actor.call("GET", path)
+    assert (response.status_code, response.json()["status"]) == (503, "unavailable")
+    assert response.json()["missing"] == [role]
+    assert response.json()["peers"][role] == [role], "it is there"
+    assert actor.call("GET", "/cluster").json()["status"] == "unavailable"
+    actor.up["another one"] = actor.up[role]
+    assert actor.call("GET", path).status_code == 200
+
+
+def test_health_says_nothing_of_cache_nodes_that_nobody_told_it_of():
+    actor = ScriptedActor(view=ClusterView(ready=True))
+    assert "cache-node" not in actor.call("GET", "/health").json()["peers"]
+    actor.view = ClusterView(ready=True, cache_nodes=())
+    assert actor.call("GET", "/health").json()["peers"]["cache-node"] == []
+
+
 def test_draining_is_not_healthy_but_alive():
     actor = ScriptedActor()
     actor.edge.drain()

@@ -22,6 +22,7 @@ from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.gateway import cluster, pages
 from mooncake_zmq.gateway.accounts import Account, Attempt, Span
 from mooncake_zmq.gateway.cluster import Listed
+from mooncake_zmq.gateway.requests import RequestState
 
 SOURCE = pages.sheet()
 HOME = Path(mooncake_zmq.__file__).parent
@@ -181,6 +182,11 @@ def test_loads_are_gauges_of_their_roles():
         states = re.findall(r'^    [A-Z]+ = "(\w+)"', source, re.MULTILINE) if role == "gateway" else []
         for gauge in gauges:
             assert f'"{gauge}": ' in gauges_of or gauge.removeprefix("requests_") in states, (role, gauge)
+
+
+def test_whatever_is_not_over_is_in_work():
+    states = {f"requests_{state.value}" for state in RequestState if state is not RequestState.ENDED}
+    assert set(table("LOADS")["gateway"]) == states
 
 
 def test_it_has_words_for_every_reason_span_and_way():
