@@ -93,9 +93,14 @@ def let_files_grow_to(cluster: ToyCluster, size: int | None) -> None:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
 
-def test_a_disk_that_was_full_is_written_again_without_a_restart(cluster: ToyCluster) -> None:
+@pytest.mark.parametrize("logs_have_room", [True, False])
+def test_a_disk_that_was_full_is_written_again_without_a_restart(cluster: ToyCluster, *, logs_have_room: bool) -> None:
     pids = [cluster.pid(node) for node in ("cache-a", "cache-b")]
-    let_files_grow_to(cluster, 1 << 20)  # logs and the index have room, segments have not
+    logs = [] if logs_have_room else [cluster.runtime_dir / "logs" / f"{node}.log" for node in ("cache-a", "cache-b")]
+    for log in logs:
+        with log.open("ab") as file:
+            file.write(b"\n" * (1 << 20))
+    let_files_grow_to(cluster, 1 << 20)  # the index has room, segments have not
     node = ask(cluster)["prefill"].replace("prefill", "cache")
     eventually(lambda: cluster.dumps()[node]["counts"].get("disk_faults[operation=write]", 0) >= 2, 20, "it was tried again")
     assert cluster.dumps()[node]["gauges"]["cached_disk_blocks"] == 0
@@ -104,3 +109,4 @@ def test_a_disk_that_was_full_is_written_again_without_a_restart(cluster: ToyClu
     eventually(lambda: cluster.dumps()[node]["gauges"]["cached_disk_blocks"] >= REUSABLE // 32, 30, "all is on disk")
     until_none(cluster.busy_gauges, 20)
     assert [cluster.pid(node) for node in ("cache-a", "cache-b")] == pids
+    assert logs_have_room or any("lost_lines" in log.read_text() for log in logs)
