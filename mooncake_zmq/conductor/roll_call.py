@@ -45,7 +45,7 @@ class RollCall:
         """A prefill, decode or vLLM says whether it takes nothing new: gateways hear of a change at once."""
         if closed == (node in self._closed):
             return []
-        (self._closed.add if closed else self._closed.discard)(node)
+        self._closed ^= {node}
         self._tells = True
         return self.tell()
 
