@@ -49,14 +49,18 @@ class EdgeMetrics(Collector):
         self.registry = CollectorRegistry()
         self._waiting_and_running, self._counts, self._gauges = waiting_and_running, counts, gauges
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", TTFT_BUCKETS_S)
+        self._ttft = self._histogram("time_to_first_token_seconds", "Seconds from a call to its first token.", TTFT_BUCKETS_S)
         # Of every token: what the library does for a histogram would take a tenth of the time that a token is given here.
         self._tokens = 0
         self._gaps, self._gaps_s = [0] * (len(ITL_BUCKETS_S) + 1), 0.0
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Time from a request to its end.", REQUEST_BUCKETS_S)
-        self._queue = self._histogram("request_queue_time_seconds", "Time until prefill began.", REQUEST_BUCKETS_S)
-        self._prefill = self._histogram("request_prefill_time_seconds", "Time in prefill.", REQUEST_BUCKETS_S)
-        self._decode = self._histogram("request_decode_time_seconds", "Time from first to last token.", REQUEST_BUCKETS_S)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Seconds from a call to its end.", REQUEST_BUCKETS_S)
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "Seconds that a request waited for its prefill.", REQUEST_BUCKETS_S
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "Seconds that a prompt was computed, loads included.", REQUEST_BUCKETS_S
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "Seconds from first to last token.", REQUEST_BUCKETS_S)
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the KV pool.")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens whose KV was loaded and verified.")
@@ -114,7 +118,7 @@ class EdgeMetrics(Collector):
         tokens.add_metric(values, self._tokens)
         yield tokens
         bounds = [*map(floatToGoString, (*ITL_BUCKETS_S, math.inf))]
-        gaps = HistogramMetricFamily("vllm:inter_token_latency_seconds", "Time between two tokens.", labels=labels)
+        gaps = HistogramMetricFamily("vllm:inter_token_latency_seconds", "Seconds between two tokens.", labels=labels)
         gaps.add_metric(values, [*zip(bounds, accumulate(self._gaps), strict=True)], self._gaps_s)
         yield gaps
 
