@@ -51,6 +51,7 @@ def watch(gateways: Gateways, console: Console, *, times: int | None = None) -> 
 
 
 def _watch(gateways: Gateways, console: Console, draw: Callable[[RenderableType], None], times: int | None) -> int:
+    code = DOWN
     for left in count() if times is None else reversed(range(times)):
         code, picture = _picture(gateways)
         draw(picture)

@@ -40,6 +40,7 @@ class StopScanner:
     def flush(self) -> str:
         """What was held back in vain."""
         held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
         return held
 
     def _step(self, char: str) -> int:
@@ -200,7 +201,10 @@ class Choice:
         self._scan(text if self._calls is None else self._beside(*self._calls.push(text)))
 
     def _beside(self, text: str, pieces: list[CallPiece]) -> str:
-        """The text beside calls, in which alone stop strings are looked for: they would end a call half-way."""
+        """The text beside calls, in which alone stop strings are looked for: they would end a call half-way. None stands across
+        one."""
+        if any(piece.name is not None for piece in pieces):
+            self._text.append(self._scanner.flush())
         self._pieces += pieces
         return text
 

@@ -255,6 +255,7 @@ class _Posted(Generic[WorkT]):
                     del raw
                 await self._asked.answer(call, prepared, usage, scope, send)
         except Stuck:
+            scope["state"]["told"] = False  # its requests know only that they were cancelled
             await _hang_up(scope, receive)
         except (HungUp, ClientDisconnect):
             scope["state"]["status"] = CLIENT_CLOSED_REQUEST

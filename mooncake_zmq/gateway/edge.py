@@ -311,6 +311,11 @@ class Edge:
         """The same, whether or not this gateway takes calls."""
         return "unavailable" if self.missing() else "ok" if self.backing.cluster().ready else "starting"
 
+    @property
+    def may_open(self) -> bool:
+        """Has it met all that a request needs, whoever of them rests: it is there then, to have them serve again?"""
+        return self.backing.cluster().ready and not missing_roles(self.backing.peers().values())
+
     def missing(self) -> list[str]:
         """Roles that nobody has who takes requests."""
         closed = self.backing.cluster().closed

@@ -620,8 +620,8 @@ def _offsets(ids: Sequence[int], prompt: Prompt, model: ServedModel) -> list[int
     asks for, and not those of what the model puts before it."""
     text = prompt if isinstance(prompt, str) else ""
     stream = model.tokenizer.stream(special=bool(text))
-    pieces = [stream.push(token) for token in ids]
-    begins = accumulate(map(len, pieces[:-1]), initial=0)
+    pieces = [*(stream.push(token) for token in ids), stream.flush()]
+    begins = accumulate(map(len, pieces[: len(ids) - 1]), initial=0)
     if not text:
         return list(begins)
     before = max(0, "".join(pieces).find(text))

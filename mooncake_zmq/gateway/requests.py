@@ -103,6 +103,10 @@ NEXT_STATE: dict[tuple[RequestState, RequestEvent], RequestState] = {
 }
 
 
+PLACED = (RequestState.PREFILLING, RequestState.DECODING)
+"""Where a request has a place."""
+
+
 @dataclass(slots=True)
 class _Request:
     request_id: str
@@ -123,7 +127,9 @@ class _Request:
     decode: str = ""
     output: list[int] = field(default_factory=list)
     begun: bool = False
-    """Its client holds tokens of it, or of another part of its call's answer: it is not refused any more."""
+    """Its client holds tokens of it, or of another answer to the same prompt: it is not refused any more."""
+    answered: bool = False
+    """Its client holds tokens of another part of its call's answer."""
     early: dict[int, tuple[int, TokenLogprob | None]] = field(default_factory=dict)
     family: str = ""
     """Which requests have its prompt: those of one call."""
@@ -450,11 +456,12 @@ class Requests:
         return [effect for each in together for effect in self._refuse(each, message.reason, message.retry_after_s)]
 
     def _call_is_under_way(self, request: _Request) -> bool:
-        """Has its client tokens of it, or another part of the answer a place? What is in its way may be the rest of its call,
-        all of which would be in vain without it."""
-        call = request.client.call
-        mates = [each for each in self._requests.values() if each.client.call == call and each is not request] if call else []
-        return request.begun or any(each.admitted for each in mates)
+        """Has its client tokens of the answer, or another part of it a place now? What is in its way may be the rest of its
+        call, all of which would be in vain without it. Conductors know nothing of this: it waits for room as others do."""
+        if request.begun or request.answered or not request.client.call:
+            return request.begun or request.answered
+        placed = (each for each in self._requests.values() if each.state in PLACED and each is not request)
+        return any(each.client.call == request.client.call for each in placed)
 
     def _retry_all(self, together: Sequence[_Request], missing: str, *, exclude: str = "") -> list[Effect]:
         """`missing`: what they wait for if they are not admitted yet."""
@@ -609,7 +616,8 @@ class Requests:
         request.begun = True
         family, call = request.family, request.client.call
         for each in self._requests.values() if family or call else ():
-            each.begun = each.begun or (each.client.call == call if call else each.family == family)
+            each.begun = each.begun or bool(family and each.family == family)
+            each.answered = each.answered or bool(call and each.client.call == call)
 
     def _finish(self, request: _Request, reason: str) -> list[Effect]:
         own, local, remote = request.cached or (0, 0, 0)

@@ -187,7 +187,7 @@ def _given(raw: bytes) -> tuple[list[dict[str, Any]], list[_Function]]:
         functions = [tool.function for tool in msgspec.convert(given, list[_Tool])]
         for function in functions:
             kind = (function.parameters or {}).get("type", "object")
-            if kind != "object":
+            if kind not in ("object", ["object"]):
                 raise ValueError(f"{function.name[:64]}: parameters are those of an object, not of type {kind!r}")
         return given, functions
     except (ValueError, RecursionError) as error:

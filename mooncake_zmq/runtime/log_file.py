@@ -22,7 +22,15 @@ def older(log: Path) -> Path:
 
 
 def stderr() -> "Lines":
-    """Standard error; where it is the file that `VARIABLE` names, one that is turned over."""
+    """Standard error; where it is the file that `VARIABLE` names, one that is turned over. A process that was started without
+    any gets one that goes nowhere, before whatever is opened next takes its number."""
+    try:
+        os.fstat(_ERROR)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, _ERROR)
+        if nowhere != _ERROR:
+            os.close(nowhere)
     path = Path(os.environ.get(VARIABLE, ""))
     try:
         is_file = path.name and os.path.samestat(path.stat(), os.fstat(_ERROR))

@@ -753,8 +753,8 @@ class _Process:
         self._mind_address(door, edge)
 
     def _may_open(self, edge: Edge) -> bool:
-        """One that rests may: it is there, to be told to serve again."""
-        return edge.cluster_status() == "ok" and not self.signals_seen
+        """One that rests may, too: it is there, to be told to serve again."""
+        return edge.may_open and not self.signals_seen
 
     def _mind_address(self, door: "Door", edge: Edge) -> None:
         """See `gateway.shared_address`."""
@@ -780,7 +780,7 @@ class _Process:
         return [name for name, section in sections.items() if (section.http_host, section.http_port) == here]
 
     async def _announce(self, edge: Edge) -> None:
-        """Tell systemd once /ready would be 200, and until then what is missing."""
+        """Tell systemd once all is met that /ready asks for, and until then what is missing."""
         told_at = -math.inf
         while not self._may_open(edge):
             detail = edge.health()[1]

@@ -628,12 +628,26 @@ def test_prompts_of_one_call_wait_for_one_another_longer_than_for_a_placement(no
     node.tokens(1, 2, 3, 4)
     node.reject(20, reason, request_id="r2")  # others took the room: what was answered is not to be in vain
     node.advance(1.0)
-    node.place(request_id="r2", to=("p1", "d1"))
+    assert not node.place(request_id="r2", to=("p1", "d1")).begun, "it is admitted as any other"
     node.fail(21, "d1", refused=True, request_id="r2")
     node.advance(1.0)
     assert [type(output) for who, output in node.clients if who == "r2"] == []
     node.advance(100.0)
     assert node.end("r2").code == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("reason", [RejectReason.TTFT, RejectReason.TBT])
+def test_of_a_call_that_has_lost_its_places_each_is_refused_as_any_other(node, reason):
+    for each in ("r", "r2"):
+        node.ask(each, call="c")
+    node.placed(1)
+    node.placed(1, request_id="r2", to=("p1", "d1"))
+    for each, prefill in (("r", "p0"), ("r2", "p1")):
+        node.fail(1, prefill, request_id=each)
+    node.advance(1.0)
+    for each in ("r", "r2"):
+        node.reject(2, reason, request_id=each)
+        assert node.end(each).code == reason.value
 
 
 @pytest.mark.parametrize("reason", REFUSALS)

@@ -152,3 +152,20 @@ def test_a_process_whose_log_takes_nothing_goes_on(form: str, end: str) -> None:
         output = full if end == "full" else closed
         told = subprocess.run([sys.executable, "-c", FAILS + "print('here')", form], stdout=-1, stderr=output, timeout=30)
     assert (told.returncode, told.stdout) == (0, b"here\n")
+
+
+CLOSED = """
+import os, sys, tempfile
+os.close(2)
+from mooncake_zmq.runtime import log_file
+lines = log_file.stderr()
+with tempfile.TemporaryFile() as file:
+    lines.write("a line")
+    file.seek(0)
+    print(file.fileno() > 2, file.read())
+"""
+
+
+def test_what_is_logged_without_a_standard_error_is_in_no_other_file() -> None:
+    ended = subprocess.run([sys.executable, "-c", CLOSED], capture_output=True, text=True, timeout=30)
+    assert ended.stdout.split() == ["True", "b''"]

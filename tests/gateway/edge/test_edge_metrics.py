@@ -175,6 +175,7 @@ def test_health_is_not_ok_before_the_conductor_has_heard_all():
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_health_is_not_ok_where_nobody_of_a_role_takes_requests(path, role):
     actor = ScriptedActor(view=ClusterView(ready=True, closed=(role, "another")))
+    assert actor.edge.may_open, "a gateway that starts meanwhile is there to have it serve again"
     response = actor.call("GET", path)
     assert (response.status_code, response.json()["status"]) == (503, "unavailable")
     assert response.json()["missing"] == [role]

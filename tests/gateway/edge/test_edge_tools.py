@@ -330,6 +330,7 @@ def test_each_delta_tells_of_a_call_once_however_many_tokens_came_together():
 @pytest.mark.parametrize("kind", ["integer", "string", "array", ["object", "null"]])
 def test_parameters_that_are_those_of_no_object_are_refused(choice, kind):
     """Arguments are told as those of an object."""
+    assert saying("x").chat(**requiring({"type": ["object"]}) | {"tool_choice": choice}).status_code == 200
     response = saying("x").chat(**requiring({"type": kind}) | {"tool_choice": choice})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
@@ -341,6 +342,12 @@ def test_a_stop_string_ends_no_call_half_way(stop):
     (call,) = choice["message"]["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("clock", {"place": "Bern"})
     assert (choice["message"]["content"], choice["finish_reason"]) == ("so there ", "tool_calls")
+
+
+def test_no_stop_string_stands_across_a_call():
+    text = 'a E<tool_call>{"name": "clock", "arguments": {}}</tool_call>ND rest END more'
+    choice = saying(text).chat(tools=TOOLS, stop="END").json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("a END rest ", "tool_calls")
 
 
 def test_a_stop_string_before_any_call_ends_the_answer():
