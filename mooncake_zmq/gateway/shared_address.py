@@ -15,7 +15,7 @@ from mooncake_zmq.gateway.cluster import Seen
 if TYPE_CHECKING:  # all roles read this module, and only a gateway has what a door needs
     from mooncake_zmq.gateway.door import Door
 
-LEAVE_S = 0.5
+LEAVE_S = 1.0
 """Between leaving a shared address and turning calls away: whoever was let in last has said what he wants."""
 FRESH_S = 2.5 * EVERY_S
 """No older may be the report of one to whom the address is left."""
