@@ -131,8 +131,8 @@ class Bias:
 
     @property
     def factor(self) -> float:
-        """What a prediction is multiplied with."""
-        return self._ratio.value(1.0)
+        """What a prediction is multiplied with. Of what is next to nothing the half may be nothing."""
+        return min(max(self._ratio.value(1.0), 1 / MOST_BIAS), MOST_BIAS)
 
 
 class Correction:
