@@ -459,7 +459,6 @@ class Call:
         """Takes outputs at once, while nobody takes any from here; False: it does not want these."""
         self._gone = False
         self._too_slow = False
-        self.name = ""
         self.names: Names | None = None
         """What its requests are found by; None: by an id of our own."""
         self.began_at = edge.clock()
@@ -480,7 +479,6 @@ class Call:
         self._edge.take_slots(len(requests) - 1)
         self.slots += len(requests) - 1
         names = self.names or Names(self._edge.new_id())
-        self.name = names.id
         self._ids = [names.id + (f".{index}" if index else "") for index in range(len(requests))]
         self._edge.traces.name(self._ids, names)
         for index in range(0, len(requests), each):
@@ -542,6 +540,11 @@ class Call:
         waiting, self._waiting = self._waiting, None
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
+
+    @property
+    def name(self) -> str:
+        """What its requests are one call by: the first one's id."""
+        return self._ids[0]
 
     @property
     def gone(self) -> bool:

@@ -458,10 +458,11 @@ class Requests:
     def _call_is_under_way(self, request: _Request) -> bool:
         """Has its client tokens of the answer, or another part of it a place now? What is in its way may be the rest of its
         call, all of which would be in vain without it. Conductors know nothing of this: it waits for room as others do."""
-        if request.begun or request.answered or not request.client.call:
-            return request.begun or request.answered
-        placed = (each for each in self._requests.values() if each.state in PLACED and each is not request)
-        return any(each.client.call == request.client.call for each in placed)
+        if request.begun or request.answered:
+            return True
+        call = request.client.call
+        placed = [each for each in self._requests.values() if call and each.client.call == call and each.state in PLACED]
+        return any(each is not request for each in placed)
 
     def _retry_all(self, together: Sequence[_Request], missing: str, *, exclude: str = "") -> list[Effect]:
         """`missing`: what they wait for if they are not admitted yet."""
