@@ -35,12 +35,14 @@ class Part(NamedTuple):
 
 
 _ACTORS = (
-    *(f"core.{name}" for name in ("costs", "gaps", "leaving", "moves", "order", "pace", "reactions", "reports", "shell")),
+    *(f"core.{name}" for name in ("chunking", "costs", "gaps", "leaving", "moves", "order", "pace", "reactions")),
+    *(f"core.{name}" for name in ("reports", "shell")),
     *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slots")),
-    *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "bookings", "choices", "conductor")),
-    *(f"conductor.{name}" for name in ("corrections", "decodes", "membership", "placement", "plans", "prefills")),
-    *(f"conductor.{name}" for name in ("prefix_index", "ranking", "recent", "routing", "sources", "transfers")),
-    *(f"prefill.{name}" for name in ("chunking", "prefill", "queue", "workload")),
+    *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "bookings", "chain", "choices")),
+    *(f"conductor.{name}" for name in ("coming", "conductor", "corrections", "decodes", "handovers", "membership")),
+    *(f"conductor.{name}" for name in ("placement", "plans", "prefills", "prefix_index", "ranking", "recent", "routing")),
+    *(f"conductor.{name}" for name in ("sources", "transfers", "waits")),
+    *(f"prefill.{name}" for name in ("prefill", "queue", "slab_announcer", "waiting", "workload")),
     *(f"decode.{name}" for name in ("batch", "decode", "request")),
     *(f"cache_node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
 )

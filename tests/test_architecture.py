@@ -44,7 +44,7 @@ ROLES = ("conductor", "prefill", "decode", "cache_node", "vllm_node", "gateway")
 KNOWN_BELOW_ROLES = ("kv", "core")
 ROLE_NEIGHBOURS = {
     # A pool's client half and its actor share a protocol, and so a room; prefill and decode use the former.
-    "prefill": ("cache_node.client",),
+    "prefill": ("cache_node.announcer", "cache_node.client"),
     "decode": ("cache_node.client",),
     # Both announce blocks to conductors.
     "vllm_node": ("cache_node.announcer",),

@@ -106,11 +106,11 @@ class BenchCluster:
         """SIGSTOP a node until the cluster has noticed; continue it afterwards and wait until it is back."""
         os.kill(self.pid(node), signal.SIGSTOP)
         try:
-            self._wait(lambda live: node not in live, f"{node} to be missed")
+            self._wait(lambda missing: node in missing, f"{node} to be missed")
             yield
         finally:
             os.kill(self.pid(node), signal.SIGCONT)
-            self._wait(lambda live: node in live, f"{node} to be back")
+            self._wait(lambda missing: node not in missing, f"{node} to be back")
 
     def settle(self) -> None:
         """Wait until every node is idle: the blocks of what was asked so far are in the pool, and the conductor knows."""
@@ -121,10 +121,11 @@ class BenchCluster:
                 return
         raise click.ClickException(f"the cluster was not idle within {STATE_TIMEOUT_S:g} s")
 
-    def _wait(self, condition: Callable[[str], bool], what: str) -> None:
+    def _wait(self, condition: Callable[[list[str]], bool], what: str) -> None:
+        """Return once the condition holds for the nodes that the gateway's health names as missing."""
         deadline = time.monotonic() + STATE_TIMEOUT_S
         while time.monotonic() < deadline:
-            if condition(self._client.get("/health").text):
+            if condition(self._client.get("/health").json()["not_heard"]):
                 return
             time.sleep(0.1)
         raise click.ClickException(f"waited {STATE_TIMEOUT_S:g} s in vain for {what}")

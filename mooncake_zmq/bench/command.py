@@ -16,10 +16,11 @@ from mooncake_zmq.bench.options import (
     rounds_option,
     tell,
 )
+from mooncake_zmq.bench.zoo_command import zoo
 from mooncake_zmq.engine.cpu import Backend, limit_blas
 from mooncake_zmq.kv.eviction import POLICIES
 
-PARTS = ("cold", "warm", "decode")
+PARTS = ("cold", "warm", "gap", "decode")
 ENGINE_PARTS = ("prefill", "decode")
 GPU_PARTS = ("blocks", "engine")
 POOL_PARTS = ("local", "remote", "exist", "lease", "keys", "ssd", "index")
@@ -55,6 +56,7 @@ def bench(context: click.Context) -> None:
 
 bench.add_command(client)
 bench.add_command(gateway)
+bench.add_command(zoo)
 
 
 @bench.command()

@@ -2,13 +2,15 @@
 
 Cold: TTFT of a prompt nobody has seen, against the engine's own prefill of as many tokens. Warm: the same prefix again with a
 new tail, served by the pool (the prefill's own reuse is off), from this host or from the other, against cold. Decode: tokens
-per second of one decode node, against the engine's own batched loop. The two sides of a row alternate round by round.
+per second of one decode node, against the engine's own batched loop. Gap: between the first two tokens of a prompt whose prefix
+is in a pool, against the median gap of the same answer. The two sides of a row alternate round by round.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -29,6 +31,7 @@ COLD_TOKENS = (64, 512, 2048, 4096)
 QUICK_TOKENS = 1500
 """Short prompts get more rounds, up to this many tokens a row: milliseconds on a shared machine need a median of many."""
 PREFIX_TOKENS, TAIL_TOKENS = 2048, 64
+GAP_PREFIX_TOKENS, GAP_TOKENS = 4000, 32
 DECODE_PROMPT, DECODE_TOKENS = 64, 96
 BATCHES = (1, 8)
 
@@ -51,6 +54,8 @@ def bench_serve(config: Path, *, rounds: int, threads: int, parts: Sequence[str]
             report.rows += [run.cold(tokens) for tokens in COLD_TOKENS]
         if "warm" in parts:
             report.rows += run.warm([node.name for node in settings.of_role("prefill")])
+        if "gap" in parts:
+            report.rows.append(run.gap())
         if "decode" in parts:
             decodes = [node.name for node in settings.of_role("decode")]
             report.rows += [run.decode(batch, decodes) for batch in BATCHES]
@@ -123,6 +128,24 @@ class _Run:
             _milliseconds("warm TTFT, prefix in own host's pool / cold", local, cold),
             _milliseconds("warm TTFT, prefix in other host's pool / cold", remote, cold),
         ]
+
+    def gap(self) -> Row:
+        """Return the row of the gap after the first token, behind a prefix that a pool has."""
+        first: list[float] = []
+        others: list[float] = []
+        for number in range(self._rounds):
+            self._progress(f"gap after {GAP_PREFIX_TOKENS} cached tokens, round {number + 1} of {self._rounds}")
+            prefix = self._prompt(GAP_PREFIX_TOKENS)
+            self._cluster.settle()
+            self._cluster.complete(prefix, max_tokens=2)
+            self._cluster.settle()
+            warm = self._cluster.complete(prefix + self._prompt(TAIL_TOKENS), max_tokens=GAP_TOKENS)
+            cached = warm.usage["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= GAP_PREFIX_TOKENS - 64, f"{cached} tokens were cached, so this run measured something else"
+            gaps = [later - sooner for sooner, later in pairwise(warm.token_times)]
+            first.append(gaps[0])
+            others.append(median(gaps[1:]))
+        return _milliseconds(f"gap after the first token, {GAP_PREFIX_TOKENS} cached / median gap", first, others)
 
     def decode(self, batch: int, decodes: list[str]) -> Row:
         ours: list[float] = []

@@ -65,6 +65,7 @@ from mooncake_zmq.core.shell import Ids, Tally
 from mooncake_zmq.core.work import BlocksCopied, DiskWritten, ProbeProcess, ProcessProbed, SlotGrant, WorkFailed
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import BlocksStored, Medium
+from mooncake_zmq.kv.key_table import EMPTY
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.lease import GrantedLease, HolderId
 from mooncake_zmq.kv.shares import NOBODY
@@ -86,6 +87,7 @@ class _Put:
     slots: dict[int, int]
     parent: Key | None
     tokens: bytes
+    more: bool = False
     quarantined: bool = False
 
 
@@ -486,9 +488,9 @@ class CacheNode:
         writer = self._holder(sender, message.put_id)
         if writer in self._puts:
             return []
-        # Used before room is made: a put must not evict the chain that it continues.
         found = self.slots.find_all(message.keys)
-        self._chains.touch(message.parent, self.slots.committed_of(found))
+        if found.count(EMPTY) > self.slots.count(SlotState.FREE):  # a put must not evict the chain that it continues
+            self._chains.touch(message.parent, self.slots.committed_of(found))
         tokens = self._fitting_tokens(message)
         owner = self._tenants.number(message.tenant)
         room = 0 if self._leaving.draining else self._room_for_puts(sender)
@@ -507,7 +509,7 @@ class CacheNode:
         reply = Send(sender, SlotsReserved(put_id=message.put_id, grants=tuple(grants)))
         if not grants:
             return [reply]
-        self._puts[writer] = _Put(message.keys, slots, message.parent, tokens)
+        self._puts[writer] = _Put(message.keys, slots, message.parent, tokens, message.more)
         ttl_s = min(message.ttl_s, self._settings.max_lease_s)
         return [SetTimer(("put", writer.node, writer.incarnation, writer.number), ttl_s), reply]
 
@@ -546,7 +548,8 @@ class CacheNode:
         if not stored:
             return effects
         self.slots.commit_all(slots, [checksums[index] for index in stored])
-        self._chains.touch(put.parent, slots)
+        if not put.more:
+            self._chains.touch(put.parent, slots)
         self._tell_stored(put, stored)
         return effects + self._gatherer.advance_waiting(now, [put.keys[index] for index in stored])
 

@@ -238,9 +238,10 @@ class PoolClient:
         parent: Key | None,
         tokens: bytes,
         tenant: str,
+        more: bool = False,
     ) -> list[Effect] | None:
         """Offer a chain of a tenant's blocks after the block `parent` (None: from the beginning), of `tokens` (int32 bytes), to
-        the pool.
+        the pool; `more` blocks of it follow soon, in another put.
 
         None if it was skipped; else `token` returns in `PutEnded.tokens` when the sources may go.
         """
@@ -256,6 +257,7 @@ class PoolClient:
             parent=parent,
             tokens=tokens,
             tenant=tenant,
+            more=more,
         )
         return [Send(self.node, reserve)]
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from mooncake_zmq.conductor.choices import DecodeChoice
 from mooncake_zmq.conductor.decodes import Crowd, DecodeNode, Decodes
+from mooncake_zmq.conductor.handovers import Handover
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
@@ -27,8 +28,8 @@ NO_ROOM: Final = math.inf
 
 class Joining:
     """One request that will join a batch at time `at`, as so many `choices`, with `own_tokens` of KV, and needs `need_tokens`
-    in all. `wait_s`: until its prefill begins. `stay_tokens`: how long a request stays. `handover_s`: what the decode takes for
-    its KV between first and second token."""
+    in all. `wait_s`: until its prefill begins. `stay_tokens`: how long a request stays. `handover_s`: what any decode takes for
+    its KV between first and second token; `handover`: what one takes for the blocks that are reused, if any are."""
 
     slack: float = 0.0
     """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
@@ -37,6 +38,8 @@ class Joining:
     base_s: float = 0.0
     """No step is shorter, and the request lengthens none by less than `own_s`."""
     own_s: float = 0.0
+    late_s: float = 0.0
+    """What its KV adds to the gap with decodes that were not looked at for the blocks their hosts hold, at least."""
 
     def __init__(
         self,
@@ -49,8 +52,10 @@ class Joining:
         stay_tokens: float,
         choices: int = 1,
         handover_s: float = 0.0,
+        handover: Handover | None = None,
     ) -> None:
         self.at = at
+        self.handover = handover
         self.choices = choices
         self.handover_s = handover_s
         self.wait_s = wait_s
@@ -77,6 +82,7 @@ class Batches:
         `MOST_TIES` or a few more, the one with the most free tokens, then the name. Those in `exclude` only if no other has
         room."""
         self._look_at_stale(now, joining, crowd)
+        self._look_at_holders(joining, crowd)
         node = self._least(joining, crowd, host, exclude)
         if node is None and exclude:
             node = self._least(joining, crowd, host, ())
@@ -92,11 +98,13 @@ class Batches:
         """What the request is told: by the gap when it joins, what becomes of it while it runs."""
         batch, expected = self.batch(joining, node), joining.expected_tokens
         stretch = gaps.stretch(expected)
-        load_s = joining.handover_s / gaps.longest_gaps(int(expected) - 1)
+        late_s = self._late_s(joining, node)
+        load_s = joining.handover_s / gaps.longest_gaps(int(expected) - 1) + late_s
         grown_s = self._grown_s(node, batch + joining.choices, expected)
         alone_s = self._alone_s(joining, node) + self._grown_s(node, joining.choices, expected)
-        tbt_s = stretch * (self._look_at(joining, node) + grown_s) + load_s
-        return DecodeChoice(node, tbt_s=tbt_s, batch=batch, alone_s=stretch * alone_s + load_s)
+        tbt_s = stretch * (self._look_at(joining, node) - late_s + grown_s) + load_s
+        moving_s = 0.0 if joining.handover is None else joining.handover.moving_s(node)
+        return DecodeChoice(node, tbt_s=tbt_s, batch=batch, alone_s=stretch * alone_s + load_s, moving_s=moving_s)
 
     def weigh(self, joining: Joining) -> None:
         """Before `gap_s`: what the request adds to any step."""
@@ -157,8 +165,27 @@ class Batches:
             roomy = node.free >= joining.need_tokens and node.places >= joining.choices
             if not roomy and joining.wait_s > 0:
                 roomy = node.will_have_room(joining.need_tokens, joining.choices, joining.wait_s, joining.stay_tokens)
-            joining.looked_at[node] = gap_s = self.gap_s(joining, node) if roomy else NO_ROOM
+            gap_s = self.gap_s(joining, node) + self._late_s(joining, node) if roomy else NO_ROOM
+            joining.looked_at[node] = gap_s
         return gap_s
+
+    def _late_s(self, joining: Joining, node: DecodeNode) -> float:
+        """What waiting for reused blocks adds to its gap, as TBT counts it."""
+        handover = joining.handover
+        if handover is None or not handover.latest_s:
+            return 0.0
+        late_s = handover.late_s(handover.held(node))
+        return late_s / gaps.longest_gaps(int(joining.expected_tokens) - 1) if late_s else 0.0
+
+    def _look_at_holders(self, joining: Joining, crowd: Crowd) -> None:
+        """Those whose hosts hold most of what is reused; what can be said of all others."""
+        if joining.handover is None:
+            return
+        holders, late_s = joining.handover.holders(crowd.by_host)
+        for node in holders:
+            if not node.draining:
+                self._look_at(joining, node)
+        joining.late_s = late_s / gaps.longest_gaps(int(joining.expected_tokens) - 1)
 
     def _look_at_stale(self, now: float, joining: Joining, crowd: Crowd) -> None:
         """Those that reported long ago; what can be said of all others."""
@@ -187,7 +214,7 @@ class Batches:
             place += 1
             if node not in joining.looked_at and self._look_at(joining, node) <= limit and node.name not in exclude:
                 ties.append(node)
-        return _roomiest(ties)
+        return _nearest(joining, ties) or _roomiest(ties)
 
     def _search(self, joining: Joining, crowd: Crowd, exclude: Collection[str]) -> tuple[float, int]:
         """The smallest gap, and how many of the lightest had to be gone through for it."""
@@ -207,7 +234,7 @@ class Batches:
     def _bound_s(self, joining: Joining, step_s: float) -> float:
         """No decode whose step was this or longer has a smaller gap, those apart that reported long ago."""
         slack, base_s = joining.slack, joining.base_s
-        return joining.own_s + (base_s if slack >= step_s else step_s - (step_s - base_s) * slack / step_s)
+        return joining.late_s + joining.own_s + (base_s if slack >= step_s else step_s - (step_s - base_s) * slack / step_s)
 
     def _at_home(
         self, joining: Joining, there: Sequence[DecodeNode], exclude: Collection[str], limit: float
@@ -220,6 +247,18 @@ class Batches:
 
     def _ties(self, joining: Joining, exclude: Collection[str], limit: float) -> list[DecodeNode]:
         return [node for node, gap_s in joining.looked_at.items() if gap_s <= limit and node.name not in exclude]
+
+
+def _nearest(joining: Joining, nodes: Sequence[DecodeNode]) -> DecodeNode | None:
+    """The one whose host holds the most of what is reused, if there is one."""
+    handover = joining.handover
+    if handover is None:
+        return None
+    if len(nodes) == 1:
+        return nodes[0]
+    held = [handover.held(node) for node in nodes]
+    most = max(held)
+    return _roomiest([node for node, blocks in zip(nodes, held, strict=True) if blocks == most]) if most else None
 
 
 def _roomiest(nodes: Sequence[DecodeNode]) -> DecodeNode:

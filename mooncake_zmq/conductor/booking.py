@@ -27,6 +27,8 @@ class Booking(Struct, eq=False, gc=False):
     expected_tokens: float
     tbt_s: float
     """As it was predicted, before any bias."""
+    earliest: float = 0.0
+    """While its prefill waits for blocks: when it should be over at the earliest, whatever that prefill has to do."""
     coming: bool = False
     """It is on its way to its decode, whose reports do not count it as there yet."""
     reserved: bool = False

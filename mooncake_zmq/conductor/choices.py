@@ -3,6 +3,7 @@
 import math
 from typing import Final
 
+from mooncake_zmq.conductor.chain import Found
 from mooncake_zmq.conductor.decodes import DecodeNode
 from mooncake_zmq.conductor.prefills import PrefillNode
 
@@ -36,7 +37,19 @@ class PrefillChoice:
     what the host misses of `reuse_blocks`, none to fetch nothing; `stores`: names of those whose stores have it for a vLLM;
     `fetch_s`: of `work_s`, what moves between hosts."""
 
-    __slots__ = ("fetch_s", "node", "queue_s", "reuse_blocks", "share_s", "sources", "stages", "stores", "work_s")
+    __slots__ = (
+        "coming",
+        "coming_s",
+        "fetch_s",
+        "node",
+        "queue_s",
+        "reuse_blocks",
+        "share_s",
+        "sources",
+        "stages",
+        "stores",
+        "work_s",
+    )
 
     def __init__(
         self,
@@ -60,20 +73,29 @@ class PrefillChoice:
         """Those that compute the later layers, see `pipeline`."""
         self.share_s = 0.0
         """What each of them and `node` compute, if there are any."""
+        self.coming: Found | None = None
+        """What makes the reused blocks up to `coming_blocks`, which `node` waits for, for `coming_s` at most."""
+        self.coming_s = 0.0
 
     @property
     def ttft_s(self) -> float:
         """Predicted time to the first token."""
         return self.queue_s + self.work_s
 
+    @property
+    def coming_blocks(self) -> int:
+        """Leading blocks up to which something is waited for; 0: nothing is."""
+        return 0 if self.coming is None else self.coming.blocks
+
 
 class DecodeChoice:
     """One decode when the request would join it: its `batch` then without the request, and its predicted TBT with it, see
-    `core.gaps`. `alone_s`: the same if nobody else were there."""
+    `core.gaps`. `alone_s`: the same if nobody else were there; `moving_s`: what the link of the prefill's host has to carry."""
 
-    __slots__ = ("alone_s", "batch", "node", "tbt_s")
+    __slots__ = ("alone_s", "batch", "moving_s", "node", "tbt_s")
 
-    def __init__(self, node: DecodeNode, *, tbt_s: float, batch: float, alone_s: float) -> None:
+    def __init__(self, node: DecodeNode, *, tbt_s: float, batch: float, alone_s: float, moving_s: float = 0.0) -> None:
+        self.moving_s = moving_s
         self.node = node
         self.tbt_s = tbt_s
         self.batch = batch

@@ -11,6 +11,8 @@ from typing import Any, Final
 from mooncake_zmq.conductor.balance import BALANCE, Balance
 from mooncake_zmq.conductor.booking import BookingKey
 from mooncake_zmq.conductor.bookings import Bookings
+from mooncake_zmq.conductor.choices import PrefillChoice
+from mooncake_zmq.conductor.coming import Coming
 from mooncake_zmq.conductor.corrections import Accuracy, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.membership import Member, Membership
@@ -47,6 +49,7 @@ from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     CacheLoad,
+    ChangeReplica,
     DecodeLoad,
     Message,
     Placed,
@@ -55,6 +58,7 @@ from mooncake_zmq.core.messages import (
     RejectReason,
     RequestEnded,
     Schedule,
+    WaitEnded,
 )
 from mooncake_zmq.core.roles import ROLES
 from mooncake_zmq.core.shell import Tally
@@ -110,6 +114,7 @@ class Conductor:
         )
         self._sources = Sources(self._prefills)
         self._bookings = Bookings(name, incarnation, limit=settings.max_bookings)
+        self._coming = Coming(costs, layout.block_tokens, self._index)
         self._expiry_armed = False
         self._sweep_armed = False
         self._placement = Placement(
@@ -123,17 +128,19 @@ class Conductor:
             sources=self._sources,
             outputs=self._outputs,
             bookings=self._bookings,
+            coming=self._coming,
         )
         self._reactions: dict[tuple[str | None, type], Callable[[float, str, Any], list[Effect]]] = {
             ("gateway", Schedule): self._on_schedule,
             ("gateway", RequestEnded): self._on_ended,
             ("prefill", PrefillLoad): self._on_prefill_load,
             ("decode", DecodeLoad): self._on_decode_load,
+            ("prefill", BlocksAnnounced): self._on_own_blocks,
             ("cache-node", CacheLoad): self._on_cache_load,
             ("cache-node", BlocksAnnounced): self._on_blocks,
             ("vllm", PrefillLoad): self._on_prefill_load,
             ("vllm", DecodeLoad): self._on_decode_load,
-            ("vllm", BlocksAnnounced): self._on_vllm_blocks,
+            ("vllm", BlocksAnnounced): self._on_own_blocks,
         }
         """By the sender's role, what each message leads to."""
         self._balance = Balance(
@@ -159,6 +166,27 @@ class Conductor:
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """React to one event."""
+        effects = self._dispatch(now, event)
+        if self._coming.ended or self._coming.ahead:
+            effects += self._end_waits()
+        return effects
+
+    def _end_waits(self) -> list[Effect]:
+        """Tell prefills which waits are over, and pools what to fetch for those that are not."""
+        effects: list[Effect] = [
+            Send(self._index.name_of(each.pool), ChangeReplica(keys=each.keys, sources=(each.source,)))
+            for each in self._coming.ahead
+        ]
+        effects += [
+            Send(each.prefill, WaitEnded(booking=each.booking, sources=each.sources))
+            for each in self._coming.ended
+            if each.prefill in self._prefills.by_name
+        ]
+        self._coming.ahead.clear()
+        self._coming.ended.clear()
+        return effects
+
+    def _dispatch(self, now: float, event: Event) -> list[Effect]:
         if type(event) is Received:  # far the most
             return self._on_message(now, event.sender, event.message)
         match event:
@@ -216,7 +244,7 @@ class Conductor:
         assert self._sweep_armed or not self._index.is_sweeping
         for node in self._index.counts:
             role = self._members.role_of(node.removesuffix(SHELF))
-            assert role in ("cache-node", "vllm"), f"the index names {node}"
+            assert role in ("cache-node", "prefill", "vllm"), f"the index names {node}"
         for role, other, nodes in (
             ("prefill", "decode", self._prefills.nodes),
             ("decode", "prefill", self._decodes.nodes),
@@ -227,6 +255,7 @@ class Conductor:
         self._prefills.check(now)
         self._sources.check()
         self._decodes.check(now)
+        self._coming.check(self._bookings)
         self._balance.check(now)
         self._check_bookings()
 
@@ -249,7 +278,8 @@ class Conductor:
         self._members.join(member)
         match member.role:
             case "prefill":
-                self._sources.settle([self._prefills.join(member.name, member.host)])
+                prefill = self._prefills.join(member.name, member.host)
+                self._sources.join_own(self._index.join(member.name, pool=False), prefill)
             case "decode":
                 self._decodes.join(member.name, member.host)
             case "vllm":
@@ -263,7 +293,7 @@ class Conductor:
     def _join_vllm(self, member: Member) -> None:
         if member.part != "decode":
             vllm = self._prefills.join(member.name, member.host, vllm=True, stays=member.part == "both")
-            self._sources.join_vllm(self._index.join(member.name, pool=False), vllm)
+            self._sources.join_own(self._index.join(member.name, pool=False), vllm)
         if member.part != "prefill":
             self._decodes.join(member.name, member.host, vllm=True, stays=member.part == "both")
 
@@ -276,10 +306,11 @@ class Conductor:
             for booking in self._bookings.all():
                 placed = booking.placed
                 if peer in (booking.key[0], placed.prefill, placed.decode) or peer in placed.stages:
-                    self._unbook(now, booking.key)
+                    self._unbook(now, booking.key, gone=peer)
         self._members.leave(peer)
         match role:
             case "prefill":
+                self._forget_apart(peer)
                 self._prefills.leave(self._prefills.by_name[peer])
             case "decode":
                 self._decodes.leave(self._decodes.by_name[peer])
@@ -296,6 +327,7 @@ class Conductor:
                 self._transfers.forget(bit)
                 self._sources.leave(bit)
                 self._replication.forget(peer)
+                self._coming.pool_left()
                 del self._hosts[peer]
         self._round = None  # it may name who is gone
         return self._roll_call.left(peer) + self._arm_sweep()
@@ -321,7 +353,8 @@ class Conductor:
         for number, due in self._prefills.report(now, node, load):
             booking = self._bookings.numbered(number)
             if booking is not None and booking.placed.prefill == sender:
-                booking.due = due
+                booking.due = max(due, booking.earliest) if due > now else due
+        self._coming.review(now, node)
         return self._roll_call.takes(sender, closed=load.draining)
 
     def _on_decode_load(self, now: float, sender: str, load: DecodeLoad) -> list[Effect]:
@@ -350,9 +383,12 @@ class Conductor:
             holder = sender + SHELF
             self._sources.join_shelf(self._index.join(holder, pool=False), sender, self._hosts[sender])
         self._announced(holder, blocks)
+        if blocks.stored and not blocks.shelf:
+            self._coming.stored(sender, blocks.stored)
         return self._roll_call.announced(sender) if blocks.complete else []
 
-    def _on_vllm_blocks(self, _now: float, sender: str, blocks: BlocksAnnounced) -> list[Effect]:
+    def _on_own_blocks(self, _now: float, sender: str, blocks: BlocksAnnounced) -> list[Effect]:
+        """Take in what a prefill's slab holds, or a vLLM's prefix cache."""
         if sender not in self._prefills.by_name:
             return self._unexpected(blocks)
         self._announced(sender, blocks)
@@ -369,7 +405,7 @@ class Conductor:
         self.counts.add("keys_evicted", self._index.evicted - before)
 
     def _forget_apart(self, holder: str) -> None:
-        """What vLLMs alone could read there."""
+        """Drop what only one prefill or vLLM could read, or the vLLMs of one host."""
         if holder in self._index.counts:
             self._sources.leave_apart(self._index.join(holder))
             self._index.drop(holder)
@@ -415,13 +451,13 @@ class Conductor:
         return effects
 
     def _place(self, now: float, key: BookingKey, schedule: Schedule, plan: Plan) -> Placed | Rejected:
+        if self._bookings.is_full and (oldest := self._bookings.oldest) is not None:
+            self.counts.add("bookings_dropped")
+            self._unbook(now, oldest.key)  # before anything is found to wait for it
         decided = self._placement.decide(now, schedule, plan)
         if isinstance(decided, tuple):
             self.counts.add(_REJECTED[decided[0]])
             return rejected(schedule, decided)
-        if self._bookings.is_full and (oldest := self._bookings.oldest) is not None:
-            self.counts.add("bookings_dropped")
-            self._unbook(now, oldest.key)
         booking = self._placement.commit(now, key, schedule, plan, decided)
         self._bookings.add(booking)
         prefill = decided.prefill
@@ -429,7 +465,10 @@ class Conductor:
         self.counts.add("placed")
         if prefill.stages:
             self.counts.add("pipelines_placed")
-        self.counts.add(_FETCHED if prefill.sources or prefill.stores else _LOCAL if prefill.reuse_blocks else _NOTHING)
+        self.counts.add(_way(prefill))
+        held = max(plan.longest, prefill.reuse_blocks)
+        self.counts.add("recomputed_blocks[reason=held]", held - prefill.reuse_blocks)
+        self.counts.add("recomputed_blocks[reason=coming]", max(0, plan.coming - held))
         return booking.placed
 
     def _on_ended(self, now: float, gateway: str, ended: RequestEnded) -> list[Effect]:
@@ -482,11 +521,13 @@ class Conductor:
 
     # --- bookings
 
-    def _unbook(self, now: float, key: BookingKey) -> None:
+    def _unbook(self, now: float, key: BookingKey, gone: str = "") -> None:
+        """Forget a booking; `gone`: the node that it was on is down."""
         booking = self._bookings.get(key)
         assert booking is not None
         self._bookings.remove(booking)
         placed = booking.placed
+        self._coming.remove(now, placed.booking, lost=gone == placed.prefill)
         for name in (placed.prefill, *placed.stages):
             self._prefills.unbook(now, self._prefills.by_name[name], placed.booking)
         self._decodes.unbook(self._decodes.by_name[placed.decode], booking)
@@ -525,4 +566,12 @@ class Conductor:
 _FETCHED: Final = "plans[prefix=fetched]"
 _LOCAL: Final = "plans[prefix=local]"
 _NOTHING: Final = "plans[prefix=none]"
+_COMING: Final = "plans[prefix=coming]"
 _REJECTED = {reason: f"rejected[reason={reason.value}]" for reason in RejectReason}
+
+
+def _way(prefill: PrefillChoice) -> str:
+    """Return the counter of how a placement comes to its prefix."""
+    if prefill.coming:
+        return _COMING
+    return _FETCHED if prefill.sources or prefill.stores else _LOCAL if prefill.reuse_blocks else _NOTHING

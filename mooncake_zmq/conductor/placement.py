@@ -3,6 +3,7 @@ PURE."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from mooncake_zmq.conductor.admission import MAX_RETRY_S, NO_NODE_RETRY_S, Admission, bounded
@@ -11,16 +12,19 @@ from mooncake_zmq.conductor.batches import Batches, Joining
 from mooncake_zmq.conductor.booking import Booking, BookingKey
 from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.choices import Decision, DecodeChoice, Limits, PrefillChoice
+from mooncake_zmq.conductor.coming import Coming
 from mooncake_zmq.conductor.corrections import Bias, Lateness, OutputLengths
 from mooncake_zmq.conductor.decodes import Crowd, Decodes
+from mooncake_zmq.conductor.handovers import Handover
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.plans import Plan, Planner
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
-from mooncake_zmq.conductor.prefix_index import PrefixIndex
+from mooncake_zmq.conductor.prefix_index import PrefixIndex, bits_of
 from mooncake_zmq.conductor.routing import Router
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.conductor.transfers import Transfers
+from mooncake_zmq.conductor.waits import Waits
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import Placed, Rejected, RejectReason, Schedule
 
@@ -51,6 +55,7 @@ class Placement:
         sources: Sources,
         outputs: OutputLengths,
         bookings: Bookings,
+        coming: Coming,
     ) -> None:
         self._settings = settings
         self._pipelines = settings.pipeline_stages > 1
@@ -68,6 +73,7 @@ class Placement:
         self._request_s, self._context_s = costs.decode_request_s, costs.decode_context_s
         self._arrivals = Arrivals()
         self._sources = sources
+        self._handover = partial(Handover, sources=sources, transfers=transfers, costs=costs, block_tokens=block_tokens)
         self.planner = Planner(
             settings,
             costs,
@@ -77,6 +83,8 @@ class Placement:
             transfers=transfers,
             sources=sources,
         )
+        self._coming = coming if settings.policy == "coming" else None
+        self._waits = Waits(settings, costs, block_tokens=block_tokens, prefills=prefills, transfers=transfers, coming=coming)
         self._router = Router(settings, planner=self.planner, prefills=prefills, sources=sources)
         self.batches = Batches(settings, costs, decodes)
         self.lateness = Lateness()
@@ -98,7 +106,7 @@ class Placement:
 
     def _go_on(self, now: float, schedule: Schedule, plan: Plan, limits: Limits, prefill: PrefillChoice) -> Decision | Refused:
         """From the prefill on."""
-        if self._pipelines and not prefill.node.vllm:
+        if self._pipelines and not (prefill.node.vllm or prefill.coming):
             prefill = self._in_pipeline(schedule, plan, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, plan.priority)
         spare = self.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
@@ -143,6 +151,8 @@ class Placement:
             booking=number,
             tbt_slo_s=decision.limits.promised_tbt_s,
             stages=tuple([node.name for node in prefill.stages]) if prefill.stages else (),
+            coming_blocks=prefill.coming_blocks,
+            coming_s=min(prefill.coming_s, MAX_PREDICTION_S),
         )
         booking = Booking(
             key=key,
@@ -155,7 +165,12 @@ class Placement:
             choices=decision.choices,
             expected_tokens=expected,
             tbt_s=decode.tbt_s,
+            earliest=now + ttft_s if prefill.coming else 0.0,
         )
+        if self._coming is not None and not prefill.stages:
+            self._coming.add(booking, prefill.node, schedule.keys, prefill.reuse_blocks, plan.tokens)
+            if prefill.coming:
+                self._coming.wait(booking, prefill.node, schedule.keys[prefill.coming_blocks - 1], prefill.coming)
         self._outputs.placed(expected)
         work_s = prefill.share_s if prefill.stages else prefill.work_s
         self._prefills.book(now, prefill.node, work_s, plan.priority, number)
@@ -165,10 +180,18 @@ class Placement:
         if prefill.sources:
             self._transfers.book(now, prefill.sources[0], prefill.node.home, prefill.fetch_s)
             self._sources.chosen(prefill.sources[0])
+        if decode.moving_s:
+            self._book_handover(now, decision)
         if prefill.node.overtake:
             self._arrivals.add(now, prefill.work_s)
         self._prefills.chosen(prefill.node)
         return booking
+
+    def _book_handover(self, now: float, decision: Decision) -> None:
+        """What the decode gets from the prefill's host goes over both their links."""
+        pool = next(bits_of(self._sources.pools(decision.decode.node.host)), -1)
+        if pool >= 0 and decision.prefill.node.home >= 0:
+            self._transfers.book(now, decision.prefill.node.home, pool, decision.decode.moving_s)
 
     # --- leaves
 
@@ -184,8 +207,10 @@ class Placement:
         return self._decodes.vllms if prefill.vllm else self._decodes.own
 
     def _joining(self, at: float, prefill: PrefillChoice, plan: Plan, expected: float, choices: int) -> Joining:
+        handed = bool(prefill.reuse_blocks) and not prefill.node.vllm
         return Joining(
             at,
+            handover=self._handover(plan, prefill) if handed else None,
             wait_s=prefill.queue_s,
             own_tokens=choices * plan.tokens,
             need_tokens=choices * self._need_tokens(plan.tokens, expected),
@@ -214,6 +239,10 @@ class Placement:
             choice = self._router.choose(now, schedule, plan, barred)
             if choice is None:
                 break
+            if self._coming is not None:
+                waiting = self._waits.better(plan, schedule.keys, choice, barred)
+                if waiting is not choice and not self._is_late(limits, waiting):  # rather more engine time than a refusal
+                    choice = waiting
             if not self._pushes_others(now, plan, limits, choice):
                 return choice
             barred = (*barred, choice.node.name)
@@ -227,6 +256,10 @@ class Placement:
             shortest_s = min(self._prefills.shortest_queue_s(now), MAX_RETRY_S)
             return RejectReason.NO_ROOM, bounded(shortest_s / 2), 0.0
         return RejectReason.NO_PREFILL, NO_NODE_RETRY_S, 0.0
+
+    def _is_late(self, limits: Limits, waiting: PrefillChoice) -> bool:
+        """Return whether a prompt that waits for blocks would be refused for its first token."""
+        return self._admission.late_prefill_s(limits, waiting, waiting.ttft_s * self.lateness.factor) > 0
 
     def _in_pipeline(self, schedule: Schedule, plan: Plan, choice: PrefillChoice) -> PrefillChoice:
         """With others that compute a long prompt together with it, if that is sooner."""

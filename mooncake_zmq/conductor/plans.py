@@ -32,8 +32,14 @@ class Plan:
     """One prompt and what was found out for it: `times` to its first token by prefill. From `weighed` on the fields are of the
     prefill that was weighed last."""
 
+    reusable: int = 0
+    """Blocks that may be reused at most."""
+    longest: int = 0
+    """Blocks of the longest run that anything holds."""
     best: int = 0
-    """Blocks of the longest run."""
+    """Blocks of the longest run that a pool holds, and so any prefill can have."""
+    coming: int = 0
+    """Leading blocks that something holds or another prompt's computation makes; 0: none of them is being made."""
     best_s: float = 0.0
     """To compute all but these."""
     best_prefix: int = 0
@@ -95,7 +101,7 @@ class Planner:
         self._index = index
         self._transfers = transfers
         self._sources = sources
-        self._fetches = settings.policy == "global"
+        self._fetches = settings.policy in ("coming", "global")
         threshold = settings.kvcache_balancing_threshold
         self._threshold = 0.0 if threshold == "auto" else threshold
         self.orders = prefills.quickest.entries, prefills.freest.entries
@@ -111,10 +117,11 @@ class Planner:
         runs = self._index.runs(keys)
         whole_s = (self._a + self._b * tokens) * tokens
         plan = Plan(now, tokens, schedule.priority, runs, whole_s)
+        plan.reusable = limit
         if runs:
-            plan.best = runs[-1][0]
-            if plan.best < len(keys):
-                keys = keys[: plan.best]
+            plan.longest = runs[-1][0]
+            if plan.longest < len(keys):
+                keys = keys[: plan.longest]
             self._index.touch(keys)
             plan.disk = self._index.on_disk_alone(keys)
             self._group(plan)
@@ -184,9 +191,12 @@ class Planner:
         for blocks, mask in reversed(plan.runs):
             prefix = blocks * self._block_tokens
             plan.groups.append((mask, blocks, plan.whole_s - (self._a + self._b * prefix) * prefix, prefix))
-        _, _, plan.best_s, plan.best_prefix = plan.groups[0]
+        pooled = next((group for group in plan.groups if self._sources.pooled(group[0])), None)
+        if pooled is not None:
+            _, plan.best, plan.best_s, plan.best_prefix = pooled
         if self._fetches:
-            self._name_source(plan)
+            if pooled is not None:
+                self._name_source(plan, pooled[0])
             self._find_shelved(plan)
         left = max(LOOKED_AT, min(len(self.orders[0]) // RARE, MOST_RARE))
         rest, plan.rest_s = 0, plan.whole_s
@@ -205,10 +215,8 @@ class Planner:
             plan.best_load_s = self._prefills.least_load_s * plan.best_prefix
             plan.moved_s = (plan.best - rest) * plan.rates.least_s + max(0.0, plan.out_at - plan.now)
 
-    def _name_source(self, plan: Plan) -> None:
-        plan.source = source = self._sources.first(plan.groups[0][0])
-        if source < 0:
-            return
+    def _name_source(self, plan: Plan, mask: int) -> None:
+        plan.source = source = self._sources.first(mask)
         plan.rates, plan.out_at = self._transfers.rates(source), self._transfers.out_at(source)
 
     def _fetched_s(self, plan: Plan, node: PrefillNode, local: int, work_s: float) -> float:

@@ -35,7 +35,7 @@ class Router:
         self._prefills = prefills
         self._sources = sources
         self._tie = 1 + settings.tie_ratio
-        self._quickest = settings.policy in ("global", "local")
+        self._quickest = settings.policy in ("coming", "global", "local")
 
     def choose(self, now: float, schedule: Schedule, plan: Plan, barred: Collection[str]) -> PrefillChoice | None:
         """By the policy; prefills in `barred` never."""

@@ -9,7 +9,7 @@ from mooncake_zmq.core.messages import MAX_BLOCKS
 MAX_PIPELINE_STAGES = 17
 """The first, and those that a message names."""
 Admission = Literal["none", "baseline", "early", "prediction"]
-Policy = Literal["global", "local", "match", "load", "round-robin", "random"]
+Policy = Literal["coming", "global", "local", "match", "load", "round-robin", "random"]
 
 POSITIVE = (
     "correction_half_life_s",
@@ -31,6 +31,7 @@ NOT_NEGATIVE = (
     "tbt_slo_s",
     "report_grace_s",
     "replica_interval_s",
+    "engine_price",
     "patience",
     "role_change_after_s",
 )
@@ -52,14 +53,18 @@ class ConductorSettings:
     """When a request is refused, as the paper has it. none: never. baseline: at arrival if its prefill would be late, by the
     decode once the prefill is done. early: at arrival, by what both are like now. prediction: at arrival, by what the decode
     will be like when the prefill is done."""
-    policy: Policy = "global"
-    """Who prefills. global: Algorithm 1 over the pools of all hosts. local: the same without fetching between hosts. match: the
+    policy: Policy = "coming"
+    """Who prefills. coming: as global, and KV that is being computed counts too: a prompt may wait for it. global: Algorithm 1
+    of the paper, over what the pools of all hosts hold. local: the same without fetching between hosts. match: the
     longest prefix. load: the shortest queue. round-robin: in turn. random: by a digest of the request id."""
     kvcache_balancing_threshold: float | Literal["auto"] = "auto"
     """Algorithm 1: a prefill fetches from another host only if the best match is at least this many times its own match
     (1 or more, a ratio). At a match of 0 the ratio counts as infinite if anyone holds anything, and as 1 if nobody does.
     "auto": whenever it is predicted to be quicker. Recomputed blocks enter the pool just as fetched ones do, so that nothing
     but time is to be weighed, and that the conductor predicts for each node; a slower fetch is left out at any threshold."""
+    engine_price: float = 0.25
+    """Seconds of a prompt's own time to its first token that a second of prefill engine time is worth: waiting for KV that is
+    being computed costs the one and saves the other, which is everybody's once engines are busy."""
     patience: float = 0.25
     """A request that would miss its SLO on an idle cluster too is refused only if it would wait for more than this share of
     its own work (of its own step): waiting does not make it shorter."""

@@ -1,5 +1,5 @@
-"""Which cache-nodes are on which hosts, and whose turn it is to be fetched from; and what vLLMs alone can read: what each holds
-itself, and the stores of its host. PURE."""
+"""Which cache-nodes are on which hosts, and whose turn it is to be fetched from; what each prefill or vLLM holds itself, in its
+slab or its prefix cache; and the stores that vLLMs of a host can read. PURE."""
 
 from collections.abc import Iterable
 
@@ -23,6 +23,8 @@ class Sources:
         self._hosts: dict[int, str] = {}
         self._pools: dict[str, list[int]] = {}
         """By host, in name order."""
+        self._masks: dict[str, int] = {}
+        """Of those that serve, by host."""
         self._named: dict[int, int] = {}
         """The turn in which each was last named first."""
         self._turns: dict[int, None] = {}
@@ -34,7 +36,8 @@ class Sources:
         self._shelves: dict[int, tuple[str, str]] = {}
         """Cache-node and host of each store that holds blocks of vLLMs."""
         self._shelf_bits = 0
-        self._vllms: dict[int, PrefillNode] = {}
+        self._own: dict[int, PrefillNode] = {}
+        """By the bit of what it holds itself: nobody else can read that."""
 
     def join(self, bit: int, name: str, host: str) -> None:
         """A cache-node came."""
@@ -44,6 +47,7 @@ class Sources:
         pool.append(bit)
         pool.sort(key=self._names.__getitem__)
         self._turns = dict.fromkeys(sorted(self._names, key=self._rank))
+        self._mark(host)
         self.settle(self._prefills.by_host.get(host, ()))
 
     def leave(self, bit: int) -> None:
@@ -55,17 +59,19 @@ class Sources:
         self._pools[host].remove(bit)
         if not self._pools[host]:
             del self._pools[host]
+        self._mark(host)
         self.settle(self._prefills.by_host.get(host, ()))
 
     def rest(self, bit: int, resting: bool) -> None:
         """A cache-node serves nobody, or serves again."""
         if resting != (bit in self._resting):
             self._resting ^= {bit}
+            self._mark(self._hosts[bit])
             self.settle(self._prefills.by_host.get(self._hosts[bit], ()))
 
-    def join_vllm(self, bit: int, node: PrefillNode) -> None:
-        """A vLLM came; `bit`: of what it holds itself."""
-        self._vllms[bit] = node
+    def join_own(self, bit: int, node: PrefillNode) -> None:
+        """Add a prefill or vLLM; `bit`: of what it holds itself."""
+        self._own[bit] = node
         self.settle([node])
 
     def join_shelf(self, bit: int, name: str, host: str) -> None:
@@ -75,8 +81,8 @@ class Sources:
         self.settle(self._prefills.by_host.get(host, ()))
 
     def leave_apart(self, bit: int) -> None:
-        """A vLLM left, or a store."""
-        self._vllms.pop(bit, None)
+        """Remove what a prefill or vLLM held itself, or a store."""
+        self._own.pop(bit, None)
         _, host = self._shelves.pop(bit, ("", ""))
         self._shelf_bits &= ~(1 << bit)
         if host:
@@ -85,14 +91,18 @@ class Sources:
     def settle(self, nodes: Iterable[PrefillNode]) -> None:
         """Tell these prefills which cache-nodes are theirs."""
         for node in nodes:
-            if node.vllm:
-                node.homes = self._apart(node)
-                node.marks = node.homes << 1 | EVERYONE
-                continue
-            pool = self._serving(node.host)
+            pool = [] if node.vllm else self._serving(node.host)
             node.home = pool[0] if pool else -1
-            node.homes = sum([1 << bit for bit in pool])
+            node.homes = self._apart(node) if node.vllm else self.pools(node.host) | self._apart(node)
             node.marks = node.homes << 1 | EVERYONE
+
+    def host_of(self, bit: int) -> str:
+        """The host of a cache-node; empty: it is none."""
+        return self._hosts.get(bit, "")
+
+    def pools(self, host: str) -> int:
+        """The mask of the cache-nodes of a host that serve."""
+        return self._masks.get(host, 0)
 
     def readers(self, mask: int) -> list[PrefillNode]:
         """The prefills on the hosts of these cache-nodes; a few of them."""
@@ -101,8 +111,8 @@ class Sources:
         found = [node for bit in bits_of(pools) for node in by_host.get(hosts[bit], ())]
         if pools != mask:
             for bit in bits_of(mask & ~pools):
-                vllm = self._vllms.get(bit)
-                found += by_host.get(self._shelves[bit][1], ()) if vllm is None else (vllm,)
+                own = self._own.get(bit)
+                found += by_host.get(self._shelves[bit][1], ()) if own is None else (own,)
         return found
 
     def first(self, mask: int) -> int:
@@ -136,10 +146,14 @@ class Sources:
         """Is any of these a store that vLLMs can read?"""
         return bool(mask & self._shelf_bits)
 
+    def pooled(self, mask: int) -> bool:
+        """Return whether any of these is a pool, from which other hosts can fetch."""
+        return bool(mask & self._pool_bits)
+
     @property
     def vllms(self) -> Iterable[PrefillNode]:
-        """All of them."""
-        return self._vllms.values()
+        """All vLLMs."""
+        return [node for node in self._own.values() if node.vllm]
 
     def stores(self, runs: Iterable[Run], host: str, blocks: int) -> tuple[str, ...]:
         """The cache-nodes of other hosts whose stores hold more than so many blocks of vLLMs: the longest first."""
@@ -168,21 +182,27 @@ class Sources:
         assert list(self._turns) == sorted(self._names, key=self._rank)
         assert self._names.keys() == self._hosts.keys() == self._named.keys()
         assert sorted(bit for pool in self._pools.values() for bit in pool) == sorted(self._names)
+        serving = {host: sum(1 << bit for bit in self._serving(host)) for host in self._pools}
+        assert self._masks == {host: mask for host, mask in serving.items() if mask}
         for node in self._prefills.nodes:
-            if node.vllm:
-                assert node.home == -1
-                assert node.homes == self._apart(node)
-                continue
-            pool = self._serving(node.host)
-            assert node.homes == sum(1 << bit for bit in pool)
+            pool = [] if node.vllm else self._serving(node.host)
+            assert node.homes == sum(1 << bit for bit in pool) | self._apart(node)
             assert node.home == (pool[0] if pool else -1)
+
+    def _mark(self, host: str) -> None:
+        self._masks.pop(host, None)
+        if pool := self._serving(host):
+            self._masks[host] = sum([1 << bit for bit in pool])
 
     def _serving(self, host: str) -> list[int]:
         return [bit for bit in self._pools.get(host, ()) if bit not in self._resting]
 
-    def _apart(self, vllm: PrefillNode) -> int:
-        own = sum([1 << bit for bit, node in self._vllms.items() if node is vllm])
-        return own | sum([1 << bit for bit, (_, host) in self._shelves.items() if host == vllm.host])
+    def _apart(self, reader: PrefillNode) -> int:
+        """The bits of what only `reader` holds, and of the stores that it can read."""
+        own = sum([1 << bit for bit, node in self._own.items() if node is reader])
+        if not reader.vllm:
+            return own
+        return own | sum([1 << bit for bit, (_, host) in self._shelves.items() if host == reader.host])
 
     def _rank(self, bit: int) -> tuple[int, str]:
         return self._named[bit], self._names[bit]

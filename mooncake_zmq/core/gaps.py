@@ -6,8 +6,9 @@ is little else. And the step itself grows while the request runs, by what all in
 """
 
 LONGEST_SHARE = 10
-FIRST_GAP_STEPS = 0.75
-"""What the first gap is longer than a step, in steps: half a step's wait on average, and the handoff's end."""
+FIRST_GAP_STEPS = 0.4
+"""What the first gap is longer than a step, in steps: the wait for the one that runs, less than half of one on average since it
+is held back for who is nearly there, and the handoff's end."""
 GROWTH_TOKENS = 512
 """Nobody's KV is expected to grow by more while a request runs: others leave, and new ones come with less."""
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct, structs
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""
@@ -262,6 +262,10 @@ class Placed(_Message, frozen=True):
     """What the decode holds its step against once more when the prefill is done; 0: it does not."""
     stages: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
     """Prefills that compute the later layers of a long prompt, in this order after `prefill`; none: it computes them all."""
+    coming_blocks: Count = 0
+    """Another prompt's computation makes the reused blocks up to this one, and is not through: the prefill waits for them, for
+    `coming_s` at most, or until a conductor's `WaitEnded`; 0: nothing is waited for."""
+    coming_s: Seconds = 0.0
 
 
 class RejectReason(Enum):
@@ -400,9 +404,18 @@ class CacheLoad(_Message, frozen=True):
     """It serves nobody until it says otherwise; told at once, and whoever comes."""
 
 
+class WaitEnded(_Message, frozen=True):
+    """Conductor -> prefill: the blocks that the job of this placement waits for are at the cache-nodes `sources`; without any,
+    they will not come: their computation ended early."""
+
+    booking: Count
+    sources: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+
+
 class BlocksAnnounced(_Message, frozen=True):
     """Cache-node -> conductors: what its host now holds in DRAM, holds on SSD alone, and no longer holds; a key named anew has
-    changed its tier. After a PeerUp the whole set is sent anew. A vLLM says the same of its own prefix cache."""
+    changed its tier. After a PeerUp the whole set is sent anew. A vLLM sends the same of its own prefix cache, and a prefill of
+    its slab."""
 
     stored: Keys = ()
     removed: Keys = ()
@@ -446,6 +459,11 @@ class StartPrefill(_Message, frozen=True):
     prompt_logprobs: Likeliest | None = None
     """Tell the probability of each of `tokens` but the first, and so many of the likeliest ones' in its place. Nothing is
     reused then."""
+    coming_blocks: Count = 0
+    """See `Placed`, `coming_s` too."""
+    coming_s: Seconds = 0.0
+    conductor: Annotated[str, Meta(max_length=64)] = ""
+    """The one that placed it, and ends such a wait; while it is down nothing is waited for."""
     gateway: Annotated[str, Meta(max_length=64)] = ""
     """Who asked, where a vLLM that prefilled passes the request on to its decode: with the first token, and its KV in the
     stores."""
@@ -509,7 +527,8 @@ class CancelRequest(_Message, frozen=True):
 
 
 class ReserveDecode(_Message, frozen=True):
-    """Reserve KV for `tokens` prompt tokens and their output. `reuse_keys`: leading blocks the decode's own host may hold."""
+    """Reserve KV for `tokens` prompt tokens and their output. `reuse_keys`: leading blocks that the prefill reuses, which the
+    decode loads from its own host's pool as far as that has them or gets them from the cache-nodes `sources`."""
 
     request_id: RequestId
     attempt: Count
@@ -532,6 +551,11 @@ class ReserveDecode(_Message, frozen=True):
     tenant: Tenant = ""
     siblings: Siblings = ()
     """Further choices that begin with the same KV, each with room of its own; those for which there is none go elsewhere."""
+    sources: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    new_keys: Keys = ()
+    """The complete blocks after `reuse_keys`, which the decode offers to its host's pool once it has them."""
+    block_tokens: Tokens = b""
+    """What the blocks of both hold, for KV events; empty: they are not offered."""
 
 
 ForChoices = TypeVar("ForChoices", StartPrefill, ReserveDecode)
@@ -549,7 +573,8 @@ def for_sibling(message: ForChoices, sibling: Sibling) -> ForChoices:
 
 
 class DecodeReserved(_Message, frozen=True):
-    """The decode loads the first `held_blocks` from its own host's pool; hand off the rest."""
+    """The decode undertakes to load the first `held_blocks` from its own host's pool; hand off the rest. Sent again with fewer
+    where its pool does not get as many: the prefill hands off the difference too."""
 
     request_id: RequestId
     attempt: Count
@@ -591,7 +616,8 @@ class LayersReady(_Message, frozen=True):
 
 
 class HandoffDone(_Message, frozen=True):
-    """Everything is written. The handoff counts only if `blocks` blocks of `layers` layers fold to `checksum`."""
+    """Everything is written. The handoff counts only if its last `blocks` blocks of `layers` layers fold to `checksum`. Sent
+    again for more blocks where the decode got fewer from its pool than it had undertaken."""
 
     request_id: RequestId
     attempt: Count
@@ -746,6 +772,8 @@ class ReserveSlots(_Message, frozen=True):
     tokens: Tokens = b""
     """What the blocks hold, for KV events, and the block they follow (none: they begin a prompt): `keys` are a chain."""
     tenant: Tenant = ""
+    more: bool = False
+    """Blocks that follow these are put soon: the use of the whole chain counts with the last of them."""
 
 
 class GrantedSlot(_Record, frozen=True):
@@ -953,6 +981,7 @@ Message = (
     | PrefillLoad
     | DecodeLoad
     | CacheLoad
+    | WaitEnded
     | BlocksAnnounced
     | StartPrefill
     | FirstToken
@@ -1012,6 +1041,8 @@ class Envelope(_Record, frozen=True):
     ack_epoch: Count
     ack: Count
     bodies: Annotated[tuple[Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)], ...], Meta(max_length=MAX_BODIES)] = ()
+    late_ms: Count = 0
+    """How late the sender's loop was recently."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -26,18 +26,19 @@ class Reports:
         self._interval_s = interval_s
         self._sent_at = -interval_s
         self._hurried = False
-        self._conductors: list[str] = []
+        self.conductors: list[str] = []
+        """Those that are up, the one met last at the end."""
 
     def peer_up(self, up: PeerUp) -> None:
         """Somebody appeared."""
         self.peer_down(up.peer)
         if up.hello.role == "conductor":
-            self._conductors.append(up.peer)
+            self.conductors.append(up.peer)
 
     def peer_down(self, peer: str) -> None:
         """Somebody is gone."""
-        if peer in self._conductors:
-            self._conductors.remove(peer)
+        if peer in self.conductors:
+            self.conductors.remove(peer)
 
     def begin(self) -> SetTimer:
         """Arm the timer for the first time."""
@@ -53,5 +54,5 @@ class Reports:
     def send(self, now: float, *messages: Message) -> list[Effect]:
         """Tell every conductor, and arm the timer again. A report may be lost: the next one says it all again."""
         self._sent_at, self._hurried = now, False
-        told = [Send(name, message, lossy=True) for message in messages for name in self._conductors]
+        told = [Send(name, message, lossy=True) for message in messages for name in self.conductors]
         return [*told, SetTimer(REPORT, self._interval_s)]

@@ -30,10 +30,22 @@ Where connections need keys, a frame counts only if its sender is the one whose 
 as that node, and nobody else does.
 
 What one peer can make us keep is bounded in bytes too: `GAP_BYTES` behind a gap.
+
+**Lateness.** A process that gets no CPU is silent and deaf, and not dead. A silence and a lack of acknowledgements therefore
+count only while we could have received and the peer could have sent:
+- The time by which our own ticks came late does not count, for another life to be heard neither: what our peers sent lay
+  unread in our sockets.
+- Every envelope says how late its sender's loop was recently. `LATE_BEATS` times as much of its silence does not count.
+- A peer of which the kernel of this machine shows that it waits for a CPU is not given up.
+Of one silence all this together excuses at most `MOST_EXCUSED` peer timeouts. A dead peer is down after one peer timeout if
+nobody was late, and after `1 + MOST_EXCUSED` at the first tick in any case. To judge later is safe: leases end by the clocks of
+holder and granter, whether or not their conversation stands, and another life is heard later, never earlier, so the bounds
+above hold with more room.
 """
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -63,8 +75,8 @@ class SessionSettings:
     heartbeat_s: float = 0.5
     """Every peer hears from us at least this often."""
     peer_timeout_s: float = 3.0
-    """A peer silent, or acknowledging nothing, for this long is down. Three heartbeats at least, and longer than a busy core
-    may keep one waiting."""
+    """A peer silent, or acknowledging nothing, for this long is down, and up to four times as long where either side's loop was
+    late. Three heartbeats at least, and longer than a busy core may keep one waiting."""
     retransmit_s: float = 0.4
     """An unacknowledged message is resent after this; well above a heartbeat's acknowledgement on a busy machine."""
     window_messages: int = 8192
@@ -87,10 +99,20 @@ SECOND_LIFE_BEATS = 2
 """Heartbeats that a peer's known life must have missed before a newer one is heard."""
 MAX_LEAP = 1 << 20
 """Epochs that a peer may begin, or ask of us, at once: more would use up their numbers, and then nobody could begin anew."""
+MOST_EXCUSED = 3
+"""Peer timeouts by which lateness may lengthen the one after which a silent peer is down."""
+LATE_BEATS = 2
+"""A peer that was late by so much may be late by so many times as much, or one of its frames be lost."""
+LATE_HALF_LIFE_S = 10.0
+"""What is said of a loop's lateness is halved in this time."""
 FRAME_BYTES = 256 << 10
 """Messages are put into one frame up to this size; a longer one has a frame of its own."""
 ACK_EVERY = 32
 """Received messages after which an acknowledgement is sent without waiting for the tick."""
+
+
+Starved = Callable[[str, int], bool]
+"""Whether this life of this peer, which is silent, is known to wait for a CPU."""
 
 
 @dataclass(slots=True)
@@ -101,12 +123,20 @@ class _Unacked:
 
 
 @dataclass(slots=True)
+class _Moment:
+    """When something happened, and how late our own loop had been until then, all in all."""
+
+    at: float
+    late_s: float
+
+
+@dataclass(slots=True)
 class _Peer:
     """Our view of one peer. `epoch` is ours towards it, `remote_epoch` its own towards us."""
 
     name: str
     member: Member
-    heard_at: float
+    heard: "_Moment"
     incarnation: int = 0
     epoch: int = 1
     remote_epoch: int = 0
@@ -125,8 +155,12 @@ class _Peer:
     early_bytes: int = 0
     unreported: int = 0
     sent_at: float = float("-inf")
-    acked_at: float = 0.0
+    acked: "_Moment" = field(default_factory=lambda: _Moment(0.0, 0.0))
     """When the peer came up, last acknowledged, or was sent a first message: one that we hear may not hear us."""
+    late_s: float = 0.0
+    """How late its loop was recently, as it says."""
+    spared: bool = False
+    """This silence of it would have ended the conversation, had nobody been late."""
 
     @property
     def up(self) -> bool:
@@ -140,7 +174,15 @@ class Session:
     """
 
     def __init__(
-        self, *, me: str, incarnation: int, hello: Hello, peers: Mapping[str, Member], settings: SessionSettings, now: float
+        self,
+        *,
+        me: str,
+        incarnation: int,
+        hello: Hello,
+        peers: Mapping[str, Member],
+        settings: SessionSettings,
+        now: float,
+        starved: Starved = lambda peer, incarnation: False,
     ) -> None:
         self.me = me
         self.incarnation = incarnation
@@ -152,12 +194,19 @@ class Session:
         self._settings = settings
         self._waiting: list[_Peer] = []
         """Peers with something unsent, perhaps."""
-        self._peers = {name: _Peer(name, peers[name], heard_at=now) for name in sorted(peers) if name != me}
+        self._starved = starved
+        self._tick_s = min(settings.heartbeat_s, settings.retransmit_s) / 2
+        self._ticked_at = now
+        self._late_s = 0.0
+        """By how much all ticks together came late."""
+        self.recent_late_s = 0.0
+        """How late the loop was recently: what peers are told."""
+        self._peers = {name: _Peer(name, peers[name], self._moment(now)) for name in sorted(peers) if name != me}
 
     @property
     def tick_s(self) -> float:
         """How often the runtime calls `tick`."""
-        return min(self._settings.heartbeat_s, self._settings.retransmit_s) / 2
+        return self._tick_s
 
     @property
     def up_peers(self) -> Mapping[str, Hello]:
@@ -174,12 +223,19 @@ class Session:
         """Messages to peers that are up and not acknowledged yet: what a draining process waits for."""
         return sum(len(peer.unacked) for peer in self._peers.values() if peer.up)
 
+    @property
+    def lateness_s(self) -> float:
+        """How late this loop or that of a peer in conversation was recently: what to wait for may come later by so much."""
+        worst_s = max((peer.late_s for peer in self._peers.values() if peer.up), default=0.0)
+        return min(max(self.recent_late_s, worst_s), MOST_EXCUSED * self._settings.peer_timeout_s)
+
     def silent_s(self, now: float, name: str) -> float:
         """For how long a peer has not been heard."""
-        return now - self._peers[name].heard_at
+        return now - self._peers[name].heard.at
 
     def start(self, now: float) -> None:
         """Greet every peer."""
+        self._ticked_at = now
         for peer in self._peers.values():
             self._begin_epoch(now, peer, peer.epoch)
 
@@ -214,13 +270,14 @@ class Session:
             self.counts.add(f"dropped[reason={reason}]")
             return []
         events = self._follow(now, peer, envelope)
-        peer.heard_at = now
+        peer.heard = heard = self._moment(now)
+        peer.late_s, peer.spared = envelope.late_ms / 1000, False
         if envelope.epoch < peer.floor:
             return events
         if envelope.ack_epoch == peer.epoch:
             while peer.unacked and peer.unacked[0].sequence <= envelope.ack:
                 peer.unacked.popleft()
-                peer.acked_at = now
+                peer.acked = heard
         if envelope.sequence > 0:
             return events + self._accept_sequenced(now, peer, envelope)
         for body in envelope.bodies:
@@ -229,19 +286,56 @@ class Session:
 
     def tick(self, now: float) -> list[SessionEvent]:
         """Heartbeats, retransmissions and timeouts; call every `tick_s`."""
+        late_s = self._note_lateness(now)
         events: list[SessionEvent] = []
         for peer in self._peers.values():
-            if peer.up and now - peer.heard_at > self._settings.peer_timeout_s:
+            if peer.up and self._lasts(now, peer, peer.heard):
                 self.counts.add("timeouts")
                 events += self._give_up(now, peer, "silent")
-            elif peer.up and peer.unacked and now - peer.acked_at > self._settings.peer_timeout_s:
+            elif peer.up and peer.unacked and self._lasts(now, peer, peer.acked):
                 self.counts.add("timeouts")
                 events += self._give_up(now, peer, "acknowledges nothing")
-            if peer.unacked and now - peer.unacked[0].sent_at >= self._settings.retransmit_s:
+            if peer.unacked and now - late_s - peer.unacked[0].sent_at >= self._resend_after_s(peer):
                 self._resend(now, peer)
             if peer.unreported or now - peer.sent_at >= self._settings.heartbeat_s:
                 self._transmit(now, peer, 0, ())
         return events
+
+    def _note_lateness(self, now: float) -> float:
+        """By how much this tick comes late."""
+        since_s = now - self._ticked_at
+        late_s = max(0.0, since_s - self.tick_s)
+        self._ticked_at = now
+        self._late_s += late_s
+        self.recent_late_s = max(late_s, self.recent_late_s * math.pow(0.5, since_s / LATE_HALF_LIFE_S))
+        self.counts.add("late_loops", int(late_s > self._settings.heartbeat_s))
+        return late_s
+
+    def _resend_after_s(self, peer: _Peer) -> float:
+        """A late peer acknowledges late, and what is sent to it again makes it later."""
+        return self._settings.retransmit_s + min(peer.late_s, self._settings.peer_timeout_s / 3)
+
+    def _moment(self, now: float) -> _Moment:
+        """Now, and how late this loop was until now, that of the tick which is overdue included."""
+        return _Moment(now, self._late_s + max(0.0, now - self._ticked_at - self._tick_s))
+
+    def _lasts(self, now: float, peer: _Peer, since: _Moment) -> bool:
+        """Has what began then, a silence of this peer, lasted for the peer timeout, beside what lateness excuses?"""
+        timeout_s = self._settings.peer_timeout_s
+        if now - since.at <= timeout_s:
+            return False
+        lasts = self._counted_s(now, since, LATE_BEATS * peer.late_s) > timeout_s
+        most_s = (1 + MOST_EXCUSED) * timeout_s
+        if lasts and (now - since.at > most_s or not self._starved(peer.name, peer.incarnation)):
+            return True
+        self.counts.add("peers_spared", int(not peer.spared))
+        peer.spared = True
+        return False
+
+    def _counted_s(self, now: float, since: _Moment, excused_s: float = 0.0) -> float:
+        """How long ago that was, without the time by which this loop was late, and without `excused_s`, within the limit."""
+        excused_s += self._moment(now).late_s - since.late_s
+        return now - since.at - min(excused_s, MOST_EXCUSED * self._settings.peer_timeout_s)
 
     def flush(self, now: float) -> None:
         """Put what was said since the last call into `outgoing`."""
@@ -277,7 +371,7 @@ class Session:
             return "former_life"
         known = max(peer.remote_epoch, peer.floor)
         if envelope.incarnation != peer.incarnation:
-            if peer.incarnation and now - peer.heard_at < self._silence_s(peer, envelope):
+            if peer.incarnation and self._counted_s(now, peer.heard) < self._silence_s(peer, envelope):
                 return "other_life"
             known = 1
         elif envelope.epoch < known:
@@ -375,7 +469,7 @@ class Session:
             return []
         self.refusals.pop(peer.name, None)
         peer.hello, peer.says = hello, SAYS.get((hello.role, mine.role), frozenset())
-        peer.acked_at = now
+        peer.acked = self._moment(now)
         return [PeerUp(peer.name, peer.incarnation, hello)]
 
     def _give_up(self, now: float, peer: _Peer, reason: str) -> list[SessionEvent]:
@@ -402,7 +496,7 @@ class Session:
         sequence = peer.next_sequence
         peer.next_sequence += 1
         if not peer.unacked:
-            peer.acked_at = now
+            peer.acked = self._moment(now)
         peer.unacked.append(_Unacked(sequence, body, now))
         if not peer.unsent:
             self._waiting.append(peer)
@@ -441,6 +535,7 @@ class Session:
                 ack_epoch=peer.remote_epoch,
                 ack=peer.expected - 1,
                 bodies=bodies,
+                late_ms=int(1000 * self.recent_late_s),
             )
         )
         self.outgoing.append((peer.name, frame))

@@ -52,6 +52,7 @@ from mooncake_zmq.core.messages import (
     StartStage,
     StateTold,
     TokensDecoded,
+    WaitEnded,
     Watch,
 )
 from mooncake_zmq.core.roles import ROLES, Role
@@ -72,10 +73,10 @@ _FROM_POOL: Kinds = frozenset((BlocksLeased, LeaseRenewed, SlotsReserved, Reclai
 _SAYS: Mapping[tuple[str, str], Kinds] = {
     ("gateway", "conductor"): frozenset((Schedule, RequestEnded)),
     ("conductor", "gateway"): frozenset((NodesHeard, Placed, Rejected)),
-    ("prefill", "conductor"): frozenset((PrefillLoad,)),
+    ("prefill", "conductor"): frozenset((PrefillLoad, BlocksAnnounced)),
     ("decode", "conductor"): frozenset((DecodeLoad,)),
     ("cache-node", "conductor"): frozenset((CacheLoad, BlocksAnnounced)),
-    ("conductor", "prefill"): frozenset((ChangeRole,)),
+    ("conductor", "prefill"): frozenset((ChangeRole, WaitEnded)),
     ("conductor", "decode"): frozenset((ChangeRole,)),
     ("conductor", "cache-node"): frozenset((ChangeReplica,)),
     ("gateway", "prefill"): frozenset((StartPrefill, CancelRequest)),

@@ -57,6 +57,7 @@ from mooncake_zmq.core.messages import (
     ReportCorrupt,
     ReserveDecode,
     Sibling,
+    SlotRef,
     SlotsReserved,
     TokenLogprob,
     TokensDecoded,
@@ -80,14 +81,29 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.decode.batch import Place, retry_after_s, step_members, victim
-from mooncake_zmq.decode.request import MISSING, NEXT_STATE, Group, Request, RequestEvent, RequestState
+from mooncake_zmq.decode.request import MISSING, NEXT_STATE, Group, Request, RequestEvent, RequestState, Segment
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.checksum import block_checksum, block_checksums
-from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.layout import BlockLayout, div_ceil
 
 RECENT = 0.8
 """What earlier steps still count in `DecodeLoad.step_s` once another is measured."""
+PIECE_TOKENS = 2048
+"""KV of so many tokens is copied at a time, into a sequence or out of it."""
+JOIN, BORDER = ("join",), "border"
+"""Of the timers that begin a step held back, and end a run of steps for somebody who comes."""
+LEAST_HOLD_S = 1e-4
+HOLD_SHARE = 0.3
+"""A step is held back for at most this part of one, for a request whose KV is nearly there."""
+HELD = "held"
+"""Of the timers that end the wait for a pool, with request and attempt."""
+HELD_GRACE_S = 0.1
+"""So long after all is computed a request waits for its pool: its client sees that as a gap after the first token, and the
+prefill has what is lacking at hand."""
+MOST_SEGMENTS, LEAST_SEGMENT = 8, 16
+"""What is loaded from the pool is leased in so many segments at most, of so many blocks at least, one after the other: one is
+loaded while the next is on its way."""
 NEWER = "a newer attempt is here"
 RUN_SHARE = 4
 """A work of several steps takes at most this part of the free KV ahead, so that there is some left for those that come."""
@@ -110,6 +126,10 @@ class _Step:
     context: int
     """Tokens of KV that its first step reads."""
     cancelled: bool = False
+
+
+def _held_timer(request: Request) -> tuple[str, str, int]:
+    return HELD, request.request.request_id, request.request.attempt
 
 
 _Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...], DecodeAccount | None]
@@ -157,6 +177,10 @@ class Decode:
         self._free_tokens = settings.capacity_tokens // layout.block_tokens * layout.block_tokens
         self._capacity_tokens = self._free_tokens
         self._step_s = 0.0
+        self._border_at = 0.0
+        """When the last step ended."""
+        self._piece_blocks = max(1, PIECE_TOKENS // layout.block_tokens)
+        self._piece_parts = self._piece_blocks * layout.layers
         self._pace = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
         self._reports = Reports(settings.report_s)
         self._ids = Ids()
@@ -208,6 +232,10 @@ class Decode:
                 if request is None or request.request.attempt != attempt:
                     return []
                 return self._fail(now, request, "deadline passed in decode")
+            case TimerFired((kind, int())) if kind == BORDER:
+                return self._interrupt()
+            case TimerFired((kind, str(request_id), int(attempt))) if kind == HELD:
+                return self._on_held_late(now, request_id, attempt)
             case Started():
                 return [self._reports.begin(), self._renew_timer()]
             case DrainWanted():
@@ -238,11 +266,11 @@ class Decode:
             return self._on_stepped(now, result)
         if self._pool.copying(work_id):
             assert isinstance(result, COPIED)
-            return self._put_ended(self._pool.on_copied(work_id, result))
+            return self._put_ended(now, self._pool.on_copied(work_id, result))
         return []
 
     def _on_slots(self, now: float, _sender: str, message: SlotsReserved) -> list[Effect]:
-        return self._put_ended(self._pool.on_reserved(now, message, self._ids.new()))
+        return self._put_ended(now, self._pool.on_reserved(now, message, self._ids.new()))
 
     def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
         return self._report(now) if self._leaving.change(sender, message, self._peers) else []
@@ -316,10 +344,20 @@ class Decode:
         request = self._admit(now, sender, message, budget, effects)
         for sibling in message.siblings:
             effects += self._reserve_sibling(now, request, sibling, budget)
-        if message.reuse_keys and self._pool.node is not None:
-            request.lease_id = self._ids.new()
-            return effects + self._pool.lease(now, request.lease_id, message.reuse_keys, (), fetch=False)
-        return effects + self._reserved(request, 0)
+        if self._pool.node is not None:
+            request.held_blocks = len(message.reuse_keys)
+        return [*effects, self._reserved(request), *self._lease_held(now, request)]
+
+    def _lease_held(self, now: float, request: Request) -> list[Effect]:
+        """Ask the pool for the next segment of what it is to have."""
+        keys, message = request.request.reuse_keys, request.request
+        size = max(LEAST_SEGMENT, div_ceil(len(keys), MOST_SEGMENTS))
+        some = keys[request.leased_blocks : min(request.leased_blocks + size, request.held_blocks)]
+        if not some:
+            return []
+        request.segment = Segment(self._ids.new(), request.leased_blocks, len(some))
+        request.leased_blocks += len(some)
+        return self._pool.lease(now, request.segment.lease_id, some, message.sources, fetch=True)
 
     def _reserve_sibling(self, now: float, leader: Request, sibling: Sibling, budget: int) -> list[Effect]:
         """Room for a further choice, which waits for the handoff of the first. Without room it is placed by itself."""
@@ -333,7 +371,6 @@ class Decode:
             failed = AttemptFailed(request_id=sibling.request_id, attempt=sibling.attempt, reason=lack, full=True)
             return [*effects, Send(message.gateway, failed)]
         request = self._admit(now, leader.prefill, for_sibling(message, sibling), budget, effects)
-        self._move(request, RequestEvent.RESERVED)
         request.forked, request.leader = True, leader
         leader.siblings.append(request)
         return effects
@@ -383,9 +420,11 @@ class Decode:
         if (
             message.tokens < 1
             or len(message.tail) != message.tokens % size * 4
-            or len(message.reuse_keys) * size > message.tokens
+            or (len(message.reuse_keys) + len(message.new_keys)) * size > message.tokens
         ):
             return "tail or keys do not match tokens"
+        if message.block_tokens and len(message.block_tokens) != (len(message.reuse_keys) + len(message.new_keys)) * size * 4:
+            return "tokens do not match keys"
         if not self._layout.has_tokens(message.tail) or not self._layout.has_tokens(message.past):
             return "tokens that the model does not have"
         sampling = message.sampling
@@ -394,26 +433,31 @@ class Decode:
         return None if budget <= self._capacity_tokens else "prompt is longer than the KV budget"
 
     def _on_leased(self, now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
-        """Load the leading blocks that our own host holds; the prefill hands off the rest."""
+        """The pool of our host has so many blocks of a segment."""
         sources = self._pool.on_leased(message)
         if sources is None:
             return []
-        request = next((r for r in self._requests.values() if r.lease_id == message.lease_id), None)
-        if request is None or request.state is not RequestState.RESERVING:
-            return self._pool.release(message.lease_id)
-        sources = sources[: len(request.request.reuse_keys)]  # no more than were asked for
-        request.sources.update(enumerate(sources))
-        request.want(range(len(sources)), 0, self._layout.layers, self._layout.block_tokens)
-        request.held_pull = bool(sources)
-        return self._reserved(request, len(sources)) + self._pull(now, request)
+        for request in self._requests.values():
+            segment = request.segment
+            if segment is not None and segment.lease_id == message.lease_id:
+                return self._take_segment(now, request, segment, sources[: segment.blocks])  # no more than were asked for
+        return self._pool.release(message.lease_id)
 
-    def _reserved(self, request: Request, held_blocks: int) -> list[Effect]:
-        self._move(request, RequestEvent.RESERVED)
-        request.held_blocks = held_blocks
-        self.counts.add("handoff_blocks_held", held_blocks)
+    def _take_segment(self, now: float, request: Request, segment: Segment, sources: Sequence[SlotRef]) -> list[Effect]:
+        """Load what the pool has of a segment. What comes after a block that it does not have is handed off."""
+        request.segment = None
+        request.want_held(segment, sources, self._layout.layers, self._layout.block_tokens)
+        if len(sources) == segment.blocks:
+            return self._lease_held(now, request) + self._pull(now, request)
+        held = segment.first + len(sources)
+        self.counts.add("handoff_blocks_missed", request.held_blocks - held)
+        request.hold_fewer(held)
+        return [self._reserved(request), *self._pull(now, request), *self._verify(now, request)]
+
+    def _reserved(self, request: Request) -> Effect:
         message = request.request
-        reserved = DecodeReserved(request_id=message.request_id, attempt=message.attempt, held_blocks=held_blocks)
-        return [Send(request.prefill, reserved)]
+        held = request.held_blocks
+        return Send(request.prefill, DecodeReserved(request_id=message.request_id, attempt=message.attempt, held_blocks=held))
 
     # --- the handoff
 
@@ -428,11 +472,10 @@ class Decode:
         if not first_layer < stop_layer <= self._layout.layers:
             return self._fail(now, request, "layers that the model does not have")
         if not message.ready:
-            request.groups[message.first_block] = Group(stop)
-        begin = max(message.first_block, request.held_blocks)
-        request.sources.update(enumerate(message.sources[begin - message.first_block :], begin))
+            request.groups[message.first_block] = Group(stop, now)
+        request.sources.update(enumerate(message.sources, message.first_block))
         if message.ready:
-            request.want(range(begin, stop), first_layer, stop_layer, self._layout.block_tokens)
+            request.want(range(message.first_block, stop), first_layer, stop_layer, self._layout.block_tokens)
         if request.wants_twice:
             return self._fail(now, request, "blocks handed off twice")
         if stop == self._layout.blocks_for(request.request.tokens) and not request.promised:
@@ -479,21 +522,35 @@ class Decode:
         group = None if request is None else request.groups.get(message.first_block)
         if request is None or group is None or not group.wanted_layers < message.stop_layer <= self._layout.layers:
             return []
-        blocks = range(max(message.first_block, request.held_blocks), group.stop_block)
+        blocks = range(message.first_block, group.stop_block)
         request.want(blocks, group.wanted_layers, message.stop_layer, self._layout.block_tokens)
         group.wanted_layers = message.stop_layer
-        return self._fail(now, request, "blocks handed off twice") if request.wants_twice else self._pull(now, request)
+        if request.wants_twice:
+            return self._fail(now, request, "blocks handed off twice")
+        return self._pull(now, request) + self._expect(now, request, group)
+
+    def _expect(self, now: float, request: Request, group: Group) -> list[Effect]:
+        """When the last layers of the last chunk will be there, by what the others took: a run of steps ends before."""
+        if group.stop_block < self._layout.blocks_for(request.request.tokens):
+            return []
+        layers_s = (now - group.announced_at) / group.wanted_layers
+        request.due_at = now + layers_s * (self._layout.layers - group.wanted_layers)
+        if self._settings.max_steps == 1:
+            return []
+        return [SetTimer((BORDER, request.sequence), max(0.0, request.due_at - now - self._step_s))]
 
     def _pull(self, now: float, request: Request) -> list[Effect]:
-        """Copy what is ready. One copy at a time per request: what becomes ready meanwhile goes into the next one."""
+        """Copy what is ready, a piece at a time, so that nobody's last layers wait for another one's whole prompt. One copy at
+        a time per request: what becomes ready meanwhile goes into the next one."""
         if request.pulling or not request.wanted:
             return []
-        deadline_s = self._settings.pull_deadline_s
-        if request.held_pull:
-            deadline_s = min(deadline_s, self._pool.reading_time_s(now, request.lease_id))
-            if deadline_s <= 0:
-                return self._fail(now, request, "lease ended before the held blocks were loaded")
-        loads, request.wanted = tuple(request.wanted), []
+        reading_s = [self._pool.reading_time_s(now, lease_id) for lease_id in request.reading]
+        deadline_s = min([self._settings.pull_deadline_s, *reading_s])
+        if deadline_s <= 0:
+            return self._fail(now, request, "lease ended before the held blocks were loaded")
+        piece = request.piece(self._piece_parts)
+        loads = tuple(request.wanted[:piece])
+        del request.wanted[:piece]
         request.pulling = True
         request.in_flight += 1
         work_id = self._ids.new()
@@ -504,17 +561,16 @@ class Decode:
         request.in_flight -= 1
         request.pulling = False
         effects: list[Effect] = []
-        if request.held_pull and request.lease_id is not None:
-            request.held_pull = False
-            effects += self._pool.release(request.lease_id)
-            request.lease_id = None
+        if not any([load.block < request.held_blocks for load in request.wanted]):
+            effects += [effect for lease_id in request.reading for effect in self._pool.release(lease_id)]
+            request.reading = []
         if request.state is CLOSING:
             return effects + self._try_end(request)
         if isinstance(result, WorkFailed):
             return effects + self._fail(now, request, f"handoff copy failed: {result.reason}")
         if result.failed:
             self.counts.add("handoff_blocks_failed", len(result.failed))
-            refs = [request.sources[block] for block in result.corrupt if request.sources[block].checksum]
+            refs = [ref for block in result.corrupt if (ref := request.read_from(block)).checksum]
             self.counts.add("handoff_blocks_corrupt", len(refs))
             effects += self._pool.report_corrupt(refs)
             theirs = tuple(ref for ref in refs if ref.node != self._pool.node)
@@ -530,20 +586,38 @@ class Decode:
 
     def _on_done(self, now: float, sender: str, message: HandoffDone) -> list[Effect]:
         request = self._loading(sender, message.request_id, message.attempt)
-        if request is None or request.done is not None:
+        if request is None or request.done is not None and message.blocks <= request.done.blocks:
             return []
         if not self._layout.has_token(message.token):
             return self._fail(now, request, "a token that the model does not have")
         request.done = message
-        return self._verify(now, request)
+        effects: list[Effect] = [SetTimer(_held_timer(request), HELD_GRACE_S)] if request.segment else []
+        effects += self._verify(now, request)
+        return effects + self._interrupt() if request.is_arriving(self._piece_parts) else effects
+
+    def _on_held_late(self, now: float, request_id: str, attempt: int) -> list[Effect]:
+        """All is computed, and the pool still waits for blocks that the prefill has."""
+        request = self._requests.get(request_id)
+        if request is None or request.request.attempt != attempt:
+            return []
+        return self._forgo_segment(now, request)
+
+    def _forgo_segment(self, now: float, request: Request) -> list[Effect]:
+        """Wait no longer for what the pool has not said that it has."""
+        segment = request.segment
+        if segment is None:
+            return []
+        return self._pool.release(segment.lease_id) + self._take_segment(now, request, segment, ())
 
     def _verify(self, now: float, request: Request) -> list[Effect]:
         """The handoff counts only once every layer of every block is here and folds to the announced checksum."""
         done, layers = request.done, self._layout.layers
-        if done is None or request.pulling or request.wanted:
+        if done is None or request.pulling or request.wanted or request.segment or request.state is not LOADING:
             return []
-        blocks = self._layout.blocks_for(request.request.tokens)
-        if done.layers != layers or done.blocks != blocks - request.held_blocks:
+        handed = self._layout.blocks_for(request.request.tokens) - request.held_blocks
+        if done.layers == layers and done.blocks < handed:
+            return []  # it has not got the word yet that the pool had fewer
+        if done.layers != layers or done.blocks != handed:
             return self._fail(now, request, "handoff is incomplete")
         parts = request.parts
         if MISSING in parts:
@@ -555,6 +629,8 @@ class Decode:
         request.verified_at = now
         request.parts.clear()
         request.sources.clear()
+        request.passed_over.clear()
+        self.counts.add("handoff_blocks_held", request.held_blocks)
         message = request.request
         received = HandoffReceived(request_id=message.request_id, attempt=message.attempt)
         effects: list[Effect] = [Send(request.prefill, received), *self._offer_prompt(now, request, done)]
@@ -616,17 +692,41 @@ class Decode:
         return effects
 
     def _offer_prompt(self, now: float, request: Request, done: HandoffDone) -> list[Effect]:
-        """A pipeline's blocks are whole here for the first time: the pool gets them from here."""
+        """A pipeline's blocks are whole here for the first time: the pool gets them from here. So does the pool of another host
+        than the prefill's: the next turn of a chat finds them beside its decode."""
         keys, size, complete = done.keys, self._layout.block_tokens, request.request.tokens // self._layout.block_tokens
-        if not keys or len(keys) > complete or len(done.block_tokens) != len(keys) * size * 4:
+        if not keys:
+            return self._keep_prompt(now, request) if self._settings.store_prompts else []
+        if len(keys) > complete or len(done.block_tokens) != len(keys) * size * 4:
             return []
         sources = [SequenceBlock(request.sequence, block) for block in range(complete - len(keys), complete)]
         return self._put(now, request, keys, sources, done.parent, done.block_tokens)
 
+    def _keep_prompt(self, now: float, request: Request) -> list[Effect]:
+        """Offer what was handed off of it: what was not came from the pool."""
+        message = request.request
+        if not message.block_tokens:
+            return []
+        request.unkept = range(request.held_blocks, len(message.reuse_keys) + len(message.new_keys))
+        return self._keep_piece(now, request)
+
+    def _keep_piece(self, now: float, request: Request) -> list[Effect]:
+        """One piece after the other; what is left when the request ends is not kept."""
+        message, size = request.request, self._layout.block_tokens * 4
+        piece, request.unkept = request.unkept[: self._piece_blocks], request.unkept[self._piece_blocks :]
+        if not piece or request.state is CLOSING:
+            return []
+        keys = (*message.reuse_keys, *message.new_keys)
+        parent, tokens = keys[piece.start - 1] if piece.start else None, message.block_tokens
+        sources = [SequenceBlock(request.sequence, block) for block in piece]
+        tokens = tokens[piece.start * size : piece.stop * size]
+        more = bool(request.unkept)
+        return self._put(now, request, keys[piece.start : piece.stop], sources, parent, tokens, more=more)
+
     def _on_handoff_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:
         request = self._requests.get(message.request_id)
         current = request is not None and (request.request.attempt, request.prefill) == (message.attempt, sender)
-        if request is None or not current or request.forked or request.state not in (RequestState.RESERVING, LOADING):
+        if request is None or not current or request.forked or request.state is not LOADING:
             return []
         return self._close(now, request, prefill_tells=True)
 
@@ -651,6 +751,9 @@ class Decode:
             effects += self._preempt(now)
         if not members:
             return effects
+        hold_s = self._hold_s(now)
+        if hold_s > LEAST_HOLD_S:
+            return [*effects, SetTimer(JOIN, hold_s)]
         steps = self._run_length(members)
         entries = []
         for request in members:
@@ -661,6 +764,20 @@ class Decode:
         work_id = self._ids.new()
         self._step = _Step(work_id, members, steps, sum([request.context for request in members]))
         return [*effects, Start(work_id, DecodeStep(tuple(entries), steps), self._settings.step_deadline_s)]
+
+    def _hold_s(self, now: float) -> float:
+        """How much longer the next step waits for a request whose last blocks are being copied, or will be within that time: it
+        would have to wait for the whole step otherwise."""
+        hold_s, held_s = HOLD_SHARE * self._step_s, now - self._border_at
+        if held_s >= hold_s:
+            return 0.0
+        expected_s = hold_s / 2  # the rest is for its last layers
+        for request in self._requests.values():
+            if request.is_arriving(self._piece_parts):
+                return hold_s - held_s
+            if request.done is None and held_s < expected_s and abs(request.due_at - self._border_at) < expected_s:
+                return expected_s - held_s
+        return 0.0
 
     def _run_length(self, members: Sequence[Request]) -> int:
         """Steps to make in one work: until the first member ends, as far as there is KV for all of them."""
@@ -717,7 +834,7 @@ class Decode:
         return self._fail(now, youngest, "preempted", full=True)
 
     def _on_stepped(self, now: float, result: StepDecoded | WorkFailed) -> list[Effect]:
-        step, self._step = self._step, None
+        step, self._step, self._border_at = self._step, None, now
         assert step is not None
         columns: Sequence[tuple[int, ...]] = [()] * len(step.members)
         told: Sequence[tuple[TokenLogprob | None, ...]] = [()] * len(step.members)
@@ -819,22 +936,26 @@ class Decode:
         sources: Sequence[SequenceBlock],
         parent: Key | None,
         tokens: bytes,
+        *,
+        more: bool = False,
     ) -> list[Effect]:
         """Offer blocks of its sequence, which a copy then uses."""
         put_id, tenant = self._ids.new(), request.request.tenant
-        effects = self._pool.put(now, put_id, keys, sources, request, parent=parent, tokens=tokens, tenant=tenant)
+        effects = self._pool.put(now, put_id, keys, sources, request, parent=parent, tokens=tokens, tenant=tenant, more=more)
         if effects is None:
             return []
         request.in_flight += 1
         return effects
 
-    def _put_ended(self, ended: PutEnded) -> list[Effect]:
+    def _put_ended(self, now: float, ended: PutEnded) -> list[Effect]:
         effects = list(ended.effects)
         for token in ended.tokens:
             assert isinstance(token, Request)
             token.in_flight -= 1
             if token.state is CLOSING:
                 effects += self._try_end(token)
+            elif token.unkept:
+                effects += self._keep_piece(now, token)
         return effects
 
     # --- ends
@@ -868,7 +989,7 @@ class Decode:
         return [Send(message.gateway, failed), *self._tell_prefill(request, reason), *self._close(now, request)]
 
     def _tell_prefill(self, request: Request, reason: str) -> list[Effect]:
-        if request.state not in (RequestState.RESERVING, LOADING) or request.forked:
+        if request.state is not LOADING or request.forked:
             return []
         message = request.request
         failed = HandoffFailed(request_id=message.request_id, attempt=message.attempt, reason=clip(reason))
@@ -878,15 +999,21 @@ class Decode:
         """Let go of it. Those that wait for its handoff are placed by themselves; `prefill_tells`: it tells their gateway."""
         message = request.request
         effects: list[Effect] = [CancelTimer(("deadline", message.request_id, message.attempt)), *self._reports.hurry(now)]
+        if message.reuse_keys:
+            effects.append(CancelTimer(_held_timer(request)))
         if request.state is STEPPING:
             effects += self._interrupt()
         self._move(request, RequestEvent.CLOSE)
         del self._requests[message.request_id]
         self._closing.append(request)
         request.wanted = []
-        if request.lease_id is not None and not request.pulling:
-            effects += self._pool.release(request.lease_id)
-            request.lease_id = None
+        unread = [request.segment.lease_id] if request.segment else []
+        request.segment = None
+        if not request.pulling:
+            unread += request.reading
+            request.reading = []
+        for lease_id in unread:
+            effects += self._pool.release(lease_id)
         effects += self._part(now, request, prefill_tells=prefill_tells)
         return effects + self._try_end(request)
 
@@ -917,18 +1044,17 @@ class Decode:
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
         self._reports.peer_down(peer)
-        effects = self._put_ended(self._pool.peer_down(peer))
+        effects = self._put_ended(now, self._pool.peer_down(peer))
         for request in list(self._requests.values()):
-            unverified = request.state in (RequestState.RESERVING, LOADING) and not request.forked
+            unverified = request.state is LOADING and not request.forked
             if request.state in (CLOSING, RequestState.ENDED):
                 continue  # with the one whose handoff it waited for
             if request.request.gateway == peer:
                 effects += self._tell_prefill(request, f"{peer} is down") + self._close(now, request)
             elif request.prefill == peer and unverified:
                 effects += self._fail(now, request, f"{peer} is down", avoid=peer)
-            elif request.state is RequestState.RESERVING and self._pool.node is None:
-                request.lease_id = None
-                effects += self._reserved(request, 0)
+            elif self._pool.node is None:
+                effects += self._forgo_segment(now, request)
         return effects
 
     def _report(self, now: float) -> list[Effect]:

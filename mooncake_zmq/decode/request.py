@@ -1,7 +1,7 @@
 """One request at a decode and the table of its life. PURE."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mooncake_zmq.core.gaps import longest_step_s
@@ -16,9 +16,8 @@ MISSING = -1
 class RequestState(Named):
     """Life of a request here."""
 
-    RESERVING = "reserving"
-    """KV is reserved; the own pool is being asked which leading blocks it holds."""
     LOADING = "loading"
+    """KV is reserved, and being filled by the handoff and from the host's pool."""
     READY = "ready"
     """Handoff verified; may join the batch."""
     STEPPING = "stepping"
@@ -30,7 +29,6 @@ class RequestState(Named):
 class RequestEvent(Named):
     """What moves it on."""
 
-    RESERVED = "reserved"
     VERIFIED = "verified"
     STEP_BEGAN = "step"
     STEPPED = "stepped"
@@ -39,11 +37,9 @@ class RequestEvent(Named):
 
 
 NEXT_STATE: dict[tuple[RequestState, RequestEvent], RequestState] = {
-    (RequestState.RESERVING, RequestEvent.RESERVED): RequestState.LOADING,
     (RequestState.LOADING, RequestEvent.VERIFIED): RequestState.READY,
     (RequestState.READY, RequestEvent.STEP_BEGAN): RequestState.STEPPING,
     (RequestState.STEPPING, RequestEvent.STEPPED): RequestState.READY,
-    (RequestState.RESERVING, RequestEvent.CLOSE): RequestState.CLOSING,
     (RequestState.LOADING, RequestEvent.CLOSE): RequestState.CLOSING,
     (RequestState.READY, RequestEvent.CLOSE): RequestState.CLOSING,
     (RequestState.STEPPING, RequestEvent.CLOSE): RequestState.CLOSING,
@@ -56,7 +52,17 @@ class Group:
     """Blocks up to `stop_block` of one chunk; layers below `wanted_layers` are being copied or were."""
 
     stop_block: int
+    announced_at: float
     wanted_layers: int = 0
+
+
+@dataclass(slots=True)
+class Segment:
+    """Some of the blocks that a request loads from the pool of its host, under a lease that was asked for."""
+
+    lease_id: int
+    first: int
+    blocks: int
 
 
 @dataclass(slots=True)
@@ -69,13 +75,23 @@ class Request:
     sequence: int
     budget_tokens: int
     """KV reserved: whole blocks."""
-    state: RequestState = RequestState.RESERVING
+    state: RequestState = RequestState.LOADING
     in_flight: int = 0
     """Works that use the sequence."""
-    lease_id: int | None = None
     held_blocks: int = 0
+    """Leading blocks that it is to load from the pool of its host."""
+    leased_blocks: int = 0
+    """Of these, those that were asked for."""
+    segment: Segment | None = None
+    """The last of those, while the pool has not said how many it has."""
+    reading: list[int] = field(default_factory=list)
+    """Leases of the blocks that are wanted from the pool, or being copied from there."""
+    passed_over: list[BlockLoad] = field(default_factory=list)
+    """What was handed off though it is to be loaded from the pool."""
     sources: dict[int, SlotRef] = field(default_factory=dict)
     """Handed-off blocks announced so far."""
+    held_sources: dict[int, SlotRef] = field(default_factory=dict)
+    """Blocks read from the pool of its host."""
     groups: dict[int, Group] = field(default_factory=dict)
     """By first block: blocks announced before their layers were ready."""
     wanted: list[BlockLoad] = field(default_factory=list)
@@ -83,10 +99,13 @@ class Request:
     wanted_parts: int = 0
     """Layers of blocks that were ever wanted."""
     pulling: bool = False
-    held_pull: bool = False
     parts: list[int] = field(default_factory=list)
     """Part checksums of all that arrived and verified, one block's layers after the other; `MISSING` where it has not."""
     done: HandoffDone | None = None
+    due_at: float = 0.0
+    """When the last of its layers is expected."""
+    unkept: range = range(0)
+    """Blocks of the prompt that are to be offered to the pool, after those that are being."""
     promised: bool = False
     """Its last chunk is announced: it is about to join the batch, and was held against its SLO if it has one."""
     made: int = 0
@@ -151,17 +170,60 @@ class Request:
 
     @property
     def wants_twice(self) -> bool:
-        """Was something handed off again? Else each layer of each block is wanted once."""
-        return self.wanted_parts > len(self.parts)
+        """Was something handed off again? Else each layer of each block is wanted once, and passed over once at most."""
+        return max(self.wanted_parts, sum([load.stop_layer - load.first_layer for load in self.passed_over])) > len(self.parts)
 
     def want(self, blocks: range, first_layer: int, stop_layer: int, block_tokens: int) -> None:
-        """Some layers of blocks whose sources are known can be copied."""
-        sources, tokens = self.sources, self.request.tokens
-        self.wanted += [
+        """Some layers of blocks that were handed off can be copied, unless they are to come from the pool."""
+        loads = self._loads(blocks, self.sources, first_layer, stop_layer, block_tokens)
+        passed_over = max(0, min(blocks.stop, self.held_blocks) - blocks.start)
+        self.passed_over += loads[:passed_over]
+        self._want(loads[passed_over:])
+
+    def want_held(self, segment: Segment, sources: Sequence[SlotRef], layers: int, block_tokens: int) -> None:
+        """What the pool has of a segment can be copied."""
+        blocks = range(segment.first, segment.first + len(sources))
+        self.held_sources.update(zip(blocks, sources, strict=True))
+        if sources:
+            self.reading.append(segment.lease_id)
+        self._want(self._loads(blocks, self.held_sources, 0, layers, block_tokens))
+
+    def hold_fewer(self, blocks: int) -> None:
+        """From block `blocks` on nothing comes from the pool: what was passed over of it is wanted."""
+        self.held_blocks = blocks
+        self._want([load for load in self.passed_over if load.block >= blocks])
+        self.passed_over = [load for load in self.passed_over if load.block < blocks]
+
+    def is_arriving(self, most_parts: int) -> bool:
+        """Is all that it lacks being copied, but for one more piece at most?"""
+        last = self.done is not None and self.pulling and self.segment is None
+        return last and self.piece(most_parts) == len(self.wanted)
+
+    def piece(self, most_parts: int) -> int:
+        """How much of what is wanted goes into one copy: so many layers of blocks, one load at least."""
+        parts = 0
+        for count, load in enumerate(self.wanted):
+            parts += load.stop_layer - load.first_layer
+            if parts > most_parts and count:
+                return count
+        return len(self.wanted)
+
+    def read_from(self, block: int) -> SlotRef:
+        """Where a block was copied from."""
+        return self.held_sources[block] if block < self.held_blocks else self.sources[block]
+
+    def _loads(
+        self, blocks: range, sources: Mapping[int, SlotRef], first_layer: int, stop_layer: int, block_tokens: int
+    ) -> list[BlockLoad]:
+        tokens = self.request.tokens
+        return [
             BlockLoad(block, sources[block], first_layer, stop_layer, min(block_tokens, tokens - block * block_tokens))
             for block in blocks
         ]
-        self.wanted_parts += len(blocks) * (stop_layer - first_layer)
+
+    def _want(self, loads: Sequence[BlockLoad]) -> None:
+        self.wanted += loads
+        self.wanted_parts += sum([load.stop_layer - load.first_layer for load in loads])
 
     def take(self, tokens: Sequence[int], block_tokens: int) -> list[Key]:
         """More output: `tokens` were sampled, so the KV of the last one before them and of all but the last of them is there.

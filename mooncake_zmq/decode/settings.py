@@ -26,6 +26,9 @@ class DecodeSettings:
     """Steps in one work. More is for engines whose steps nobody watches token by token: clients get their tokens in bursts."""
     store_output: bool = True
     """Blocks that decoding completes go to the host's pool, for a chat's next turn. Off, their keys are not made either."""
+    store_prompts: bool = True
+    """Prompts that were prefilled on another host go to the own host's pool too, from where the next turn of a chat is loaded
+    without a link between hosts. Off, the pool gets only what decoding completes, and what was fetched."""
     measured_half_life_s: float = 60.0
     """As of prefill: without work, what was measured of this node's speed loses half of its weight in this time."""
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)

@@ -41,9 +41,11 @@ MISSES = {
     **{why: (f"lookup_misses[reason={why}]",) for why in MISS_REASONS},
     "not_read": ("prefix_blocks_unreached",),
     "damaged_when_read": ("prefix_blocks_corrupt",),
+    "held_elsewhere": ("recomputed_blocks[reason=held]",),
+    "was_coming": ("recomputed_blocks[reason=coming]",),
 }
-"""Why blocks were computed that a request might have reused, by the counters that tell it: those that a lease did without, and,
-at the end, those that were leased and then not read."""
+"""Why blocks were computed that a request might have reused, by the counters of it: those that a lease did without, those that
+were leased and then not read, and, at the end, those that a conductor left where they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ def picture(seen: Seen) -> dict[str, Any]:
     gateways = _sum(seen.reports("gateway"))
     engines = _sum(seen.reports("prefill", "vllm"))
     pools = _sum(seen.reports("cache-node"))
+    counted = engines + pools + _sum(seen.reports("conductor"))
     rejected = _of(gateways, "requests_rejected", "reason")
     nodes = [told_node(seen, node, found) for node in seen.listed]
     resting = [f"{node['name']} is {node['state']}" for node in nodes if node["state"] in ("draining", "drained")]
@@ -179,7 +182,7 @@ def picture(seen: Seen) -> dict[str, Any]:
             },
             "blocks": {result: pools[f"lookup_blocks[result={result}]"] for result in ("local", "disk", "remote", "miss")},
         },
-        "misses": {why: sum(engines[name] + pools[name] for name in names) for why, names in MISSES.items()},
+        "misses": {why: sum(counted[name] for name in names) for why, names in MISSES.items()},
         "requests": {
             "finished": _of(gateways, "requests_finished", "reason"),
             "failed": {code: count for code, count in _of(gateways, "requests_failed", "code").items() if code not in rejected},

@@ -151,14 +151,6 @@ class Slots:
             run.append(slot)
         return run
 
-    def leading_committed(self, slots: Sequence[int]) -> Sequence[int]:
-        """The leading ones of `slots` that are readable."""
-        states = self._state
-        for index, slot in enumerate(slots):
-            if states[slot] != COMMITTED:
-                return slots[:index]
-        return slots
-
     def committed_of(self, slots: Sequence[int]) -> list[int]:
         """Those of `slots` that are readable; `EMPTY` is none."""
         states = self._state

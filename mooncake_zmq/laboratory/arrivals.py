@@ -260,6 +260,8 @@ class Arrivals:
             decode=message.decode,
             reuse_blocks=message.reuse_blocks,
             sources=message.sources,
+            coming_blocks=message.coming_blocks,
+            coming_s=message.coming_s,
             deadline_s=FAR_S,
             booking=message.booking,
             tbt_slo_s=message.tbt_slo_s,
@@ -318,6 +320,7 @@ class Arrivals:
         if request.resumed_at:
             times.sort()
         record.tbt_s = longest_tenth_s(times)
+        record.first_gap_s = float(times[1] - times[0]) if len(times) > 1 else -1.0
         record.end_s = float(times[-1]) - request.arrived_at
         outcome = Outcome(
             ttft_s=record.ttft_s,

@@ -1,9 +1,9 @@
 """The modelled cluster of a `Setup`: its processes, their settings, who talks to whom.
 
-Each prefill has a host of its own with a cache-node, whose pool is the host's DRAM. Each decode has a host of its own, without
-one unless `laboratory.decode_pools` is set: a prefill puts its blocks into its own host's pool, and the blocks that a decode
-completes are in no trace, so that a pool there would stay empty. A prefill keeps nothing in its engine's memory for reuse, as
-in the paper, unless `prefill.own_reuse` is set.
+Each prefill and each decode has a host of its own with a cache-node, whose pool is the host's DRAM, decodes unless
+`laboratory.decode_pools` is unset: there go the prompts whose KV a decode was handed, from where it loads them for the next
+turn. The blocks that a decode completes are in no trace. A prefill reuses what its engine's memory still holds, as the live one
+does; in the paper it does not (`prefill.own_reuse=false`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,13 +32,17 @@ from mooncake_zmq.simulation.world import ProcessSpec
 CONDUCTOR, GATEWAY = "conductor-1", "gateway-1"
 OWN_HOST = "front"
 """Of conductor and gateway."""
-CHUNK_TOKENS = 8192
-"""Assumed: about a second on the paper's nodes, the longest a short prompt waits for a long one's chunk."""
+CHUNK_TOKENS = 2048
+"""Assumed, as vLLM's default: a quarter of a second on the paper's nodes, in which a short prompt waits for a long one's chunk,
+and others for the blocks of it."""
 REPORT_S = 1.0
 """Assumed: nodes tell their loads this often, as what a conductor placed meanwhile it knows itself. 0.25 s gives the same
 decisions for a third more events."""
 MAX_STEPS = 64
 """Decode steps in one work, which ends early when a request is ready to join."""
+FETCH_TOKENS = 1024
+"""What a cache-node asks of another one at a time: links serve by bytes and in order, so nobody's last layers shall wait for
+much of another one's prefix."""
 ORDERS = {"fcfs": 0.0, "shortest": 1.0}
 """`prefill.overtake` by name."""
 QUEUED = 1 << 16
@@ -49,7 +53,7 @@ QUEUED = 1 << 16
 class LabSettings:
     """What of a run is neither hardware nor an actor's setting."""
 
-    decode_pools: bool = False
+    decode_pools: bool = True
     """Whether the hosts of decodes have a cache-node too."""
     message_s: float = 0.0005
     """From one process to another."""
@@ -91,7 +95,6 @@ def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
             slab_bytes=max(node.decode_tokens // size, 2 * longest) * slot,
             chunk_tokens=max(size, CHUNK_TOKENS // size * size),
             max_queued=QUEUED,
-            own_reuse=False,
             report_s=REPORT_S,
             overtake=ORDERS[setup.order],
         ),
@@ -104,7 +107,10 @@ def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
             store_output=False,
         ),
         cache_node=CacheNodeSettings(
-            pool_bytes=pool_blocks * slot, report_s=REPORT_S, ssd=SsdSettings(bytes=max(1, disk_blocks) * slot, write_s=600.0)
+            pool_bytes=pool_blocks * slot,
+            report_s=REPORT_S,
+            fetch_batch_blocks=max(1, FETCH_TOKENS // size),
+            ssd=SsdSettings(bytes=max(1, disk_blocks) * slot, write_s=600.0),
         ),
         gateway=RequestsSettings(conductors=(CONDUCTOR,), max_open=1 << 20),
         layout=layout,

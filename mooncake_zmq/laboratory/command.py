@@ -15,9 +15,9 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from mooncake_zmq.bench.report import new_figure
-from mooncake_zmq.laboratory import report
+from mooncake_zmq.laboratory import report, zoo
 from mooncake_zmq.laboratory.errors import StudyError
-from mooncake_zmq.laboratory.generated import KINDS, fit, parse_spec
+from mooncake_zmq.laboratory.generated import KINDS, LIKE, fit, parse_spec
 from mooncake_zmq.laboratory.jobs import Job, Progress, Source, run_jobs, run_on_dask
 from mooncake_zmq.laboratory.profiles import PROFILES, find_profile
 from mooncake_zmq.laboratory.runs import ADMISSIONS, ORDERS, POLICIES
@@ -31,6 +31,7 @@ Examples:
   mooncake-zmq sim conversation_trace.jsonl --sweep policy=global,local,load,random --plot plots
   mooncake-zmq sim --generate conversation:requests=2000,rate=3.3,seed=1 --policy vllm-prefix
   mooncake-zmq sim --generate uniform:input=8192,output=256,rate=2 --sweep speed=1,2,4 --json
+  mooncake-zmq sim --generate bursts:size=8,gap=0.1,prefix=8192,own=1024 --sweep policy=global,load
   mooncake-zmq sim --like BurstGPT_1.csv --generate like:rate=5 --hardware h800-llama3-70b
   mooncake-zmq sim trace.jsonl --speed 3 --admission prediction --tbt-slo 0.06 --prefill 12 --decode 4
   mooncake-zmq sim trace.jsonl --sweep conductor.kvcache_balancing_threshold=1.05,2,4 --jobs 4
@@ -80,7 +81,11 @@ def bars(names: Sequence[str]) -> Iterator[Progress]:
 
 @click.command(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
-@click.option("--generate", metavar="SPEC", help=f"Make a trace: KIND:key=value,...; KIND {', '.join(KINDS)}, like.")
+@click.option(
+    "--generate",
+    metavar="SPEC",
+    help=f"Make a trace: KIND:key=value,...; KIND {', '.join(KINDS)}, like, or one of the zoo: {', '.join(zoo.KINDS)}.",
+)
 @click.option("--like", type=click.Path(path_type=Path), metavar="FILE", help="Make a trace by the statistics of FILE.")
 @click.option("--first", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
 @click.option("--prefill", default=8, show_default=True, help="Prefill nodes; with vllm policies, coupled ones.")
@@ -88,7 +93,7 @@ def bars(names: Sequence[str]) -> Iterator[Progress]:
 @click.option(
     "--hardware", default="a800-llama3-70b", show_default=True, metavar="NAME", help=f"{', '.join(PROFILES)}, measured:FILE."
 )
-@click.option("--policy", default="global", show_default=True, metavar="POLICY", help=f"{', '.join(POLICIES)}.")
+@click.option("--policy", default="coming", show_default=True, metavar="POLICY", help=f"{', '.join(POLICIES)}.")
 @click.option("--admission", default="none", show_default=True, metavar="RULE", help=f"{', '.join(ADMISSIONS)}.")
 @click.option("--order", default="fcfs", show_default=True, metavar="ORDER", help=f"Of a prefill's queue: {', '.join(ORDERS)}.")
 @click.option("--ttft-slo", default=30.0, show_default=True, help="Seconds to the first token.")
@@ -145,7 +150,10 @@ def source_of(trace: Path | None, generate: str | None, like: Path | None, first
         read_trace(trace, 1)
         return Source(path=str(trace.resolve()), first=first)
     shape = fit(read_trace(like)) if like is not None else None
-    return Source(shape=parse_spec(generate or "like", shape), first=first)
+    asked = generate or LIKE
+    if asked.partition(":")[0] in zoo.KINDS:
+        return Source(workload=zoo.parse_workload(asked), first=first)
+    return Source(shape=parse_spec(asked, shape), first=first)
 
 
 def _base(options: dict[str, Any]) -> Setup:

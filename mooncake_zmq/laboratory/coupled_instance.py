@@ -334,6 +334,8 @@ class Instance:
         record = job.record
         self.memory.release(job.ids, job.kv + self._log.steps - job.since)
         record.outcome, record.end_s = "finished", now - record.at_s
+        if job.pieces:
+            record.first_gap_s = float(job.pieces[0][0])
         record.tbt_s = longest_tenth_s(np.concatenate(job.pieces)) if job.pieces else 0.0
         job.pieces = []
         self._end_one()

@@ -14,7 +14,9 @@ from random import Random
 from statistics import NormalDist
 
 from mooncake_zmq.kv.layout import div_ceil
+from mooncake_zmq.laboratory import zoo
 from mooncake_zmq.laboratory.errors import StudyError
+from mooncake_zmq.laboratory.specs import split_spec
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
 
 OPEN_CHATS = 1_000
@@ -104,12 +106,11 @@ NUMBERS = ("requests", "rate", "seed", "quantum_s", "follow", "systems", "system
 
 def parse_spec(text: str, like: Shape | None = None) -> Shape:
     """`KIND:key=value,...`; KIND `like` changes the shape `like`. Raises StudyError."""
-    name, _, rest = text.partition(":")
-    values = _values(text, rest)
+    name, values = split_spec(text)
     if name == LIKE and like is not None:
         return _shaped(text, like, values, LENGTHS[:0])
     if name not in KINDS:
-        raise StudyError(f"--generate {text}: {name!r} is none of {', '.join(KINDS)}, {LIKE} (with --like FILE)")
+        raise StudyError(f"--generate {text}: {name!r} is none of {', '.join((*KINDS, *zoo.KINDS))}, {LIKE} (with --like FILE)")
     kind = replace(KINDS[name], **{key: values.pop(key) for key in LENGTHS if key in values})  # type: ignore[arg-type]
     try:
         made = Shape(
@@ -120,19 +121,6 @@ def parse_spec(text: str, like: Shape | None = None) -> Shape:
     except ValueError as error:
         raise StudyError(f"--generate {text}: {error}") from None
     return _shaped(text, made, values, LENGTHS)
-
-
-def _values(text: str, rest: str) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for assignment in filter(None, (each.strip() for each in rest.split(","))):
-        key, equals, value = assignment.partition("=")
-        try:
-            values[key.strip()] = float(value)
-        except ValueError:
-            values[key.strip()] = math.nan
-        if not math.isfinite(values[key.strip()]):
-            raise StudyError(f"--generate {text}: {assignment!r} is not key=number")
-    return values
 
 
 def _shaped(text: str, shape: Shape, values: dict[str, float], also: Sequence[str]) -> Shape:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from mooncake_zmq.laboratory import zoo
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.generated import Shape, generate
 from mooncake_zmq.laboratory.runs import run_one
@@ -34,10 +35,11 @@ Progress = Callable[[int, float], None]
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the arrivals come from: a file, which a worker elsewhere must find too, or a shape to generate."""
+    """Where the arrivals come from: a file, which a worker elsewhere must find too, or a shape or workload to generate."""
 
     path: str = ""
     shape: Shape | None = None
+    workload: zoo.Workload | None = None
     first: int | None = None
     """Only the first requests."""
     output_tokens: int | None = None
@@ -63,11 +65,18 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def load(source: Source) -> list[Arrival]:
     """The arrivals. Raises StudyError."""
-    arrivals = generate(source.shape) if source.shape is not None else read_trace(Path(source.path), source.first)
-    arrivals = arrivals[: source.first]
+    arrivals = _arrivals(source)[: source.first]
     if source.output_tokens is None:
         return arrivals
     return [replace(each, output_tokens=source.output_tokens) for each in arrivals]
+
+
+def _arrivals(source: Source) -> list[Arrival]:
+    if source.workload is not None:
+        return zoo.arrivals_of(source.workload)
+    if source.shape is not None:
+        return generate(source.shape)
+    return read_trace(Path(source.path), source.first)
 
 
 def run_job(job: Job, progress: Callable[[float], None]) -> RunResult:

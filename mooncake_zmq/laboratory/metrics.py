@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mooncake_zmq.laboratory.clairvoyant import computed_tokens, least_ttft_s
 from mooncake_zmq.laboratory.study import RequestRecord, RunResult
 
 TARGET = 0.9
@@ -58,9 +59,22 @@ class Summary:
     """Whether within_slo is `target` or more."""
     ttft_s: Spread
     tbt_s: Spread
+    first_gap_s: Spread
+    """Between the first and the second token of those that finished with two or more."""
     hits: dict[str, float]
     """By tier, as a share of all prompt tokens of requests that were prefilled."""
     hit_ratio: float
+    possible_ratio: float
+    """What a clairvoyant with endless memory would have found, as a share likewise; see `clairvoyant`."""
+    hits_of_possible: float
+    """1 where nothing was possible."""
+    computed_tokens: int
+    """Prompt tokens computed for requests that were prefilled, and the least that the clairvoyant would compute for these."""
+    least_tokens: int
+    regret: float
+    """Their ratio."""
+    least_ttft_s: float
+    """Mean TTFT that the clairvoyant would have on machines that are idle whenever a request comes."""
     prefill_gpu_s: float
     """Engine time of prefill, per request that was prefilled."""
     decode_gpu_s: float
@@ -87,6 +101,9 @@ def summarize(result: RunResult) -> Summary:
     tbt = [each for each in finished if each.tbt_s <= setup.tbt_slo_s]
     good = sum(1 for each in ttft if each.tbt_s <= setup.tbt_slo_s)
     hits = _hits(started)
+    foreseen = [each for each in started if each.possible >= 0]
+    computed = sum(map(computed_tokens, foreseen))
+    asked, possible = sum(each.input_tokens for each in foreseen), sum(each.possible for each in foreseen)
     return Summary(
         requests=len(requests),
         finished=len(finished),
@@ -101,8 +118,15 @@ def summarize(result: RunResult) -> Summary:
         attained=good >= TARGET * len(requests),
         ttft_s=spread([each.ttft_s for each in started]),
         tbt_s=spread([each.tbt_s for each in finished if each.output_tokens > 1]),
+        first_gap_s=spread([each.first_gap_s for each in finished if each.first_gap_s >= 0]),
         hits=hits,
         hit_ratio=sum(hits.values()),
+        possible_ratio=_ratio(possible, asked),
+        hits_of_possible=(asked - computed) / possible if possible else 1.0,
+        computed_tokens=computed,
+        least_tokens=asked - possible,
+        regret=_ratio(computed, asked - possible),
+        least_ttft_s=_ratio(sum(least_ttft_s(each, setup.hardware.costs) for each in foreseen), len(foreseen)),
         prefill_gpu_s=_ratio(sum(result.prefill_busy_s.values()), len(started)),
         decode_gpu_s=sum(result.decode_busy_s.values()),
         reasons=dict(sorted(Counter(each.reason for each in requests if each.reason).items())),

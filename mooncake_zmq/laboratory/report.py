@@ -71,8 +71,12 @@ def _lines(setup: Setup, summary: Summary) -> list[tuple[str, str]]:
         (f"goodput, requests/s (target {percent(summary.target)}: {_met(summary)})", f"{summary.goodput_per_s:.3f}"),
         ("TTFT mean, p50, p90, p99, s", written(summary.ttft_s, 1)),
         ("TBT (longest tenth) mean, p50, p90, p99, ms", written(summary.tbt_s, 1000)),
+        ("first gap (to the second token) mean, p50, p90, p99, ms", written(summary.first_gap_s, 1000)),
+        ("TTFT mean of a clairvoyant on an idle machine, s", f"{summary.least_ttft_s:.4g}"),
         ("prompt tokens reused", percent(summary.hit_ratio)),
         *((f"  from {TIER_NAMES[tier]}", percent(share)) for tier, share in summary.hits.items() if share),
+        (f"  of the {percent(summary.possible_ratio)} that were possible", percent(summary.hits_of_possible)),
+        ("regret: tokens computed / the least", f"{summary.regret:.3f}"),
         ("prefill engine time, s a request", f"{summary.prefill_gpu_s:.3f}"),
         ("decode engine time, s", f"{summary.decode_gpu_s:,.0f}"),
         *((f"  not served: {reason}", f"{count:,}") for reason, count in summary.reasons.items()),
@@ -114,7 +118,21 @@ def sweep_table(chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]
     table = Table(title=f"{len(outcomes)} runs; times in seconds, TBT in ms", title_justify="left")
     for key in chosen[0]:
         table.add_column(key)
-    for name in ("in SLO", "goodput/s", "TTFT", "p50", "p90", "p99", "TBT", "p99", "reused", "prefill", "rejected", "wasted"):
+    for name in (
+        "in SLO",
+        "goodput/s",
+        "TTFT",
+        "p50",
+        "p90",
+        "p99",
+        "TBT",
+        "p99",
+        "reused",
+        "regret",
+        "prefill",
+        "rejected",
+        "wasted",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for swept, outcome in zip(chosen, outcomes, strict=True):
         s = outcome.summary
@@ -127,6 +145,7 @@ def sweep_table(chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]
             *(f"{each:.3g}" for each in times),
             *(f"{each:.3g}" for each in steps),
             percent(s.hit_ratio),
+            f"{s.regret:.2f}",
             f"{s.prefill_gpu_s:.3f}",
             f"{s.rejected:,}",
             f"{s.wasted_prefills:,}",

@@ -6,12 +6,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from mooncake_zmq.laboratory.clairvoyant import foresee
 from mooncake_zmq.laboratory.errors import StudyError
-from mooncake_zmq.laboratory.study import Arrival, RunResult, Setup
+from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival, RunResult, Setup
 
 COUPLED = ("vllm", "vllm-prefix", "vllm-chunked", "vllm-both")
 COUPLED_SECTION = "coupled."
-DISAGGREGATED = ("global", "local", "match", "load", "round-robin", "random")
+DISAGGREGATED = ("coming", "global", "local", "match", "load", "round-robin", "random")
 POLICIES = (*DISAGGREGATED, *COUPLED)
 ADMISSIONS = ("none", "baseline", "early", "prediction")
 ORDERS = ("fcfs", "shortest")
@@ -32,6 +33,8 @@ def run_one(setup: Setup, arrivals: Sequence[Arrival], progress: Progress, page:
         result: RunResult = coupled.run(setup, arrivals, progress)
     else:
         result = _replayed(setup, arrivals, progress, page)
+    if TRACE_BLOCK_TOKENS % setup.block_tokens == 0:
+        foresee(arrivals, result.requests, setup.block_tokens)
     if not result.wall_s:
         result.wall_s = time.perf_counter() - began_s
     return result

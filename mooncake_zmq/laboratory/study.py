@@ -46,7 +46,7 @@ class Setup:
     prefill: int
     decode: int
     hardware: NodeProfile
-    policy: str = "global"
+    policy: str = "coming"
     admission: str = "none"
     order: str = "fcfs"
     ttft_slo_s: float = 30.0
@@ -72,6 +72,8 @@ class RequestRecord:
     ttft_s: float = -1.0
     tbt_s: float = -1.0
     """Mean of the longest tenth of the gaps between its tokens, as the paper counts; 0 with fewer than two tokens."""
+    first_gap_s: float = -1.0
+    """Between its first token and its second."""
     end_s: float = -1.0
     predicted_ttft_s: float = -1.0
     predicted_tbt_s: float = -1.0
@@ -82,6 +84,8 @@ class RequestRecord:
     hit_dram: int = 0
     hit_disk: int = 0
     hit_remote: int = 0
+    possible: int = -1
+    """Prompt tokens whose KV a clairvoyant with endless memory would have found; -1: no prefill was given the request."""
     prefill: str = ""
     decode: str = ""
     attempts: int = 0

@@ -1,10 +1,12 @@
 """One job of a prefill and the table of its life. PURE."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mooncake_zmq.core.messages import Sibling, SlotRef, StartPrefill
+from mooncake_zmq.core.messages import HandoffDone, Sibling, SlotRef, StartPrefill
 from mooncake_zmq.core.shell import Named
+from mooncake_zmq.core.work import BlockLoad
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.pipeline import Group
 
@@ -30,6 +32,8 @@ def are_known(request: StartPrefill, layout: BlockLayout) -> bool:
 class JobState(Named):
     """Life of a job."""
 
+    WAITING = "waiting"
+    """For blocks that another prompt's computation makes: it holds no place in the queue."""
     QUEUED = "queued"
     PREPARING = "preparing"
     """Waiting for the pool's lease, room in the slab, and the decode's reservation, if that is not only on its way."""
@@ -50,6 +54,7 @@ class JobState(Named):
 class JobEvent(Named):
     """What moves it on."""
 
+    RELEASED = "release"
     ACTIVATED = "activate"
     GATHER = "gather"
     PREPARED = "prepared"
@@ -61,6 +66,7 @@ class JobEvent(Named):
 
 
 NEXT_STATE: dict[tuple[JobState, JobEvent], JobState] = {
+    (JobState.WAITING, JobEvent.RELEASED): JobState.QUEUED,
     (JobState.QUEUED, JobEvent.ACTIVATED): JobState.PREPARING,
     (JobState.PREPARING, JobEvent.PREPARED): JobState.READY,
     (JobState.PREPARING, JobEvent.GATHER): JobState.GATHERING,
@@ -71,6 +77,7 @@ NEXT_STATE: dict[tuple[JobState, JobEvent], JobState] = {
     (JobState.COMPUTING, JobEvent.ALL_DONE): JobState.HANDING_OFF,
     (JobState.TRAILING, JobEvent.ALL_DONE): JobState.HANDING_OFF,
     (JobState.HANDING_OFF, JobEvent.END): JobState.ENDED,
+    (JobState.WAITING, JobEvent.END): JobState.ENDED,
     (JobState.QUEUED, JobEvent.END): JobState.ENDED,
     (JobState.PREPARING, JobEvent.END): JobState.ENDED,
     (JobState.GATHERING, JobEvent.END): JobState.ENDED,
@@ -122,21 +129,28 @@ class Job:
     own_slots: list[int] = field(default_factory=list)
     """Slab slots pinned as own hits."""
     new_slots: list[int] = field(default_factory=list)
-    """Slab slots for the blocks computed here, the last perhaps partial."""
+    """Slab slots for the blocks behind the prefix, the last perhaps partial. Where another job has computed a block meanwhile,
+    that job's slot stands here."""
     checksums: list[int] = field(default_factory=list)
-    """Of the blocks computed so far."""
+    """Of the blocks behind the prefix, as far as they are computed."""
+    found: list[BlockLoad] = field(default_factory=list)
+    """Blocks behind the prefix that another job computed here, to be loaded by the next chunk."""
+    found_blocks: int = 0
+    """All such blocks of this job."""
     lease_id: int | None = None
     leased: bool = False
     held_blocks: int | None = None
     """Blocks the decode loads itself; None until it says so."""
+    done: HandoffDone | None = None
+    """What the decode was sent when all was computed."""
     reserved: bool = False
     """The decode has said that it made room."""
     local_blocks: int = 0
     remote_blocks: int = 0
     chunk_first_block: int = 0
     chunk_stop: int = 0
-    chunk_loads: bool = False
-    """The chunk in flight loads the prefix."""
+    chunk_loads: tuple[BlockLoad, ...] = ()
+    """Reused blocks that the chunk in flight loads."""
     chunk_told_layers: int = 0
     """Of these layers the decode knows."""
     chunk_began_at: float = 0.0
@@ -151,9 +165,19 @@ class Job:
     """The pipeline that computes it, if one does."""
     choices: dict[str, int] = field(default_factory=dict)
     """Requests that still want it, with their attempts: its own and its siblings."""
+    waited: bool = False
+    """It waited for blocks of another prompt, or would have."""
+    sources: tuple[str, ...] = ()
+    """Cache-nodes of other hosts to fetch reused blocks from."""
 
     def __post_init__(self) -> None:
         self.choices = attempts_of(self.request)
+        self.sources = self.request.sources
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything was asked for it: reservation, lease, room."""
+        return self.state is not JobState.QUEUED and self.state is not JobState.WAITING
 
     @property
     def share(self) -> float:
@@ -175,6 +199,18 @@ class Job:
         del self.own_slots[blocks:]
         del self.prefix[blocks:]
         return unused
+
+    def reuse_computed(
+        self, first: int, place: int, slots: Sequence[int], refs: Sequence[SlotRef], layout: BlockLayout
+    ) -> None:
+        """Take blocks from index `first` on, which another job computed into `slots` (pinned for this one), in the places from
+        `place` on of those reserved."""
+        self.new_slots[place : place + len(slots)] = slots
+        self.checksums += [ref.checksum for ref in refs]
+        self.found += [BlockLoad(block, ref, 0, layout.layers, layout.block_tokens) for block, ref in enumerate(refs, first)]
+        self.found_blocks += len(slots)
+        self.computed = (first + len(slots)) * layout.block_tokens
+        self.estimate = None
 
     @property
     def tokens(self) -> Tokens:

@@ -16,12 +16,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from mooncake_zmq.core.actor import Effect, Send
+from mooncake_zmq.core.chunking import chunk_stop, longest_chunk
 from mooncake_zmq.core.messages import EndStage, HandoffBlocks, SlotRef, StageChunk, StageDone, StartPrefill, StartStage
 from mooncake_zmq.core.work import SlotGrant, stage_layers
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
 from mooncake_zmq.kv.slots import Slots
-from mooncake_zmq.prefill.chunking import chunk_stop, longest_chunk
 
 BUFFERS = 2
 """Chunks whose hidden states one stage holds."""

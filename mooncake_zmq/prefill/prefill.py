@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from mooncake_zmq.cache_node.client import UNHEARD, PoolClient, PutEnded
 from mooncake_zmq.core.actor import (
     CancelTimer,
@@ -31,6 +33,7 @@ from mooncake_zmq.core.actor import (
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
@@ -64,6 +67,7 @@ from mooncake_zmq.core.messages import (
     StartPrefill,
     StartStage,
     TokenLogprob,
+    WaitEnded,
     clip,
 )
 from mooncake_zmq.core.reactions import Reactions
@@ -80,15 +84,17 @@ from mooncake_zmq.core.work import (
     StageComputed,
     WorkFailed,
 )
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots, SlotState
-from mooncake_zmq.prefill.chunking import chunk_stop
 from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState, are_known, attempts_of, choices_of, tokens_of
 from mooncake_zmq.prefill.pipeline import Group, grants, refusal, release, reserve, written
 from mooncake_zmq.prefill.queue import Turns
 from mooncake_zmq.prefill.settings import PrefillSettings
+from mooncake_zmq.prefill.slab_announcer import SlabAnnouncer
 from mooncake_zmq.prefill.stages import DEADLINE, Stages
+from mooncake_zmq.prefill.waiting import WAITED, Waiting
 from mooncake_zmq.prefill.workload import Workload
 
 MAX_UNREUSED = 256
@@ -127,6 +133,8 @@ class Prefill:
         self._settings = settings
         self._layout = layout
         self._turns: Turns[Job] = Turns(settings.max_active, settings.short_lane)
+        self._waiting = Waiting(self.slots, self.counts)
+        self._announcer = SlabAnnouncer(self.slots, self.counts)
         self._workload = Workload(settings, costs, layout.block_tokens)
         self._reports = Reports(settings.report_s)
         self._pool = PoolClient(host, settings.pool, self.counts)
@@ -176,6 +184,7 @@ class Prefill:
                 ReclaimSlots: self._pool.on_reclaim,
                 ChangeRole: self._on_change,
                 ReportCorrupt: self._on_report_corrupt,
+                WaitEnded: self._on_wait_ended,
             },
             self._pool.may_say,
         )
@@ -185,13 +194,17 @@ class Prefill:
         """State transitions taken, for coverage."""
         return self.job_transitions | self.slots.transitions
 
+    def holds(self, key: Key) -> bool:
+        """Return whether this complete block stands in the slab."""
+        return self.slots.committed(key) is not None
+
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
         if type(event) is WorkProgress:  # the most frequent one, and nothing that anybody waits for in the queue
             return self._on_progress(event)
         effects = self._dispatch(now, event)
         effects += self._schedule(now)
-        self.slots.evicted.clear()
+        effects += self._announcer.flush(self._reports.conductors)
         if self._leaving.draining:
             effects += self._drained()
         return [Fence(self.slots.take_fences()), *effects] if self.slots.fences else effects
@@ -208,13 +221,16 @@ class Prefill:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
                 self._reports.peer_up(up)
-                return self._pool.peer_up(now, up)
+                slab = self._announcer.whole() if up.hello.role == "conductor" else []
+                return [*(Send(up.peer, message) for message in slab), *self._pool.peer_up(now, up)]
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
             case TimerFired(("renew",)):
                 return [*self._pool.renew(now), self._renew_timer()]
             case TimerFired(("deadline", str(request_id), int(attempt))):
                 return self._on_deadline(now, request_id, attempt)
+            case TimerFired((kind, str(request_id), int(attempt))) if kind == WAITED:
+                return self._end_wait(self._waiting.timed_out(request_id, attempt))
             case TimerFired((kind, int(lease_id))) if kind == UNHEARD:
                 return self._leased(lease_id, ()) if self._pool.forgo(lease_id) else []
             case TimerFired((kind, str(request_id), int(attempt))) if kind == DEADLINE:
@@ -277,7 +293,8 @@ class Prefill:
         for job in live:
             assert job.state is not JobState.ENDED
             assert (job.state is ABANDONED) == (job in self._abandoned)
-            assert job.state is not JobState.QUEUED or not (job.own_slots or job.new_slots or job.sequence)
+            assert job.is_begun or not (job.own_slots or job.new_slots or job.sequence)
+            assert (job.state is JobState.WAITING) == self._waiting.holds(job)
         self._stages.check()
         pinned = [slot for job in live for slot in job.held_slots] + self._stages.held_slots
         writing = {slot for slot in pinned if self.slots.state_of(slot) is SlotState.WRITING}
@@ -287,7 +304,7 @@ class Prefill:
         computing = [job for job in live if job.state in (COMPUTING, ABANDONED)]
         assert len(computing) == (self._computing is not None)
         assert not (self._computing and self._stages.computing), "one engine"
-        queued = [job for job in live if job.state is not JobState.HANDING_OFF]
+        queued = [job for job in live if job.state is not JobState.HANDING_OFF and not self._waiting.holds(job)]
         assert {id(job) for job in self._turns} == {id(job) for job in queued}, "whoever is not computed to its end waits"
         assert self._turns.waiting == sum(1 for job in queued if job.state is JobState.QUEUED)
         assert {id(job) for job in self._leases.values()} == {id(job) for job in live if job.lease_id is not None}
@@ -295,7 +312,7 @@ class Prefill:
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
         states = [job.state for job in self._jobs.values()]
-        waiting = sum(1 for s in states if s in (JobState.QUEUED, PREPARING, JobState.GATHERING))
+        waiting = sum(1 for s in states if s in (JobState.WAITING, JobState.QUEUED, PREPARING, JobState.GATHERING))
         return {
             "capacity_blocks": self.slots.capacity,
             "cached_blocks": self.slots.count(SlotState.COMMITTED),
@@ -348,14 +365,48 @@ class Prefill:
         rank = self._workload.rank(now, message, length, group.share if group else 1.0)
         job = Job(request=message, gateway=sender, order=self._ids.new(), rank=rank, arrived_at=now, group=group)
         self._jobs[message.request_id] = job
+        effects.append(SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s))
+        if self._may_wait(job):
+            job.state = JobState.WAITING
+            return [*effects, self._waiting.begin(job)]
         self._turns.arrive(job)
-        return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
+        return effects
+
+    def _may_wait(self, job: Job) -> bool:
+        """Return whether a job that arrives waits for blocks: not without the conductor that would end it, nor where they would
+        not be found, nor if its end has come already."""
+        request = job.request
+        if (early := self._waiting.ended_early(request.booking)) is not None:
+            job.sources = early.sources or job.sources
+            job.waited = True
+            return False
+        ends = not request.conductor or request.conductor in self._peers
+        found = self._settings.own_reuse or self._pool.node is not None
+        return ends and found and self._waiting.is_needed(job)
+
+    def _on_wait_ended(self, _now: float, sender: str, message: WaitEnded) -> list[Effect]:
+        job = self._waiting.booked(sender, message.booking, came=bool(message.sources))
+        if job is None:
+            self._waiting.came_early(message)
+        elif message.sources:
+            job.sources = message.sources
+        return self._end_wait(job)
+
+    def _end_wait(self, job: Job | None) -> list[Effect]:
+        """The job queues from now on, if it still waited."""
+        if job is None:
+            return []
+        timer, job.waited = self._waiting.remove(job), True
+        self._move(job, JobEvent.RELEASED)
+        self._turns.arrive(job)
+        return [timer]
 
     def _lack(self) -> str | None:
         """What may be otherwise soon: such an attempt counts as one that found no room."""
         if self._leaving.draining:
             return "prefill is draining"
-        return "prefill queue is full" if self._turns.waiting >= self._settings.max_queued else None
+        queued = self._turns.waiting + len(self._waiting)
+        return "prefill queue is full" if queued >= self._settings.max_queued else None
 
     def _refusal(self, message: StartPrefill, length: int) -> str | None:
         """What is wrong with the request here: it is tried a few times at most."""
@@ -431,7 +482,8 @@ class Prefill:
     def _break_standstill(self, now: float) -> list[Effect]:
         """Jobs whose own hits fill the slab can wait for room in a circle: the last one gives way and is placed anew."""
         stuck = [job for job in self._turns.active() if job.state is PREPARING]
-        idle = len(self._jobs) == self._turns.waiting + len(stuck) and not self._abandoned and not self._pool.puts
+        waiting = self._turns.waiting + len(self._waiting)
+        idle = len(self._jobs) == waiting + len(stuck) and not self._abandoned and not self._pool.puts
         if not idle or not stuck or len(self._stages) or any(job.held_blocks is None or not job.leased for job in stuck):
             return []
         return self._fail(now, stuck[-1], "no room in the slab", full=True)
@@ -454,14 +506,14 @@ class Prefill:
         if job.group is not None:
             job.group.keys = () if unreused else reusable
         promised = bool(wanted) and len(job.prefix) < request.reuse_blocks
-        if wanted and (promised or self._pool.node is not None):
+        if wanted and (self._pool.node is not None or (promised and not job.waited)):
             job.lease_id = self._ids.new()
             self._leases[job.lease_id] = job
             effects += self._pool.lease(
                 now,
                 job.lease_id,
                 wanted,
-                request.sources,
+                job.sources,
                 fetch=promised,  # from other hosts, or from this host's SSD
                 compute_s=self._workload.block_s(now),
                 wait_s=self._workload.spared_s(now, request, job.length, len(job.prefix)),
@@ -472,7 +524,7 @@ class Prefill:
         alone = not (scored or job.group or request.siblings)
         if alone and not may_hold and self._is_one_chunk(job):
             job.held_blocks = 0  # whatever it answers: the engine need not wait for that
-        full = job.length // self._layout.block_tokens
+        full, elsewhere = job.length // self._layout.block_tokens, self._is_elsewhere(request.decode)
         reserve = ReserveDecode(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -490,15 +542,25 @@ class Prefill:
             past=job.past,
             tenant=request.tenant,
             siblings=tuple([each for each in request.siblings if each.request_id in job.choices]),
+            sources=() if self._pool.node is None else (self._pool.node,),
+            new_keys=request.keys[len(may_hold) :] if elsewhere else (),
+            block_tokens=job.tokens[: full * self._layout.block_tokens * 4] if elsewhere else b"",
         )
         return [*effects, Send(request.decode, reserve)]
 
     def _may_hold(self, job: Job, computed_anew: bool) -> tuple[bytes, ...]:
-        """Keys of the reused blocks that the decode may find on its own host. On ours it reads them where we do."""
+        """Keys of the reused blocks that the decode may find on its own host. On ours it reads them where we do.
+
+        It fetches from our host's pool alone, also what that fetches itself: then it crosses the link of whoever has it once.
+        """
         request = job.request
-        if computed_anew or self._peers[request.decode].host == self.host:
+        if computed_anew or not self._is_elsewhere(request.decode):
             return ()
         return request.keys[: max(request.reuse_blocks, len(job.prefix))]
+
+    def _is_elsewhere(self, decode: str) -> bool:
+        """Whether it has another pool than we have."""
+        return self._peers[decode].host != self.host
 
     def _is_one_chunk(self, job: Job) -> bool:
         """What is left of it, own hits aside."""
@@ -529,12 +591,35 @@ class Prefill:
         job = self._job(sender, message.request_id, message.attempt)
         if job is None:
             return [self._handoff_failed(sender, message.request_id, message.attempt, "unknown job")]
-        if job.reserved or job.state is JobState.QUEUED:
+        if job.reserved:
+            return self._on_fewer_held(job, message.held_blocks)
+        if not job.is_begun:
             return []
         job.reserved = True
         if job.held_blocks is None:
             job.held_blocks = message.held_blocks
         return []
+
+    def _on_fewer_held(self, job: Job, held_blocks: int) -> list[Effect]:
+        """The decode's pool did not get all that it had undertaken to load: it is handed the reused blocks that it lacks, which
+        are held for it until the handoff ends. What was computed it was told of anyway."""
+        if job.held_blocks is None or held_blocks >= job.held_blocks:
+            return []
+        before, job.held_blocks = job.held_blocks, held_blocks
+        if job.state in (PREPARING, JobState.GATHERING):
+            return []
+        effects: list[Effect] = []
+        if lacking := job.prefix[held_blocks:before]:
+            effects.append(self._handoff_blocks(job, held_blocks, tuple(lacking), ready=True))
+        if job.done is not None:
+            job.done = self._covering(job, job.done)
+            effects.append(Send(job.request.decode, job.done))
+        return effects
+
+    def _covering(self, job: Job, done: HandoffDone) -> HandoffDone:
+        """The same, of all that the decode does not load itself."""
+        handed = ([ref.checksum for ref in job.prefix] + job.checksums)[job.held_blocks :]
+        return structs.replace(done, blocks=len(handed), checksum=block_checksum(handed))
 
     def _on_denied(self, now: float, sender: str, message: DecodeDenied) -> list[Effect]:
         """No room, or its step would be too long now that the prefill is done. Once the first token has gone out the request
@@ -671,13 +756,16 @@ class Prefill:
             job.computing_at = now
             self.counts.add("jobs_begun_ahead", not job.reserved)
         job.loaded = True
+        found = self._find_computed(job)
+        prefix += tuple(job.found)
+        job.found.clear()
         start = job.computed
         stop = chunk_stop(start, job.length, self._settings.chunk_tokens)
         first_block, stop_block = start // size, self._layout.blocks_for(stop)
         base = len(job.prefix)
         slots = job.new_slots[first_block - base : stop_block - base]
         job.chunk_first_block, job.chunk_stop = first_block, stop
-        job.chunk_loads, job.chunk_began_at, job.chunk_told_layers = bool(prefix), now, 0
+        job.chunk_loads, job.chunk_began_at, job.chunk_told_layers = prefix, now, 0
         self._move(job, JobEvent.CHUNK_BEGAN)
         work_id = self._ids.new()
         self._computing = (work_id, job)
@@ -698,7 +786,25 @@ class Prefill:
             leaving = self._grants(job.group.begin_own(self.slots))
             stage = ComputeStage(work, stop - start, 0, job.group.own_layers.stop, leaving=leaving)
             return [Start(work_id, stage, deadline_s)]
-        return [self._handoff_blocks(job, first_block, self._written(slots), ready=False), Start(work_id, work, deadline_s)]
+        written = self._handoff_blocks(job, first_block, self._written(slots), ready=False)
+        return [*found, written, Start(work_id, work, deadline_s)]
+
+    def _find_computed(self, job: Job) -> list[Effect]:
+        """Reuse what other jobs have computed here meanwhile: the blocks from the next chunk on that stand in the slab take the
+        places of those reserved for them. Returns their handoff."""
+        request, first = job.request, job.computed // self._layout.block_tokens
+        reusable = (job.length - 1) // self._layout.block_tokens
+        if job.group is not None or request.prompt_logprobs is not None or first >= reusable:
+            return []
+        if self.slots.committed(request.keys[first]) is None:
+            return []
+        slots = self.slots.leading_run(request.keys[first:reusable])
+        refs, place = self._refs(slots), first - len(job.prefix)
+        self.slots.pin(slots)
+        release(self.slots, job.new_slots[place : place + len(slots)])
+        job.reuse_computed(first, place, slots, refs, self._layout)
+        self.counts.add("blocks_found_while_queued", len(slots))
+        return [self._handoff_blocks(job, first, tuple(refs), ready=True)]
 
     def _on_progress(self, event: WorkProgress) -> list[Effect]:
         if self._computing is None or self._computing[0] != event.work_id:
@@ -735,7 +841,8 @@ class Prefill:
             return self._on_prefix_failed(now, job, result)
         first_block, start, stop = job.chunk_first_block, job.computed, job.chunk_stop
         if job.request.prompt_logprobs is None:  # what those take is no measure of what others will
-            self._workload.measure(now, result, start=start, stop=stop, loads=job.chunk_loads, share=job.share)
+            loaded = len(job.chunk_loads) * self._layout.block_tokens
+            self._workload.measure(now, result, start=start, stop=stop, loaded=loaded, share=job.share)
         self.counts.add("prompt_tokens_computed", stop - start)
         job.load_s = max(job.load_s, result.loaded_s)
         job.computed = stop
@@ -746,9 +853,24 @@ class Prefill:
         layers, scored = self._tell_layers(job, self._layout.layers), self._tell_scored(job, start + 1, result.scored)
         if job.computed < job.length:
             self._move(job, JobEvent.CHUNK_DONE)
-            return layers + scored
+            return layers + scored + self._keep_chunk(now, job)
         assert result.token is not None
-        return scored + self._finish(now, job, ((result.token, result.logprob), *result.others), layers)
+        finished = self._finish(now, job, ((result.token, result.logprob), *result.others), layers)
+        return scored + finished + self._keep_chunk(now, job)
+
+    def _keep_chunk(self, now: float, job: Job) -> list[Effect]:
+        """Make the complete blocks of the chunk that ended reusable, here at once, and offer them to the pool."""
+        first, base = job.chunk_first_block, len(job.prefix)
+        stop = min(job.chunk_stop // self._layout.block_tokens, len(job.request.keys))
+        slots = job.new_slots[first - base : stop - base]
+        if not slots:
+            return []
+        if self._settings.own_reuse:  # what nobody will look for needs no name
+            keys = job.request.keys[first:stop]
+            self._announcer.computed([key for slot, key in zip(slots, keys, strict=True) if self.slots.name(slot, key)])
+        self.slots.commit_all(slots, job.checksums[first - base : stop - base])
+        effects = self._offer_chain(now, job.request, first, slots, more=job.computed < job.length)
+        return effects + [effect for waiter in self._waiting.found() for effect in self._end_wait(waiter)]
 
     def _tell_scored(self, job: Job, first: int, scored: Sequence[TokenLogprob]) -> list[Effect]:
         """What the prompt's tokens from position `first` on are worth, as soon as it is known."""
@@ -767,7 +889,8 @@ class Prefill:
 
     def _on_prefix_failed(self, now: float, job: Job, result: ChunkComputed | StageComputed) -> list[Effect]:
         """Reused blocks were not loaded: nobody shall find corrupt copies again, and the request is placed anew."""
-        refs = [job.prefix[block] for block in result.corrupt if block < len(job.prefix)]
+        sources = dict(enumerate(job.prefix)) | {load.block: load.source for load in job.chunk_loads}
+        refs = [sources[block] for block in result.corrupt if block in sources]
         unreached = len(result.failed) - len(result.corrupt)
         self.counts.add("prefix_blocks_unreached", unreached)
         if unreached:
@@ -800,7 +923,7 @@ class Prefill:
         assert job.sequence is not None
         assert job.held_blocks is not None
         request, size = job.request, self._layout.block_tokens
-        own = len(job.own_slots) * size
+        own = (len(job.own_slots) + job.found_blocks) * size
         firsts = [
             FirstToken(
                 request_id=choice.request_id,
@@ -821,44 +944,31 @@ class Prefill:
         self.counts.add("prompt_tokens_cached[source=own]", own)
         self.counts.add("prompt_tokens_cached[source=local]", job.local_blocks * size)
         self.counts.add("prompt_tokens_cached[source=remote]", job.remote_blocks * size)
-        checksums = [ref.checksum for ref in job.prefix] + job.checksums
-        handed, base = checksums[job.held_blocks :], len(job.prefix)
+        base = len(job.prefix)
         done = HandoffDone(
             request_id=request.request_id,
             attempt=request.attempt,
             layers=self._layout.layers,
-            blocks=len(handed),
-            checksum=block_checksum(handed),
+            blocks=0,
+            checksum=0,
             token=firsts[0].token,
             index=request.first_index,
             siblings=tuple([(first.request_id, first.token) for first in firsts[1:] if first.request_id in job.choices]),
             wanted=request.request_id in job.choices,
             **(job.group.offer(base) if job.group else {}),
         )
+        job.done = done = self._covering(job, done)
         effects: list[Effect] = [Send(job.gateway, first) for first in firsts if first.request_id in job.choices]
         effects += [*layers, Send(request.decode, done), CloseSequence(job.sequence)]
         job.sequence = None
-        whole = [] if job.group else list(zip(job.new_slots, request.keys[base:], strict=False))
-        if self._settings.own_reuse:  # what nobody will look for needs no name
-            for slot, key in whole:
-                self.slots.name(slot, key)
-        if whole:
-            self.slots.commit_all([slot for slot, _ in whole], job.checksums[: len(whole)])
-        return effects + self._offer_to_pool(now, job) + self._reports.hurry(now)
+        if job.own_slots:  # the pool may have evicted them since
+            effects += self._offer_chain(now, request, 0, job.own_slots)
+        return effects + self._reports.hurry(now)
 
-    def _offer_to_pool(self, now: float, job: Job) -> list[Effect]:
-        """Blocks that did not come from the pool go there, own hits too: the pool may have evicted them since."""
-        base = len(job.prefix)
-        effects: list[Effect] = []
-        for first, slots in ((0, job.own_slots), (base, job.new_slots)):
-            stop = min(first + len(slots), len(job.request.keys))
-            chain = self.slots.leading_committed(slots[: stop - first])
-            if chain:
-                effects += self._offer_chain(now, job.request, first, chain)
-        return effects
-
-    def _offer_chain(self, now: float, request: StartPrefill, first: int, slots: Sequence[int]) -> list[Effect]:
-        """Put the blocks from index `first` on, which stand in `slots`."""
+    def _offer_chain(
+        self, now: float, request: StartPrefill, first: int, slots: Sequence[int], *, more: bool = False
+    ) -> list[Effect]:
+        """Put the blocks from index `first` on, which stand in `slots`; `more` of them follow soon."""
         stop, size = first + len(slots), self._layout.block_tokens * 4
         self.slots.pin(slots)
         effects = self._pool.put(
@@ -870,6 +980,7 @@ class Prefill:
             parent=request.keys[first - 1] if first else None,
             tokens=tokens_of(request)[first * size : stop * size],
             tenant=request.tenant,
+            more=more,
         )
         if effects is None:
             self.slots.unpin(slots)
@@ -916,7 +1027,7 @@ class Prefill:
         effects = self._failed(
             job.gateway, job.choices, reason, full=full, avoid=avoid, refused_for_s=refused_for_s, stuck=stuck
         )
-        if tell_decode and job.state is not JobState.QUEUED:
+        if tell_decode and job.is_begun:
             effects.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return effects + self._end(now, job)
 
@@ -932,15 +1043,15 @@ class Prefill:
         request = job.request
         job.choices.pop(request.request_id, None)  # its gateway knows
         told = self._failed(job.gateway, job.choices, reason, full=True)
-        if job.state is not JobState.QUEUED:
+        if job.is_begun:
             told.append(self._handoff_failed(request.decode, request.request_id, request.attempt, reason))
         return told + self._end(now, job)
 
     def _end(self, now: float, job: Job) -> list[Effect]:
         """Let go of everything; of what a chunk in flight still writes, once it is done."""
+        effects: list[Effect] = [self._waiting.remove(job)] if self._waiting.holds(job) else []
         self._move(job, JobEvent.END)
         request = job.request
-        effects: list[Effect] = []
         if self._jobs.get(request.request_id) is job:
             del self._jobs[request.request_id]
             effects.append(CancelTimer(("deadline", request.request_id, request.attempt)))
@@ -970,6 +1081,7 @@ class Prefill:
         self._peers.pop(peer, None)
         self._reports.peer_down(peer)
         effects = self._put_ended(self._pool.peer_down(peer))
+        effects += [effect for job in self._waiting.placed_by(peer) for effect in self._end_wait(job)]
         for job in list(self._jobs.values()):
             if job.gateway == peer:
                 effects += self._drop(now, job, f"{peer} is down")
@@ -982,8 +1094,10 @@ class Prefill:
         return effects + self._stages.peer_down(peer)
 
     def _report(self, now: float) -> list[Effect]:
-        room = max(0, self._settings.max_queued - self._turns.waiting)
+        room = max(0, self._settings.max_queued - self._turns.waiting - len(self._waiting))
         jobs = [job for job in self._turns if job.state is not ABANDONED]
+        if len(self._waiting):
+            jobs = sorted([*jobs, *self._waiting], key=lambda job: (job.rank, job.order))
         stages = self._stages.report(now)
         load = self._workload.report(now, jobs, room=room, draining=self._leaving.draining, stages=stages)
         return self._reports.send(now, load)

@@ -372,9 +372,9 @@ class Stages:
             return self._on_prefix_failed(stage, result)
         chunk = stage.chunks.popleft()
         stop = chunk.start + chunk.count
-        loads = stage.begun == 1 and bool(stage.prefix)
+        loaded = chunk.start if stage.begun == 1 and stage.prefix else 0
         share = self._share(stage.request)
-        self._workload.measure(now, result, start=chunk.start, stop=stop, loads=loads, share=share)
+        self._workload.measure(now, result, start=chunk.start, stop=stop, loaded=loaded, share=share)
         self._counts.add("stage_tokens_computed", chunk.count)
         stage.computed = stop
         done = StageDone(

@@ -10,13 +10,13 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad, QueuedJob, StartPrefill, StartStage
 from mooncake_zmq.core.order import Order
 from mooncake_zmq.core.pace import COMPUTE_MEMORY_S, Pace
 from mooncake_zmq.core.reports import MAX_LEFT_S, queued_job
 from mooncake_zmq.core.work import ChunkComputed, StageComputed
-from mooncake_zmq.prefill.chunking import chunk_stop
 from mooncake_zmq.prefill.job import Estimate, Job, JobState
 from mooncake_zmq.prefill.settings import PrefillSettings
 
@@ -69,15 +69,15 @@ class Workload:
         *,
         start: int,
         stop: int,
-        loads: bool,
+        loaded: int,
         share: float,
     ) -> None:
-        """Tokens `start` to `stop` were computed in a `share` of the layers, and those before them loaded if it `loads`."""
+        """Tokens `start` to `stop` were computed in a `share` of the layers, and `loaded` of those before them loaded."""
         compute_s = share * self._costs.compute_s(stop, start)
-        if not loads:
+        if not loaded:
             self._compute.add(now, max(0.0, result.elapsed_s - result.waited_s), compute_s)
             return
-        load_s = share * self._costs.load_s(start)
+        load_s = share * self._costs.load_s(loaded)
         if result.loaded_s > 0:
             self._load.add(now, result.loaded_s, load_s)
             self._compute.add(now, max(0.0, result.elapsed_s - result.waited_s), compute_s)
@@ -138,16 +138,16 @@ class Workload:
         computing = job.state is JobState.COMPUTING
         start = self._start(job)
         stop = job.chunk_stop if computing else chunk_stop(start, job.length, self._settings.chunk_tokens)
-        loads = job.chunk_loads if computing else not job.loaded
+        loaded = len(job.chunk_loads) * self._block_tokens if computing else 0 if job.loaded else start
         return Estimate(
             compute_s=job.share * self._costs.compute_s(stop, start),
-            load_s=job.share * self._costs.load_s(start) if loads else 0.0,
+            load_s=job.share * self._costs.load_s(loaded),
             rest_s=job.share * self._costs.compute_s(job.length, stop),
         )
 
     def _start(self, job: Job) -> int:
         """Tokens that need not be computed any more, as far as is known."""
-        if job.state is JobState.QUEUED:
+        if not job.is_begun:
             return self._promised(job.request, job.length)
         if job.state is JobState.PREPARING or job.state is JobState.GATHERING:
             own = len(job.prefix) * self._block_tokens

@@ -63,6 +63,7 @@ from mooncake_zmq.runtime.metrics import Snapshot
 from mooncake_zmq.runtime.metrics import serve as serve_metrics
 from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.otlp import OTEL, Otlp, is_installed
+from mooncake_zmq.runtime.starvation import waits_for_cpu
 from mooncake_zmq.runtime.tls import Tls, tls_files_of
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
@@ -673,6 +674,7 @@ class _Process:
             peers={name: Member(peer.roles, peer.host) for name, peer in self._peers.items()},
             settings=self.config.session,
             now=time.monotonic(),
+            starved=partial(waits_for_cpu, self.runtime_dir),
         )
 
     @cached_property

@@ -53,6 +53,7 @@ from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent
+from mooncake_zmq.runtime.starvation import LatenessLog
 from mooncake_zmq.transfer.connections import Connections, skip_rest, take_part
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets, check_endpoint
 
@@ -81,8 +82,10 @@ FRAMES_PER_TURN = 512
 POLLIN = int(zmq.POLLIN)
 MIN_STALE = 1024
 """Timers cancelled or replaced that are not worth a sweep."""
+READ_FIRST_TURNS = 8
+"""Turns for which overdue timers wait for frames to be read, however many more there are."""
 LINGER_S = 1.0
-"""How long a process that leaves waits for its last messages to be acknowledged."""
+"""How long a process that leaves waits for its last messages to be acknowledged, beside what it or a peer was late."""
 
 
 class WorkExecutor(Protocol):
@@ -210,6 +213,9 @@ class ZmqRuntime:
         self._drained_at: float | None = None
         self._rested = False
         """What the log says of that."""
+        self._lateness = LatenessLog()
+        self._turns_unread = 0
+        """Turns since timers last had theirs."""
         self._told: dict[str, str] = {}
         """What the log says of each peer."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -412,18 +418,30 @@ class ZmqRuntime:
     def _turn(self) -> bool:
         """Everything that is due, once around. True: frames may be left, and the ROUTER's descriptor will not tell of them: it
         is edge-triggered, and tells of what comes after a look at the socket found nothing."""
-        now = time.monotonic()
-        while not self.stopped and (callback := self._timers.pop_due(now)) is not None:
-            callback()
         for _ in range(len(self._inbox)):
             if not self.stopped:
                 self._inbox.popleft()()
         busy = self._receive()
+        if not self._reads_on(busy):
+            self._fire_due()
         if self._drained_at is not None:
-            over = time.monotonic() - self._drained_at > LINGER_S
-            if over or not self.node.session.unacknowledged:
+            session = self.node.session
+            over = time.monotonic() - self._drained_at > LINGER_S + session.lateness_s
+            if over or not session.unacknowledged:
                 self.stop()
         return busy
+
+    def _reads_on(self, busy: bool) -> bool:
+        """A timer judges what has not come. After a lateness it may have come, and lie unread behind what this turn took."""
+        at = self._timers.next_at()
+        late = at is not None and time.monotonic() - at > self.node.session.tick_s
+        self._turns_unread = self._turns_unread + 1 if busy and late else 0
+        return 0 < self._turns_unread <= READ_FIRST_TURNS
+
+    def _fire_due(self) -> None:
+        now = time.monotonic()
+        while not self.stopped and (callback := self._timers.pop_due(now)) is not None:
+            callback()
 
     def _receive(self) -> bool:
         for number in range(FRAMES_PER_TURN):
@@ -451,7 +469,9 @@ class ZmqRuntime:
         return False
 
     def _tick(self) -> None:
-        self._carry_out(self.node.tick(time.monotonic()))
+        now, session = time.monotonic(), self.node.session
+        self._carry_out(self.node.tick(now))
+        self._lateness.note(now, session.counts.get("late_loops", 0), session.recent_late_s)
         self._try_other_keys(time.monotonic())
         self._tell_of_peers()
         if self.node.resting != self._rested:

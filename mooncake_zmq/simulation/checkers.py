@@ -1,7 +1,7 @@
 """The invariants I1 to I6, watched from outside: at the actors' edge, in the memory, at the clients. Nothing trusts an actor.
 
 The checkers keep their own picture of every lease and put, made from the messages alone, and hold the memory against it.
-I7 is watched by `share_checker`.
+I7 is watched by `share_checker`. I8: lateness within its bounds ends no conversation.
 """
 
 from collections import Counter
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from mooncake_zmq.simulation.world import Life, Process
 
 EPSILON_S = 1e-6
+LATE_S = 0.1
+"""A timer on a process that runs is not later than this."""
 IDLE_GAUGES = ("cached_", "capacity_")
 """Gauges that may stand above zero when nothing is going on."""
 
@@ -104,7 +106,7 @@ class _Pool:
 
 class Checkers:
     """All checkers of one run. `blocks`: what every key's block must hold; `roots`: what prompts begin after; `max_lease_s`:
-    the longest lease granted; `shares`: the tenants' of every pool."""
+    the longest lease granted; `shares`: the tenants' of every pool; `all_live`: no process ends, nor stands still for long."""
 
     def __init__(
         self,
@@ -114,7 +116,9 @@ class Checkers:
         block_tokens: int,
         max_lease_s: float,
         shares: "ShareChecker",
+        all_live: bool = False,
     ) -> None:
+        self._all_live = all_live
         self.messages: Counter[str] = Counter()
         self.works: Counter[str] = Counter()
         self.transitions: Counter[str] = Counter()
@@ -152,6 +156,8 @@ class Checkers:
         wrong = self._rests.observed(self._simulator.now, (spec.name, incarnation), spec.role, actor, event, effects)
         if wrong is not None:
             raise Violation("I4", wrong)
+        if self._all_live and isinstance(event, PeerDown):
+            raise Violation("I8", f"{spec.name} ends its conversation with {event.peer}, which lives: {event.reason}")
         if spec.role == "gateway":
             self._gateway_did(event, effects)
         if spec.role == "cache-node":
@@ -159,6 +165,30 @@ class Checkers:
             self._pool_heard(pool, event)
             self._pool_said((spec.name, incarnation), pool, event, effects)
             self._shares.observed(spec.name, incarnation, actor, event, effects)
+        if spec.role == "prefill":
+            self._slab_announced((spec.name, incarnation), actor, effects)
+            self._waits_end(spec.name, actor)
+
+    def _waits_end(self, name: str, actor: Any) -> None:
+        """I4: no job waits for blocks of another past its bound, unless its process was stopped meanwhile."""
+        life, now = self._simulator.processes[name].life, self._simulator.now
+        for job in getattr(actor, "_waiting", ()):
+            if now - job.arrived_at > job.request.coming_s + LATE_S and life and life.machine.stopped_at < job.arrived_at:
+                raise Violation(
+                    "I4", f"{name}: {job.request.request_id} waits for {now - job.arrived_at:.1f} s, past its bound"
+                )
+
+    def _slab_announced(self, me: LifeId, actor: Any, effects: Sequence[Effect]) -> None:
+        """I1, I5: what a prefill announces stands in its slab, and is what its key says."""
+        for effect in effects:
+            if not (isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced)):
+                continue
+            self._announced(me[0], effect.message.stored)
+            segment = self._simulator.segments[me]
+            for key in effect.message.stored:
+                slot = actor.slots.committed(key)
+                if slot not in segment.flipped and segment.block(slot) != self._blocks.get(key):
+                    raise Violation("I1", f"{me[0]} announces {key.hex()} in slot {slot}, which holds something else")
 
     def _gateway_did(self, event: Event, effects: Sequence[Effect]) -> None:
         """I3: what an attempt that was given up still sends reaches no client."""
@@ -279,7 +309,7 @@ class Checkers:
         pool.puts.pop((writer, commit.put_id), None)
 
     def _announced(self, name: str, stored: Sequence[Key]) -> None:
-        """I5: a cache-node announces only what it holds."""
+        """I5: a cache-node or prefill announces only what it holds."""
         holds = getattr(self._actors.get(name), "holds", None)
         if holds is not None:
             for key in stored:
@@ -405,14 +435,17 @@ class Checkers:
         return None
 
     def stale_index(self) -> Violation | None:
-        """I5: where a conductor's index differs from what a cache-node holds; None when it is true."""
+        """I5: where a conductor's index differs from what a cache-node or a slab holds; None when it is true."""
         lives = {name: p.life for name, p in self._simulator.processes.items() if p.life is not None}
         roles = {name: self._simulator.processes[name].spec.role for name in lives}
-        pools = {name: life.actor for name, life in lives.items() if roles[name] == "cache-node"}
+        pools = {name: life.actor for name, life in lives.items() if roles[name] in ("cache-node", "prefill")}
         for name, life in lives.items():
             if roles[name] != "conductor":
                 continue
             index = getattr(life.actor, "_index")  # noqa: B009 (the checkers may look inside; types may not)
+            coming = getattr(life.actor, "_coming")  # noqa: B009
+            if len(coming) > len(getattr(life.actor, "_bookings")):  # noqa: B009
+                return Violation("I5", f"{name} counts on blocks of {len(coming)} placements, and not as many are booked")
             for key in self._blocks:
                 known = index.match((key,))
                 for pool_name, pool in pools.items():

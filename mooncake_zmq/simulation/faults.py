@@ -27,6 +27,8 @@ class FaultKind(Enum):
     """The second target is sent a frame by somebody who says that he is the first one."""
     PAUSE = "pause"
     """SIGSTOP, and SIGCONT after `duration_s`: queued events are then late, and copies under way finish late."""
+    LATE = "late"
+    """The targets get no CPU for `duration_s`: they stand still while their sockets fill, and their hosts' kernels show it."""
     STOP_ASKER = "stop_asker"
     """SIGSTOP as soon as the process has asked a pool for a lease or slots, for longer than what it asked for lasts."""
     STOP_WRITER = "stop_writer"
@@ -77,6 +79,7 @@ MIN_FAULTS, MAX_FAULTS, MIN_KINDS = 8, 14, 4
 _OF_BLOCKS = (
     FaultKind.REST,
     FaultKind.ROLE,
+    FaultKind.LATE,
     FaultKind.STOP_ASKER,
     FaultKind.STOP_WRITER,
     FaultKind.COPY_FAIL,
@@ -90,8 +93,18 @@ STRESS_FAULTS = 4
 """More faults of each kind to be stressed."""
 
 
-USUAL = tuple(kind for kind in FaultKind if kind is not FaultKind.REST)
-"""What every seed draws from."""
+USUAL = tuple(kind for kind in FaultKind if kind not in (FaultKind.REST, FaultKind.LATE))
+"""What a seed draws from."""
+AMID_LATENESS = (
+    FaultKind.COPY_FAIL,
+    FaultKind.COPY_TEAR,
+    FaultKind.BIT_FLIP,
+    FaultKind.DISK_FULL,
+    FaultKind.DISK_FAIL,
+    FaultKind.DISK_SLOW,
+)
+"""What a seed of lateness draws from: nothing that may end a conversation, or have a copy that began in the last moments of a
+lease, as many do after a lateness, outlast it."""
 STORE_FAULTS = tuple(kind for kind in FaultKind if kind not in _OF_BLOCKS)
 """What can happen to stores where there is nothing else."""
 
@@ -119,6 +132,28 @@ def draw_rests(random: Random, *, processes: Sequence[str], window_s: float) -> 
     return tuple(_draw(random, FaultKind.REST, processes, (), window_s) for _ in range(random.randint(3, 7)))
 
 
+UNTOLD_S = 0.4
+"""A process that nobody expects to be late may be so by this: peer timeout, less a heartbeat, a tick and the way."""
+STILL_S = (1.0, 3.4)
+"""The whole machine may stand still for so long: less than what the peer timeout is stretched by."""
+
+
+def draw_lates(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
+    """One process after the other is late, by no more than sessions bear: at first by little, once all at the same time by
+    much, and from then on by about as much as they have told."""
+    at_s, still_s = random.uniform(0.5, 1.5), random.uniform(*STILL_S)
+    faults = [
+        Fault(FaultKind.LATE, at_s, random.uniform(0.05, UNTOLD_S), (random.choice(processes),)),
+        Fault(FaultKind.LATE, at_s + 1.0, still_s, tuple(processes)),
+    ]
+    at_s += 2.0 + still_s
+    while at_s < window_s:
+        late_s = random.uniform(0.2, UNTOLD_S + still_s)
+        faults.append(Fault(FaultKind.LATE, at_s, late_s, (random.choice(processes),)))
+        at_s += late_s + 0.8
+    return tuple(faults)
+
+
 def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: Sequence[str], window_s: float) -> Fault:
     at_s = random.uniform(0.02, 0.9) * window_s
     duration_s = random.choice((random.uniform(0.05, 0.8), random.uniform(0.8, 0.5 * window_s)))
@@ -134,7 +169,7 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             return Fault(kind, at_s, duration_s, (one, two))
         case FaultKind.IMPOSTOR:
             return Fault(kind, at_s, 0.0, (one, two))
-        case FaultKind.CLOCK | FaultKind.CRASH | FaultKind.PAUSE:
+        case FaultKind.CLOCK | FaultKind.CRASH | FaultKind.PAUSE | FaultKind.LATE:
             return Fault(kind, at_s, duration_s, (one,))
         case FaultKind.DRAIN:
             return Fault(kind, at_s, random.choice((SHORT_DRAIN_S, duration_s)), (one,))

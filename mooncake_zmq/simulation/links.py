@@ -4,9 +4,10 @@
 once, in order and after a fixed time, and nobody spends time on heartbeats and codecs.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -19,6 +20,8 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.world import Life, Process, World
 
 HelloOf = Callable[[Process[Any]], Hello]
+StarvedAt = Callable[[Process[Any], str, int], bool]
+"""What the kernel of a process's host shows of a peer's life; see `session.Starved`."""
 
 
 @dataclass(slots=True)
@@ -36,7 +39,7 @@ class Wires:
 
 class Sessions:
     """Every frame is encoded and decoded by the sessions. `note` hears of each frame that is received. `keyed`: the wire tells
-    by whose key a frame came, as CURVE does."""
+    by whose key a frame came, as CURVE does. `starved`: what kernels show; by default nothing."""
 
     def __init__(
         self,
@@ -48,8 +51,10 @@ class Sessions:
         note: Callable[[bytes, Process[Any]], None] | None = None,
         keyed: bool = False,
         layout: BlockLayout | None = None,
+        starved: StarvedAt = lambda process, peer, incarnation: False,
     ) -> None:
         self.wires = wires
+        self._starved = starved
         self._layout = layout
         self.keyed = keyed
         self._settings = settings
@@ -75,6 +80,7 @@ class Sessions:
             peers={name: _member(world.processes[name]) for name in process.spec.peers},
             settings=self._settings,
             now=world.now,
+            starved=partial(self._starved, process),
         )
         looks = life.observe
         observe = None if looks is None else lambda _now, event, effects: looks(event, effects)
@@ -141,6 +147,10 @@ class Sessions:
         """Frames reach whichever life there is now: envelopes tell for which they are meant. `speaker`: whose key it is."""
         if process.life is not None:
             self._world.let(process.life, self._receive, (process, frame, speaker))
+
+    def read_first(self, life: Life[Any]) -> None:
+        """What came while a process stood still lies in its sockets, and is read before any timer of it fires."""
+        life.postponed = deque(sorted(life.postponed, key=lambda waiting: waiting[0] != self._receive))
 
     def _receive(self, process: Process[Any], frame: bytes, speaker: str) -> None:
         if self._note is not None:

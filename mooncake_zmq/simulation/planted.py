@@ -17,8 +17,9 @@ from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.cache_node.contents import Content, Contents
 from mooncake_zmq.cache_node.gathering import Gatherer
+from mooncake_zmq.conductor.coming import Coming
 from mooncake_zmq.core import session
-from mooncake_zmq.core.actor import Drained, Effect, Received, Send, Start
+from mooncake_zmq.core.actor import Drained, Effect, Received, Send, SetTimer, Start
 from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
@@ -42,9 +43,11 @@ from mooncake_zmq.kv.eviction import Eviction
 from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.shares import Shares
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.prefill.job import JobState
 from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.stages import Stages
+from mooncake_zmq.prefill.waiting import Waiting
 from mooncake_zmq.simulation import engine, hardware, planted_stores, shelf
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted_stores import Replacements, silent
@@ -346,6 +349,27 @@ def _number_decides() -> Replacements:
     return [(Session, "_silence_s", silence_s)]
 
 
+def _deaf_time_counts() -> Replacements:
+    """The time counts as silence in which this process could not read what its peers sent."""
+
+    def counted_s(self: Session, now: float, since: Any, excused_s: float = 0.0) -> float:
+        return float(now - since.at - excused_s)
+
+    return [(Session, "_counted_s", counted_s)]
+
+
+def _lateness_untold() -> Replacements:
+    """Nobody says in his envelopes how late he was."""
+    note = Session._note_lateness
+
+    def untold(self: Session, now: float) -> float:
+        late_s = note(self, now)
+        self.recent_late_s = 0.0
+        return late_s
+
+    return [(Session, "_note_lateness", untold)]
+
+
 def _keys_not_compared() -> Replacements:
     """Who has any key speaks as whom he likes."""
     return [(session, "_is_by", lambda sender, key_of: True)]
@@ -498,6 +522,68 @@ def _copies_are_nobodys() -> Replacements:
     return [(CacheNode, "_owners", untold)]
 
 
+def _never_woken() -> Replacements:
+    """No wait for coming blocks ends: conductors say nothing, and no timer does."""
+
+    def unsaid(self: Coming, waiter: Any, sources: tuple[str, ...]) -> None:
+        self._drop(waiter)
+
+    def endless(self: Waiting, job: Any) -> SetTimer:
+        return structs.replace(begin(self, job), delay_s=1e6)
+
+    begin = Waiting.begin
+    return [(Coming, "_release", unsaid), (Waiting, "begin", endless), (Waiting, "found", lambda self: [])]
+
+
+def _coming_believed() -> Replacements:
+    """A chunk's blocks count as computed when it begins."""
+    compute = Prefill._compute
+
+    def early(self: Prefill, now: float, job: Any) -> list[Effect]:
+        effects = compute(self, now, job)
+        if job.state is JobState.COMPUTING and job.group is None:
+            blocks = job.chunk_stop // self._layout.block_tokens - job.chunk_first_block
+            written = job.checksums
+            job.checksums = [*written, *[1] * blocks]
+            effects += self._keep_chunk(now, job)
+            job.checksums = written
+        return effects
+
+    return [(Prefill, "_compute", early), (Prefill, "_keep_chunk", _once(Prefill._keep_chunk)), (Prefill, "check", silent)]
+
+
+def _once(keep: Any) -> Any:
+    """Keep a chunk's blocks, unless they are kept."""
+
+    def unless_kept(self: Prefill, now: float, job: Any) -> list[Effect]:
+        first, base = job.chunk_first_block, len(job.prefix)
+        slots = job.new_slots[first - base : job.chunk_stop // self._layout.block_tokens - base]
+        writing = self.slots.being_written(slots) == slots
+        effects: list[Effect] = keep(self, now, job) if writing else []
+        return effects
+
+    return unless_kept
+
+
+def _leader_stays() -> Replacements:
+    """What an attempt would have computed goes on coming when the attempt has ended."""
+    return [(Coming, "remove", lambda self, now, number, lost=False: None), (Coming, "check", lambda self, bookings: None)]
+
+
+def _held_unread() -> Replacements:
+    """A decode whose pool got fewer blocks than it was to have takes the others as read, and nobody hands them off."""
+
+    def trusting(self: Decode, now: float, request: Any, segment: Any, sources: Any) -> list[Effect]:
+        request.segment = None
+        layers = self._layout.layers
+        request.want_held(segment, sources, layers, self._layout.block_tokens)
+        for block in range(segment.first + len(sources), segment.first + segment.blocks):
+            request.parts[block * layers : (block + 1) * layers] = [0] * layers
+        return self._lease_held(now, request) + self._pull(now, request) + self._verify(now, request)
+
+    return [(Decode, "_take_segment", trusting)]
+
+
 STORES = "store_"
 """What the names of the bugs in stores begin with."""
 K = FaultKind
@@ -524,6 +610,7 @@ PLANTED: dict[str, Planted] = {
     "contents_lost": Planted("events of fetched blocks tell nothing", ("I5",), (), _contents_lost),
     "copied_short": Planted("a copy of a prompt's KV lacks its end", ("I3",), (), _copied_short),
     "one_seed": Planted("choices share a seed", ("I3",), (), _one_seed),
+    "held_unread": Planted("held blocks that the decode never got", ("I3",), (), _held_unread),
     "disk_stays_off": Planted("a disk that was full stays off", ("I4",), (K.DISK_FULL, K.DISK_FAIL), _disk_stays_off),
     "share_ignored": Planted("room is made at whoever's cost", ("I7",), (), _share_ignored),
     "copies_are_nobodys": Planted("fetched blocks count for nobody", ("I7",), (), _copies_are_nobodys),
@@ -533,10 +620,15 @@ PLANTED: dict[str, Planted] = {
     "old_life_heard": Planted("an old life is heard", ("I6",), (K.CRASH, K.GARBAGE), _old_life_heard),
     "number_decides": Planted("the larger incarnation is right", ("I4", "I6"), (K.CLOCK, K.IMPOSTOR), _number_decides),
     "keys_not_compared": Planted("the sender is not compared with the key", ("I6",), (K.IMPOSTOR,), _keys_not_compared),
+    "deaf_time_counts": Planted("silence is judged before it is read", ("I8",), (), _deaf_time_counts),
+    "lateness_untold": Planted("a peer's own lateness is not told", ("I8",), (), _lateness_untold),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
     "restless": Planted("who rests takes new requests", ("I4",), (), _restless),
     "restless_conductor": Planted("a conductor that rests is asked on", ("I4",), (K.REST,), _restless_conductor),
     "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
+    "never_woken": Planted("a waiter that nothing wakes", ("I4",), (K.CRASH,), _never_woken),
+    "coming_believed": Planted("blocks count before they stand", ("I1", "I2", "I3"), (), _coming_believed),
+    "leader_stays": Planted("a cancelled prompt's blocks stay in the index", ("I5",), (K.CRASH, K.CRASH), _leader_stays),
     "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),
     **{f"{STORES}{name}": Planted(*bug) for name, bug in planted_stores.PLANTED.items()},
 }

@@ -13,7 +13,7 @@ from random import Random
 from mooncake_zmq.simulation.checkers import Checkers, Violation
 from mooncake_zmq.simulation.clients import Clients
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes, shares_of
-from mooncake_zmq.simulation.faults import STORE_FAULTS, USUAL, FaultKind, draw_faults, draw_rests
+from mooncake_zmq.simulation.faults import AMID_LATENESS, STORE_FAULTS, USUAL, FaultKind, draw_faults, draw_lates, draw_rests
 from mooncake_zmq.simulation.hardware import Hardware
 from mooncake_zmq.simulation.planted import PLANTED, STORES, planting
 from mooncake_zmq.simulation.share_checker import ShareChecker
@@ -83,10 +83,12 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
     probes = generate(random, more, settings.layout, work.blocks)
     names = list(dict.fromkeys(spec.name for spec in specs))
     segments = list(dict.fromkeys(spec.name for spec in specs if spec.slots))
-    kinds = STORE_FAULTS if stores_only else USUAL
+    kinds = STORE_FAULTS if stores_only else AMID_LATENESS if settings.starved else USUAL
     faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress, kinds=kinds)
     if settings.watched and not stores_only:
         faults += draw_rests(Random(f"rests of {result.seed}"), processes=names, window_s=SAFETY_S)
+    if settings.starved and not stores_only:
+        faults += draw_lates(Random(f"lateness of {result.seed}"), processes=names, window_s=SAFETY_S)
     result.faults = [str(fault) for fault in faults]
     roots = tuple(workload.roots(settings.layout).values())
     checkers = Checkers(
@@ -95,6 +97,7 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
         block_tokens=settings.layout.block_tokens,
         max_lease_s=settings.cache_node.max_lease_s,
         shares=ShareChecker(work.owners | probes.owners, shares_of(settings.cache_node)),
+        all_live=all(fault.kind in (*AMID_LATENESS, FaultKind.LATE, FaultKind.REST) for fault in faults),
     )
     simulator = Simulator(
         random=random,

@@ -77,7 +77,9 @@ class Simulator(World[Machine]):
             note=self._note,
             keyed=keyed,
             layout=layout,
+            starved=self._is_starved,
         )
+        self._starving: set[str] = set()
         self._sessions = link
         self._silence_s = session.peer_timeout_s
         super().__init__(specs=specs, link=link, build=self._embody, watch=self._watched)
@@ -191,6 +193,24 @@ class Simulator(World[Machine]):
         life.machine.stopped_at = self.now
         self._catch_up(life)
 
+    def starve(self, name: str) -> None:
+        """Give a process no CPU."""
+        self.pause(name)
+        self._starving.add(name)
+
+    def _feed(self, name: str) -> None:
+        """Give it the CPU again."""
+        self._starving.discard(name)
+        life = self.processes[name].life
+        if life is not None and life.paused:
+            self._sessions.read_first(life)
+            self.resume(name)
+
+    def _is_starved(self, process: Process[Machine], peer: str, incarnation: int) -> bool:
+        """What the kernel shows of a neighbour on the same host."""
+        here = self.processes[peer].spec.host == process.spec.host
+        return here and peer in self._starving and self.alive(peer, incarnation)
+
     def _catch_up(self, life: Life[Machine]) -> None:
         """One thing that came while the process was stopped; the next takes its own moment."""
         if life.paused or not life.postponed or self.processes[life.machine.name].life is not life:
@@ -293,6 +313,8 @@ class Simulator(World[Machine]):
         for disk in self.disks.values():
             disk.fault = ""
         self._apply_levels()
+        for name in sorted(self._starving):
+            self._feed(name)
         for name, process in self.processes.items():
             self.resume(name)
             if process.life is None:
@@ -316,6 +338,9 @@ class Simulator(World[Machine]):
                 self._impersonate(self.processes[victim], name)
             case FaultKind.PAUSE, (name,):
                 self.pause(name)
+            case FaultKind.LATE, names:
+                for name in names:
+                    self.starve(name)
             case FaultKind.STOP_ASKER | FaultKind.STOP_WRITER, (name,):
                 self._traps[fault.kind, name] = fault
                 return
@@ -358,6 +383,9 @@ class Simulator(World[Machine]):
                 self._change_clock(name, 0)
             case FaultKind.PAUSE | FaultKind.STOP_ASKER | FaultKind.STOP_WRITER, (name,):
                 self.resume(name)
+            case FaultKind.LATE, names:
+                for name in names:
+                    self._feed(name)
             case FaultKind.DRAIN, (name,):
                 self._drain_timed_out(self.processes[name])
             case FaultKind.REST, (name,):

@@ -1,4 +1,5 @@
-"""The workload of a seed: chats whose next turn extends prompt and answer, shared system prefixes, hang-ups, tenants."""
+"""The workload of a seed: chats whose next turn extends prompt and answer, shared system prefixes, bursts of prompts that begin
+alike, hang-ups, tenants."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,6 +34,11 @@ class Workload:
     choices_share: float = 0.25
     scored_share: float = 0.1
     think_s: float = 0.6
+    burst_share: float = 0.1
+    """Of the chats: those that begin a burst of chats of one turn each, whose prompts share a beginning of their own."""
+    max_burst: int = 5
+    max_burst_prefix: int = 72
+    max_burst_gap_s: float = 0.1
     starts_at: float = 0.0
     tenants: tuple[str, ...] = ("", "red", "blue")
     plain: bool = False
@@ -96,20 +102,30 @@ def generate(random: Random, workload: Workload, layout: BlockLayout, blocks: di
     chats: list[Chat] = []
     left = workload.requests
     while left:
+        starts_at = workload.starts_at + random.uniform(0, workload.window_s)
+        tenant = random.choice(workload.tenants)
+        if left > 1 and random.random() < workload.burst_share:
+            members = min(left, random.randint(2, workload.max_burst))
+            prefix = _tokens(random, random.randint(1, workload.max_burst_prefix))
+            for _ in range(members):
+                chats.append(Chat(len(chats), starts_at, _turns(random, workload, layout, trace, tenant, prefix, 1)))
+                starts_at += random.uniform(0, workload.max_burst_gap_s)
+            left -= members
+            continue
         turns = min(left, random.randint(1, workload.max_turns))
         left -= turns
-        starts_at = workload.starts_at + random.uniform(0, workload.window_s)
-        chats.append(Chat(len(chats), starts_at, _turns(random, workload, layout, trace, systems, turns)))
+        prompt = random.choice(systems) if random.random() < 0.8 else []
+        chats.append(Chat(len(chats), starts_at, _turns(random, workload, layout, trace, tenant, prompt, turns)))
     trace.chats = tuple(chats)
     return trace
 
 
 def _turns(
-    random: Random, workload: Workload, layout: BlockLayout, trace: Trace, systems: list[list[int]], count: int
+    random: Random, workload: Workload, layout: BlockLayout, trace: Trace, tenant: str, before: list[int], count: int
 ) -> tuple[Turn, ...]:
-    tenant = random.choice(workload.tenants)
+    """Draw so many turns of a chat of `tenant` whose prompts begin with `before`."""
     root = workload.roots(layout)[tenant]
-    prompt = list(random.choice(systems)) if random.random() < 0.8 else []
+    prompt = list(before)
     turns: list[Turn] = []
     for _ in range(count):
         prompt = prompt + _tokens(random, _question_length(random, workload, layout, len(prompt)))

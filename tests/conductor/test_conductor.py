@@ -124,7 +124,7 @@ def test_conversations_stay_where_their_blocks_are():
 
 
 def test_a_cache_node_forgets_at_peer_down_and_at_peer_up():
-    cluster = Cluster()
+    cluster = Cluster(policy="global")
     cluster.announce("c0", DOC)
     cluster.announce("c1", DOC[:3])
     cluster.down("c0")
@@ -288,7 +288,7 @@ def test_messages_that_do_not_fit_their_sender_are_counted():
     for sender, message in [
         ("d0", load),
         ("nobody", load),
-        ("p0", BlocksAnnounced(stored=DOC)),
+        ("d0", BlocksAnnounced(stored=DOC)),
         ("c0", Schedule(request_id="r", attempt=1, keys=(), tokens=5, max_tokens=5)),
         ("g", HandoffReceived(request_id="r", attempt=1)),
     ]:

@@ -71,7 +71,9 @@ class AllDecodes(Batches):
             least = min([gap_s for gap_s, _ in gaps], default=float("inf"))
             if least < float("inf"):
                 tied = [node for gap_s, node in gaps if gap_s <= TIE * least]
-                best = min(tied, key=lambda node: (node.host != host, -node.free, node.name))
+                handover = joining.handover
+                held = {node: 0 if handover is None else handover.held(node) for node in tied}
+                best = min(tied, key=lambda node: (node.host != host, -held[node], -node.free, node.name))
                 assert found is not None
                 assert found.node is best
                 promised = self.promise(joining, best)

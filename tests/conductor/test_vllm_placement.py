@@ -29,7 +29,15 @@ def where(answer):
 
 def test_prefill_and_decode_are_one_node_and_load_spreads():
     cluster = Vllms(3)
-    assert {where(cluster.schedule(keys("a", 4))) for _ in range(3)} == {"v0", "v1", "v2"}
+    assert {where(cluster.schedule(keys(name, 4))) for name in "abc"} == {"v0", "v1", "v2"}
+
+
+def test_equal_prompts_go_to_one_vllm_which_shares_what_it_computes():
+    cluster = Vllms(3)
+    answers = [cluster.schedule(keys("a", 8)) for _ in range(3)]
+    assert len({where(answer) for answer in answers}) == 1
+    assert [answer.reuse_blocks for answer in answers] == [0, 8, 8]
+    assert not any(answer.coming_blocks for answer in answers), "the engine does that itself"
 
 
 def test_a_request_goes_where_vllm_itself_has_its_beginning():

@@ -37,7 +37,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.work import BlocksCopied, BlocksPulled, CopyBlocks, DecodeStep, PullBlocks, StepDecoded, WorkFailed
 from mooncake_zmq.decode.batch import Place, retry_after_s
-from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.decode.decode import HELD_GRACE_S, HOLD_SHARE, Decode
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
@@ -149,6 +149,12 @@ class Node(Harness):
         self.take(DecodeLoad)
         self.advance(self.actor._settings.report_s)
         return self.take(DecodeLoad, "k")[-1]
+
+    def pool_has(self, ask, count, *, first=0):
+        """The pool's answer to a lease whose first block is `first`: it has so many."""
+        blocks = range(first, first + count)
+        refs = [SlotRef(node="c", incarnation=7, slot=i, generation=2, checksum=block_sum(i)) for i in blocks]
+        self.say("c", leased(ask.lease_id, refs))
 
     def put_all(self, *, fail=False):
         for reserve in self.take(ReserveSlots, "c"):
@@ -318,33 +324,111 @@ def test_layers_are_pulled_as_they_become_ready_and_one_copy_runs_at_a_time(node
 
 
 def test_blocks_of_the_own_host_are_loaded_from_the_pool_and_the_rest_handed_off(node):
-    node.reserve(length=10, prefill="p1", reuse=2)
+    node.reserve(length=10, prefill="p1", reuse=2, sources=("c1",))
     ask = node.one(LeaseBlocks, "c")
-    assert ask.fetch_s == 0.0
-    assert node.take(DecodeReserved) == []
-    ref = SlotRef(node="c", incarnation=7, slot=3, generation=2, checksum=block_sum(0))
-    node.say("c", leased(ask.lease_id, [ref]))
-    assert node.one(DecodeReserved, "p1").held_blocks == 1
-    node.blocks(first=0, count=3, prefill="p1")
-    node.pulled()
+    assert ask.fetch_s > 0
+    assert ask.sources == ("c1",), "from where the prefill says"
+    assert node.one(DecodeReserved, "p1").held_blocks == 2, "the prefill need not wait for the pool"
+    node.pool_has(ask, 2)
+    node.blocks(first=2, count=1, prefill="p1")
+    assert [x.block for x in node.pulled().loads] == [0, 1]
     assert node.one(ReleaseLease, "c").lease_id == ask.lease_id
-    assert [x.block for x in node.pulled().loads] == [1, 2], "what we hold is not pulled again"
-    node.handoff_done(held=1, prefill="p1")
+    assert [x.block for x in node.pulled().loads] == [2]
+    node.handoff_done(held=2, prefill="p1")
+    assert node.take(DecodeReserved) == []
     assert node.busy()["requests_running"] == 1
 
 
-def test_without_a_pool_nothing_is_held(node):
+@pytest.mark.parametrize("when", ["before it is handed off", "after", "after all is computed"])
+def test_what_the_pool_does_not_get_is_handed_off(node, when):
+    """The prefill computed block 1 though the decode was to have it, and reuses block 0."""
+    node.reserve(length=10, prefill="p1", reuse=2)
+    ask = node.one(LeaseBlocks, "c")
+    if when == "before it is handed off":
+        node.pool_has(ask, 0)
+    node.blocks(first=1, count=2, prefill="p1")
+    if when == "after":
+        assert [x.block for x in node.pulled().loads] == [2]
+        node.pool_has(ask, 0)
+    if when == "after all is computed":
+        assert [x.block for x in node.pulled().loads] == [2]
+        node.handoff_done(held=2, prefill="p1")
+        node.pool_has(ask, 0)
+        assert node.busy()["requests_waiting"] == 1, "its proof does not cover blocks 0 and 1"
+    assert [each.held_blocks for each in node.take(DecodeReserved, "p1")] == [2, 0]
+    assert 1 in [x.block for x in node.pulled().loads], "it was offered before, and is wanted now"
+    node.blocks(first=0, count=1, prefill="p1")
+    node.pulled()
+    node.handoff_done(held=0, prefill="p1")
+    assert node.busy()["requests_running"] == 1
+
+
+def test_a_pool_that_goes_or_is_late_holds_nothing_more(node):
     node.reserve("r0", length=10, prefill="p1", reuse=2)
-    node.down("c")
-    assert node.one(DecodeReserved).held_blocks == 0
+    node.blocks("r0", first=2, count=1, prefill="p1")
+    node.pulled()
+    node.handoff_done("r0", held=2, prefill="p1")
+    node.advance(HELD_GRACE_S)
+    assert [each.held_blocks for each in node.take(DecodeReserved)] == [2, 0], "late"
+    assert node.one(ReleaseLease, "c")
     node.reserve("r1", length=10, prefill="p1", reuse=2)
-    assert node.one(DecodeReserved).request_id == "r1"
+    node.down("c")
+    assert [each.held_blocks for each in node.take(DecodeReserved)] == [2, 0], "gone"
+    node.reserve("r2", length=10, prefill="p1", reuse=2)
+    assert [each.held_blocks for each in node.take(DecodeReserved)] == [0], "never there"
+
+
+def test_what_is_held_is_leased_a_segment_at_a_time():
+    node = Node(capacity_tokens=100 * B)
+    node.reserve(length=40 * B, prefill="p1", reuse=39)
+    asked = 0
+    while asked < 39:
+        ask = node.one(LeaseBlocks, "c")
+        asked += len(ask.keys)
+        node.pool_has(ask, len(ask.keys), first=asked - len(ask.keys))
+    assert node.take(LeaseBlocks) == []
+    node.blocks(first=39, prefill="p1")
+    while any(isinstance(work, PullBlocks) for work in node.works.values()):
+        node.pulled()
+    node.handoff_done(held=39, prefill="p1")
+    assert node.busy()["requests_running"] == 1
+
+
+def test_a_prompt_prefilled_elsewhere_is_kept_in_the_own_pool(node):
+    keys = extend_keys(ROOT, pack_tokens([1000 + i for i in range(10)]), B)
+    tokens = pack_tokens([1000 + i for i in range(8)])
+    node.reserve(length=10, prefill="p1", reuse=1, new_keys=tuple(keys[1:2]), block_tokens=tokens)
+    node.pool_has(node.one(LeaseBlocks, "c"), 1)
+    node.blocks(first=1, count=2, prefill="p1")
+    node.pulled()
+    node.pulled()
+    node.handoff_done(held=1, prefill="p1")
+    put = node.one(ReserveSlots, "c")
+    assert (put.keys, put.parent, put.tokens) == (tuple(keys[1:2]), keys[0], tokens[4 * B :]), "what did not come from there"
+
+
+def test_a_step_waits_a_little_for_whoever_is_nearly_there(node):
+    node.run("r0")
+    node.step(elapsed_s=0.1)
+    node.reserve("r1")
+    node.blocks("r1", ready=True)
+    node.handoff_done("r1")
+    node.step(elapsed_s=0.1)
+    assert not any(isinstance(work, DecodeStep) for work in node.works.values()), "its last copy is under way"
+    node.pulled()
+    assert len(node.work(DecodeStep)[1].entries) == 2
+    node.reserve("r2")
+    node.blocks("r2", ready=True)
+    node.handoff_done("r2")
+    node.step(elapsed_s=0.1)
+    node.advance(HOLD_SHARE * 0.1)
+    assert len(node.work(DecodeStep)[1].entries) == 2, "nobody waits for long"
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"checksum": 1}, {"blocks": 1}, {"blocks": 3}, {"blocks": 3, "checksum": block_checksum([block_sum(0), block_sum(1)])}],
-    ids=["checksum", "fewer blocks", "more blocks", "more blocks, same checksum"],
+    [{"checksum": 1}, {"blocks": 3}, {"blocks": 3, "checksum": block_checksum([block_sum(0), block_sum(1)])}],
+    ids=["checksum", "more blocks", "more blocks, same checksum"],
 )
 def test_a_handoff_that_does_not_fold_to_its_proof_fails_the_attempt(node, change):
     node.reserve()
@@ -397,6 +481,7 @@ def test_handoff_messages_before_the_reservation_or_of_another_attempt_change_no
     node.reserve(length=10, prefill="p1", reuse=1)
     node.blocks(prefill="p1")
     node.handoff_done(prefill="p1")
+    node.pulled()
     node.blocks(prefill="p0")
     node.blocks(prefill="p1", attempt=2)
     assert node.works == {}
@@ -736,7 +821,7 @@ def test_an_empty_decode_refuses_nobody():
 def test_those_about_to_join_count_too():
     node = batch_of(1)
     for name in ("a", "b", "c"):
-        node.reserve(name, length=10, tbt_slo_s=0.06, max_tokens=12)
+        node.reserve(name, length=10, tbt_slo_s=0.048, max_tokens=12)
         node.blocks(name, ready=False)
     assert node.one(DecodeDenied).request_id == "c"
 

@@ -202,7 +202,7 @@ def test_trace_ids_are_those_of_w3c():
     assert {names_of("own", "theirs", each) for each in none} == {Names("own", "theirs")}
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [2, 3, 4])
 def test_in_seeds_with_faults_every_request_is_accounted_for_as_it_ended(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     ended: list[tuple[str, Account]] = []
     lives: dict[tuple[str, int], Accounts] = {}

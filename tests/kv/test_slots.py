@@ -240,13 +240,6 @@ def test_slots_taken_at_once_are_fenced_and_anonymous():
     slots.check()
 
 
-def test_only_the_leading_slots_that_are_readable_count():
-    slots, chain = filled(3)
-    slots.retire(chain[1])
-    assert list(slots.leading_committed(chain)) == chain[:1]
-    assert list(slots.leading_committed(chain[:1])) == chain[:1]
-
-
 def test_a_slot_that_a_chain_names_twice_is_touched_once():
     slots, chain = filled(3)
     slots.touch([chain[2], chain[1], chain[2]])

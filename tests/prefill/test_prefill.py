@@ -8,9 +8,11 @@ from actor_harness import LAYOUT, Harness, leased
 
 from mooncake_zmq.cache_node.client import UNHEARD, PoolClientSettings
 from mooncake_zmq.core.actor import Drained, TimerFired
+from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     AttemptFailed,
+    BlocksAnnounced,
     CancelRequest,
     ChangeRole,
     CommitSlots,
@@ -41,7 +43,6 @@ from mooncake_zmq.core.messages import (
 from mooncake_zmq.core.work import BlocksCopied, ChunkComputed, ComputeChunk, CopyBlocks, LayersComputed, WorkFailed
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.prefill.chunking import chunk_stop
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.settings import PrefillSettings
 
@@ -130,6 +131,26 @@ def node():
     return Node()
 
 
+def test_the_decode_is_handed_what_its_pool_did_not_get_and_the_proof_covers_it(node):
+    node.ready(reuse_blocks=2, leased=2, held=2)
+    assert node.one(ReserveDecode, "d").sources == ("c",)
+    assert [each.ready for each in node.take(HandoffBlocks)] == [False], "the decode loads both itself"
+    node.reserve(held=1)
+    given = node.one(HandoffBlocks)
+    assert (given.first_block, [ref.slot for ref in given.sources], given.ready) == (1, [1], True)
+    node.computed()
+    done = node.one(HandoffDone)
+    assert done.blocks == 2
+    node.reserve(held=0)
+    assert node.one(HandoffBlocks).first_block == 0
+    again = node.one(HandoffDone)
+    assert again.blocks == 3
+    assert again.checksum == block_checksum([500, 501, 100])
+    node.reserve(held=1)
+    assert node.take(HandoffDone) == [], "it cannot hold more again"
+    node.received()
+
+
 def run_job(node, request_id="r", tokens=None, **options):
     node.ready(request_id, tokens, **options)
     node.finish()
@@ -188,7 +209,8 @@ def test_layers_not_told_of_before_are_told_once_with_the_result_of_each_chunk(n
         node.progress(work_id, LayersComputed(told))
     assert len(node.take(LayersReady, "d")) == bool(told)
     node.finish()
-    told_last = [type(m) for _, m in node.sent if not isinstance(m, HandoffBlocks | ReserveSlots | ReserveDecode | PrefillLoad)]
+    others = HandoffBlocks | ReserveSlots | ReserveDecode | PrefillLoad | BlocksAnnounced
+    told_last = [type(m) for _, m in node.sent if not isinstance(m, others)]
     assert told_last == [FirstToken, *([LayersReady] if told < LAYOUT.layers else []), HandoffDone], "a client waits for none"
     left = [] if told == LAYOUT.layers else [(0, LAYOUT.layers)]
     assert [(m.first_block, m.stop_layer) for m in node.take(LayersReady, "d")] == left

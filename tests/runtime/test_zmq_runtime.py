@@ -40,7 +40,7 @@ from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.talk import Member
 from mooncake_zmq.core.work import ProbeProcess, ProcessProbed
-from mooncake_zmq.runtime.zmq_runtime import Timers, ZmqRuntime
+from mooncake_zmq.runtime.zmq_runtime import READ_FIRST_TURNS, Timers, ZmqRuntime
 from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint
 
 # A peer is not taken for dead while a busy machine keeps it waiting: what was on its way would be void.
@@ -570,3 +570,40 @@ def test_the_dump_holds_every_layer(tmp_path: Path) -> None:
     runtime.close()
     runtime.post(Started())  # from a thread that ends late
     assert set(runtime.dump()) == {"session", "counts", "actor", "gauges", "runtime"}
+
+
+def test_what_lies_unread_is_read_before_an_overdue_timer_fires(tmp_path: Path) -> None:
+    a, b = Echo(), Echo()
+    count = 50
+    with running(make(tmp_path, "a", ["b"], actor=a)) as left, running(make(tmp_path, "b", ["a"], actor=b)) as right:
+        eventually(lambda: a.of(PeerUp) and b.of(PeerUp))
+        held, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            right._carry_out([SetTimer(("late",), 0.0)])
+            held.set()
+            go_on.wait(20)
+
+        right.call(hold)
+        assert held.wait(20)
+        for lease in range(count):
+            send(left, "b", ANSWER + lease)
+        eventually(lambda: left.node.session.unacknowledged >= count)
+        time.sleep(2 * right.node.session.tick_s)
+        go_on.set()
+        eventually(lambda: len(b.leases()) == count and b.of(TimerFired))
+        before = b.events[: b.events.index(b.of(TimerFired)[0])]
+        assert sum(isinstance(event, Received) for event in before) > 0
+
+
+def test_timers_wait_for_frames_a_bounded_number_of_turns(tmp_path: Path) -> None:
+    runtime = make(tmp_path, "a", [])
+    try:
+        assert not runtime._reads_on(busy=True), "no timer is due"
+        runtime._timers.set("late", time.monotonic() - 100, lambda: None)
+        assert not runtime._reads_on(busy=False)
+        assert [runtime._reads_on(busy=True) for _ in range(READ_FIRST_TURNS + 1)] == [True] * READ_FIRST_TURNS + [False]
+        assert not runtime._reads_on(busy=False)
+        assert runtime._reads_on(busy=True)
+    finally:
+        runtime.close()

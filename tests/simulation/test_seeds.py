@@ -110,10 +110,10 @@ def test_a_planted_bug_is_caught(name: str) -> None:
 
 
 def test_a_failing_seed_says_how_to_see_it_again() -> None:
-    outcome = CliRunner().invoke(simtest, ["--seed", "0", "--planted", "commit_unverified"])
+    outcome = CliRunner().invoke(simtest, ["--seed", "1", "--planted", "commit_unverified"])
     assert outcome.exit_code == 1
-    assert "seed=0 commit=" in outcome.output
-    assert "simtest --seed 0 --planted commit_unverified" in outcome.output
+    assert "seed=1 commit=" in outcome.output
+    assert "simtest --seed 1 --planted commit_unverified" in outcome.output
     assert "I1" in outcome.output
 
 

@@ -116,6 +116,33 @@ def test_a_stopped_process_handles_everything_late_and_in_order() -> None:
     assert late[0] >= now + 0.8
 
 
+def test_processes_that_get_no_cpu_for_a_while_keep_their_conversations() -> None:
+    world = World(PLACES)
+    world.does("one", Send("far", ended(1)))
+    world.simulator.schedule(Fault(FaultKind.LATE, world.simulator.now, 3.4, tuple(PLACES)))
+    world.pass_time(5.0)
+    assert attempts(world, "far") == [1]
+    assert not any(world.puppet(name).events(PeerDown) for name in PLACES)
+
+
+def test_one_that_gets_no_cpu_is_told_from_a_dead_one_by_the_kernel_of_its_host_and_by_no_other() -> None:
+    world = World(PLACES)
+    world.simulator.schedule(Fault(FaultKind.LATE, world.simulator.now, 3.4, ("one",)))
+    world.does("two", Send("one", ended(1)))
+    world.pass_time(3.3)
+    assert not world.puppet("two").events(PeerDown)
+    assert [down.reason for down in world.puppet("far").events(PeerDown)] == ["silent"]
+    world.pass_time(2.0)
+    assert attempts(world, "one") == [1]
+
+
+def test_one_that_is_stopped_is_missed_on_its_host_too() -> None:
+    world = World(PLACES)
+    world.simulator.schedule(Fault(FaultKind.PAUSE, world.simulator.now, 3.4, ("one",)))
+    world.pass_time(2.0)
+    assert [down.reason for down in world.puppet("two").events(PeerDown)] == ["silent"]
+
+
 def test_probing_tells_the_dead_from_the_stopped() -> None:
     world = World(PLACES)
     world.simulator.pause("two")

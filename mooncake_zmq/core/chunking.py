@@ -1,4 +1,4 @@
-"""How long a chunk is. PURE."""
+"""How long a chunk is: for the prefills that compute them, and for conductors that predict when. PURE."""
 
 
 def chunk_stop(start: int, end: int, chunk_tokens: int) -> int:

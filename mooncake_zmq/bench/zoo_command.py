@@ -1,0 +1,75 @@
+"""`mooncake-zmq bench zoo`: options in, one table or JSON object out."""
+
+import os
+from pathlib import Path
+
+import click
+
+from mooncake_zmq.bench.options import json_option, tell
+
+EXAMPLES = """\b
+Examples:
+  mooncake-zmq bench zoo --policy global,local,load
+  mooncake-zmq bench zoo --small --only bursts,agents --json
+  mooncake-zmq bench zoo --live --config configs/local.toml --only bursts
+  mooncake-zmq bench zoo --seed 7 --policy global --set conductor.kvcache_balancing_threshold=1.05
+"""
+
+
+@click.command("zoo", epilog=EXAMPLES, context_settings={"max_content_width": 110})
+@click.option("--only", default="", metavar="KIND,..", help="Workloads of these kinds alone; see `mooncake-zmq sim --help`.")
+@click.option("--policy", default="", metavar="POLICY,..", help="All of the conductor's by default.")
+@click.option("--prefill", type=click.IntRange(1), default=8, show_default=True, help="Prefill nodes.")
+@click.option("--decode", type=click.IntRange(1), default=8, show_default=True, help="Decode nodes.")
+@click.option("--hardware", default="a800-llama3-70b", show_default=True, metavar="NAME", help="As in `mooncake-zmq sim`.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="As in `mooncake-zmq sim`.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the workloads and the runs.")
+@click.option("--small", is_flag=True, help="200 requests of each workload: a quick run.")
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default="cores", help="Processes at a time.")
+@click.option("--live", is_flag=True, help="Real processes instead, with prompts of toy size; only --only and --seed apply.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), default=Path("configs/toy.toml"), show_default=True, help="With --live."
+)
+@json_option
+def zoo(
+    only: str,
+    policy: str,
+    prefill: int,
+    decode: int,
+    hardware: str,
+    assignments: tuple[str, ...],
+    seed: int,
+    small: bool,
+    jobs: int,
+    live: bool,
+    config: Path,
+    as_json: bool,
+) -> None:
+    """Every workload of the zoo under every policy, each beside what was possible, in virtual time.
+
+    Tokens computed over the least that a clairvoyant with endless memory would compute (regret), mean TTFT, the gap after the
+    first token, who keeps the TBT, and how far predictions were off. A minute and a half of CPU, with --small half a minute.
+    """
+    from mooncake_zmq.bench.zoo import bench_zoo, names, policies_of
+    from mooncake_zmq.laboratory.command import bars
+    from mooncake_zmq.laboratory.errors import StudyError
+    from mooncake_zmq.laboratory.profiles import find_profile
+    from mooncake_zmq.laboratory.settings import assigned, split_assignment
+    from mooncake_zmq.laboratory.study import Setup
+    from mooncake_zmq.laboratory.zoo import KINDS
+
+    kinds, policies = names("--only", only, tuple(KINDS)), policies_of(policy)
+    if live:
+        from mooncake_zmq.bench.zoo_live import bench_zoo_live
+
+        bench_zoo_live(config, kinds=kinds, seed=seed, progress=tell).show(as_json=as_json)
+        return
+    try:
+        setup = Setup(prefill=prefill, decode=decode, hardware=find_profile(hardware), seed=seed)
+        for text in assignments:
+            setup = assigned(setup, *split_assignment("--set", text))
+    except StudyError as error:
+        raise click.ClickException(str(error)) from None
+    with bars(["zoo" for _ in range(len(kinds) * len(policies))]) as progress:
+        report = bench_zoo(setup, kinds=kinds, policies=policies, seed=seed, small=small, processes=jobs, progress=progress)
+    report.show(as_json=as_json)

@@ -1,0 +1,60 @@
+"""What `bench zoo` prints, of either half: a row for each workload, as a table or as one JSON object."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from mooncake_zmq.bench.report import commit, machine
+
+
+class ZooLine(Protocol):
+    """A row: a dataclass whose fields are the JSON."""
+
+    COLUMNS: ClassVar[tuple[str, ...]]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def group(self) -> str:
+        """A line is drawn where it changes."""
+
+    def cells(self) -> Iterable[str]:
+        """A text for each column."""
+
+
+@dataclass(slots=True)
+class ZooReport:
+    """What a run of the zoo comes to, and what a reader must know beside it."""
+
+    title: str
+    rows: Sequence[ZooLine]
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """`{"bench", "commit", "machine", "title", "rows": [the row's fields], "notes"}`."""
+        stamp = {"bench": "zoo", "commit": commit(), "machine": machine(), "title": self.title}
+        return stamp | {"rows": [asdict(row) for row in self.rows], "notes": self.notes}
+
+    def show(self, *, as_json: bool) -> None:
+        """Print to standard output."""
+        if as_json:
+            click.echo(json.dumps(self.as_json()))
+            return
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        console.print(self._table())
+        for note in self.notes:
+            console.print(f"  {note}", markup=False, highlight=False)
+
+    def _table(self) -> Table:
+        table = Table(title=f"bench zoo, {self.title}  ({commit()}, {machine()})", title_justify="left")
+        for column in self.rows[0].COLUMNS if self.rows else ():
+            table.add_column(column, justify="left" if column in ("workload", "policy") else "right", no_wrap=True)
+        for at, row in enumerate(self.rows):
+            last = at + 1 == len(self.rows) or self.rows[at + 1].group != row.group
+            table.add_row(*row.cells(), end_section=last)
+        return table

@@ -1,0 +1,260 @@
+"""The blocks that placed prompts will have computed, with their times, and the placements that wait for them. PURE.
+
+A placement's chain is found by the key of each chunk's first block: what another prompt finds held mostly ends where a chunk
+begins, since a prefill announces chunk by chunk. How far the two prompts agree from there on is a binary search, as a key
+covers all before it. A chain goes with its booking, and its waiters are released at once.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from mooncake_zmq.conductor.booking import Booking
+from mooncake_zmq.conductor.bookings import Bookings
+from mooncake_zmq.conductor.chain import Ahead, Chain, Ended, Found, Link, Waiter
+from mooncake_zmq.conductor.prefills import PrefillNode
+from mooncake_zmq.conductor.prefix_index import PrefixIndex
+from mooncake_zmq.core.chunking import chunk_stop
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.kv.block_hash import Key
+
+TOO_SLOW: Final = 2.0
+TOO_SLOW_S: Final = 0.5
+"""Waiting has no use any more when it will take so many times what computing the blocks takes, and this."""
+MAX_LINKS: Final = 16
+"""Chains that one prompt waits for at most."""
+PUT_GRACE_S: Final = 2.0
+"""Blocks that no pool holds so long after they should have been computed are not counted on any more."""
+
+
+class Coming:
+    """All chains and waiters of one conductor; at most one chain and one waiter for each booking."""
+
+    def __init__(self, costs: Costs, block_tokens: int, index: PrefixIndex) -> None:
+        self._costs = costs
+        self._block_tokens = block_tokens
+        self._index = index
+        self._starts: dict[Key, Chain] = {}
+        """By the first key of each chunk; of several chains that compute it the one placed first."""
+        self._chains: dict[int, Chain] = {}
+        self._waiters: dict[int, Waiter] = {}
+        self._wanted: dict[Key, list[Waiter]] = {}
+        self._waited: dict[PrefillNode, dict[int, Chain]] = {}
+        """The chains that something waits for, by the prefill that computes them."""
+        self._settling: dict[int, Waiter] = {}
+        """Waiters whose blocks are only to be put, in order of `until`."""
+        self._watched: dict[Key, Chain] = {}
+        """The first key of each chunk of the chains that something waits for."""
+        self.ended: list[Ended] = []
+        """Waits that ended since the owner last looked; it clears the list, and that of `ahead`."""
+        self.ahead: list[Ahead] = []
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    @property
+    def waiting(self) -> int:
+        """Placements that wait."""
+        return len(self._waiters)
+
+    # --- placements
+
+    def add(self, booking: Booking, node: PrefillNode, keys: tuple[Key, ...], first: int, tokens: int) -> None:
+        """Note that a placement computes the blocks of `keys` from `first` on."""
+        if first >= len(keys):
+            return
+        chain = Chain(booking, node, keys, first, tokens, self._starts_of(node, keys[first:]))
+        self._chains[booking.placed.booking] = chain
+        self._enter(chain, booking.at)
+
+    def wait(self, booking: Booking, node: PrefillNode, key: Key, found: Found) -> None:
+        """Note that a placement waits for `key`, the last of what was found to be coming of its prompt."""
+        number = booking.placed.booking
+        waiter = Waiter(booking, node, key, first=found.held, blocks=found.blocks, links=found.links)
+        self._waiters[number] = waiter
+        self._wanted.setdefault(key, []).append(waiter)
+        for chain, _ in found.links:
+            chain.waiters[number] = waiter
+            self._waited.setdefault(chain.node, {})[chain.booking.placed.booking] = chain
+            self._watched |= dict.fromkeys(chain.starts, chain)
+
+    def remove(self, now: float, number: int, *, lost: bool = False) -> None:
+        """Forget a placement that ended. What waits for it is released, unless the blocks stand in the slab and so will soon be
+        put into the pool; `lost`: the prefill is gone, and its slab."""
+        if (waiter := self._waiters.get(number)) is not None:
+            self._drop(waiter)
+        chain = self._chains.pop(number, None)
+        if chain is None:
+            return
+        for key in chain.starts:
+            if self._starts.get(key) is chain:
+                del self._starts[key]
+        for waiter in list(chain.waiters.values()):
+            stop = next(stop for each, stop in waiter.links if each is chain)
+            if lost or not self._stands(chain, stop):
+                self._release(waiter, ())
+                continue
+            waiter.links = tuple([link for link in waiter.links if link[0] is not chain])
+            if not waiter.links:
+                waiter.until = now + PUT_GRACE_S
+                self._settling[waiter.booking.placed.booking] = waiter
+        chain.waiters.clear()
+        self._unwatch(chain)
+
+    def pool_left(self) -> None:
+        """Release what waits without a pool to wait for, on its own host or on that of a prefill that computes for it."""
+        for waiter in list(self._waiters.values()):
+            elsewhere = [chain for chain, _ in waiter.links if chain.node is not waiter.node]
+            if elsewhere and (waiter.node.home < 0 or any(chain.node.home < 0 for chain in elsewhere)):
+                self._release(waiter, ())
+
+    # --- what is found
+
+    def find(self, now: float, keys: Sequence[Key], held: int, limit: int) -> Found | None:
+        """Return what is coming of the first `limit` of `keys` behind the first `held`, which something holds; None if nothing
+        is."""
+        if not self._starts:
+            return None
+        links: list[Link] = []
+        blocks, at = held, now
+        while blocks < limit and len(links) < MAX_LINKS and (chain := self._starts.get(keys[blocks])) is not None:
+            if chain.booking.due + PUT_GRACE_S < now or any(chain is each for each, _ in links):
+                break
+            blocks = min(limit, _common(chain.keys, keys, blocks))
+            at = max(at, self.ready_at(chain, blocks))
+            links.append((chain, blocks))
+        return Found(held, blocks, at, tuple(links)) if links else None
+
+    def ready_at(self, chain: Chain, blocks: int) -> float:
+        """Return when the chunk that makes the last of so many blocks ends, if its prompt is computed when it is due."""
+        chunk = chain.node.chunk_tokens
+        if not chunk:
+            return chain.booking.due
+        start = chain.first * self._block_tokens
+        last = start + (blocks * self._block_tokens - start - 1) // chunk * chunk  # where the chunk with that block begins
+        stop = chunk_stop(last, chain.tokens, chunk)
+        return chain.booking.due - chain.node.factor * self._costs.compute_s(chain.tokens, stop)
+
+    # --- what comes
+
+    def stored(self, holder: str, keys: Sequence[Key]) -> None:
+        """A pool holds these now: what waits for the last of them is released, what waits for more may fetch them."""
+        if not self._waiters:
+            return
+        if not self._wanted.keys().isdisjoint(keys):
+            for waiter in [waiter for key in dict.fromkeys(keys) for waiter in self._wanted.get(key, ())]:
+                self._release(waiter, (holder,))
+        if not self._watched.keys().isdisjoint(keys):
+            chains = [self._watched[key] for key in keys if key in self._watched]
+            for chain in {chain.booking.placed.booking: chain for chain in chains}.values():
+                self._advance(chain, holder)
+
+    def review(self, now: float, node: PrefillNode) -> None:
+        """Release what waits for a prefill that reported, where computing the blocks is much sooner by now or they should have
+        been put long ago; and what has waited for a put for too long."""
+        while self._settling and (first := next(iter(self._settling.values()))).until <= now:
+            self._release(first, ())
+        for chain in list(self._waited.get(node, {}).values()):
+            overdue = chain.booking.due + PUT_GRACE_S < now
+            for waiter in list(chain.waiters.values()):
+                alone_s = waiter.node.factor * self._costs.compute_s(waiter.blocks * self._block_tokens, 0)
+                left_s = self.ready_at(chain, min(waiter.blocks, len(chain.keys))) - now
+                if left_s > TOO_SLOW * alone_s + TOO_SLOW_S or (overdue and waiter.node is not node):
+                    self._release(waiter, ())
+
+    def check(self, bookings: Bookings) -> None:
+        """Assert the invariants: whatever is coming, or waits, is booked."""
+        for number, chain in self._chains.items():
+            assert bookings.numbered(number) is chain.booking, f"{number} is not booked, and its blocks are coming"
+            assert all(self._waiters.get(each) is waiter for each, waiter in chain.waiters.items())
+        assert all(self._chains[chain.booking.placed.booking] is chain for chain in self._starts.values())
+        assert all(chain.waiters for chain in self._watched.values())
+        waited = [chain for chains in self._waited.values() for chain in chains.values()]
+        assert len(waited) == sum(1 for chain in self._chains.values() if chain.waiters)
+        assert all(chain.waiters and chain.node in self._waited for chain in waited)
+        for number, waiter in self._waiters.items():
+            assert bookings.numbered(number) is waiter.booking, f"{number} is not booked, and waits"
+            assert waiter in self._wanted[waiter.key]
+            assert waiter.links or waiter.until < math.inf, "a waiter that nothing would release"
+            assert (number in self._settling) == (waiter.until < math.inf)
+            assert all(chain.waiters[number] is waiter for chain, _ in waiter.links)
+            assert all(self._chains.get(chain.booking.placed.booking) is chain for chain, _ in waiter.links)
+        assert sum(map(len, self._wanted.values())) == len(self._waiters)
+
+    # --- leaves
+
+    def _advance(self, chain: Chain, holder: str) -> None:
+        """Have the pools of waiters fetch what this pool has of the chain by now."""
+        begin = stop = chain.pooled
+        while stop < len(chain.keys) and self._index.holds(holder, chain.keys[stop]):
+            stop += 1
+        if stop == begin:
+            return
+        chain.pooled = stop
+        keys, source = chain.keys[begin:stop], self._index.join(holder)
+        pools = dict.fromkeys(waiter.node.home for waiter in chain.waiters.values())
+        self.ahead += [Ahead(pool, keys, holder) for pool in pools if pool not in (-1, source)]
+
+    def _starts_of(self, node: PrefillNode, keys: tuple[Key, ...]) -> tuple[Key, ...]:
+        """Return the key that each chunk of these blocks, at least one, begins with; of a vLLM the first alone."""
+        return keys[:: node.chunk_tokens // self._block_tokens or len(keys)]
+
+    def _enter(self, chain: Chain, at: float) -> None:
+        """Have a chain found by its chunks, unless one that was placed sooner computes them, and is not overdue."""
+        for key in chain.starts:
+            known = self._starts.get(key)
+            if known is None or known.booking.due + PUT_GRACE_S < at:
+                self._starts[key] = chain
+
+    def _stands(self, chain: Chain, stop: int) -> bool:
+        """Return whether the chain's blocks up to `stop` stand in its prefill's slab or in a pool."""
+        key = chain.keys[stop - 1]
+        return self._index.holds(chain.node.name, key) or self._index.copies(key) > 0
+
+    def _release(self, waiter: Waiter, sources: tuple[str, ...]) -> None:
+        """End a wait. Without `sources` its prompt computes the blocks itself, for others too."""
+        self._drop(waiter)
+        booking = waiter.booking
+        booking.earliest = 0.0
+        chain = self._chains.get(booking.placed.booking)
+        if chain is not None and not sources and waiter.first < chain.first and not chain.waiters:
+            more = self._starts_of(chain.node, chain.keys[waiter.first : chain.first])
+            chain.first, chain.pooled, chain.starts = waiter.first, waiter.first, (*more, *chain.starts)
+            self._enter(chain, booking.at)
+        self.ended.append(Ended(waiter.node.name, waiter.booking.placed.booking, sources))
+
+    def _drop(self, waiter: Waiter) -> None:
+        number = waiter.booking.placed.booking
+        del self._waiters[number]
+        same = self._wanted[waiter.key]
+        same.remove(waiter)
+        if not same:
+            del self._wanted[waiter.key]
+        self._settling.pop(number, None)
+        for chain, _ in waiter.links:
+            chain.waiters.pop(number, None)
+            self._unwatch(chain)
+
+    def _unwatch(self, chain: Chain) -> None:
+        """Stop watching a chain that nothing waits for any more."""
+        if chain.waiters:
+            return
+        of_node = self._waited.get(chain.node, {})
+        of_node.pop(chain.booking.placed.booking, None)
+        if not of_node:
+            self._waited.pop(chain.node, None)
+        for key in chain.starts:
+            if self._watched.get(key) is chain:
+                del self._watched[key]
+
+
+def _common(one: Sequence[Key], other: Sequence[Key], held: int) -> int:
+    """Return how many leading keys two chains share that agree at index `held`: a key covers all before it."""
+    low, high = held + 1, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

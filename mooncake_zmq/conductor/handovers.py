@@ -1,0 +1,84 @@
+"""How much later than the first token a decode has the blocks that a prompt reuses: a wait between the first two tokens. PURE.
+
+A decode loads reused blocks from its own host's pool, beside the prefill. What that pool lacks it gets from the pool of the
+prefill's host; where that fetches too, after it. What the prefill computes comes layer by layer, and counts for nothing here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from mooncake_zmq.conductor.choices import PrefillChoice
+from mooncake_zmq.conductor.decodes import DecodeNode
+from mooncake_zmq.conductor.plans import Group, Plan
+from mooncake_zmq.conductor.prefix_index import bits_of
+from mooncake_zmq.conductor.sources import Sources
+from mooncake_zmq.conductor.transfers import Transfers
+from mooncake_zmq.core.costs import Costs
+
+HOLDERS: Final = 4
+"""Decodes beside pools that hold a run of the prompt are all looked at, those with the longest first, while they are as few."""
+
+
+class Handover:
+    """One request, once its prefill is chosen and reuses some blocks."""
+
+    def __init__(
+        self, plan: Plan, prefill: PrefillChoice, *, sources: Sources, transfers: Transfers, costs: Costs, block_tokens: int
+    ) -> None:
+        home = prefill.node.home
+        self.host = prefill.node.host
+        self.reused = prefill.reuse_blocks
+        self._sources = sources
+        self._groups: Sequence[Group] = plan.groups
+        self._there = min(self.reused, self._run(prefill.node.homes))
+        """Blocks that the prefill's host need not fetch."""
+        self._fetch_s = prefill.fetch_s
+        self._work_s = prefill.work_s
+        self._load_s = costs.load_s(self.reused * block_tokens)
+        self._block_s = transfers.rates(home).least_s if home >= 0 else transfers.model_s
+        self._behind_s = max(0.0, transfers.out_at(home) - plan.now) if home >= 0 else 0.0
+        self._held: dict[str, int] = {self.host: self.reused}
+        """By host, for those asked for."""
+        self.latest_s = self.late_s(0)
+        """No decode is later."""
+
+    def holders(self, by_host: Mapping[str, Sequence[DecodeNode]]) -> tuple[list[DecodeNode], float]:
+        """Decodes to look at first, and what all others are late at least."""
+        found = [*by_host.get(self.host, ())]
+        for mask, blocks, _, _ in self._groups:
+            for bit in bits_of(mask):
+                if (host := self._sources.host_of(bit)) != self.host:
+                    found += by_host.get(host, ())
+                    if len(found) > HOLDERS:
+                        return found[:HOLDERS], self.late_s(blocks) if self.latest_s else 0.0
+            if not self.latest_s:
+                break  # where nobody is late, nearest is good enough
+        return found, self.latest_s
+
+    def held(self, node: DecodeNode) -> int:
+        """Blocks that a decode need not get from another host."""
+        held = self._held.get(node.host)
+        if held is None:
+            held = self._held[node.host] = min(self.reused, self._run(self._sources.pools(node.host)))
+        return held
+
+    def late_s(self, held: int) -> float:
+        """From the first token until a decode beside a pool that holds so many has all of them."""
+        lacking = self.reused - held
+        if lacking <= 0:
+            return 0.0
+        moved_s = self._behind_s + lacking * self._block_s
+        if self._fetch_s and self.reused > self._there:
+            moved_s = max(moved_s, self._fetch_s + (self.reused - max(held, self._there)) * self._block_s)
+        return max(0.0, max(moved_s, self._load_s) - self._work_s)
+
+    def moving_s(self, node: DecodeNode) -> float:
+        """What the link of the prefill's host carries for it."""
+        return (self.reused - self.held(node)) * self._block_s
+
+    def _run(self, homes: int) -> int:
+        if homes:
+            for mask, blocks, _, _ in self._groups:
+                if mask & homes:
+                    return blocks
+        return 0

@@ -1,0 +1,36 @@
+"""What a clairvoyant with endless memory would compute of a trace, to hold a run against. PURE.
+
+It computes a complete block once, for the first request that has it, and of every prompt at least the last token, from which
+the answer starts. A prompt that no prefill was given, such as a refused one's, adds nothing to what is found.
+"""
+
+from collections.abc import Sequence
+
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.laboratory.keys import block_keys
+from mooncake_zmq.laboratory.study import Arrival, RequestRecord
+
+
+def foresee(arrivals: Sequence[Arrival], records: Sequence[RequestRecord], block_tokens: int) -> None:
+    """Write into each record what was possible. `records` are of the first of `arrivals`, in the same order."""
+    computed: set[Key] = set()
+    for arrival, record in zip(arrivals, records, strict=False):
+        if not record.prefill:
+            continue
+        keys = block_keys(arrival.hash_ids, arrival.input_tokens, block_tokens)
+        known = next((at for at, key in enumerate(keys) if key not in computed), len(keys))
+        record.possible = min(known * block_tokens, arrival.input_tokens - 1)
+        computed.update(keys[known:])
+
+
+def least_ttft_s(record: RequestRecord, costs: Costs) -> float:
+    """The time to the first token on an idle machine that has all that was possible in its host's pool."""
+    return max(costs.load_s(record.possible), costs.compute_s(record.input_tokens, record.possible))
+
+
+def computed_tokens(record: RequestRecord) -> int:
+    """Tokens that were computed for a request that was prefilled. An attempt may find what an earlier one of the same request
+    had computed, so of a request with several no more than was possible counts as found."""
+    found = record.hit_own + record.hit_dram + record.hit_disk + record.hit_remote
+    return record.input_tokens - (min(found, record.possible) if record.attempts > 1 else found)

@@ -1,0 +1,58 @@
+"""Lack of CPU: what the kernel shows of a peer that says nothing, and what the log says of this process's own lateness."""
+
+import os
+from pathlib import Path
+
+import structlog
+
+from mooncake_zmq.transfer.process_lock import ProcessLockError, holder, is_alive
+
+log = structlog.get_logger()
+
+LOG_EVERY_S = 60.0
+"""A loop that is late again and again has one line in the log for so long."""
+
+
+def waits_for_cpu(runtime_dir: str | Path, node: str, incarnation: int) -> bool:
+    """Whether this life of `node` runs on this machine and one of its threads is ready to run. A process that is stopped,
+    blocked or dead has none, and of one on another machine nothing is known here."""
+    try:
+        pid = holder(runtime_dir, node) if is_alive(runtime_dir, node, incarnation) else None
+    except ProcessLockError:
+        return False
+    return bool(pid) and any(_state(task) == "R" for task in _tasks(Path(f"/proc/{pid}/task")))
+
+
+def _tasks(directory: Path) -> list[Path]:
+    try:
+        return [directory / name for name in os.listdir(directory)]
+    except OSError:  # it has just ended
+        return []
+
+
+def _state(task: Path) -> str:
+    """One letter; its place is behind the program's name, which may hold anything."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+class LatenessLog:
+    """One line a minute at most on what an operator should do about a loop that gets no CPU."""
+
+    def __init__(self) -> None:
+        self._logged_at = float("-inf")
+        self._logged = 0
+
+    def note(self, now: float, late_loops: int, late_s: float) -> None:
+        """`late_loops`: as counted until now; `late_s`: how late the loop was recently."""
+        if late_loops == self._logged or now - self._logged_at < LOG_EVERY_S:
+            return
+        log.warning(
+            "loop_was_late",
+            late_s=round(late_s, 3),
+            times=late_loops - self._logged,
+            do="this process gets too little CPU or memory: give the machine more cores, or run fewer processes on it",
+        )
+        self._logged_at, self._logged = now, late_loops
