@@ -3,7 +3,6 @@
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from toy_cluster import NODES, ROOT, Stream, ToyCluster, eventually, until_none
+from toy_cluster import ROOT, Stream, ToyCluster, eventually, until_none
 
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine import weights
@@ -99,21 +98,6 @@ def settled(cluster: ToyCluster) -> None:
     until_none(cluster.busy_gauges, 30)
 
 
-@contextmanager
-def alone(cluster: ToyCluster, prefill: str) -> Iterator[None]:
-    """Only `prefill` serves: the others are stopped, and the gateway has missed them."""
-    others = [node for node in NODES if node.startswith("prefill") and node != prefill]
-    for other in others:
-        cluster.signal(other, signal.SIGSTOP)
-    try:
-        peers = lambda: httpx.get(f"{cluster.url}/health").json()["peers"]["prefill"]  # noqa: E731
-        eventually(lambda: not set(others) & set(peers()), 30, "they are missed")
-        yield
-    finally:
-        for other in others:
-            cluster.signal(other, signal.SIGCONT)
-
-
 def sources(served: dict[str, Any]) -> dict[str, int]:
     return {source: served[f"cached_{source}"] for source in ("own", "local", "remote")}
 
@@ -121,28 +105,24 @@ def sources(served: dict[str, Any]) -> dict[str, int]:
 def test_every_way_to_the_kv_gives_the_reference_tokens(cluster: ToyCluster, golden: Reference) -> None:
     reusable = (len(golden.prompt) - 1) // 32 * 32
 
-    cold = assert_follows(cluster, golden)
-    assert sources(cold) == {"own": 0, "local": 0, "remote": 0}
-    settled(cluster)
-    first = cold["prefill"]
-    other = next(node for node in NODES if node.startswith("prefill") and node != first)
-
-    with alone(cluster, first):
+    with cluster.only("a"):
+        cold = assert_follows(cluster, golden)
         own = assert_follows(cluster, golden)
+    assert sources(cold) == {"own": 0, "local": 0, "remote": 0}
     assert sources(own) == {"own": reusable, "local": 0, "remote": 0}
     settled(cluster)
 
-    with alone(cluster, other):
+    with cluster.only("b"):
         remote = assert_follows(cluster, golden)
-    assert remote["prefill"] == other
+    assert remote["prefill"] == "prefill-b"
     assert sources(remote) == {"own": 0, "local": 0, "remote": reusable}
     settled(cluster)
 
-    killed = cluster.pid(first)
-    cluster.signal(first, signal.SIGKILL)  # its own KV is gone, its host's pool is not
-    eventually(lambda: cluster.pid(first) != killed, 30, "the prefill is restarted")
+    killed = cluster.pid("prefill-a")
+    cluster.signal("prefill-a", signal.SIGKILL)  # its own KV is gone, its host's pool is not
+    eventually(lambda: cluster.pid("prefill-a") != killed, 30, "the prefill is restarted")
     settled(cluster)
-    with alone(cluster, first):
+    with cluster.only("a"):
         local = assert_follows(cluster, golden)
     assert sources(local) == {"own": 0, "local": reusable, "remote": 0}
     settled(cluster)

@@ -130,6 +130,27 @@ class ToyCluster:
     def signal(self, node: str, number: signal.Signals) -> None:
         os.kill(self.pid(node), number)
 
+    @contextlib.contextmanager
+    def only(self, host: str) -> Iterator[None]:
+        """Let only this host's engines serve: the others are stopped, and the gateway has missed them.
+
+        With a decode elsewhere the prompt's blocks come into the pool of that host too.
+        """
+        others = [node for node in self.nodes if node.startswith(("prefill", "decode")) and not node.endswith(f"-{host}")]
+        for other in others:
+            self.signal(other, signal.SIGSTOP)
+        try:
+            eventually(lambda: not set(others) & self.serves(), 30, f"{others} are missed")
+            yield
+        finally:
+            for other in others:
+                self.signal(other, signal.SIGCONT)
+
+    def serves(self) -> set[str]:
+        """Every peer that the gateway is in conversation with; all of them when it does not answer."""
+        health = self.health()
+        return {name for names in health["peers"].values() for name in names} if health else set(self.nodes)
+
     def health(self) -> dict[str, Any] | None:
         with contextlib.suppress(httpx.HTTPError):
             headers = {"authorization": f"Bearer {self.operators_key}"} if self.operators_key else {}
