@@ -178,7 +178,7 @@ class Batches:
         return late_s / gaps.longest_gaps(int(joining.expected_tokens) - 1) if late_s else 0.0
 
     def _look_at_holders(self, joining: Joining, crowd: Crowd) -> None:
-        """Those whose hosts hold most of what is reused; what can be said of all others."""
+        """Look at those whose hosts hold most of what is reused; note how late all others are at least."""
         if joining.handover is None:
             return
         holders, late_s = joining.handover.holders(crowd.by_host)
@@ -252,13 +252,17 @@ class Batches:
 def _nearest(joining: Joining, nodes: Sequence[DecodeNode]) -> DecodeNode | None:
     """The one whose host holds the most of what is reused, if there is one."""
     handover = joining.handover
-    if handover is None:
+    if handover is None or len(nodes) < 2:
         return None
-    if len(nodes) == 1:
-        return nodes[0]
-    held = [handover.held(node) for node in nodes]
-    most = max(held)
-    return _roomiest([node for node, blocks in zip(nodes, held, strict=True) if blocks == most]) if most else None
+    most = 0
+    nearest: list[DecodeNode] = []
+    for node in nodes:
+        held = handover.held(node)
+        if held > most:
+            most, nearest = held, [node]
+        elif held and held == most:
+            nearest.append(node)
+    return _roomiest(nearest) if nearest else None
 
 
 def _roomiest(nodes: Sequence[DecodeNode]) -> DecodeNode:

@@ -63,8 +63,8 @@ class Coming:
         """Note that a placement computes the blocks of `keys` from `first` on."""
         if first >= len(keys):
             return
-        chain = Chain(booking, node, keys, first, tokens, self._starts_of(node, keys[first:]))
-        self._chains[booking.placed.booking] = chain
+        starts = self._starts_of(node, keys, first, len(keys))
+        chain = self._chains[booking.placed.booking] = Chain(booking, node, keys, first, tokens, starts)
         self._enter(chain, booking.at)
 
     def wait(self, booking: Booking, node: PrefillNode, key: Key, found: Found) -> None:
@@ -195,15 +195,15 @@ class Coming:
         pools = dict.fromkeys(waiter.node.home for waiter in chain.waiters.values())
         self.ahead += [Ahead(pool, keys, holder) for pool in pools if pool not in (-1, source)]
 
-    def _starts_of(self, node: PrefillNode, keys: tuple[Key, ...]) -> tuple[Key, ...]:
-        """Return the key that each chunk of these blocks, at least one, begins with; of a vLLM the first alone."""
-        return keys[:: node.chunk_tokens // self._block_tokens or len(keys)]
+    def _starts_of(self, node: PrefillNode, keys: tuple[Key, ...], first: int, stop: int) -> tuple[Key, ...]:
+        """Return the key that each chunk of blocks `first` to `stop`, at least one, begins with; of a vLLM the first alone."""
+        return keys[first : stop : node.chunk_tokens // self._block_tokens or len(keys)]
 
     def _enter(self, chain: Chain, at: float) -> None:
         """Have a chain found by its chunks, unless one that was placed sooner computes them, and is not overdue."""
         for key in chain.starts:
-            known = self._starts.get(key)
-            if known is None or known.booking.due + PUT_GRACE_S < at:
+            known = self._starts.setdefault(key, chain)
+            if known is not chain and known.booking.due + PUT_GRACE_S < at:
                 self._starts[key] = chain
 
     def _stands(self, chain: Chain, stop: int) -> bool:
@@ -218,7 +218,7 @@ class Coming:
         booking.earliest = 0.0
         chain = self._chains.get(booking.placed.booking)
         if chain is not None and not sources and waiter.first < chain.first and not chain.waiters:
-            more = self._starts_of(chain.node, chain.keys[waiter.first : chain.first])
+            more = self._starts_of(chain.node, chain.keys, waiter.first, chain.first)
             chain.first, chain.pooled, chain.starts = waiter.first, waiter.first, (*more, *chain.starts)
             self._enter(chain, booking.at)
         self.ended.append(Ended(waiter.node.name, waiter.booking.placed.booking, sources))

@@ -4,7 +4,6 @@ A decode loads reused blocks from its own host's pool, beside the prefill. What 
 prefill's host; where that fetches too, after it. What the prefill computes comes layer by layer, and counts for nothing here.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mooncake_zmq.conductor.choices import PrefillChoice
@@ -23,13 +22,13 @@ class Handover:
     """One request, once its prefill is chosen and reuses some blocks."""
 
     def __init__(
-        self, plan: Plan, prefill: PrefillChoice, *, sources: Sources, transfers: Transfers, costs: Costs, block_tokens: int
+        self, plan: Plan, prefill: PrefillChoice, sources: Sources, transfers: Transfers, costs: Costs, block_tokens: int
     ) -> None:
         home = prefill.node.home
         self.host = prefill.node.host
         self.reused = prefill.reuse_blocks
         self._sources = sources
-        self._groups: Sequence[Group] = plan.groups
+        self._groups: list[Group] = plan.groups
         self._there = min(self.reused, self._run(prefill.node.homes))
         """Blocks that the prefill's host need not fetch."""
         self._fetch_s = prefill.fetch_s
@@ -42,9 +41,12 @@ class Handover:
         self.latest_s = self.late_s(0)
         """No decode is later."""
 
-    def holders(self, by_host: Mapping[str, Sequence[DecodeNode]]) -> tuple[list[DecodeNode], float]:
+    def holders(self, by_host: dict[str, list[DecodeNode]]) -> tuple[list[DecodeNode], float]:
         """Decodes to look at first, and what all others are late at least."""
-        found = [*by_host.get(self.host, ())]
+        home = by_host.get(self.host)
+        if home is not None and not self.latest_s:
+            return home, 0.0
+        found = [] if home is None else home.copy()
         for mask, blocks, _, _ in self._groups:
             for bit in bits_of(mask):
                 if (host := self._sources.host_of(bit)) != self.host:
@@ -52,7 +54,7 @@ class Handover:
                     if len(found) > HOLDERS:
                         return found[:HOLDERS], self.late_s(blocks) if self.latest_s else 0.0
             if not self.latest_s:
-                break  # where nobody is late, nearest is good enough
+                break  # where none is late, nearest is good enough
         return found, self.latest_s
 
     def held(self, node: DecodeNode) -> int:

@@ -3,7 +3,6 @@ PURE."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import partial
 from typing import Final
 
 from mooncake_zmq.conductor.admission import MAX_RETRY_S, NO_NODE_RETRY_S, Admission, bounded
@@ -73,7 +72,6 @@ class Placement:
         self._request_s, self._context_s = costs.decode_request_s, costs.decode_context_s
         self._arrivals = Arrivals()
         self._sources = sources
-        self._handover = partial(Handover, sources=sources, transfers=transfers, costs=costs, block_tokens=block_tokens)
         self.planner = Planner(
             settings,
             costs,
@@ -219,6 +217,9 @@ class Placement:
             choices=choices,
             handover_s=0.0 if prefill.node.stays or not prefill.node.vllm else self._costs.load_s(plan.tokens),
         )
+
+    def _handover(self, plan: Plan, prefill: PrefillChoice) -> Handover:
+        return Handover(plan, prefill, self._sources, self._transfers, self._costs, self._block_tokens)
 
     def _choose_decode(self, now: float, joining: Joining, prefill: PrefillChoice, schedule: Schedule) -> DecodeChoice | None:
         if prefill.node.stays:
