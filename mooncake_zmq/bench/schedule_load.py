@@ -28,6 +28,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.order import Order
 from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.laboratory.cluster import CHUNK_TOKENS
 from mooncake_zmq.prefill.settings import PrefillSettings
 
 REPORT_S = 0.25
@@ -175,7 +176,7 @@ class ClusterLoad:
             jobs=tuple(jobs),
             overtake=ORDER.overtake,
             priority_s=ORDER.priority_s,
-            chunk_tokens=DEFAULTS.chunk_tokens,
+            chunk_tokens=CHUNK_TOKENS,
             room=max(0, 64 - len(jobs)),
             compute=measured,
         )

@@ -7,13 +7,14 @@ is in a pool, against the median gap of the same answer. The two sides of a row 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,7 +54,7 @@ def bench_serve(config: Path, *, rounds: int, threads: int, parts: Sequence[str]
         if "cold" in parts:
             report.rows += [run.cold(tokens) for tokens in COLD_TOKENS]
         if "warm" in parts:
-            report.rows += run.warm([node.name for node in settings.of_role("prefill")])
+            report.rows += run.warm([(node.name, node.host) for node in settings.nodes if node.role in ("prefill", "decode")])
         if "gap" in parts:
             report.rows.append(run.gap())
         if "decode" in parts:
@@ -101,33 +102,39 @@ class _Run:
         self._progress(f"  TTFT {[round(1e3 * s) for s in ours]} ms, engine {[round(1e3 * s) for s in bare]} ms")
         return _milliseconds(f"cold TTFT, {tokens} tokens / engine prefill", ours, bare)
 
-    def warm(self, prefills: list[str]) -> list[Row]:
+    def warm(self, engines: list[tuple[str, str]]) -> list[Row]:
+        """Return the rows of prompts whose beginning a pool has; `engines`: names and hosts."""
+        hosts = list(dict.fromkeys(host for _, host in engines))
+        if len(hosts) < 2:
+            raise click.ClickException("warm needs engines on two hosts, as configs/local.toml has: --only cold, gap or decode")
+        here, there = hosts[:2]
         cold: list[float] = []
         local: list[float] = []
         remote: list[float] = []
         for number in range(self._rounds):
             self._progress(f"warm {PREFIX_TOKENS} + {TAIL_TOKENS} tokens, round {number + 1} of {self._rounds}")
             prefix = self._prompt(PREFIX_TOKENS)
-            self._cluster.settle()
-            first = self._cluster.complete(prefix + self._prompt(TAIL_TOKENS), max_tokens=2)
-            cold.append(first.ttft_s)
-            self._cluster.settle()
-            with ExitStack() as paused:  # where the conductor would place it is not the question here
-                for other in prefills:
-                    if other != first.served["prefill"]:
-                        paused.enter_context(self._cluster.paused(other))
-                again = self._cluster.complete(prefix + self._prompt(TAIL_TOKENS), max_tokens=2)
-            _expect(again, "cached_local")
-            local.append(again.ttft_s)
-            self._cluster.settle()
-            with self._cluster.paused(first.served["prefill"]):
-                elsewhere = self._cluster.complete(prefix + self._prompt(TAIL_TOKENS), max_tokens=2)
-            _expect(elsewhere, "cached_remote")
-            remote.append(elsewhere.ttft_s)
+            for host, source, seconds in ((here, "", cold), (here, "cached_local", local), (there, "cached_remote", remote)):
+                self._cluster.settle()
+                with self._only(host, engines):
+                    answer = self._cluster.complete(prefix + self._prompt(TAIL_TOKENS), max_tokens=2)
+                if source:
+                    _expect(answer, source)
+                seconds.append(answer.ttft_s)
         return [
             _milliseconds("warm TTFT, prefix in own host's pool / cold", local, cold),
             _milliseconds("warm TTFT, prefix in other host's pool / cold", remote, cold),
         ]
+
+    @contextmanager
+    def _only(self, host: str, engines: list[tuple[str, str]]) -> Iterator[None]:
+        """Pause the engines of other hosts: where the conductor would place a prompt is not the question here, and a decode on
+        another host brings its blocks into the pool there."""
+        with ExitStack() as paused:
+            for name, where in engines:
+                if where != host:
+                    paused.enter_context(self._cluster.paused(name))
+            yield
 
     def gap(self) -> Row:
         """Return the row of the gap after the first token, behind a prefix that a pool has."""
