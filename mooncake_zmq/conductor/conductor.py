@@ -6,7 +6,9 @@ what it placed until reports show it, so that many requests between two reports 
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+from msgspec.structs import replace
 
 from mooncake_zmq.conductor.balance import BALANCE, Balance
 from mooncake_zmq.conductor.booking import BookingKey
@@ -25,6 +27,7 @@ from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.roll_call import ROLL_CALL, RollCall
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.conductor.silence import Silence
 from mooncake_zmq.conductor.sources import SHELF, Sources
 from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.core.actor import (
@@ -64,6 +67,8 @@ from mooncake_zmq.core.roles import ROLES
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.layout import BlockLayout
+
+Load = TypeVar("Load", PrefillLoad, DecodeLoad)
 
 EXPIRY = ("bookings",)
 REPLICAS = ("replicas",)
@@ -115,6 +120,7 @@ class Conductor:
         self._sources = Sources(self._prefills)
         self._bookings = Bookings(name, incarnation, limit=settings.max_bookings)
         self._coming = Coming(costs, layout.block_tokens, self._index)
+        self._silence = Silence()
         self._expiry_armed = False
         self._sweep_armed = False
         self._placement = Placement(
@@ -308,6 +314,7 @@ class Conductor:
                 if peer in (booking.key[0], placed.prefill, placed.decode) or peer in placed.stages:
                     self._unbook(now, booking.key, gone=peer)
         self._members.leave(peer)
+        self._silence.forget(peer)
         match role:
             case "prefill":
                 self._forget_apart(peer)
@@ -349,7 +356,7 @@ class Conductor:
         node = self._prefills.by_name.get(sender)
         if node is None:
             return self._unexpected(load)
-        load = self._balance.prefill_load(sender, load)
+        load = self._unless_silent(now, sender, self._balance.prefill_load(sender, load))
         for number, due in self._prefills.report(now, node, load):
             booking = self._bookings.numbered(number)
             if booking is not None and booking.placed.prefill == sender:
@@ -361,9 +368,13 @@ class Conductor:
         node = self._decodes.by_name.get(sender)
         if node is None:
             return self._unexpected(load)
-        load = self._balance.decode_load(sender, load)
+        load = self._unless_silent(now, sender, self._balance.decode_load(sender, load))
         self._decodes.report(now, node, load)
         return self._roll_call.takes(sender, closed=load.draining)
+
+    def _unless_silent(self, now: float, sender: str, load: Load) -> Load:
+        """Return a report as if the node drained, if requests there end in silence."""
+        return replace(load, draining=True) if self._silence and self._silence.shuts(now, sender) else load
 
     def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
         destination = self._index.join(sender)
@@ -482,8 +493,17 @@ class Conductor:
             if outcome.ended:
                 self._outputs.ended(outcome.max_tokens, outcome.output_tokens)
         if booking is not None and booking.placed.attempt <= ended.attempt:
+            self._judge(now, booking.placed, ended)
             self._unbook(now, booking.key)
         return []
+
+    def _judge(self, now: float, placed: Placed, ended: RequestEnded) -> None:
+        """Suspect the nodes of an attempt that ended in silence, and clear those that tokens came through."""
+        if ended.outcome is not None:
+            self._silence.answered(placed, ended.outcome.output_tokens)
+        if ended.stalled:
+            self.counts.add("attempts_silent")
+            self._silence.stalled(now, placed, told=ended.outcome is not None)
 
     # --- copies
 

@@ -313,6 +313,8 @@ class RequestEnded(_Message, frozen=True):
     request_id: RequestId
     attempt: Count
     outcome: Outcome | None = None
+    stalled: bool = False
+    """It ended because nothing came for too long."""
 
 
 class NodesHeard(_Message, frozen=True):
@@ -324,7 +326,8 @@ class NodesHeard(_Message, frozen=True):
     resting: bool = False
     """Ask another conductor, if one lives that does not rest."""
     closed: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
-    """Prefills, decodes and vLLMs that are there and are sent nothing new: they drain, or their vLLM is gone."""
+    """Prefills, decodes and vLLMs that are there and are sent nothing new: they drain, their vLLM is gone, or requests there
+    ended in silence."""
 
 
 # --- nodes -> conductor

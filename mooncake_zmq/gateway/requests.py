@@ -671,7 +671,7 @@ class Requests:
             return [SetTimer(("stall", request_id), self._settings.stall_s - quiet_s)]
         self.counts.add("attempts_stalled")
         request.broken += 1
-        return self._retry(request)
+        return self._retry(request, stalled=True)
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
@@ -692,9 +692,9 @@ class Requests:
         told = len(request.output) + len(request.early) > request.resumed_at + 1
         return "" if told else request.prefill
 
-    def _retry(self, request: _Request, *, exclude: str = "") -> list[Effect]:
+    def _retry(self, request: _Request, *, exclude: str = "", stalled: bool = False) -> list[Effect]:
         """Give this attempt up everywhere and begin the next one after a pause that grows."""
-        effects = self._let_go(request)
+        effects = self._let_go(request, stalled=stalled)
         if request.broken >= self._settings.max_attempts:
             limit = f"gave up after {request.broken} attempts that broke"
             return effects + self._fail(
@@ -707,7 +707,7 @@ class Requests:
         pause = min(self._settings.backoff_max_s, self._settings.backoff_s * 2.0 ** min(request.attempt - 1, 16))
         return [*effects, CancelTimer(("stall", request.request_id)), SetTimer(("attempt", request.request_id), pause)]
 
-    def _let_go(self, request: _Request, *, ended: bool = False) -> list[Effect]:
+    def _let_go(self, request: _Request, *, ended: bool = False, stalled: bool = False) -> list[Effect]:
         """Cancel the current attempt at every hop."""
         if not request.scheduled:
             return []
@@ -715,17 +715,17 @@ class Requests:
         request.led_by = ""
         cancel = CancelRequest(request_id=request.request_id, attempt=request.attempt)
         nodes = [node for node in dict.fromkeys((request.prefill, request.decode)) if node in self._peers]
-        return [*left, *[Send(node, cancel) for node in nodes], *self._forget_booking(request, ended=ended)]
+        return [*left, *[Send(node, cancel) for node in nodes], *self._forget_booking(request, ended=ended, stalled=stalled)]
 
-    def _forget_booking(self, request: _Request, *, ended: bool) -> list[Effect]:
-        """The attempt is over: once for each. `ended`: its output ended by itself."""
+    def _forget_booking(self, request: _Request, *, ended: bool, stalled: bool = False) -> list[Effect]:
+        """The attempt is over: once for each. `ended`: its output ended by itself; `stalled`: nothing came for too long."""
         request.scheduled = False
         if not request.booked:
             return []
         outcome = self._outcome(request, ended) if request.ttft_s is not None else None
         if request.conductor not in self._peers:
             return []
-        end = RequestEnded(request_id=request.request_id, attempt=request.attempt, outcome=outcome)
+        end = RequestEnded(request_id=request.request_id, attempt=request.attempt, outcome=outcome, stalled=stalled)
         return [Send(request.conductor, end)]
 
     def _outcome(self, request: _Request, ended: bool) -> Outcome:

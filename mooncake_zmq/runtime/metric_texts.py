@@ -72,6 +72,7 @@ _CONDUCTOR = {
     "stale_schedules": "Requests to place for attempts that were over",
     "repeated_schedules": "Requests to place that were placed already",
     "bookings_dropped": "Bookings forgotten: too many",
+    "attempts_silent": "Attempts that gateways gave up because nothing came for too long",
     "bookings_expired": "Bookings forgotten: nobody ended them",
     "chains_forgotten": "Prefixes no longer watched: too many",
     "keys_evicted": "Blocks forgotten: the index was full",

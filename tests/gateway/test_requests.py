@@ -704,6 +704,7 @@ def test_an_attempt_that_stalls_is_given_up(state):
     node.sent.clear()
     node.advance(1.01)
     assert {to for to, m in node.sent if isinstance(m, CancelRequest)} == {"p0", "d0"}
+    assert [m.stalled for _, m in node.sent if isinstance(m, RequestEnded)] == [True], "the conductor learns why"
     node.advance(0.1)
     assert node.place().attempt == 2
 
