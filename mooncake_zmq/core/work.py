@@ -310,7 +310,9 @@ class EngineTold(Struct, frozen=True):
 
 
 class ProbeEngine(Struct, frozen=True):
-    """Does the engine beside this node answer?"""
+    """Does the engine beside this node answer? `generate`: by a token, which takes more than being there."""
+
+    generate: bool = False
 
 
 class EngineProbed(Struct, frozen=True):

@@ -37,6 +37,8 @@ from mooncake_zmq.vllm.hints import told
 log = structlog.get_logger()
 
 GENERATE = "/inference/v1/generate"
+ONE_TOKEN = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False}}
+"""The shortest request."""
 MAX_LINE_BYTES = 256 << 10
 """One event; those that we ask for take about 300 bytes."""
 MAX_ERROR_BYTES = 4096
@@ -302,8 +304,8 @@ class Generation:
         match work:
             case Generate():
                 return await self._generate(work_id, work)
-            case ProbeEngine():
-                response = await self._client.get("/health")
+            case ProbeEngine(generate):
+                response = await (self._client.post(GENERATE, json=ONE_TOKEN) if generate else self._client.get("/health"))
                 well = response.status_code == httpx.codes.OK
                 return EngineProbed(well, "" if well else f"it answers {response.status_code}")
             case _:

@@ -128,6 +128,7 @@ _ENGINES = {
     "capacity_tokens": "Tokens of KV memory",
     "capacity_engines": "Engines that answer",
     "cached_engine_blocks": "Blocks in a vLLM's own prefix cache, by its KV events",
+    "engine_hangs": "Times that the vLLM beside the node answered, and made no tokens",
     "engine_losses": "Times that the vLLM beside the node was lost",
     "jobs_passed_on": "Requests prefilled here whose vLLM decode is another node's",
     "taken_over_tokens": "Tokens of prompts that another node's vLLM prefilled, with the first token",

@@ -13,7 +13,7 @@ import structlog
 
 from mooncake_zmq.config import Config
 from mooncake_zmq.runtime import notify
-from mooncake_zmq.runtime.generation import GENERATE
+from mooncake_zmq.runtime.generation import GENERATE, ONE_TOKEN
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 log = structlog.get_logger()
@@ -59,8 +59,7 @@ def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int) -> 
             f"vLLM at {settings.url} takes {longest} tokens and model.max_model_len is {max_model_len}: start it with "
             f"--max-model-len {max_model_len}, or lower the setting"
         )
-    one = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False}}
-    answer = client.post(GENERATE, json=one, timeout=settings.quiet_s)
+    answer = client.post(GENERATE, json=ONE_TOKEN, timeout=settings.quiet_s)
     if answer.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND):
         raise ServerError(f"vLLM at {settings.url} does not serve {GENERATE}: start it with --enable-scale-out")
     if answer.status_code != httpx.codes.OK:

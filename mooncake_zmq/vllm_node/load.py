@@ -4,7 +4,7 @@ vLLM computes prompts in the order in which it got them, a few at a time, beside
 the one before it had its first token, and what a token takes is the gap since the one before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, PrefillLoad, StartPrefill
@@ -64,6 +64,11 @@ class Load:
             compute=self.compute.measured(now),
             draining=closed,
         )
+
+    def under_way_s(self, now: float, jobs: Iterable[Job]) -> float:
+        """What the prompts that vLLM has, and that have no token yet, should take from their begin on."""
+        ratio = self.compute.ratio(now)
+        return sum([ratio * self._compute_s(job.request) for job in jobs if job.state is JobState.PREFILLING])
 
     def of_answers(self, now: float, jobs: Sequence[Job], *, closed: bool) -> DecodeLoad:
         """As a decode reports."""

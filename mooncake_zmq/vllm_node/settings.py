@@ -34,8 +34,12 @@ class VllmSettings:
     """As of prefill: without work, what was measured of this node's speed loses half of its weight in this time."""
     probe_s: float = 1.0
     """How often vLLM is asked whether it is well. While it is not, the node takes nothing new."""
-    probe_timeout_s: float = 5.0
+    probe_timeout_s: float = 3.0
     """An answer to that takes no longer, nor does connecting."""
+    hung_s: float = 3.0
+    """A vLLM that gives no answer a token for so long, longer by four times what the prompts under way should take, hangs: its
+    requests go on elsewhere, and it gets new ones once it made a token. Each time that it is found to hang doubles this for ten
+    minutes, up to `quiet_s`."""
     quiet_s: float = 60.0
     """A request of which vLLM says nothing for so long has failed here and goes on elsewhere: above what the longest prompt
     takes to its first token."""
@@ -63,9 +67,9 @@ class VllmSettings:
             raise ValueError('kv_events: nothing is placed by what the vLLM of a node of part "decode" has in its cache')
         if not (0 <= self.overtake < math.inf and 0 <= self.priority_s < math.inf):
             raise ValueError("overtake and priority_s must be 0 or more, and finite")
-        times = (self.report_s, self.measured_half_life_s, self.probe_s, self.probe_timeout_s, self.quiet_s)
+        times = (self.report_s, self.measured_half_life_s, self.probe_s, self.probe_timeout_s, self.hung_s, self.quiet_s)
         if min(times) <= 0:
-            raise ValueError("report_s, measured_half_life_s, probe_s, probe_timeout_s and quiet_s must be positive")
+            raise ValueError("report_s, measured_half_life_s, probe_s, probe_timeout_s, hung_s and quiet_s must be positive")
 
 
 def _check_url(url: str) -> None:

@@ -8,7 +8,7 @@ tokens so far.
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from msgspec import structs
 from msgspec.structs import asdict
@@ -68,8 +68,11 @@ from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
 from mooncake_zmq.vllm_node.load import Load
 from mooncake_zmq.vllm_node.mirror import Mirror
 from mooncake_zmq.vllm_node.settings import VllmSettings
+from mooncake_zmq.vllm_node.silence import Silence
 
 PROBE = ("probe",)
+IN_VAIN: Final = 0.9
+"""Of its time, what a question took that got no answer, rather than a bad one."""
 FOREVER_S = 1e7
 UNKNOWN = "vLLM was not asked yet"
 NO_DECODE = "the vLLM that is to go on is not there"
@@ -122,6 +125,10 @@ class VllmNode:
         """Why vLLM gets nothing new; empty: it does."""
         self._lost = False
         """vLLM did not answer: nobody waits for it here."""
+        self._silence = Silence(settings.hung_s, settings.quiet_s)
+        self._probe_at = 0.0
+        self._hung = False
+        """It gave no tokens: it is well once it made one."""
         self._watch: int | None = None
         self._mirror = Mirror(layout.block_tokens, settings.max_known_blocks, root_of_salt)
         self._ids = Ids()
@@ -135,10 +142,12 @@ class VllmNode:
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
             case WorkProgress(work_id, TokensGenerated(tokens)) if work_id in self._works:
+                self._silence.heard(now)
                 return self._on_tokens(now, self._works[work_id], tokens)
             case Received(sender, message):
                 return self._on_message(now, sender, message)
             case WorkDone(work_id, Generated() | WorkFailed() as result) if work_id in self._works:
+                self._silence.heard(now)
                 return self._on_generated(now, self._works.pop(work_id), result)
             case WorkDone(work_id, EngineProbed() | WorkFailed() as result) if work_id == self._probe:
                 return self._on_probed(now, result)
@@ -154,11 +163,11 @@ class VllmNode:
             case TimerFired(key) if key == REPORT:
                 return self._report(now)
             case TimerFired(key) if key == PROBE:
-                return self._ask()
+                return self._ask(now)
             case TimerFired(("deadline", str(request_id), int(attempt))):
                 return self._on_deadline(now, request_id, attempt)
             case Started():
-                return [self._reports.begin(), *self._ask(), *self._begin_watch()]
+                return [self._reports.begin(), *self._ask(now), *self._begin_watch()]
             case DrainWanted():
                 self._leaving.drain()
                 return self._report(now)
@@ -308,6 +317,8 @@ class VllmNode:
         while not self._trouble and len(self._works) < self._settings.max_running and (waiting := self._waiting):
             job = min(waiting, key=lambda each: (each.rank, each.order))
             self._move(job, JobEvent.BEGIN)
+            if not self._works:
+                self._silence.heard(now)
             job.work_id, job.began_at = self._ids.new(), now
             self._works[job.work_id] = job
             request = job.request
@@ -338,7 +349,7 @@ class VllmNode:
         if job_over:
             return self._end(now, job)
         if isinstance(result, WorkFailed):
-            return self._fail(now, job, result.reason) + self._doubt(result.reason)
+            return self._fail(now, job, result.reason) + self._doubt(now, result.reason)
         if job.taken_over:
             self.counts.add("taken_over_tokens", job.length)
             self.counts.add("taken_over_tokens_reused", result.reused)
@@ -415,29 +426,46 @@ class VllmNode:
         job.token_at = now
         return Send(job.gateway, decoded)
 
-    def _doubt(self, reason: str) -> list[Effect]:
+    def _doubt(self, now: float, reason: str) -> list[Effect]:
         """Something failed there: nothing new until it is known whether vLLM is well."""
         self._trouble = self._trouble or reason
-        return self._ask()
+        return self._ask(now)
 
-    def _ask(self) -> list[Effect]:
+    def _ask(self, now: float) -> list[Effect]:
         if self._probe is not None:
             return []
-        self._probe = self._ids.new()
-        return [Start(self._probe, ProbeEngine(), self._settings.probe_timeout_s)]
+        self._probe, self._probe_at = self._ids.new(), now
+        return [Start(self._probe, ProbeEngine(self._hung), self._settings.probe_timeout_s)]
 
     def _on_probed(self, now: float, result: EngineProbed | WorkFailed) -> list[Effect]:
         self._probe = None
         effects: list[Effect] = [SetTimer(PROBE, self._settings.probe_s)]
         if isinstance(result, EngineProbed) and result.ready:
-            well_before, self._trouble, self._lost = not self._trouble, "", False
+            if self._decoding and self._silence.is_over_long(now, self._load.under_way_s(now, self._jobs.values())):
+                return effects + self._on_hung(now)
+            well_before, self._trouble, self._lost, self._hung = not self._trouble, "", False, False
             return effects if well_before else effects + self._reports.hurry(now)
+        in_vain = now - self._probe_at > IN_VAIN * self._settings.probe_timeout_s
+        return effects + self._lose(now, result.reason, running=in_vain and self._silence.since(self._probe_at))
+
+    def _on_hung(self, now: float) -> list[Effect]:
+        """Its server answers, and its engine does not."""
+        self.counts.add("engine_hangs")
+        self._silence.judge(now)
+        self._hung = True
+        return self._lose(now, "its answers got no token for too long", running=True)
+
+    def _lose(self, now: float, reason: str, *, running: bool) -> list[Effect]:
+        """Send nothing there for now; what waits goes on elsewhere, and what is `running` too."""
+        effects: list[Effect] = []
         if not self._lost:
             self.counts.add("engine_losses")
             effects += self._reports.hurry(now)
-        self._trouble, self._lost = f"vLLM is not well: {result.reason}", True
+        self._trouble, self._lost = f"vLLM is not well: {reason}", True
         for job in self._waiting:
             effects += self._fail(now, job, self._trouble, full=True)
+        for job in list(self._jobs.values()) if running else ():
+            effects += self._fail(now, job, self._trouble)
         return effects
 
     def _begin_watch(self) -> list[Effect]:

@@ -479,3 +479,74 @@ def test_vllm_gets_prompt_and_output_so_far():
 def test_what_vllm_cannot_go_on_with_is_refused():
     assert unable(Sampling(), 3) is None
     assert "grammar" in unable(Sampling(constraint=b"x"), 0)
+
+
+def hang(node, *, ready=True):
+    """Let half a minute of questions pass that vLLM answers, or does not; return when its answers were given up."""
+    began = node.now
+    while node.now - began < 30:
+        node.advance(node.own.probe_s)
+        if not ready:
+            node.advance(node.own.probe_timeout_s)
+        node.probed(ready=ready)
+        if node.take(AttemptFailed):
+            return node.now - began
+    return None
+
+
+def test_an_engine_that_hangs_behind_a_server_that_answers_is_left_within_five_seconds():
+    node = Node()
+    node.begin("a")
+    node.begin("b")
+    node.gives(1)
+    assert hang(node) <= 5
+    node.ends(WorkFailed("cancelled"))
+    node.ends(WorkFailed("cancelled"))
+    node.advance(node.own.probe_s)
+    assert node.work(ProbeEngine)[1].generate, "to be there is not enough"
+    node.begin("c")
+    assert node.one(AttemptFailed).full
+    node.probed()
+    node.begin("d")
+    assert node.generating
+
+
+def test_a_server_that_does_not_answer_is_left_within_five_seconds():
+    node = Node()
+    node.begin("a")
+    node.gives(1)
+    assert hang(node, ready=False) <= 5
+
+
+def test_a_bad_answer_of_the_server_leaves_what_runs_alone():
+    node = Node()
+    node.begin("a")
+    node.gives(1)
+    node.advance(node.own.probe_s)
+    node.probed(ready=False)
+    assert not node.take(AttemptFailed)
+    node.gives(2)
+    assert node.told() == {0: 1, 1: 2}
+
+
+def test_answers_wait_for_a_prompt_beside_them_by_what_it_should_take():
+    node = Node(quiet_s=1000.0)
+    node.begin("a")
+    node.gives(1)
+    prompts_s = Costs().compute_s(100, 0)
+    node.actor._load.compute.add(node.now, 10.0, prompts_s)  # what was measured: ten seconds
+    node.begin("b", length=100)
+    assert not node.take(AttemptFailed)
+    assert hang(node) > 8
+
+
+def test_a_judgement_that_came_too_early_makes_the_next_one_slower():
+    node, waits = Node(max_running=1), []
+    for request in "abc":
+        node.begin(request)
+        node.gives(1)
+        waits.append(hang(node))
+        node.ends(WorkFailed("cancelled"))
+        node.advance(node.own.probe_s)
+        node.probed()
+    assert waits[0] < waits[1] < waits[2]
