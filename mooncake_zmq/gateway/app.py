@@ -24,7 +24,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
-from mooncake_zmq.engine.constraint import Bytes, Grammars
+from mooncake_zmq.engine.constraint import NamedWords
+from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway import admin, cluster_face, manual, pages
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
@@ -75,14 +76,15 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
     """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`. `cors_origins`: whose pages may call."""
     threads = _Threads(edge.settings)
     model = edge.model
-    # To make the table of a whole vocabulary keeps the interpreter for a quarter of a second, for which every stream waits.
-    grammars = Grammars(lambda: Bytes(model.tokenizer, model.vocab_size), model.vocab_size, max_compile_s=COMPILE_S)
+    words = NamedWords.of(model.tokenizer, model.vocab_size)  # no more than that: the whole vocabulary's table takes memory
+    grammars = Grammars(words, model.vocab_size, max_compile_s=COMPILE_S)
+    edge.parts["grammar_processes"] = grammars.counts
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
         threads.close()
-        grammars.close()
+        await asyncio.to_thread(grammars.close)
 
     completions = _Generation(edge, threads, CompletionBody, grammars)
     chats = _Generation(edge, threads, ChatBody, grammars)

@@ -200,6 +200,8 @@ class Edge:
         """The last requests that are over."""
         self.counts: dict[str, float] = {}
         """Counters of the edge itself, named as the actor's are."""
+        self.parts: dict[str, Mapping[str, float]] = {}
+        """Those of what works for it, each named by its part."""
         self._id_prefix = f"{name}-{incarnation:x}"
         self._numbers = count(1)
         self._open: dict[str, _Open] = {}
@@ -347,7 +349,8 @@ class Edge:
 
     def own_counts(self) -> dict[str, float]:
         """Without the actor's."""
-        return {**self.counts, **(self.tenants.counts() if self.tenants is not None else {})}
+        parts = {f"{part}_{name}": value for part, counts in self.parts.items() for name, value in counts.items()}
+        return {**self.counts, **parts, **(self.tenants.counts() if self.tenants is not None else {})}
 
     def own_gauges(self) -> dict[str, float]:
         """Without the actor's; all but the last zero when idle."""

@@ -27,7 +27,7 @@ import structlog
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
-from mooncake_zmq.core.messages import Hello, Sampled, Sampling, SlotRef, TokenLogprob
+from mooncake_zmq.core.messages import Hello, Sampled, Sampling, SlotRef
 from mooncake_zmq.core.work import (
     TOLD_EVERY_S,
     BlockLoad,
@@ -53,13 +53,13 @@ from mooncake_zmq.core.work import (
     SlotGrant,
     StageComputed,
     StepDecoded,
-    StepEntry,
     WatchEngine,
     Work,
     WorkFailed,
     WriteToDisk,
 )
-from mooncake_zmq.engine.constraint import MAX_WAIT_S, ConstraintError, ConstraintNotReady, Grammars
+from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady
+from mooncake_zmq.engine.grammars import MAX_WAIT_S, Grammars
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import Past, choose
 from mooncake_zmq.engine.scoring import PromptScores
@@ -562,12 +562,15 @@ class Executor:
         fed, made, told = tuple(entry.token for entry in work.entries), [], []
         failed: dict[int, WorkFailed] = {}
         for step in range(work.steps):
+            for row, entry in enumerate(work.entries):
+                if (past := pasts[row]) is not None:
+                    past.feed(fed[row], entry.position + step)
             logits = self._engine.decode(sequences, np.array(fed, np.int32))
             chosen = []
             _settle(pasts)
             for row, entry in enumerate(work.entries):
                 try:
-                    chosen.append(_next(logits[row], entry, fed[row], step, pasts[row]))
+                    chosen.append(choose(logits[row], entry.sampling, entry.position + step + 1, pasts[row]))
                 except ConstraintError as error:  # of this answer alone
                     failed[row] = _unable(error)
                     chosen.append((0, None))
@@ -1020,16 +1023,6 @@ def _settle(pasts: Iterable[Past | None]) -> None:
     for past in pasts:
         if past is not None:
             past.settle(until_s)
-
-
-def _next(
-    logits: NDArray[np.float32], entry: StepEntry, token: int, step: int, past: Past | None
-) -> tuple[int, TokenLogprob | None]:
-    """What stands behind `token`, which was fed in this step of a run. Raises ConstraintError."""
-    position = entry.position + step
-    if past is not None:
-        past.feed(token, position)
-    return choose(logits, entry.sampling, position + 1, past)
 
 
 def _tokens_of(work: ComputeChunk) -> NDArray[np.int32]:

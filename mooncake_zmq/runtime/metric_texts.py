@@ -18,6 +18,8 @@ _SESSION = {
     "connections_refused": "Connections refused: no key, or one that is not known",
 }
 _ANY = {
+    "grammar_processes_begun": "Processes begun that follow grammars",
+    "grammar_processes_ended": "Such processes that ended, by why: their CPU's time, by themselves (memory), by others, late",
     "unexpected_messages": "Messages that an actor has no use for, by type",
     "unexpected": "Messages that the conductor has no use for, by type",
     "tokens_out_of_range": "Messages with tokens that the model does not have",

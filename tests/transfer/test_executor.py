@@ -40,10 +40,9 @@ from mooncake_zmq.core.work import (
     StepEntry,
     WorkFailed,
 )
-from mooncake_zmq.engine.constraint import Begun, Grammars
+from mooncake_zmq.engine.grammars import Following, Grammars
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import logprob
-from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import ToyEngine
 from mooncake_zmq.gateway.constraints import of_lark
 from mooncake_zmq.kv.checksum import block_checksum
@@ -342,7 +341,7 @@ def test_penalties_read_the_prompt_and_what_was_decoded_and_probabilities_are_to
 def constrained(make_rig, grammar, **asked):
     """A rig, its sampling, and the first token of an answer."""
     sampling = Sampling(constraint=of_lark(grammar), prompt_tokens=len(PROMPT), **asked)
-    rig = make_rig("a", grammars=Grammars(byte_tokenizer, 512))
+    rig = make_rig("a", grammars=Grammars("toy", 512))
     rig.executor.open_sequence(1, 64, sampling, sampling.past(PROMPT.tobytes()))
     return rig, sampling, rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
 
@@ -377,17 +376,25 @@ def test_a_constraint_that_cannot_be_followed_fails_its_answer_alone(make_rig):
 
 
 def test_answers_of_a_step_wait_for_their_grammars_together_and_a_closed_one_leaves_none(make_rig, monkeypatch):
-    go_on, moments = threading.Event(), []
-    grammars = Grammars(lambda: go_on.wait(10) and byte_tokenizer(), 512)
+    go_on, moments, made = threading.Event(), [], []
+    ask = Grammars._ask
+
+    def held(grammars, following, tokens):
+        go_on.wait(10)
+        made.append(following.number)
+        return ask(grammars, following, tokens)
+
+    monkeypatch.setattr(Grammars, "_ask", held)
+    grammars = Grammars("toy", 512)
     rig = make_rig("a", grammars=grammars)
     samplings = [Sampling(constraint=of_lark(f'start: "{number}"'), prompt_tokens=len(PROMPT)) for number in range(3)]
-    settle = Begun.settle
+    settle = Following.settle
 
     def note(begun, until_s):
         moments.append(until_s)
         settle(begun, 0.0)
 
-    monkeypatch.setattr(Begun, "settle", note)
+    monkeypatch.setattr(Following, "settle", note)
     for number, sampling in enumerate(samplings):
         rig.executor.open_sequence(number, 64, sampling, sampling.past(PROMPT.tobytes()))
         rig.result(rig.compute(number, 0, PROMPT))
@@ -401,7 +408,7 @@ def test_answers_of_a_step_wait_for_their_grammars_together_and_a_closed_one_lea
         rig.executor.close_sequence(number)
     go_on.set()
     grammars.check(of_lark('start: "last"'))
-    assert len(grammars._compiled) == 2, "one was begun, and two were not"
+    assert len(made) == 2, "one was begun, and two were not"
 
 
 def test_choices_are_sampled_by_their_seeds_and_go_on_from_copies(make_rig):
@@ -444,7 +451,7 @@ def test_a_copy_without_memory_keeps_no_other_from_being_made(make_rig, monkeypa
 
 def test_choices_with_a_constraint_follow_it_each_by_itself(make_rig):
     sampling = Sampling(temperature=5.0, constraint=of_lark("start: /[a-z]{6}/"), prompt_tokens=len(PROMPT))
-    rig = make_rig("a", grammars=Grammars(byte_tokenizer, 512))
+    rig = make_rig("a", grammars=Grammars("toy", 512))
     for sequence in (1, 2, 3):
         rig.executor.open_sequence(sequence, 32, sampling)
     work = ComputeChunk(1, 0, PROMPT.tobytes(), (), (), sampling, seeds=(1, 2))
