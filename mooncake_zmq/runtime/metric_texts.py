@@ -56,6 +56,7 @@ _GATEWAY = {
     "edge_outputs_dropped": "Outputs of requests that nobody reads any more",
     "edge_clients_too_slow": "Clients cut off because they took nothing",
     "edge_open_requests": "Requests open at this gateway",
+    "tenant_preparing": "Calls that are made into requests, or wait for that, by tenant",
     "edge_slots_taken": "Places for requests that are taken",
     "edge_bodies": "Bodies being read or prepared",
     "edge_listening": "1: lets in who comes to its address; 0: is not ready, leaves it or has left it to others",
