@@ -18,7 +18,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from itertools import count
 
 import msgspec
@@ -34,7 +33,7 @@ that."""
 MAX_TOKEN_S = 0.5
 """Likewise for one more token: the worst that the library has bounds for take a twentieth."""
 MAX_WAIT_S = 20.0
-"""A step waits for a grammar, and all answers in the batch with it; for the process too, which by then gets no CPU."""
+"""An answer waits for what may come next; and for the process, which by then gets no CPU."""
 START_S = 60.0
 """Until it has read the vocabulary: a second, as a rule."""
 END_S = 1.0
@@ -65,31 +64,32 @@ class Following:
         """By which process, and how much of the answer. The thread's that asks."""
         self._grammars = grammars
         self._allowed = grammars.ask(self)
-        self._wait_s = MAX_WAIT_S
+        self._asked_at = time.monotonic()
 
     def feed(self, token: int) -> None:
         """It stands there now: what may come behind it is looked for meanwhile."""
         self.answer.append(token)
         if self._allowed.cancel() or not (self._allowed.done() and self._allowed.exception()):
             self._allowed = self._grammars.ask(self)
-            self._wait_s = MAX_WAIT_S
+            self._asked_at = time.monotonic()
 
-    def settle(self, until_s: float) -> None:
-        """Return when it is known what may come, or at this moment of `time.monotonic`: thereafter nobody waits for it."""
-        if not self._allowed.done():
-            wait_for([self._allowed], max(0.0, until_s - time.monotonic()))
-        self._wait_s = 0.0
+    def awaited(self) -> Future[bytes] | None:
+        """What `allowed` would wait for."""
+        return None if self._allowed.done() or self._left_s() == 0.0 else self._allowed
 
     def allowed(self) -> NDArray[np.bool_]:
         """Which ids may come next. Waits for it, though not for long. Raises ConstraintError."""
         try:
-            packed = self._allowed.result(self._wait_s)
+            packed = self._allowed.result(self._left_s())
         except TimeoutError:
             raise ConstraintNotReady(f"its grammar was not ready in {MAX_WAIT_S:g} s") from None
         except CancelledError:
             raise ConstraintNotReady("its grammar is no longer wanted") from None
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._grammars.vocab_size, bitorder="little")
         return bits.view(np.bool_)
+
+    def _left_s(self) -> float:
+        return max(0.0, self._asked_at + MAX_WAIT_S - time.monotonic())
 
     def drop(self) -> None:
         """Nobody wants it any more."""

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ class Past:
         ids = np.frombuffer(tokens, "<i4")
         answer = max(0, sampling.prompt_tokens - sampling.past_from)
         self._next = sampling.past_from + len(ids)
+        self._last: int | None = None
         self._prompt = set(ids[:answer].tolist())
         self._answer = Counter(ids[answer:].tolist())
         self._following: Following | None = None
@@ -29,10 +31,9 @@ class Past:
             assert grammars is not None, "a constraint is followed with a vocabulary"
             self._following = grammars.begin(sampling.constraint, ids[answer:].tolist())
 
-    def settle(self, until_s: float) -> None:
-        """Wait until a choice can be made, or is known not to be, or this moment of `time.monotonic` has come."""
-        if self._following is not None:
-            self._following.settle(until_s)
+    def awaited(self) -> Future[bytes] | None:
+        """What is not known yet and a choice needs."""
+        return None if self._following is None else self._following.awaited()
 
     def close(self) -> None:
         """No further choice is made."""
@@ -40,9 +41,12 @@ class Past:
             self._following.drop()
 
     def feed(self, token: int, position: int) -> None:
-        """It stands there. Raises ValueError where another one would come next."""
+        """It stands there, which may be said once more. Raises ValueError where another one would come next."""
+        if (token, position) == (self._last, self._next - 1):
+            return
         if position != self._next:
             raise ValueError(f"a token at {position} where that at {self._next} comes next")
+        self._last = token
         self._answer[token] += 1
         self._next += 1
         if self._following is not None:

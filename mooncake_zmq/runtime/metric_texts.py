@@ -108,6 +108,7 @@ _ENGINES = {
     "prompt_tokens_computed": "Prompt tokens computed",
     "generation_tokens": "Tokens sampled",
     "steps": "Decode steps",
+    "steps_sat_out": "Steps that answers which follow a grammar sat out: what may come next was not known in time",
     "preemptions": "Requests set back for lack of KV memory",
     "chunks_failed": "Prefill chunks that failed",
     "jobs_waited": "Prompts that waited for blocks which another prompt's computation made",

@@ -222,18 +222,30 @@ def test_answers_that_are_over_are_forgotten(make, monkeypatch):
     assert [ask.drop for ask in asks if isinstance(ask, grammar_process.Ask)] == [(), (0,), (1,)]
 
 
-def test_who_waited_in_vain_once_waits_no_more(make, monkeypatch):
+def test_nobody_waits_for_a_grammar_for_ever(make, monkeypatch):
     go_on = threading.Event()
     ask = Grammars._ask
     monkeypatch.setattr(Grammars, "_ask", lambda *asked: go_on.wait(10) and ask(*asked))
     grammars = make()
     past = Past(Sampling(constraint=YES_NO), b"", grammars)
-    past.settle(0.0)
+    assert past.awaited() is not None
+    monkeypatch.setattr(grammars_module, "MAX_WAIT_S", 0.01)
     with pytest.raises(ConstraintNotReady, match="not ready"):
         past.forbid(np.zeros(512, np.float32))
+    assert past.awaited() is None, "who waited for so long waits no more"
     go_on.set()
-    past.settle(grammars_module.time.monotonic() + 10)
-    past.forbid(np.zeros(512, np.float32))
+
+
+def test_a_token_may_be_said_once_more(make):
+    past = Past(Sampling(constraint=YES_NO), b"", make())
+    for token, position in ((ord("y"), 0), (ord("y"), 0), (ord("e"), 1), (ord("e"), 1)):
+        past.feed(token, position)
+    logits = np.zeros(512, np.float32)
+    past.forbid(logits)
+    assert np.flatnonzero(np.isfinite(logits)).tolist() == [ord("s")]
+    for token, position in ((ord("x"), 1), (ord("e"), 0)):
+        with pytest.raises(ValueError, match="comes next"):
+            past.feed(token, position)
 
 
 def test_grammars_are_asked_from_many_threads_at_once(make):
