@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -17,7 +18,9 @@ from mooncake_zmq.engine.constraint import Bytes, Compiler, ConstraintError, Mat
 COMPILE_STACK_BYTES = 256 << 20
 """The library goes one call deeper, of at most 6 KB, for each link of a chain, and ends the process where the stack does."""
 MEMORY_BYTES = 512 << 20
-"""Of everything else: a whole vocabulary's table and a batch of the largest grammars that are followed need half of it."""
+"""Of all grammars, beside the vocabulary's table: a batch of the largest that are followed needs half of it."""
+DATA_PAGES = 5
+"""Where /proc/PID/statm has those that RLIMIT_DATA counts."""
 LENGTH_BYTES = 4
 
 
@@ -71,8 +74,6 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 def main() -> None:
     """Over the socket that is file 0, until the other end is closed, with whoever held it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit = COMPILE_STACK_BYTES + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
     threading.stack_size(COMPILE_STACK_BYTES)
@@ -89,6 +90,7 @@ def _serve(connection: socket.socket) -> None:
         followed: dict[int, Matcher] = {}
         with contextlib.suppress(ConstraintError):  # each who asks hears of it
             compiler.prepare()
+        _bound_memory()
         send(connection, Told())
         while True:
             ask = asks.decode(receive(connection))
@@ -98,6 +100,13 @@ def _serve(connection: socket.socket) -> None:
             told = _told(compiler, followed, ask)
             signal.setitimer(signal.ITIMER_PROF, 0)
             send(connection, told)
+
+
+def _bound_memory() -> None:
+    """To so much more than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[DATA_PAGES])
+    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _told(compiler: Compiler, followed: dict[int, Matcher], ask: Ask) -> Told:
