@@ -52,7 +52,7 @@ ROLE_NEIGHBOURS = {
     "cache_node": ("store.rules",),
 }
 EDGE = {f"gateway/{name}" for name in ("answers", "app", "cluster_face", "door", "edge", "guard", "manual", "metrics")} | {
-    f"gateway/{name}" for name in ("openai", "overview", "pages", "replies", "streams", "__init__")
+    f"gateway/{name}" for name in ("lanes", "openai", "overview", "pages", "replies", "streams", "__init__")
 }
 """Starlette's side of the gateway: not an actor, runs beside one."""
 

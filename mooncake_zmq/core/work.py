@@ -208,6 +208,8 @@ class StepDecoded(Struct, frozen=True):
     failed: tuple[tuple[int, "WorkFailed"], ...] = ()
     """Entries, by their places, whose answers cannot follow their constraints, and why: their tokens of the last step are
     none."""
+    sat_out: tuple[int, ...] = ()
+    """Entries for which it was not known in time what may come next. Theirs are none either, and the step is to be repeated."""
 
 
 class SequenceBlock(Struct, frozen=True, gc=False):

@@ -839,11 +839,13 @@ class Decode:
         columns: Sequence[tuple[int, ...]] = [()] * len(step.members)
         told: Sequence[tuple[TokenLogprob | None, ...]] = [()] * len(step.members)
         unable: dict[int, WorkFailed] = {}
+        sat_out: tuple[int, ...] = ()
         if isinstance(result, StepDecoded):
             self._measure(now, step, result)
             columns = list(zip(*result.tokens, strict=True))
             told = list(zip(*result.logprobs, strict=True)) or told
-            unable = dict(result.failed)
+            unable, sat_out = dict(result.failed), result.sat_out
+            self.counts.add("steps_sat_out", len(sat_out))
         effects: list[Effect] = []
         batches: dict[str, list[_Entry]] = {}
         for place, (request, tokens, logprobs) in enumerate(zip(step.members, columns, told, strict=True)):
@@ -858,7 +860,10 @@ class Decode:
             if place in unable:
                 effects += self._take_rest(now, request, tokens[:-1], logprobs[:-1], batches, unable[place])
                 continue
-            effects += self._take_tokens(now, request, tokens, logprobs, batches)
+            if place in sat_out:
+                tokens, logprobs = tokens[:-1], logprobs[:-1]
+            if tokens:
+                effects += self._take_tokens(now, request, tokens, logprobs, batches)
             if step.steps > 1 and request.state is READY:
                 self._shrink(request)
         self.counts.add("generation_tokens", sum([len(told[-1]) for each in batches.values() for told, _, _ in each]))

@@ -1,33 +1,26 @@
 """What may come next in an answer that follows a grammar, by llguidance. The table of the vocabulary is made once, where a
-constraint is first asked for. What is asked is none of its business: `gateway.constraints` writes grammars, this reads them."""
+constraint is first asked for. What is asked is none of its business: `gateway.constraints` writes grammars, this reads them.
+
+A grammar may be written so that the library, which knows bounds for most of its work and not for all, never comes back: when it
+reads it, or many tokens later. So this runs in a process of its own alone, see `engine.grammars`.
+"""
 
 import hashlib
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from msgspec import Struct
 
 from mooncake_zmq.core.grammar import links
 
-if TYPE_CHECKING:  # else where it is needed: to load it takes as long as half of a node's start
+if TYPE_CHECKING:  # else where it is needed: gateways and engines load the rest of this too
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_COMPILED = 32
 """Grammars kept ready, the last ones used: a copy of one takes 15 us, compiling it a millisecond or, at worst, a second."""
-MAX_COMPILE_S = 8.0
-"""Of one grammar, in its thread's own time: far beyond what a gateway lets through, so that no engine refuses that."""
-MAX_WAIT_S = 20.0
-"""A step waits for a grammar, and all answers in the batch with it."""
 MAX_LINKS = 4000
 """Of one grammar, see `core.grammar`. A gateway lets a quarter of it through."""
-COMPILE_STACK_BYTES = 256 << 20
-"""The library goes one call deeper, of at most 6 KB, for each link of a chain, and ends the process where the stack does."""
 SHOWN_CHARS = 200
 
 
@@ -50,18 +43,32 @@ class Words(Protocol):
     def encode(self, text: str, *, special: bool = True) -> list[int]: ...
 
 
+class NamedWords(Struct, frozen=True):
+    """The tokens of a vocabulary that are no text, and how many there are in all: as another process is told."""
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    special_ids: frozenset[int]
+    pieces: dict[int, bytes]
+
+    @classmethod
+    def of(cls, words: Words, vocab_size: int) -> "NamedWords":
+        """`vocab_size`: ids that the engine gives logits for."""
+        named = sorted(words.special_ids.union(words.eos_ids))
+        return cls(vocab_size, words.eos_ids, words.special_ids, {token: words.piece(token) for token in named})
+
+
 class Bytes:
     """A model's vocabulary with a token for each byte and its special ones, and no others: the table of it is made at once. A
     grammar that has answers in the one has them in the other."""
 
-    def __init__(self, words: Words, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.eos_ids = words.eos_ids
-        self.special_ids = words.special_ids
-        named = self.special_ids.union(self.eos_ids)
-        plain = (token for token in range(vocab_size) if token not in named)
+    def __init__(self, named: NamedWords) -> None:
+        self.vocab_size = named.vocab_size
+        self.eos_ids = named.eos_ids
+        self.special_ids = named.special_ids
+        plain = (token for token in range(named.vocab_size) if token not in named.pieces)
         self._ids = {bytes([byte]): token for byte, token in zip(range(256), plain, strict=False)}
-        self._pieces = {token: piece for piece, token in self._ids.items()} | {token: words.piece(token) for token in named}
+        self._pieces = {token: piece for piece, token in self._ids.items()} | named.pieces
 
     def piece(self, token: int) -> bytes:
         return self._pieces.get(token, b"")
@@ -71,7 +78,7 @@ class Bytes:
 
 
 class Matcher:
-    """One answer's place in its grammar. Not thread-safe."""
+    """One answer's place in its grammar."""
 
     def __init__(self, matcher: "LLMatcher", eos_ids: Sequence[int], vocab_size: int) -> None:
         self._matcher = matcher
@@ -88,81 +95,36 @@ class Matcher:
         elif self._ended or not self._matcher.consume_token(token):
             raise ConstraintError(_reason(self._matcher) or f"token {token} does not follow the grammar")
 
-    def allowed(self) -> NDArray[np.bool_]:
-        """Which ids may come next. The end of sequence: exactly where the grammar accepts. Raises ConstraintError."""
-        if self._ended:
-            bits = np.zeros(self._vocab_size, np.bool_)
-            bits[self._eos_ids] = True
-            return bits
-        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+    def allowed(self) -> bytes:
+        """Which ids may come next, the lowest bit of each byte first. The end of sequence: exactly where the grammar accepts.
+        Raises ConstraintError."""
+        bits = bytearray(-(-self._vocab_size // 8) if self._ended else self._matcher.compute_bitmask())
         if self._matcher.is_error():
             raise ConstraintError(_reason(self._matcher))
-        bits = np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
-        bits[self._eos_ids] = self._matcher.is_accepting()
-        if not bits.any():
+        accepts = self._ended or self._matcher.is_accepting()
+        for token in self._eos_ids:
+            bit = 1 << token % 8
+            bits[token // 8] = bits[token // 8] | bit if accepts else bits[token // 8] & ~bit
+        if not any(bits):
             raise ConstraintError("no token can follow")
-        return bits
+        return bytes(bits)
 
 
-class Begun:
-    """A matcher that another thread makes."""
+class Compiler:
+    """Matchers over one vocabulary. It goes deep: its thread needs a large stack."""
 
-    def __init__(self, made: "Future[Matcher]") -> None:
-        self._made = made
-        self._wait_s = MAX_WAIT_S
-
-    def settle(self, until_s: float) -> None:
-        """Return when it is made or has failed, or at this moment of `time.monotonic`: thereafter nobody waits for it."""
-        if not self._made.done():
-            wait_for([self._made], max(0.0, until_s - time.monotonic()))
-        self._wait_s = 0.0
-
-    def get(self) -> Matcher:
-        """Waits for it, though not for long. Raises ConstraintError."""
-        try:
-            return self._made.result(self._wait_s)
-        except TimeoutError:
-            raise ConstraintNotReady(f"its grammar was not ready in {MAX_WAIT_S:g} s") from None
-        except CancelledError:
-            raise ConstraintNotReady("its grammar is no longer wanted") from None
-
-    def drop(self) -> None:
-        """Nobody wants it any more."""
-        self._made.cancel()
-
-
-class Grammars:
-    """Matchers over one vocabulary, made one after the other in a thread of their own. Safe to share between threads."""
-
-    def __init__(self, words: Callable[[], Words], vocab_size: int, *, max_compile_s: float = MAX_COMPILE_S) -> None:
+    def __init__(self, words: Callable[[], Words], vocab_size: int) -> None:
         """`words`: opens the tokenizer. `vocab_size`: ids that the engine gives logits for."""
-        self._max_compile_s = max_compile_s
         self._words = words
         self._vocab_size = vocab_size
         self._table: LLTokenizer | None = None
         self._eos_ids: tuple[int, ...] = ()
         self._compiled: OrderedDict[bytes, LLMatcher | str] = OrderedDict()
-        """By digest; why it is refused, of those that are. The thread's alone."""
-        self._thread = _deep_thread("grammars")
+        """By digest; why it is refused, of those that are."""
 
     def matcher(self, constraint: bytes, answer: Sequence[int] = ()) -> Matcher:
         """Behind the answer so far. Raises ConstraintError."""
-        return self._thread.submit(self._make, constraint, answer).result()
-
-    def begin(self, constraint: bytes, answer: Sequence[int]) -> Begun:
-        """The same, without waiting for it."""
-        return Begun(self._thread.submit(self._make, constraint, answer))
-
-    def check(self, constraint: bytes) -> None:
-        """Raises ConstraintError unless an answer can begin."""
-        self._thread.submit(lambda: self._make(constraint, ()).allowed()).result()
-
-    def close(self) -> None:
-        """Begin nothing more. May be called twice."""
-        self._thread.shutdown(cancel_futures=True)
-
-    def _make(self, constraint: bytes, answer: Sequence[int]) -> Matcher:
-        digest = hashlib.blake2b(constraint, digest_size=16).digest()
+        digest = digest_of(constraint)
         found = self._compiled.get(digest)
         if found is None:
             found = self._compile(constraint)
@@ -177,11 +139,15 @@ class Grammars:
             matcher.feed(token)
         return matcher
 
+    def prepare(self) -> "LLTokenizer":
+        """Make the table of the vocabulary, if that is not done. Raises ConstraintError."""
+        self._table = self._table or self._make_table()
+        return self._table
+
     def _compile(self, constraint: bytes) -> "LLMatcher | str":
         from llguidance import LLMatcher
 
-        table = self._table = self._table or self._make_table()
-        began_s = time.thread_time()
+        table = self.prepare()
         try:
             grammar = constraint.decode()
             if (found := links(grammar)) > MAX_LINKS:
@@ -189,12 +155,7 @@ class Grammars:
             matcher = LLMatcher(table, grammar, log_level=0, limits=_limits())
         except (ValueError, RecursionError) as error:
             return f"no grammar: {error}"
-        if matcher.is_error():
-            return _reason(matcher)
-        took_s = time.thread_time() - began_s
-        if took_s > self._max_compile_s:
-            return f"it took {took_s:.1f} s to compile, and may take {self._max_compile_s:g}"
-        return matcher
+        return _reason(matcher) if matcher.is_error() else matcher
 
     def _make_table(self) -> "LLTokenizer":
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -206,20 +167,9 @@ class Grammars:
         return table
 
 
-_stack_size = threading.Lock()
-"""It is the process's, for the threads that are begun next."""
-
-
-def _deep_thread(name: str) -> ThreadPoolExecutor:
-    """One thread that may go deep."""
-    executor = ThreadPoolExecutor(1, thread_name_prefix=name)
-    with _stack_size:
-        before = threading.stack_size(COMPILE_STACK_BYTES)
-        try:
-            executor.submit(int)  # it begins with the first that it is given
-        finally:
-            threading.stack_size(before)
-    return executor
+def digest_of(constraint: bytes) -> bytes:
+    """What a grammar is known by."""
+    return hashlib.blake2b(constraint, digest_size=16).digest()
 
 
 def _limits() -> "LLParserLimits":

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
+from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.messages import LEAST_LOGPROB, Sampling, TokenLogprob
-from mooncake_zmq.engine.constraint import Begun, Grammars
+from mooncake_zmq.engine.grammars import Following, Grammars
 
 TIE_MARGIN = 0.01  # I3: a choice whose score leads by less may differ between batch shapes
 CUTOFF_MARGIN = 1e-3  # I3: so may one with a top-k or top-p cutoff this near
@@ -22,36 +23,39 @@ class Past:
         ids = np.frombuffer(tokens, "<i4")
         answer = max(0, sampling.prompt_tokens - sampling.past_from)
         self._next = sampling.past_from + len(ids)
+        self._last: int | None = None
         self._prompt = set(ids[:answer].tolist())
         self._answer = Counter(ids[answer:].tolist())
-        self._matcher: Begun | None = None
+        self._following: Following | None = None
         if sampling.constraint:
             assert grammars is not None, "a constraint is followed with a vocabulary"
-            self._matcher = grammars.begin(sampling.constraint, ids[answer:].tolist())
+            self._following = grammars.begin(sampling.constraint, ids[answer:].tolist())
 
-    def settle(self, until_s: float) -> None:
-        """Wait until a choice can be made, or is known not to be, or this moment of `time.monotonic` has come."""
-        if self._matcher is not None:
-            self._matcher.settle(until_s)
+    def awaited(self) -> Future[bytes] | None:
+        """What is not known yet and a choice needs."""
+        return None if self._following is None else self._following.awaited()
 
     def close(self) -> None:
         """No further choice is made."""
-        if self._matcher is not None:
-            self._matcher.drop()
+        if self._following is not None:
+            self._following.drop()
 
     def feed(self, token: int, position: int) -> None:
-        """It stands there. Raises ValueError where another one would come next, and ConstraintError."""
+        """It stands there, which may be said once more. Raises ValueError where another one would come next."""
+        if (token, position) == (self._last, self._next - 1):
+            return
         if position != self._next:
             raise ValueError(f"a token at {position} where that at {self._next} comes next")
+        self._last = token
         self._answer[token] += 1
         self._next += 1
-        if self._matcher is not None:
-            self._matcher.get().feed(token)
+        if self._following is not None:
+            self._following.feed(token)
 
     def forbid(self, logits: NDArray[np.float32]) -> None:
         """In place, what the constraint does not allow next. Raises ConstraintError."""
-        if self._matcher is not None:
-            logits[~self._matcher.get().allowed()] = -np.inf
+        if self._following is not None:
+            logits[~self._following.allowed()] = -np.inf
 
     def penalize(self, logits: NDArray[np.float32], sampling: Sampling) -> None:
         """In place. The order is vLLM's."""

@@ -8,7 +8,6 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -24,10 +23,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
-from mooncake_zmq.engine.constraint import Bytes, Grammars
+from mooncake_zmq.engine.constraint import NamedWords
+from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway import admin, cluster_face, manual, pages
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
+from mooncake_zmq.gateway.lanes import Lane
 from mooncake_zmq.gateway.openai import (
     QUOTED_CHARS,
     SEED_BITS,
@@ -75,14 +76,15 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
     """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`. `cors_origins`: whose pages may call."""
     threads = _Threads(edge.settings)
     model = edge.model
-    # To make the table of a whole vocabulary keeps the interpreter for a quarter of a second, for which every stream waits.
-    grammars = Grammars(lambda: Bytes(model.tokenizer, model.vocab_size), model.vocab_size, max_compile_s=COMPILE_S)
+    words = NamedWords.of(model.tokenizer, model.vocab_size)  # no more than that: the whole vocabulary's table takes memory
+    grammars = Grammars(words, model.vocab_size, max_compile_s=COMPILE_S)
+    edge.parts["grammar_processes"] = grammars.counts
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
         threads.close()
-        grammars.close()
+        await asyncio.to_thread(grammars.close)
 
     completions = _Generation(edge, threads, CompletionBody, grammars)
     chats = _Generation(edge, threads, ChatBody, grammars)
@@ -196,20 +198,20 @@ class _Threads:
         sys.setswitchinterval(SWITCH_S)
         self._short_bytes = settings.short_body_bytes
         self._at_once_bytes = min(AT_ONCE_BYTES, settings.short_body_bytes)
-        self._short = ThreadPoolExecutor(1, thread_name_prefix="prepare")
-        self._long = ThreadPoolExecutor(settings.tokenize_threads, thread_name_prefix="prepare-long")
-        self._constrained = ThreadPoolExecutor(1, thread_name_prefix="prepare-grammar")
+        self._short = Lane("prepare")
+        self._long = Lane("prepare-long", settings.tokenize_threads)
+        self._constrained = Lane("prepare-grammar")
         self._loop_free_at = 0.0
         """Until then the loop's time is for others."""
 
-    async def run(self, raw: bytearray, work: Callable[[], WorkT]) -> WorkT:
-        """`work`, for that body; what it raises."""
-        pool = self._short if len(raw) <= self._short_bytes else self._long
+    async def run(self, call: Call, tenant: Tenant | None, raw: bytearray, work: Callable[[], WorkT]) -> WorkT:
+        """`work`, for that body; what it raises, and HungUp."""
+        lane = self._short if len(raw) <= self._short_bytes else self._long
         if any(word in raw for word in CONSTRAINING) or ESCAPED_NAME.search(raw):
-            pool = self._constrained
+            lane = self._constrained
         elif len(raw) <= self._at_once_bytes and time.monotonic() >= self._loop_free_at:
             return self._at_once(work)
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        return await call.unless_gone(asyncio.wrap_future(lane.submit(tenant.name if tenant else "", work)))
 
     def _at_once(self, work: Callable[[], WorkT]) -> WorkT:
         """To hand it to a thread and back would take longer."""
@@ -224,12 +226,12 @@ class _Threads:
         """`work`, which writes what there is of `reply`, whom nobody else touches meanwhile."""
         if not reply.is_long:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._long, work)
+        return await asyncio.wrap_future(self._long.submit("", work))
 
     def close(self) -> None:
         """Begin nothing more."""
-        for pool in (self._short, self._long, self._constrained):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for lane in (self._short, self._long, self._constrained):
+            lane.close()
 
 
 class _Posted(Generic[WorkT]):
@@ -247,6 +249,7 @@ class _Posted(Generic[WorkT]):
                 usage = stack.enter_context(Usage(self._edge.tenants, tenant, self._edge.clock))
                 with self._edge.reading() as reading:
                     raw = await _read_body(Request(scope, receive), reading, self._edge.settings)
+                    usage.prepare()
                     call = stack.enter_context(self._edge.call())
                     call.names = scope["state"]["names"]
                     watcher = asyncio.create_task(_watch(receive, call))
@@ -271,7 +274,7 @@ class _Posted(Generic[WorkT]):
                 raise HungUp
             return self._asked.prepare(raw, tenant)
 
-        return await self._threads.run(raw, work)
+        return await self._threads.run(call, tenant, raw, work)
 
 
 class _Asked(Protocol[WorkT]):

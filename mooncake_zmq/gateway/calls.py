@@ -240,7 +240,7 @@ class _Call:
 
     def __init__(self, *, names: frozenset[str] | None = None, name: str | None = None) -> None:
         """`names`: of the tools; None: any may be called. `name`: stood before the object, which is the arguments alone."""
-        self.raw = ""
+        self._raw: list[str] = []
         self.told = False
         self.ended = False
         self._names = names
@@ -249,12 +249,17 @@ class _Call:
         """Braces around the arguments."""
         self._key: str | None = None
         self._depth = 0
-        self._string: str | None = None
+        self._string: list[str] | None = None
         self._escaped = False
         self._given = False
         self._inside = False
         """Is this the arguments' value?"""
-        self._pending = ""
+        self._pending: list[str] = []
+
+    @property
+    def raw(self) -> str:
+        """All of it, while nothing is told."""
+        return "".join(self._raw)
 
     def takes(self, char: str) -> bool:
         """May it go on so?"""
@@ -262,7 +267,8 @@ class _Call:
 
     def push(self, char: str) -> list[Told]:
         """What is known with this."""
-        self.raw += char
+        if not self.told:
+            self._raw.append(char)
         if self._string is None:
             self._outside(char)
         else:
@@ -274,9 +280,10 @@ class _Call:
             if self._depth == self._around and not self._given and (self._around == 0 or self._key in ARGUMENTS):
                 self._inside = self._given = True
             self._depth += 1
-        self._pending += char if self._inside else ""
+        if self._inside:
+            self._pending.append(char)
         if char == '"':
-            self._string = char
+            self._string = [char]
         elif char in "}]":
             self._depth -= 1
             self._inside = self._inside and self._depth > self._around
@@ -287,13 +294,13 @@ class _Call:
     def _in_string(self, char: str) -> None:
         assert self._string is not None
         if self._inside:
-            self._pending += char
+            self._pending.append(char)
         else:
-            self._string += char
+            self._string.append(char)
         if self._escaped or char == "\\":
             self._escaped = not self._escaped
         elif char == '"':
-            text, self._string = self._string, None
+            text, self._string = "".join(self._string), None
             if self._depth == 1 and not self._inside:
                 self._word(_read(text))
 
@@ -304,18 +311,19 @@ class _Call:
         elif self._key == "name":
             self._name = word
         elif self._key in ARGUMENTS and not self._given:  # as JSON in a string
-            self._given, self._pending = True, word
+            self._given, self._pending = True, [word]
 
     def _known(self) -> list[Told]:
         if self._name is None or (self._names is not None and self._name not in self._names):
             return []
         found: list[Told] = [] if self.told else [Begins(self._name)]
         self.told = True
+        self._raw.clear()
         if self.ended and not self._given:
-            self._pending = "{}"
+            self._pending = ["{}"]
         if self._pending:
-            found.append(Arguments(self._pending))
-            self._pending = ""
+            found.append(Arguments("".join(self._pending)))
+            self._pending = []
         return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import structlog
 from msgspec import structs
@@ -34,6 +34,7 @@ OUTPUTS_AT_ONCE = 256
 LINES_AT_ONCE = 32
 """Of the log, in a turn of the loop: some 40 us each."""
 ENDS = (Finished, Failed)
+AwaitedT = TypeVar("AwaitedT")
 _log = structlog.get_logger("gateway")
 
 
@@ -200,6 +201,8 @@ class Edge:
         """The last requests that are over."""
         self.counts: dict[str, float] = {}
         """Counters of the edge itself, named as the actor's are."""
+        self.parts: dict[str, Mapping[str, float]] = {}
+        """Those of what works for it, each named by its part."""
         self._id_prefix = f"{name}-{incarnation:x}"
         self._numbers = count(1)
         self._open: dict[str, _Open] = {}
@@ -347,7 +350,8 @@ class Edge:
 
     def own_counts(self) -> dict[str, float]:
         """Without the actor's."""
-        return {**self.counts, **(self.tenants.counts() if self.tenants is not None else {})}
+        parts = {f"{part}_{name}": value for part, counts in self.parts.items() for name, value in counts.items()}
+        return {**self.counts, **parts, **(self.tenants.counts() if self.tenants is not None else {})}
 
     def own_gauges(self) -> dict[str, float]:
         """Without the actor's; all but the last zero when idle."""
@@ -458,6 +462,8 @@ class Call:
         self.shortcut: Callable[[list[tuple[int, ClientOutput]]], bool] = _wants_none
         """Takes outputs at once, while nobody takes any from here; False: it does not want these."""
         self._gone = False
+        self._awaited: asyncio.Future[Any] | None = None
+        """What is of no use without the client."""
         self._too_slow = False
         self.names: Names | None = None
         """What its requests are found by; None: by an id of our own."""
@@ -551,9 +557,25 @@ class Call:
         """Has the client hung up? Any thread may ask."""
         return self._gone
 
+    async def unless_gone(self, awaited: asyncio.Future[AwaitedT]) -> AwaitedT:
+        """Its result, while the client waits for that: else it is cancelled, and HungUp raised at once."""
+        if self._gone:
+            awaited.cancel()
+        self._awaited = awaited
+        try:
+            return await awaited
+        except asyncio.CancelledError:
+            if self._gone:
+                raise HungUp from None
+            raise
+        finally:
+            self._awaited = None
+
     def hang_up(self) -> None:
         """The client is gone."""
         self._gone = True
+        if self._awaited is not None:
+            self._awaited.cancel()
         self._cancel_all("abort")
         self._wake()
 

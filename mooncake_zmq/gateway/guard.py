@@ -62,6 +62,7 @@ class Usage:
     def __init__(self, tenants: Tenants | None, tenant: Tenant | None, clock: Callable[[], float]) -> None:
         self._tenants, self._tenant, self._clock = tenants, tenant, clock
         self._slots = self._tokens = 0
+        self._preparing = False
         self.tokens_used = 0
         """Of prompts and answers, once the call is over."""
 
@@ -70,16 +71,29 @@ class Usage:
             self._tenants.begin(self._clock(), self._tenant)
         return self
 
+    def prepare(self) -> None:
+        """The call is whole: a place for it, before it takes anything of the others'."""
+        if self._tenants is not None and self._tenant is not None:
+            self._tenants.prepare(self._clock(), self._tenant)
+            self._slots, self._preparing = 1, True
+
     def take(self, requests: Sequence[ClientRequest], each: int = 1) -> None:
         """For requests that are about to begin, `each` in a row for one prompt, which is computed once."""
         if self._tenants is None or self._tenant is None:
             return
         tokens = sum(len(request.tokens) // 4 for request in requests[::each])
         tokens += sum(request.stop.max_tokens for request in requests)
-        self._tenants.take(self._clock(), self._tenant, len(requests), tokens)
+        self._prepared(self._tenants, self._tenant)
+        self._tenants.take(self._clock(), self._tenant, len(requests) - self._slots, tokens)
         self._slots, self._tokens = len(requests), tokens
+
+    def _prepared(self, tenants: Tenants, tenant: Tenant) -> None:
+        if self._preparing:
+            tenants.prepared(self._clock(), tenant)
+        self._preparing = False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._slots and self._tenants is not None and self._tenant is not None:
+            self._prepared(self._tenants, self._tenant)
             left = max(0, self._tokens - self.tokens_used)
             self._tenants.give_back(self._clock(), self._tenant, self._slots, left, self.tokens_used)

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule
-from mooncake_zmq.engine.constraint import ConstraintError, Grammars
+from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady
+from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway.answers import Choice, stop_tables
 from mooncake_zmq.gateway.clients import ClientRequest, Failed
 from mooncake_zmq.gateway.constraints import Constrained, ConstraintRefused, schema_of
@@ -557,6 +558,8 @@ def _form(body: Body, model: ServedModel, settings: EdgeSettings, grammars: Gram
             grammars.check(constraint)
     except ConstraintRefused as refused:
         raise _invalid(refused.param, refused.message) from None
+    except ConstraintNotReady as error:
+        raise RequestError(503, str(error), code="overloaded", retry_after_s=settings.full_retry_after_s) from None
     except ConstraintError as error:
         raise _invalid(param, f"no answer can follow it: {error}") from None
     return tools, constraint

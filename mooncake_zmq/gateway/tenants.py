@@ -117,6 +117,7 @@ class _Use:
     requests: _Bucket
     tokens: _Bucket
     slots: int = 0
+    preparing: int = 0
     calls: int = 0
     limited: int = 0
     tokens_used: int = 0
@@ -159,13 +160,21 @@ class Tenants:
             bucket.left -= 1
         use.calls += 1
 
-    def take(self, now: float, tenant: Tenant, slots: int, tokens: int) -> None:
-        """Before a call's requests begin: their slots, and their tokens at most. Raises Limited."""
+    def prepare(self, now: float, tenant: Tenant) -> None:
+        """Before a call is made into requests: a slot for the first of them. Raises Limited."""
         use = self._use(now, tenant)
-        most = max(1, int(self._slots * tenant.share))
-        if use.slots + slots > most:
-            use.limited += 1
-            raise Limited(f"{tenant.name} may have {most} requests open, and these would be {use.slots + slots}", None)
+        self._check_share(use, tenant, 1)
+        use.slots += 1
+        use.preparing += 1
+
+    def prepared(self, now: float, tenant: Tenant) -> None:
+        """It is made into requests, or never will be: its slot stays taken."""
+        self._use(now, tenant).preparing -= 1
+
+    def take(self, now: float, tenant: Tenant, slots: int, tokens: int) -> None:
+        """Before a call's requests begin: the slots that they need more, and their tokens at most. Raises Limited."""
+        use = self._use(now, tenant)
+        self._check_share(use, tenant, slots)
         if tenant.tokens:
             use.tokens.refill(now, tenant.tokens)
             if wait_s := use.tokens.wait_s(tenant.tokens, min(tokens, tenant.tokens)):
@@ -200,7 +209,17 @@ class Tenants:
 
     def gauges(self) -> dict[str, float]:
         """Likewise; zero when idle."""
-        return {f"tenant_slots[tenant={name}]": use.slots for name, use in self._uses.items()}
+        told: dict[str, float] = {}
+        for name, use in self._uses.items():
+            told[f"tenant_slots[tenant={name}]"] = use.slots
+            told[f"tenant_preparing[tenant={name}]"] = use.preparing
+        return told
+
+    def _check_share(self, use: _Use, tenant: Tenant, slots: int) -> None:
+        most = max(1, int(self._slots * tenant.share))
+        if use.slots + slots > most:
+            use.limited += 1
+            raise Limited(f"{tenant.name} may have {most} requests open, and these would be {use.slots + slots}", None)
 
     def _use(self, now: float, tenant: Tenant) -> _Use:
         if tenant.name not in self._uses:

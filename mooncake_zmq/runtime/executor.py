@@ -15,6 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,13 +55,13 @@ from mooncake_zmq.core.work import (
     SlotGrant,
     StageComputed,
     StepDecoded,
-    StepEntry,
     WatchEngine,
     Work,
     WorkFailed,
     WriteToDisk,
 )
-from mooncake_zmq.engine.constraint import MAX_WAIT_S, ConstraintError, ConstraintNotReady, Grammars
+from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady
+from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import Past, choose
 from mooncake_zmq.engine.scoring import PromptScores
@@ -91,6 +93,10 @@ log = structlog.get_logger()
 
 Emit = Callable[[WorkProgress | WorkDone], None]
 
+MASKS_S = 0.05
+"""A step waits so much longer than it takes for what may come next in its answers; who is not ready then sits it out."""
+ALONE_S = 0.25
+"""And so long where nobody is ready: others may join the next one."""
 ENGINE_WORKS = (ComputeChunk, ComputeStage, DecodeStep)
 
 
@@ -562,12 +568,18 @@ class Executor:
         fed, made, told = tuple(entry.token for entry in work.entries), [], []
         failed: dict[int, WorkFailed] = {}
         for step in range(work.steps):
-            logits = self._engine.decode(sequences, np.array(fed, np.int32))
-            chosen = []
-            _settle(pasts)
             for row, entry in enumerate(work.entries):
+                if (past := pasts[row]) is not None:
+                    past.feed(fed[row], entry.position + step)
+            logits = self._engine.decode(sequences, np.array(fed, np.int32))
+            chosen: list[tuple[int, TokenLogprob | None]] = []
+            sat_out = _sitting_out(pasts)
+            for row, entry in enumerate(work.entries):
+                if row in sat_out:
+                    chosen.append((0, None))
+                    continue
                 try:
-                    chosen.append(_next(logits[row], entry, fed[row], step, pasts[row]))
+                    chosen.append(choose(logits[row], entry.sampling, entry.position + step + 1, pasts[row]))
                 except ConstraintError as error:  # of this answer alone
                     failed[row] = _unable(error)
                     chosen.append((0, None))
@@ -575,9 +587,9 @@ class Executor:
             made.append(fed)
             if asked:
                 told.append(tuple(logprob for _, logprob in chosen))
-            if failed or job.cut or job.stopped or job.is_late():
+            if failed or sat_out or job.cut or job.stopped or job.is_late():
                 break
-        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(told), tuple(failed.items()))
+        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(told), tuple(failed.items()), sat_out)
 
     def _fork(self, job: "_Job", work: ForkSequence) -> Result:
         source = job.sequences[work.source].kv
@@ -1014,22 +1026,13 @@ def _unable(error: ConstraintError) -> WorkFailed:
     return WorkFailed(f"constraint: {error}", stuck=not isinstance(error, ConstraintNotReady))
 
 
-def _settle(pasts: Iterable[Past | None]) -> None:
-    """All answers of a step wait for their grammars together."""
-    until_s = time.monotonic() + MAX_WAIT_S
-    for past in pasts:
-        if past is not None:
-            past.settle(until_s)
-
-
-def _next(
-    logits: NDArray[np.float32], entry: StepEntry, token: int, step: int, past: Past | None
-) -> tuple[int, TokenLogprob | None]:
-    """What stands behind `token`, which was fed in this step of a run. Raises ConstraintError."""
-    position = entry.position + step
-    if past is not None:
-        past.feed(token, position)
-    return choose(logits, entry.sampling, position + 1, past)
+def _sitting_out(pasts: Sequence[Past | None]) -> tuple[int, ...]:
+    """For whom the others of a step wait no longer, unless there are no others."""
+    awaited = {row: future for row, past in enumerate(pasts) if past is not None and (future := past.awaited()) is not None}
+    wait_for(awaited.values(), MASKS_S)
+    if len(awaited) == len(pasts):
+        wait_for(awaited.values(), ALONE_S, FIRST_COMPLETED)
+    return tuple(row for row, past in enumerate(pasts) if row in awaited and past is not None and past.awaited() is not None)
 
 
 def _tokens_of(work: ComputeChunk) -> NDArray[np.int32]:

@@ -18,6 +18,8 @@ _SESSION = {
     "connections_refused": "Connections refused: no key, or one that is not known",
 }
 _ANY = {
+    "grammar_processes_begun": "Processes begun that follow grammars",
+    "grammar_processes_ended": "Such processes that ended, by why: their CPU's time, by themselves (memory), by others, late",
     "unexpected_messages": "Messages that an actor has no use for, by type",
     "unexpected": "Messages that the conductor has no use for, by type",
     "tokens_out_of_range": "Messages with tokens that the model does not have",
@@ -54,6 +56,7 @@ _GATEWAY = {
     "edge_outputs_dropped": "Outputs of requests that nobody reads any more",
     "edge_clients_too_slow": "Clients cut off because they took nothing",
     "edge_open_requests": "Requests open at this gateway",
+    "tenant_preparing": "Calls that are made into requests, or wait for that, by tenant",
     "edge_slots_taken": "Places for requests that are taken",
     "edge_bodies": "Bodies being read or prepared",
     "edge_listening": "1: lets in who comes to its address; 0: is not ready, leaves it or has left it to others",
@@ -106,6 +109,7 @@ _ENGINES = {
     "prompt_tokens_computed": "Prompt tokens computed",
     "generation_tokens": "Tokens sampled",
     "steps": "Decode steps",
+    "steps_sat_out": "Steps that answers which follow a grammar sat out: what may come next was not known in time",
     "preemptions": "Requests set back for lack of KV memory",
     "chunks_failed": "Prefill chunks that failed",
     "jobs_waited": "Prompts that waited for blocks which another prompt's computation made",

@@ -42,8 +42,8 @@ from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.talk import Member, may_talk
 from mooncake_zmq.core.watch import WATCH_S, Heard
-from mooncake_zmq.engine.constraint import Grammars
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.gateway.accounts import Accounts
 from mooncake_zmq.gateway.cluster import Listed
@@ -290,9 +290,9 @@ class _Process:
 
     def _grammars(self) -> Grammars:
         """Of the model: its tokenizer is opened where a constraint is first asked for."""
-        from mooncake_zmq.engine.tokenizer import open_tokenizer
-
-        return Grammars(lambda: open_tokenizer(self.model.path), self.model.spec.vocab_size)
+        grammars = Grammars(str(self.model.path), self.model.spec.vocab_size)
+        self.data_counts["grammar_processes"] = grammars.counts
+        return grammars
 
     def _on_shelf(self, changed: ShelfChanged) -> None:
         """From the store's threads, and before there is a loop."""

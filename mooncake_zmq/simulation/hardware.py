@@ -60,6 +60,8 @@ from mooncake_zmq.simulation.shelf import Shelf, block_of, fill
 
 NO_ANSWER = "no answer"
 """Why a work stops that waited for a silent peer: its blocks were not reached."""
+SITS_OUT = 0.05
+"""Of the steps of an answer that follows a grammar: it is not known in time what may come next."""
 ENGINE_FAILS = 0.05
 """A foreign engine refuses requests and questions so often by itself."""
 COMING_S, AGAIN_S = 0.2, 0.02
@@ -495,6 +497,7 @@ class Machine:
         hardware = self.world.hardware
         began_at = self.world.now
         rows: list[tuple[int, ...]] = []
+        sat_out: tuple[int, ...] = ()
         for made in range(work.steps):
             took_s = self._took(hardware.step_s + hardware.step_entry_s * len(work.entries))
             stop = yield self._wait_for_compute(running, took_s)
@@ -503,14 +506,18 @@ class Machine:
             stop = yield took_s
             fed = rows[-1] if rows else [entry.token for entry in work.entries]
             rows.append(tuple(self._step(entry, made, token) for entry, token in zip(work.entries, fed, strict=True)))
-            if stop:  # whoever asked waits for no more than the next border
+            sat_out = tuple(place for place, entry in enumerate(work.entries) if self._sits_out(entry))
+            if stop or sat_out:  # whoever asked waits for no more than the next border
                 break
         asked = any(each.sampling.logprobs is not None for each in work.entries)
         logprobs = tuple(
             tuple(logprob_of(token, each.position + made, each.sampling) for each, token in zip(work.entries, row, strict=True))
             for made, row in enumerate(rows if asked else (), 1)
         )
-        return StepDecoded(tuple(rows), self.world.now - began_at, logprobs)
+        return StepDecoded(tuple(rows), self.world.now - began_at, logprobs, sat_out=sat_out)
+
+    def _sits_out(self, entry: StepEntry) -> bool:
+        return bool(entry.sampling.constraint) and self.world.random.random() < SITS_OUT
 
     def _step(self, entry: StepEntry, made: int, token: int) -> int:
         sequence, position = self.sequences[entry.sequence], entry.position + made

@@ -709,6 +709,33 @@ def test_a_step_that_cannot_follow_ones_constraint_fails_that_request_alone(node
     assert [entry[0] for entry in node.one(TokensDecoded).entries] == ["r1"]
 
 
+def test_who_sits_a_step_out_is_in_the_next_one_with_the_same_token(node):
+    node.run("r0")
+    node.run("r1")
+    node.step()
+    work_id, work = node.work(DecodeStep)
+    node.take(TokensDecoded)
+    node.done(work_id, StepDecoded(((0, 6),), 0.01, sat_out=(0,)))
+    assert [entry[0] for entry in node.one(TokensDecoded).entries] == ["r1"]
+    again_id, again = node.work(DecodeStep)
+    assert again.entries[0] == work.entries[0]
+    assert (again.entries[1].token, again.entries[1].position) == (6, work.entries[1].position + 1)
+    node.done(again_id, StepDecoded(((0, 0),), 0.01, sat_out=(0, 1)))
+    assert node.take(TokensDecoded) == []
+    assert node.work(DecodeStep)[1].entries == again.entries
+    assert node.actor.counts["steps_sat_out"] == 3
+
+
+def test_what_a_run_sampled_before_one_sat_out_is_told():
+    node = Node(max_steps=10)
+    node.run("r0")
+    work_id, work = node.work(DecodeStep)
+    node.done(work_id, StepDecoded(((5,), (6,), (0,)), 0.01, sat_out=(0,)))
+    assert [entry[3] for entry in node.one(TokensDecoded).entries] == [(5, 6)]
+    entry = node.work(DecodeStep)[1].entries[0]
+    assert (entry.token, entry.position) == (6, work.entries[0].position + 2)
+
+
 def test_what_a_run_sampled_before_it_got_stuck_is_told_first():
     node = Node(max_steps=10)
     node.run("r0")

@@ -3,17 +3,15 @@
 import json
 import subprocess
 import sys
-import threading
-import time
 
 import numpy as np
 import pytest
 
 from mooncake_zmq.core.messages import Sampling
-from mooncake_zmq.engine import constraint as constraint_module
-from mooncake_zmq.engine.constraint import MAX_COMPILED, Bytes, ConstraintError, Grammars
+from mooncake_zmq.engine.constraint import MAX_COMPILED, Compiler, ConstraintError, NamedWords
+from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.sampling import Past, choose, near_tie, scores
-from mooncake_zmq.engine.tokenizer import ByteVocabulary, byte_tokenizer
+from mooncake_zmq.engine.tokenizer import ByteVocabulary, byte_tokenizer, open_tokenizer
 from mooncake_zmq.gateway.constraints import of_lark, of_schema
 from mooncake_zmq.kv.block_hash import pack_tokens
 
@@ -34,15 +32,32 @@ YES_NO = of_lark('start: "yes" | "no"')
 
 
 @pytest.fixture(scope="module", params=["bytes", "smollm2"])
-def tokenizer(request):
-    return byte_tokenizer() if request.param == "bytes" else request.getfixturevalue("default_tokenizer")
+def path(request):
+    return "toy" if request.param == "bytes" else str(request.getfixturevalue("default_path"))
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer):
-    made = Grammars(lambda: tokenizer, tokenizer.vocab_size + 3)
+def tokenizer(path):
+    return open_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def grammars(path, tokenizer):
+    made = Grammars(path, tokenizer.vocab_size + 3)
     yield made
     made.close()
+
+
+@pytest.fixture
+def toy():
+    made = Grammars("toy", 512)
+    yield made
+    made.close()
+
+
+def matched(grammars, constraint, answer=()):
+    """Which ids may come next."""
+    return grammars.begin(constraint, answer).allowed()
 
 
 def draw(grammars, sampling, tokenizer, tokens=(), most=400):
@@ -72,21 +87,24 @@ def test_noise_becomes_json_of_the_schema_and_a_resumed_answer_goes_on_alike(gra
 
 
 def test_the_end_is_allowed_exactly_where_the_grammar_accepts(grammars, tokenizer):
-    matcher = grammars.matcher(YES_NO)
-    assert not matcher.allowed()[list(tokenizer.eos_ids)].any()
+    following = grammars.begin(YES_NO)
+    assert not following.allowed()[list(tokenizer.eos_ids)].any()
+    following.feed(tokenizer.eos_ids[0])
     with pytest.raises(ConstraintError, match="ended where its grammar does not"):
-        matcher.feed(tokenizer.eos_ids[0])
-    matcher = grammars.matcher(YES_NO, tokenizer.encode("no", special=False))
+        following.allowed()
+    following = grammars.begin(YES_NO, tokenizer.encode("no", special=False))
     for _ in range(3):  # whoever wants to hear nothing of ends hears them to his last token
-        assert np.flatnonzero(matcher.allowed()).tolist() == list(tokenizer.eos_ids)
-        matcher.feed(tokenizer.eos_ids[0])
-    with pytest.raises(ConstraintError):
-        matcher.feed(tokenizer.encode("y", special=False)[0])
+        assert np.flatnonzero(following.allowed()).tolist() == list(tokenizer.eos_ids)
+        following.feed(tokenizer.eos_ids[0])
+    following.feed(tokenizer.encode("y", special=False)[0])
+    for _ in range(2):
+        with pytest.raises(ConstraintError):
+            following.allowed()
+        following.feed(tokenizer.eos_ids[0])
 
 
-def test_ids_that_stand_for_no_text_are_never_allowed(tokenizer):
-    grammars = Grammars(lambda: tokenizer, tokenizer.vocab_size + 3)
-    allowed = grammars.matcher(of_lark("start: /(.|\\n)*/")).allowed()
+def test_ids_that_stand_for_no_text_are_never_allowed(grammars, tokenizer):
+    allowed = matched(grammars, of_lark("start: /(.|\\n)*/"))
     assert not allowed[tokenizer.vocab_size :].any()
     assert not allowed[sorted(tokenizer.special_ids - set(tokenizer.eos_ids))].any()
     assert allowed[tokenizer.encode("a", special=False)].all()
@@ -94,31 +112,22 @@ def test_ids_that_stand_for_no_text_are_never_allowed(tokenizer):
 
 def test_an_answer_that_is_none_of_the_grammar_is_an_error(grammars, tokenizer):
     with pytest.raises(ConstraintError):
-        grammars.matcher(YES_NO, tokenizer.encode("maybe", special=False))
+        matched(grammars, YES_NO, tokenizer.encode("maybe", special=False))
     past = Past(Sampling(constraint=YES_NO), pack_tokens(tokenizer.encode("maybe", special=False)), grammars)
     with pytest.raises(ConstraintError):
         past.forbid(np.zeros(tokenizer.vocab_size + 3, np.float32))
 
 
 @pytest.mark.parametrize("nonsense", [b"{", b"\xff", b"", of_lark("start: a"), of_lark("start: /(?=a)/")])
-def test_nonsense_is_refused_each_time_it_is_asked(nonsense):
-    grammars = Grammars(byte_tokenizer, 512)
+def test_nonsense_is_refused_each_time_it_is_asked(toy, nonsense):
     for _ in range(2):
         with pytest.raises(ConstraintError):
-            grammars.check(nonsense)
+            toy.check(nonsense)
 
 
-def test_what_takes_too_long_to_compile_is_refused_and_not_tried_again():
-    grammars = Grammars(byte_tokenizer, 512, max_compile_s=0.0)
-    for _ in range(2):
-        with pytest.raises(ConstraintError, match="to compile, and may take 0"):
-            grammars.check(PERSON)
-    assert len(grammars._compiled) == 1
-
-
-def test_what_has_no_answer_is_refused():
+def test_what_has_no_answer_is_refused(toy):
     with pytest.raises(ConstraintError):
-        Grammars(byte_tokenizer, 512).check(of_lark("start: start"))
+        toy.check(of_lark("start: start"))
 
 
 def test_the_vocabulary_is_read_once_and_not_before_it_is_asked_for():
@@ -128,78 +137,70 @@ def test_the_vocabulary_is_read_once_and_not_before_it_is_asked_for():
         opened.append(1)
         return byte_tokenizer()
 
-    grammars = Grammars(words, 512)
+    compiler = Compiler(words, 512)
     assert not opened
-    waits = [grammars.begin(YES_NO, ()) for _ in range(3)]
-    assert [sorted(np.flatnonzero(begun.get().allowed())) for begun in waits] == [[ord("n"), ord("y")]] * 3
+    for _ in range(3):
+        compiler.matcher(YES_NO).allowed()
     assert len(opened) == 1
-    grammars.close()
-    grammars.close()
 
 
 def test_what_has_answers_byte_by_byte_has_them_in_the_models_own_tokens(tokenizer):
-    by_bytes = Grammars(lambda: Bytes(tokenizer, tokenizer.vocab_size), tokenizer.vocab_size)
+    by_bytes = Grammars(NamedWords.of(tokenizer, tokenizer.vocab_size), tokenizer.vocab_size)
     end = tokenizer.eos_ids[0]
     for constraint in (PERSON, YES_NO, of_lark(f"start: <[{min(tokenizer.special_ids - {end})}]> /[a-z]+/")):
         by_bytes.check(constraint)
-        matcher = by_bytes.matcher(constraint)
-        assert matcher.allowed().sum() in (1, 2)
-        assert not matcher.allowed()[end]
+        allowed = matched(by_bytes, constraint)
+        assert allowed.sum() in (1, 2)
+        assert not allowed[end]
     with pytest.raises(ConstraintError):
         by_bytes.check(of_lark("start: start"))
-
-
-def test_nobody_waits_for_a_grammar_for_ever(monkeypatch):
-    monkeypatch.setattr(constraint_module, "MAX_WAIT_S", 0.01)
-    go_on = threading.Event()
-    grammars = Grammars(lambda: go_on.wait(10) and byte_tokenizer(), 512)
-    with pytest.raises(ConstraintError, match="not ready"):
-        grammars.begin(YES_NO, ()).get()
-    go_on.set()
-    grammars.close()
+    by_bytes.close()
+    by_bytes.close()
 
 
 def test_compiled_grammars_are_kept_up_to_a_bound():
-    grammars = Grammars(byte_tokenizer, 512)
+    compiler = Compiler(byte_tokenizer, 512)
     for number in range(MAX_COMPILED + 5):
-        grammars.check(of_lark(f'start: "{number}"'))
-    assert len(grammars._compiled) == MAX_COMPILED
+        compiler.matcher(of_lark(f'start: "{number}"'))
+    assert len(compiler._compiled) == MAX_COMPILED
 
 
 def test_a_model_without_an_end_has_no_constraints():
     tokenizer = byte_tokenizer()
     tokenizer.eos_ids = ()
-    with pytest.raises(ConstraintError, match="no token that ends"):
-        Grammars(lambda: tokenizer, 512).check(YES_NO)
+    grammars = Grammars(NamedWords.of(tokenizer, 512), 512)
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match="no token that ends"):
+            grammars.check(YES_NO)
+    grammars.close()
 
 
-def feed_until_it_ends(matcher, token):
-    while matcher.allowed()[token]:
-        matcher.feed(token)
+def feed_until_it_ends(following, token):
+    while following.allowed()[token]:
+        following.feed(token)
 
 
-def test_a_grammar_that_grows_beyond_its_limits_fails_and_no_other_does():
-    grammars = Grammars(byte_tokenizer, 512)
+def test_a_grammar_that_grows_beyond_its_limits_fails_and_no_other_does(toy):
     growing = of_lark('start: ("a"{1,1000}){1,1000}')
-    matcher, other = grammars.matcher(growing), grammars.matcher(growing)
+    one, other = toy.begin(growing), toy.begin(growing)
     with pytest.raises(ConstraintError):
-        feed_until_it_ends(matcher, ord("a"))
+        feed_until_it_ends(one, ord("a"))
     assert other.allowed()[ord("a")]
+    assert toy.counts == {"begun": 1}
 
 
-def test_what_is_forbidden_stays_so_whatever_the_bias():
-    grammars = Grammars(byte_tokenizer, 512)
+def test_what_is_forbidden_stays_so_whatever_the_bias(toy):
     logits = np.zeros(512, np.float32)
     sampling = Sampling(logit_bias=((ord("x"), 100.0),), constraint=YES_NO, temperature=1.0, top_p=0.1, seed=3)
-    past = Past(sampling, b"", grammars)
+    past = Past(sampling, b"", toy)
     assert set(np.flatnonzero(np.isfinite(scores(logits, sampling, 0, past)))) == {ord("y"), ord("n")}
     assert near_tie(logits, Sampling(constraint=YES_NO), 0, past)
 
 
 CHAINS = """
-import json, sys, threading
-from mooncake_zmq.engine.constraint import ConstraintError, Grammars
-from mooncake_zmq.engine.tokenizer import byte_tokenizer
+import json
+from mooncake_zmq.engine.constraint import ConstraintError
+from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway.constraints import of_lark
 
 def rules(count, of="r"):
@@ -209,7 +210,7 @@ def schema(count):
     chain = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(count)}
     return {"$ref": "#/$defs/d0", "$defs": chain | {f"d{count}": {"type": "null"}}}
 
-grammars = Grammars(byte_tokenizer, 512)
+grammars = Grammars("toy", 512)
 for much in (1000, 3500, 20000):
     whole = json.dumps({"grammars": [{"json_schema": schema(much)}]})
     hidden = json.dumps({"grammars": [{"lark_grammar": rules(much)}]}).replace("r", "\\\\u0072")
@@ -221,7 +222,7 @@ for much in (1000, 3500, 20000):
             print("followed", end=" ")
         except ConstraintError as error:
             print("refused" if "rules and references" in str(error) else error, end=" ")
-assert threading.stack_size() == 0
+assert grammars.counts == {"begun": 1}
 """
 
 
@@ -229,42 +230,3 @@ def test_a_chain_of_rules_or_references_ends_no_process():
     ran = subprocess.run([sys.executable, "-c", CHAINS], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["followed"] * 12 + ["refused"] * 6
-
-
-def test_what_nobody_wants_any_more_is_not_made():
-    go_on = threading.Event()
-    grammars = Grammars(lambda: go_on.wait(10) and byte_tokenizer(), 512)
-    first = Past(Sampling(constraint=YES_NO), b"", grammars)
-    dropped = Past(Sampling(constraint=PERSON), b"", grammars)
-    dropped.close()
-    go_on.set()
-    first.forbid(np.zeros(512, np.float32))
-    first.close()
-    assert len(grammars._compiled) == 1
-    with pytest.raises(ConstraintError, match="no longer wanted"):
-        dropped.forbid(np.zeros(512, np.float32))
-    grammars.close()
-
-
-def test_who_waited_in_vain_once_waits_no_more():
-    go_on = threading.Event()
-    grammars = Grammars(lambda: go_on.wait(10) and byte_tokenizer(), 512)
-    past = Past(Sampling(constraint=YES_NO), b"", grammars)
-    past.settle(time.monotonic())
-    with pytest.raises(ConstraintError, match="not ready"):
-        past.forbid(np.zeros(512, np.float32))
-    assert not go_on.is_set()
-    go_on.set()
-    past.settle(time.monotonic() + 10)
-    past.forbid(np.zeros(512, np.float32))
-    grammars.close()
-
-
-def test_grammars_are_made_from_many_threads_at_once():
-    grammars, found = Grammars(byte_tokenizer, 512), []
-    threads = [threading.Thread(target=lambda: found.append(grammars.matcher(PERSON).allowed()[ord("{")])) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 8

@@ -119,7 +119,16 @@ def test_a_token_that_is_not_the_next_one_is_an_error():
     past = Past(Sampling(presence_penalty=1.0, prompt_tokens=4), b"")
     past.feed(5, 4)
     with pytest.raises(ValueError, match="at 4 where that at 5"):
-        past.feed(5, 4)
+        past.feed(6, 4)
+
+
+def test_a_token_that_is_said_twice_counts_once():
+    sampling = Sampling(presence_penalty=1.0, frequency_penalty=1.0, prompt_tokens=4)
+    once, twice = Past(sampling, b""), Past(sampling, b"")
+    for past, times in ((once, 1), (twice, 2)):
+        for _ in range(times):
+            past.feed(5, 4)
+    np.testing.assert_array_equal(scores(LOGITS, sampling, 5, once), scores(LOGITS, sampling, 5, twice))
 
 
 def test_a_bias_forces_and_forbids():

@@ -115,3 +115,15 @@ def test_calls_come_back_as_they_were_written(calls, ascii):
         told = read(form, text)
         assert [each.name for each in told[::2]] == [name for name, _ in calls]
         assert [json.loads(each.text) for each in told[1::2]] == [arguments for _, arguments in calls]
+
+
+@pytest.mark.parametrize("named", ["before", "behind"])
+def test_a_call_of_any_length_is_kept_no_longer_than_until_it_is_told(named):
+    arguments, name = '"arguments": {"a": "' + "x" * 300_000 + '"}', '"name": "f"'
+    first, last = (name, arguments) if named == "before" else (arguments, name)
+    reader = Hermes()
+    told = [each for char in f"<tool_call>{{{first}, {last}" for each in reader.push(char)]
+    assert [type(each) for each in merged(told)] == [Begins, Arguments]
+    assert reader._call.raw == ""
+    assert reader._call._pending == []
+    assert len(merged([*told, *reader.push("}</tool_call>")])[1].text) == 300_009

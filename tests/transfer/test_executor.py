@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -40,10 +41,10 @@ from mooncake_zmq.core.work import (
     StepEntry,
     WorkFailed,
 )
-from mooncake_zmq.engine.constraint import Begun, Grammars
+from mooncake_zmq.engine import grammars as grammars_module
+from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import logprob
-from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import ToyEngine
 from mooncake_zmq.gateway.constraints import of_lark
 from mooncake_zmq.kv.checksum import block_checksum
@@ -342,7 +343,7 @@ def test_penalties_read_the_prompt_and_what_was_decoded_and_probabilities_are_to
 def constrained(make_rig, grammar, **asked):
     """A rig, its sampling, and the first token of an answer."""
     sampling = Sampling(constraint=of_lark(grammar), prompt_tokens=len(PROMPT), **asked)
-    rig = make_rig("a", grammars=Grammars(byte_tokenizer, 512))
+    rig = make_rig("a", grammars=Grammars("toy", 512))
     rig.executor.open_sequence(1, 64, sampling, sampling.past(PROMPT.tobytes()))
     return rig, sampling, rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
 
@@ -376,32 +377,62 @@ def test_a_constraint_that_cannot_be_followed_fails_its_answer_alone(make_rig):
     assert failed.stuck
 
 
-def test_answers_of_a_step_wait_for_their_grammars_together_and_a_closed_one_leaves_none(make_rig, monkeypatch):
-    go_on, moments = threading.Event(), []
-    grammars = Grammars(lambda: go_on.wait(10) and byte_tokenizer(), 512)
-    rig = make_rig("a", grammars=grammars)
-    samplings = [Sampling(constraint=of_lark(f'start: "{number}"'), prompt_tokens=len(PROMPT)) for number in range(3)]
-    settle = Begun.settle
+@pytest.fixture
+def slow(monkeypatch):
+    """A grammar that is not ready before this is called."""
+    go_on, ask, waiting = threading.Event(), Grammars.ask, []
 
-    def note(begun, until_s):
-        moments.append(until_s)
-        settle(begun, 0.0)
+    def held(grammars, following):
+        if b"slow" not in following.constraint or go_on.is_set():
+            return ask(grammars, following)
+        made = Future()
+        waiting.append((made, grammars, following))
+        return made
 
-    monkeypatch.setattr(Begun, "settle", note)
-    for number, sampling in enumerate(samplings):
-        rig.executor.open_sequence(number, 64, sampling, sampling.past(PROMPT.tobytes()))
-        rig.result(rig.compute(number, 0, PROMPT))
-    entries = (StepEntry(number, 5, len(PROMPT), sampling) for number, sampling in enumerate(samplings))
-    run = rig.run(DecodeStep(tuple(entries), steps=4))
-    assert [row for row, why in run.failed if "not ready" in why.reason] == [0, 1, 2]
-    assert not any(why.stuck for _, why in run.failed), "another one may be in time"
-    assert len(moments) == 3
-    assert len(set(moments)) == 1
-    for number in range(3):
-        rig.executor.close_sequence(number)
-    go_on.set()
-    grammars.check(of_lark('start: "last"'))
-    assert len(grammars._compiled) == 2, "one was begun, and two were not"
+    def let_go():
+        go_on.set()
+        for made, grammars, following in waiting:
+            if made.set_running_or_notify_cancel():
+                ask(grammars, following).add_done_callback(lambda done, made=made: made.set_result(done.result()))
+
+    monkeypatch.setattr(Grammars, "ask", held)
+    return let_go
+
+
+def entered(rig, sequence, grammar):
+    sampling = GREEDY if grammar is None else Sampling(constraint=of_lark(grammar), prompt_tokens=len(PROMPT))
+    rig.executor.open_sequence(sequence, 64, sampling, sampling.past(PROMPT.tobytes()) if grammar else b"")
+    chunk = rig.result(rig.compute(sequence, 0, PROMPT, sampling=None if grammar else GREEDY))
+    return StepEntry(sequence, ord("s") if grammar else chunk.token, len(PROMPT), sampling)
+
+
+def test_a_newcomer_whose_grammar_is_not_ready_stops_nobody_and_joins_when_it_is(make_rig, slow):
+    rig = make_rig("a", grammars=Grammars("toy", 512))
+    rig.executor._grammars.check(of_lark('start: "sea"'))  # once it has begun, this is no work
+    plain, ready, newcomer = entered(rig, 1, None), entered(rig, 2, 'start: "sea"'), entered(rig, 3, 'start: "slow"')
+    run = rig.run(DecodeStep((plain, ready, newcomer), steps=4))
+    assert run.sat_out == (2,)
+    assert run.failed == ()
+    assert len(run.tokens) == 1, "a run of steps ends where somebody sits out"
+    assert run.tokens[0][:2] == (reference()[1][0], ord("e"))
+    alone = rig.run(DecodeStep((newcomer,)))
+    assert alone.sat_out == (0,)
+    slow()
+    sampled = zip((plain, ready), run.tokens[0][:2], strict=True)
+    after = [structs.replace(entry, token=token, position=len(PROMPT) + 1) for entry, token in sampled]
+    joined = rig.run(DecodeStep((*after, newcomer)))
+    while joined.sat_out:
+        joined = rig.run(DecodeStep((*after, newcomer)))
+    assert joined.tokens == ((reference()[1][1], ord("a"), ord("l")),)
+
+
+def test_who_waits_for_too_long_fails_alone(make_rig, slow, monkeypatch):
+    monkeypatch.setattr(grammars_module, "MAX_WAIT_S", 0.0)
+    rig = make_rig("a", grammars=Grammars("toy", 512))
+    plain, newcomer = entered(rig, 1, None), entered(rig, 2, 'start: "slow"')
+    run = rig.run(DecodeStep((plain, newcomer)))
+    assert [(row, why.stuck) for row, why in run.failed] == [(1, False)], "another one may be in time"
+    assert "not ready" in run.failed[0][1].reason
 
 
 def test_choices_are_sampled_by_their_seeds_and_go_on_from_copies(make_rig):
@@ -444,7 +475,7 @@ def test_a_copy_without_memory_keeps_no_other_from_being_made(make_rig, monkeypa
 
 def test_choices_with_a_constraint_follow_it_each_by_itself(make_rig):
     sampling = Sampling(temperature=5.0, constraint=of_lark("start: /[a-z]{6}/"), prompt_tokens=len(PROMPT))
-    rig = make_rig("a", grammars=Grammars(byte_tokenizer, 512))
+    rig = make_rig("a", grammars=Grammars("toy", 512))
     for sequence in (1, 2, 3):
         rig.executor.open_sequence(sequence, 32, sampling)
     work = ComputeChunk(1, 0, PROMPT.tobytes(), (), (), sampling, seeds=(1, 2))

@@ -1,10 +1,14 @@
 """API keys at the HTTP edge: who has none, who has too little left, and what tenants learn of each other: nothing."""
 
+import asyncio
+import threading
+
 import httpx
 import pytest
 from scripted_actor import ScriptedActor
 from test_edge_errors import error_of
 
+from mooncake_zmq.gateway import app
 from mooncake_zmq.gateway.tenants import Tenant, Tenants, digest_of
 
 BODY = {"prompt": [1, 2, 3, 4, 5, 6, 7, 8], "max_tokens": 4}
@@ -113,6 +117,90 @@ def test_a_share_of_the_slots_bounds_a_calls_choices():
     assert error_of(ask(actor, "alice", n=3))[0::3] == (429, "rate_limit_exceeded")
     assert actor.edge.slots_taken == 0
     assert actor.edge.tenants.slots_taken == 0
+
+
+class Held:
+    """A gateway that prepares nobody's call until it is let go on, and its clients."""
+
+    def __init__(self, monkeypatch, **limits) -> None:
+        monkeypatch.setattr(app, "AT_ONCE_BYTES", 0)
+        self.actor = guarded(**limits)
+        self.go_on, self.prepared = threading.Event(), []
+        encode = self.actor.edge.model.tokenizer.encode
+
+        def slow(text):
+            self.prepared.append(text)
+            assert self.go_on.wait(10)
+            return encode(text)
+
+        self.actor.edge.model.tokenizer.encode = slow
+
+    def gauge(self, name, tenant):
+        return self.actor.edge.own_gauges().get(f"tenant_{name}[tenant={tenant}]", 0)
+
+    def run(self, client):
+        async def go(port):
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as self.http:
+                await client()
+                await self.actor.until(lambda: self.actor.edge.slots_taken == 0)
+            assert self.actor.edge.tenants.slots_taken == 0
+            assert self.gauge("preparing", "alice") == self.gauge("preparing", "bob") == 0
+
+        self.actor.serve(go)
+
+    def ask(self, key, text):
+        headers = {"authorization": f"Bearer {key}"}
+        return asyncio.create_task(self.http.post("/v1/completions", json={"prompt": text, "max_tokens": 4}, headers=headers))
+
+
+def test_a_share_is_asked_for_before_a_slot(monkeypatch):
+    held = Held(monkeypatch, share=0.25)
+
+    async def client():
+        flood = [held.ask("alice", "alice") for _ in range(20)]
+        await held.actor.until(lambda: sum(each.done() for each in flood) == 18)
+        assert held.actor.edge.slots_taken == 2
+        assert held.gauge("preparing", "alice") == held.gauge("slots", "alice") == 2
+        asked = held.ask("bob", "bob")
+        await held.actor.until(lambda: held.gauge("preparing", "bob") == 1)
+        held.go_on.set()
+        assert (await asked).status_code == 200
+        assert sorted([(await each).status_code for each in flood]) == [200] * 2 + [429] * 18
+
+    held.run(client)
+
+
+def test_tenants_take_turns_at_what_prepares_their_calls(monkeypatch):
+    held = Held(monkeypatch)
+
+    async def client():
+        asked = []
+        for number, (key, text) in enumerate([("alice", "a"), ("alice", "a"), ("alice", "a"), ("bob", "b"), ("bob", "b")]):
+            asked.append(held.ask(key, text))
+            await held.actor.until(lambda count=number + 1: held.actor.edge.slots_taken == count)
+        held.go_on.set()
+        assert [(await each).status_code for each in asked] == [200] * 5
+        assert "".join(held.prepared) == "aabab"
+
+    held.run(client)
+
+
+def test_who_hangs_up_gives_his_place_back_at_once_whatever_is_in_hand(monkeypatch):
+    held = Held(monkeypatch, share=0.25)
+
+    async def client():
+        asked = [held.ask("alice", text) for text in ("first", "second")]
+        await held.actor.until(lambda: held.actor.edge.slots_taken == 2)
+        await held.actor.until(lambda: bool(held.prepared))
+        for each in asked:
+            each.cancel()
+        await held.actor.until(lambda: held.actor.edge.slots_taken == held.actor.edge.tenants.slots_taken == 0)
+        assert not held.go_on.is_set()
+        held.go_on.set()
+        assert (await held.ask("alice", "third")).status_code == 200
+        assert len(held.prepared) == 2, "what nobody waits for is not begun"
+
+    held.run(client)
 
 
 def test_tenants_share_no_block_keys_whatever_salt_they_wish():

@@ -1,0 +1,130 @@
+"""The process in which grammars are followed, begun by `engine.grammars`: it does what it is asked over its one socket, one
+thing after the other, and ends where that takes more of the CPU or of memory than it may. All it owns can be made again.
+"""
+
+import contextlib
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from mooncake_zmq.engine.constraint import Bytes, Compiler, ConstraintError, Matcher, NamedWords, Words
+
+COMPILE_STACK_BYTES = 256 << 20
+"""The library goes one call deeper, of at most 6 KB, for each link of a chain, and ends the process where the stack does."""
+MEMORY_BYTES = 512 << 20
+"""Of all grammars, beside the vocabulary's table: a batch of the largest that are followed needs half of it."""
+DATA_PAGES = 5
+"""Where /proc/PID/statm has those that RLIMIT_DATA counts."""
+LENGTH_BYTES = 4
+
+
+class Begin(Struct, frozen=True, tag=True):
+    """The first thing said: whose words these are. `words`: a model's path as `open_tokenizer` takes it, or single bytes."""
+
+    words: str | NamedWords
+    vocab_size: int
+
+
+class Ask(Struct, frozen=True, tag=True):
+    """What may come behind these tokens of an answer? They go on from those said before; with `grammar` the answer begins here.
+
+    `cpu_s`: what the process may use up for it, or ends. `drop`: answers that nobody follows any more."""
+
+    answer: int
+    tokens: Sequence[int]
+    cpu_s: float
+    grammar: bytes | None = None
+    drop: tuple[int, ...] = ()
+
+
+class Told(Struct, frozen=True, tag=True):
+    """As `Matcher.allowed` says it, or why nothing can; the first thing told is that of a process that is ready."""
+
+    allowed: bytes = b""
+    refused: str = ""
+
+
+def send(connection: socket.socket, message: Begin | Ask | Told) -> None:
+    """Raises OSError."""
+    body = msgspec.msgpack.encode(message)
+    connection.sendall(len(body).to_bytes(LENGTH_BYTES, "big") + body)
+
+
+def receive(connection: socket.socket) -> bytes:
+    """One message's bytes. Raises EOFError where nothing more comes, and OSError."""
+    return _exactly(connection, int.from_bytes(_exactly(connection, LENGTH_BYTES), "big"))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return bytes(found)
+
+
+def main() -> None:
+    """Over the socket that is file 0, until the other end is closed, with whoever held it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
+    threading.stack_size(COMPILE_STACK_BYTES)
+    thread = threading.Thread(target=_serve, args=(socket.socket(fileno=0),), name="grammars")
+    thread.start()
+    thread.join()
+
+
+def _serve(connection: socket.socket) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        begin = msgspec.msgpack.decode(receive(connection), type=Begin)
+        compiler = Compiler(lambda: _words(begin.words), begin.vocab_size)
+        asks = msgspec.msgpack.Decoder(Ask)
+        followed: dict[int, Matcher] = {}
+        with contextlib.suppress(ConstraintError):  # each who asks hears of it
+            compiler.prepare()
+        _bound_memory()
+        send(connection, Told())
+        while True:
+            ask = asks.decode(receive(connection))
+            for answer in ask.drop:
+                followed.pop(answer, None)
+            signal.setitimer(signal.ITIMER_PROF, ask.cpu_s)  # the signal ends the process, whatever it is in
+            told = _told(compiler, followed, ask)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            send(connection, told)
+
+
+def _bound_memory() -> None:
+    """To so much more than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[DATA_PAGES])
+    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _told(compiler: Compiler, followed: dict[int, Matcher], ask: Ask) -> Told:
+    try:
+        if ask.grammar is not None:
+            followed[ask.answer] = compiler.matcher(ask.grammar)
+        matcher = followed[ask.answer]
+        for token in ask.tokens:
+            matcher.feed(token)
+        return Told(matcher.allowed())
+    except ConstraintError as error:
+        followed.pop(ask.answer, None)
+        return Told(refused=str(error))
+
+
+def _words(words: str | NamedWords) -> Words:
+    if isinstance(words, NamedWords):
+        return Bytes(words)
+    from mooncake_zmq.engine.tokenizer import open_tokenizer
+
+    return open_tokenizer(words)

@@ -1,0 +1,289 @@
+"""Answers that follow grammars, for gateways, which ask whether one can begin, and for engines.
+
+Grammars are strangers' input to a library that may take all time and memory for one: `engine.grammar_process` ends then, and is
+begun anew when it is needed. What was followed there goes on from the grammar and the answer so far, which are kept here. The
+grammar that did it is refused from then on.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from itertools import count
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady, NamedWords, digest_of
+from mooncake_zmq.engine.grammar_process import MEMORY_BYTES, Ask, Begin, Told, receive, send
+
+MAX_COMPILE_S = 8.0
+"""Of the CPU's time, for one grammar and the answer so far: far beyond what a gateway lets through, so that no engine refuses
+that."""
+MAX_TOKEN_S = 0.5
+"""Likewise for one more token: the worst that the library has bounds for take a twentieth."""
+MAX_WAIT_S = 20.0
+"""An answer waits for what may come next; and for the process, which by then gets no CPU."""
+START_S = 60.0
+"""Until it has read the vocabulary: a second, as a rule."""
+END_S = 1.0
+"""Until a process that is asked nothing has ended."""
+MAX_REFUSED = 1024
+"""Grammars that ended a process and are remembered, the last ones."""
+TRIES = 2
+"""Of a grammar that ends a process not by its CPU's time: what others hold there may be what was too much."""
+SIMPLER = "write it with fewer and simpler patterns that hold together"
+CPU, CRASH, KILLED, LATE = "cpu", "crash", "killed", "late"
+"""Why a process ended: by its CPU's time, by itself, by somebody else, by us because it did not answer."""
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mooncake_zmq.engine.grammar_process import main; main()"
+PASSED_ON = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
+"""Of the environment, which may hold secrets. One thread follows all: the tokenizer's are not begun."""
+
+_told = msgspec.msgpack.Decoder(Told)
+
+
+class Following:
+    """One answer and its grammar. Used by one thread at a time."""
+
+    def __init__(self, grammars: "Grammars", constraint: bytes, answer: Sequence[int]) -> None:
+        self.number = grammars.new_number()
+        self.constraint = constraint
+        self.digest = digest_of(constraint)
+        self.answer = list(answer)
+        self.held: tuple[int, int] | None = None
+        """By which process, and how much of the answer. The thread's that asks."""
+        self._grammars = grammars
+        self._allowed = grammars.ask(self)
+        self._asked_at = time.monotonic()
+
+    def feed(self, token: int) -> None:
+        """It stands there now: what may come behind it is looked for meanwhile."""
+        self.answer.append(token)
+        if self._allowed.cancel() or not (self._allowed.done() and self._allowed.exception()):
+            self._allowed = self._grammars.ask(self)
+            self._asked_at = time.monotonic()
+
+    def awaited(self) -> Future[bytes] | None:
+        """What `allowed` would wait for."""
+        return None if self._allowed.done() or self._left_s() == 0.0 else self._allowed
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Which ids may come next. Waits for it, though not for long. Raises ConstraintError."""
+        try:
+            packed = self._allowed.result(self._left_s())
+        except TimeoutError:
+            raise ConstraintNotReady(f"its grammar was not ready in {MAX_WAIT_S:g} s") from None
+        except CancelledError:
+            raise ConstraintNotReady("its grammar is no longer wanted") from None
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._grammars.vocab_size, bitorder="little")
+        return bits.view(np.bool_)
+
+    def _left_s(self) -> float:
+        return max(0.0, self._asked_at + MAX_WAIT_S - time.monotonic())
+
+    def drop(self) -> None:
+        """Nobody wants it any more."""
+        self._allowed.cancel()
+        self._grammars.drop(self)
+
+
+class Grammars:
+    """The process over one vocabulary, which is asked by a thread of its own, for one answer after the other. Safe to share
+    between threads."""
+
+    def __init__(
+        self,
+        words: str | NamedWords,
+        vocab_size: int,
+        *,
+        max_compile_s: float = MAX_COMPILE_S,
+        max_token_s: float = MAX_TOKEN_S,
+    ) -> None:
+        """`words`: a model's path, as `open_tokenizer` takes it, or single bytes. `vocab_size`: ids that the engine gives
+        logits for."""
+        self.vocab_size = vocab_size
+        self.counts: dict[str, float] = {}
+        """Processes begun, and those that ended, by why."""
+        self._begin = Begin(words, vocab_size)
+        self._max_compile_s = max_compile_s
+        self._max_token_s = max_token_s
+        self._numbers = count()
+        self._life = 0
+        self._process: _Process | None = None
+        self._end_of_process: Callable[[], object] = int
+        self._closed = False
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        """Why, by digest."""
+        self._dropped: list[int] = []
+        self._lock = threading.Lock()
+        """Guards `_dropped`. All else is the thread's."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    def begin(self, constraint: bytes, answer: Sequence[int] = ()) -> Following:
+        """Behind the answer so far. Does not wait for it."""
+        return Following(self, constraint, answer)
+
+    def check(self, constraint: bytes) -> None:
+        """Raises ConstraintError unless an answer can begin."""
+        following = self.begin(constraint)
+        try:
+            following.allowed()
+        finally:
+            following.drop()
+
+    def close(self) -> None:
+        """Begin nothing more, and end the process. May be called twice."""
+        self._closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if (process := self._process) is not None:
+            process.stop()  # the thread waits for it
+        self._thread.shutdown()
+        self._end_of_process()
+
+    # --- for those that follow
+
+    def new_number(self) -> int:
+        return next(self._numbers)
+
+    def ask(self, following: Following) -> Future[bytes]:
+        """What may come behind the answer so far."""
+        return self._thread.submit(self._ask, following, len(following.answer))
+
+    def drop(self, following: Following) -> None:
+        with self._lock:
+            self._dropped.append(following.number)
+
+    # --- the thread's
+
+    def _ask(self, following: Following, tokens: int) -> bytes:
+        """Behind so many of the answer. Raises ConstraintError."""
+        for _ in range(TRIES):
+            if why := self._refused.get(following.digest):
+                raise ConstraintError(why)
+            process = self._running()
+            ask = self._ask_of(process, following, tokens)
+            try:
+                told = process.ask(ask)
+            except (EOFError, OSError):
+                why = self._ended(process)
+                if why == CPU:
+                    self._refuse(following, f"it takes more than {ask.cpu_s:g} s to follow: {SIMPLER}")
+                continue
+            following.held = None if told.refused else (process.life, tokens)
+            if told.refused:
+                raise ConstraintError(told.refused)
+            return told.allowed
+        if why != CRASH:
+            raise ConstraintNotReady("what follows its grammar was stopped")
+        self._refuse(following, f"it takes more than {MEMORY_BYTES >> 20} MiB to follow: {SIMPLER}")
+        raise ConstraintError(self._refused[following.digest])
+
+    def _ask_of(self, process: "_Process", following: Following, tokens: int) -> Ask:
+        life, known = following.held or (-1, 0)
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+        if life != process.life:
+            return Ask(following.number, following.answer[:tokens], self._max_compile_s, following.constraint, tuple(dropped))
+        new = following.answer[known:tokens]
+        return Ask(following.number, new, self._max_token_s * max(1, len(new)), drop=tuple(dropped))
+
+    def _running(self) -> "_Process":
+        if self._closed:
+            raise ConstraintNotReady("its grammar is no longer wanted")
+        if self._process is None:
+            self._life += 1
+            self._count("begun")
+            self._process = _Process(self._begin, self._life)
+            self._end_of_process = weakref.finalize(self, self._process.end)
+            try:
+                self._process.begun()
+            except (EOFError, OSError):
+                self._ended(self._process)
+                raise ConstraintNotReady("what follows grammars does not begin") from None
+        return self._process
+
+    def _ended(self, process: "_Process") -> str:
+        """It did not answer: why not."""
+        self._end_of_process()
+        self._process = None
+        why = LATE if process.was_late else {-signal.SIGPROF: CPU, -signal.SIGKILL: KILLED}.get(process.code, CRASH)
+        if not self._closed:
+            self._count(f"ended[reason={why}]")
+        return why
+
+    def _refuse(self, following: Following, why: str) -> None:
+        while len(self._refused) >= MAX_REFUSED:
+            self._refused.popitem(last=False)
+        self._refused[following.digest] = why
+
+    def _count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+
+class _Process:
+    """One life of it. It has nothing of ours but one end of a socket, and ends where the other is closed."""
+
+    def __init__(self, begin: Begin, life: int) -> None:
+        self.life = life
+        self.was_late = False
+        self._begin = begin
+        self._ours, theirs = socket.socketpair()
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", "-c", START, json.dumps(sys.path)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in PASSED_ON if name in os.environ},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def code(self) -> int:
+        """How it ended."""
+        return self._popen.wait()
+
+    def begun(self) -> None:
+        """Wait until it is ready. Raises EOFError or OSError."""
+        self._exchange(self._begin, START_S)
+
+    def ask(self, ask: Ask) -> Told:
+        """Raises EOFError or OSError."""
+        return self._exchange(ask, MAX_WAIT_S)
+
+    def stop(self) -> None:
+        """Any thread may: who waits for an answer gets none."""
+        with contextlib.suppress(OSError):
+            self._ours.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Nobody asks any more: by itself, where it has ended, is ending or is asked nothing, and else by force."""
+        self.stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(0 if self.was_late else END_S)
+        self._popen.kill()
+        self._popen.wait()
+        self._ours.close()
+
+    def _exchange(self, message: Begin | Ask, wait_s: float) -> Told:
+        self._ours.settimeout(wait_s)
+        try:
+            send(self._ours, message)
+            return _told.decode(receive(self._ours))
+        except TimeoutError:
+            self.was_late = True
+            raise
