@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from mooncake_zmq.cache_node.client import COPY_MARGIN
 from mooncake_zmq.cache_node.contents import UNKNOWN, Content, Contents
 from mooncake_zmq.cache_node.disk_tier import DiskTier
 from mooncake_zmq.cache_node.misses import CORRUPT, FAILED, LACKS, NO_ROOM, SLOW
@@ -83,7 +84,7 @@ class _Fetch:
     """One batch from one source: our lease there, then a copy into own slots."""
 
     source: str
-    holder: HolderId
+    gathering: Gathering
     keys: tuple[Key, ...]
     asked_at: float
     copies: list[tuple[Key, int, SlotRef | DiskBlock]] = field(default_factory=list)
@@ -262,7 +263,7 @@ class Gatherer:
         if not keys:
             return []
         fetch_id = self._new_id()
-        fetch = self._fetches[fetch_id] = _Fetch(source, gathering.holder, keys, now)
+        fetch = self._fetches[fetch_id] = _Fetch(source, gathering, keys, now)
         gathering.open[source] += 1
         gathering.asked.update(keys)
         if source == DISK:
@@ -316,13 +317,13 @@ class Gatherer:
         fetch = self._fetches.get(message.lease_id)
         if fetch is None or fetch.source != sender or fetch.copies:
             return [Send(sender, ReleaseLease(lease_id=message.lease_id))]
-        gathering = self.gatherings.get(fetch.holder)
+        gathering = self._waiting(fetch)
         leased = len(message.slots) if message.node == sender else 0  # it speaks of its own slots alone
         if gathering is not None and leased < len(fetch.keys) and sender in gathering.limits:
             lacks = gathering.keys.index(fetch.keys[leased])
             gathering.limits[sender] = min(gathering.limits[sender], lacks)
             self._lose(fetch, fetch.keys[leased:], LACKS)
-        time_left = fetch.asked_at + self._settings.fetch_lease_s - now
+        time_left = fetch.asked_at + self._settings.fetch_lease_s * (1 - COPY_MARGIN) - now
         if gathering is not None:
             time_left = min(time_left, gathering.deadline - now)
         blocks: list[tuple[Key, SlotRef | DiskBlock]] = []
@@ -357,7 +358,7 @@ class Gatherer:
         if len(slots) + held < len(keys):
             self._counts.add("fetches_denied[reason=no_room]")
             self._lose(fetch, [key for index, key in enumerate(keys) if index not in slots], NO_ROOM)
-            gathering = self.gatherings.get(fetch.holder)
+            gathering = self._waiting(fetch)
             if gathering is not None:
                 gathering.limits.pop(fetch.source, None)
         fetch.copies = [(blocks[index][0], slot, blocks[index][1]) for index, slot in slots.items()]
@@ -377,7 +378,7 @@ class Gatherer:
         self._flying.difference_update(key for key, _, _ in copies)
         checksums: Sequence[int | None] = result.checksums if isinstance(result, BlocksCopied) else [None] * len(copies)
         bad = set(result.corrupt) if isinstance(result, BlocksCopied) else set()
-        gathering = self.gatherings.get(fetch.holder)
+        gathering = self._waiting(fetch)
         # All at once and from the root on, so that children go before parents.
         self._disk.slots.unpin([source.slot for _, _, source in copies if isinstance(source, DiskBlock)])
         came: dict[Key, Content] = {}
@@ -414,9 +415,14 @@ class Gatherer:
         effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
         return effects + self._close(fetch_id) + self.advance_waiting(now, fetch.keys)
 
+    def _waiting(self, fetch: _Fetch) -> Gathering | None:
+        """For whom it was asked, if that still waits: a holder that uses a number twice waits for something else by now."""
+        gathering = fetch.gathering
+        return gathering if self.gatherings.get(gathering.holder) is gathering else None
+
     def _lose(self, fetch: _Fetch, keys: Iterable[Key], why: str) -> None:
         """These do not come by this fetch; should they come by another, nobody asks why."""
-        gathering = self.gatherings.get(fetch.holder)
+        gathering = self._waiting(fetch)
         if gathering is not None:
             gathering.lost.update(dict.fromkeys(keys, why))
 
@@ -451,7 +457,7 @@ class Gatherer:
         fetch = self._fetches.pop(fetch_id)
         if fetch.source == DISK:
             self._promoting -= len(fetch.keys)
-        gathering = self.gatherings.get(fetch.holder)
+        gathering = self._waiting(fetch)
         if gathering is not None:
             gathering.open[fetch.source] -= 1
             gathering.asked.difference_update(fetch.keys)

@@ -42,6 +42,9 @@ NOISE_SHARE = 1000
 MIN_TAKEN_SHARE = 0.9
 """Of what is for a socket; whoever takes less was not attacked."""
 AT_ONCE = 4
+CROWD, CROWD_INPUTS = 40, 200
+"""Connections that come to a socket together, say so many inputs each, and go without a word."""
+CROWD_S, PING_MS = 0.5, 5
 COUNTED = ("dropped", "garbage", "refused", "cut", "strangers")
 _IN, _OUT = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 _LIMITS = Limits(max_message_bytes=1 << 20, send_hwm=200, receive_hwm=200)
@@ -186,7 +189,28 @@ def _send(cluster: Cluster, door: Door, count: int, random: Random) -> int:
     if door.what == "http":
         with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
             return sum(pool.map(partial(_call, address, int(port)), inputs))
-    return _pour(sockets, door, inputs)
+    sockets.borrow()
+    taken = _pour(sockets, door, inputs)
+    _crowd(sockets, door, seeds)
+    sockets.give_back()
+    return taken
+
+
+def _crowd(sockets: Sockets, door: Door, seeds: list[bytes]) -> None:
+    """Connections that say much, ask in between whether anybody is there, and go, whatever was taken of it by then."""
+    crowd = []
+    for _ in range(CROWD):
+        connection, _ = sockets.connecting(door.kind, door.endpoint, door.plane, _LIMITS, server=door.node)
+        connection.heartbeat_ivl = PING_MS
+        connection.connect(door.endpoint)
+        crowd.append(connection)
+    for raw in islice(cycle(seeds), CROWD_INPUTS):
+        for connection in crowd:
+            with suppress(zmq.Again):
+                connection.send_multipart([*door.prefix, raw], zmq.NOBLOCK)
+    time.sleep(CROWD_S)
+    for connection in crowd:
+        connection.close(linger=0)
 
 
 def _spoken_by(name: str) -> list[bytes]:

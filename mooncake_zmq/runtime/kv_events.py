@@ -169,7 +169,8 @@ class KvEventPublisher:
             socket.router_mandatory = True
         else:
             socket.xpub_verboser = True  # of each subscriber, not of the first and the last alone
-            # ZeroMQ takes subscriptions for as long as any are there, and we would never get to look at them.
+            # ZeroMQ takes subscriptions for as long as any are there, and we would never get to look at them: on TCP
+            # `Connections` cuts who sends so many.
             # With 1, libzmq 4.3.5 never reads on from a connection that was let in by its key.
             socket.rcvhwm = 2
         if endpoint.startswith("tcp://"):

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,19 +62,16 @@ log = structlog.get_logger()
 SEND_HWM = 4096
 """Frames queued for one connected peer; a peer further behind than this loses frames, which the session sends again."""
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
-RECEIVE_HWM, UNWATCHED_RECEIVE_HWM = 4096, 8
-"""Frames received from one connection and not taken yet; more of them wait on the other side, where they are the sender's.
-On TCP `Connections` bounds their bytes; where it does not watch, 8 of them are 32 MiB. So few stop a connection's input often,
-and libzmq 4.3.5 aborts the process now and then where the other side goes while it is stopped (`!_io_error`): seen on TCP, as
-its peers end connections whose process stands still."""
+RECEIVE_HWM = 8
+"""Frames received from one connection and not taken yet, 32 MiB of them; more wait on the other side, as the sender's. On TCP
+`Connections` bounds their bytes instead."""
 LIMITS = Limits(
     max_message_bytes=MAX_FRAME_BYTES,
     send_hwm=SEND_HWM,
-    receive_hwm=UNWATCHED_RECEIVE_HWM,
-    heartbeat_timeout_ms=6_000,
+    receive_hwm=RECEIVE_HWM,
+    silence_ms=6_000,
     reconnect_max_ms=1_000,
 )
-WATCHED_LIMITS = replace(LIMITS, receive_hwm=RECEIVE_HWM)
 ANOTHER_KEY_S = 1.0
 """How long a peer is tried by one of its keys before it is by another."""
 FRAMES_PER_TURN = 512
@@ -560,8 +557,7 @@ class ZmqRuntime:
 
     def _listening(self, endpoint: str) -> "zmq.Socket[bytes]":
         check_endpoint(endpoint)
-        limits = WATCHED_LIMITS if endpoint.startswith("tcp://") else LIMITS
-        router = self._sockets.listening(zmq.ROUTER, endpoint, "control", limits)
+        router = self._sockets.listening(zmq.ROUTER, endpoint, "control", LIMITS)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         return router

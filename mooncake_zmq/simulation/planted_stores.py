@@ -134,6 +134,16 @@ def sent_after_its_lease() -> Replacements:
     return [(Streaming, "_send", hasty), (StoreNode, "check", silent)]
 
 
+def sent_past_its_lease() -> Replacements:
+    """A stream's values may be let go before they are sent, once the time that the client asked for is over."""
+
+    def lease(self: Streaming, client: bytes, get: Any, keys: Sequence[str]) -> Any:
+        get.leases.append(-next(self._ids))
+        return self._objects.lease(self._turn.now, client, get.leases[-1], keys, get.ttl_s)
+
+    return [(Streaming, "_lease", lease)]
+
+
 def given_up_is_committed() -> Replacements:
     """A put that its writer gave up, wholly or in part, can be read."""
     commit = Objects.commit
@@ -181,6 +191,7 @@ PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[
     "removed_while_read": ("a segment removed under a read", ("I2",), (), removed_while_read),
     "leases_last": ("leases of values never end", ("I2",), (K.DROP,), leases_last),
     "sent_unleased": ("let go before it is sent", ("I2",), (K.SLOW, K.SLOW), sent_after_its_lease),
+    "sent_late": ("sent past its lease", ("I2",), (), sent_past_its_lease),
     "reach_ignored": ("namespaces ignored", ("I7",), (), reach_ignored),
     "quota_ignored": ("quotas of memory ignored", ("I7",), (), quota_ignored),
     "disk_quota_ignored": ("quotas of disk ignored", ("I7",), (), disk_quota_ignored),

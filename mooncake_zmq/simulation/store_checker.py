@@ -134,6 +134,16 @@ class StoreChecker:
 
     # --- told by the world
 
+    def sent(self, store: "StoreLife", asked: SendValues, payload: Sequence[bytes]) -> None:
+        """I2: so much has left on a stream, whatever its client makes of it. It is of the values that were told of."""
+        cells = self._of(store).sending[asked.stream].cells
+        for found, part in zip(asked.found, payload, strict=True):
+            if found.entry in cells and (found.entry, found.generation) not in store.flipped:
+                self.covered["bytes sent"] += 1
+                if not cells[found.entry][3].startswith(part):
+                    where = f"{store.name} entry {found.entry}"
+                    raise Violation("I2", f"{where}: bytes of another value left on stream {asked.stream}")
+
     def store_died(self, store: "StoreLife") -> None:
         """What it granted is void; the values that its keys have are not."""
         books = self._of(store)

@@ -29,6 +29,8 @@ TIMEOUT_S = 2.5
 TTL_S = 1.2
 PAUSE_S = 0.1
 CLEARS = 0.1
+SLOW_READS = 0.3
+"""Of gets on a stream: the client takes its time over what comes, and asks for a lease that ends before."""
 STOPS, DEATHS = 0.04, 0.02
 """Chances that a client stops amid a copy, and that it dies after a call."""
 PROBES = 40
@@ -380,7 +382,9 @@ class StoreClient:
         if pipe is None:
             return []
         asked_at = self._now
-        self._stores.stream(pipe, Get(list(keys), [], TTL_S), [])
+        is_slow = not self._healed and self._random.random() < SLOW_READS
+        pipe.dawdles_s = self._random.uniform(0.0, TIMEOUT_S) if is_slow else 0.0
+        self._stores.stream(pipe, Get(list(keys), [], TTL_S * self._random.random() if is_slow else TTL_S), [])
         got: list[str] = []
         corrupt: list[str] = []
         left = list(keys)

@@ -92,6 +92,8 @@ class Pipe:
     cut: bool = False
     """The client is gone; whoever serves it will find out."""
     over: bool = False
+    dawdles_s: float = 0.0
+    """How long its client takes to read what it asks for, beyond what that takes."""
     answers: deque[tuple[Any, list[bytes]]] = field(default_factory=deque)
     """What the client has not taken yet."""
 
@@ -203,11 +205,9 @@ class StoreLife:
             case Hear():
                 pipe.hears = True
                 self.hear(pipe)
-            case SendValues(_, sizes, checksums, found):
-                delay_s = self.copy_s(sum(one.size for one in found))
-                halves: list[bytes] = []
-                self.later(delay_s / 2, lambda: halves.extend(self._read(one)[: one.size // 2] for one in found))
-                self.later(delay_s, self._sent, pipe, Values(sizes, checksums), found, halves)
+            case SendValues():
+                delay_s = self.copy_s(sum(one.size for one in effect.found)) + pipe.dawdles_s
+                self.later(delay_s / 2, self._send_half, pipe, effect, delay_s)
             case MakeChecksums(_, found):
                 delay_s = self.copy_s(sum(one.size for one in found))
                 self.later(delay_s, self._made, pipe, found)
@@ -224,9 +224,18 @@ class StoreLife:
                 self._end(pipe)
         return None
 
-    def _sent(self, pipe: Pipe, values: Values, found: Sequence[Found], halves: Sequence[bytes]) -> None:
-        payload = [half + self._read(one)[one.size // 2 :] for one, half in zip(found, halves, strict=True)]
-        self._stores.answer(pipe, values, [self._stores.damaged(value) for value in payload])
+    def _send_half(self, pipe: Pipe, asked: SendValues, whole_s: float) -> None:
+        halves = [self._read(one)[: one.size // 2] for one in asked.found]
+        self._stores.checker.sent(self, asked, halves)
+        if whole_s > asked.within_s:
+            self.later(max(0.0, asked.within_s - whole_s / 2), self._end, pipe)
+        else:
+            self.later(whole_s / 2, self._sent, pipe, asked, halves)
+
+    def _sent(self, pipe: Pipe, asked: SendValues, halves: Sequence[bytes]) -> None:
+        payload = [half + self._read(one)[len(half) :] for one, half in zip(asked.found, halves, strict=True)]
+        self._stores.checker.sent(self, asked, payload)
+        self._stores.answer(pipe, Values(asked.sizes, asked.checksums), [self._stores.damaged(value) for value in payload])
         self.take(ValuesSent(pipe.number))
 
     def _made(self, pipe: Pipe, found: Sequence[Found]) -> None:

@@ -231,12 +231,14 @@ class Hear(Struct, frozen=True, gc=False):
 
 
 class SendValues(Struct, frozen=True, gc=False):
-    """Tell of some keys, and send the bytes of those found. Ends with `ValuesSent`."""
+    """Tell of some keys, and send the bytes of those found. Ends with `ValuesSent`, or with the stream: once so much time is
+    over."""
 
     stream: int
     sizes: list[int]
     checksums: list[int]
     found: list[Found]
+    within_s: float
 
 
 class MakeChecksums(Struct, frozen=True, gc=False):

@@ -1,8 +1,8 @@
 """What goes over the streams of a store's clients: gets, puts and promotions, each stream one at a time. PURE.
 
 Values leave straight from their cells, under a lease, and arrive straight in cells of a put. Whoever serves a stream is a
-writer like a client of this host: a put past its time keeps its cells until the stream has let go of them. A cell read beyond
-its lease may serve another value by then: the reader's checksum makes that a miss.
+writer like a client of this host: a put past its time keeps its cells until the stream has let go of them. So do values
+that leave: a client that reads slowly would get what others put there next. One that is slower than it may be loses its stream.
 """
 
 import itertools
@@ -18,6 +18,9 @@ from mooncake_zmq.store.rules.objects import Code, Found, Grant, Objects, Pin
 from mooncake_zmq.store.rules.tenants import Reach
 from mooncake_zmq.store.stream_messages import EAGER_BYTES, Attached, Ended, Get, Promote, Put, Recheck, Request, promoted_bytes
 from mooncake_zmq.store.tiers import Tiers
+
+LEAST_BYTES_PER_S = 16 << 20
+"""What a client has to take, once the time that it asked for is over."""
 
 
 @dataclass(slots=True)
@@ -217,7 +220,7 @@ class Streaming:
     def _lease(self, client: bytes, get: _Get, keys: Sequence[str]) -> list[Found | None]:
         lease_id = -next(self._ids)  # no message of a client can name it
         get.leases.append(lease_id)
-        return self._objects.lease(self._turn.now, client, lease_id, keys, get.ttl_s)
+        return self._objects.lease(self._turn.now, client, lease_id, keys, None)
 
     def _send(self, number: int, get: _Get) -> None:
         """What leaves the host carries a checksum: its writer's, or one made now."""
@@ -227,7 +230,9 @@ class Streaming:
         if 0 in checksums and (unchecked := [one for one in sent if not one.checksum]):
             self._turn.effects.append(MakeChecksums(number, unchecked))
         else:
-            self._turn.effects.append(SendValues(number, get.told, checksums, sent))
+            asked_s = min(get.ttl_s, self._objects.settings.max_ttl_s)
+            within_s = asked_s + sum(one.size for one in sent) / LEAST_BYTES_PER_S
+            self._turn.effects.append(SendValues(number, get.told, checksums, sent, within_s))
 
     def _put(self, number: int, stream: _Stream, put: Put) -> None:
         sizes, checksums = put.sizes, put.checksums

@@ -8,6 +8,10 @@ Of a message that is not there yet more than `PARTIAL_BYTES` may be here for `PA
 brings three of the longest ones. Empty parts take 32 times as much memory as bytes on the wire, and ZeroMQ takes up to 30 MB/s
 of them: so the process may not grow by more than `PARTIAL_GROWTH_BYTES` meanwhile, for whatever reason. Who is cut wrongly
 connects anew, and says it again.
+
+So no high-water mark is set on what comes. At one ZeroMQ stops a connection's input; and libzmq 4.3.5 aborts the process
+(`!_io_error`) where the other side goes while it is stopped, and something is to be written there after that: the answer to a
+PING of its, which was read before and is looked at when the input goes on.
 """
 
 import contextlib
@@ -36,10 +40,14 @@ PARTIAL_GROWTH_BYTES = 12 << 20
 """Three of the longest messages: of an honest one what came is as long as what is held."""
 LOOK_S = 0.01
 """Between two looks, in which a network brings no more than some 20 MiB."""
-FRAME_OVERHEAD_BYTES = 48
-"""What a frame takes on the wire beside its content, encrypted ones included, at most."""
+SHORT_BYTES, LONG_BYTES, LONG_FROM_BYTES = 2, 9, 256
+"""What ZeroMQ puts before a frame on the wire, by what is in it."""
+CURVE_FRAME_BYTES = 33
+"""What CURVE adds to it. Nothing is guessed: a byte too many for each frame taken would hide others that wait."""
+XPUB_FRAME_BYTES = 46
+"""In place of that: an XPUB tells nothing of a topic that somebody leaves and did not have."""
 HEARTBEAT_BYTES_PER_S = 64
-"""Likewise what comes without any frame."""
+"""What comes without any frame, at most."""
 RECEIVE_BUFFER_BYTES = 256 << 10
 """The kernel's, for each connection."""
 _BYTES_RECEIVED = struct.Struct("<128xQ")
@@ -54,9 +62,12 @@ class Connections:
     ) -> None:
         """Before `listening` binds. What is cut is added to the owner's `counts`; `on_crash` is called from the thread."""
         counts.setdefault("connections_cut", 0)
-        listening.rcvbuf = RECEIVE_BUFFER_BYTES
+        listening.rcvbuf, listening.rcvhwm = RECEIVE_BUFFER_BYTES, 0
         self._counts = counts
         self._listening = listening
+        self._added_bytes = CURVE_FRAME_BYTES if listening.get(zmq.CURVE_SERVER) else 0
+        if listening.type == zmq.XPUB:
+            self._added_bytes = XPUB_FRAME_BYTES
         self._on_crash = on_crash
         self._received: dict[int, int] = {}
         """Bytes that have come in, at the last look, by descriptor."""
@@ -78,7 +89,12 @@ class Connections:
     def took(self, descriptor: int, size_bytes: int) -> None:
         """A frame of this size was received from the connection `descriptor` (ZMQ_SRCFD)."""
         self._empty = False
-        self._taken.append((descriptor, size_bytes + FRAME_OVERHEAD_BYTES))
+        size_bytes += self._added_bytes
+        self._taken.append((descriptor, size_bytes + (SHORT_BYTES if size_bytes < LONG_FROM_BYTES else LONG_BYTES)))
+
+    def looking(self) -> None:
+        """Something may be left to receive; an XPUB's look lasts for as long as more comes."""
+        self._empty = False
 
     def drained(self) -> None:
         """Nothing was left to receive."""
@@ -161,6 +177,8 @@ class Connections:
 
 def receive(listening: "zmq.Socket[bytes]", connections: Connections | None) -> list[zmq.Frame] | None:
     """The next message of a listening socket, or None: nothing is left. Who watches it, if anybody, is told of either."""
+    if connections is not None:
+        connections.looking()
     try:
         frames = listening.recv_multipart(zmq.NOBLOCK, copy=False)
     except zmq.Again:

@@ -41,7 +41,6 @@ TOLD_EVERY_S = 10.0
 HANDSHAKE_MS = 5_000
 CURVE_BYTES, CURVE_HANDSHAKE_BYTES = 64, 1024
 """What CURVE adds to each frame, and what its own commands take, at most."""
-HEARTBEAT_MS = 2_000
 RECONNECT_MS = 50
 MAX_SOCKETS = 4096
 IO_THREADS = PLANES
@@ -51,6 +50,9 @@ IPC_SUFFIX = "-stream"
 BACKLOG = 1024
 """Connections that nobody has accepted yet; Linux may take fewer (net.core.somaxconn)."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 10, 5, 3
+"""Of a stream."""
+PROBE_S = 2
+"""Of a ZeroMQ connection: how long nothing comes until the kernel asks, and until it asks again."""
 CONNECT_SLICE_S = 0.05
 """How often whoever connects a stream looks whether it is still wanted."""
 
@@ -66,8 +68,8 @@ class Limits:
     max_message_bytes: int
     send_hwm: int
     receive_hwm: int
-    heartbeat_timeout_ms: int = 10_000
-    """Silence after which a TCP connection is given up; over ipc the kernel tells at once."""
+    silence_ms: int = 10_000
+    """After so long without a sign of the other host a TCP connection is given up; over ipc the kernel tells at once."""
     reconnect_max_ms: int = 2_000
 
 
@@ -177,8 +179,11 @@ class Sockets:
         if self._pinned:
             socket.affinity = 1 << IO_THREADS.index(plane)
         if endpoint.startswith("tcp://"):
-            socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, limits.heartbeat_timeout_ms
-            socket.tcp_keepalive = 1
+            # The kernel asks whether the other host is there. ZeroMQ's own heartbeats would have libzmq 4.3.5 abort the process
+            # (`!_io_error`): their timer writes to a connection that ended while its input was stopped.
+            socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, KEEPALIVE_PROBES
+            socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = PROBE_S
+            socket.tcp_maxrt = limits.silence_ms
         if keys is not None:
             socket.maxmsgsize = max(limits.max_message_bytes + CURVE_BYTES, CURVE_HANDSHAKE_BYTES)
             socket.curve_secretkey = keys.secret

@@ -58,8 +58,8 @@ class Stream:
         """`idle` is called every `slice_s` that nothing moves, with how long that is; it raises where that is a reason to
         give up. `seals`, `opens`: the keys of what leaves and of what comes; None: in clear."""
         self.stop_at = math.inf
-        """When what is awaited has to have come, however steadily it does (monotonic clock). What is here counts, however
-        late it is taken."""
+        """When what is awaited has to have come, however steadily it does (monotonic clock), and after which
+        nothing is sent. What is here counts, however late it is taken."""
         self.connection = connection
         self.sealer = Sealer(seals) if seals is not None else None
         self.opener = Opener(opens) if opens is not None else None
@@ -132,6 +132,8 @@ class Stream:
 
     def _send(self, views: Sequence[memoryview]) -> None:
         while views:
+            if self._is_late:
+                raise StreamError("too slow")
             views = _after(views, self._move(self.connection.sendmsg, views))
 
     def _receive_sealed(self, opener: Opener, view: memoryview) -> None:
@@ -145,12 +147,16 @@ class Stream:
             raise StreamGarbage(str(error)) from error
 
     def _received(self, call: Callable[[BytesT], int], place: BytesT) -> int:
-        if self.stop_at is not math.inf and time.monotonic() > self.stop_at and not self._has_more():
+        if self._is_late and not self._has_more():
             raise StreamError("too slow")
         received = self._move(call, place)
         if received == 0:
             raise StreamError("the connection ended")
         return received
+
+    @property
+    def _is_late(self) -> bool:
+        return self.stop_at is not math.inf and time.monotonic() > self.stop_at
 
     def _has_more(self) -> bool:
         waiting = select.poll()

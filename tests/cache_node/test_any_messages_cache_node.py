@@ -13,7 +13,7 @@ from mooncake_zmq.cache_node.cache_node import CacheNode
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
 from mooncake_zmq.core.actor import Received
-from mooncake_zmq.core.messages import BlocksLeased, CommitSlots, LeaseBlocks, ReserveSlots
+from mooncake_zmq.core.messages import BlocksLeased, CommitSlots, LeaseBlocks, ReleaseLease, ReserveSlots
 from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskWritten, ProbeProcess, ProcessProbed, WorkFailed, WriteToDisk
 
 CAPACITY = 8
@@ -46,7 +46,9 @@ steps = st.lists(
         st.tuples(st.just("say"), st.tuples(senders.filter(PEERS.__contains__), anything)),
         st.tuples(st.just("put"), st.integers(1, 5)),
         st.tuples(st.just("lease"), st.integers(1, 5)),
+        st.tuples(st.just("reuse"), st.integers(0, 5)),
         st.tuples(st.just("answer"), st.integers(0, 9)),
+        st.tuples(st.just("late"), st.integers(0, 5)),
         st.tuples(st.just("work"), st.floats(0, 1)),
         st.tuples(st.just("work"), st.floats(0, 0.5)),
         st.tuples(st.just("wait"), pauses),
@@ -107,6 +109,15 @@ def take_step(node, what, how):
         case "lease":
             ask = LeaseBlocks(lease_id=5000 + how, keys=KEYS[:how], sources=("c0", "c1"), fetch_s=5.0, ttl_s=5.0)
             node.handle(Received("d0", ask))
+        case "reuse":
+            node.handle(Received("d0", ReleaseLease(lease_id=5000)))
+            ask = LeaseBlocks(lease_id=5000, keys=KEYS[how : how + 2], sources=("c0", "c1"), fetch_s=5.0, ttl_s=5.0)
+            node.handle(Received("d0", ask))
+        case "late":
+            asked = [(to, message) for to, message in node.sent if isinstance(message, LeaseBlocks)]
+            for to, ask in asked[-2 - how :][:1]:
+                columns = {"slots": (1,), "generations": (2,), "checksums": (5,)}
+                node.handle(Received(to, BlocksLeased(lease_id=ask.lease_id, node=to, incarnation=7, **columns)))
         case "answer":
             asked = [(to, message) for to, message in node.sent if isinstance(message, LeaseBlocks)]
             if asked:

@@ -9,10 +9,11 @@ from msgspec import structs
 
 from mooncake_zmq.cache_node import cache_node
 from mooncake_zmq.cache_node.cache_node import CacheNode
+from mooncake_zmq.cache_node.client import COPY_MARGIN
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
 from mooncake_zmq.cache_node.tenants import PoolTenant
-from mooncake_zmq.core.actor import Publish, Started
+from mooncake_zmq.core.actor import Publish, Received, Start, Started
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     BlocksLeased,
@@ -477,6 +478,38 @@ def test_a_release_while_the_fetch_runs_ends_the_wait(pool):
     pool.copied()
     assert pool.take(BlocksLeased, "p0") == []
     assert pool.busy() == {}
+
+
+@pytest.mark.parametrize("when", ["answered", "copied"])
+def test_a_number_used_for_two_lists_gets_what_was_asked_for_last(pool, when):
+    options = {"sources": ("c1",), "fetch_s": 5.0, "ttl_s": 15.0}
+    pool.say("p0", LeaseBlocks(lease_id=1, keys=keys(1, 2), **options))
+    first = pool.one(LeaseBlocks, "c1")
+    if when == "copied":
+        pool.answer(first, 1, 2)
+    pool.say("p0", ReleaseLease(lease_id=1))
+    pool.say("p0", LeaseBlocks(lease_id=1, keys=keys(3, 4), **options))
+    second = pool.one(LeaseBlocks, "c1")
+    if when == "answered":
+        pool.answer(first, 1)
+    else:
+        pool.copied(fail=(0,))
+    pool.answer(second, 3, 4)
+    pool.copied()
+    assert len(pool.one(BlocksLeased, "p0").slots) == 2
+    pool.say("p0", ReleaseLease(lease_id=1))
+    assert {3, 4} <= pool.held()
+    assert pool.busy() == {}
+
+
+def test_a_copy_from_a_source_ends_well_before_its_lease_there(pool):
+    pool.lease(1, sources=("c1",), fetch_s=60.0)
+    ask = pool.one(LeaseBlocks, "c1")
+    pool.advance(1.0)
+    refs = [SlotRef(node="c1", incarnation=1, slot=1, generation=2, checksum=1001)]
+    effects = pool.handle(Received("c1", leased(ask.lease_id, refs, node="c1")))
+    (start,) = [effect for effect in effects if isinstance(effect, Start)]
+    assert start.deadline_s == pytest.approx(ask.ttl_s * (1 - COPY_MARGIN) - 1.0)
 
 
 # --- what fetching takes

@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +20,7 @@ from mooncake_zmq.fuzz.decoders import LAYOUT
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.key_files import load, make
 from mooncake_zmq.transfer.shared_memory import Segment
-from mooncake_zmq.transfer.sockets import Sockets
+from mooncake_zmq.transfer.sockets import Limits, Sockets
 from mooncake_zmq.transfer.tickets import Tickets
 
 INPUTS = 120
@@ -73,6 +75,21 @@ def test_spoilt_inputs_reach_a_store_s_streams_and_are_counted(keyed, tmp_path: 
 def test_what_nobody_listens_for_is_not_taken(nowhere: str, kind: int) -> None:
     door = Door("cache-a", "control", nowhere, kind=kind)
     assert hostile._pour(Sockets(io_threads=1), door, iter([b"x"] * 50)) == 0
+
+
+def test_a_crowd_comes_by_many_connections_each_of_which_says_much(keyed) -> None:
+    sockets, door = keyed("server").borrow(), Door("server", "data", "", plane="data")
+    limits = Limits(max_message_bytes=1 << 20, send_hwm=8, receive_hwm=0)
+    with sockets.listening(zmq.ROUTER, "tcp://127.0.0.1:*", "data", limits) as listening:
+        listening.bind("tcp://127.0.0.1:*")
+        door = replace(door, endpoint=listening.get_string(zmq.LAST_ENDPOINT))
+        theirs = keyed("client").borrow()
+        hostile._crowd(theirs, door, [b"x"])
+        theirs.give_back()
+        came = Counter(peer for peer, _ in iter(lambda: listening.poll(200) and listening.recv_multipart(), 0))
+    sockets.give_back()
+    assert len(came) > hostile.CROWD / 2
+    assert max(came.values()) > hostile.CROWD_INPUTS / 2
 
 
 @pytest.mark.parametrize("admit", [of_blocks, of_values])

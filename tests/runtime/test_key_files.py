@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from mooncake_zmq.kv.events import AllBlocksCleared
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.runtime.kv_events import END, KvEventPublisher
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
-from mooncake_zmq.store import MooncakeDistributedStore
+from mooncake_zmq.store import MooncakeDistributedStore, streaming
+from mooncake_zmq.store.client.peer import Call
 from mooncake_zmq.store.rules.tenants import StoreTenant
+from mooncake_zmq.store.stream_messages import Get, decode_values
 from mooncake_zmq.transfer import data_server, key_files
 from mooncake_zmq.transfer.block_messages import PROTOCOL_VERSION, StreamOffered, StreamWanted, decode_offer
 from mooncake_zmq.transfer.data_server import DataServer
@@ -38,6 +40,8 @@ PATIENCE_S = 20.0
 OVER = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 OVER |= zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 SOON = replace(SETTINGS, peer_timeout_s=1.0)
+SLOWLY_READ_BYTES = 32 << 20
+"""More than sockets take up."""
 FAR = "tcp://10.11.12.13:7000"
 SMALL = {"slabs": 2, "slab_bytes": 4 << 20}
 
@@ -367,6 +371,48 @@ def test_what_a_store_client_may_use_the_name_of_its_key_tells(
         assert 0 < server.gauges()["tenant_bytes[tenant=red]"] <= 4 << 20
         assert ruby.put("red/too large", b"v" * (4 << 20)) == 0
         assert server.gauges()["objects"] == 1
+    finally:
+        for store in stores.values():
+            store.close()
+        server.close()
+
+
+@pytest.mark.parametrize("encrypt_bulk", [True, False])
+def test_who_reads_slowly_gets_what_was_his_and_no_byte_of_anothers(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypt_bulk: bool
+) -> None:
+    monkeypatch.setattr(streaming, "LEAST_BYTES_PER_S", 8 * SLOWLY_READ_BYTES)  # it loses its stream in an eighth of a second
+    key_files.make(directory, [(name, ("store",)) for name in ("ruby", "sky")])
+    tenants = tuple(StoreTenant(name=of, namespaces=(f"{of}/",), clients=(of,)) for of in ("ruby", "sky"))
+    ours = Sockets(key_files.load(directory, "a"), encrypt_bulk=encrypt_bulk)
+    large = {"slabs": 2, "slab_bytes": SLOWLY_READ_BYTES}
+    server = store_server(tmp_path, **large, sockets=ours, tenants=tenants)
+    stores = {name: MooncakeDistributedStore() for name in ("ruby", "sky", "sky again")}
+    came = bytearray(SLOWLY_READ_BYTES)
+
+    def read_slowly(call: Call) -> None:
+        stream = call.stream()
+        stream.send(Get(["sky/bait"], [], 0.0))
+        assert stream.receive(decode_values).sizes == [SLOWLY_READ_BYTES]
+        assert sky_again.remove("sky/bait") == 0
+        assert [ruby.put(f"ruby/{number}", b"r" * SLOWLY_READ_BYTES) for number in range(3)].count(0) >= 1
+        eventually(lambda: server.gauges()["leases"] == 0)
+        with suppress(StreamError):
+            stream.receive_views([memoryview(came)])
+
+    try:
+        for name, store in stores.items():
+            address = f"a@127.0.0.1:{server.endpoint.rpartition(':')[2]}"
+            key_name = name.partition(" ")[0]
+            assert store.setup({"master_server_addr": address, "keys": str(directory), "key_name": key_name}) == 0
+        ruby, sky, sky_again = stores.values()
+        assert sky.put("sky/bait", b"s" * SLOWLY_READ_BYTES) == 0
+        assert sky._client is not None
+        sky._client._peers[0].call(read_slowly)
+        assert came.count(b"r") == 0
+        assert 0 < came.count(b"s") < SLOWLY_READ_BYTES
+        assert [ruby.put(f"ruby/more {number}", b"r" * SLOWLY_READ_BYTES) for number in range(2)] == [0, 0]
+        assert server.gauges()["objects"] == 2, "the cell of what was read slowly is free again"
     finally:
         for store in stores.values():
             store.close()

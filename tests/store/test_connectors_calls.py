@@ -67,6 +67,19 @@ def test_ranges_that_cannot_be_are_refused_and_the_others_are_not(store):
     assert store.get_into_ranges([target.address], [["k"]], [[[0, 1]]], [[[0]]], [[[1]]]) == [[[-600]]]
 
 
+def test_ranges_end_within_the_buffer_that_is_registered(store):
+    assert store.put("k", b"12345678") == 0
+    target = Memory(64)
+    assert store.register_buffer(target.address, 32) == 0
+    assert store.register_buffer(target.address + 40, 8) == 0
+    parts = ([31, 28, 32, 28], [0, 0, 0, 4], [4, 4, 1, 5])
+    assert store.get_into_ranges([target.address], [["k"]], *([[part]] for part in parts)) == [[[-600, 4, -600, -600]]]
+    assert store.get_into_ranges([target.address + 30], [["k"]], [[[0, 0]]], [[[4, 4]]], [[[3, 2]]]) == [[[-600, 2]]]
+    assert target.bytes(28, 12) == b"1256" + bytes(8)
+    assert store.unregister_buffer(target.address) == 0
+    assert store.get_into_ranges([target.address], [["k"]], [[[31]]], [[[0]]], [[[4]]]) == [[[4]]]
+
+
 def test_without_a_store_ranges_and_copies_are_unreached():
     store = MooncakeDistributedStore()
     assert store.get_into_ranges([1], [["k"]], [[[0]]], [[[0]]], [[[1]]]) == [[[-900]]]

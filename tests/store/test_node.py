@@ -166,7 +166,7 @@ def test_the_first_checksum_made_of_a_value_stands_and_damage_since_then_is_vouc
     store.take(WorkDone(store.works.pop(0).work_id, ValuesWritten((8,))))
     if damaged_before == "sent":
         store.settle()
-        assert SendValues(1, [0], [0], []) in store.take(ChecksumsMade(1, [7]))
+        assert SendValues(1, [0], [0], [], 20.0) in store.take(ChecksumsMade(1, [7]))
         store.take(ValuesSent(1))
     store.settle()
     assert "k" not in store.node.objects.by_key

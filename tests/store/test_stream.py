@@ -158,6 +158,16 @@ def test_what_has_come_in_time_counts_however_late_it_is_taken(pair):
     far.stop_at = math.inf
 
 
+def test_nothing_is_sent_once_its_time_is_over(pair):
+    near, far = pair
+    near.stop_at = monotonic()
+    with pytest.raises(StreamError, match="too slow"):
+        near.send(Ended([7]))
+    near.close()
+    with pytest.raises(StreamError, match="the connection ended"):
+        far.receive(decode_ended)
+
+
 def test_a_stream_can_be_ended_under_a_reader_of_another_thread():
     stream, there = ends()
     with there, ThreadPoolExecutor(1) as thread:

@@ -6,6 +6,7 @@ pinned; -707 the put took longer than it may; -800 bytes were damaged under way;
 """
 
 import bisect
+import math
 import os
 import re
 import threading
@@ -275,7 +276,8 @@ class MooncakeDistributedStore:
         all_src_offsets: Sequence[Sequence[Sequence[int]]],
         all_sizes: Sequence[Sequence[Sequence[int]]],
     ) -> list[list[list[int]]]:
-        """For each buffer and each of its keys, parts of the value to places in the buffer: the size of each part or a code.
+        """For each buffer and each of its keys, parts of the value to places in the buffer: the size of each part or a code;
+        -600 where it would end behind a registered buffer.
         A value is read and verified as a whole, once for each buffer that names it."""
         rows = (buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes)
         if len(set(map(len, rows))) > 1:
@@ -468,12 +470,19 @@ class MooncakeDistributedStore:
             results.append(found)
         return results
 
+    def _room_at(self, address: int) -> float:
+        """Bytes from there to the end of the registered buffer that it lies in; infinite if it lies in none."""
+        with self._lock:
+            at = bisect.bisect_right(self._buffers, (address, math.inf))
+            stop = self._buffers[at - 1][1] if at else 0
+        return stop - address if address < stop else math.inf
+
     def _copy_parts(
         self, value: bytearray, buffer_ptr: int, to: Sequence[int], of: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        found = []
+        found, room = [], self._room_at(buffer_ptr)
         for target, start, size in zip(to, of, sizes, strict=True):
-            fits = target >= 0 and start >= 0 and 0 <= size <= len(value) - start
+            fits = target >= 0 and start >= 0 and 0 <= size <= min(len(value) - start, room - target)
             fits = fits and not self._device.refuses([[(buffer_ptr + target, size)]])
             if fits and size:
                 self._device.copy(buffer_ptr + target, address_of(value) + start, size)

@@ -378,8 +378,9 @@ class Objects:
     def size_on_disk(self, key: str) -> int | None:
         return None if self.log is None else self.log.size_of(key)
 
-    def lease(self, now: float, client: bytes, lease_id: int, keys: Sequence[str], ttl_s: float) -> list[Found | None]:
-        """Keep those of `keys` that are here from being evicted. The holder counts `ttl_s` from when it asked."""
+    def lease(self, now: float, client: bytes, lease_id: int, keys: Sequence[str], ttl_s: float | None) -> list[Found | None]:
+        """Keep those of `keys` that are here from being evicted. The holder counts `ttl_s` from when it asked. None: until it
+        is released, which the owner then sees to."""
         holder = self._clients.setdefault(client, _Client())
         known = holder.leases.get(lease_id)
         if known is not None:
@@ -403,7 +404,7 @@ class Objects:
             entries.append(entry)
             found.append(self._found(entry))
         if entries:
-            expires_at = now + min(ttl_s, self.settings.max_ttl_s)
+            expires_at = math.inf if ttl_s is None else now + min(ttl_s, self.settings.max_ttl_s)
             holder.leases[lease_id] = _Lease(expires_at, entries)
             self.expires_at = min(self.expires_at, expires_at)
             self.counts["leased"] += len(entries)

@@ -177,9 +177,7 @@ class _Served:
         """Is there more to do? Raises StreamError."""
         match effect:
             case SendValues():
-                views = [self._turns.view(one.offset, one.size) for one in effect.found]
-                self.stream.send(Values(effect.sizes, effect.checksums), views)
-                self._turns.take(ValuesSent(self.number))
+                self._send_values(effect)
             case Hear():
                 self._hear()
             case Say(_, message) | Reply(_, message):
@@ -211,6 +209,13 @@ class _Served:
                 self.told.put(Hear(self.number))
         else:
             self._turns.take(StreamAsked(self.number, request))
+
+    def _send_values(self, asked: SendValues) -> None:
+        views = [self._turns.view(one.offset, one.size) for one in asked.found]
+        self.stream.stop_at = time.monotonic() + asked.within_s
+        self.stream.send(Values(asked.sizes, asked.checksums), views)
+        self.stream.stop_at = math.inf
+        self._turns.take(ValuesSent(self.number))
 
     def _receive(self, asked: ReceiveValues) -> None:
         """Take the bytes of a put."""
