@@ -487,8 +487,8 @@ def _one_seed() -> Replacements:
     """All choices are given the first one's token."""
     finish = Prefill._finish
 
-    def alike(self: Prefill, now: float, job: Any, sampled: Any) -> list[Effect]:
-        return finish(self, now, job, sampled[:1] * len(sampled))
+    def alike(self: Prefill, now: float, job: Any, sampled: Any, layers: Any = ()) -> list[Effect]:
+        return finish(self, now, job, sampled[:1] * len(sampled), layers)
 
     return [(Prefill, "_finish", alike)]
 
