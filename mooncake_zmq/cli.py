@@ -174,7 +174,7 @@ def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
       mooncake-zmq config check cluster.toml
       mooncake-zmq config check configs/local.toml --model ~/models/llama.gguf
     """
-    from mooncake_zmq.config import check_devices, summary, warnings
+    from mooncake_zmq.config import check_devices, check_open, summary, warnings
 
     loaded = _load(path, model, assignments)
     _or_exit(lambda: check_devices(loaded.config.nodes))
@@ -182,6 +182,7 @@ def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
         click.echo(line)
     for warning in _or_exit(lambda: list(warnings(loaded))):
         click.secho(f"warning: {warning}", fg="yellow", err=True)
+    _or_exit(lambda: check_open(loaded, loaded.config.nodes))
     click.echo(f"{path}: ok")
 
 

@@ -158,13 +158,16 @@ class Edge:
         backing: Backing,
         clock: Callable[[], float] = time.monotonic,
         tenants: Tenants | None = None,
+        allow_open: bool = False,
         listed: Sequence[Listed] = (),
         about: Mapping[str, Any] | None = None,
         export: Callable[[Account, Names], None] = lambda account, names: None,
     ) -> None:
-        """`max_open`: requests that the actor takes at once. `tenants`: who may call; None: everybody. `listed`: the nodes that
+        """`max_open`: requests that the actor takes at once. `tenants`: who may call; None: this machine, or with
+        `allow_open` everybody. `listed`: the nodes that
         there should be. `about`: more for /cluster. `export` is given each request that is over."""
         self.tenants = tenants
+        self.allow_open = allow_open
         self.name = name
         self.model = model
         self.settings = settings
@@ -282,6 +285,11 @@ class Edge:
     def drain(self) -> None:
         """Refuse new calls; the open ones go on. The actor hears of it from the runtime."""
         self.draining = True
+
+    def tells_reuse(self, salt: str | None) -> bool:
+        """May a client learn how much of its prompt was cached? Not where that tells what strangers have asked: of those that
+        share its salt with it, or its machine, it may know. Time tells too, which is why there are salts."""
+        return bool(salt) or self.tenants is not None or not self.allow_open
 
     @property
     def turns_away(self) -> bool:

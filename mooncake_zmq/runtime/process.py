@@ -31,7 +31,7 @@ from prometheus_client.metrics_core import Metric
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of, gateway_warnings
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_open, costs_of, gateway_warnings
 from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, RestWanted, ShelfTold
 from mooncake_zmq.core.costs import Costs
@@ -160,6 +160,7 @@ class _Process:
     def __init__(self, loaded: Loaded, node: NodeSettings, stack: ExitStack) -> None:
         self.loaded, self.config, self.node, self.stack = loaded, loaded.config, node, stack
         self.settings = loaded.section(node)
+        check_open(loaded, [node])
         cluster = self.config.cluster
         self.runtime_dir = Path(cluster.runtime_dir)
         _mind_early_signals()
@@ -592,6 +593,7 @@ class _Process:
             max_open=self.settings.requests.max_open,
             backing=_Backing(self.runtime, requests, self._data),
             tenants=api_keys.tenants if api_keys else None,
+            allow_open=self.settings.allow_open,
             listed=[Listed(node.name, node.role, node.host) for node in self.config.nodes],
             about={
                 "cluster": self.config.cluster.name,

@@ -276,7 +276,7 @@ def test_a_long_body_keeps_no_short_one_waiting():
 
     async def go():
         transport = httpx.ASGITransport(app=actor.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
             bodies = [{"prompt": "long", "user": "x" * 2000}] * 3
             long = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
             await actor.until(lambda: actor.edge.slots_taken == 3)
@@ -305,7 +305,9 @@ def test_what_a_client_no_longer_waits_for_is_not_prepared():
         for text in ("a", "b", "c"):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             body = json.dumps({"prompt": text}).encode()
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+            )
             writers.append(writer)
             await actor.until(lambda: actor.edge.slots_taken == len(writers))
         for writer in writers:
