@@ -287,6 +287,7 @@ _STORE = {
     "store_ssd_unsaved_bytes": "Bytes of values that memory alone has",
     "store_ssd_without_room_bytes": "Of the unsaved bytes, those whose tenant has no room on SSD",
     "store_ssd_readable": "1 while values are read from the SSD",
+    "keys_not_followed": "1 while the file public_keys is not what counts here: it is unreadable, or lacks the own key",
     "store_ssd_writable": "1 while values are written to the SSD",
     "store_ssd_demoting": "Values on their way to the SSD",
     "store_ssd_promoting": "Values on their way from the SSD",

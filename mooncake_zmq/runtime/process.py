@@ -309,8 +309,11 @@ class _Process:
     def _open_sockets(self) -> Sockets:
         security = self.config.security
         directory = key_files.directory_of(security.keys)
+        keys = key_files.load(directory, self.node.name) if directory else None
+        if keys is not None:
+            self.beside.append(lambda: ({}, {"keys_not_followed": float(bool(keys.not_followed))}))
         sockets = Sockets(
-            key_files.load(directory, self.node.name) if directory else None,
+            keys,
             allow_plain_tcp=security.allow_plain_tcp,
             encrypt_bulk=security.encrypt_bulk,
             io_threads=1 if self.node.role in ("gateway", "conductor") else 0,
@@ -714,6 +717,12 @@ class _Process:
             log.warning("drain_timed_out")
             runtime.hand_over()
 
+        def look_at_own_key() -> None:
+            if self.sockets.keys is not None and self.sockets.keys.own_is_dropped and not self.signals_seen:
+                log.error("own_key_dropped", path=str(self.sockets.keys.path))
+                on_signal(signal.SIGTERM, None)
+
+        runtime.every(REFRESH_S, look_at_own_key)
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
         signal.signal(signal.SIGUSR1, lambda *_: runtime.call(self._write_dump))
