@@ -491,6 +491,8 @@ def prepare(
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
     tools, constraint = _form(body, model, settings, grammars)
+    if tenant is not None:
+        _check_rights(body, tenant)
     salt = body.cache_salt or ""
     salt = salt if tenant is None else tenant.salt(salt)
     echo_chars, scored_left = settings.max_echo_chars, MAX_SCORES
@@ -538,6 +540,17 @@ def prepare(
             )
             prepared.choices.append(choice)
     return prepared
+
+
+def _check_rights(body: Body, tenant: Tenant) -> None:
+    """What others would pay for is asked for by those whose key says so alone."""
+    code = "insufficient_permissions"
+    if (body.priority or 0) < tenant.priority:
+        text = f"the least priority that {tenant.name} may ask for is {tenant.priority}"
+        raise RequestError(403, text, param="priority", code=code)
+    for name, asked_s in (("ttft_slo", body.ttft_slo), ("tbt_slo", body.tbt_slo)):
+        if asked_s is not None and not tenant.slo:
+            raise RequestError(403, f"{tenant.name} has the deployment's SLO, and may not name another", param=name, code=code)
 
 
 def _form(body: Body, model: ServedModel, settings: EdgeSettings, grammars: Grammars | None) -> tuple[Tools, bytes]:
