@@ -316,6 +316,7 @@ class _Generation:
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
         each = prepared.body.choices_per_prompt
         usage.take(prepared.requests, each)
+        call.hold(prepared.held_scores)
         call.submit(prepared.requests, each)
         scope["state"]["told"] = True
         reply = Reply(

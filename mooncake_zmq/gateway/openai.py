@@ -31,6 +31,8 @@ SEED_BITS = 63
 SEEDS = 1 << SEED_BITS
 MAX_SCORES = 1 << 16
 """Probabilities of prompts' tokens that one answer tells: about 2 MB of JSON."""
+SCORES_SHARE = 4
+"""So much of `max_held_scores` one call may have: a quarter."""
 UNSUPPORTED = "unsupported_parameter"
 QUOTED_CHARS = 200
 """Of what a client sent, in an error: it may be megabytes."""
@@ -463,6 +465,14 @@ class Prepared:
     requests: list[ClientRequest]
     choices: list[Choice]
 
+    @property
+    def held_scores(self) -> int:
+        """Probabilities that are held until the answers are whole, at most: nothing of a stream."""
+        likeliest = self.body.likeliest
+        if likeliest is None or self.body.stream:
+            return 0
+        return (1 + likeliest) * sum(request.stop.max_tokens for request in self.requests)
+
 
 def prepare(
     raw: bytes | bytearray,
@@ -539,6 +549,11 @@ def prepare(
                 silent=body.wished_tokens == 0,
             )
             prepared.choices.append(choice)
+    if prepared.held_scores > (most := settings.max_held_scores // SCORES_SHARE):
+        text = (
+            f"an answer that is not streamed tells at most {most} probabilities: stream it, or lower max_tokens, n or logprobs"
+        )
+        raise _invalid("logprobs", text)
     return prepared
 
 

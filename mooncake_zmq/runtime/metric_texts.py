@@ -57,6 +57,7 @@ _GATEWAY = {
     "edge_slots_taken": "Places for requests that are taken",
     "edge_bodies": "Bodies being read or prepared",
     "edge_listening": "1: lets in who comes to its address; 0: is not ready, leaves it or has left it to others",
+    "edge_held_scores": "Probabilities of tokens that answers which are not streamed may come to",
     "edge_reading_bytes": "Bytes of bodies being read",
     "http_connections_refused": "HTTP connections refused: too many in all, or of one address",
     "http_connections_displaced": "Idle HTTP connections closed for newcomers",
