@@ -442,6 +442,21 @@ def test_gguf_files_that_are_wrong(tmp_path, cache):
     assert_refused(write_gguf(tmp_path / "d.gguf", source, merge="x y"), cache, "tokenizer")
 
 
+@pytest.mark.parametrize(
+    ("moved_by", "word"), [(1, "blk.1.ffn_up.weight begins at no multiple of 32"), (-16, "no multiple"), (-64, "overlap")]
+)
+def test_a_gguf_tensor_that_does_not_lie_where_one_may_is_refused(tmp_path, cache, moved_by, word):
+    """Its bytes are there, and are not its."""
+    path = write_gguf(tmp_path / "model.gguf", DummySource("tiny"))
+    whole, name = bytearray(path.read_bytes()), b"blk.1.ffn_up.weight"
+    dimensions = whole.index(name) + len(name)
+    at = dimensions + 4 + 8 * int.from_bytes(whole[dimensions : dimensions + 4], "little") + 4
+    offset = int.from_bytes(whole[at : at + 8], "little")
+    whole[at : at + 8] = (offset + moved_by).to_bytes(8, "little")
+    path.write_bytes(whole)
+    assert_refused(path, cache, word)
+
+
 def test_a_gguf_file_in_parts_is_refused(tmp_path, cache):
     fields = [("split.count", 3, gguf.GGUFValueType.UINT16)]
     assert_refused(write_gguf(tmp_path / "a.gguf", DummySource("tiny"), fields=fields), cache, "one of 3 parts")
