@@ -1,6 +1,7 @@
 """The command line. Everything is imported inside its command: `--help` is instant, BLAS threads are set before NumPy loads."""
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -149,6 +150,27 @@ _forward("reproduce", "mooncake_zmq.laboratory.reproduce.command", "Print a figu
 _forward("bench", "mooncake_zmq.bench.command", "Measure, each value beside its reference.")
 _forward("profile", "mooncake_zmq.bench.command", "Measure the engine, for the conductor's estimates.")
 _forward("keys", "mooncake_zmq.keys", "Make, list and rotate the keys by which nodes and clients know each other.")
+
+
+@main.command()
+@click.option("--licences", is_flag=True, help="A line each: name, version, licence.")
+def sbom(licences: bool) -> None:
+    """Print what the program is made of here, with licences, as CycloneDX JSON.
+
+    \b
+    Examples:
+      mooncake-zmq sbom > sbom.json
+      mooncake-zmq sbom --licences
+    """
+    from mooncake_zmq.sbom import bill
+
+    told = bill()
+    if not licences:
+        click.echo(json.dumps(told, indent=1))
+        return
+    for each in told["components"]:
+        known = each["licenses"][0]["license"]["name"] if "licenses" in each else "not said"
+        click.echo(f"{each['name']} {each['version']} {known}")
 
 
 @main.group()
