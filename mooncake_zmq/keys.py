@@ -113,7 +113,7 @@ def rotate(name: str, directory: Path) -> None:
 @click.argument("name", metavar="NAME")
 @directory_option
 def drop(name: str, directory: Path) -> None:
-    """Forget the former key of NAME, once it runs with the new one. Connections that stand are not cut.
+    """Forget the former key of NAME, once it runs with the new one. What stands by the dropped key is cut.
 
     \b
     Examples:
