@@ -1,6 +1,7 @@
 """The command line. Everything is imported inside its command: `--help` is instant, BLAS threads are set before NumPy loads."""
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -151,6 +152,27 @@ _forward("profile", "mooncake_zmq.bench.command", "Measure the engine, for the c
 _forward("keys", "mooncake_zmq.keys", "Make, list and rotate the keys by which nodes and clients know each other.")
 
 
+@main.command()
+@click.option("--licences", is_flag=True, help="A line each: name, version, licence.")
+def sbom(licences: bool) -> None:
+    """Print what the program is made of here, with licences, as CycloneDX JSON.
+
+    \b
+    Examples:
+      mooncake-zmq sbom > sbom.json
+      mooncake-zmq sbom --licences
+    """
+    from mooncake_zmq.sbom import bill
+
+    told = bill()
+    if not licences:
+        click.echo(json.dumps(told, indent=1))
+        return
+    for each in told["components"]:
+        known = each["licenses"][0]["license"]["name"] if "licenses" in each else "not said"
+        click.echo(f"{each['name']} {each['version']} {known}")
+
+
 @main.group()
 def config() -> None:
     """Check or show a deployment's settings.
@@ -174,7 +196,7 @@ def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
       mooncake-zmq config check cluster.toml
       mooncake-zmq config check configs/local.toml --model ~/models/llama.gguf
     """
-    from mooncake_zmq.config import check_devices, summary, warnings
+    from mooncake_zmq.config import check_devices, check_open, summary, warnings
 
     loaded = _load(path, model, assignments)
     _or_exit(lambda: check_devices(loaded.config.nodes))
@@ -182,6 +204,7 @@ def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
         click.echo(line)
     for warning in _or_exit(lambda: list(warnings(loaded))):
         click.secho(f"warning: {warning}", fg="yellow", err=True)
+    _or_exit(lambda: check_open(loaded, loaded.config.nodes))
     click.echo(f"{path}: ok")
 
 

@@ -31,7 +31,7 @@ from mooncake_zmq.engine.cpu import Backend, Device, chosen
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.runtime.api_keys import api_keys_of
-from mooncake_zmq.runtime.exposure import Judgement, judged
+from mooncake_zmq.runtime.exposure import Judgement, judged, unasked
 from mooncake_zmq.runtime.log import LEVELS, LogFormat
 from mooncake_zmq.runtime.otlp import OTEL, is_installed
 from mooncake_zmq.runtime.tls import tls_files_of
@@ -253,7 +253,11 @@ class GatewaySettings:
     one that drains leaves first. To tell them apart, `/health` names who answers, and `metrics_port` is each one's own."""
     api_keys: str = ""
     """File of `mooncake-zmq keys api`: who may call, how often, and how much. Read anew when it changes. Empty: the unit's
-    credential `api_keys`; without one everybody may call."""
+    credential `api_keys`. Without one a gateway is for its own machine: it listens on loopback, and is called by that name."""
+    allow_open: bool = False
+    """Without `api_keys`: whoever reaches it may call it, from other machines and by any name (of a proxy, say), and see its
+    metrics. `/cluster` and `/trace` then answer its own machine alone, and what was reused is told for a `cache_salt` alone, as
+    both tell what others have asked. Beyond loopback a gateway without keys does not start unless this says so."""
     tls_certificate: str = ""
     """PEM file of the certificate and its chain: HTTPS, of TLS 1.2 and newer, in place of HTTP. Both files are read anew when
     they change. Empty: the unit's credentials `tls.crt` and `tls.key`; without them it is HTTP."""
@@ -702,11 +706,22 @@ def gateway_warnings(section: GatewaySettings) -> Iterator[str]:
         yield "cors_origins is * and there are no API keys: any page that a browser which reaches it opens may call it"
 
 
+def check_open(loaded: Loaded, nodes: Iterable[NodeSettings]) -> None:
+    """Raise ConfigError if one of these is a gateway that everybody could call, and nobody has said so."""
+    for node in nodes:
+        if node.role == "gateway":
+            section = loaded.section(node)
+            why = unasked(http_host=section.http_host, api_keys=section.api_keys, allow_open=section.allow_open)
+            if why:
+                raise ConfigError(f"{loaded.path}: {node.name}: {why}")
+
+
 def exposure_of(section: GatewaySettings) -> Iterator[Judgement]:
     """What it shows, and to whom."""
     return judged(
         http_host=section.http_host,
         api_keys=section.api_keys,
+        allow_open=section.allow_open,
         tls_certificate=section.tls_certificate,
         tls_key=section.tls_key,
     )

@@ -8,7 +8,8 @@ from typing import Any, NoReturn, TypeVar, get_args
 import click
 
 from mooncake_zmq.core.keys import KeysError, Kind
-from mooncake_zmq.gateway.tenants import Role, Tenant, TenantsError, digest_of
+from mooncake_zmq.core.messages import MAX_PRIORITY
+from mooncake_zmq.gateway.tenants import Role, SloRight, Tenant, TenantsError, digest_of
 from mooncake_zmq.runtime.api_keys import read
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.own_files import replace_own
@@ -112,7 +113,7 @@ def rotate(name: str, directory: Path) -> None:
 @click.argument("name", metavar="NAME")
 @directory_option
 def drop(name: str, directory: Path) -> None:
-    """Forget the former key of NAME, once it runs with the new one. Connections that stand are not cut.
+    """Forget the former key of NAME, once it runs with the new one. What stands by the dropped key is cut.
 
     \b
     Examples:
@@ -132,8 +133,25 @@ def drop(name: str, directory: Path) -> None:
 @click.option(
     "--role", type=click.Choice(get_args(Role)), default="user", help="Who may see /metrics: metrics alone, or admin."
 )
+@click.option(
+    "--priority",
+    type=click.IntRange(-MAX_PRIORITY, 0),
+    default=0,
+    help="The least, so earliest, that its requests may ask for.",
+)
+@click.option("--slo", type=click.Choice(["own"]), default=None, help="Whether its requests may name SLOs of their own.")
 @click.option("--replace", is_flag=True, help="Instead of the key and limits that NAME has.")
-def api(name: str, path: Path, requests: int, tokens: int, share: float, role: Role, replace: bool) -> None:
+def api(
+    name: str,
+    path: Path,
+    requests: int,
+    tokens: int,
+    share: float,
+    role: Role,
+    priority: int,
+    slo: SloRight | None,
+    replace: bool,
+) -> None:
     """Make an API key of NAME for a gateway's clients, print it once, and write its hash to FILE.
 
     Gateways that run with `gateway.api_keys = FILE` follow the file; who is deleted from it is out.
@@ -146,7 +164,16 @@ def api(name: str, path: Path, requests: int, tokens: int, share: float, role: R
     """
     secret = f"mz-{secrets.token_urlsafe(32)}"
     tenant = _or_exit(
-        lambda: Tenant(name=name, digest=digest_of(secret), requests=requests, tokens=tokens, share=share, role=role)
+        lambda: Tenant(
+            name=name,
+            digest=digest_of(secret),
+            requests=requests,
+            tokens=tokens,
+            share=share,
+            role=role,
+            priority=priority,
+            slo=slo or "",
+        )
     )
     known = _or_exit(lambda: read(path)) if path.exists() else ()
     if any(each.name == name for each in known) and not replace:

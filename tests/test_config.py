@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from mooncake_zmq import config as config_module
+from mooncake_zmq.cli import main
 from mooncake_zmq.config import ConfigError, check_devices, effective, load, summary, warnings
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +44,7 @@ def test_the_shipped_files_are_sound(name: str) -> None:
     loaded = load(ROOT / "configs" / name, environment={})
     assert list(summary(loaded))
     # Of this machine; of keys and certificates, which are the operator's to make; of stores that are there for strangers.
-    expected = ("threads", "without gateway.", "its store")
+    expected = ("threads", "without gateway.", "its store", "No such file")
     assert not [text for text in warnings(loaded) if not any(words in text for words in expected)]
 
 
@@ -177,6 +179,33 @@ def test_addresses_beyond_the_machine_without_keys_are_a_warning(write: Any) -> 
     assert any("no keys, so it will not start: tcp://10.1.2.3:7000" in text for text in warnings(load(path, {}, {})))
     for told in ({"security.allow_plain_tcp": "true"}, {"security.keys": "/keys"}):
         assert not any("no keys" in text for text in warnings(load(path, told, {})))
+
+
+OPEN = "[gateway]\nhttp_host = '10.1.2.3'\n%s\n[[nodes]]\nname = 'g'\nrole = 'gateway'\n"
+
+
+def test_a_gateway_that_everybody_could_call_is_refused_unless_it_says_so(tmp_path: Path) -> None:
+    def checked(line: str) -> Any:
+        path = tmp_path / "open.toml"
+        path.write_text(OPEN % line)
+        return CliRunner().invoke(main, ["config", "check", str(path)])
+
+    refused = checked("")
+    assert refused.exit_code == 2
+    assert "g: http_host 10.1.2.3 is not loopback, and there are no API keys: gateway.api_keys = FILE" in refused.output
+    assert "gateway.allow_open = true" in refused.output
+    for line in ("allow_open = true", "api_keys = '/etc/keys'"):
+        assert checked(line).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["two-hosts", "four-hosts"])
+def test_the_examples_beyond_one_machine_ask_for_keys_and_speak_tls(name: str) -> None:
+    loaded = load(ROOT / f"configs/{name}.toml", {}, {})
+    for node in loaded.config.of_role("gateway"):
+        section = loaded.section(node)
+        assert section.api_keys
+        assert section.tls_certificate
+        assert not section.allow_open
 
 
 def test_the_summary_counts_the_kv_of_running_prompts(write: Any) -> None:

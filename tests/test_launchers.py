@@ -1,18 +1,28 @@
 """What the launchers install: the project, what an operator asked for, and what can be had."""
 
 import os
+import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PYTHON = """#!/bin/sh
 case "$*" in *--version*) exit 0 ;; esac
-echo "$PIP_ONLY_BINARY $*" >>"$(dirname "$0")/../asked"
 touch "$(dirname "$0")/mooncake-zmq" && chmod +x "$(dirname "$0")/mooncake-zmq"
-case "$*" in *compiled*) exit {code} ;; esac
+for last; do :; done
+case "$*" in
+    *--requirement*) what=locked; cp "$last" "$(dirname "$0")/../lines" ;;
+    *) what=project ;;
+esac
+! grep -q ^llvmlite== "$last" 2>/dev/null || what="locked compiled"
+echo "$what $*" >>"$(dirname "$0")/../asked"
+[ "$what" != "locked compiled" ] || exit {code}
 """
 
 
@@ -27,29 +37,65 @@ def place(tmp_path: Path, code: int) -> Path:
     return tmp_path
 
 
-def start(root: Path) -> tuple[list[str], str]:
-    environment = os.environ | {"PIP_ONLY_BINARY": ""}
-    done = subprocess.run([root / "bin/up", "--no-such"], env=environment, capture_output=True, text=True, check=False)
+def start(root: Path, **more: str) -> tuple[list[str], str]:
+    done = subprocess.run([root / "bin/up", "--no-such"], env=os.environ | more, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return (root / ".venv/asked").read_text().splitlines(), done.stderr
 
 
-def test_up_takes_the_compiler_from_wheels_alone_and_once(tmp_path: Path) -> None:
+def kinds(asked: list[str]) -> list[str]:
+    return [line.partition(" -I ")[0] for line in asked]
+
+
+def test_what_is_installed_is_what_the_lock_has_the_hashes_of(tmp_path: Path) -> None:
     root = place(tmp_path, 0)
     asked, _ = start(root)
-    assert [line.partition(" ")[0] for line in asked] == ["", "llvmlite,numba"]
-    assert asked[1].endswith("[compiled]")
+    assert kinds(asked) == ["locked", "project", "locked compiled", "project"]
+    for line in asked:
+        by_hash, project = {"--only-binary=:all:", "--require-hashes"}, {"--no-deps", "--no-build-isolation"}
+        assert (by_hash if line.startswith("locked") else project) <= set(line.split())
+    lines = (root / ".venv/lines").read_text().splitlines()
+    assert all(re.fullmatch(r"[a-z0-9-]+==\S+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)
+    assert not any(line.startswith("pytest==") for line in lines)
     assert start(root)[0] == asked
+
+
+def test_a_changed_lock_is_installed(tmp_path: Path) -> None:
+    root = place(tmp_path, 0)
+    before = start(root)[0]
+    with (root / "bin/requirements.lock").open("a") as lock:
+        lock.write("# changed\n")
+    assert len(start(root)[0]) > len(before)
+
+
+def test_developers_may_have_what_the_project_allows(tmp_path: Path) -> None:
+    asked, _ = start(place(tmp_path, 0), UNLOCKED="1")
+    assert kinds(asked) == ["project", "project"]
+    assert asked[1].endswith("[compiled]")
+
+
+def test_the_lock_has_all_that_the_project_asks_for_and_names_no_place() -> None:
+    text = (ROOT / "bin/requirements.lock").read_text()
+    assert "://" not in text
+    pins = {line.partition("==")[0]: line for line in text.splitlines() if not line.startswith("#")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {"base": project["dependencies"]}
+    wanted |= {extra: project["optional-dependencies"][extra] for extra in ("compiled", "dev", "mypyc", "otel", "plot")}
+    for extra, requirements in wanted.items():
+        for requirement in map(Requirement, requirements):
+            line = pins[canonicalize_name(requirement.name)]
+            assert extra in line.partition(" # ")[2].split()
+            assert requirement.specifier.contains(line.partition("==")[2].partition(" ")[0])
 
 
 def test_up_goes_on_without_the_compiler_and_asks_no_more(tmp_path: Path) -> None:
     root = place(tmp_path, 1)
     asked, told = start(root)
-    assert len(asked) == 2
+    assert kinds(asked) == ["locked", "project", "locked compiled"]
     assert "goes on without the extra compiled" in told
     assert start(root) == (asked, "")
     (root / ".venv/.without-compiled").unlink()
-    assert len(start(root)[0]) == 3
+    assert len(start(root)[0]) == 4
 
 
 @pytest.mark.parametrize("launcher", ["conductor", "cache-node", "gateway"])

@@ -39,6 +39,8 @@ class Admission:
             ttft_s=_bound_s(self._ttft_slo_s if ttft_s is None else ttft_s),
             tbt_s=_bound_s(self._tbt_slo_s if tbt_s is None else tbt_s),
             waited_s=schedule.waited_s,
+            others_ttft_s=_bound_s(self._ttft_slo_s),
+            others_tbt_s=_bound_s(self._tbt_slo_s),
         )
 
     def late_prefill_s(self, limits: Limits, prefill: PrefillChoice, ttft_s: float) -> float:

@@ -12,24 +12,39 @@ NO_LIMIT: Final = math.inf
 
 class Limits:
     """What holds for one request: when its first token is due after it was first asked for, of which it has `waited_s`, and how
-    far apart the later ones may be; inf: at any time. `may_refuse`: whether it may be refused for anybody's SLO."""
+    far apart the later ones may be; inf: at any time. `may_refuse`: whether it may be refused for anybody's SLO.
 
-    __slots__ = ("may_refuse", "tbt_s", "ttft_s", "waited_s")
+    Others are refused, or wait, for what it was promised: that is never stricter than the deployment's own SLO, `others_ttft_s`
+    and `others_tbt_s`, whatever it asks for itself."""
 
-    def __init__(self, *, may_refuse: bool, ttft_s: float, tbt_s: float, waited_s: float) -> None:
+    __slots__ = ("may_refuse", "others_tbt_s", "others_ttft_s", "tbt_s", "ttft_s", "waited_s")
+
+    def __init__(
+        self,
+        *,
+        may_refuse: bool,
+        ttft_s: float,
+        tbt_s: float,
+        waited_s: float,
+        others_ttft_s: float = NO_LIMIT,
+        others_tbt_s: float = NO_LIMIT,
+    ) -> None:
         self.may_refuse = may_refuse
         self.ttft_s = ttft_s
         self.tbt_s = tbt_s
         self.waited_s = waited_s
+        self.others_ttft_s = others_ttft_s
+        self.others_tbt_s = others_tbt_s
 
     @property
     def promised_tbt_s(self) -> float:
         """What the decode holds its step against when the prefill is done; 0: it does not."""
-        return self.tbt_s if self.tbt_s < NO_LIMIT else 0.0
+        promised_s = max(self.tbt_s, self.others_tbt_s)
+        return promised_s if promised_s < NO_LIMIT else 0.0
 
     def deadline(self, now: float) -> float:
-        """When the first token is due; inf: at any time."""
-        return now + self.ttft_s - self.waited_s
+        """Until when others that come before it may not delay the first token; inf: at any time."""
+        return now + max(self.ttft_s, self.others_ttft_s) - self.waited_s
 
 
 class PrefillChoice:

@@ -82,6 +82,12 @@ class KeyBook:
         newest = self.of(name)[:1]
         return KeyBook(tuple(each for each in self.keys if each.name != name or each.key in newest))
 
+    def still_in(self, text: str, own: str) -> "KeyBook":
+        """Those that a text which is no book, or not ours, has yet, and the key `own`: what is taken away
+        is taken away whatever else is wrong with it."""
+        left = {(each.name, each.kinds, each.key) for line in text.splitlines() for each in _entry_or_none(line)}
+        return KeyBook(tuple(each for each in self.keys if each.key == own or (each.name, each.kinds, each.key) in left))
+
     def encoded(self) -> str:
         """As in a file."""
         lines = (f"{each.name} {','.join(each.kinds)} {each.made} {each.key}\n" for each in self.keys)
@@ -91,6 +97,13 @@ class KeyBook:
 def parse(text: str) -> KeyBook:
     """Raises KeysError with the line."""
     return KeyBook(tuple(_entries(text.splitlines())))
+
+
+def _entry_or_none(line: str) -> Iterable[PublicKey]:
+    try:
+        return list(_entries([line]))
+    except KeysError:
+        return []
 
 
 def _entries(lines: Iterable[str]) -> Iterable[PublicKey]:

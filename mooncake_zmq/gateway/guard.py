@@ -1,6 +1,6 @@
 """Who calls, and whether he may: API keys at the gateway's door, and what each call takes of its tenant's share.
 
-Without keys everybody may everything. With them load balancers need none to learn whether the gateway can serve; how the
+Without keys `gateway.keyless` says who may. With them load balancers need none to learn whether the gateway can serve; how the
 cluster is, and metrics, are for keys of the roles `metrics` and `admin`.
 """
 
@@ -33,7 +33,7 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
         raise RequestError(401, text, code="invalid_api_key")
     if tenant is None:
         raise RequestError(401, "Incorrect API key provided", code="invalid_api_key")
-    if _is_below(path, ADMINS_PATHS) and tenant.role != "admin":
+    if is_below(path, ADMINS_PATHS) and tenant.role != "admin":
         raise RequestError(403, f"{quoted(path)} is for keys with role=admin", code="insufficient_permissions")
     if _for_operators(path) and not sees_all(tenants, tenant):
         raise RequestError(403, f"{quoted(path)} is for keys with role=metrics or role=admin", code="insufficient_permissions")
@@ -44,10 +44,11 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
 
 
 def _for_operators(path: str) -> bool:
-    return _is_below(path, OPERATORS_PATHS)
+    return is_below(path, OPERATORS_PATHS)
 
 
-def _is_below(path: str, paths: Sequence[str]) -> bool:
+def is_below(path: str, paths: Sequence[str]) -> bool:
+    """Is it one of these, or below one?"""
     return any(path == own or path.startswith(f"{own}/") for own in paths)
 
 

@@ -32,6 +32,8 @@ SEED_BITS = 63
 SEEDS = 1 << SEED_BITS
 MAX_SCORES = 1 << 16
 """Probabilities of prompts' tokens that one answer tells: about 2 MB of JSON."""
+SCORES_SHARE = 4
+"""So much of `max_held_scores` one call may have: a quarter."""
 UNSUPPORTED = "unsupported_parameter"
 QUOTED_CHARS = 200
 """Of what a client sent, in an error: it may be megabytes."""
@@ -464,6 +466,14 @@ class Prepared:
     requests: list[ClientRequest]
     choices: list[Choice]
 
+    @property
+    def held_scores(self) -> int:
+        """Probabilities that are held until the answers are whole, at most: nothing of a stream."""
+        likeliest = self.body.likeliest
+        if likeliest is None or self.body.stream:
+            return 0
+        return (1 + likeliest) * sum(request.stop.max_tokens for request in self.requests)
+
 
 def prepare(
     raw: bytes | bytearray,
@@ -492,6 +502,8 @@ def prepare(
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
     tools, constraint = _form(body, model, settings, grammars)
+    if tenant is not None:
+        _check_rights(body, tenant)
     salt = body.cache_salt or ""
     salt = salt if tenant is None else tenant.salt(salt)
     echo_chars, scored_left = settings.max_echo_chars, MAX_SCORES
@@ -538,7 +550,23 @@ def prepare(
                 silent=body.wished_tokens == 0,
             )
             prepared.choices.append(choice)
+    if prepared.held_scores > (most := settings.max_held_scores // SCORES_SHARE):
+        text = (
+            f"an answer that is not streamed tells at most {most} probabilities: stream it, or lower max_tokens, n or logprobs"
+        )
+        raise _invalid("logprobs", text)
     return prepared
+
+
+def _check_rights(body: Body, tenant: Tenant) -> None:
+    """What others would pay for is asked for by those whose key says so alone."""
+    code = "insufficient_permissions"
+    if (body.priority or 0) < tenant.priority:
+        text = f"the least priority that {tenant.name} may ask for is {tenant.priority}"
+        raise RequestError(403, text, param="priority", code=code)
+    for name, asked_s in (("ttft_slo", body.ttft_slo), ("tbt_slo", body.tbt_slo)):
+        if asked_s is not None and not tenant.slo:
+            raise RequestError(403, f"{tenant.name} has the deployment's SLO, and may not name another", param=name, code=code)
 
 
 def _form(body: Body, model: ServedModel, settings: EdgeSettings, grammars: Grammars | None) -> tuple[Tools, bytes]:

@@ -15,12 +15,16 @@ from mooncake_zmq.gateway.tools import call_deltas, whole_calls
 class Reply:
     """The JSON of one HTTP call, whole or in chunks."""
 
-    def __init__(self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int) -> None:
+    def __init__(
+        self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int, tells_reuse: bool = True
+    ) -> None:
+        """`tells_reuse`: how much of the prompts was cached."""
         self.body = prepared.body
         self.choices = prepared.choices
         self._model = model
         self._chat = isinstance(self.body, ChatBody)
         self._request_id = request_id
+        self._tells_reuse = tells_reuse
         self._says_text_alone = self.body.likeliest is None and not self.body.continuous_usage
         self._forms: dict[int, list[bytes]] = {}
         self._head = {
@@ -165,19 +169,23 @@ class Reply:
 
     def _usage(self) -> dict[str, Any]:
         usage = _usage(self.prompt_tokens, self.completion_tokens)
-        served = self._served()
+        served = self._served() if self._tells_reuse else None
         cached = served and {"cached_tokens": served["cached_own"] + served["cached_local"] + served["cached_remote"]}
         return {**usage, "prompt_tokens_details": cached}
 
     def _served(self) -> dict[str, Any] | None:
-        """Who served, and what was reused; nodes and attempts are the first choice's. None where it is not known."""
+        """Who served, and what was reused, if that may be told; nodes and attempts are the first choice's. None where it is not
+        known."""
         accounts = [choice.finished for choice in self._first_choices if choice.finished is not None]
         if len(accounts) < len(self._first_choices):
             return None
-        return {
+        reused = {
             "cached_own": sum(account.cached_own for account in accounts),
             "cached_local": sum(account.cached_local for account in accounts),
             "cached_remote": sum(account.cached_remote for account in accounts),
+        }
+        return {
+            **(reused if self._tells_reuse else dict.fromkeys(reused)),
             "prefill": accounts[0].prefill,
             "decode": accounts[0].decode,
             "attempts": accounts[0].attempts,

@@ -60,7 +60,12 @@ class EdgeSettings:
     full_retry_after_s: float = 1.0
     """Retry-After of a 503 for want of a slot: about the time in which a busy gateway ends some request."""
     max_buffered_outputs: int = 8192
-    """Tokens waiting for one HTTP call's reader; one more and the client is cut off as too slow. About 1 MiB."""
+    """Tokens waiting for one HTTP call's reader; one more and the client is cut off as too slow. About 1 MiB. Of tokens with
+    probabilities so many fewer wait, but eight of each choice."""
+    max_held_scores: int = 1 << 21
+    """Probabilities of tokens that answers which are not streamed may come to, all calls together: they are held until an
+    answer is whole, at some 150 bytes each. One call may have a quarter of them (else 400); one that finds no room is answered
+    503."""
     send_timeout_s: float = 60.0
     """Seconds a client may take nothing of what is ready for it before it counts as gone. It is cut off, and its requests are
     cancelled; up to then 64 KiB wait in its connection and `max_buffered_outputs` before it."""
@@ -76,7 +81,7 @@ class EdgeSettings:
     """How the model writes calls of tools; empty: as its chat template tells."""
 
     def __post_init__(self) -> None:
-        at_least_one = ("max_body_bytes", "max_choices", "max_buffered_outputs", "tokenize_threads")
+        at_least_one = ("max_body_bytes", "max_choices", "max_buffered_outputs", "max_held_scores", "tokenize_threads")
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

@@ -1,7 +1,8 @@
 """Who may use a gateway, and how much of it: API keys by their hashes, rates by token buckets, shares of the slots. PURE.
 
 A file of keys has one tenant a line: NAME:SHA256[:LIMITS]; empty lines and those that begin with # tell nothing. LIMITS are
-`requests=N` and `tokens=N` a minute, `share=F` of the gateway's slots, and a `role`, by commas. Tokens are those of the prompt
+`requests=N` and `tokens=N` a minute, `share=F` of the gateway's slots, a `role`, `priority=N` as the earliest that its requests
+may ask for, and `slo=own` where they may name SLOs, by commas. Tokens are those of the prompt
 and of the longest answer asked for; what of that was not written comes back.
 """
 
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mooncake_zmq.core.keys import NAME_PATTERN
+from mooncake_zmq.core.messages import MAX_PRIORITY
 
 Role = Literal["user", "metrics", "admin"]
 """A user may generate; who collects metrics sees those and what /health has to tell, and nothing else; an admin may both."""
+SloRight = Literal["", "own"]
 MAX_TENANTS = 1024
 MINUTE_S = 60.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -35,7 +38,8 @@ class Limited(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One line. Rates are a minute's, 0 for none; `share` is at least one slot."""
+    """One line. Rates are a minute's, 0 for none; `share` is at least one slot. `priority` and `slo`: what it may ask for its
+    requests at the cost of others'; nobody may unless his line says so."""
 
     name: str
     digest: str
@@ -43,6 +47,8 @@ class Tenant:
     tokens: int = 0
     share: float = 1.0
     role: Role = "user"
+    priority: int = 0
+    slo: SloRight = ""
 
     def __post_init__(self) -> None:
         if not NAME_PATTERN.fullmatch(self.name) or not _DIGEST.fullmatch(self.digest):
@@ -51,11 +57,16 @@ class Tenant:
             raise TenantsError("requests and tokens are at least 0, share is above 0 and at most 1")
         if self.role not in get_args(Role):
             raise TenantsError(f"the roles are {', '.join(get_args(Role))}")
+        if not -MAX_PRIORITY <= self.priority <= 0:
+            raise TenantsError(f"priority is the earliest that may be asked for, from -{MAX_PRIORITY} to 0")
+        if self.slo not in get_args(SloRight):
+            raise TenantsError("slo is own, where requests may name SLOs, or left out")
 
     def line(self) -> str:
         """As in a file."""
         told = [f"requests={self.requests}"] * bool(self.requests) + [f"tokens={self.tokens}"] * bool(self.tokens)
         told += [f"share={self.share:g}"] * (self.share != 1) + [f"role={self.role}"] * (self.role != "user")
+        told += [f"priority={self.priority}"] * bool(self.priority) + [f"slo={self.slo}"] * bool(self.slo)
         return ":".join((self.name, self.digest, *([",".join(told)] if told else [])))
 
     def salt(self, wanted: str) -> str:
@@ -88,7 +99,7 @@ def _tenant(line: str) -> Tenant:
     name, _, rest = line.partition(":")
     digest, _, limits = rest.partition(":")
     told = dict(limit.partition("=")[::2] for limit in limits.split(",") if limit)
-    kinds = {"requests": int, "tokens": int, "share": float, "role": str}
+    kinds = {"requests": int, "tokens": int, "share": float, "role": str, "priority": int, "slo": str}
     if unknown := sorted(told.keys() - kinds.keys()):
         raise TenantsError(f"{unknown[0]} is no limit: there are {', '.join(kinds)}")
     return Tenant(name=name, digest=digest, **{key: kinds[key](value) for key, value in told.items()})

@@ -31,7 +31,7 @@ from prometheus_client.metrics_core import Metric
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, costs_of, gateway_warnings
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_open, costs_of, gateway_warnings
 from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, RestWanted, ShelfTold
 from mooncake_zmq.core.costs import Costs
@@ -160,6 +160,7 @@ class _Process:
     def __init__(self, loaded: Loaded, node: NodeSettings, stack: ExitStack) -> None:
         self.loaded, self.config, self.node, self.stack = loaded, loaded.config, node, stack
         self.settings = loaded.section(node)
+        check_open(loaded, [node])
         cluster = self.config.cluster
         self.runtime_dir = Path(cluster.runtime_dir)
         _mind_early_signals()
@@ -308,8 +309,11 @@ class _Process:
     def _open_sockets(self) -> Sockets:
         security = self.config.security
         directory = key_files.directory_of(security.keys)
+        keys = key_files.load(directory, self.node.name) if directory else None
+        if keys is not None:
+            self.beside.append(lambda: ({}, {"keys_not_followed": float(bool(keys.not_followed))}))
         sockets = Sockets(
-            key_files.load(directory, self.node.name) if directory else None,
+            keys,
             allow_plain_tcp=security.allow_plain_tcp,
             encrypt_bulk=security.encrypt_bulk,
             io_threads=1 if self.node.role in ("gateway", "conductor") else 0,
@@ -592,6 +596,7 @@ class _Process:
             max_open=self.settings.requests.max_open,
             backing=_Backing(self.runtime, requests, self._data),
             tenants=api_keys.tenants if api_keys else None,
+            allow_open=self.settings.allow_open,
             listed=[Listed(node.name, node.role, node.host) for node in self.config.nodes],
             about={
                 "cluster": self.config.cluster.name,
@@ -712,6 +717,12 @@ class _Process:
             log.warning("drain_timed_out")
             runtime.hand_over()
 
+        def look_at_own_key() -> None:
+            if self.sockets.keys is not None and self.sockets.keys.own_is_dropped and not self.signals_seen:
+                log.error("own_key_dropped", path=str(self.sockets.keys.path))
+                on_signal(signal.SIGTERM, None)
+
+        runtime.every(REFRESH_S, look_at_own_key)
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
         signal.signal(signal.SIGUSR1, lambda *_: runtime.call(self._write_dump))

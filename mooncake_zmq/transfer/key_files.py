@@ -8,7 +8,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +26,19 @@ PUBLIC_KEYS = "public_keys"
 CREDENTIAL = "node.key"
 CREDENTIALS_VARIABLE = "CREDENTIALS_DIRECTORY"
 MAX_FILE_BYTES = 1 << 20
+SETTLED_S = 3.0
+"""A file that is being copied is half a file, for less than this."""
+DROPPED_S = 60.0
+"""Without its own key for so long, a node ends: whom it lets in would be what nobody sees to."""
 WORLD_READABLE = 0o644
 
 
 @dataclass(slots=True)
 class Keys:
     """What one process has: its own pair, and everybody's public keys as the file tells them now. `refresh` is for one
-    thread; `book` is replaced whole, so others may look at any time."""
+    thread; `book` is replaced whole, so others may look at any time.
+
+    A key that is taken away is always taken away: one is added only by a file that is whole and has our own."""
 
     name: str
     public: str
@@ -41,25 +47,56 @@ class Keys:
     """Of the public keys."""
     book: KeyBook
     _seen: tuple[int, int, int]
+    """The file that `book` is."""
+    clock: Callable[[], float] = time.monotonic
+    not_followed: str = ""
+    """Why the file as it is now is not what counts here."""
+    _refused: tuple[int, int, int] | None = None
+    _refused_at: float = 0.0
+    _own_gone_at: float | None = None
+
+    @property
+    def own_is_dropped(self) -> bool:
+        """Has the file been without our own key for so long that it is no accident?"""
+        return self._own_gone_at is not None and self.clock() - self._own_gone_at >= DROPPED_S
 
     def refresh(self) -> None:
-        """Read the public keys again if their file has changed. One that cannot be read leaves them as they were."""
+        """Look whether the file of public keys has changed, and follow it. One that cannot be read at all changes nothing; one
+        that is no whole book takes away what it lacks, once it has stayed so."""
         try:
             seen = identity_of(self.path)
-            if seen != self._seen:
-                self._seen = seen
-                book = _read_book(self.path)
-                if self.public not in book.of(self.name):  # half a file, or it is us who was dropped: others see to that
-                    raise KeysError(f"{self.path} does not have the public key of {self.name}")
-                self.book = book
-                log.info("public_keys_read", path=str(self.path), keys=len(self.book.keys))
+            if seen == self._seen and not self.not_followed:
+                return
+            text = read_guarded(self.path)
         except (OSError, KeysError) as error:
-            if self._seen != _UNREADABLE:
-                log.warning("public_keys_unreadable", reason=str(error))
-            self._seen = _UNREADABLE
+            self._refuse(None, str(error))
+            return
+        try:
+            self._take(seen, keys.parse(text))
+        except KeysError as error:
+            self._refuse(seen, f"{self.path}: {error}")
+            if self.clock() - self._refused_at >= SETTLED_S:
+                self._take_away(text)
 
+    def _take(self, seen: tuple[int, int, int], book: KeyBook) -> None:
+        if self.public not in book.of(self.name):  # half a file, or it is we who were dropped
+            self._own_gone_at = self.clock() if self._own_gone_at is None else self._own_gone_at
+            raise KeysError(f"it does not have the public key of {self.name}")
+        self.book, self._seen = book, seen
+        self.not_followed, self._refused, self._own_gone_at = "", None, None
+        log.info("public_keys_read", path=str(self.path), keys=len(book.keys))
 
-_UNREADABLE = (0, 0, 0)
+    def _refuse(self, seen: tuple[int, int, int] | None, why: str) -> None:
+        if not self.not_followed or seen != self._refused:
+            self._refused, self._refused_at = seen, self.clock()
+            log.warning("public_keys_unreadable", reason=why)
+        self.not_followed = why
+
+    def _take_away(self, text: str) -> None:
+        left = self.book.still_in(text, self.public)
+        if len(left.keys) < len(self.book.keys):
+            log.info("public_keys_taken_away", path=str(self.path), keys=len(left.keys))
+            self.book = left
 
 
 def directory_of(setting: str) -> Path | None:

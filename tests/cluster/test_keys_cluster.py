@@ -103,3 +103,15 @@ def test_a_node_on_a_network_without_keys_says_what_to_do_and_ends(directory: Pa
     )
     assert "mooncake-zmq keys make" in ended.stderr
     assert "security.allow_plain_tcp = true" in ended.stderr
+
+
+def test_a_gateway_on_a_network_without_api_keys_says_what_to_do_and_ends(directory: Path) -> None:
+    config = str(ROOT / "configs/toy.toml")
+    for command in (["gateway", "--config", config, "--node", "gateway-0"], ["up", "--config", config]):
+        command += ["--set", f"cluster.runtime_dir={directory / 'run'}", "--set", "gateway.http_host=0.0.0.0"]
+        ended = subprocess.run(
+            [sys.executable, "-m", "mooncake_zmq", *command], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert ended.returncode == 2
+        assert "http_host 0.0.0.0 is not loopback, and there are no API keys" in ended.stderr
+        assert "gateway.allow_open = true" in ended.stderr

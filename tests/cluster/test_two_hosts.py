@@ -38,6 +38,10 @@ SETTINGS = {
     "prefill.slab_bytes": 8388608,
     "cache_node.pool_bytes": 16777216,
     "cache_node.ssd.directory": "",
+    "gateway.api_keys": "",
+    "gateway.allow_open": "true",
+    "gateway.tls_certificate": "",
+    "gateway.tls_key": "",
 }
 PROMPT = [(11 * position) % 250 for position in range(500)]
 REUSABLE = (len(PROMPT) - 1) // 32 * 32
@@ -125,7 +129,8 @@ class TwoHosts:
 
     def ask(self, prompt: list[int]) -> dict[str, Any]:
         with Stream(
-            self.url, greedy(prompt=prompt, max_tokens=12, stream=True, stream_options={"include_usage": True})
+            self.url,
+            greedy(prompt=prompt, max_tokens=12, stream=True, stream_options={"include_usage": True}, cache_salt="tests"),
         ) as answer:
             assert answer.read() == expected_tokens(prompt, 12)
             assert answer.errors == []

@@ -54,6 +54,14 @@ def test_a_requests_own_bounds_go_before_the_deployments():
     assert crowded(tbt_slo_s=0.1).schedule(tokens=10, tbt_slo_s=1.0).tbt_slo_s == 1.0
 
 
+@pytest.mark.parametrize(("own", "asked", "promised"), [(0.1, 0.05, 0.1), (0.1, 1.0, 1.0), (0.1, 0.0, 0.0), (0, 0.05, 0.0)])
+def test_others_keep_away_for_no_stricter_promise_than_the_deployments(own, asked, promised):
+    """A decode refuses newcomers for what it is told here."""
+    placed = Cluster(tbt_slo_s=own).schedule(tokens=10, tbt_slo_s=asked)
+    assert isinstance(placed, Placed)
+    assert placed.tbt_slo_s == promised
+
+
 def test_what_a_client_waited_already_counts():
     cluster = busy(ttft_slo_s=50)
     assert isinstance(cluster.schedule(tokens=10), Placed)

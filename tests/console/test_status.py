@@ -106,7 +106,7 @@ def test_a_gateway_is_where_its_config_says():
     assert place(loaded, node) == "http://127.0.0.1:8123"
     loaded = load(CONFIG / "two-hosts.toml", {"gateway.http_host": "0.0.0.0"})
     for node in loaded.config.of_role("gateway"):
-        assert place(loaded, node) == f"http://{node.endpoint.removeprefix('tcp://').rpartition(':')[0]}:8000"
+        assert place(loaded, node) == f"https://{node.endpoint.removeprefix('tcp://').rpartition(':')[0]}:8000"
 
 
 def test_an_operators_key_goes_with_every_question(monkeypatch: pytest.MonkeyPatch):

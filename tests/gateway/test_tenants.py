@@ -88,7 +88,7 @@ def test_salts_of_two_tenants_differ_whatever_they_wish():
 
 
 def test_a_line_is_read_as_it_is_written():
-    tenant = Tenant(name="alice", digest=DIGEST, requests=60, tokens=1000, share=0.25, role="admin")
+    tenant = Tenant(name="alice", digest=DIGEST, requests=60, tokens=1000, share=0.25, role="admin", priority=-5, slo="own")
     plain = Tenant(name="bob", digest=DIGEST)
     assert parse(f"# names\n\n{tenant.line()}\n{plain.line()}\n") == (tenant, plain)
 
@@ -104,6 +104,9 @@ def test_a_line_is_read_as_it_is_written():
         f"alice:{DIGEST}:share=0",
         f"alice:{DIGEST}:share=nan",
         f"alice:{DIGEST}:role=root",
+        f"alice:{DIGEST}:priority=1",
+        f"alice:{DIGEST}:priority=-1001",
+        f"alice:{DIGEST}:slo=any",
         f"alice:{DIGEST}:name=bob",
         f"alice:{DIGEST}\nalice:{DIGEST}",
     ],

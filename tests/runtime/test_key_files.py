@@ -534,6 +534,50 @@ def test_a_damaged_book_leaves_what_was_known(directory: Path) -> None:
         assert keys.book == known
 
 
+def without(directory: Path, *names: str) -> str:
+    lines = (directory / "public_keys").read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if line.partition(" ")[0] not in names)
+
+
+@pytest.mark.parametrize("own", [(), ("a",)], ids=["a bad line", "without our own key"])
+def test_who_is_taken_away_is_out_whatever_else_is_wrong_with_the_file(directory: Path, own: tuple[str, ...]) -> None:
+    """And nobody is let in by such a file."""
+    key_files.make(directory, [("thief", ("node",)), ("b", ("node",))])
+    keys, now = key_files.load(directory, "a"), 0.0
+    keys.clock = lambda: now
+    thief = keys.book.of("thief")[0]
+    kept = without(directory, "thief", *own)
+    key_files.make(directory, [("new", ("node",))])
+    line = (directory / "public_keys").read_text().splitlines()[-1]
+    (directory / "public_keys").write_text(f"{kept}{line}\n" + ("" if own else "half of a li"))
+    keys.refresh()
+    assert keys.not_followed
+    assert keys.book.admitted("control", thief) == "thief", "it may be on its way yet"
+    now = key_files.SETTLED_S
+    keys.refresh()
+    assert keys.book.admitted("control", thief) is None
+    assert keys.book.of("b")
+    assert keys.book.of("a")
+    assert keys.book.of("new") == ()
+    (directory / "public_keys").write_text(without(directory, "half"))
+    if not own:
+        keys.refresh()
+        assert (keys.not_followed, bool(keys.book.of("new"))) == ("", True)
+
+
+def test_a_node_whose_own_key_stays_away_is_dropped_and_one_whose_file_is_copied_is_not(directory: Path) -> None:
+    keys, now = key_files.load(directory, "a"), 0.0
+    keys.clock = lambda: now
+    whole = (directory / "public_keys").read_text()
+    for content, dropped in ((without(directory, "a"), True), (whole, False)):
+        (directory / "public_keys").write_text(content)
+        keys.refresh()
+        assert not keys.own_is_dropped
+        now += key_files.DROPPED_S
+        keys.refresh()
+        assert keys.own_is_dropped == dropped
+
+
 def test_a_unit_has_its_secret_as_a_credential(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     public = key_files.load(directory, "a").public
     assert key_files.directory_of("") is None

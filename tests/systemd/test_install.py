@@ -117,6 +117,13 @@ def test_the_check_finds_a_planted_fault(installed: Path, file: str, old: str, n
     assert said in result.stderr
 
 
+def test_what_clients_make_a_node_do_leaves_the_machine_some_memory(installed: Path) -> None:
+    for name in ("mooncake-gateway@.service", "mooncake-conductor@.service", "mooncake.slice"):
+        text = (installed / UNITS / name).read_text()
+        assert "MemoryHigh=" in text, name
+        assert "MemoryMax=" in text, name
+
+
 def test_what_libzmq_aborts_without_is_allowed(installed: Path) -> None:
     common = (installed / UNITS / "mooncake-.service.d/10-common.conf").read_text().splitlines()
     families = next(line for line in common if line.startswith("RestrictAddressFamilies="))

@@ -218,9 +218,25 @@ def _open(path: Path) -> Any:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, LookupError, ArithmeticError, TypeError, MemoryError, RecursionError) as error:
         raise ModelError(f"{path} is truncated or damaged; obtain it again ({error})") from error
+    _check_places(path, reader)
     if not reader.tensors:
         raise ModelError(f"{path} is truncated or damaged; obtain it again (it holds no tensors)")
     return reader
+
+
+def _check_places(path: Path, reader: Any) -> None:
+    """A table of tensors that was damaged may still name bytes of the file: others' bytes, or beside their beginning."""
+    places = sorted((int(tensor.data_offset), int(tensor.n_bytes), tensor.name) for tensor in reader.tensors)
+    end = before = 0
+    for place, size, name in places:
+        if (place - reader.data_offset) % reader.alignment:
+            told = f"its tensor {_printable(name)} begins at no multiple of {reader.alignment} bytes"
+        elif place < end:
+            told = f"its tensors {_printable(str(before))} and {_printable(name)} overlap"
+        else:
+            end, before = place + size, name
+            continue
+        raise ModelError(f"{path} is truncated or damaged; obtain it again ({told})")
 
 
 @functools.cache

@@ -64,6 +64,7 @@ class ScriptedActor:
     script: Callable[[ClientRequest, int], Batches] = lambda _request, _number: [[*tokens("ok"), finished()]]
     settings: EdgeSettings = field(default_factory=EdgeSettings)
     max_open: int = 256
+    allow_open: bool = False
     cors_origins: tuple[str, ...] = ()
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     share: bool = False
@@ -99,6 +100,7 @@ class ScriptedActor:
             model=model,
             settings=self.settings,
             max_open=self.max_open,
+            allow_open=self.allow_open,
             backing=self,
             listed=self.listed,
         )
@@ -174,7 +176,7 @@ class ScriptedActor:
 
         async def go() -> httpx.Response:
             transport = httpx.ASGITransport(app=self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
                 return await client.request(method, path, **arguments)
 
         response = asyncio.run(go())

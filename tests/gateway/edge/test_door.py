@@ -20,7 +20,7 @@ from mooncake_zmq.gateway.door import PIECES, network_of
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
 from mooncake_zmq.runtime.process import listen
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 QUICK = ConnectionSettings(head_timeout_s=0.08, idle_timeout_s=60.0)
 
 
@@ -84,7 +84,7 @@ def test_a_second_call_on_a_connection_has_its_own_time():
         nonlocal now
         actor.door._clock = lambda: now
         reader, writer = await connect(port)
-        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 5)
         (connection,) = actor.door.connections
         for idle_s in (0.0, 50.0):
@@ -108,7 +108,7 @@ def test_a_connection_without_a_second_call_is_closed_after_its_idle_time():
 
     async def client(port):
         reader, writer = await connect(port)
-        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await until_closed(reader)).endswith(b'{"status":"ok"}')
 
     actor.serve(client)
@@ -232,7 +232,7 @@ def test_what_comes_in_takes_only_its_share_of_a_turn(monkeypatch):
         monkeypatch.setattr(door_module.Connection, "take", look)
         pairs = [await connect(port) for _ in range(30)]
         for _, writer in pairs:
-            writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
         for reader, writer in pairs:
             await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 10)
             writer.close()
@@ -310,7 +310,7 @@ OUT_OF_FILES = """
     async def client(port):
         stream, writer = await asyncio.open_connection("127.0.0.1", port)
         body = b'{{"prompt":"a","stream":true}}'
-        writer.write(b"POST /v1/completions HTTP/1.1\\r\\nhost: x\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body) + body)
+        writer.write(b"POST /v1/completions HTTP/1.1\\r\\nhost: [::1]\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body) + body)
         await stream.readuntil(b'"text":"a"')
         parent, child = os.pipe(), os.pipe()
         pid = os.fork()
@@ -374,7 +374,7 @@ def test_who_waits_at_a_shared_address_that_is_left_is_served_and_all_others_fin
 
     async def client(port):
         reader, writer = await connect(port)
-        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b"200" in await reader.readline()
         waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]  # nobody accepts meanwhile
         with listen("127.0.0.1", port, share=True) as stays:
@@ -383,7 +383,7 @@ def test_who_waits_at_a_shared_address_that_is_left_is_served_and_all_others_fin
             for _ in later:
                 stays.accept()
         for each in waiting:
-            each.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            each.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         for each in waiting:
             arrived, _ = await asyncio.open_connection(sock=each)
             assert (await until_closed(arrived)).startswith(b"HTTP/1.1 200")
@@ -400,7 +400,7 @@ def test_an_address_that_was_left_is_come_back_to(at_once):
 
     async def client(port):
         reader, writer = await connect(port)
-        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b"200" in await reader.readline()
         waiting, left = socket.create_connection(("127.0.0.1", port)), actor.door.listener
         assert actor.door.listens
@@ -417,7 +417,7 @@ def test_an_address_that_was_left_is_come_back_to(at_once):
             assert (await said_live(each)).startswith(b"HTTP/1.1 200")
         reader, writer = await connect(port)
         for _ in range(2):
-            writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert b'"ok"' in await asyncio.wait_for(reader.readuntil(b"}"), 10)
         writer.close()
         actor.door.close()
@@ -428,7 +428,7 @@ def test_an_address_that_was_left_is_come_back_to(at_once):
 
 async def said_live(connected):
     reader, writer = connected
-    writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     return await until_closed(reader)
 
 
@@ -440,11 +440,11 @@ def test_who_had_asked_nothing_when_an_address_was_left_is_answered_once_and_fin
         reader, writer = await connect(port)
         writer.write(said)
         idle, its = await connect(port)
-        its.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        its.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b"200" in await idle.readline()
         actor.door.leave()
         await until_closed(idle)
-        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"[len(said) :])
+        writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"[len(said) :])
         answer = await until_closed(reader)
         assert answer.startswith(b"HTTP/1.1 200")
         assert b"connection: close" in answer

@@ -9,8 +9,8 @@ from scripted_actor import ScriptedActor, finished, one_by_one, tokens
 
 from mooncake_zmq.gateway.settings import ConnectionSettings
 
-GET = b"GET /live HTTP/1.1\r\nhost: x\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+GET = b"GET /live HTTP/1.1\r\nhost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 BODY = b'{"prompt":"a"}'
 CHUNKED = b"transfer-encoding: chunked\r\n"
 LENGTH = b"content-length: %d\r\n" % len(BODY)
@@ -69,11 +69,11 @@ AMBIGUOUS = {
     "chunks for HTTP/1.0": b"POST /v1/completions HTTP/1.0\r\n" + CHUNKED + b"\r\n0\r\n\r\n",
     "no host": b"GET /live HTTP/1.1\r\n\r\n",
     "two hosts": GET + b"host: y\r\n\r\n",
-    "two hosts for HTTP/1.0": b"GET /live HTTP/1.0\r\nhost: x\r\nhost: y\r\n\r\n",
+    "two hosts for HTTP/1.0": b"GET /live HTTP/1.0\r\nhost: localhost\r\nhost: y\r\n\r\n",
     "a space before the colon": POST + b"content-length : 14\r\n\r\n" + BODY,
     "a header that goes on in the next line": GET + b"x: a\r\n b\r\n\r\n",
-    "a first header that goes on": b"GET /live HTTP/1.1\r\n host: x\r\n\r\n",
-    "a line that ends in LF": b"GET /live HTTP/1.1\r\nhost: x\nx: y\r\n\r\n",
+    "a first header that goes on": b"GET /live HTTP/1.1\r\n host: localhost\r\n\r\n",
+    "a line that ends in LF": b"GET /live HTTP/1.1\r\nhost: localhost\nx: y\r\n\r\n",
     "a line that ends in CR": GET + b"x: a\ry: b\r\n\r\n",
     "headers that end in LF": GET + b"\n",
     "NUL": GET + b"x: a\0b\r\n\r\n",
@@ -81,19 +81,19 @@ AMBIGUOUS = {
     "a name with NUL": GET + b"x\0y: a\r\n\r\n",
     "no name": GET + b": a\r\n\r\n",
     "no colon": GET + b"abc\r\n\r\n",
-    "HTTP/2.0": b"GET /live HTTP/2.0\r\nhost: x\r\n\r\n",
-    "HTTP/0.9": b"GET /live HTTP/0.9\r\nhost: x\r\n\r\n",
-    "HTTP/1.2": b"GET /live HTTP/1.2\r\nhost: x\r\n\r\n",
-    "no version": b"GET /live\r\nhost: x\r\n\r\n",
+    "HTTP/2.0": b"GET /live HTTP/2.0\r\nhost: localhost\r\n\r\n",
+    "HTTP/0.9": b"GET /live HTTP/0.9\r\nhost: localhost\r\n\r\n",
+    "HTTP/1.2": b"GET /live HTTP/1.2\r\nhost: localhost\r\n\r\n",
+    "no version": b"GET /live\r\nhost: localhost\r\n\r\n",
     "HTTP/2's greeting": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "a tab": b"GET\t/live HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a space at the end": b"GET /live HTTP/1.1 \r\nhost: x\r\n\r\n",
-    "a target with a space": b"GET /li ve HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a target that is not ASCII": b"GET /l\xc3\xafve HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a target with a control character": b"GET /li\x7fve HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a target with a fragment": b"GET /live#x HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a method of another protocol": b"SOURCE /live ICE/1.0\r\nhost: x\r\n\r\n",
-    "a tunnel": b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
+    "a tab": b"GET\t/live HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "a space at the end": b"GET /live HTTP/1.1 \r\nhost: localhost\r\n\r\n",
+    "a target with a space": b"GET /li ve HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "a target that is not ASCII": b"GET /l\xc3\xafve HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "a target with a control character": b"GET /li\x7fve HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "a target with a fragment": b"GET /live#x HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "a method of another protocol": b"SOURCE /live ICE/1.0\r\nhost: localhost\r\n\r\n",
+    "a tunnel": b"CONNECT x:80 HTTP/1.1\r\nhost: localhost\r\n\r\n",
     "a greeting of TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     "nothing known": b"\xff" * 64,
     "a chunk of hex with a prefix": POST + CHUNKED + b"\r\n0xe\r\n" + BODY + b"\r\n0\r\n\r\n",
@@ -268,7 +268,7 @@ def test_a_client_of_http_1_0_is_met_in_it_whatever_else_it_wishes():
 
 def test_nonsense_behind_an_answer_that_came_early_has_no_second_one():
     async def client(port):
-        begin = b"POST /live HTTP/1.1\r\nhost: x\r\n" + CHUNKED + b"\r\n1\r\nx\r\n"
+        begin = b"POST /live HTTP/1.1\r\nhost: localhost\r\n" + CHUNKED + b"\r\n1\r\nx\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(begin)
         assert (await asyncio.wait_for(reader.readuntil(b"}}"), 5)).startswith(b"HTTP/1.1 405")
@@ -281,7 +281,7 @@ def test_nonsense_behind_an_answer_that_came_early_has_no_second_one():
 
 def test_nonsense_in_a_body_that_nobody_asked_for_cuts_an_answer_that_has_begun():
     async def client(port):
-        head = b"GET /cluster/events HTTP/1.1\r\nhost: x\r\n" + CHUNKED + b"\r\n"
+        head = b"GET /cluster/events HTTP/1.1\r\nhost: localhost\r\n" + CHUNKED + b"\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head + b"1\r\nx\r\n")
         begun = await asyncio.wait_for(reader.readuntil(b"data: "), 5)
@@ -303,7 +303,7 @@ async def until_cut(reader):
 def test_an_answer_before_its_call_was_whole_leaves_the_connection_to_the_next():
     async def client(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /live HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n" + b"x" * 50_000)
+        writer.write(b"POST /live HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n" + b"x" * 50_000)
         assert (await asyncio.wait_for(reader.readuntil(b"}}"), 5)).startswith(b"HTTP/1.1 405")
         writer.write(b"x" * 50_000 + GET + b"\r\n")
         assert (await asyncio.wait_for(reader.readuntil(b"}"), 5)).startswith(b"HTTP/1.1 200")

@@ -14,7 +14,7 @@ from mooncake_zmq.gateway import door as door_module
 from mooncake_zmq.gateway.settings import ConnectionSettings
 from mooncake_zmq.runtime.tls import Tls, trusting
 
-GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @pytest.fixture(scope="module")

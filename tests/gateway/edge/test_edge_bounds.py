@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from scripted_actor import ScriptedActor, events, finished, tokens
+from test_edge_errors import error_of
 
 from mooncake_zmq.gateway import answers, app, openai
 from mooncake_zmq.gateway import edge as edge_module
@@ -276,7 +277,7 @@ def test_a_long_body_keeps_no_short_one_waiting():
 
     async def go():
         transport = httpx.ASGITransport(app=actor.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
             bodies = [{"prompt": "long", "user": "x" * 2000}] * 3
             long = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
             await actor.until(lambda: actor.edge.slots_taken == 3)
@@ -305,7 +306,9 @@ def test_what_a_client_no_longer_waits_for_is_not_prepared():
         for text in ("a", "b", "c"):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             body = json.dumps({"prompt": text}).encode()
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+            )
             writers.append(writer)
             await actor.until(lambda: actor.edge.slots_taken == len(writers))
         for writer in writers:
@@ -326,3 +329,52 @@ def test_a_reader_that_lagged_gets_the_rest_in_portions(monkeypatch):
     texts = [choice["text"] for chunk in chunks[:-1] for choice in chunk["choices"]]
     assert "".join(texts) == "a" * 10
     assert max(map(len, texts)) == 4
+
+
+def test_probabilities_that_would_be_held_by_the_million_are_refused_and_streamed_ones_are_not():
+    told = [TokenOut(0, 97, (-1.0, ())), finished()]
+    actor = ScriptedActor(lambda _request, _number: [told], settings=EdgeSettings(max_held_scores=4 * 2 * 10 * 6))
+    assert actor.complete(n=2, max_tokens=10, logprobs=5).status_code == 200
+    refused = actor.complete(n=2, max_tokens=10, logprobs=6)
+    assert error_of(refused) == (400, "invalid_request_error", "logprobs", "invalid_value")
+    assert actor.complete(n=2, max_tokens=10, logprobs=6, stream=True).status_code == 200
+    assert actor.complete(n=2, max_tokens=40).status_code == 200
+
+
+def test_answers_that_hold_probabilities_share_what_the_gateway_has_for_them():
+    actor = ScriptedActor(lambda _request, _number: [], settings=EdgeSettings(max_held_scores=4 * 20))
+    body = {"prompt": "a", "max_tokens": 10, "logprobs": 1}
+
+    async def client(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            waiting = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(4)]
+            await actor.until(lambda: actor.edge.held_scores == 80)
+            refused = await http.post("/v1/completions", json=body)
+            assert error_of(refused)[0::3] == (503, "overloaded")
+            assert "retry-after" in refused.headers
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        await actor.until(lambda: actor.edge.held_scores == 0)
+
+    actor.serve(client)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "choices", "most"), [(None, 1, 8192), (0, 1, 8192), (20, 1, 390), (20, 8, 390), (20, 64, 512)]
+)
+def test_the_more_comes_with_tokens_the_fewer_wait_for_a_reader(logprobs, choices, most):
+    actor = ScriptedActor(lambda _request, _number: [])
+    body = {"prompt": "a", "n": choices, "max_tokens": 40, "stream": True, "logprobs": logprobs}
+    ready = prepare(json.dumps(body).encode(), CompletionBody, actor.edge.model, actor.settings, lambda: 1)
+
+    async def go() -> int:
+        number = 0
+        with actor.edge.call() as call:
+            call.submit(ready.requests, choices)
+            while "edge_clients_too_slow" not in actor.edge.counts:
+                call.receive(0, TokenOut(number, 97))
+                number += 1
+        return number - 1
+
+    assert asyncio.run(go()) == most

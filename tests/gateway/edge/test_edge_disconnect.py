@@ -18,7 +18,7 @@ from mooncake_zmq.gateway.settings import EdgeSettings
 async def send_request(port, body, path="/v1/completions"):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
     writer.write(head + raw)
     return reader, writer
 
@@ -52,7 +52,7 @@ def test_hanging_up_before_the_body_is_whole():
 
     async def client(port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
         await actor.until(lambda: actor.edge.bodies == 1)
         assert actor.edge.slots_taken == 0
         writer.close()

@@ -215,7 +215,7 @@ def test_a_body_that_stalls():
 
     async def client(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
         answer = await asyncio.wait_for(reader.read(), 5)
         assert answer.startswith(b"HTTP/1.1 408")
         assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == "body_timeout"
@@ -229,7 +229,7 @@ def test_too_many_open_requests():
 
     async def go():
         transport = httpx.ASGITransport(app=actor.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
             open_calls = [
                 asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "n": n, "stream": n == 1}))
                 for n in (1, 2)

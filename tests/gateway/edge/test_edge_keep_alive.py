@@ -16,7 +16,7 @@ SCORED = {"echo": True, "logprobs": 0}
 
 def ask(**changes):
     body = json.dumps({"prompt": "abc", "stream": True} | changes).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    return b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
 
 def silent(_request, _number):

@@ -234,3 +234,19 @@ def test_what_each_tenant_has_of_the_gateway_is_counted_by_name():
     assert "bob" not in page
     actor.edge.tenants.replace([])
     assert not [name for name in actor.edge.own_counts() if "tenant" in name]
+
+
+@pytest.mark.parametrize("asked", [{"priority": -1}, {"priority": -1000}, {"ttft_slo": 0}, {"tbt_slo": 0}, {"tbt_slo": 0.001}])
+def test_what_others_would_pay_for_takes_a_key_that_says_so(asked):
+    actor = guarded()
+    refused = ask(actor, "alice", **asked)
+    assert error_of(refused) == (403, "invalid_request_error", next(iter(asked)), "insufficient_permissions")
+    assert actor.requests == {}
+    assert ask(guarded(priority=-1000, slo="own"), "alice", **asked).status_code == 200
+    assert ask(ScriptedActor(), None, **asked).status_code == 200
+
+
+def test_any_key_may_ask_to_wait_and_none_for_more_than_its_own():
+    assert ask(guarded(), "alice", priority=1000).status_code == 200
+    assert ask(guarded(priority=-5), "alice", priority=-5).status_code == 200
+    assert ask(guarded(priority=-5), "alice", priority=-6).status_code == 403

@@ -1,0 +1,69 @@
+"""What this program is made of, as it is installed here: CycloneDX JSON, with licences."""
+
+from collections.abc import Callable, Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+OURS = "mooncake-zmq"
+LICENCE_CHARS = 200
+"""Some packages have the whole text in that field."""
+
+
+def bill(find: Callable[[str], Distribution] = distribution) -> dict[str, Any]:
+    """The program and all that it may import of what is here: extras count as far as they are installed."""
+    found: dict[str, Distribution] = {canonicalize_name(each.metadata["Name"]): each for each in _reached(find)}
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {"component": _component(found[OURS], "application")},
+        "components": [_component(each, "library") for name, each in sorted(found.items()) if name != OURS],
+        "dependencies": [
+            {"ref": _url(each), "dependsOn": sorted(_url(found[name]) for name in _needs(each) if name in found)}
+            for _, each in sorted(found.items())
+        ],
+    }
+
+
+def _reached(find: Callable[[str], Distribution]) -> Iterator[Distribution]:
+    left, seen = [OURS], {OURS}
+    while left:
+        name = left.pop()
+        try:
+            here = find(name)
+        except PackageNotFoundError:  # of an extra, or of another system
+            continue
+        yield here
+        for each in _needs(here) - seen:
+            seen.add(each)
+            left.append(each)
+
+
+def _needs(each: Distribution) -> set[str]:
+    """By whatever extra."""
+    return {canonicalize_name(Requirement(text).name) for text in each.requires or ()}
+
+
+def _component(each: Distribution, kind: str) -> dict[str, Any]:
+    name = canonicalize_name(each.metadata["Name"])
+    told = {"type": kind, "bom-ref": _url(each), "name": name, "version": each.version, "purl": _url(each)}
+    licence = licence_of(each)
+    return told | ({"licenses": [{"license": {"name": licence}}]} if licence else {})
+
+
+def licence_of(each: Distribution) -> str:
+    """As its makers say; empty: they do not."""
+    metadata: Any = each.metadata
+    said = metadata.get("License-Expression") or metadata.get("License") or ""
+    classifiers = metadata.get_all("Classifier") or ()
+    classified = [text.rpartition(" :: ")[2] for text in classifiers if text.startswith("License")]
+    if said and len(said) <= LICENCE_CHARS and "\n" not in said:
+        return said
+    return ", ".join(classified) or said.strip().partition("\n")[0][:LICENCE_CHARS]
+
+
+def _url(each: Distribution) -> str:
+    return f"pkg:pypi/{canonicalize_name(each.metadata['Name'])}@{each.version}"
