@@ -42,8 +42,9 @@ class Silence:
     def answered(self, placed: Placed, tokens: int) -> None:
         """Clear the nodes that so many tokens came through: the first is the prefill's, the others are the decode's."""
         if self._suspects:
-            for node in (placed.prefill, *placed.stages, placed.decode) if tokens > 1 else (placed.prefill, *placed.stages):
-                self._suspects.pop(node, None)
+            for node in (placed.prefill, *placed.stages, placed.decode):
+                if tokens > 1 or node != placed.decode:
+                    self._suspects.pop(node, None)
 
     def shuts(self, now: float, node: str) -> bool:
         """Return whether nothing new is to be sent to a node."""

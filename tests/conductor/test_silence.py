@@ -102,3 +102,16 @@ def test_a_node_that_comes_back_is_no_suspect():
     cluster.report()
     assert not len(cluster.conductor._silence)
     assert cluster.place_on("d0")
+
+
+def test_a_vllm_that_is_both_is_not_cleared_by_first_tokens():
+    cluster = Cluster(1)
+    cluster.up("v", "vllm", "h0")
+    cluster.prefill_load("v")
+    cluster.decode_load("v")
+    for _ in range(2):
+        placed = cluster.schedule(keys(f"v{cluster.serial}", 3), exclude=("p0",))
+        assert placed.prefill == placed.decode == "v"
+        ended = RequestEnded(request_id=placed.request_id, attempt=1, outcome=outcome(1), stalled=True)
+        cluster.say("g", ended)
+    assert cluster.conductor._silence.shuts(cluster.now, "v")
