@@ -40,10 +40,12 @@ def ask(cluster: ToyCluster) -> dict[str, Any]:
 
 
 def cold_and_written(cluster: ToyCluster) -> str:
-    """Ask once; the cache-node whose disk then holds all of it."""
-    served = ask(cluster)
-    node = served["prefill"].replace("prefill", "cache")
+    """Ask once; the cache-node whose disk alone then holds all of it."""
+    node = "cache-a"
+    with cluster.only("a"):
+        ask(cluster)
     eventually(lambda: cluster.dumps()[node]["gauges"]["cached_disk_blocks"] >= REUSABLE // 32, 20, "all is on disk")
+    until_none(cluster.missing, 60)
     until_none(cluster.busy_gauges, 20)
     return node
 
