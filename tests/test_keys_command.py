@@ -4,10 +4,11 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
-from mooncake_zmq.gateway.tenants import Tenants
+from mooncake_zmq.gateway.tenants import Tenants, digest_of
 from mooncake_zmq.keys import keys
 from mooncake_zmq.runtime.api_keys import ApiKeys, read
 from mooncake_zmq.transfer import key_files
+from mooncake_zmq.transfer.key_files import SETTLED_S
 
 NODES = "[[nodes]]\nname = 'a'\nrole = 'conductor'\n[[nodes]]\nname = 'b'\nrole = 'gateway'\n"
 
@@ -84,13 +85,29 @@ def test_an_api_key_is_printed_once_and_its_hash_is_kept(tmp_path: Path) -> None
     assert [tenants.of(each) is not None for each in (secret, other, admin)] == [False, True, True]
 
 
-def test_a_damaged_file_of_api_keys_leaves_who_was_known(tmp_path: Path) -> None:
-    path = tmp_path / "api_keys"
-    secret = run("api", "alice", "--in", path).output.strip()
+def test_whose_api_key_is_taken_away_is_out_whatever_else_is_wrong_with_the_file(tmp_path: Path) -> None:
+    """And nobody is let in by such a file."""
+    path, now = tmp_path / "api_keys", 0.0
+    alice, thief = (run("api", name, "--in", path).output.strip() for name in ("alice", "thief"))
+    kept = path.read_text().splitlines()[0]
     keys_of_file = ApiKeys(path, 8)
-    path.write_text("alice:no hash\n")
+    keys_of_file.clock = lambda: now
+    tenants = keys_of_file.tenants
+    new = f"new:{digest_of('new')}"
+    path.write_text(f"{kept}:requests=5\n{new}\nhalf of a li")
     keys_of_file.refresh()
-    assert keys_of_file.tenants.of(secret) is not None
+    assert keys_of_file.not_followed
+    assert tenants.of(thief) is not None, "it may be on its way yet"
+    now = SETTLED_S
+    keys_of_file.refresh()
+    assert [tenants.of(each) is not None for each in (alice, thief, "new")] == [True, False, False]
+    path.write_text(f"{kept}\n{new}\n")
+    keys_of_file.refresh()
+    assert [tenants.of(each) is not None for each in (alice, thief, "new")] == [True, False, True]
+    assert not keys_of_file.not_followed
+    path.unlink()
+    keys_of_file.refresh()
+    assert tenants.of(alice) is not None, "of one that is not there nothing is known"
     path.write_text("")
     keys_of_file.refresh()
-    assert keys_of_file.tenants.of(secret) is None
+    assert tenants.of(alice) is None

@@ -95,6 +95,20 @@ def parse(text: str) -> tuple[Tenant, ...]:
     return tuple(found.values())
 
 
+def still_in(known: Sequence[Tenant], text: str) -> tuple[Tenant, ...]:
+    """Those whose keys a text that cannot be followed has yet, for the same role: what is taken away is so whatever else
+    is wrong with it."""
+    left = {(each.name, each.digest, each.role) for line in text.splitlines() for each in _tenant_or_none(line)}
+    return tuple(each for each in known if (each.name, each.digest, each.role) in left)
+
+
+def _tenant_or_none(line: str) -> tuple[Tenant, ...]:
+    try:
+        return (_tenant(line.strip()),)
+    except ValueError:
+        return ()
+
+
 def _tenant(line: str) -> Tenant:
     name, _, rest = line.partition(":")
     digest, _, limits = rest.partition(":")
@@ -140,13 +154,13 @@ class Tenants:
     def __init__(self, known: Sequence[Tenant], slots: int) -> None:
         """`slots`: the gateway's."""
         self._slots = slots
-        self._known: Sequence[Tenant] = ()
+        self.known: Sequence[Tenant] = ()
         self._uses: dict[str, _Use] = {}
         self.replace(known)
 
     def replace(self, known: Sequence[Tenant]) -> None:
         """Other keys and limits from now on; who stays keeps what is left to him."""
-        self._known = known
+        self.known = known
         names = {tenant.name for tenant in known}
         self._uses = {name: use for name, use in self._uses.items() if name in names or use.slots}
 
@@ -154,7 +168,7 @@ class Tenants:
         """Whose key this is, in a time that does not tell how much of it is right."""
         digest = digest_of(secret)
         found = None
-        for tenant in self._known:
+        for tenant in self.known:
             if hmac.compare_digest(tenant.digest, digest):
                 found = tenant
         return found

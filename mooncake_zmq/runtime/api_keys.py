@@ -2,40 +2,35 @@
 
 from pathlib import Path
 
-import structlog
-
 from mooncake_zmq.core.keys import KeysError
-from mooncake_zmq.gateway.tenants import Tenant, Tenants, TenantsError, parse
-from mooncake_zmq.transfer.key_files import credential, identity_of, read_guarded
-
-log = structlog.get_logger()
+from mooncake_zmq.gateway.tenants import Tenant, Tenants, TenantsError, parse, still_in
+from mooncake_zmq.transfer.key_files import Followed, credential, identity_of, read_guarded
 
 CREDENTIAL = "api_keys"
 REFRESH_S = 1.0
 
 
-class ApiKeys:
+class ApiKeys(Followed):
     """The tenants that a file names."""
+
+    EVENTS = ("api_keys_read", "api_keys_unreadable", "api_keys_taken_away")
 
     def __init__(self, path: Path, slots: int) -> None:
         """`slots`: the gateway's. Raises KeysError."""
-        self._path = path
-        self._seen = _identity(path)
+        super().__init__(path=path, _seen=_identity(path))
         self.tenants = Tenants(read(path), slots)
 
-    def refresh(self) -> None:
-        """Follow a change. A file that cannot be followed leaves things as they were."""
-        seen = _identity(self._path)
-        if seen == self._seen:
-            return
-        self._seen = seen
-        try:
-            known = read(self._path)
-        except KeysError as error:
-            log.warning("api_keys_unreadable", reason=str(error))
-            return
+    def _take(self, text: str) -> int:
+        known = parse(text)
         self.tenants.replace(known)
-        log.info("api_keys_read", path=str(self._path), tenants=len(known))
+        return len(known)
+
+    def _take_away(self, text: str) -> int | None:
+        left = still_in(self.tenants.known, text)
+        if len(left) == len(self.tenants.known):
+            return None
+        self.tenants.replace(left)
+        return len(left)
 
 
 def api_keys_of(setting: str) -> Path | None:

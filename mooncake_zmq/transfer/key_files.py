@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import structlog
 import zmq
@@ -33,36 +34,26 @@ DROPPED_S = 60.0
 WORLD_READABLE = 0o644
 
 
-@dataclass(slots=True)
-class Keys:
-    """What one process has: its own pair, and everybody's public keys as the file tells them now. `refresh` is for one
-    thread; `book` is replaced whole, so others may look at any time.
+@dataclass(slots=True, kw_only=True)
+class Followed:
+    """A file that says who is let in, as it changes; `refresh` is for one thread.
 
-    A key that is taken away is always taken away: one is added only by a file that is whole and has our own."""
+    Who is taken away is always taken away: one is added only by a file that is whole."""
 
-    name: str
-    public: str
-    secret: bytes = field(repr=False)
+    EVENTS: ClassVar[tuple[str, str, str]]
+    """Its lines in the log: that it is followed, that it is not, and that somebody is taken away by it all the same."""
     path: Path
-    """Of the public keys."""
-    book: KeyBook
-    _seen: tuple[int, int, int]
-    """The file that `book` is."""
+    _seen: tuple[int, int, int] | None
+    """The file that counts here."""
     clock: Callable[[], float] = time.monotonic
     not_followed: str = ""
     """Why the file as it is now is not what counts here."""
     _refused: tuple[int, int, int] | None = None
     _refused_at: float = 0.0
-    _own_gone_at: float | None = None
-
-    @property
-    def own_is_dropped(self) -> bool:
-        """Has the file been without our own key for so long that it is no accident?"""
-        return self._own_gone_at is not None and self.clock() - self._own_gone_at >= DROPPED_S
 
     def refresh(self) -> None:
-        """Look whether the file of public keys has changed, and follow it. One that cannot be read at all changes nothing; one
-        that is no whole book takes away what it lacks, once it has stayed so."""
+        """Look whether the file has changed, and follow it. One that cannot be read at all changes nothing; one that is not
+        whole takes away what it lacks, once it has stayed so."""
         try:
             seen = identity_of(self.path)
             if seen == self._seen and not self.not_followed:
@@ -72,31 +63,61 @@ class Keys:
             self._refuse(None, str(error))
             return
         try:
-            self._take(seen, keys.parse(text))
-        except KeysError as error:
+            count = self._take(text)
+        except ValueError as error:
             self._refuse(seen, f"{self.path}: {error}")
-            if self.clock() - self._refused_at >= SETTLED_S:
-                self._take_away(text)
+            if self.clock() - self._refused_at >= SETTLED_S and (left := self._take_away(text)) is not None:
+                log.info(self.EVENTS[2], path=str(self.path), keys=left)
+        else:
+            self._seen, self.not_followed, self._refused = seen, "", None
+            log.info(self.EVENTS[0], path=str(self.path), keys=count)
 
-    def _take(self, seen: tuple[int, int, int], book: KeyBook) -> None:
-        if self.public not in book.of(self.name):  # half a file, or it is we who were dropped
-            self._own_gone_at = self.clock() if self._own_gone_at is None else self._own_gone_at
-            raise KeysError(f"it does not have the public key of {self.name}")
-        self.book, self._seen = book, seen
-        self.not_followed, self._refused, self._own_gone_at = "", None, None
-        log.info("public_keys_read", path=str(self.path), keys=len(book.keys))
+    def _take(self, text: str) -> int:
+        """Let in whom it names, and nobody else; returns how many. Raises ValueError: it is not whole."""
+        raise NotImplementedError
+
+    def _take_away(self, text: str) -> int | None:
+        """Let in only who was, and is in it yet; returns how many are left, None where nobody had to go."""
+        raise NotImplementedError
 
     def _refuse(self, seen: tuple[int, int, int] | None, why: str) -> None:
         if not self.not_followed or seen != self._refused:
             self._refused, self._refused_at = seen, self.clock()
-            log.warning("public_keys_unreadable", reason=why)
+            log.warning(self.EVENTS[1], reason=why)
         self.not_followed = why
 
-    def _take_away(self, text: str) -> None:
+
+@dataclass(slots=True)
+class Keys(Followed):
+    """What one process has: its own pair, and everybody's public keys as the file tells them now. `book` is replaced whole, so
+    that other threads may look at any time. A file that lacks our own key is not whole."""
+
+    EVENTS = ("public_keys_read", "public_keys_unreadable", "public_keys_taken_away")
+    name: str
+    public: str
+    secret: bytes = field(repr=False)
+    book: KeyBook
+    _own_gone_at: float | None = None
+
+    @property
+    def own_is_dropped(self) -> bool:
+        """Has the file been without our own key for so long that it is no accident?"""
+        return self._own_gone_at is not None and self.clock() - self._own_gone_at >= DROPPED_S
+
+    def _take(self, text: str) -> int:
+        book = keys.parse(text)
+        if self.public not in book.of(self.name):  # half a file, or it is we who were dropped
+            self._own_gone_at = self.clock() if self._own_gone_at is None else self._own_gone_at
+            raise KeysError(f"it does not have the public key of {self.name}")
+        self.book, self._own_gone_at = book, None
+        return len(book.keys)
+
+    def _take_away(self, text: str) -> int | None:
         left = self.book.still_in(text, self.public)
-        if len(left.keys) < len(self.book.keys):
-            log.info("public_keys_taken_away", path=str(self.path), keys=len(left.keys))
-            self.book = left
+        if len(left.keys) == len(self.book.keys):
+            return None
+        self.book = left
+        return len(left.keys)
 
 
 def directory_of(setting: str) -> Path | None:
@@ -129,7 +150,7 @@ def load(directory: Path, name: str) -> Keys:
         raise KeysError(f"the secret of {name} is no secret key") from None
     if public not in book.of(name):
         raise KeysError(f"{path} does not have the public key of {name}'s secret: copy the file from where keys are made")
-    return Keys(name, public, secret, path, book, seen)
+    return Keys(name, public, secret, book, path=path, _seen=seen)
 
 
 def make(directory: Path, wanted: Iterable[tuple[str, tuple[Kind, ...]]]) -> list[PublicKey]:
