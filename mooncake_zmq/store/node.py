@@ -180,6 +180,7 @@ class StoreNode:
         if client is None:
             client = self._clients[name] = _Client(event.token, self._turn.now, event.user, reach)
             self._clients_of[event.user] += 1
+            self.objects.join(name, event.user)
         client.heard_at = self._turn.now
         # Who maps the memory reads all of it: whoever may not gets his values on streams, on this host too.
         client.shared = client.shared or (hello.shared and event.lives and reach is None)

@@ -1,11 +1,13 @@
 """The object pool: every defined answer, and a stateful test of it against a model that holds real bytes."""
 
+import math
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake_zmq.store.rules.objects import Code, Objects, ObjectSettings, Pin
+from mooncake_zmq.store.rules.objects import LEAST_ENDS, Code, Objects, ObjectSettings, Pin
 
 SLAB = 1 << 16
 ME, OTHER = b"me", b"other"
@@ -222,6 +224,76 @@ def test_leases_and_puts_per_client_are_limited():
     assert objects.lease(0, ME, 2, ["k"], 5) == [None]
     assert reserve(objects, "a", put_id=1).code is Code.OK
     assert reserve(objects, "b", put_id=2).code is Code.NO_ROOM
+
+
+def test_clients_with_one_key_share_its_limits_and_others_have_their_own():
+    objects = make(max_leases_per_client=2, max_puts_per_client=2)
+    put(objects, "k", client=b"first")
+    names = [b"a", b"b", b"c"]
+    for name in names:
+        objects.join(name, "red")
+    objects.join(b"x", "blue")
+    found = [objects.lease(0, name, 1, ["k"], 5) != [None] for name in (*names, b"x", b"keyless", b"as keyless")]
+    assert found == [True, True, False, True, True, True]
+    codes = [reserve(objects, f"{name}", client=name).code for name in (*names, b"x", b"keyless")]
+    assert codes == [Code.OK, Code.OK, Code.NO_ROOM, Code.OK, Code.OK]
+    objects.bury(b"a")
+    assert objects.lease(0, b"c", 2, ["k"], 5) != [None], "who is gone holds nothing"
+    assert reserve(objects, "c", client=b"c").code is Code.OK
+    objects.check()
+
+
+def test_clients_with_one_key_share_its_part_of_the_memory():
+    objects = Objects(ObjectSettings(object_bytes=4 * SLAB, slab_bytes=SLAB, max_client_share=0.5))
+    for number in range(3):
+        objects.join(b"%d" % number, "red")
+    codes = [reserve(objects, f"{i}", SLAB, client=b"%d" % i).code for i in range(3)]
+    assert codes == [Code.OK, Code.OK, Code.NO_ROOM]
+    objects.expire(20)
+    assert reserve(objects, "x", SLAB, client=b"2").code is Code.NO_ROOM, "quarantine counts"
+    assert objects.commit(20, b"0", 1, [], []) == [Code.EXPIRED]
+    assert reserve(objects, "x", SLAB, client=b"2", now=20).code is Code.OK
+    objects.check()
+
+
+class Unseen(dict):
+    """May be looked up in, but not looked through."""
+
+    def looked_through(self):
+        raise AssertionError("looked through")
+
+    __iter__ = keys = values = items = looked_through
+
+
+def test_what_ends_is_found_without_a_look_at_what_does_not():
+    objects = make()
+    put(objects, "k")
+    for number in range(100):
+        objects.lease(0, b"%d" % number, 1, ["k"], 30)
+        objects.lease(0, b"stream", number, ["k"], None)
+    objects.lease(0, ME, 1, ["k"], 1)
+    reserve(objects, "a", ttl_s=2.0)
+    objects._clients = Unseen(objects._clients)
+    for client in (b"1", ME):
+        objects._clients[client].leases = Unseen(objects._clients[client].leases)
+    assert objects.next_expiry() == 1
+    objects.expire(1.5)
+    assert (objects.counts["leases_expired"], objects.counts["puts_expired"], objects.next_expiry()) == (1, 0, 2)
+    objects.expire(2.5)
+    assert (objects.counts["leases_expired"], objects.counts["puts_expired"], objects.next_expiry()) == (1, 1, 30)
+    objects.expire(30.5)
+    assert objects.counts["leases_expired"] == 101
+    assert objects.next_expiry() == math.inf, "a stream's leases do not end by time"
+
+
+def test_leases_that_are_over_are_not_kept_until_their_time():
+    objects = make()
+    put(objects, "k")
+    for number in range(1000):
+        objects.lease(0, ME, number, ["k"], 30)
+        objects.release(ME, number)
+        assert len(objects._ends) <= LEAST_ENDS + 3
+    objects.check()
 
 
 def test_a_copy_reported_corrupt_is_gone_but_a_later_copy_is_not():

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from node_harness import SLAB, SSD, Store
+from node_harness import SLAB, SSD, TOKEN, Store
 
 from mooncake_zmq.core.actor import Drained, DrainWanted, TimerFired
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.events import (
     Asked,
     Greeted,
+    Reply,
     StreamAsked,
     StreamEnded,
 )
@@ -120,6 +121,36 @@ def test_for_who_may_use_nothing_nothing_is_looked_through(store):
         assert store.ask(user, protocol.RemoveAll(next(store.ids))).numbers == [0]
     listed = store.ask("nobody", protocol.ListKeys(next(store.ids), 0, 1024))
     assert (listed.keys, listed.cursor) == ([], 0)
+
+
+@pytest.mark.parametrize("ssd", [False, True])
+def test_to_remove_all_looks_at_ones_own_alone(ssd):
+    store = Store(RED, BLUE, ssd=ssd)
+    assert store.put("ruby", "red/1", "scarlet/1") == [0, 0]
+    assert store.put("sky", "blue/1") == [0]
+    if ssd:
+        store.look()
+        assert sorted(store.log.by_key) == ["blue/1", "red/1", "scarlet/1"]
+    store.node.check = lambda: None
+    store.node.objects.by_key = Unseen(store.node.objects.by_key)
+    if ssd:
+        store.log.by_key = store.log.readable = Unseen(store.log.by_key)
+    assert [store.ask("ruby", protocol.RemoveAll(next(store.ids))).numbers for _ in range(2)] == [[2], [0]]
+    assert [store.ask("sky", protocol.RemoveAll(next(store.ids))).numbers for _ in range(2)] == [[1], [0]]
+
+
+def test_clients_with_one_key_share_its_leases(store):
+    store.node.objects.settings = replace(store.node.objects.settings, max_leases_per_client=3)
+
+    def lease(name):
+        connection = b"c" + name.ljust(16, b"_") + b"1234"
+        hello = protocol.Hello(next(store.ids), protocol.PROTOCOL_VERSION, "", False)
+        store.take(Greeted(connection, hello, "path", False, TOKEN, "s", "ruby"))
+        asked = protocol.Lease(next(store.ids), ["red/1"], 5.0)
+        (told,) = [each.reply for each in store.take(Asked(connection, asked, "ruby")) if isinstance(each, Reply)]
+        return told.sizes
+
+    assert [lease(b"r%d" % number) for number in range(5)] == [[1000]] * 3 + [[0]] * 2
 
 
 def test_who_may_not_use_all_does_not_map_the_memory(store):

@@ -60,7 +60,7 @@ class DiskQuotas:
 
     def _coldest(self, tenant: int, size_bytes: int) -> Iterator[tuple[str, ObjectRecord]]:
         """Copies of a tenant that memory does not have, those used longest ago first, of so many bytes at least."""
-        for key in self._log.coldest(tenant, MAX_STEPS):
+        for key in itertools.islice(self._log.coldest(tenant), MAX_STEPS):
             if size_bytes <= 0:
                 return
             record = self._log.record(key)

@@ -6,7 +6,6 @@ to tenants with a quota: of these the segment that goes has no more than can be 
 places nor an order of use, and the disk sees long sequential writes only.
 """
 
-import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -142,10 +141,10 @@ class ObjectLog:
                 self.holdings.remove(row)
                 self.holdings.append(row)
 
-    def coldest(self, tenant: int, limit: int) -> list[str]:
-        """Up to so many keys of a tenant, those used longest ago first."""
+    def coldest(self, tenant: int) -> Iterator[str]:
+        """A tenant's keys, those used longest ago first; nothing may change meanwhile."""
         rows = self.holdings.coldest(tenant) if self.holdings is not None else iter(())
-        return [key for row in itertools.islice(rows, limit) if (key := self._key[row]) is not None]
+        return (key for row in rows if (key := self._key[row]) is not None)
 
     def keys(self, cursor: int, limit: int) -> tuple[list[str], int]:
         """Up to `limit` rows' keys from row `cursor` on, and where to go on; 0 when that was all."""

@@ -10,6 +10,7 @@ With a log, `ObjectLog`, values live in two tiers. A key has one value: what bot
 for how it gets another one, or none.
 """
 
+import heapq
 import itertools
 import math
 from array import array
@@ -32,6 +33,8 @@ from mooncake_zmq.store.rules.tenants import NOBODY, Holdings, StoreTenant, Tena
 
 MAX_KEY_BYTES = 1024
 SCAN_EVERY = 8
+LEAST_ENDS = 64
+"""Leases and puts that are over are not worth to be looked for among fewer than these."""
 DISK_COUNTS = ("evicted_unsaved", "promoted", "promoted_bytes", "demoted", "demoted_bytes")
 _NEVER = 1 << 62
 """Later than any use: not to be emptied."""
@@ -114,10 +117,13 @@ class ObjectSettings:
     """About 60 bytes of process memory each once in use, besides key and dict."""
     max_ttl_s: float = 30.0
     """Longest time for a put or a lease, whatever was asked."""
-    max_leases_per_client: int = 256
-    max_puts_per_client: int = 256
+    max_leases_per_client: int = 1024
+    """Of all clients with one key together, as a key may call itself by many names; who comes without a key counts for itself.
+    1024: four streams of each of 256 engines."""
+    max_puts_per_client: int = 1024
+    """Counted in the same way."""
     max_client_share: float = 0.5
-    """Part of the memory that one client may hold reserved or in quarantine."""
+    """Part of the memory that one client may hold reserved or in quarantine; all clients with one key count as one."""
     ssd: ObjectSsdSettings = field(default_factory=ObjectSsdSettings)
     tenants: tuple[StoreTenant, ...] = ()
     """Who may use which keys over TCP, and how much they may take up. None: whoever has a key of the kind `store` may use all.
@@ -181,22 +187,38 @@ class Put:
     """Of `Pin`."""
     grants: list[Grant]
     reserved_bytes: int
+    put_id: int
     quarantined: bool = False
+    over: bool = False
 
 
 @dataclass(slots=True)
 class _Lease:
+    client: bytes
+    lease_id: int
     expires_at: float
     entries: list[int]
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Account:
+    """What all clients with one key hold together, as a key may call itself by many names. Who has no key has one alone."""
+
+    user: str | None
+    clients: int = 0
+    leases: int = 0
+    puts: int = 0
+    reserved_bytes: int = 0
 
 
 @dataclass(slots=True)
 class _Client:
     """What one client holds."""
 
+    account: _Account
     leases: dict[int, _Lease] = field(default_factory=dict)
     puts: dict[int, Put] = field(default_factory=dict)
-    reserved_bytes: int = 0
 
 
 class Objects:
@@ -242,6 +264,14 @@ class Objects:
         self._clock = 0
         """Counts uses: the order of the LRU lists across classes."""
         self._clients: dict[bytes, _Client] = {}
+        self._accounts: dict[str, _Account] = {}
+        """By the name of the key."""
+        self._ends: list[tuple[float, int, _Lease | Put]] = []
+        """A heap of when leases and puts are over, but for leases without end. What ended before stays until it comes up, or
+        until it is most of the heap."""
+        self._timed = 0
+        """Those in the heap that are not over."""
+        self._end_numbers = itertools.count()
         self._writing: dict[str, int] = {}
         """Keys of plain puts under way."""
         self._object_bytes = 0
@@ -280,6 +310,13 @@ class Objects:
         """Rows that a table indexed by entry needs."""
         return self._first_entry + self.settings.max_objects
 
+    def join(self, client: bytes, user: str | None) -> None:
+        """A client begins, with the key `user` if it has one: all with that key share its limits."""
+        assert client not in self._clients, "a client begins once"
+        account = self._accounts.setdefault(user, _Account(user)) if user else _Account(None)
+        account.clients += 1
+        self._clients[client] = _Client(account)
+
     # --- writers
 
     def reserve(
@@ -294,19 +331,20 @@ class Objects:
         ttl_s: float,
     ) -> list[Grant]:
         """Cells for these values, each key answered on its own."""
-        holder = self._clients.setdefault(client, _Client())
+        holder = self._holder(client)
         known = holder.puts.get(put_id)
         if known is not None:
             return known.grants
-        if len(holder.puts) >= self.settings.max_puts_per_client:
+        if holder.account.puts >= self.settings.max_puts_per_client:
             self.counts["no_room"] += len(keys)
             return [Grant(Code.NO_ROOM)] * len(keys)
-        put = Put(client, now + min(ttl_s, self.settings.max_ttl_s), tuple(keys), int(pins), [], 0)
+        put = Put(client, now + min(ttl_s, self.settings.max_ttl_s), tuple(keys), int(pins), [], 0, put_id)
         for key, size in zip(keys, sizes, strict=True):
-            put.grants.append(self._reserve(holder, put, key, size))
+            put.grants.append(self._reserve(holder.account, put, key, size))
         if any(grant.code is Code.OK for grant in put.grants):
             holder.puts[put_id] = put
-            self.expires_at = min(self.expires_at, put.expires_at)
+            holder.account.puts += 1
+            self._time(put)
         return put.grants
 
     def commit(
@@ -317,7 +355,7 @@ class Objects:
         put = holder.puts.pop(put_id, None) if holder else None
         if holder is None or put is None:
             return None
-        holder.reserved_bytes -= put.reserved_bytes
+        self._close_put(holder.account, put)
         on_time = now <= put.expires_at and not put.quarantined
         written = dict(zip(indexes, checksums, strict=True)) if on_time else {}
         codes = [grant.code if on_time else Code.EXPIRED for grant in put.grants]
@@ -381,12 +419,12 @@ class Objects:
     def lease(self, now: float, client: bytes, lease_id: int, keys: Sequence[str], ttl_s: float | None) -> list[Found | None]:
         """Keep those of `keys` that are here from being evicted. The holder counts `ttl_s` from when it asked. None: until it
         is released, which the owner then sees to."""
-        holder = self._clients.setdefault(client, _Client())
+        holder = self._holder(client)
         known = holder.leases.get(lease_id)
         if known is not None:
             by_key = {self._key[entry]: entry for entry in known.entries}
             return [self._found(by_key[key]) if key in by_key else None for key in keys]
-        if len(holder.leases) >= self.settings.max_leases_per_client:
+        if holder.account.leases >= self.settings.max_leases_per_client:
             self.counts["no_room"] += len(keys)
             return [None] * len(keys)
         found: list[Found | None] = []
@@ -405,8 +443,9 @@ class Objects:
             found.append(self._found(entry))
         if entries:
             expires_at = math.inf if ttl_s is None else now + min(ttl_s, self.settings.max_ttl_s)
-            holder.leases[lease_id] = _Lease(expires_at, entries)
-            self.expires_at = min(self.expires_at, expires_at)
+            lease = holder.leases[lease_id] = _Lease(client, lease_id, expires_at, entries)
+            holder.account.leases += 1
+            self._time(lease)
             self.counts["leased"] += len(entries)
         return found
 
@@ -414,8 +453,8 @@ class Objects:
         """No more reading under this lease; of an unknown one nothing is said, as it may have expired."""
         holder = self._clients.get(client)
         lease = holder.leases.pop(lease_id, None) if holder else None
-        if lease is not None:
-            self._end_lease(lease)
+        if holder is not None and lease is not None:
+            self._end_lease(holder.account, lease)
 
     def set_checksum(self, made_of: Found | Unsaved, checksum: int) -> bool:
         """Remember a checksum made later than at its put. False if it may be of other bytes: that copy is gone, or has another
@@ -441,12 +480,12 @@ class Objects:
         return True
 
     def some_keys(self, limit: int, within: tuple[str, ...] | None = None) -> list[str]:
-        """Up to `limit` keys that are here, of the namespaces `within` if any are given; fewer only if that is all."""
-        if within == ():
-            return []
-        keys = list(itertools.islice(_within(self.by_key, within), limit))
+        """Up to `limit` keys that are here, of the tenants with the namespaces `within` if any are given; fewer only if that is
+        all. It takes as long as that many do, whatever others have here."""
+        tenants = None if within is None else sorted(set(map(self.tenants.of, within)))
+        keys = list(itertools.islice(self._some_readable(tenants), limit))
         if self.log is not None and len(keys) < limit:
-            others = (key for key in _within(self.log.by_key, within) if key not in self.by_key)
+            others = (key for key in _some_on_disk(self.log, tenants) if key not in self.by_key)
             keys += itertools.islice(others, limit - len(keys))
         return keys
 
@@ -548,12 +587,14 @@ class Objects:
 
     def expire(self, now: float) -> None:
         """End what ran past its time."""
-        for holder in self._clients.values():
-            for lease_id in [lease_id for lease_id, lease in holder.leases.items() if lease.expires_at < now]:
-                self._end_lease(holder.leases.pop(lease_id))
+        while self.next_expiry() < now:
+            held = heapq.heappop(self._ends)[2]
+            holder = self._clients[held.client]
+            if isinstance(held, Put):
+                self._expire_put(holder, held.put_id)
+            else:
+                self._end_lease(holder.account, holder.leases.pop(held.lease_id))
                 self.counts["leases_expired"] += 1
-            for put_id in [put_id for put_id, put in holder.puts.items() if put.expires_at < now and not put.quarantined]:
-                self._expire_put(holder, put_id)
         self.expires_at = self.next_expiry()
 
     def holders(self) -> set[bytes]:
@@ -562,9 +603,9 @@ class Objects:
 
     def next_expiry(self) -> float:
         """When the next lease or put is over; infinite if there is none."""
-        held = [lease.expires_at for holder in self._clients.values() for lease in holder.leases.values()]
-        held += [put.expires_at for holder in self._clients.values() for put in holder.puts.values() if not put.quarantined]
-        return min(held, default=math.inf)
+        while self._ends and self._ends[0][2].over:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else math.inf
 
     def bury(self, client: bytes) -> None:
         """The client is known dead, or never wrote here itself: everything it held is over."""
@@ -572,9 +613,13 @@ class Objects:
         if holder is None:
             return
         for lease in holder.leases.values():
-            self._end_lease(lease)
+            self._end_lease(holder.account, lease)
         for put in holder.puts.values():
+            self._close_put(holder.account, put)
             self._drop_put(put)
+        holder.account.clients -= 1
+        if holder.account.user is not None and not holder.account.clients:
+            del self._accounts[holder.account.user]
 
     def gauges(self) -> dict[str, float]:
         """All but the first four are zero when no client is at work."""
@@ -589,7 +634,7 @@ class Objects:
             "puts": len(puts),
             "writing_objects": sum(count for quarantined, count in states if not quarantined),
             "quarantined_objects": sum(count for quarantined, count in states if quarantined),
-            "reserved_bytes": sum(holder.reserved_bytes for holder in self._clients.values()),
+            "reserved_bytes": sum(put.reserved_bytes for put in puts),
             **self._disk_gauges(),
             **self._tenants_gauges(),
         }
@@ -606,7 +651,7 @@ class Objects:
             for put in holder.puts.values():
                 state = State.QUARANTINED if put.quarantined else State.WRITING
                 writing |= {grant.entry: state for grant in put.grants if grant.code is Code.OK}
-            assert holder.reserved_bytes == sum(put.reserved_bytes for put in holder.puts.values()) >= 0
+        self._check_accounts()
         cells = {owner: (offset, size) for owner, offset, size in self.slabs.cells()}
         blocked, soft = np.zeros(self.slabs.units, np.int64), np.zeros(self.slabs.units, np.int64)
         for entry in range(self._first_entry, len(self._key)):
@@ -646,6 +691,23 @@ class Objects:
                 record = self.log.record(key)
                 assert record is None or record.size == self._size[entry]
 
+    def _check_accounts(self) -> None:
+        accounts = {id(holder.account): holder.account for holder in self._clients.values()}
+        assert all(id(account) in accounts for account in self._accounts.values())
+        for account in accounts.values():
+            holders = [holder for holder in self._clients.values() if holder.account is account]
+            puts = [put for holder in holders for put in holder.puts.values()]
+            assert account.clients == len(holders)
+            assert account.leases == sum(len(holder.leases) for holder in holders)
+            assert account.puts == len(puts)
+            assert account.reserved_bytes == sum(put.reserved_bytes for put in puts)
+        held = {id(held) for _, _, held in self._ends if not held.over}
+        leases = [lease for holder in self._clients.values() for lease in holder.leases.values()]
+        timed = {id(lease) for lease in leases if lease.expires_at < math.inf}
+        timed |= {id(put) for holder in self._clients.values() for put in holder.puts.values() if not put.quarantined}
+        assert held == timed
+        assert self._timed == len(timed)
+
     def _check_holdings(self, holdings: Holdings, cells: dict[int, int]) -> None:
         taken = [0] * len(holdings.quotas)
         row_bytes = self.settings.object_bytes // self.settings.max_objects
@@ -654,13 +716,41 @@ class Objects:
             assert key is None or holdings.of[entry] == self.tenants.of(key)
             taken[holdings.of[entry]] += max(cell_bytes, row_bytes)
         assert taken == holdings.bytes
+        readable = [entry for tenant in range(len(taken)) for entry in holdings.readable(tenant)]
+        assert sorted(readable) == sorted(self.by_key.values())
         shelved = [entry for tenant in range(len(taken)) for entry in holdings.coldest(tenant)]
         assert sorted(shelved) == [entry for entry in range(self._first_entry, len(self._key)) if entry in self._lru]
         assert all(holdings.over(tenant) <= 0 for tenant in range(len(taken))), "nobody has more than his quota"
 
     # --- inside
 
-    def _reserve(self, holder: _Client, put: Put, key: str, size: int) -> Grant:
+    def _holder(self, client: bytes) -> _Client:
+        if client not in self._clients:
+            self.join(client, None)
+        return self._clients[client]
+
+    def _time(self, held: "_Lease | Put") -> None:
+        """It ends when its time is over."""
+        if held.expires_at == math.inf:
+            return
+        self._timed += 1
+        if len(self._ends) > 2 * self._timed + LEAST_ENDS:
+            self._ends = [end for end in self._ends if not end[2].over]
+            heapq.heapify(self._ends)
+        heapq.heappush(self._ends, (held.expires_at, next(self._end_numbers), held))
+        self.expires_at = min(self.expires_at, held.expires_at)
+
+    def _untime(self, held: "_Lease | Put") -> None:
+        if not held.over and held.expires_at < math.inf:
+            self._timed -= 1
+        held.over = True
+
+    def _close_put(self, account: _Account, put: Put) -> None:
+        self._untime(put)
+        account.puts -= 1
+        account.reserved_bytes -= put.reserved_bytes
+
+    def _reserve(self, account: _Account, put: Put, key: str, size: int) -> Grant:
         size_class = self.slabs.class_of(size) if size > 0 else None
         if size_class is None or not is_key(key):
             return Grant(Code.INVALID)
@@ -672,7 +762,7 @@ class Objects:
             return Grant(Code.EXISTS)
         cell_bytes = self.slabs.sizes[size_class]
         tenant = self.tenants.of(key) if self._holdings is not None else NOBODY
-        within = holder.reserved_bytes + cell_bytes <= self._client_bytes and self._make_own_room(
+        within = account.reserved_bytes + cell_bytes <= self._client_bytes and self._make_own_room(
             tenant, self._charge(size_class)
         )
         entry = self._take_entry() if within else None
@@ -682,7 +772,7 @@ class Objects:
                 self._free_entries.append(entry)
             self.counts["no_room"] += 1
             return Grant(Code.NO_ROOM)
-        holder.reserved_bytes += cell_bytes
+        account.reserved_bytes += cell_bytes
         put.reserved_bytes += cell_bytes
         self._move(entry, _RESERVE)
         self._size[entry], self._offset[entry], self._class[entry] = size, offset, size_class
@@ -697,6 +787,12 @@ class Objects:
         if not pins & _UPSERT:
             self._writing[key] = entry
         return Grant(Code.OK, entry, offset, self.generation[entry])
+
+    def _some_readable(self, tenants: list[int] | None) -> Iterable[str]:
+        if self._holdings is None or tenants is None:
+            return self.by_key
+        rows = itertools.chain.from_iterable(map(self._holdings.readable, tenants))
+        return (key for row in rows if (key := self._key[row]) is not None)
 
     def _make_own_room(self, tenant: int, more_bytes: int) -> bool:
         """Evict values of a tenant that would be over its quota else; False where that does not help."""
@@ -804,6 +900,8 @@ class Objects:
         self._checksum[entry] = checksum
         self._key[entry] = key
         self.by_key[key] = entry
+        if self._holdings is not None:
+            self._holdings.show(entry)
         self.shelf.touch(key)
         self._object_bytes += self._size[entry]
         promoted = bool(pins & _PROMOTION)
@@ -821,6 +919,7 @@ class Objects:
         put = holder.puts[put_id]
         self.counts["puts_expired"] += 1
         put.quarantined = True
+        self._untime(put)
         for key, grant in zip(put.keys, put.grants, strict=True):
             if grant.code is Code.OK:
                 self._move(grant.entry, _QUARANTINE)
@@ -835,7 +934,9 @@ class Objects:
                     del self._writing[key]
                 self._free(grant.entry)
 
-    def _end_lease(self, lease: _Lease) -> None:
+    def _end_lease(self, account: _Account, lease: _Lease) -> None:
+        self._untime(lease)
+        account.leases -= 1
         for entry in lease.entries:
             assert self._leases[entry] > 0, "a lease ends once"
             self._leases[entry] -= 1
@@ -860,6 +961,8 @@ class Objects:
         key = self._key[entry]
         assert key is not None
         del self.by_key[key]
+        if self._holdings is not None:
+            self._holdings.hide(entry)
         self.shelf.touch(key)
         self._key[entry] = None
         self._object_bytes -= self._size[entry]
@@ -956,9 +1059,8 @@ class Objects:
         self.fences.append((entry, generation))
 
 
-def _within(keys: Iterable[str], spaces: tuple[str, ...] | None) -> Iterable[str]:
-    """Those of some namespaces; of all, if none are given."""
-    return keys if spaces is None else (key for key in keys if key.startswith(spaces))
+def _some_on_disk(log: ObjectLog, tenants: list[int] | None) -> Iterable[str]:
+    return log.by_key if tenants is None else itertools.chain.from_iterable(map(log.coldest, tenants))
 
 
 def is_key(key: str) -> bool:

@@ -110,12 +110,14 @@ class Holdings:
         self._kinds = kinds
         self._lists = kinds * len(self.quotas)
         self._order = LinkedRows(self._lists)
+        self._readable = LinkedRows(len(self.quotas))
         for _ in range(rows):
             self.add_row()
 
     def add_row(self) -> None:
         self.of.append(NOBODY)
         self._order.add_row()
+        self._readable.add_row()
 
     def take(self, row: int, tenant: int, size_bytes: int) -> None:
         """From now on the row is the tenant's."""
@@ -133,6 +135,18 @@ class Holdings:
     def remove(self, row: int) -> None:
         """From its order."""
         self._order.remove(self._lists + row)
+
+    def show(self, row: int) -> None:
+        """It has a value that can be read."""
+        self._readable.append(self.of[row], len(self.quotas) + row)
+
+    def hide(self, row: int) -> None:
+        """No more."""
+        self._readable.remove(len(self.quotas) + row)
+
+    def readable(self, tenant: int) -> Iterator[int]:
+        """Rows of one tenant that were shown, the oldest first; nothing may change meanwhile."""
+        return (row - len(self.quotas) for row in self._readable.rows(tenant))
 
     def coldest(self, tenant: int) -> Iterator[int]:
         """Rows of one tenant, those used longest ago first, one kind after the other; nothing may change meanwhile."""
