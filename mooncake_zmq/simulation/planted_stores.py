@@ -58,7 +58,7 @@ def no_quarantine() -> Replacements:
 
     def expire(self: Objects, holder: Any, put_id: int) -> None:
         put = holder.puts.pop(put_id)
-        holder.reserved_bytes -= put.reserved_bytes
+        self._close_put(holder.account, put)
         self._drop_put(put)
 
     return [(Objects, "_expire_put", expire)]

@@ -4,10 +4,10 @@ A high-water mark counts whole messages, and ZMQ_MAXMSGSIZE bounds one part of a
 ends ZeroMQ holds all, and tells of none. So bytes are counted on both sides of it: by the kernel those that came in on a
 connection, by whoever receives those that came out. Connections by `ipc://` are not watched: they are this user's own.
 
-Of a message that is not there yet more than `PARTIAL_BYTES` may be here for `PARTIAL_S` alone, in which a network of 1 Gb/s
-brings three of the longest ones. Empty parts take 32 times as much memory as bytes on the wire, and ZeroMQ takes up to 30 MB/s
-of them: so the process may not grow by more than `PARTIAL_GROWTH_BYTES` meanwhile, for whatever reason. Who is cut wrongly
-connects anew, and says it again.
+Of a message that is not there yet more than `PARTIAL_BYTES` may be here for `PARTIAL_S` alone: long enough for a whole one that
+whoever receives is late to look at. Empty parts take 32 times as much memory as bytes on the wire, and ZeroMQ takes up to
+30 MB/s of them: so the process may not grow by more than `PARTIAL_GROWTH_BYTES` meanwhile, for whatever reason. Who is cut
+wrongly connects anew, and says it again.
 
 So no high-water mark is set on what comes. At one ZeroMQ stops a connection's input; and libzmq 4.3.5 aborts the process
 (`!_io_error`) where the other side goes while it is stopped, and something is to be written there after that: the answer to a
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 MAX_UNTAKEN_BYTES = 16 << 20
 """Of all connections of a socket together; beyond it the one with the most is cut, and its peer connects anew."""
 PARTIAL_BYTES = 512 << 10
-PARTIAL_S = 0.1
+PARTIAL_S = 1.0
 PARTIAL_GROWTH_BYTES = 12 << 20
 """Three of the longest messages: of an honest one what came is as long as what is held."""
 LOOK_S = 0.01
