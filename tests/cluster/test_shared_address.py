@@ -10,7 +10,7 @@ import httpx
 import pytest
 from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, free_port, greedy
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 GATEWAYS = {"gateway-0", "gateway-1"}
 PROMPT = [(7 * position) % 250 for position in range(60)]
 
