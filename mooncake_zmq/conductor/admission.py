@@ -25,8 +25,8 @@ class Admission:
     def __init__(self, settings: ConductorSettings) -> None:
         self._refuses = settings.admission != "none"
         self._looks_at_decodes = settings.admission not in ("none", "baseline")
-        self._ttft_slo_s = settings.ttft_slo_s
-        self._tbt_slo_s = settings.tbt_slo_s
+        self._ttft_s, self._tbt_s = _bound_s(settings.ttft_slo_s), _bound_s(settings.tbt_slo_s)
+        """The deployment's own."""
         self._patience = settings.patience
 
     def limits(self, schedule: Schedule) -> Limits:
@@ -36,11 +36,11 @@ class Admission:
         ttft_s, tbt_s = schedule.ttft_slo_s, schedule.tbt_slo_s
         return Limits(
             may_refuse=True,
-            ttft_s=_bound_s(self._ttft_slo_s if ttft_s is None else ttft_s),
-            tbt_s=_bound_s(self._tbt_slo_s if tbt_s is None else tbt_s),
+            ttft_s=self._ttft_s if ttft_s is None else _bound_s(ttft_s),
+            tbt_s=self._tbt_s if tbt_s is None else _bound_s(tbt_s),
             waited_s=schedule.waited_s,
-            others_ttft_s=_bound_s(self._ttft_slo_s),
-            others_tbt_s=_bound_s(self._tbt_slo_s),
+            others_ttft_s=self._ttft_s,
+            others_tbt_s=self._tbt_s,
         )
 
     def late_prefill_s(self, limits: Limits, prefill: PrefillChoice, ttft_s: float) -> float:

@@ -27,8 +27,8 @@ from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.roll_call import ROLL_CALL, RollCall
 from mooncake_zmq.conductor.settings import ConductorSettings
-from mooncake_zmq.conductor.silence import Silence
 from mooncake_zmq.conductor.sources import SHELF, Sources
+from mooncake_zmq.conductor.suspects import Suspects
 from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.core.actor import (
     Answered,
@@ -120,7 +120,7 @@ class Conductor:
         self._sources = Sources(self._prefills)
         self._bookings = Bookings(name, incarnation, limit=settings.max_bookings)
         self._coming = Coming(costs, layout.block_tokens, self._index)
-        self._silence = Silence()
+        self._suspects = Suspects()
         self._expiry_armed = False
         self._sweep_armed = False
         self._placement = Placement(
@@ -314,7 +314,7 @@ class Conductor:
                 if peer in (booking.key[0], placed.prefill, placed.decode) or peer in placed.stages:
                     self._unbook(now, booking.key, gone=peer)
         self._members.leave(peer)
-        self._silence.forget(peer)
+        self._suspects.forget(peer)
         match role:
             case "prefill":
                 self._forget_apart(peer)
@@ -374,7 +374,7 @@ class Conductor:
 
     def _unless_silent(self, now: float, sender: str, load: Load) -> Load:
         """Return a report as if the node drained, if requests there end in silence."""
-        return replace(load, draining=True) if self._silence and self._silence.shuts(now, sender) else load
+        return replace(load, draining=True) if self._suspects and self._suspects.shuts(now, sender) else load
 
     def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
         destination = self._index.join(sender)
@@ -500,10 +500,10 @@ class Conductor:
     def _judge(self, now: float, placed: Placed, ended: RequestEnded) -> None:
         """Suspect the nodes of an attempt that ended in silence, and clear those that tokens came through."""
         if ended.outcome is not None:
-            self._silence.answered(placed, ended.outcome.output_tokens)
+            self._suspects.answered(placed, ended.outcome.output_tokens)
         if ended.stalled:
             self.counts.add("attempts_silent")
-            self._silence.stalled(now, placed, told=ended.outcome is not None)
+            self._suspects.stalled(now, placed, told=ended.outcome is not None)
 
     # --- copies
 

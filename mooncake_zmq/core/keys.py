@@ -6,13 +6,15 @@ may have two keys, the newer one last: while a key is rotated both are good, so 
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 Plane = Literal["control", "data", "store", "events"]
 """What a listening socket serves: messages between actors, reads of blocks, store clients, subscribers of KV events."""
 PLANES: tuple[Plane, ...] = get_args(Plane)
+ReadT = TypeVar("ReadT")
 Kind = Literal["node", "store", "events"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LETS_IN: Mapping[Plane, Kind] = {"control": "node", "data": "node", "store": "store", "events": "events"}
@@ -85,7 +87,7 @@ class KeyBook:
     def still_in(self, text: str, own: str) -> "KeyBook":
         """Those that a text which is no book, or not ours, has yet, and the key `own`: what is taken away
         is taken away whatever else is wrong with it."""
-        left = {(each.name, each.kinds, each.key) for line in text.splitlines() for each in _entry_or_none(line)}
+        left = {(each.name, each.kinds, each.key) for each in each_readable(text, lambda line: _entries([line]))}
         return KeyBook(tuple(each for each in self.keys if each.key == own or (each.name, each.kinds, each.key) in left))
 
     def encoded(self) -> str:
@@ -99,11 +101,11 @@ def parse(text: str) -> KeyBook:
     return KeyBook(tuple(_entries(text.splitlines())))
 
 
-def _entry_or_none(line: str) -> Iterable[PublicKey]:
-    try:
-        return list(_entries([line]))
-    except KeysError:
-        return []
+def each_readable(text: str, read: Callable[[str], Iterable[ReadT]]) -> Iterator[ReadT]:
+    """What the lines of a text tell, each read by itself: one of which `read` raises ValueError tells nothing."""
+    for line in text.splitlines():
+        with suppress(ValueError):
+            yield from tuple(read(line))
 
 
 def _entries(lines: Iterable[str]) -> Iterable[PublicKey]:

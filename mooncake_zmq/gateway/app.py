@@ -28,9 +28,9 @@ from mooncake_zmq.engine.constraint import NamedWords
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway import admin, cluster_face, manual, pages
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
+from mooncake_zmq.gateway.fair_pool import FairPool
 from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.keyless import check_caller
-from mooncake_zmq.gateway.lanes import Lane
 from mooncake_zmq.gateway.openai import (
     QUOTED_CHARS,
     SEED_BITS,
@@ -200,9 +200,9 @@ class _Threads:
         sys.setswitchinterval(SWITCH_S)
         self._short_bytes = settings.short_body_bytes
         self._at_once_bytes = min(AT_ONCE_BYTES, settings.short_body_bytes)
-        self._short = Lane("prepare")
-        self._long = Lane("prepare-long", settings.tokenize_threads)
-        self._constrained = Lane("prepare-grammar")
+        self._short = FairPool("prepare")
+        self._long = FairPool("prepare-long", settings.tokenize_threads)
+        self._constrained = FairPool("prepare-grammar")
         self._loop_free_at = 0.0
         """Until then the loop's time is for others."""
 

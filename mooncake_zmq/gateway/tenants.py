@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mooncake_zmq.core.keys import NAME_PATTERN
+from mooncake_zmq.core.keys import NAME_PATTERN, each_readable
 from mooncake_zmq.core.messages import MAX_PRIORITY
 
 Role = Literal["user", "metrics", "admin"]
@@ -98,15 +98,8 @@ def parse(text: str) -> tuple[Tenant, ...]:
 def still_in(known: Sequence[Tenant], text: str) -> tuple[Tenant, ...]:
     """Those whose keys a text that cannot be followed has yet, for the same role: what is taken away is so whatever else
     is wrong with it."""
-    left = {(each.name, each.digest, each.role) for line in text.splitlines() for each in _tenant_or_none(line)}
+    left = {(each.name, each.digest, each.role) for each in each_readable(text, lambda line: (_tenant(line.strip()),))}
     return tuple(each for each in known if (each.name, each.digest, each.role) in left)
-
-
-def _tenant_or_none(line: str) -> tuple[Tenant, ...]:
-    try:
-        return (_tenant(line.strip()),)
-    except ValueError:
-        return ()
 
 
 def _tenant(line: str) -> Tenant:

@@ -25,7 +25,7 @@ class Silence:
         """Note that something came, or that it was given something after it owed nothing."""
         self._heard_at = now
 
-    def since(self, then: float) -> bool:
+    def nothing_since(self, then: float) -> bool:
         """Return whether nothing came since `then`."""
         return self._heard_at < then
 

@@ -446,7 +446,7 @@ class VllmNode:
             well_before, self._trouble, self._lost, self._hung = not self._trouble, "", False, False
             return effects if well_before else effects + self._reports.hurry(now)
         in_vain = now - self._probe_at > IN_VAIN * self._settings.probe_timeout_s
-        return effects + self._lose(now, result.reason, running=in_vain and self._silence.since(self._probe_at))
+        return effects + self._lose(now, result.reason, running=in_vain and self._silence.nothing_since(self._probe_at))
 
     def _on_hung(self, now: float) -> list[Effect]:
         """Its server answers, and its engine does not."""

@@ -4,7 +4,6 @@ permitted."""
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from toy_cluster import ROOT, Stream, eventually, expected_tokens, greedy, until_none
+from toy_cluster import ROOT, Stream, eventually, expected_tokens, greedy, stopped, until_none
 
 from mooncake_zmq.chaos.checks import busy, unheard
 from mooncake_zmq.config import load
@@ -140,15 +139,9 @@ class TwoHosts:
     def only(self, host: str) -> Iterator[None]:
         """Let only this host's engines serve: the others are stopped, and the gateway has missed them."""
         others = [name for name, (role, where) in NODES.items() if role in ("prefill", "decode") and where != host]
-        pids = [int((self.runtime_dir(NODES[name][1]) / f"{name}.lock").read_text().split()[0]) for name in others]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            eventually(lambda: not set(others) & self.serves(), 30, f"{others} are missed")
+        locks = {name: self.runtime_dir(NODES[name][1]) / f"{name}.lock" for name in others}
+        with stopped({name: int(lock.read_text().split()[0]) for name, lock in locks.items()}, self.serves):
             yield
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
 
     def serves(self) -> set[str]:
         try:

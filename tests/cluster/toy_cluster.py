@@ -31,6 +31,19 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 20.0, what: str 
     return found
 
 
+@contextlib.contextmanager
+def stopped(pids: dict[str, int], serves: Callable[[], set[str]]) -> Iterator[None]:
+    """These nodes stand still, and the gateway, whose peers `serves` tells, has missed them."""
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: (peers := serves()) and not pids.keys() & peers, 30, f"{list(pids)} are missed")
+        yield
+    finally:
+        for pid in pids.values():
+            os.kill(pid, signal.SIGCONT)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -137,19 +150,13 @@ class ToyCluster:
         With a decode elsewhere the prompt's blocks come into the pool of that host too.
         """
         others = [node for node in self.nodes if node.startswith(("prefill", "decode")) and not node.endswith(f"-{host}")]
-        for other in others:
-            self.signal(other, signal.SIGSTOP)
-        try:
-            eventually(lambda: not set(others) & self.serves(), 30, f"{others} are missed")
+        with stopped({other: self.pid(other) for other in others}, self.serves):
             yield
-        finally:
-            for other in others:
-                self.signal(other, signal.SIGCONT)
 
     def serves(self) -> set[str]:
-        """Every peer that the gateway is in conversation with; all of them when it does not answer."""
+        """Every peer that the gateway is in conversation with; none when it does not answer."""
         health = self.health()
-        return {name for names in health["peers"].values() for name in names} if health else set(self.nodes)
+        return {name for names in health["peers"].values() for name in names} if health else set()
 
     def health(self) -> dict[str, Any] | None:
         with contextlib.suppress(httpx.HTTPError):

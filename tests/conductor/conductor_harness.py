@@ -20,6 +20,7 @@ from mooncake_zmq.core.messages import (
     Rejected,
     RequestEnded,
     Schedule,
+    WaitEnded,
     decode,
     encode,
 )
@@ -117,7 +118,7 @@ class Cluster:
         self.say(node, BlocksAnnounced(stored=tuple(stored), removed=tuple(removed)))
 
     def schedule(self, block_keys=(), tokens=None, *, request_id=None, attempt=1, exclude=(), max_tokens=100, **more):
-        """Ask for a placement, return the answer."""
+        """Ask for a placement and return the answer. An attempt that replaces another may end waits for that one, too."""
         self.serial += 1
         message = Schedule(
             request_id=request_id or f"r{self.serial}",
@@ -129,12 +130,13 @@ class Cluster:
             **more,
         )
         sends = [effect for effect in self.say("g", message) if isinstance(effect, Send)]
-        if not sends:
+        answers = [send.message for send in sends if send.to == "g"]
+        assert all(isinstance(send.message, WaitEnded | ChangeReplica) for send in sends if send.to != "g")
+        if not answers:
             return None
-        (send,) = sends
-        assert send.to == "g"
-        assert isinstance(send.message, Placed | Rejected)
-        return send.message
+        (answer,) = answers
+        assert isinstance(answer, Placed | Rejected)
+        return answer
 
     def end(self, answer, outcome=None):
         self.say("g", RequestEnded(request_id=answer.request_id, attempt=answer.attempt, outcome=outcome))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conductor_harness import BLOCK, Cluster, hello, key, keys
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mooncake_zmq.core.actor import Drained, DrainWanted, PeerUp, Received, RestWanted, WorkDone
@@ -407,6 +407,7 @@ class Walk:
 
 
 @given(steps)
+@example([("schedule", 1, 1, 1, 0), ("schedule", 0, 1, 1, 257), ("schedule", 1, 2, 0, 0)])  # ends a wait, and answers
 @settings(max_examples=300, deadline=None)
 def test_random_lives(life):
     walk = Walk()

@@ -6,12 +6,12 @@ from concurrent.futures import wait as wait_for
 
 import pytest
 
-from mooncake_zmq.gateway.lanes import Lane
+from mooncake_zmq.gateway.fair_pool import FairPool
 
 
 @pytest.fixture
 def lane():
-    made = Lane("lane")
+    made = FairPool("lane")
     yield made
     made.close()
 
@@ -52,7 +52,7 @@ def test_what_is_cancelled_is_forgotten_and_never_begun(lane, hold):
 
 
 def test_so_many_threads_work_at_once_and_no_more():
-    lane, both, most = Lane("lane", 2), threading.Barrier(2), []
+    lane, both, most = FairPool("lane", 2), threading.Barrier(2), []
     for _ in range(2):
         wait_for([lane.submit("a", lambda: both.wait(10)) for _ in range(2)])
     wait_for([lane.submit("a", lambda: most.append(threading.current_thread().name)) for _ in range(20)])

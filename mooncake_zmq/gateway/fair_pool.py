@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 WorkT = TypeVar("WorkT")
 
 
-class Lane:
+class FairPool:
     """What waits is its callers' to bound: each work is of a call that has a slot, and is forgotten when that cancels it."""
 
     def __init__(self, name: str, threads: int = 1) -> None:

@@ -49,7 +49,7 @@ def test_two_silences_in_a_row_close_a_decode_and_gateways_hear_of_it():
     cluster = Grey()
     cluster.stall(cluster.place_on("d0"), tokens=1)
     cluster.report()
-    assert not cluster.conductor._silence.shuts(cluster.now, "d0"), "once may be chance"
+    assert not cluster.conductor._suspects.shuts(cluster.now, "d0"), "once may be chance"
     cluster.stall(cluster.place_on("d0"), tokens=1)
     cluster.report()
     assert {cluster.schedule(keys(f"n{i}", 3)).decode for i in range(6)} == {"d1"}
@@ -64,13 +64,13 @@ def test_the_time_doubles_up_to_a_minute_until_a_token_came():
         cluster.report(0.5)
         before = cluster.now
         cluster.stall(cluster.place_on("d0"), tokens=1)
-        while cluster.conductor._silence.shuts(cluster.now, "d0"):
+        while cluster.conductor._suspects.shuts(cluster.now, "d0"):
             cluster.report()
         closed.append(round(cluster.now - before))
     assert closed == [0, 2, 4, 8, 16, 32, 60, 60, 60]
     cluster.end(cluster.place_on("d0"), outcome(2))
     cluster.stall(cluster.place_on("d0"), tokens=1)
-    assert not cluster.conductor._silence.shuts(cluster.now, "d0")
+    assert not cluster.conductor._suspects.shuts(cluster.now, "d0")
 
 
 def test_without_a_first_token_both_are_suspected_and_whoever_answers_others_is_cleared():
@@ -80,8 +80,8 @@ def test_without_a_first_token_both_are_suspected_and_whoever_answers_others_is_
         cluster.stall(placed)
         other = cluster.schedule(keys(f"o{cluster.serial}", 3), exclude=("d0", *({"p0", "p1"} - {placed.prefill})))
         cluster.end(other, outcome(20))
-    assert cluster.conductor._silence.shuts(cluster.now, "d0")
-    assert not any(cluster.conductor._silence.shuts(cluster.now, node) for node in ("p0", "p1", "d1"))
+    assert cluster.conductor._suspects.shuts(cluster.now, "d0")
+    assert not any(cluster.conductor._suspects.shuts(cluster.now, node) for node in ("p0", "p1", "d1"))
 
 
 def test_a_first_token_clears_the_prefill_alone():
@@ -90,7 +90,7 @@ def test_a_first_token_clears_the_prefill_alone():
         placed = cluster.place_on("d0")
         cluster.end(placed, outcome(1))
         cluster.stall(cluster.place_on("d0"), tokens=1)
-    assert cluster.conductor._silence.shuts(cluster.now, "d0")
+    assert cluster.conductor._suspects.shuts(cluster.now, "d0")
 
 
 def test_a_node_that_comes_back_is_no_suspect():
@@ -100,7 +100,7 @@ def test_a_node_that_comes_back_is_no_suspect():
     cluster.down("d0")
     cluster.up("d0", "decode", "h0", incarnation=2)
     cluster.report()
-    assert not len(cluster.conductor._silence)
+    assert not len(cluster.conductor._suspects)
     assert cluster.place_on("d0")
 
 
@@ -114,4 +114,4 @@ def test_a_vllm_that_is_both_is_not_cleared_by_first_tokens():
         assert placed.prefill == placed.decode == "v"
         ended = RequestEnded(request_id=placed.request_id, attempt=1, outcome=outcome(1), stalled=True)
         cluster.say("g", ended)
-    assert cluster.conductor._silence.shuts(cluster.now, "v")
+    assert cluster.conductor._suspects.shuts(cluster.now, "v")

@@ -4,6 +4,7 @@ After a wait for the first token in vain it is not known whether prefill or deco
 that comes through a node clears it.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 from mooncake_zmq.core.messages import Placed
@@ -22,8 +23,8 @@ class _Suspect:
         self.until = 0.0
 
 
-class Silence:
-    """The suspects among the nodes that are known; `forget` the others."""
+class Suspects:
+    """Those among the nodes that are known; `forget` the others."""
 
     def __init__(self) -> None:
         self._suspects: dict[str, _Suspect] = {}
@@ -33,7 +34,7 @@ class Silence:
 
     def stalled(self, now: float, placed: Placed, *, told: bool) -> None:
         """Note that an attempt ended in silence; `told`: its first token had come, so its prefill is not at fault."""
-        for node in (placed.decode,) if told else dict.fromkeys((placed.prefill, *placed.stages, placed.decode)):
+        for node in (placed.decode,) if told else _nodes(placed):
             suspect = self._suspects.setdefault(node, _Suspect())
             suspect.strikes += 1
             if suspect.strikes >= STRIKES:
@@ -42,7 +43,7 @@ class Silence:
     def answered(self, placed: Placed, tokens: int) -> None:
         """Clear the nodes that so many tokens came through: the first is the prefill's, the others are the decode's."""
         if self._suspects:
-            for node in (placed.prefill, *placed.stages, placed.decode):
+            for node in _nodes(placed):
                 if tokens > 1 or node != placed.decode:
                     self._suspects.pop(node, None)
 
@@ -54,3 +55,8 @@ class Silence:
     def forget(self, node: str) -> None:
         """Drop what is known of a node that left: its next life is another."""
         self._suspects.pop(node, None)
+
+
+def _nodes(placed: Placed) -> Iterable[str]:
+    """Each once."""
+    return dict.fromkeys((placed.prefill, *placed.stages, placed.decode))
