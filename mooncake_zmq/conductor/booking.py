@@ -25,8 +25,13 @@ class Booking(Struct, eq=False, gc=False):
     choices: int
     """Requests that it will be there."""
     expected_tokens: float
+    ttft_s: float
+    """As it was predicted, likewise its TBT: before `Hindsight` corrects it."""
     tbt_s: float
-    """As it was predicted, before any bias."""
+    idle: bool
+    """Its prefill had nothing to do before it, and it waits for no blocks."""
+    alone: bool
+    """Its decode was expected to have no other request."""
     earliest: float = 0.0
     """While its prefill waits for blocks: when it should be over at the earliest, whatever that prefill has to do."""
     coming: bool = False

@@ -487,9 +487,7 @@ class Conductor:
         outcome = ended.outcome
         if outcome is not None:
             self._accuracy.outcome(outcome, None if booking is None else booking.expected_tokens)
-            self._placement.lateness.add(outcome.ttft_s, outcome.predicted_ttft_s)
-            if outcome.output_tokens > 1 and booking is not None:
-                self._placement.bias.add(outcome.tbt_s, booking.tbt_s)
+            self._placement.hindsight.outcome(outcome, booking)
             if outcome.ended:
                 self._outputs.ended(outcome.max_tokens, outcome.output_tokens)
         if booking is not None and booking.placed.attempt <= ended.attempt:

@@ -5,7 +5,10 @@ is drawn towards 1 by both. So a node whose first work was slow, because everyth
 """
 
 import math
+from bisect import bisect_left, insort
+from collections import deque
 
+from mooncake_zmq.conductor.booking import Booking
 from mooncake_zmq.core.messages import Measured, Outcome
 from mooncake_zmq.core.shell import Tally
 
@@ -23,6 +26,9 @@ SPARE = 3.0
 """Of the mean lateness, which is that of the later half spread over all: about what one in a hundred exceeds."""
 MOST_SPARE = 0.25
 MOST_BIAS = 2.0
+OVERHEAD_OUTCOMES = 64
+"""Requests that the overhead is the median of."""
+MOST_OVERHEAD_S = 0.05
 PRIOR_OUTPUTS = 8.0
 MOST_OUTPUTS = 256.0
 MILLION = 1_000_000
@@ -133,6 +139,57 @@ class Bias:
     def factor(self) -> float:
         """What a prediction is multiplied with. Of what is next to nothing the half may be nothing."""
         return min(max(self._ratio.value(1.0), 1 / MOST_BIAS), MOST_BIAS)
+
+
+class Overhead:
+    """The time to a first token that no work explains, messages and their processes: the median, over recent requests whose
+    prefill was idle, of the time it took less the time that was predicted."""
+
+    __slots__ = ("_recent", "_sorted", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, actual_s: float, predicted_s: float) -> None:
+        """Take in one request; `predicted_s`: without any overhead."""
+        excess_s = actual_s - predicted_s
+        self._recent.append(excess_s)
+        insort(self._sorted, excess_s)
+        if len(self._recent) > OVERHEAD_OUTCOMES:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self.seconds = min(max(0.0, self._sorted[len(self._sorted) >> 1]), MOST_OVERHEAD_S)
+
+
+class Hindsight:
+    """Corrects predictions of TTFT and TBT by how those of recent requests came true."""
+
+    __slots__ = ("_alone", "_crowded", "_overhead", "lateness")
+
+    def __init__(self) -> None:
+        self.lateness = Lateness()
+        self._overhead = Overhead()
+        self._alone, self._crowded = Bias(), Bias()
+        """Apart: an idle decode begins a step at once, another one ends the step that runs first."""
+
+    def ttft_s(self, predicted_s: float) -> float:
+        """Return the corrected time to a first token."""
+        return predicted_s + self._overhead.seconds
+
+    def tbt_s(self, predicted_s: float, *, alone: bool) -> float:
+        """Return the corrected TBT of a request that will probably be `alone` in its batch, or not."""
+        return predicted_s * (self._alone if alone else self._crowded).factor
+
+    def outcome(self, outcome: Outcome, booking: Booking | None) -> None:
+        """Take in a request that has at least its first token."""
+        self.lateness.add(outcome.ttft_s, outcome.predicted_ttft_s)
+        if booking is None:
+            return
+        if booking.idle:
+            self._overhead.add(outcome.ttft_s, booking.ttft_s)
+        if outcome.output_tokens > 1:
+            (self._alone if booking.alone else self._crowded).add(outcome.tbt_s, booking.tbt_s)
 
 
 class Correction:

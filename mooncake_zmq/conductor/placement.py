@@ -12,7 +12,7 @@ from mooncake_zmq.conductor.booking import Booking, BookingKey
 from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.choices import Decision, DecodeChoice, Limits, PrefillChoice
 from mooncake_zmq.conductor.coming import Coming
-from mooncake_zmq.conductor.corrections import Bias, Lateness, OutputLengths
+from mooncake_zmq.conductor.corrections import Hindsight, OutputLengths
 from mooncake_zmq.conductor.decodes import Crowd, Decodes
 from mooncake_zmq.conductor.handovers import Handover
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
@@ -85,8 +85,7 @@ class Placement:
         self._waits = Waits(settings, costs, block_tokens=block_tokens, prefills=prefills, transfers=transfers, coming=coming)
         self._router = Router(settings, planner=self.planner, prefills=prefills, sources=sources)
         self.batches = Batches(settings, costs, decodes)
-        self.lateness = Lateness()
-        self.bias = Bias()
+        self.hindsight = Hindsight()
 
     def decide(self, now: float, schedule: Schedule, plan: Plan) -> Decision | Refused:
         """Where it goes, or the refusal."""
@@ -107,7 +106,7 @@ class Placement:
         if self._pipelines and not (prefill.node.vllm or prefill.coming):
             prefill = self._in_pipeline(schedule, plan, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, plan.priority)
-        spare = self.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
+        spare = self.hindsight.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
         late_s = self._admission.late_prefill_s(limits, prefill, ttft_s * spare)
         if late_s:
             return RejectReason.TTFT, late_s, limits.waited_s + ttft_s * spare
@@ -136,6 +135,7 @@ class Placement:
     def commit(self, now: float, key: BookingKey, schedule: Schedule, plan: Plan, decision: Decision) -> Booking:
         """Book what was decided: queue, batch, link and turn know of it at once."""
         prefill, decode, ttft_s, expected = decision.prefill, decision.decode, decision.ttft_s, decision.expected
+        alone = decode.batch < 0.5
         number = self._bookings.next_number()
         placed = Placed(
             request_id=schedule.request_id,
@@ -144,8 +144,8 @@ class Placement:
             decode=decode.node.name,
             reuse_blocks=prefill.reuse_blocks,
             sources=self._named(prefill),
-            ttft_s=min(ttft_s, MAX_PREDICTION_S),
-            tbt_s=min(decode.tbt_s * self.bias.factor, MAX_PREDICTION_S),
+            ttft_s=min(self.hindsight.ttft_s(ttft_s), MAX_PREDICTION_S),
+            tbt_s=min(self.hindsight.tbt_s(decode.tbt_s, alone=alone), MAX_PREDICTION_S),
             booking=number,
             tbt_slo_s=decision.limits.promised_tbt_s,
             stages=tuple([node.name for node in prefill.stages]) if prefill.stages else (),
@@ -162,7 +162,10 @@ class Placement:
             load_s=decision.choices * (self._request_s + self._context_s * (plan.tokens + expected / 2)),
             choices=decision.choices,
             expected_tokens=expected,
+            ttft_s=ttft_s,
             tbt_s=decode.tbt_s,
+            idle=prefill.queue_s <= 0 and not prefill.coming,
+            alone=alone,
             earliest=now + ttft_s if prefill.coming else 0.0,
         )
         if self._coming is not None and not prefill.stages:
@@ -260,7 +263,7 @@ class Placement:
 
     def _is_late(self, limits: Limits, waiting: PrefillChoice) -> bool:
         """Return whether a prompt that waits for blocks would be refused for its first token."""
-        return self._admission.late_prefill_s(limits, waiting, waiting.ttft_s * self.lateness.factor) > 0
+        return self._admission.late_prefill_s(limits, waiting, waiting.ttft_s * self.hindsight.lateness.factor) > 0
 
     def _in_pipeline(self, schedule: Schedule, plan: Plan, choice: PrefillChoice) -> PrefillChoice:
         """With others that compute a long prompt together with it, if that is sooner."""

@@ -7,8 +7,8 @@ is little else. And the step itself grows while the request runs, by what all in
 
 LONGEST_SHARE = 10
 FIRST_GAP_STEPS = 0.4
-"""What the first gap is longer than a step, in steps: the wait for the one that runs, less than half of one on average since it
-is held back for who is nearly there, and the handoff's end."""
+"""What the first gap is longer than a step where others are in the batch, in steps: the wait for the step that runs, which is
+less than half of one on average as it is held back for a request that is nearly there, and the handoff's end."""
 GROWTH_TOKENS = 512
 """Nobody's KV is expected to grow by more while a request runs: others leave, and new ones come with less."""
 
@@ -18,9 +18,10 @@ def longest_gaps(gaps: int) -> int:
     return max(1, gaps // LONGEST_SHARE)
 
 
-def stretch(output_tokens: float) -> float:
-    """The TBT of a request of `output_tokens` tokens, in steps."""
-    return 1 + FIRST_GAP_STEPS / longest_gaps(int(output_tokens) - 1)
+def stretch(output_tokens: float, company: float = 1.0) -> float:
+    """Return the TBT of a request of `output_tokens` tokens, in steps. `company`: how likely others are in its batch when it
+    comes, 0 to 1: an idle decode begins its step at once."""
+    return 1 + company * FIRST_GAP_STEPS / longest_gaps(int(output_tokens) - 1)
 
 
 def longest_step_s(bound_s: float, output_tokens: float) -> float:

@@ -13,7 +13,9 @@ from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.corrections import (
     MOST_BIAS,
     MOST_FACTOR,
+    MOST_OVERHEAD_S,
     MOST_SPARE,
+    OVERHEAD_OUTCOMES,
     PRIOR_REPORTS,
     SPARE,
     Bias,
@@ -232,7 +234,7 @@ def test_its_own_context_and_that_of_all_others_lengthen_the_step():
     costs = Costs(decode_step_s=0.02, decode_request_s=0.0, decode_context_s=1e-6)
     cluster = Cluster(1, costs=costs)
     grown = gaps.growth_tokens(1, 100) * 1e-6
-    assert tbt(cluster, tokens=9000) == pytest.approx(gaps.stretch(100) * (0.02 + 0.009 + grown))
+    assert tbt(cluster, tokens=9000) == pytest.approx(gaps.stretch(100, 0.0) * (0.02 + 0.009 + grown))
     cluster.decode_load("d0", running=1, context_tokens=50_000)
     assert tbt(cluster, tokens=10) == pytest.approx(gaps.stretch(100) * (0.02 + 0.05), rel=0.02)
 
@@ -246,7 +248,7 @@ def test_a_booking_whose_prefill_is_not_done_does_not_decode_yet():
         assert cluster.schedule(tokens=10).prefill == "p0", "each is done after 50 s"
     cluster.prefill_load("p1")
     soon, later = cluster.schedule(tokens=10), cluster.schedule(tokens=10, exclude=("p1",))
-    assert soon.tbt_s == pytest.approx(gaps.stretch(100) * 0.02, rel=0.01), "nobody is there when its prefill is done"
+    assert soon.tbt_s == pytest.approx(gaps.stretch(100, 0.0) * 0.02, rel=0.01), "nobody is there when its prefill is done"
     assert later.tbt_s > 0.1, "the others are"
 
 
@@ -260,7 +262,7 @@ def test_reports_take_over_decode_bookings_one_by_one():
     assert len(cluster.conductor._decodes.nodes[0].coming) == 0, "two run, the third never came"
     assert tbt(cluster) == pytest.approx(gaps.stretch(100) * 0.04, rel=0.05)
     cluster.decode_load("d0", running=0)
-    assert tbt(cluster) == pytest.approx(gaps.stretch(100) * 0.02)
+    assert tbt(cluster) == pytest.approx(gaps.stretch(100, 0.0) * 0.02)
 
 
 def test_a_reserved_request_joins_when_its_prefill_is_done():
@@ -540,6 +542,68 @@ def test_what_is_told_of_a_tbt_comes_to_what_tbts_come_to():
     for _ in range(600):
         last_s = told()
     assert last_s == pytest.approx(1.2 * first_s, rel=0.01)
+
+
+def first_token(cluster, overhead_s, **more):
+    """Place a request whose first token comes `overhead_s` after what its work takes; return its prediction and its TTFT."""
+    placed = cluster.schedule(**({"tokens": 100} | more))
+    came = outcome(
+        ttft_s=cluster.work_s + overhead_s, predicted_ttft_s=placed.ttft_s, tbt_s=0.0, predicted_tbt_s=0.0, output_tokens=1
+    )
+    cluster.say("g", RequestEnded(request_id=placed.request_id, attempt=1, outcome=came))
+    return placed.ttft_s, came.ttft_s
+
+
+def with_prefill(queued_s=0.0):
+    cluster = Cluster(1, costs=Costs(prefill_token_s=0.001))
+    cluster.prefill_load("p0", queued_s=queued_s)
+    first = cluster.schedule(tokens=100)
+    cluster.end(first)
+    cluster.work_s = first.ttft_s
+    return cluster
+
+
+def test_a_predicted_ttft_has_the_time_that_no_work_explains_as_it_was_measured():
+    cluster = with_prefill()
+    predicted = [first_token(cluster, 0.004) for _ in range(8)]
+    assert predicted[0][0] == cluster.work_s
+    assert predicted[-1][0] == pytest.approx(predicted[-1][1])
+    first_token(cluster, 9.0)
+    assert first_token(cluster, 0.004)[0] == pytest.approx(cluster.work_s + 0.004), "one late token is no rule"
+
+
+def test_the_overhead_of_a_first_token_follows_what_changes_and_is_bounded():
+    cluster = with_prefill()
+    for overhead_s, added_s in ((0.004, 0.004), (0.02, 0.02), (-0.05, 0.0), (3.0, MOST_OVERHEAD_S)):
+        for _ in range(OVERHEAD_OUTCOMES):
+            first_token(cluster, overhead_s)
+        assert first_token(cluster, overhead_s)[0] == pytest.approx(cluster.work_s + added_s)
+
+
+def test_a_wait_in_a_queue_is_no_overhead():
+    cluster = with_prefill(queued_s=5.0)
+    for _ in range(8):
+        first_token(cluster, 0.03)
+    assert cluster.conductor._placement.hindsight.ttft_s(1.0) == 1.0
+
+
+def test_a_decode_with_nothing_to_do_begins_a_step_at_once():
+    cluster = Cluster(1, costs=Costs(decode_step_s=0.02, decode_request_s=0.0))
+    assert tbt(cluster, max_tokens=8) == pytest.approx(0.02)
+    cluster.decode_load("d0", running=4)
+    assert tbt(cluster, max_tokens=8) == pytest.approx(gaps.stretch(8) * 0.02)
+
+
+def test_the_bias_of_crowded_decodes_does_not_touch_predictions_for_idle_ones():
+    cluster = Cluster(1, costs=Costs(decode_step_s=0.02, decode_request_s=0.0))
+    for _ in range(300):
+        cluster.decode_load("d0", running=4)
+        placed = cluster.schedule(tokens=10)
+        came = outcome(tbt_s=0.03, predicted_tbt_s=placed.tbt_s)
+        cluster.say("g", RequestEnded(request_id=placed.request_id, attempt=1, outcome=came))
+    assert tbt(cluster) == pytest.approx(0.03, rel=0.01)
+    cluster.decode_load("d0", running=0)
+    assert tbt(cluster) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("told_s", [5e-324, 1e-300, 1e6])
