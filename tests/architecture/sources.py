@@ -1,7 +1,9 @@
 """Reads the package's sources once, for all architecture tests. A module's name is its path: `kv/slots`, `store/__init__`."""
 
 import ast
+import gc
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -25,7 +27,8 @@ class Source:
         return ast.parse(self.text)
 
     @cached_property
-    def _nodes(self) -> dict[type[ast.AST], list[ast.AST]]:
+    def by_kind(self) -> dict[type[ast.AST], list[ast.AST]]:
+        """All nodes of the tree."""
         nodes: dict[type[ast.AST], list[ast.AST]] = {}
         for node in ast.walk(self.tree):
             nodes.setdefault(type(node), []).append(node)
@@ -34,7 +37,7 @@ class Source:
     def nodes(self, *kinds: type[NodeT]) -> Iterator[NodeT]:
         """All nodes of these classes, of one class after the other."""
         for kind in kinds:
-            yield from cast(list[NodeT], self._nodes.get(kind, []))
+            yield from cast(list[NodeT], self.by_kind.get(kind, []))
 
     @cached_property
     def imports(self) -> tuple[tuple[str, int], ...]:
@@ -70,8 +73,23 @@ def sources_of(texts: Mapping[str, str]) -> dict[str, Source]:
 def package() -> Sources:
     """All modules of the package, in the order of their names."""
     paths = sorted(path for path in PACKAGE.rglob("*.py") if "__mypyc__" not in path.parts)
-    texts = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path.read_text(encoding="utf-8") for path in paths}
-    return sources_of(texts)
+    sources = sources_of({path.relative_to(PACKAGE).with_suffix("").as_posix(): path.read_text("utf-8") for path in paths})
+    with _no_collection():
+        for source in sources.values():
+            _ = source.by_kind
+    return sources
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from walking half-made trees again and again, which takes longer than to parse them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def module_of(dotted: str, sources: Sources) -> str | None:
