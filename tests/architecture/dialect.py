@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sources import Source
+from sources import Definition, Source
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def defined_names(source: Source) -> dict[str, int]:
 
 
 def _given(source: Source) -> Iterator[tuple[str, int]]:
-    for definition in source.nodes(ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef):
+    definitions: Iterator[Definition] = source.nodes(ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for definition in definitions:
         yield definition.name, definition.lineno
     for parameter in source.nodes(ast.arg):
         yield parameter.arg, parameter.lineno

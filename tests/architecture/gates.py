@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dialect import Hit, in_names, in_prose
 from floors import floor_by_room
-from sources import Source, Sources, imported_modules, room_of
+from sources import Definition, Source, Sources, imported_modules, room_of
 
 MAX_CLASS_LINES = 450
 MAX_CLASS_METHODS = 35
@@ -128,9 +128,6 @@ GATES = (
     Gate("dialect_names", "a name is the field's term (dialect.py)", dialect_in_names),
     Gate("dialect_prose", "a docstring or comment is plain English (dialect.py)", dialect_in_prose),
 )
-
-
-Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _lines(node: Definition) -> int:

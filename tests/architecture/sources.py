@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 PACKAGE = Path(__file__).parents[2] / "mooncake_zmq"
 NAME = "mooncake_zmq"
 
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 NodeT = TypeVar("NodeT", bound=ast.AST)
 
 
