@@ -13,13 +13,14 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from mooncake_zmq.bench.eviction import GENERATED_REQUESTS, Trace, generated_trace, hold, infinite_hit_ratio, read_trace
+from mooncake_zmq.bench.eviction import GENERATED_REQUESTS, generated_trace, read_trace
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.laboratory.hit_ratio import Trace, hold, infinite_hit_ratio
 from mooncake_zmq.store.rules.object_log import MOVED_SHARE, ObjectLog, ObjectSsdSettings
 from mooncake_zmq.store.rules.object_record import ObjectRecord, record_bytes
 from mooncake_zmq.store.server.object_index import ObjectIndex

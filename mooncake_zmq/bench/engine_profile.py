@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
-from mooncake_zmq.bench.report import machine, new_figure
+from mooncake_zmq.bench.report import machine
 from mooncake_zmq.core.profile import PrefillTime, Profile, StepTime, fit
 from mooncake_zmq.engine.cpu import Backend, chosen
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.engine.weights import load_engine
+from mooncake_zmq.laboratory.drawing import new_figure
 
 WARM_UP_TOKENS = 64
 MEMORY_SHARE = 0.7

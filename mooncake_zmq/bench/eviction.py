@@ -14,9 +14,11 @@ from typing import Annotated
 import click
 import msgspec
 
-from mooncake_zmq.bench.report import Report, Row, commit, new_figure
+from mooncake_zmq.bench.report import Report, Row, commit
 from mooncake_zmq.kv.block_hash import KEY_BYTES, Key
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.laboratory.hit_ratio import Trace, hit_ratio, infinite_hit_ratio
 
 CAPACITIES = (1_000, 10_000, 30_000, 50_000, 100_000)
 """Blocks; of 512 tokens, these are half a million to 50 million tokens."""
@@ -25,8 +27,6 @@ MAX_TRACE_BLOCKS = 10_000_000
 """Longest trace read; its keys take about 60 bytes each."""
 
 Progress = Callable[[str], None]
-Trace = Sequence[tuple[Key, ...]]
-"""The keys of each request's blocks, from the root on."""
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -73,29 +73,6 @@ def bench_eviction(
     return report
 
 
-def hit_ratio(trace: Trace, slots: Slots) -> float:
-    """Share of the trace's blocks that are in `slots`, with all blocks before them in their prompt, when they are asked for."""
-    hits = asked = 0
-    for keys in trace:
-        asked += len(keys)
-        hits += len(slots.leading_run(keys))
-        slots.unpin(hold(slots, keys))
-        slots.take_fences()
-        slots.evicted.clear()
-    return hits / asked if asked else 0.0
-
-
-def infinite_hit_ratio(trace: Trace) -> float:
-    """The same of a pool that never evicts."""
-    seen: set[Key] = set()
-    hits = asked = 0
-    for keys in trace:
-        asked += len(keys)
-        hits += next((at for at, key in enumerate(keys) if key not in seen), len(keys))
-        seen.update(keys)
-    return hits / asked if asked else 0.0
-
-
 def read_trace(path: Path) -> Trace:
     """The requests of a JSONL file. Raises click.ClickException naming the line that is not one, or for none, or too many."""
     decoder = msgspec.json.Decoder(_Line)
@@ -135,21 +112,6 @@ def generated_trace(random: Random, requests: int) -> Trace:
         chats.append(prompt)
         trace.append(_keys(prompt))
     return trace
-
-
-def hold(slots: Slots, keys: Iterable[Key]) -> list[int]:
-    """Pin what is there of `keys`, then write and pin the others, as far as there is room; the slots in the keys' order."""
-    held = {key: slot for key in keys if (slot := slots.committed(key)) is not None}
-    slots.pin(list(held.values()))
-    for key in keys:
-        if key not in held:
-            new = slots.reserve(key)
-            if new is None:
-                break
-            slots.pin((new,))
-            slots.commit(new, 0)
-            held[key] = new
-    return [held[key] for key in dict.fromkeys(keys) if key in held]
 
 
 def _keys(ids: Iterable[int]) -> tuple[Key, ...]:

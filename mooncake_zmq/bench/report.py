@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mooncake_zmq.bench.memory import Footprint
+from mooncake_zmq.laboratory.drawing import new_figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +109,6 @@ class Report:
         axes.set_xlabel("ratio to the reference (above 1 is better)")
         axes.set_title(f"bench {self.bench}, {commit()}")
         figure.savefig(path)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """matplotlib's, in inches. Raises click.ClickException where that is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from mooncake_zmq import mypyc_code
 from mooncake_zmq.bench.eviction import generated_trace
-from mooncake_zmq.bench.report import Report, Row, commit, new_figure
+from mooncake_zmq.bench.report import Report, Row, commit
 from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad
 from mooncake_zmq.bench.schedule_zmq import times_over_zmq
 from mooncake_zmq.conductor.conductor import Conductor
@@ -35,6 +35,7 @@ from mooncake_zmq.core.hardware import HARDWARE
 from mooncake_zmq.core.messages import BlocksAnnounced, Placed, Schedule
 from mooncake_zmq.kv.block_hash import KEY_BYTES, extend_keys
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.laboratory.drawing import new_figure
 
 BLOCK_TOKENS = 512
 COSTS = HARDWARE["a800-llama3-70b"]

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from mooncake_zmq.bench.report import new_figure
 from mooncake_zmq.laboratory import report, zoo
+from mooncake_zmq.laboratory.drawing import new_figure
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.generated import KINDS, LIKE, fit, parse_spec
 from mooncake_zmq.laboratory.jobs import Job, Progress, Source, run_jobs, run_on_dask

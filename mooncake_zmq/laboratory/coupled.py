@@ -13,8 +13,7 @@ from heapq import heappop, heappush
 from mooncake_zmq.laboratory.coupled_instance import CoupledSettings, Instance, Job
 from mooncake_zmq.laboratory.coupled_memory import KvMemory
 from mooncake_zmq.laboratory.errors import StudyError
-from mooncake_zmq.laboratory.runs import COUPLED_SECTION
-from mooncake_zmq.laboratory.study import Arrival, RequestRecord, RunResult, Setup
+from mooncake_zmq.laboratory.study import COUPLED_SECTION, Arrival, RequestRecord, RunResult, Setup
 
 SAMPLE_S = 30.0
 PREFIX_CACHE = ("vllm-prefix", "vllm-both")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from mooncake_zmq.bench.report import new_figure
+from mooncake_zmq.laboratory.drawing import new_figure
 from mooncake_zmq.laboratory.metrics import Spread, Summary, summarize
 from mooncake_zmq.laboratory.study import RunResult, Setup
 

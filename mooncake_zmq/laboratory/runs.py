@@ -8,10 +8,9 @@ from pathlib import Path
 
 from mooncake_zmq.laboratory.clairvoyant import foresee
 from mooncake_zmq.laboratory.errors import StudyError
-from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival, RunResult, Setup
+from mooncake_zmq.laboratory.study import COUPLED_SECTION, TRACE_BLOCK_TOKENS, Arrival, RunResult, Setup
 
 COUPLED = ("vllm", "vllm-prefix", "vllm-chunked", "vllm-both")
-COUPLED_SECTION = "coupled."
 DISAGGREGATED = ("coming", "global", "local", "match", "load", "round-robin", "random")
 POLICIES = (*DISAGGREGATED, *COUPLED)
 ADMISSIONS = ("none", "baseline", "early", "prediction")

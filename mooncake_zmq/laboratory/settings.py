@@ -11,8 +11,8 @@ from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.laboratory.coupled import read_settings
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.profiles import find_profile
-from mooncake_zmq.laboratory.runs import COUPLED_SECTION, check
-from mooncake_zmq.laboratory.study import NodeProfile, Setup
+from mooncake_zmq.laboratory.runs import check
+from mooncake_zmq.laboratory.study import COUPLED_SECTION, NodeProfile, Setup
 from mooncake_zmq.roles import PARTS
 
 MAX_RUNS = 1_000

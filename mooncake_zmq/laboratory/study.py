@@ -6,6 +6,8 @@ from mooncake_zmq.core.costs import Costs
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one hash id of a trace stands for, as in Mooncake's public traces."""
+COUPLED_SECTION = "coupled."
+"""Begins the names of the settings of coupled instances, which compute prompts and answers in one batch."""
 
 
 @dataclass(frozen=True, slots=True)

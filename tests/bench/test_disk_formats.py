@@ -8,9 +8,10 @@ from click.testing import CliRunner
 
 from mooncake_zmq.bench.command import bench
 from mooncake_zmq.bench.disk_formats import FIGURES, LogTier, SlotTier, hit_ratio
-from mooncake_zmq.bench.eviction import generated_trace, infinite_hit_ratio
+from mooncake_zmq.bench.eviction import generated_trace
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.laboratory.hit_ratio import infinite_hit_ratio
 
 BLOCK_BYTES = 64 << 10
 STRIDE = PAGE_BYTES + BLOCK_BYTES

@@ -8,9 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench.command import bench
-from mooncake_zmq.bench.eviction import bench_eviction, generated_trace, hit_ratio, infinite_hit_ratio, read_trace
+from mooncake_zmq.bench.eviction import bench_eviction, generated_trace, read_trace
 from mooncake_zmq.kv.eviction import POLICIES
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.laboratory.hit_ratio import hit_ratio, infinite_hit_ratio
 
 
 def trace_file(path, *prompts):

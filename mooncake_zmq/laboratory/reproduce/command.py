@@ -10,8 +10,8 @@ import click
 import msgspec
 from rich.console import Console
 
-from mooncake_zmq.bench.report import new_figure
 from mooncake_zmq.laboratory.command import bars, one_line
+from mooncake_zmq.laboratory.drawing import new_figure
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.generated import parse_spec
 from mooncake_zmq.laboratory.jobs import Job, Source, load, run_jobs, run_on_dask

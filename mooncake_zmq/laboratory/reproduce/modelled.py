@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from mooncake_zmq.bench.eviction import hit_ratio, infinite_hit_ratio
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.kv.block_hash import KEY_BYTES
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.laboratory.hit_ratio import hit_ratio, infinite_hit_ratio
 from mooncake_zmq.laboratory.profiles import sources
 from mooncake_zmq.laboratory.reproduce.figure import HARDWARE, PAPER, Conclusion, Figure, Row, Setting
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival

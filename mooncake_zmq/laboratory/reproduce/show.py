@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mooncake_zmq.bench.report import new_figure
+from mooncake_zmq.laboratory.drawing import new_figure
 from mooncake_zmq.laboratory.reproduce.figure import Conclusion, Figure
 
 MOST_BREAKS = 6

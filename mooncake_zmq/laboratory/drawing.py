@@ -1,0 +1,14 @@
+"""Figures that the laboratory and the benchmarks draw, where matplotlib is installed."""
+
+from typing import Any
+
+import click
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Make an empty figure of matplotlib, its size in inches. Raises click.ClickException where that is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")

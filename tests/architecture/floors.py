@@ -1,0 +1,40 @@
+"""The floors of the house, from the ground up. A room imports only rooms of lower floors.
+
+A room is a folder of the package, or a module beside the folders. A new room must be given a floor here.
+"""
+
+FLOORS: tuple[frozenset[str], ...] = (
+    # The ground: what a block is, which modules are compiled, the version.
+    frozenset({"__init__", "kv", "mypyc_code"}),
+    # Messages, sessions, timers and the cost model.
+    frozenset({"core", "mypyc_build", "sbom"}),
+    # The model, and the role that needs nothing but the ground.
+    frozenset({"engine", "conductor"}),
+    # How bytes move.
+    frozenset({"transfer"}),
+    # The store of values, and HTTP in front of the gateway's actor.
+    frozenset({"store", "gateway"}),
+    # A host's pool, and vLLM's connector to it.
+    frozenset({"cache_node", "vllm"}),
+    # The roles that use a pool.
+    frozenset({"prefill", "decode", "vllm_node"}),
+    # All roles in one table.
+    frozenset({"roles"}),
+    # A deployment's settings.
+    frozenset({"config"}),
+    # What runs the actors: over ZeroMQ, or under a seed; and one operator's command.
+    frozenset({"runtime", "simulation", "operate"}),
+    # Operator's commands on a running or planned deployment, and studies in virtual time.
+    frozenset({"up", "keys", "console", "doctor", "laboratory"}),
+    # What demonstrates, measures and spoils inputs.
+    frozenset({"demo", "bench", "fuzz"}),
+    # The command line, which names all commands.
+    frozenset({"cli"}),
+    # What starts whole clusters through the command line.
+    frozenset({"chaos", "__main__"}),
+)
+
+
+def floor_by_room(floors: tuple[frozenset[str], ...] = FLOORS) -> dict[str, int]:
+    """Each room's floor, counted from the ground."""
+    return {room: floor for floor, rooms in enumerate(floors) for room in rooms}

